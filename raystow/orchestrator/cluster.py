@@ -1,0 +1,38 @@
+"""Calls to actors with a deadline, and errors that are raystow's own instead of Ray's."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+from ..storage.errors import ClusterError, RaystowError
+
+
+def connect() -> None:
+    """Connect this process to the Ray cluster it runs on, unless it is; ``ClusterError`` if there is none."""
+    if ray.is_initialized():
+        return
+    try:
+        ray.init(address="auto", log_to_driver=False, logging_level="warning")
+    except (ConnectionError, RayError) as error:
+        raise ClusterError(
+            f"no Ray cluster is running here: {error}", remedy="start one (`ray start --head`, or ray.init()), or read with raystow.open"
+        ) from error
+
+
+def call(ref: Any, timeout: float, who: str) -> Any:
+    """The result of a remote call within ``timeout`` seconds. A frozen actor counts as alive for Ray: so never without."""
+    try:
+        return ray.get(ref, timeout=timeout)
+    except RayTaskError as error:
+        if isinstance(error.cause, RaystowError):
+            raise error.cause from None
+        raise ClusterError(f"failed: {error.cause!r}", subject=who) from error
+    except GetTimeoutError as error:
+        raise ClusterError(f"did not answer within {timeout:.0f} s", subject=who, remedy="look at its log, or kill it") from error
+    except RayActorError as error:
+        raise ClusterError(f"died: {str(error).strip().splitlines()[-1]}", subject=who) from error
+    except RayError as error:
+        raise ClusterError(str(error), subject=who) from error

@@ -1,0 +1,228 @@
+"""The coordinator: gathers what ranks and nodes report, and turns complete attempts into versions. One per repository.
+
+A plain state machine. No call waits, and none talks to the store; each says what has happened, and whoever waits looks at
+``phase``. Nothing here outlives the process: a restarted coordinator takes a new epoch and starts from the repository.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..storage.clock import Clock
+from ..storage.committer import Committer
+from ..storage.errors import Fenced, RaystowError, SaveFailed, StoreUnavailable
+from ..storage.root import Entry
+from ..storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from ..workers.port import MODULUS, Begin, Ticket
+
+logger = logging.getLogger(__name__)
+
+
+class Phase(enum.Enum):
+    """Where an attempt stands."""
+
+    GATHERING = "waiting for ranks"
+    SEALING = "waiting for manifest fragments"
+    READY = "waiting for the commit"
+    COMMITTED = "a version"
+    ABORTED = "given up"
+
+    @property
+    def over(self) -> bool:
+        """Whether it will not change any more."""
+        return self in (Phase.COMMITTED, Phase.ABORTED)
+
+
+@dataclass
+class Attempt:
+    """One try to make a version. ``ranks``: rank -> node that serves it. ``opened`` and ``deadline`` are monotonic seconds."""
+
+    id: int
+    attempt: str
+    step: int
+    world_size: int
+    opened: float
+    deadline: float
+    phase: Phase = Phase.GATHERING
+    reason: str = ""
+    metrics: dict[str, object] = field(default_factory=dict)
+    ranks: dict[int, str] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    expected: int = 0
+    covered: dict[int, int] = field(default_factory=dict)
+    fragments: dict[int, FragmentInfo] = field(default_factory=dict)
+    packs: dict[int, tuple[PackInfo, ...]] = field(default_factory=dict)
+    entry: Entry | None = None
+    swept: bool = False
+
+
+class Coordinator:
+    """Not for several threads at once. ``writer`` names the software in version records."""
+
+    def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
+        self._committer, self._clock, self._writer = committer, clock, writer
+        self._members: dict[int, str] = {}
+        self._attempts: dict[str, Attempt] = {}
+
+    def join(self, rank: int, incarnation: str) -> None:
+        """A process has taken up a rank. Attempts that still waited for the rank's former process are given up."""
+        former = self._members.get(rank)
+        self._members[rank] = incarnation
+        if former not in (None, incarnation):
+            for attempt in self._open(Phase.GATHERING):
+                self._abort(attempt, f"rank {rank} was restarted")
+
+    def begin(self, begin: Begin) -> Ticket:
+        """A rank has begun to save a step: the attempt it belongs to, opened if it is the first."""
+        if self._members.setdefault(begin.rank, begin.incarnation) != begin.incarnation:
+            raise SaveFailed("a newer process has taken up this rank", subject=f"rank {begin.rank}", remedy="let this one end")
+        for attempt in self._open(Phase.GATHERING):
+            if attempt.world_size != begin.world_size:
+                self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
+        attempt = self._joinable(begin) or self._new(begin)
+        attempt.ranks[begin.rank] = begin.node
+        attempt.metrics.update(begin.metrics)
+        attempt.expected += begin.expected
+        return Ticket(attempt.id, attempt.attempt, attempt.nodes.setdefault(begin.node, len(attempt.nodes)))
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        """A rank's shards are all coded on its node."""
+        attempt = self._of(ticket, Phase.GATHERING)
+        attempt.covered[rank] = covered
+        if len(attempt.covered) < attempt.world_size:
+            return
+        if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
+            self._abort(
+                attempt,
+                "the ranks' shards do not add up to whole tensors: every rank must hold the same plain tensors (same names, shapes "
+                "and dtypes); shard the others as DTensors",
+            )
+            return
+        attempt.phase = Phase.SEALING
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """A node's packs and fragment are durable."""
+        attempt = self._of(ticket, Phase.SEALING)
+        attempt.fragments[ticket.node], attempt.packs[ticket.node] = info, tuple(packs)
+        if len(attempt.fragments) == len(attempt.nodes):
+            attempt.phase = Phase.READY
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        """A node cannot do its part."""
+        attempt = self._attempts.get(ticket.attempt)
+        if attempt is not None and not attempt.phase.over:
+            self._abort(attempt, reason)
+
+    def rank_lost(self, rank: int, incarnation: str, reason: str) -> None:
+        """A rank has lost its node worker, and with it what it staged there."""
+        if self._members.get(rank) == incarnation:
+            for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+                if rank in attempt.ranks:
+                    self._abort(attempt, reason)
+
+    def nodes_alive(self, alive: set[str]) -> None:
+        """Give up the attempts that need a node which is no longer among the living."""
+        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+            for node, number in attempt.nodes.items():
+                if node not in alive and number not in attempt.fragments:
+                    self._abort(attempt, f"node {node} died with the shards of ranks {_of_node(attempt, node)}")
+                    break
+
+    def tick(self) -> None:
+        """Give up the attempts that are past their deadline, by the names of those that are missing."""
+        now = self._clock.monotonic()
+        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+            if now < attempt.deadline:
+                continue
+            seconds = attempt.deadline - attempt.opened
+            if attempt.phase is Phase.GATHERING:
+                missing = sorted(set(range(attempt.world_size)) - set(attempt.covered))
+                self._abort(attempt, f"ranks {missing} had not delivered their shards after {seconds:.0f} s")
+            else:
+                late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.fragments)
+                self._abort(attempt, f"nodes {late} had not stored their shards after {seconds:.0f} s")
+
+    def next_commit(self) -> Attempt | None:
+        """The attempt to commit now: complete, and no older one still open, so that versions come in the order of saves."""
+        oldest = min((a for a in self._attempts.values() if not a.phase.over), key=lambda a: a.id, default=None)
+        return oldest if oldest is not None and oldest.phase is Phase.READY else None
+
+    def record(self, attempt: Attempt) -> VersionRecord:
+        """The record that makes a complete attempt a version; commit it, then tell ``settled``."""
+        return VersionRecord(
+            repository=self._committer.repository.id,
+            id=attempt.id,
+            attempt=attempt.attempt,
+            epoch=self._committer.epoch,
+            step=attempt.step,
+            created=self._clock.now(),
+            world_size=attempt.world_size,
+            metrics=attempt.metrics,
+            writer=self._writer,
+            fragments=tuple(attempt.fragments[number] for number in sorted(attempt.fragments)),
+            packs=tuple(pack for number in sorted(attempt.packs) for pack in attempt.packs[number]),
+        )
+
+    def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
+        """What the commit of an attempt came to: the root's entry, or why there is none."""
+        if isinstance(outcome, Entry):
+            attempt.phase, attempt.entry = Phase.COMMITTED, outcome
+            logger.info("version %d, step %d: %d bytes stored of %d", outcome.id, outcome.step, outcome.stored, outcome.raw)
+            return
+        if isinstance(outcome, Fenced):
+            for other in self._open(*Phase):
+                self._abort(other, str(outcome))
+            return
+        self._abort(attempt, f"the commit failed: {outcome}")
+        # A write still under way may make it a version all the same: its objects must stay.
+        attempt.swept = isinstance(outcome, StoreUnavailable)
+
+    def attempt(self, ticket: Ticket) -> Attempt:
+        """The attempt of a ticket; ``SaveFailed`` if this coordinator does not know it (it was restarted since)."""
+        attempt = self._attempts.get(ticket.attempt)
+        if attempt is None:
+            raise SaveFailed("the coordinator was restarted during this save", subject=f"attempt {ticket.id}")
+        return attempt
+
+    def abandoned(self) -> list[tuple[int, str]]:
+        """The attempts given up since the last call, whose objects may go. Forgets what is over, but for the newest hundred."""
+        given_up = [a for a in self._attempts.values() if a.phase is Phase.ABORTED and not a.swept]
+        for attempt in given_up:
+            attempt.swept = True
+        over = [key for key, attempt in self._attempts.items() if attempt.phase.over]
+        for key in over[:-100]:
+            del self._attempts[key]
+        return [(attempt.id, attempt.attempt) for attempt in given_up]
+
+    def _open(self, *phases: Phase) -> list[Attempt]:
+        return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
+
+    def _joinable(self, begin: Begin) -> Attempt | None:
+        """The oldest attempt for the step that this rank is not part of: a rank's saves match the others' in their order."""
+        for attempt in self._open(Phase.GATHERING):
+            if attempt.step == begin.step and begin.rank not in attempt.ranks:
+                return attempt
+        return None
+
+    def _new(self, begin: Begin) -> Attempt:
+        id, token = self._committer.reserve()
+        now = self._clock.monotonic()
+        attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
+        return attempt
+
+    def _of(self, ticket: Ticket, phase: Phase) -> Attempt:
+        attempt = self.attempt(ticket)
+        if attempt.phase is not phase:
+            raise SaveFailed(attempt.reason or f"the attempt is {attempt.phase.value}", subject=f"save of step {attempt.step}")
+        return attempt
+
+    def _abort(self, attempt: Attempt, reason: str) -> None:
+        attempt.phase, attempt.reason = Phase.ABORTED, reason
+        logger.warning("the save of step %d was given up: %s", attempt.step, reason)
+
+
+def _of_node(attempt: Attempt, node: str) -> list[int]:
+    return sorted(rank for rank, home in attempt.ranks.items() if home == node)

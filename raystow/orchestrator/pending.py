@@ -1,0 +1,53 @@
+"""A save that is under way."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+
+from ..storage.errors import DeadlineExceeded, RaystowError
+from ..storage.version import Version
+
+logger = logging.getLogger(__name__)
+
+
+class Pending:
+    """What ``save`` returns: first *staged* (the tensors may change), then *durable* (a version), or failed."""
+
+    def __init__(self, step: int) -> None:
+        self.step = step
+        self.stall = 0.0
+        """Seconds that ``save`` and ``fence`` have held the caller up for this save so far."""
+        self._staged = threading.Event()
+        self._outcome: concurrent.futures.Future[Version] = concurrent.futures.Future()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.done() and self._outcome.exception() else "durable" if self.done() else "in flight"
+        return f"Pending(step={self.step}, {state})"
+
+    def done(self) -> bool:
+        """Whether the save is durable or has failed."""
+        return self._outcome.done()
+
+    def staged(self, timeout: float | None = None) -> bool:
+        """Wait up to ``timeout`` seconds until the tensors may change (also true of a save that failed)."""
+        return self._staged.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Version:
+        """The committed version; ``SaveFailed`` if there will be none, ``DeadlineExceeded`` after ``timeout`` seconds."""
+        try:
+            return self._outcome.result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise DeadlineExceeded(f"not durable after {timeout:g} s", subject=f"save of step {self.step}") from None
+
+    def _set_staged(self) -> None:
+        self._staged.set()
+
+    def _set_outcome(self, outcome: Version | RaystowError) -> None:
+        if isinstance(outcome, RaystowError):
+            logger.warning("%s", outcome)
+            self._outcome.set_exception(outcome)
+        else:
+            self._outcome.set_result(outcome)
+        self._staged.set()

@@ -1,0 +1,103 @@
+"""What this rank holds of each tensor: a box, the ranks that hold the same box, and the bytes behind it."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..storage import dtypes, manifest
+from ..storage.errors import StateError
+from .state import Leaf, numpy_dtype, show
+
+_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+@dataclass(frozen=True)
+class Shard:
+    """``holders``: the ranks that hold this very box, ascending; empty for all ranks. ``first``: the rank that vouches for the
+    tensor's existence. ``bits``: the local elements as a numpy array, or a torch tensor on a device, of opaque words."""
+
+    leaf: Leaf
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    holders: tuple[int, ...]
+    first: int
+    bits: Any
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return dtypes.dtype(self.dtype).itemsize
+
+
+def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
+    """The shard of a tensor leaf. ``StateError`` for a tensor of a kind that is not plain bytes in memory."""
+    where, value = show(leaf.path, what), leaf.value
+    if isinstance(value, np.ndarray | np.generic):
+        kind = manifest.ARRAY if isinstance(value, np.ndarray) else manifest.SCALAR
+        array = np.asarray(value)
+        dtype, shape = numpy_dtype(array, where), tuple(array.shape)
+        return Shard(leaf, kind, dtype, shape, (0,) * len(shape), shape, (), 0, array.view(f"V{array.itemsize}"))
+    return _torch_shard(leaf, where)
+
+
+def _torch_shard(leaf: Leaf, where: str) -> Shard:
+    import torch
+
+    tensor = leaf.value
+    shape = tuple(tensor.shape)
+    offset, extent, holders, first, local = (0,) * len(shape), shape, (), 0, tensor
+    distributed = sys.modules.get("torch.distributed.tensor")
+    if distributed is not None and isinstance(tensor, distributed.DTensor):
+        offset, extent, holders, first = _placed(tensor, where)
+        local = tensor.to_local()
+    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+        raise StateError(f"tensors of class {type(tensor).__name__} cannot be stored", subject=where, remedy="save its parts")
+    if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
+        kind = "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
+        raise StateError(f"{kind} tensors cannot be stored", subject=where, remedy="save dense tensors")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    if dtype not in dtypes.DTYPES:
+        raise StateError(f"dtype {dtype} cannot be stored", subject=where)
+    return Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, bits(local))
+
+
+def _placed(tensor: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
+    """Offset and extent of this rank's box of a DTensor, the ranks that hold the same box, and the first rank of its mesh."""
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor import Shard as Split
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    mesh, placements = tensor.device_mesh, tensor.placements
+    for placement in placements:
+        if type(placement) not in (Split, Replicate):
+            raise StateError(f"DTensors placed as {placement} cannot be stored", subject=where, remedy="redistribute it to Shard or Replicate")
+    extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
+    here = mesh.get_coordinate()
+    if here is None:
+        raise StateError("this rank is not part of the tensor's mesh", subject=where)
+    same = tuple(slice(None) if p.is_replicate() else at for p, at in zip(placements, here, strict=True))
+    holders = tuple(sorted(mesh.mesh[same].flatten().tolist()))
+    return tuple(offset), tuple(extent), holders, int(mesh.mesh.min())
+
+
+def bits(tensor: Any) -> Any:
+    """The elements of a local torch tensor as opaque words that share its memory: numpy on the CPU, torch elsewhere.
+
+    Only a tensor whose conjugation or negation is pending is copied first.
+    """
+    import torch
+
+    local = tensor.detach().resolve_conj().resolve_neg()
+    size = local.element_size()
+    if size == 16:  # complex128: no word is that wide; two halves make an opaque 16-byte item
+        pairs = torch.view_as_real(local)
+        return pairs.numpy().view("V16")[..., 0] if pairs.device.type == "cpu" else pairs.view(torch.int64)
+    words = local.view(getattr(torch, _WORDS[size]))
+    return words.numpy().view(f"V{size}") if words.device.type == "cpu" else words

@@ -1,0 +1,120 @@
+"""A training state as a flat list of leaves with paths, and back: what may be in it, what is refused, and how it is named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..storage import dtypes, values
+from ..storage.errors import StateError
+
+Path = tuple[Any, ...]
+"""Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""
+
+
+@dataclass(frozen=True)
+class Leaf:
+    """A value in the state. ``name``: its keys joined by dots. ``is_tensor``: a torch tensor, numpy array or numpy scalar."""
+
+    path: Path
+    name: str
+    value: Any
+    is_tensor: bool
+
+
+def flatten(state: Any, *, what: str = "state") -> list[Leaf]:
+    """Every leaf of a nested state, in its own order.
+
+    ``StateError`` naming the path for anything that is not a dict with string or integer keys, list, tuple, tensor, numpy
+    array or plain value, for a container that contains itself, and for two leaves of one name.
+    """
+    if not isinstance(state, dict):
+        raise StateError(f"{_type(state)} is not a dict", subject=what, remedy="pass a dict of what is to be saved")
+    leaves = list(_walk(state, (), what, ()))
+    seen: dict[str, Path] = {}
+    for leaf in leaves:
+        if leaf.name in seen:
+            raise StateError(f"has the same name {leaf.name!r} as {show(seen[leaf.name], what)}", subject=show(leaf.path, what))
+        seen[leaf.name] = leaf.path
+    return leaves
+
+
+def _walk(node: Any, path: Path, what: str, around: tuple[int, ...]) -> Iterator[Leaf]:
+    if is_tensor(node):
+        yield Leaf(path, _name(path), node, True)
+    elif values.is_plain(node):
+        yield Leaf(path, _name(path), node, False)
+    elif isinstance(node, dict | list | tuple):
+        if id(node) in around:
+            raise StateError("contains itself", subject=show(path, what))
+        items = _items(node, path, what)
+        if not items and path:
+            yield Leaf(path, _name(path), node, False)
+        for key, child in items:
+            yield from _walk(child, (*path, key), what, (*around, id(node)))
+    else:
+        raise StateError(
+            f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict",
+            subject=show(path, what),
+            remedy="leave it out, or turn it into one of these",
+        )
+
+
+def _items(node: Any, path: Path, what: str) -> list[tuple[Any, Any]]:
+    if not isinstance(node, dict):
+        kind = "list" if isinstance(node, list) else "tuple"
+        return [((kind, i), child) for i, child in enumerate(node)]
+    for key in node:
+        if type(key) not in (str, int):
+            raise StateError(f"key {key!r} is neither a string nor an integer", subject=show(path, what))
+    return list(node.items())
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a leaf is a torch tensor, a numpy array or a numpy scalar."""
+    torch = sys.modules.get("torch")
+    return isinstance(node, np.ndarray | np.generic) or (torch is not None and isinstance(node, torch.Tensor))
+
+
+def replace(node: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
+    """``node`` with the leaves of ``new`` put in: dicts and lists in place, tuples anew."""
+    if path in new:
+        return new[path]
+    if is_tensor(node) or not isinstance(node, dict | list | tuple):
+        return node
+    if isinstance(node, tuple):
+        items = [replace(child, new, (*path, ("tuple", i))) for i, child in enumerate(node)]
+        if all(a is b for a, b in zip(items, node, strict=True)):
+            return node
+        return node._make(items) if hasattr(node, "_make") else type(node)(items)
+    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
+        put = replace(child, new, (*path, key if isinstance(node, dict) else ("list", key)))
+        if put is not child:
+            node[key] = put
+    return node
+
+
+def show(path: Path, what: str = "state") -> str:
+    """A path as Python writes it: ``state["optim"]["state"][0]``."""
+    return what + "".join(f"[{p[1]}]" if isinstance(p, tuple) else f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path)
+
+
+def _name(path: Path) -> str:
+    return ".".join(str(p[1]) if isinstance(p, tuple) else str(p) for p in path)
+
+
+def _type(node: Any) -> str:
+    kind = type(node)
+    return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
+
+
+def numpy_dtype(array: Any, where: str) -> str:
+    """The format's name of an array's dtype; ``StateError`` if it has none."""
+    name = dtypes.of_numpy(array.dtype)
+    if name is None:
+        raise StateError(f"numpy dtype {array.dtype} cannot be stored", subject=where, remedy="use a numeric or boolean dtype")
+    return name

@@ -1,0 +1,193 @@
+"""The unit of compression and of range reads: some MiB of one tensor, split into byte planes, each plane coded or left alone.
+
+After a float's sign bit is rotated out of the way, the topmost byte of each word holds the exponent and codes to about 0.3 of
+its size; the bytes below are noise and are stored as they are. Which plane is worth coding, and how, is decided per chunk from
+a sample. In the pack the raw planes come first, then the coded ones, each in ascending order.
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import kernels, zstd
+from .dtypes import DType
+from .errors import Damaged, Unsupported
+from .kernels import Bytes
+
+STREAM = 64 << 10
+"""Plane bytes per coded stream: what a GPU codes in parallel, and near the optimum of ratio on a CPU."""
+
+MAX_CHUNK = 256 << 20
+"""No chunk decodes to more bytes than this; a reader refuses one that claims to."""
+
+RAW, ZSTD, DEFLATE, PACK7 = "raw", "zstd", "deflate", "pack7"
+_STREAMED = (ZSTD, DEFLATE)
+_SMALL = 1024  # bytes; below, a frame's header eats what coding gains
+_WORTH = 7.95  # bits per byte; above, a plane is noise
+_SAMPLE = 64  # pieces of 64 words, evenly spread
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How a chunk's bytes lie in its pack.
+
+    ``planes``: False for bytes as they are (then there is one plane). ``rotated``: words were rotated left by one bit.
+    ``codecs`` and ``stored``: one entry per plane, the least significant first; ``stored`` in bytes. ``streams``: the sizes in
+    bytes of the coded streams of all streamed planes, in the order of storage; every stream decodes to ``stream`` bytes of its
+    plane, the last one to the rest.
+    """
+
+    planes: bool
+    rotated: bool
+    codecs: tuple[str, ...]
+    stored: tuple[int, ...]
+    streams: tuple[int, ...] = ()
+    stream: int = STREAM
+
+    @property
+    def size(self) -> int:
+        """Bytes in the pack."""
+        return sum(self.stored)
+
+
+class Encoder:
+    """Encodes chunks of up to ``capacity`` bytes, with scratch memory of about twice that. One for each thread."""
+
+    def __init__(self, capacity: int) -> None:
+        self._planes = np.empty(capacity, np.uint8)
+        self._out = np.empty(capacity + 512 * (capacity // STREAM + 16), np.uint8)  # zstd may add some bytes per frame
+        self._literals = zstd.Encoder(zstd.LITERALS)
+        self._matches = zstd.Encoder(zstd.MATCHES)
+
+    def encode(self, raw: Bytes, dtype: DType) -> tuple[Bytes, Coding]:
+        """The bytes to store for a contiguous uint8 array, and their description.
+
+        The result lies in this encoder's scratch memory, or is ``raw`` itself: copy it before the next call.
+        """
+        width = dtype.width
+        codecs = self._choose(raw.view(kernels.WORDS[width]), dtype.rotate) if raw.size >= _SMALL else [RAW]
+        if set(codecs) == {RAW}:
+            return raw, Coding(False, False, (RAW,), (raw.size,))
+        n = raw.size // width
+        kept, coded = [p for p in range(width) if codecs[p] == RAW], [p for p in range(width) if codecs[p] != RAW]
+        planes = {p: self._out[i * n : (i + 1) * n] for i, p in enumerate(kept)}
+        planes.update({p: self._planes[i * n : (i + 1) * n] for i, p in enumerate(coded)})
+        if width == 1:
+            planes[0] = raw
+        else:
+            kernels.split(raw.view(kernels.WORDS[width]), dtype.rotate, tuple(planes[p] for p in range(width)))
+        stored, streams, end = [n] * width, [], len(kept) * n
+        for p in coded:
+            if codecs[p] == PACK7 and np.bitwise_or.reduce(planes[p]) & 1:
+                codecs[p] = ZSTD  # the sample held no odd byte, but the plane does
+            sizes = self._code(codecs[p], planes[p], self._out[end:])
+            stored[p] = sum(sizes)
+            streams += sizes if codecs[p] == ZSTD else []
+            end += stored[p]
+        return self._out[:end], Coding(width > 1, dtype.rotate, tuple(codecs), tuple(stored), tuple(streams))
+
+    def _choose(self, words: kernels.Words, rotate: bool) -> list[str]:
+        """A codec for each plane, from the entropy of some 4,096 words spread over the chunk."""
+        width, step = words.itemsize, max(64, words.size // _SAMPLE)
+        sample = np.concatenate([words[i : i + 64] for i in range(0, words.size, step)])
+        planes = tuple(np.empty(sample.size, np.uint8) for _ in range(width)) if width > 1 else (sample,)
+        if width > 1:
+            kernels.split(sample, rotate, planes)
+        return [self._choose_one(plane, words.size) for plane in planes]
+
+    def _choose_one(self, sample: Bytes, n: int) -> str:
+        entropy = _entropy(sample)
+        if entropy > _WORTH:
+            return RAW
+        # Seven random bits and a constant one: dense packing is as small as Huffman codes, and far faster.
+        return PACK7 if entropy > 6.8 and n % 8 == 0 and not np.bitwise_or.reduce(sample) & 1 else ZSTD
+
+    def _code(self, codec: str, plane: Bytes, out: Bytes) -> list[int]:
+        """Code one plane into ``out``; the sizes of its streams."""
+        if codec == PACK7:
+            kernels.pack7(plane, out)
+            return [plane.size // 8 * 7]
+        return self._better(plane, out).encode(plane, STREAM, out)
+
+    def _better(self, plane: Bytes, scratch: Bytes) -> zstd.Encoder:
+        """Literals or matches, by trying both on 32 KiB from the middle. Matches cost time: they must win by 3 %."""
+        sample = plane[plane.size // 2 :][: STREAM // 2]
+        literals, matches = (sum(e.encode(sample, STREAM, scratch)) for e in (self._literals, self._matches))
+        return self._matches if matches < 0.97 * literals else self._literals
+
+
+def _entropy(sample: Bytes) -> float:
+    """Bits per byte of a sample's histogram, with the Miller-Madow correction for its size."""
+    counts = np.bincount(sample, minlength=256)
+    p = counts[counts > 0] / sample.size
+    return float(-(p * np.log2(p)).sum() + (p.size - 1) / (2 * sample.size * np.log(2)))
+
+
+def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes) -> None:
+    """Decode ``stored`` (uint8, its digest checked by the caller) into ``raw`` (uint8, contiguous, exactly the chunk's bytes).
+
+    Raises ``Damaged`` if the description does not fit the bytes, ``Unsupported`` for a codec this reader lacks. Allocates
+    no more than the chunk's own size.
+    """
+    width = dtype.width if coding.planes else 1
+    n, rest = divmod(raw.size, width)
+    if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored.size or coding.stream < 1:
+        raise Damaged("the chunk's description does not fit its size")
+    order = sorted(range(width), key=lambda p: (coding.codecs[p] != RAW, p))
+    streams, end = iter(coding.streams), 0
+    planes: dict[int, Bytes] = {}
+    for p in order:
+        piece = stored[end : end + coding.stored[p]]
+        end += coding.stored[p]
+        if coding.codecs[p] == RAW:
+            if piece.size != n:
+                raise Damaged(f"a raw plane of {piece.size} bytes where {n} were expected")
+            planes[p] = piece
+        else:
+            planes[p] = raw if width == 1 else np.empty(n, np.uint8)
+            _decode_plane(coding.codecs[p], piece, planes[p], [next(streams, 0) for _ in _starts(coding, p, n)], coding.stream)
+    if next(streams, None) is not None:
+        raise Damaged("the chunk's description names more streams than its planes have")
+    if width == 1:
+        if planes[0] is not raw:
+            raw[:] = planes[0]
+        return
+    kernels.join(tuple(planes[p] for p in range(width)), coding.rotated, raw.view(kernels.WORDS[width]))
+
+
+def _starts(coding: Coding, plane: int, n: int) -> range:
+    return range(0, n, coding.stream) if coding.codecs[plane] in _STREAMED else range(0)
+
+
+def _decode_plane(codec: str, coded: Bytes, plane: Bytes, sizes: list[int], stream: int) -> None:
+    if codec == PACK7:
+        if plane.size % 8 or coded.size != plane.size // 8 * 7:
+            raise Damaged("a packed plane of the wrong size")
+        kernels.unpack7(coded, plane)
+        return
+    if codec not in _STREAMED:
+        raise Unsupported(f"codec {codec!r} is not known here", remedy="upgrade raystow")
+    if sum(sizes) != coded.size or min(sizes) < 1:
+        raise Damaged("the sizes of the streams do not add up to the plane")
+    if codec == ZSTD:
+        zstd.decode(coded, sizes, stream, plane)
+        return
+    end = 0
+    for i, size in enumerate(sizes):
+        _inflate(coded[end : end + size], plane[i * stream : (i + 1) * stream])
+        end += size
+
+
+def _inflate(source: Bytes, target: Bytes) -> None:
+    """Plain Deflate, RFC 1951, as nvCOMP writes it on the GPU."""
+    inflater = zlib.decompressobj(-zlib.MAX_WBITS)
+    try:
+        decoded = inflater.decompress(source, target.size)
+    except zlib.error as error:
+        raise Damaged(f"deflate: {error}") from error
+    if len(decoded) != target.size:
+        raise Damaged(f"deflate: a stream of {len(decoded)} bytes where {target.size} were expected")
+    target[:] = np.frombuffer(decoded, np.uint8)

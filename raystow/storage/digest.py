@@ -1,0 +1,65 @@
+"""The two digests of a chunk.
+
+*Of the raw bytes*: ``raw_digest``, 64 bits, a sum of products that a GPU computes at memory speed in any order. It tells that
+what was coded is what was read, and that what was decoded is what was coded; it does not stand against an adversary.
+
+*Of the stored bytes*: BLAKE3, 256 bits, checked before any decoder sees them. Records hold the digests of fragments, and the
+root those of records, so a digest of the root covers everything.
+"""
+
+from __future__ import annotations
+
+import functools
+
+import numpy as np
+from blake3 import blake3
+
+from . import kernels
+from .kernels import Bytes
+from .object_store import Buffer
+
+_MASK = (1 << 64) - 1
+_KEYS = 16384
+_GOLDEN = 0x9E3779B97F4A7C15
+
+
+def _mix(x: int) -> int:
+    """The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
+    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    return x ^ (x >> 31)
+
+
+@functools.lru_cache(maxsize=65536)
+def _key(i: int) -> int:
+    """The odd multiplier of word ``i``: odd, so that a change in a single word always changes the sum."""
+    return _mix(((i + 1) * _GOLDEN) & _MASK) | 1
+
+
+_WORD_KEYS = np.array([_key(i) for i in range(_KEYS)], dtype=np.uint64)
+
+
+def raw_digest(raw: Bytes) -> int:
+    """A 64-bit digest of a contiguous uint8 array, by multilinear hashing (Carter, Wegman 1979).
+
+    The bytes are read as little-endian 32-bit words ``w``, the last one padded with zeros. With ``key(i)`` the odd splitmix64
+    sequence, block ``b`` of 16,384 words sums to ``s[b] = sum(w[b, i] * key(i))``, and the digest is
+    ``mix(sum(s[b] * key(2**32 + b)) ^ (len(raw) * 0x9E3779B97F4A7C15))``, all modulo 2**64.
+    """
+    whole = raw.size & ~3
+    words = raw[:whole].view(np.uint32) if raw.ctypes.data % 4 == 0 else raw[:whole].copy().view(np.uint32)
+    sums = np.empty(max(1, -(-words.size // _KEYS)), np.uint64)
+    kernels.weighted_sums(words, _WORD_KEYS, sums)
+    total = sum(int(s) * _key((1 << 32) + b) for b, s in enumerate(sums))
+    if whole < raw.size:  # the padded last word, in whichever block it falls
+        last, block = int.from_bytes(raw[whole:].tobytes(), "little"), words.size // _KEYS
+        total += last * _key(words.size % _KEYS) * _key((1 << 32) + block)
+    return _mix((total & _MASK) ^ ((raw.size * _GOLDEN) & _MASK))
+
+
+def stored_digest(*parts: Buffer | Bytes) -> bytes:
+    """BLAKE3, 32 bytes, over the concatenation of ``parts``."""
+    hasher = blake3()
+    for part in parts:
+        hasher.update(part)
+    return hasher.digest()

@@ -1,0 +1,94 @@
+"""Every error that raystow raises, cut by what a caller would do about it.
+
+    RaystowError
+    ├── StateError             the state (or ``into``) holds something that cannot be stored or filled: change it
+    ├── StoreError             the object store said no
+    │   ├── NotFound           there is no such object
+    │   ├── PreconditionFailed a conditional write lost: read again
+    │   ├── StoreUnavailable   time-out, throttling, broken connection, full disk: try again later
+    │   └── UnsafeStore        the store cannot keep commits atomic: use another
+    ├── NotARepository         nothing of raystow's lies under this URI
+    ├── Damaged                stored bytes are not what was written: use another version
+    ├── Unsupported            written by a newer raystow, or needs a part that is missing here
+    ├── Fenced                 a newer coordinator has taken over: stop
+    ├── SaveFailed             this attempt will never be a version; training and later saves are not harmed
+    ├── DeadlineExceeded       what was waited for has not happened yet; also a TimeoutError
+    └── ClusterError           Ray, a node worker or the coordinator cannot be reached
+
+An error says what happened, to which object, and what to do. All of them survive pickling (Ray sends them between processes).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+
+class RaystowError(Exception):
+    """Base of the tree. ``subject`` names the object concerned (a key, a tensor, a rank); ``remedy`` says what to do."""
+
+    def __init__(self, what: str, *, subject: str = "", remedy: str = "") -> None:
+        self.what, self.subject, self.remedy = what, subject, remedy
+        super().__init__(what)
+
+    def __str__(self) -> str:
+        text = f"{self.subject}: {self.what}" if self.subject else self.what
+        return f"{text} ({self.remedy})" if self.remedy else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.what, self.subject, self.remedy)
+
+
+def _rebuild(kind: type[RaystowError], what: str, subject: str, remedy: str) -> RaystowError:
+    return kind(what, subject=subject, remedy=remedy)
+
+
+class StateError(RaystowError):
+    """The state, or a part of ``into``, is not of a kind that raystow stores or fills."""
+
+
+class StoreError(RaystowError):
+    """The object store refused or failed an operation."""
+
+
+class NotFound(StoreError):
+    """The object does not exist."""
+
+
+class PreconditionFailed(StoreError):
+    """A conditional write found another content than the caller expected."""
+
+
+class StoreUnavailable(StoreError):
+    """The store did not answer in time or could not do its work now."""
+
+
+class UnsafeStore(StoreError):
+    """The store does not give what an atomic commit needs."""
+
+
+class NotARepository(RaystowError):
+    """There is no repository at this URI."""
+
+
+class Damaged(RaystowError):
+    """An object is missing, cut, or differs from what was written."""
+
+
+class Unsupported(RaystowError):
+    """The format, a codec or a transform is not known here."""
+
+
+class Fenced(RaystowError):
+    """Another coordinator holds a newer epoch; this one must not write."""
+
+
+class SaveFailed(RaystowError):
+    """An attempt to make a version was given up; nothing of it is visible."""
+
+
+class DeadlineExceeded(RaystowError, TimeoutError):
+    """The time the caller was willing to wait is over; what it waited for may still come."""
+
+
+class ClusterError(RaystowError):
+    """A part of the Ray cluster that raystow needs cannot be reached."""

@@ -1,0 +1,51 @@
+"""Every key in a repository is made here, from numbers and names that were checked; none is ever taken from storage."""
+
+from __future__ import annotations
+
+import re
+
+from .errors import Damaged
+
+MARKER = "raystow.json"
+ROOT = "root.json"
+VERSIONS = "versions/"
+
+_ATTEMPT = re.compile(r"[0-9a-f]{16}")
+_GROUP = re.compile(r"[a-z][a-z0-9_]{0,31}")
+_PREFIX = re.compile(r"versions/(\d{8,})-([0-9a-f]{16})/.+")
+
+
+def prefix(version: int, attempt: str) -> str:
+    """The folder of one attempt: ``versions/00000007-0123456789abcdef/``."""
+    if version < 1 or not _ATTEMPT.fullmatch(attempt):
+        raise Damaged(f"not a version id and attempt: {version!r}, {attempt!r}")
+    return f"{VERSIONS}{version:08d}-{attempt}/"
+
+
+def record(version: int, attempt: str) -> str:
+    """The version record."""
+    return prefix(version, attempt) + "version.json"
+
+
+def fragment(version: int, attempt: str, node: int) -> str:
+    """The manifest fragment that node number ``node`` of the attempt wrote."""
+    return f"{prefix(version, attempt)}tensors-{_count(node):05d}.parquet"
+
+
+def pack(version: int, attempt: str, node: int, group: str, number: int) -> str:
+    """Pack ``number`` of ``group`` (``weights``, ``optimizer``, ``other``) that node number ``node`` wrote."""
+    if not _GROUP.fullmatch(group):
+        raise Damaged(f"not a pack group: {group!r}")
+    return f"{prefix(version, attempt)}{group}-{_count(node):05d}-{_count(number):05d}.pack"
+
+
+def attempt_of(key: str) -> tuple[int, str] | None:
+    """The version id and attempt in whose folder ``key`` lies, or None if it lies elsewhere."""
+    match = _PREFIX.fullmatch(key)
+    return (int(match[1]), match[2]) if match else None
+
+
+def _count(number: int) -> int:
+    if not 0 <= number < 10**9:
+        raise Damaged(f"not an object number: {number!r}")
+    return number

@@ -1,0 +1,151 @@
+"""The root: one small object whose compare-and-swap is the commit, the fence, and the pin.
+
+``Register`` makes an update linearizable on a store that may lose answers: each write carries a fresh write id, and whoever is
+told nothing, or told that it lost, reads back and looks for its own id. So an update is applied once, or its caller knows that
+it was not.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from . import keys, records
+from .clock import Clock
+from .errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable
+from .object_store import ObjectStore
+
+MAX_ROOT = 64 << 20
+"""Bytes; about 200,000 live versions."""
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One live version as the root knows it: where its record lies, and the record's BLAKE3 (hexadecimal) and size in bytes.
+
+    ``step``, ``created`` (seconds since 1970), ``raw`` and ``stored`` (bytes) are repeated here so that a listing needs one read.
+    """
+
+    id: int
+    attempt: str
+    digest: str
+    size: int
+    step: int
+    created: float
+    raw: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Root:
+    """``epoch``: the fencing token of the coordinator in charge, ``owner`` its name. ``next_id``: no id below is free."""
+
+    repository: str
+    epoch: int = 0
+    owner: str = ""
+    next_id: int = 1
+    write_id: str = ""
+    pins: dict[str, int] = field(default_factory=dict)
+    versions: tuple[Entry, ...] = ()
+
+    def dump(self) -> bytes:
+        """The bytes of ``root.json``."""
+        return records.dump(asdict(self))
+
+    @staticmethod
+    def load(data: bytes) -> Root:
+        """Parse and check ``root.json``."""
+        fields = records.load(data, keys.ROOT)
+
+        def get(name: str, kind: type, of: dict[str, Any] = fields) -> Any:
+            return records.field(of, name, kind, keys.ROOT)
+
+        versions = tuple(
+            Entry(
+                id=get("id", int, entry),
+                attempt=get("attempt", str, entry),
+                digest=get("digest", str, entry),
+                size=get("size", int, entry),
+                step=get("step", int, entry),
+                created=float(get("created", (int, float), entry)),  # type: ignore[arg-type]
+                raw=get("raw", int, entry),
+                stored=get("stored", int, entry),
+            )
+            for entry in get("versions", list)
+            if isinstance(entry, dict)
+        )
+        if len(versions) != len(fields["versions"]):
+            raise Damaged("an entry of 'versions' is not an object", subject=keys.ROOT)
+        if any(a.id >= b.id for a, b in zip(versions, versions[1:], strict=False)):
+            raise Damaged("version ids are not ascending", subject=keys.ROOT)
+        pins = {str(name): get(name, int, fields["pins"]) for name in get("pins", dict)}
+        return Root(
+            repository=get("repository", str),
+            epoch=get("epoch", int),
+            owner=get("owner", str),
+            next_id=get("next_id", int),
+            write_id=get("write_id", str),
+            pins=pins,
+            versions=versions,
+        )
+
+
+class Register:
+    """Reads and swaps the root of one repository."""
+
+    def __init__(self, store: ObjectStore, clock: Clock, *, deadline: float = 60.0) -> None:
+        self._store, self._clock, self._deadline = store, clock, deadline
+
+    def read(self) -> Root:
+        """The root as it is now."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[Root, str]:
+        tagged = self._store.get_tagged(keys.ROOT, max_bytes=MAX_ROOT)
+        return Root.load(tagged.data), tagged.tag
+
+    def create(self, root: Root) -> Root:
+        """Write the first root, or return the one that another creator wrote first."""
+        root = replace(root, write_id=self._clock.token())
+        try:
+            self._store.put_if(keys.ROOT, root.dump(), None)
+        except PreconditionFailed:
+            return self.read()
+        except StoreUnavailable:
+            try:
+                return self.read()  # ours, if the answer was lost, or another's: either serves
+            except NotFound:
+                raise StoreUnavailable("the repository's root could not be written", subject=keys.ROOT) from None
+        return root
+
+    def update(self, change: Callable[[Root], Root]) -> Root:
+        """Replace the root by ``change(root)``; the root that holds the change.
+
+        ``change`` may be called several times, on newer roots each. It must return its argument itself when what it wants is
+        already there (an own write whose answer was lost, and on which others have built since), and may raise to give up.
+        Raises ``StoreUnavailable`` after the deadline; then the change may or may not have been made.
+        """
+        give_up = self._clock.monotonic() + self._deadline
+        ours: set[str] = set()
+        pause = 0.05
+        while True:
+            try:
+                root, tag = self._read()
+                if root.write_id in ours:
+                    return root
+                wanted = change(root)
+                if wanted is root:
+                    return root
+                wanted = replace(wanted, write_id=self._clock.token())
+                ours.add(wanted.write_id)
+                self._store.put_if(keys.ROOT, wanted.dump(), tag)
+                return wanted
+            except PreconditionFailed:
+                continue  # lost, or won with a lost answer: reading again tells
+            except StoreUnavailable as error:
+                # A write still on its way carries the old tag: it and a retry cannot both take effect, and either is ours.
+                if self._clock.monotonic() + pause > give_up:
+                    raise StoreUnavailable(f"no answer within {self._deadline:.0f} s: {error.what}", subject=keys.ROOT) from error
+                self._clock.sleep(pause)
+                pause = min(2 * pause, 5.0)

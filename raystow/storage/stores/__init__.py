@@ -1,0 +1,81 @@
+"""The places a repository can live in, and the one function that opens them by address.
+
+Each store is imported only when its address asks for it: a folder on a disk needs no boto3.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from urllib.parse import unquote, urlsplit
+
+from ..errors import StoreError
+from ..object_store import ObjectStore
+
+__all__ = ["open_store"]
+
+_SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
+_BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
+_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_REMEDY = "use s3://bucket/prefix, file:///path, a plain path, or memory://name"
+
+
+def open_store(uri: str) -> ObjectStore:
+    """The store at ``s3://bucket/prefix``, ``file:///path``, a plain path, or ``memory://name`` (this process only, for tests).
+
+    Nothing is contacted, created or checked yet. An address that cannot be understood raises ``StoreError``.
+    """
+    if not uri or any(ord(character) < 32 for character in uri):
+        raise _bad("an address must not be empty or hold control characters", "the address")
+    scheme = _SCHEME.match(uri)
+    if scheme is None:
+        return _local(os.path.expanduser(uri))
+    kind = scheme[1].lower()
+    if kind == "file":
+        return _local(_file_path(uri))
+    if not uri[len(scheme[0]) :].startswith("/"):
+        raise _bad(f"two slashes must follow {kind}:", f"{kind}:")
+    rest = uri[len(scheme[0]) + 1 :]
+    if kind == "s3":
+        return _s3(rest)
+    if kind == "memory":
+        return _memory(rest)
+    raise _bad(f"raystow has no store for {kind}:// addresses", f"{kind}://")
+
+
+def _local(path: str) -> ObjectStore:
+    from .local import LocalStore
+
+    return LocalStore(path)
+
+
+def _file_path(uri: str) -> str:
+    parts = urlsplit(uri)
+    if parts.netloc not in ("", "localhost") or parts.query or parts.fragment:
+        raise _bad("a file address has three slashes, no host, and its ? and # written as %3F and %23", "file:")
+    return unquote(parts.path)
+
+
+def _s3(rest: str) -> ObjectStore:
+    bucket, _, prefix = rest.partition("/")
+    prefix = prefix.strip("/")
+    # A bucket part with an @ may be someone's keys: it is refused here and never repeated in a message.
+    if not _BUCKET.fullmatch(bucket):
+        raise _bad("this is not a bucket name; credentials belong into the AWS configuration, not into the address", "s3://")
+    if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
+        raise _bad("a prefix must not hold empty parts, . or ..", f"s3://{bucket}/{prefix}")
+    from .s3 import S3Store
+
+    return S3Store(bucket, prefix)
+
+
+def _memory(name: str) -> ObjectStore:
+    if not _NAME.fullmatch(name):
+        raise _bad("a memory store has a plain name", "memory://")
+    from .memory import MemoryStore
+
+    return MemoryStore.named(name)
+
+
+def _bad(what: str, subject: str) -> StoreError:
+    return StoreError(what, subject=subject, remedy=_REMEDY)

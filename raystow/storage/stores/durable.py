@@ -1,0 +1,90 @@
+"""Files on a disk that are there whole or not at all, also after a power cut: temporary file, fsync, rename, fsync again."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Sequence
+
+from ..clock import Clock
+from ..object_store import Buffer
+
+TEMPORARY = ".raystow.tmp-"
+
+_IOV_MAX = 1024
+_ATTEMPTS = 100
+
+
+def write(root: str, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
+    """Replace the file ``key`` under ``root`` by the concatenation of ``parts``.
+
+    After an ``OSError`` the old file is untouched or, if only the last fsync failed, either of the two is there whole.
+    """
+    path = f"{root}/{key}"
+    folder = os.path.dirname(path)
+    temporary, descriptor = _open_temporary(folder, clock)
+    try:
+        try:
+            _write_all(descriptor, parts)
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    # Every level up to the root, not only the folders made here: another process may have made one a moment ago and not
+    # have synced it yet. To sync a clean folder costs microseconds.
+    while len(folder) >= len(root):
+        # A folder that is gone again was emptied: someone has deleted the object since, so there is nothing left to keep.
+        with contextlib.suppress(FileNotFoundError):
+            _sync_folder(folder)
+        folder = os.path.dirname(folder)
+
+
+def make_folder(path: str) -> None:
+    """Make ``path`` and what is missing above it, durably."""
+    missing = []
+    while not os.path.isdir(path):
+        missing.append(path)
+        path = os.path.dirname(path)
+    for each in reversed(missing):
+        with contextlib.suppress(FileExistsError):
+            os.mkdir(each)
+        _sync_folder(os.path.dirname(each))
+
+
+def _open_temporary(folder: str, clock: Clock) -> tuple[str, int]:
+    # ``delete`` of the last neighbour removes an empty folder, also one made a moment ago: then make it again. Once the
+    # temporary file lies in it, it is not empty and stays.
+    for attempt in range(_ATTEMPTS):
+        path = f"{folder}/{TEMPORARY}{clock.token()}"
+        try:
+            make_folder(folder)
+            return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        except FileNotFoundError:
+            if attempt == _ATTEMPTS - 1:
+                raise
+    raise AssertionError("unreachable")
+
+
+def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
+    waiting = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+    waiting.reverse()
+    while waiting:
+        written = os.writev(descriptor, waiting[: -_IOV_MAX - 1 : -1])
+        while written:
+            head = waiting.pop()
+            if written < head.nbytes:
+                waiting.append(head[written:])
+                break
+            written -= head.nbytes
+
+
+def _sync_folder(path: str) -> None:
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,74 @@
+"""One holder at a time of a file's lock, among all threads and processes, with a deadline.
+
+``flock`` is given back by the kernel when its holder dies, so a crash never leaves a repository locked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import threading
+from collections.abc import Iterator
+
+from ..clock import Clock
+from ..errors import StoreUnavailable, UnsafeStore
+
+_BUSY = (errno.EWOULDBLOCK, errno.EAGAIN)
+_NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
+_FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
+
+_threads: dict[str, threading.Lock] = {}
+_threads_guard = threading.Lock()
+
+
+@contextlib.contextmanager
+def exclusive(path: str, *, timeout: float, clock: Clock) -> Iterator[None]:
+    """Hold the lock of the file at ``path``, which is made if missing and never removed: two processes that lock two files
+    of one name would not exclude each other.
+
+    ``timeout`` is in seconds; after it ``StoreUnavailable``. A file system without ``flock`` raises ``UnsafeStore``.
+    """
+    deadline = clock.monotonic() + timeout
+    # NFS turns flock into a lock of the whole process, which would let two threads of one process in together.
+    with _threads_guard:
+        thread_lock = _threads.setdefault(path, threading.Lock())
+    if not thread_lock.acquire(timeout=timeout):
+        raise _busy(path, timeout)
+    try:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            wait = _FIRST_WAIT
+            while not _try(descriptor, path):
+                if clock.monotonic() >= deadline:
+                    raise _busy(path, timeout)
+                clock.sleep(wait)
+                wait = min(2 * wait, _LONGEST_WAIT)
+            yield
+        finally:
+            os.close(descriptor)
+    finally:
+        thread_lock.release()
+
+
+def _try(descriptor: int, path: str) -> bool:
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError as error:
+        if error.errno in _BUSY:
+            return False
+        if error.errno in _NO_LOCKS:
+            raise UnsafeStore(
+                "this file system has no flock",
+                subject=path,
+                remedy="mount it with locks (Lustre: option flock), or keep the repository elsewhere",
+            ) from error
+        raise
+    return True
+
+
+def _busy(path: str, timeout: float) -> StoreUnavailable:
+    return StoreUnavailable(
+        f"another process has held the lock for {timeout:g} s", subject=path, remedy="find it with lslocks; a frozen one keeps it"
+    )

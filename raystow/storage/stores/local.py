@@ -1,0 +1,194 @@
+"""A folder as an object store: atomic renames for objects, one lock file for the compare-and-swap.
+
+Good for one machine, and for a network file system whose ``flock`` reaches every client (see ``mounts``). One thing a
+network lock cannot give: a client that was cut off for longer than the server's lease loses its lock without noticing. S3's
+conditional writes have no such window.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import stat
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+
+from blake3 import blake3
+
+from ..clock import SYSTEM, Clock
+from ..errors import StoreError, StoreUnavailable
+from ..object_store import Buffer, ObjectInfo, Tagged
+from . import checks, durable, mounts
+from .file_lock import exclusive
+
+LOCK = ".raystow.lock"
+
+_GONE = (errno.ENOENT, errno.ENOTDIR)
+_REFUSED = {
+    errno.EACCES: "give this user the right to read and write there",
+    errno.EPERM: "give this user the right to read and write there",
+    errno.EROFS: "this file system is read-only: use another folder",
+    errno.ENOTDIR: "a file stands where a folder is needed: use another folder",
+    errno.EISDIR: "a folder stands where a file is needed: use another folder",
+    errno.EEXIST: "a file stands where a folder is needed: use another folder",
+    errno.ENAMETOOLONG: "use a folder with a shorter path",
+    errno.ELOOP: "the path leads in a circle of symbolic links",
+}
+_LATER = {
+    errno.ENOSPC: "free space on this file system, then try again",
+    errno.EDQUOT: "the quota is used up: raise it or free space",
+    errno.EFBIG: "this process or file system limits the size of files (ulimit -f)",
+}
+
+
+class LocalStore:
+    """Objects are files under ``root``; their keys are the paths below it. The folder is made by the first write."""
+
+    def __init__(self, root: str, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0) -> None:
+        # Resolved once: the lock and the mount that count are those of the real folder, by whatever name it is reached.
+        self._root = os.path.realpath(root)
+        self._clock, self._lock_timeout = clock, lock_timeout
+        self._locks_hold = False
+
+    @property
+    def uri(self) -> str:
+        return Path(self._root).as_uri()
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        with self._errors(key), self._open(key) as (descriptor, size):
+            if size > max_bytes:
+                raise checks.too_large(self._path(key), size, max_bytes)
+            return self._read(descriptor, key, 0, size)
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        checks.checked_range(self._path(key), start, length)
+        with self._errors(key), self._open(key) as (descriptor, size):
+            if start + length > size:
+                raise checks.ends_early(self._path(key), start, length)
+            return self._read(descriptor, key, start, length)
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        self._path(key)
+        with self._errors(key):
+            durable.write(self._root, key, parts, self._clock)
+
+    def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
+        # No lock: a rename swaps whole files, so what is open here is one content, and the newest at the time of opening.
+        data = self.get(key, max_bytes=max_bytes)
+        return Tagged(data, _tag(data))
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        """As the protocol says. The tag is the content's digest: registers must never hold the same bytes twice."""
+        path = self._path(key)
+        if not self._locks_hold:
+            mounts.refuse_unsafe(self._root)
+            self._locks_hold = True
+        with self._errors(key):
+            durable.make_folder(self._root)
+            with exclusive(f"{self._root}/{LOCK}", timeout=self._lock_timeout, clock=self._clock):
+                if _tag_of_file(path) != tag:
+                    raise checks.stale(path)
+                durable.write(self._root, key, [data], self._clock)
+                return _tag(data)
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        checks.checked_prefix(prefix)
+        folder = prefix.rpartition("/")[0]
+        with self._errors(prefix):
+            yield from self._walk(folder + "/" if folder else "", prefix)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        # Not synced: an object that is back after a power cut is garbage of which nothing holds a reference any more.
+        for key in keys:
+            path = self._path(key)
+            with self._errors(key):
+                try:
+                    os.unlink(path)
+                except OSError as error:
+                    if error.errno not in _GONE:
+                        raise
+            with contextlib.suppress(OSError):
+                while len(path := os.path.dirname(path)) > len(self._root):
+                    os.rmdir(path)
+
+    def __reduce__(self) -> tuple[Callable[[str], LocalStore], tuple[str]]:
+        return LocalStore, (self._root,)
+
+    def _path(self, key: str) -> str:
+        return f"{self._root}/{checks.checked_key(key)}"
+
+    @contextlib.contextmanager
+    def _open(self, key: str) -> Iterator[tuple[int, int]]:
+        try:
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as error:
+            if error.errno in _GONE:
+                raise checks.missing(self._path(key)) from error
+            raise
+        try:
+            status = os.fstat(descriptor)
+            if stat.S_ISDIR(status.st_mode):
+                raise checks.missing(self._path(key))
+            yield descriptor, status.st_size
+        finally:
+            os.close(descriptor)
+
+    def _read(self, descriptor: int, key: str, start: int, length: int) -> bytes:
+        # One call moves 2 GiB at most, and a signal may cut it short.
+        data = os.pread(descriptor, length, start)
+        if len(data) == length:
+            return data
+        pieces, have = [data], len(data)
+        while have < length:
+            piece = os.pread(descriptor, length - have, start + have)
+            if not piece:
+                raise checks.ends_early(self._path(key), start, length)
+            pieces.append(piece)
+            have += len(piece)
+        return b"".join(pieces)
+
+    def _walk(self, below: str, prefix: str) -> Iterator[ObjectInfo]:
+        # A folder sorts as its name with a slash, as all its keys do: that makes the walk come out in the order of keys.
+        try:
+            with os.scandir(f"{self._root}/{below}") as entries:
+                found = sorted((f"{below}{e.name}{'/' if e.is_dir(follow_symlinks=False) else ''}", e) for e in entries)
+        except OSError as error:
+            if error.errno in _GONE:
+                return
+            raise
+        for name, entry in found:
+            if name.endswith("/"):
+                if checks.is_key(name[:-1]) and (name.startswith(prefix) or prefix.startswith(name)):
+                    yield from self._walk(name, prefix)
+            elif name.startswith(prefix) and checks.is_key(name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    status = entry.stat(follow_symlinks=False)
+                    yield ObjectInfo(name, status.st_size, status.st_mtime)
+
+    @contextlib.contextmanager
+    def _errors(self, key: str) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            subject, what = f"{self._root}/{key}", f"{error.strerror or type(error).__name__} ({_name(error)})"
+            if error.errno in _REFUSED:
+                raise StoreError(what, subject=subject, remedy=_REFUSED[error.errno]) from error
+            remedy = _LATER.get(error.errno or 0, "check the disk or the network mount, then try again")
+            raise StoreUnavailable(what, subject=subject, remedy=remedy) from error
+
+
+def _tag(data: bytes) -> str:
+    return blake3(data).hexdigest()
+
+
+def _tag_of_file(path: str) -> str | None:
+    try:
+        with open(path, "rb") as file:
+            return _tag(file.read())
+    except FileNotFoundError:
+        return None
+
+
+def _name(error: OSError) -> str:
+    return errno.errorcode.get(error.errno or 0, str(error.errno))

@@ -1,0 +1,105 @@
+"""A store in this process's memory, for tests and demonstrations: the model that the other stores must behave like."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from ..clock import SYSTEM, Clock
+from ..object_store import Buffer, ObjectInfo, Tagged
+from . import checks
+
+
+@dataclass(frozen=True)
+class _Object:
+    data: bytes
+    tag: str
+    modified: float
+
+
+class MemoryStore:
+    """Objects in a dict under one lock. Pickling carries the name only: another process finds an empty store under it."""
+
+    _stores: ClassVar[dict[str, MemoryStore]] = {}
+    _stores_lock: ClassVar[threading.Lock] = threading.Lock()
+
+    def __init__(self, name: str, *, clock: Clock = SYSTEM) -> None:
+        self._name, self._clock = name, clock
+        self._objects: dict[str, _Object] = {}
+        self._lock = threading.Lock()
+        self._writes = 0
+
+    @classmethod
+    def named(cls, name: str) -> MemoryStore:
+        """The one store of this name in this process."""
+        with cls._stores_lock:
+            return cls._stores.setdefault(name, cls(name))
+
+    @property
+    def uri(self) -> str:
+        return f"memory://{self._name}"
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        return self.get_tagged(key, max_bytes=max_bytes).data
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        subject = self._subject(key)
+        checks.checked_range(subject, start, length)
+        data = self._find(key).data
+        if start + length > len(data):
+            raise checks.ends_early(subject, start, length)
+        return memoryview(data)[start : start + length]
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        data = b"".join(parts)
+        with self._lock:
+            self._write(key, data)
+
+    def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
+        found = self._find(key)
+        if len(found.data) > max_bytes:
+            raise checks.too_large(self._subject(key), len(found.data), max_bytes)
+        return Tagged(found.data, found.tag)
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        subject = self._subject(key)
+        with self._lock:
+            held = self._objects.get(key)
+            if (held.tag if held else None) != tag:
+                raise checks.stale(subject)
+            return self._write(key, bytes(data))
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        checks.checked_prefix(prefix)
+        with self._lock:
+            found = [ObjectInfo(key, len(o.data), o.modified) for key, o in self._objects.items() if key.startswith(prefix)]
+        yield from sorted(found, key=lambda info: info.key)
+
+    def delete(self, keys: Iterable[str]) -> None:
+        for key in keys:
+            checks.checked_key(key)
+            with self._lock:
+                self._objects.pop(key, None)
+
+    def __reduce__(self) -> tuple[Callable[[str], MemoryStore], tuple[str]]:
+        return MemoryStore.named, (self._name,)
+
+    def _subject(self, key: str) -> str:
+        return f"{self.uri}/{checks.checked_key(key)}"
+
+    def _find(self, key: str) -> _Object:
+        subject = self._subject(key)
+        with self._lock:
+            found = self._objects.get(key)
+        if found is None:
+            raise checks.missing(subject)
+        return found
+
+    def _write(self, key: str, data: bytes) -> str:
+        # Tags count writes rather than describe contents: a caller that relied on equal contents having equal tags fails here.
+        self._writes += 1
+        tag = f"{self._writes:016x}"
+        self._objects[checks.checked_key(key)] = _Object(data, tag, self._clock.now())
+        return tag

@@ -1,0 +1,88 @@
+"""Whether a file system's locks hold between all the processes that may commit: told from the kernel's table of mounts.
+
+A commit on a file system stands on ``flock``. Where that lock is missing, or reaches only one machine of several, two
+coordinators could both commit, so such mounts are refused by name.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from ..errors import UnsafeStore
+
+_MOUNTINFO = Path("/proc/self/mountinfo")
+_REMEDY = "keep the repository on a local disk, on NFS 4 with its locks on, or in an S3 bucket"
+_REFUSED = {
+    "cifs": "SMB shares do not keep locks and renames atomic between clients",
+    "smb3": "SMB shares do not keep locks and renames atomic between clients",
+    "smbfs": "SMB shares do not keep locks and renames atomic between clients",
+    "9p": "9p mounts keep flock inside one machine only",
+    "afs": "AFS has no lock that orders writers on several machines",
+    "vboxsf": "shared folders of a virtual machine have no locks between the machines",
+    "fuse": "FUSE file systems may take a lock without keeping it",
+}
+
+
+@dataclass(frozen=True)
+class _Mount:
+    point: str
+    kind: str
+    options: frozenset[str]
+
+
+def unsafe_reason(mountinfo: str, path: str) -> str | None:
+    """Why commits under the absolute ``path`` would not be atomic, or None. ``mountinfo``: text as in proc_pid_mountinfo(5)."""
+    mount = _holding(mountinfo, path)
+    if mount is None:
+        return None
+    where = f"{mount.point} is mounted as {mount.kind}"
+    if mount.kind.startswith("fuse."):
+        return f"{where}: {_REFUSED['fuse']}"
+    if mount.kind in _REFUSED:
+        return f"{where}: {_REFUSED[mount.kind]}"
+    if mount.kind in ("nfs", "nfs4"):
+        local = mount.options & {"nolock", "local_lock=all", "local_lock=flock"}
+        if local:
+            return f"{where} with {sorted(local)[0]}: its locks hold on one machine only"
+    if mount.kind == "lustre" and "localflock" in mount.options:
+        return f"{where} with localflock: its locks hold on one machine only"
+    return None
+
+
+def refuse_unsafe(path: str) -> None:
+    """Raise ``UnsafeStore`` if locks under the absolute ``path`` are known not to hold. Without a /proc nothing is known."""
+    try:
+        text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return
+    reason = unsafe_reason(text, path)
+    if reason is not None:
+        raise UnsafeStore(reason, subject=path, remedy=_REMEDY)
+
+
+def _holding(mountinfo: str, path: str) -> _Mount | None:
+    # Of the mount points above the path the deepest holds it; of two on one point the later one covers the earlier.
+    best: _Mount | None = None
+    for mount in _mounts(mountinfo):
+        above = mount.point == "/" or path == mount.point or path.startswith(mount.point + "/")
+        if above and (best is None or len(mount.point) >= len(best.point)):
+            best = mount
+    return best
+
+
+def _mounts(mountinfo: str) -> Iterator[_Mount]:
+    for line in mountinfo.splitlines():
+        mine, dash, file_system = line.partition(" - ")
+        left, right = mine.split(" "), file_system.split(" ")
+        if not dash or len(left) < 6 or len(right) < 3:
+            continue
+        options = frozenset(left[5].split(",")) | frozenset(right[2].split(","))
+        yield _Mount(_unescaped(left[4]), right[0], options)
+
+
+def _unescaped(text: str) -> str:
+    # The kernel writes space, tab, newline and backslash as three octal digits.
+    return re.sub(r"\\([0-7]{3})", lambda match: chr(int(match[1], 8)), text)

@@ -1,0 +1,152 @@
+"""A bucket of an S3-compatible server as an object store.
+
+boto3 carries what decides (the compare-and-swap, small reads, listings, deletions), obstore what is large (packs and ranges
+of them): it takes buffers without a copy and works outside the interpreter's lock.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import islice
+from typing import Any
+
+import obstore
+
+from ..errors import NotFound
+from ..object_store import Buffer, ObjectInfo, Tagged
+from . import checks
+from .s3_clients import DEFAULT_LIMITS, S3Clients, S3Limits, connect, refuse_forked
+from .s3_errors import boto_errors, from_answer, obstore_errors
+
+_MIB = 1 << 20
+_MOST_PARTS = 10_000
+_DELETE_BATCH = 1000
+
+
+class S3Store:
+    """Objects under ``prefix`` of ``bucket``; how to reach them is the AWS configuration's business.
+
+    The clients are made at the first call, in the process that calls. Pickled, only the address and the limits travel.
+    """
+
+    def __init__(self, bucket: str, prefix: str = "", *, limits: S3Limits = DEFAULT_LIMITS) -> None:
+        self._bucket, self._prefix, self._limits = bucket, prefix, limits
+        self._below = f"{prefix}/" if prefix else ""
+        self._made: S3Clients | None = None
+        self._lock = threading.Lock()
+
+    @property
+    def uri(self) -> str:
+        return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        return self.get_tagged(key, max_bytes=max_bytes).data
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        """As the protocol says; the memory belongs to obstore and is not copied."""
+        subject = self._subject(key)
+        checks.checked_range(subject, start, length)
+        if length == 0:
+            # HTTP has no empty range.
+            with boto_errors("HEAD", subject):
+                size = self._clients.decide.head_object(Bucket=self._bucket, Key=self._below + key)["ContentLength"]
+            data = memoryview(b"")
+        else:
+            with obstore_errors("GET of a range", subject):
+                data = memoryview(obstore.get_range(self._clients.fetch, self._below + key, start=start, length=length))
+            size = start + data.nbytes
+        if size < start + length:
+            raise checks.ends_early(subject, start, length)
+        return data
+
+    def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """As the protocol says. The server makes the object visible only when it is whole: by the answer to one PUT, or to the
+        completion of a multipart upload, which obstore aborts on failure (a killed process leaves its parts behind: give the
+        bucket a lifecycle rule for incomplete uploads).
+
+        Every body carries a CRC64NVME, which the server checks before it answers; a server that does not know it ignores it, and
+        the standard setting ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required`` leaves it away.
+        """
+        subject = self._subject(key)
+        views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+        total = sum(view.nbytes for view in views)
+        with obstore_errors("PUT", subject):
+            if total <= self._limits.single_put_bytes:
+                whole = views[0] if len(views) == 1 else b"".join(views)
+                obstore.put(self._clients.send, self._below + key, whole, use_multipart=False)
+            else:
+                obstore.put(
+                    self._clients.send,
+                    self._below + key,
+                    views,
+                    use_multipart=True,
+                    chunk_size=max(self._limits.part_bytes, -(-total // _MOST_PARTS // _MIB) * _MIB),
+                    max_concurrency=self._limits.concurrency,
+                )
+
+    def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
+        """As the protocol says; the tag is the ETag."""
+        subject = self._subject(key)
+        with boto_errors("GET", subject):
+            answer = self._clients.decide.get_object(Bucket=self._bucket, Key=self._below + key)
+            # Not ``with body``: that would hand out the raw stream, without botocore's check of length and checksum.
+            with contextlib.closing(answer["Body"]) as body:
+                if answer["ContentLength"] > max_bytes:
+                    raise checks.too_large(subject, answer["ContentLength"], max_bytes)
+                return Tagged(body.read(), answer["ETag"])
+
+    def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
+        subject = self._subject(key)
+        condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
+        try:
+            with boto_errors("conditional PUT", subject):
+                answer = self._clients.swap.put_object(Bucket=self._bucket, Key=self._below + key, Body=data, **condition)
+        except NotFound:
+            # The object that carried the tag is gone.
+            raise checks.stale(subject) from None
+        return str(answer["ETag"])
+
+    def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
+        with boto_errors("LIST", subject):
+            pages = self._clients.decide.get_paginator("list_objects_v2")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._below + prefix):
+                for entry in page.get("Contents", ()):
+                    key = entry["Key"][len(self._below) :]
+                    # What others put beside (the "folders" of web consoles) is not ours to read or delete.
+                    if checks.is_key(key):
+                        yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
+
+    def delete(self, keys: Iterable[str]) -> None:
+        remaining = iter(keys)
+        while batch := [{"Key": self._below + checks.checked_key(key)} for key in islice(remaining, _DELETE_BATCH)]:
+            with boto_errors("DELETE", self.uri):
+                answer = self._clients.decide.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
+            for failure in answer.get("Errors", ()):
+                self._refused_delete(failure)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _reopen, (self._bucket, self._prefix, self._limits)
+
+    @property
+    def _clients(self) -> S3Clients:
+        refuse_forked(self.uri)
+        with self._lock:
+            if self._made is None:
+                self._made = connect(self._bucket, self._limits)
+            return self._made
+
+    def _subject(self, key: str) -> str:
+        return f"{self.uri}/{checks.checked_key(key)}"
+
+    def _refused_delete(self, failure: dict[str, str]) -> None:
+        code, subject = failure.get("Code", ""), f"s3://{self._bucket}/{failure.get('Key', '')}"
+        if code not in ("NoSuchKey", "NoSuchVersion"):
+            raise from_answer(0, code, operation="DELETE", subject=subject)
+
+
+def _reopen(bucket: str, prefix: str, limits: S3Limits) -> S3Store:
+    return S3Store(bucket, prefix, limits=limits)

@@ -1,0 +1,177 @@
+"""The clients that speak to one bucket: boto3 decides, obstore moves. All of their limits stand here.
+
+Addresses, regions, credentials and certificates come from the usual AWS configuration (variables, profile, role), read by
+botocore and handed on to obstore, so that both always speak to the same place.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import boto3  # type: ignore[import-untyped]
+import botocore.session  # type: ignore[import-untyped]
+from botocore.config import Config  # type: ignore[import-untyped]
+from obstore.auth.boto3 import Boto3CredentialProvider
+from obstore.store import S3Store as ObstoreS3
+
+from ..errors import StoreError
+from .s3_errors import boto_errors
+
+_MIB = 1 << 20
+# botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
+_CREDENTIALS_LIVE = timedelta(minutes=9)
+_first_process: int | None = None
+
+
+@dataclass(frozen=True)
+class S3Limits:
+    """How long to wait, how often to try, how much to send at a time. Seconds and bytes.
+
+    Every call ends: a small one after ``attempts`` times ``connect_seconds`` + ``stall_seconds`` and the pauses between, one
+    request of a large one after ``retry_seconds`` + ``request_seconds``.
+    """
+
+    connect_seconds: float = 5.0
+    stall_seconds: float = 30.0
+    request_seconds: float = 120.0
+    attempts: int = 5
+    retry_seconds: float = 120.0
+    single_put_bytes: int = 16 * _MIB
+    part_bytes: int = 16 * _MIB
+    concurrency: int = 8
+    connections: int = 32
+
+
+DEFAULT_LIMITS = S3Limits()
+
+
+@dataclass(frozen=True)
+class S3Clients:
+    """``decide`` and ``swap`` are boto3 clients, ``swap`` one without any retry; ``send`` and ``fetch`` are obstore's."""
+
+    decide: Any
+    swap: Any
+    send: ObstoreS3
+    fetch: ObstoreS3
+
+
+@dataclass(frozen=True)
+class _Place:
+    """Where the bucket is and how to speak to it, as the AWS configuration says."""
+
+    bucket: str
+    region: str | None
+    endpoint: str
+    virtual: bool
+    checksums: bool
+    certificates: str | None
+
+    @property
+    def plain(self) -> bool:
+        return self.endpoint.startswith("http://")
+
+
+def connect(bucket: str, limits: S3Limits) -> S3Clients:
+    """Make the clients; nothing is sent yet, but a role's credentials may be fetched. ``StoreError`` if there are none."""
+    global _first_process
+    subject = f"s3://{bucket}"
+    refuse_forked(subject)
+    _first_process = os.getpid()
+    with boto_errors("the set-up of the S3 client", subject):
+        core = botocore.session.get_session()
+        region = core.get_config_variable("region") or os.environ.get("AWS_REGION") or None
+        session = boto3.Session(botocore_session=core, region_name=region)
+        if session.get_credentials() is None:
+            remedy = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, AWS_PROFILE, or a role"
+            raise StoreError("there are no AWS credentials", subject=subject, remedy=remedy)
+        place = _place(session, core, bucket)
+        # The stall limit of obstore runs from the start of a request to the first byte of its answer, the time to send the
+        # body included, and would fail every upload over a slow line: uploads have the limit of the whole request only.
+        return S3Clients(
+            decide=_boto_client(session, place, limits, limits.attempts),
+            swap=_boto_client(session, place, limits, 1),
+            send=_obstore_client(session, place, limits, {}),
+            fetch=_obstore_client(session, place, limits, {"read_timeout": timedelta(seconds=limits.stall_seconds)}),
+        )
+
+
+def refuse_forked(subject: str) -> None:
+    """Raise if this process was forked from one that used obstore, whose threads are gone here: a call would hang."""
+    if _first_process not in (None, os.getpid()):
+        raise StoreError(
+            "this process was forked from one that had already used S3",
+            subject=subject,
+            remedy="start processes by spawn, as Ray does, or fork before the first use",
+        )
+
+
+def _place(session: Any, core: Any, bucket: str) -> _Place:
+    # A client is the only public way to learn what all the variables and profile sections about endpoints come to.
+    endpoint = str(session.client("s3").meta.endpoint_url)
+    style = (core.get_scoped_config().get("s3") or {}).get("addressing_style", "auto")
+    # A dot in a bucket's name does not fit the certificate of a virtual host.
+    amazon = (urlsplit(endpoint).hostname or "").endswith((".amazonaws.com", ".amazonaws.com.cn")) and "." not in bucket
+    return _Place(
+        bucket=bucket,
+        region=session.region_name,
+        endpoint=endpoint,
+        virtual=style == "virtual" or (style == "auto" and amazon),
+        checksums=core.get_config_variable("request_checksum_calculation") != "when_required",
+        certificates=core.get_config_variable("ca_bundle") or os.environ.get("REQUESTS_CA_BUNDLE"),
+    )
+
+
+def _boto_client(session: Any, place: _Place, limits: S3Limits, attempts: int) -> Any:
+    # Over plain http boto3 would hash each body for the signature; its CRC covers the body there, as it does over https.
+    signing: dict[str, Any] = {"payload_signing_enabled": False} if place.plain else {}
+    config = Config(
+        connect_timeout=limits.connect_seconds,
+        read_timeout=limits.stall_seconds,
+        retries={"mode": "standard", "total_max_attempts": attempts},
+        tcp_keepalive=True,
+        max_pool_connections=limits.connections,
+        s3={"addressing_style": "virtual" if place.virtual else "path", **signing},
+    )
+    return session.client("s3", config=config)
+
+
+def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dict[str, timedelta]) -> ObstoreS3:
+    host = place.endpoint.replace("://", f"://{place.bucket}.", 1) if place.virtual else place.endpoint
+    config: dict[str, Any] = {
+        # Under both names: obstore would prefer the second from the environment to the first from here.
+        "endpoint": host,
+        "aws_endpoint_url_s3": host,
+        "virtual_hosted_style_request": place.virtual,
+        "unsigned_payload": True,
+        "region": place.region or "us-east-1",
+    }
+    if place.checksums:
+        config["checksum_algorithm"] = "CRC64NVME"
+    options: dict[str, Any] = {
+        "allow_http": place.plain,
+        "connect_timeout": timedelta(seconds=limits.connect_seconds),
+        "timeout": timedelta(seconds=limits.request_seconds),
+        **timeouts,
+    }
+    if place.certificates and not place.plain:
+        options["root_certificate"] = _certificates(place)
+    return ObstoreS3(
+        place.bucket,
+        config=config,  # type: ignore[arg-type]
+        client_options=options,  # type: ignore[arg-type]
+        retry_config={"max_retries": limits.attempts - 1, "retry_timeout": timedelta(seconds=limits.retry_seconds)},
+        credential_provider=Boto3CredentialProvider(session, ttl=_CREDENTIALS_LIVE),
+    )
+
+
+def _certificates(place: _Place) -> bytes:
+    path = place.certificates or ""
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise StoreError("cannot read the certificates", subject=path, remedy="correct AWS_CA_BUNDLE") from error

@@ -1,0 +1,206 @@
+"""A committed version, as its readers see it."""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from types import EllipsisType
+from typing import Any
+
+import numpy as np
+
+from . import dtypes, keys, manifest, values
+from .digest import stored_digest
+from .errors import Damaged, NotFound, StateError
+from .manifest import Chunk, Fragment
+from .object_store import ObjectStore
+from .reader import Reader, Request
+from .root import Entry
+from .version_record import MAX_RECORD, VersionRecord
+
+Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
+
+
+@dataclass(frozen=True)
+class TensorInfo:
+    """A tensor of a version: global ``shape``, ``dtype`` by torch's name, ``nbytes`` raw and ``stored`` bytes in packs,
+    ``kind`` (``tensor``, ``array`` or ``scalar``) and the ``group`` of packs that holds it."""
+
+    shape: tuple[int, ...]
+    dtype: str
+    nbytes: int
+    stored: int
+    kind: str
+    group: str
+
+
+class Version:
+    """One committed version. Immutable; its manifest is read, and checked against the root's digest, when first needed."""
+
+    def __init__(self, store: ObjectStore, entry: Entry, repository: str) -> None:
+        self._store, self.entry, self._repository = store, entry, repository
+        self.id, self.step, self.created = entry.id, entry.step, entry.created
+        self.raw, self.bytes = entry.raw, entry.stored
+
+    def __repr__(self) -> str:
+        return f"Version(id={self.id}, step={self.step}, bytes={self.bytes}, uri={self._store.uri!r})"
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Version) and (self._repository, self.entry) == (other._repository, other.entry)
+
+    def __hash__(self) -> int:
+        return hash((self._repository, self.entry))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Version, (self._store, self.entry, self._repository)
+
+    @property
+    def attempt(self) -> str:
+        """The attempt that became this version; part of its objects' keys."""
+        return self.entry.attempt
+
+    @functools.cached_property
+    def record(self) -> VersionRecord:
+        """The version record, checked against the digest in the root."""
+        key = keys.record(self.id, self.attempt)
+        data = self._checked(key, self.entry.size, self.entry.digest, MAX_RECORD)
+        record = VersionRecord.load(data, key)
+        if (record.repository, record.id, record.attempt) != (self._repository, self.id, self.attempt):
+            raise Damaged("the record belongs to another version", subject=key)
+        return record
+
+    @property
+    def metrics(self) -> dict[str, Any]:
+        """The metrics given to ``save``."""
+        return self.record.metrics
+
+    @property
+    def world_size(self) -> int:
+        """Ranks that saved it."""
+        return self.record.world_size
+
+    @functools.cached_property
+    def fragments(self) -> tuple[Fragment, ...]:
+        """The manifest, each fragment checked against its digest in the record."""
+        fragments = []
+        for info in self.record.fragments:
+            key = keys.fragment(self.id, self.attempt, info.node)
+            data = self._checked(key, info.size, info.digest, manifest.MAX_FRAGMENT)
+            fragments.append(Fragment.load(data, info.node, key))
+        return tuple(fragments)
+
+    @functools.cached_property
+    def chunks(self) -> dict[str, list[Chunk]]:
+        """The manifest's chunk rows by tensor name."""
+        rows: dict[str, list[Chunk]] = {}
+        for fragment in self.fragments:
+            for chunk in fragment.chunks:
+                same = rows.setdefault(chunk.name, [])
+                if same and (same[0].shape, same[0].dtype, same[0].kind) != (chunk.shape, chunk.dtype, chunk.kind):
+                    raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=repr(self))
+                same.append(chunk)
+        return rows
+
+    def tensors(self) -> Mapping[str, TensorInfo]:
+        """Every tensor, array and numpy scalar by name."""
+        infos = {}
+        for name, rows in sorted(self.chunks.items()):
+            first = rows[0]
+            nbytes = math.prod(first.shape) * dtypes.dtype(first.dtype).itemsize
+            stored = sum(row.coding.size for row in rows)
+            infos[name] = TensorInfo(first.shape, first.dtype, nbytes, stored, first.kind, first.group)
+        return infos
+
+    def values(self, rank: int = 0) -> dict[str, Any]:
+        """Every plain value by name, as ``rank`` saved it; a rank that the save did not have sees the lowest rank's."""
+        return {row.name: values.loads(row.text) for row in self.value_rows(rank)}
+
+    def value_rows(self, rank: int) -> Iterator[manifest.Value]:
+        """The value rows that ``values(rank)`` decodes."""
+        best: dict[str, manifest.Value] = {}
+        for fragment in self.fragments:
+            for row in fragment.values:
+                known = best.get(row.name)
+                if known is None or rank in row.ranks or (rank not in known.ranks and min(row.ranks) < min(known.ranks)):
+                    best[row.name] = row
+        yield from best.values()
+
+    def read(self, name: str, index: Index | None = None) -> Any:
+        """One tensor, or the part of it that ``index`` (integers, slices with positive steps, ``...``) selects.
+
+        A torch tensor on the CPU where torch is installed, else a numpy array (bfloat16 and fp8 through ml_dtypes); what was
+        saved as a numpy array or scalar, or as a plain value, comes back as such. Reads only the chunks that overlap.
+        """
+        rows = self.chunks.get(name)
+        if rows is None:
+            plain = self.values()
+            if name in plain:
+                return plain[name]
+            raise StateError(f"version {self.id} holds no tensor or value {name!r}", remedy="tensors() lists the names")
+        first = rows[0]
+        offset, extent, rest = _resolve(index, first.shape, name)
+        raw = np.empty(extent, np.dtype(f"V{dtypes.dtype(first.dtype).itemsize}"))
+        self.reader().fill([Request(name, rows, (offset, extent), raw)])
+        if first.kind == manifest.TENSOR:
+            tensor = _as_torch(raw, first.dtype)
+            if tensor is not None:
+                return tensor[rest]
+        array = raw.view(dtypes.to_numpy(first.dtype))[rest]
+        return array[()] if first.kind == manifest.SCALAR else array
+
+    def reader(self, *, threads: int | None = None) -> Reader:
+        """A reader of this version's packs."""
+        return Reader(self._store, self.id, self.attempt, threads=threads)
+
+    def _checked(self, key: str, size: int, digest: str, limit: int) -> bytes:
+        if size > limit:
+            raise Damaged(f"claims {size} bytes, more than the format allows", subject=key)
+        try:
+            data = self._store.get(key, max_bytes=size)
+        except NotFound:
+            raise Damaged("the object is missing", subject=key) from None
+        if len(data) != size or stored_digest(data).hex() != digest:
+            raise Damaged("the object does not match its digest", subject=key)
+        return data
+
+
+def _as_torch(raw: Any, name: str) -> Any:
+    try:
+        import torch
+    except ImportError:
+        return None
+    dtype = getattr(torch, name)
+    if raw.size == 0:
+        return torch.empty(raw.shape, dtype=dtype)
+    return torch.frombuffer(raw.reshape(-1).view(np.uint8), dtype=torch.uint8).view(dtype).reshape(raw.shape)
+
+
+def _resolve(index: Index | None, shape: tuple[int, ...], name: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+    """The smallest box that holds what ``index`` selects, and the index to apply to it."""
+    parts: list[Any] = [] if index is None else list(index) if isinstance(index, tuple) else [index]
+    if any(type(p) is not int and not isinstance(p, slice | EllipsisType | np.integer) for p in parts):
+        raise StateError("an index is made of integers, slices and '...'", subject=name)
+    if parts.count(...) > 1 or len(parts) - parts.count(...) > len(shape):
+        raise StateError(f"index {index!r} does not fit shape {shape}", subject=name)
+    where = parts.index(...) if ... in parts else len(parts)
+    missing = len(shape) - (len(parts) - parts.count(...))
+    parts[where : where + 1] = [slice(None)] * missing
+    offset, extent, rest = [], [], []
+    for part, size in zip(parts, shape, strict=True):
+        if isinstance(part, slice):
+            start, stop, step = part.indices(size)
+            if step < 1:
+                raise StateError("steps must be positive", subject=name)
+            offset.append(start)
+            extent.append(max(0, stop - start))
+            rest.append(slice(None, None, step))
+        else:
+            at = int(part) + size if part < 0 else int(part)
+            if not 0 <= at < size:
+                raise StateError(f"index {part} is out of range for size {size}", subject=name)
+            offset.append(at)
+            extent.append(1)
+            rest.append(0)
+    return tuple(offset), tuple(extent), tuple(rest)

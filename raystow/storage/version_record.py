@@ -1,0 +1,109 @@
+"""The version record: what one version consists of, and the digests that everything below it must match."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from . import keys, records, values
+from .errors import Damaged
+
+MAX_RECORD = 256 << 20
+"""Bytes; a reader refuses a larger record."""
+
+
+@dataclass(frozen=True)
+class FragmentInfo:
+    """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. Sizes in bytes."""
+
+    node: int
+    size: int
+    digest: str
+    ranks: tuple[int, ...]
+    chunks: int
+    raw: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class PackInfo:
+    """One pack; ``size`` in bytes."""
+
+    node: int
+    group: str
+    number: int
+    size: int
+
+
+@dataclass(frozen=True)
+class VersionRecord:
+    """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software."""
+
+    repository: str
+    id: int
+    attempt: str
+    epoch: int
+    step: int
+    created: float
+    world_size: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+    writer: dict[str, str] = field(default_factory=dict)
+    fragments: tuple[FragmentInfo, ...] = ()
+    packs: tuple[PackInfo, ...] = ()
+
+    @property
+    def raw(self) -> int:
+        """Bytes of all shards before coding."""
+        return sum(f.raw for f in self.fragments)
+
+    @property
+    def stored(self) -> int:
+        """Bytes of all packs."""
+        return sum(f.stored for f in self.fragments)
+
+    def dump(self) -> bytes:
+        """The bytes of ``version.json``."""
+        fields = asdict(self)
+        fields["metrics"] = {name: values.encode(value) for name, value in self.metrics.items()}
+        return records.dump(fields)
+
+    @staticmethod
+    def load(data: bytes, key: str) -> VersionRecord:
+        """Parse and check a record whose digest the caller has compared with the root's."""
+        fields = records.load(data, key)
+
+        def get(name: str, kind: type | tuple[type, ...], of: dict[str, Any] = fields) -> Any:
+            return records.field(of, name, kind, key)
+
+        try:
+            fragments = tuple(
+                FragmentInfo(
+                    *(get(name, int, f) for name in ("node", "size")),
+                    get("digest", str, f),
+                    tuple(int(rank) for rank in get("ranks", list, f)),
+                    *(get(name, int, f) for name in ("chunks", "raw", "stored")),
+                )
+                for f in get("fragments", list)
+            )
+            packs = tuple(
+                PackInfo(get("node", int, p), get("group", str, p), get("number", int, p), get("size", int, p)) for p in get("packs", list)
+            )
+        except (AttributeError, TypeError, ValueError) as error:
+            raise Damaged(f"not a version record: {error}", subject=key) from error
+        return VersionRecord(
+            repository=get("repository", str),
+            id=get("id", int),
+            attempt=get("attempt", str),
+            epoch=get("epoch", int),
+            step=get("step", int),
+            created=float(get("created", (int, float))),
+            world_size=get("world_size", int),
+            metrics={str(name): values.decode(form) for name, form in get("metrics", dict).items()},
+            writer={str(name): str(text) for name, text in get("writer", dict).items()},
+            fragments=fragments,
+            packs=packs,
+        )
+
+    def key(self) -> str:
+        """Where the record lies."""
+        return keys.record(self.id, self.attempt)

@@ -1,0 +1,1 @@
+"""Floor 1, moves bytes: staging, compression, packs and uploads on each node."""

@@ -1,0 +1,190 @@
+"""One attempt as one node sees it: codes the chunks of its ranks, stores packs and fragment, and learns the outcome."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections import defaultdict
+from collections.abc import Callable
+from concurrent.futures import Executor
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ..storage import dtypes, keys
+from ..storage.chunk import Coding, Encoder
+from ..storage.digest import raw_digest, stored_digest
+from ..storage.errors import RaystowError, SaveFailed
+from ..storage.kernels import Bytes
+from ..storage.manifest import Chunk, Fragment, Value
+from ..storage.object_store import ObjectStore
+from ..storage.root import Entry
+from ..storage.version_record import FragmentInfo
+from .budget import Budget
+from .packer import Packer
+from .port import MODULUS, Port, Ticket, coverage
+from .ring import SLOT
+
+logger = logging.getLogger(__name__)
+
+_scratch = threading.local()
+Outcome = Entry | RaystowError
+
+
+@dataclass(frozen=True)
+class Workshop:
+    """What all attempts on a node share: threads that code, threads that upload, and the budget of coded bytes."""
+
+    coders: Executor
+    uploads: Executor
+    budget: Budget
+
+
+class NodeAttempt:
+    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks get the version's entry or the error."""
+
+    def __init__(self, store: ObjectStore, port: Port, ticket: Ticket, workshop: Workshop) -> None:
+        self._store, self._port, self._ticket, self._workshop = store, port, ticket, workshop
+        self._packer = Packer(store, ticket, budget=workshop.budget, uploads=workshop.uploads, on_error=self._upload_failed)
+        self._lock = threading.Lock()
+        self._chunks: list[Chunk] = []
+        self._values: dict[tuple[str, str, str], list[int]] = {}
+        self._covered: dict[int, int] = defaultdict(int)
+        self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
+        self._ranks: set[int] = set()
+        self._staged: set[int] = set()
+        self._listeners: dict[int, Callable[[Outcome], None]] = {}
+        self.over = False
+        threading.Thread(target=self._drive, name=f"raystow-attempt-{ticket.id}", daemon=True).start()
+
+    def join(self, rank: int, values: list[tuple[str, str, str]], on_end: Callable[[Outcome], None]) -> None:
+        """A rank of this node takes part, with its value rows (name, path, JSON text)."""
+        with self._lock:
+            self._ranks.add(rank)
+            self._listeners[rank] = on_end
+            for row in values:
+                self._values.setdefault(row, []).append(rank)
+
+    def add(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
+        """Code and pack a chunk whose bytes are ``raw``; ``done`` is called when they may change. Waits for the budget."""
+        if self.over:
+            done()
+            return
+        self._workshop.budget.acquire(raw.size, self._packer.flush)
+        with self._lock:
+            self._coding[rank] += 1
+        self._workshop.coders.submit(self._code, rank, chunk, raw, done)
+
+    def finished(self, rank: int) -> None:
+        """The rank has handed over all its chunks."""
+        with self._lock:
+            self._staged.add(rank)
+            ready = not self._coding[rank]
+        if ready:
+            self._report(rank)
+
+    def fail(self, reason: str) -> None:
+        """Give the attempt up: tell the coordinator, whose answer ends it everywhere."""
+        if self.over:
+            return
+        try:
+            self._port.failed(self._ticket, reason)
+        except RaystowError as error:
+            logger.warning("could not tell the coordinator that attempt %d failed: %s", self._ticket.id, error)
+
+    def _upload_failed(self, error: BaseException) -> None:
+        self.fail(f"an upload failed: {error}")
+
+    def _code(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
+        acquired, held = raw.size, 0  # bytes of the budget: taken, and still in use by a coded copy
+        try:
+            try:
+                if self.over:
+                    return
+                digest, coding, stored = _encode(chunk, raw)
+            finally:
+                done()  # the slot is free: what follows works on the copy
+            held = len(stored)
+            pack, start = self._packer.add(chunk.group, stored)
+            row = replace(chunk, pack=pack, start=start, coding=coding, raw_digest=digest, stored_digest=stored_digest(stored))
+            with self._lock:
+                self._chunks.append(row)
+                elements = chunk.nbytes // dtypes.dtype(chunk.dtype).itemsize
+                self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, elements)
+        except Exception as error:
+            logger.exception("coding a chunk of %s failed", chunk.name)
+            self.fail(f"coding {chunk.name!r} of rank {rank} failed: {error}")
+        finally:
+            self._workshop.budget.release(acquired - held)
+            with self._lock:
+                self._coding[rank] -= 1
+                ready = rank in self._staged and not self._coding[rank]
+            if ready:
+                self._report(rank)
+
+    def _report(self, rank: int) -> None:
+        try:
+            self._port.finished(self._ticket, rank, self._covered[rank] % MODULUS)
+        except RaystowError as error:
+            logger.warning("rank %d of attempt %d is stored here, but the coordinator does not take it: %s", rank, self._ticket.id, error)
+
+    def _drive(self) -> None:
+        """Wait until every rank has finished, make the node's part durable, report it, and wait for the commit."""
+        try:
+            self._port.wait_complete(self._ticket)
+            packs = self._packer.finish()
+            info = self._write_fragment()
+            outcome: Outcome = self._port.fragment(self._ticket, info, packs)
+        except RaystowError as error:
+            outcome = error
+        except Exception as error:
+            logger.exception("attempt %d failed on this node", self._ticket.id)
+            outcome = SaveFailed(f"the node worker failed: {error}", subject=f"attempt {self._ticket.id}")
+        self.over = True
+        if isinstance(outcome, RaystowError):
+            self.fail(str(outcome))
+            self._packer.discard()
+        for listener in self._listeners.values():
+            listener(outcome)
+
+    def _write_fragment(self) -> FragmentInfo:
+        values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
+        data = Fragment(self._ticket.node, tuple(self._chunks), tuple(values)).dump()
+        self._store.put(keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node), [data])
+        return FragmentInfo(
+            node=self._ticket.node,
+            size=len(data),
+            digest=stored_digest(data).hex(),
+            ranks=tuple(sorted(self._ranks)),
+            chunks=len(self._chunks),
+            raw=sum(chunk.nbytes for chunk in self._chunks),
+            stored=sum(chunk.coding.size for chunk in self._chunks),
+        )
+
+
+def _encode(chunk: Chunk, raw: Bytes) -> tuple[int, Coding, bytes]:
+    """The digest of the raw bytes, the coding, and a copy of the coded bytes."""
+    encoder = getattr(_scratch, "encoder", None)
+    if encoder is None:
+        encoder = _scratch.encoder = Encoder(SLOT)
+    coded, coding = encoder.encode(raw, dtypes.dtype(chunk.dtype))
+    return raw_digest(raw), coding, coded.tobytes()
+
+
+def draft(fields: dict[str, Any], node: int) -> Chunk:
+    """A chunk row as the training process announced it, its place and digests still open."""
+    return Chunk(
+        name=fields["name"],
+        path=fields["path"],
+        kind=fields["kind"],
+        dtype=fields["dtype"],
+        shape=tuple(fields["shape"]),
+        offset=tuple(fields["offset"]),
+        extent=tuple(fields["extent"]),
+        node=node,
+        group=fields["group"],
+        pack=0,
+        start=0,
+        coding=Coding(False, False, (), ()),
+        raw_digest=0,
+        stored_digest=b"",
+    )

@@ -1,0 +1,69 @@
+"""The node worker: one for each node, whatever the number of its ranks and runs. A plain class; Ray stands in ``node_actor``."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+from ..storage.clock import SYSTEM
+from ..storage.object_store import ObjectStore
+from ..storage.stores import open_store
+from .attempt import NodeAttempt, Workshop
+from .budget import Budget
+from .port import Begin, Port
+from .session import Session
+from .wire import Connection, Listener
+
+_UPLOADS = 4
+
+
+class Node:
+    """Accepts training processes of this machine and stores what they stage.
+
+    ``connect(uri)`` gives the port to the coordinator of a repository. Memory: for each training process the ring and the coded
+    bytes that it asked for, and about 9 MiB of scratch for each coding thread.
+    """
+
+    def __init__(self, node: str, connect: Callable[[str], Port], *, threads: int | None = None) -> None:
+        self._node, self._connect = node, connect
+        self._workshop = Workshop(
+            coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code"),
+            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload"),
+            budget=Budget(),
+        )
+        self._lock = threading.Lock()
+        self._ports: dict[str, tuple[Port, ObjectStore]] = {}
+        self._attempts: dict[tuple[str, str], NodeAttempt] = {}
+        self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
+        threading.Thread(target=self._accept, name="raystow-accept", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where training processes of this machine connect to."""
+        return self._listener.name
+
+    def close(self) -> None:
+        """Accept no more processes; those that are connected are served to their end."""
+        self._listener.close()
+
+    def _accept(self) -> None:
+        while (connection := self._listener.accept()) is not None:
+            threading.Thread(target=self._serve, args=(connection,), name="raystow-session", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        Session(connection, self._open, self._node).serve(grow=self._workshop.budget.grow)
+
+    def _open(self, uri: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        with self._lock:
+            if uri not in self._ports:
+                self._ports[uri] = self._connect(uri), open_store(uri)
+            port, store = self._ports[uri]
+        ticket = port.begin(begin)
+        with self._lock:
+            self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}
+            key = uri, ticket.attempt
+            if key not in self._attempts:
+                self._attempts[key] = NodeAttempt(store, port, ticket, self._workshop)
+            return self._attempts[key], ticket.node

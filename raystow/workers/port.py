@@ -1,0 +1,69 @@
+"""What a node worker tells the coordinator, and what it is told: plain data, and the protocol that carries it.
+
+In a cluster the port is an actor handle behind ``orchestrator.coordinator_actor``; in a test it may be the coordinator itself.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ..storage.digest import stored_digest
+from ..storage.root import Entry
+from ..storage.version_record import FragmentInfo, PackInfo
+
+MODULUS = 1 << 64
+
+
+@dataclass(frozen=True)
+class Begin:
+    """A rank has begun a save. ``incarnation`` names its process; ``expected`` is the rank's part of the coverage sum;
+    ``timeout`` is in seconds."""
+
+    rank: int
+    world_size: int
+    incarnation: str
+    node: str
+    step: int
+    timeout: float
+    expected: int
+    metrics: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Ticket:
+    """The attempt that a save belongs to. ``node`` is the number of the asking node within the attempt."""
+
+    id: int
+    attempt: str
+    node: int
+
+
+class Port(Protocol):
+    """The coordinator as a node worker sees it. Any call may raise ``SaveFailed``: then the attempt is over."""
+
+    def begin(self, begin: Begin) -> Ticket:
+        """Join the attempt for a step, or open it."""
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        """All shards of a rank are coded here; ``covered`` is their part of the coverage sum."""
+
+    def wait_complete(self, ticket: Ticket) -> None:
+        """Return when every rank of the attempt has finished."""
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
+        """The node's packs and fragment are durable; returns when the attempt is a version."""
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        """The node cannot do its part: give the attempt up."""
+
+
+def coverage(name: str, dtype: str, shape: Sequence[int], elements: int) -> int:
+    """A term of the coverage sum: what ``elements`` of a tensor weigh, modulo 2**64.
+
+    The terms of all chunks that were stored must add up to those of all tensors that should have been, each with its full
+    number of elements. So a tensor that no rank took charge of, or two did, is found without anyone listing them.
+    """
+    key = stored_digest(f"{name}\0{dtype}\0{tuple(shape)}".encode())
+    return (int.from_bytes(key[:8], "little") | 1) * elements % MODULUS
