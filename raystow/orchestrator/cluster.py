@@ -18,7 +18,8 @@ def connect() -> None:
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
     except (ConnectionError, RayError) as error:
         raise ClusterError(
-            f"no Ray cluster is running here: {error}", remedy="start one (`ray start --head`, or ray.init()), or read with raystow.open"
+            f"no Ray cluster is running here: {error}",
+            remedy="start one (`ray start --head`, or ray.init()), or read with raystow.open",
         ) from error
 
 

@@ -97,8 +97,8 @@ class Coordinator:
         if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
             self._abort(
                 attempt,
-                "the ranks' shards do not add up to whole tensors: every rank must hold the same plain tensors (same names, shapes "
-                "and dtypes); shard the others as DTensors",
+                "the ranks' shards do not add up to whole tensors: every rank must hold the same plain tensors (same names, "
+                "shapes and dtypes); shard the others as DTensors",
             )
             return
         attempt.phase = Phase.SEALING

@@ -56,7 +56,8 @@ class CoordinatorActor:
 
     async def begin(self, begin: Begin) -> Ticket:
         """See ``Coordinator.begin``."""
-        return await self._apply(lambda core: core.begin(begin))
+        ticket: Ticket = await self._apply(lambda core: core.begin(begin))
+        return ticket
 
     async def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """See ``Coordinator.finished``."""
@@ -123,7 +124,6 @@ class CoordinatorActor:
                     await asyncio.wait_for(self._changed.wait_for(lambda: core.next_commit() is not None), _TICK)
                 except asyncio.TimeoutError:
                     pass
-
 
     def _commit(self, record: VersionRecord) -> Entry | RaystowError:
         try:

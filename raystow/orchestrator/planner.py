@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-import json
 import math
 from collections import defaultdict
 from collections.abc import Iterator
@@ -61,7 +60,7 @@ class Piece:
         """Copy the bytes into ``out``, row-major."""
         if not out.size:
             return
-        source = self.shard.bits[(*(slice(a, a + n) for a, n in zip(*self.box, strict=True)), ...)]
+        source = self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
         if isinstance(source, np.ndarray):
             np.copyto(out.view(source.dtype).reshape(source.shape), source)
         else:
@@ -90,9 +89,11 @@ def plan_save(state: Any, *, rank: int, world_size: int) -> SavePlan:
     leaves = flatten(state)
     rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
     if sum(len(text) for _, _, text in rows) > MAX_VALUES:
-        name, path, _ = max(rows, key=lambda row: len(row[2]))
+        largest = max((leaf for leaf in leaves if not leaf.is_tensor), key=lambda leaf: len(values.dumps(leaf.value)))
         raise StateError(
-            f"plain values take more than {MAX_VALUES >> 20} MiB", subject=show(tuple(json.loads(path))), remedy=f"make {name!r} an array"
+            f"plain values take more than {MAX_VALUES >> 20} MiB",
+            subject=show(largest.path),
+            remedy="make it an array",
         )
     shards = [shard_of(leaf) for leaf in leaves if leaf.is_tensor]
     everyone = tuple(range(world_size))

@@ -1,4 +1,4 @@
-"""Puts a version back into a training state: tensors and arrays in place, other values into the dicts and lists that hold them."""
+"""Puts a version back into a training state: tensors and arrays in place, other values where the state holds them."""
 
 from __future__ import annotations
 
@@ -15,12 +15,15 @@ from ..storage.version import Version
 from .shards import Shard, shard_of
 from .state import Leaf, flatten, replace, show
 
+Progress = Callable[[int], None]
 _LISTED = 10  # names in an error; the rest is counted
 
 
-def restore(
-    version: Version, into: Any, *, rank: int = 0, strict: bool = True, progress: Callable[[int], None] = lambda nbytes: None
-) -> None:
+def _silent(nbytes: int) -> None:
+    pass
+
+
+def restore(version: Version, into: Any, *, rank: int = 0, strict: bool = True, progress: Progress = _silent) -> None:
     """Fill ``into`` from ``version``, bit for bit; each rank reads the chunks that overlap its own shards.
 
     With ``strict``, names that only one side has are an error before anything is changed; without it they are left alone. A
@@ -55,7 +58,12 @@ def restore(
 
 
 def restore_latest(
-    repository: Repository, into: Any, *, rank: int = 0, strict: bool = True, progress: Callable[[int], None] = lambda nbytes: None
+    repository: Repository,
+    into: Any,
+    *,
+    rank: int = 0,
+    strict: bool = True,
+    progress: Progress = _silent,
 ) -> Version | None:
     """``restore`` from the newest version; that version, or None if there is none."""
     version = repository.latest()
@@ -70,7 +78,8 @@ def _matching(leaf: Leaf, version: Version) -> Shard:
         raise StateError("the array is read-only", subject=show(leaf.path, "into"))
     if (shard.dtype, shard.shape) != (saved.dtype, saved.shape):
         raise StateError(
-            f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}", subject=show(leaf.path, "into")
+            f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}",
+            subject=show(leaf.path, "into"),
         )
     return shard
 
@@ -93,5 +102,3 @@ def _to_device(target: np.ndarray[Any, Any], shard: Shard) -> None:
     if target.size:
         words = torch.from_numpy(target.reshape(-1).view(np.uint8)).view(shard.bits.dtype)
         shard.bits.copy_(words.reshape(shard.bits.shape))
-
-

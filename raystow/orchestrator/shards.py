@@ -52,7 +52,8 @@ def _torch_shard(leaf: Leaf, where: str) -> Shard:
 
     tensor = leaf.value
     shape = tuple(tensor.shape)
-    offset, extent, holders, first, local = (0,) * len(shape), shape, (), 0, tensor
+    offset, extent, first, local = (0,) * len(shape), shape, 0, tensor
+    holders: tuple[int, ...] = ()
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):
         offset, extent, holders, first = _placed(tensor, where)
@@ -60,7 +61,9 @@ def _torch_shard(leaf: Leaf, where: str) -> Shard:
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise StateError(f"tensors of class {type(tensor).__name__} cannot be stored", subject=where, remedy="save its parts")
     if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
-        kind = "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
+        kind = (
+            "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
+        )
         raise StateError(f"{kind} tensors cannot be stored", subject=where, remedy="save dense tensors")
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in dtypes.DTYPES:
@@ -77,7 +80,9 @@ def _placed(tensor: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], 
     mesh, placements = tensor.device_mesh, tensor.placements
     for placement in placements:
         if type(placement) not in (Split, Replicate):
-            raise StateError(f"DTensors placed as {placement} cannot be stored", subject=where, remedy="redistribute it to Shard or Replicate")
+            raise StateError(
+                f"DTensors placed as {placement} cannot be stored", subject=where, remedy="redistribute it to Shard or Replicate"
+            )
     extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
     here = mesh.get_coordinate()
     if here is None:

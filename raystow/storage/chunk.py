@@ -185,7 +185,7 @@ def _inflate(source: Bytes, target: Bytes) -> None:
     """Plain Deflate, RFC 1951, as nvCOMP writes it on the GPU."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        decoded = inflater.decompress(source, target.size)
+        decoded = inflater.decompress(source.data, target.size)
     except zlib.error as error:
         raise Damaged(f"deflate: {error}") from error
     if len(decoded) != target.size:

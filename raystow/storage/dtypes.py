@@ -6,10 +6,10 @@ Torch and numpy objects are converted to and from these names at the edges; the 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import ml_dtypes
 import numpy as np
-import numpy.typing as npt
 
 from .errors import Unsupported
 
@@ -55,20 +55,18 @@ def dtype(name: str) -> DType:
         raise Unsupported(f"dtype {name!r} is not known to format version 1", remedy="upgrade raystow") from None
 
 
-def to_numpy(name: str) -> npt.DTypeLike:
+def to_numpy(name: str) -> np.dtype[Any]:
     """The numpy type of ``name`` (bfloat16 and fp8 through ml_dtypes). A type that numpy lacks, such as complex32 or the
     packed ones, comes as the unsigned integer of its size."""
-    if name in _ML_DTYPES:
-        return np.dtype(getattr(ml_dtypes, name))
     try:
-        return np.dtype(name)
+        return np.dtype(getattr(ml_dtypes, name) if name in _ML_DTYPES else name)
     except TypeError:
         return np.dtype(f"u{dtype(name).itemsize}")
 
 
 def of_numpy(array_dtype: np.dtype[np.generic]) -> str | None:
     """The name of a numpy dtype, or None if the format has no such type (objects, strings, dates, long double, records)."""
-    name = array_dtype.name
+    name = str(array_dtype.name)
     if name not in DTYPES or array_dtype.itemsize != DTYPES[name].itemsize or not array_dtype.isnative:
         return None
     return name

@@ -6,14 +6,18 @@ place is taken by Triton kernels of the same contract.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
+import numba
 import numpy as np
 import numpy.typing as npt
-from numba import njit
 
 Bytes = npt.NDArray[np.uint8]
 Words = npt.NDArray[Any]
+_F = TypeVar("_F", bound=Callable[..., Any])
+compiled: Callable[[_F], _F] = numba.njit(cache=True, nogil=True)
+
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Element width in bytes -> the unsigned word type that the kernels see."""
 
@@ -24,7 +28,7 @@ def _plane_loops(word: Any) -> tuple[Any, Any]:
     """``split`` and ``join`` for one word type; kept to that type throughout, so that the loops become vector instructions."""
     one, top, byte = word(1), word(8 * word().itemsize - 1), word(8)
 
-    @njit(cache=True, nogil=True)
+    @compiled
     def split(words: Words, rotate: bool, planes: tuple[Bytes, ...]) -> None:
         block = np.empty(_BLOCK, words.dtype)
         for start in range(0, words.size, _BLOCK):
@@ -37,7 +41,7 @@ def _plane_loops(word: Any) -> tuple[Any, Any]:
                 for i in range(t.size):
                     plane[i] = np.uint8(word(t[i] >> shift))
 
-    @njit(cache=True, nogil=True)
+    @compiled
     def join(planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
         block, last = np.empty(_BLOCK, words.dtype), len(planes) - 1
         for start in range(0, words.size, _BLOCK):
@@ -74,7 +78,7 @@ def join(planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
     _LOOPS[words.itemsize][1](tuple(readable), rotated, words)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def pack7(plane: Bytes, out: Bytes) -> None:
     """The upper 7 bits of each byte, densely, most significant bit first; ``plane.size`` is a multiple of 8."""
     for j in range(plane.size // 8):
@@ -85,7 +89,7 @@ def pack7(plane: Bytes, out: Bytes) -> None:
             out[7 * j + t] = (x >> np.uint64(48 - 8 * t)) & np.uint64(255)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def unpack7(packed: Bytes, plane: Bytes) -> None:
     """The inverse of ``pack7``; the lowest bit of each byte becomes zero."""
     for j in range(plane.size // 8):
@@ -96,7 +100,7 @@ def unpack7(packed: Bytes, plane: Bytes) -> None:
             plane[8 * j + t] = ((x >> np.uint64(49 - 7 * t)) & np.uint64(127)) << np.uint64(1)
 
 
-@njit(cache=True, nogil=True)
+@compiled
 def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
     """``sums[b]`` = sum of ``words[b * len(keys) + i] * keys[i]`` modulo 2**64."""
     for b in range(sums.size):

@@ -156,7 +156,9 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
     """A row as a chunk, with every number checked before anyone allocates or reads by it."""
     flags = _CODINGS.get(tuple(row["transform"]))
     if flags is None or row["base"] is not None or row["kind"] not in (TENSOR, ARRAY, SCALAR):
-        raise Damaged(f"row {row['name']!r}: kind {row['kind']!r}, transform {row['transform']!r}, base {row['base']!r} are not known")
+        raise Damaged(
+            f"row {row['name']!r}: kind {row['kind']!r}, transform {row['transform']!r}, base {row['base']!r} are not known"
+        )
     chunk = Chunk(
         name=_text(row["name"]),
         path=_text(row["path"]),

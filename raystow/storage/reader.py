@@ -96,7 +96,9 @@ class Reader:
             try:
                 _decode(piece, stored[begin : begin + chunk.coding.size])
             except Damaged as error:
-                raise Damaged(f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}", subject=key) from error
+                raise Damaged(
+                    f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}", subject=key
+                ) from error
             progress(chunk.nbytes)
 
 
@@ -111,8 +113,8 @@ def _pieces(request: Request) -> list[_Piece]:
         if min(sizes, default=1) <= 0:
             continue
         source = tuple(slice(low - b, high - b) for low, high, b in zip(lows, highs, chunk.offset, strict=True))
-        target = request.target[(*(slice(low - a, high - a) for low, high, a in zip(lows, highs, offset, strict=True)), ...)]
-        pieces.append(_Piece(chunk, source, target))
+        target = tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offset, strict=True))
+        pieces.append(_Piece(chunk, source, request.target[target + (...,)]))
         covered += math.prod(sizes)
     if covered != math.prod(extent):
         raise Damaged(f"the manifest covers {covered} of {math.prod(extent)} elements", subject=request.name)

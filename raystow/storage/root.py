@@ -7,6 +7,7 @@ it was not.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
@@ -77,7 +78,7 @@ class Root:
         )
         if len(versions) != len(fields["versions"]):
             raise Damaged("an entry of 'versions' is not an object", subject=keys.ROOT)
-        if any(a.id >= b.id for a, b in zip(versions, versions[1:], strict=False)):
+        if any(a.id >= b.id for a, b in itertools.pairwise(versions)):
             raise Damaged("version ids are not ascending", subject=keys.ROOT)
         pins = {str(name): get(name, int, fields["pins"]) for name in get("pins", dict)}
         return Root(

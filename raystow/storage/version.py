@@ -187,7 +187,9 @@ def _resolve(index: Index | None, shape: tuple[int, ...], name: str) -> tuple[tu
     where = parts.index(...) if ... in parts else len(parts)
     missing = len(shape) - (len(parts) - parts.count(...))
     parts[where : where + 1] = [slice(None)] * missing
-    offset, extent, rest = [], [], []
+    offset: list[int] = []
+    extent: list[int] = []
+    rest: list[int | slice] = []
     for part, size in zip(parts, shape, strict=True):
         if isinstance(part, slice):
             start, stop, step = part.indices(size)

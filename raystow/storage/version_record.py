@@ -78,15 +78,19 @@ class VersionRecord:
         try:
             fragments = tuple(
                 FragmentInfo(
-                    *(get(name, int, f) for name in ("node", "size")),
-                    get("digest", str, f),
-                    tuple(int(rank) for rank in get("ranks", list, f)),
-                    *(get(name, int, f) for name in ("chunks", "raw", "stored")),
+                    node=get("node", int, f),
+                    size=get("size", int, f),
+                    digest=get("digest", str, f),
+                    ranks=tuple(int(rank) for rank in get("ranks", list, f)),
+                    chunks=get("chunks", int, f),
+                    raw=get("raw", int, f),
+                    stored=get("stored", int, f),
                 )
                 for f in get("fragments", list)
             )
             packs = tuple(
-                PackInfo(get("node", int, p), get("group", str, p), get("number", int, p), get("size", int, p)) for p in get("packs", list)
+                PackInfo(get("node", int, p), get("group", str, p), get("number", int, p), get("size", int, p))
+                for p in get("packs", list)
             )
         except (AttributeError, TypeError, ValueError) as error:
             raise Damaged(f"not a version record: {error}", subject=key) from error

@@ -84,4 +84,3 @@ def _check(code: Any) -> Any:
     if _lib.ZSTD_isError(code):
         raise RuntimeError(f"zstd: {_ffi.string(_lib.ZSTD_getErrorName(code)).decode()}")
     return code
-

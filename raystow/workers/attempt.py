@@ -125,7 +125,9 @@ class NodeAttempt:
         try:
             self._port.finished(self._ticket, rank, self._covered[rank] % MODULUS)
         except RaystowError as error:
-            logger.warning("rank %d of attempt %d is stored here, but the coordinator does not take it: %s", rank, self._ticket.id, error)
+            logger.warning(
+                "rank %d of attempt %d is stored here, but the coordinator does not take it: %s", rank, self._ticket.id, error
+            )
 
     def _drive(self) -> None:
         """Wait until every rank has finished, make the node's part durable, report it, and wait for the commit."""

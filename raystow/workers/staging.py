@@ -62,7 +62,9 @@ class Staging:
         self._open: dict[int, Order] = {}
         self._lock = threading.Lock()
         self.lost = False
-        self._threads = [threading.Thread(target=run, name=f"raystow-{run.__name__}", daemon=True) for run in (self._stage, self._hear)]
+        self._threads = [
+            threading.Thread(target=run, name=f"raystow-{run.__name__}", daemon=True) for run in (self._stage, self._hear)
+        ]
         for thread in self._threads:
             thread.start()
 

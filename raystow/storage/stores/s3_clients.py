@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
 
-import boto3  # type: ignore[import-untyped]
-import botocore.session  # type: ignore[import-untyped]
-from botocore.config import Config  # type: ignore[import-untyped]
+import boto3
+import botocore.session
+from botocore.config import Config
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import S3Store as ObstoreS3
 

@@ -10,7 +10,7 @@ import contextlib
 import re
 from collections.abc import Iterator
 
-from botocore.exceptions import (  # type: ignore[import-untyped]
+from botocore.exceptions import (
     BotoCoreError,
     ClientError,
     FlexibleChecksumError,
