@@ -65,6 +65,7 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._repository_id = cluster.call(coordinator_actor(self.uri).start.remote(), _START, f"coordinator of {self.uri}")
         self._port = RayPort(self.uri)
+        node_actor(RayPort)  # starts while the caller goes on, and is ready when the first save attaches
         self._port.join(self.rank, self._incarnation)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:

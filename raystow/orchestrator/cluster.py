@@ -37,3 +37,18 @@ def call(ref: Any, timeout: float, who: str) -> Any:
         raise ClusterError(f"died: {str(error).strip().splitlines()[-1]}", subject=who) from error
     except RayError as error:
         raise ClusterError(str(error), subject=who) from error
+
+
+def survey() -> dict[str, float]:
+    """The nodes alive and the resources (``CPU``, ``GPU``, ...) of the Ray cluster that this machine belongs to.
+
+    ``ClusterError`` if there is none. A connection that was made for the question is closed again.
+    """
+    connected = ray.is_initialized()
+    connect()
+    try:
+        alive = sum(bool(node["Alive"]) for node in ray.nodes())
+        return {"nodes": float(alive), **ray.cluster_resources()}
+    finally:
+        if not connected:
+            ray.shutdown()

@@ -170,7 +170,7 @@ def _decode_plane(codec: str, coded: Bytes, plane: Bytes, sizes: list[int], stre
         return
     if codec not in _STREAMED:
         raise Unsupported(f"codec {codec!r} is not known here", remedy="upgrade raystow")
-    if sum(sizes) != coded.size or min(sizes) < 1:
+    if sum(sizes) != coded.size or min(sizes, default=0) < 1:
         raise Damaged("the sizes of the streams do not add up to the plane")
     if codec == ZSTD:
         zstd.decode(coded, sizes, stream, plane)
@@ -185,9 +185,9 @@ def _inflate(source: Bytes, target: Bytes) -> None:
     """Plain Deflate, RFC 1951, as nvCOMP writes it on the GPU."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        decoded = inflater.decompress(source.data, target.size)
+        decoded = inflater.decompress(source.data, target.size + 1)  # room for one byte too many, which must not come
     except zlib.error as error:
         raise Damaged(f"deflate: {error}") from error
-    if len(decoded) != target.size:
-        raise Damaged(f"deflate: a stream of {len(decoded)} bytes where {target.size} were expected")
+    if len(decoded) != target.size or not inflater.eof:
+        raise Damaged(f"deflate: a stream of {len(decoded)} bytes, or one without an end, where {target.size} were expected")
     target[:] = np.frombuffer(decoded, np.uint8)

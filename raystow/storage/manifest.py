@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from . import dtypes
 from .chunk import MAX_CHUNK, Coding
-from .errors import Damaged
+from .errors import Damaged, Unsupported
 
 MAX_FRAGMENT = 1 << 30
 """Bytes; a reader refuses a larger fragment."""
@@ -114,13 +114,9 @@ class Fragment:
             table = pq.read_table(pa.BufferReader(data), schema=SCHEMA)
             rows = table.to_pylist()
             chunks = tuple(_chunk(row, node) for row in rows if row["kind"] != VALUE)
-            values = tuple(
-                Value(_text(row["name"]), _text(row["path"]), _text(row["value"]), tuple(row["ranks"]))
-                for row in rows
-                if row["kind"] == VALUE
-            )
-        except Damaged as error:
-            raise Damaged(error.what, subject=key) from error
+            values = tuple(_value(row) for row in rows if row["kind"] == VALUE)
+        except (Damaged, Unsupported) as error:
+            raise type(error)(error.what, subject=key, remedy=error.remedy) from error
         except (pa.ArrowException, OSError, TypeError, ValueError, KeyError) as error:
             raise Damaged(f"not a manifest fragment: {error}", subject=key) from error
         return Fragment(node, chunks, values)
@@ -156,8 +152,9 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
     """A row as a chunk, with every number checked before anyone allocates or reads by it."""
     flags = _CODINGS.get(tuple(row["transform"]))
     if flags is None or row["base"] is not None or row["kind"] not in (TENSOR, ARRAY, SCALAR):
-        raise Damaged(
-            f"row {row['name']!r}: kind {row['kind']!r}, transform {row['transform']!r}, base {row['base']!r} are not known"
+        raise Unsupported(
+            f"row {row['name']!r}: kind {row['kind']!r}, transform {row['transform']!r}, base {row['base']!r} are not known",
+            remedy="upgrade raystow",
         )
     chunk = Chunk(
         name=_text(row["name"]),
@@ -171,7 +168,9 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
         group=_text(row["group"]),
         pack=row["pack"],
         start=row["start"],
-        coding=Coding(*flags, tuple(row["codecs"]), tuple(row["stored"]), tuple(row["streams"]), row["stream"]),
+        coding=Coding(
+            *flags, tuple(map(_text, row["codecs"])), tuple(row["stored"]), tuple(map(int, row["streams"])), int(row["stream"])
+        ),
         raw_digest=row["raw_digest"],
         stored_digest=row["stored_digest"],
     )
@@ -181,6 +180,13 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
     if chunk.start < 0 or chunk.pack < 0 or min(chunk.coding.stored, default=-1) < 0 or chunk.coding.size > 2 * MAX_CHUNK:
         raise Damaged(f"row {chunk.name!r}: bytes {chunk.start} + {chunk.coding.size} of pack {chunk.pack} cannot be")
     return chunk
+
+
+def _value(row: dict[str, Any]) -> Value:
+    ranks = tuple(map(int, row["ranks"]))
+    if not ranks or min(ranks) < 0:
+        raise Damaged(f"row {row['name']!r}: ranks {ranks!r} cannot be")
+    return Value(_text(row["name"]), _text(row["path"]), _text(row["value"]), ranks)
 
 
 def _text(value: object) -> str:

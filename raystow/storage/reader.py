@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 from collections import defaultdict
@@ -16,7 +17,7 @@ import numpy.typing as npt
 from . import chunk as chunks
 from . import dtypes, keys
 from .digest import raw_digest, stored_digest
-from .errors import Damaged, NotFound
+from .errors import Damaged, NotFound, Unsupported
 from .kernels import Bytes
 from .manifest import Box, Chunk
 from .object_store import ObjectStore
@@ -95,17 +96,16 @@ class Reader:
             chunk, begin = piece.chunk, piece.chunk.start - first.start
             try:
                 _decode(piece, stored[begin : begin + chunk.coding.size])
-            except Damaged as error:
-                raise Damaged(
-                    f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}", subject=key
-                ) from error
+            except (Damaged, Unsupported) as error:
+                what = f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}"
+                raise type(error)(what, subject=key, remedy=error.remedy) from error
             progress(chunk.nbytes)
 
 
 def _pieces(request: Request) -> list[_Piece]:
     """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they cover it."""
     offset, extent = request.box
-    pieces, covered = [], 0
+    pieces, covered, parts = [], 0, list[Box]()
     for chunk in request.chunks:
         lows = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
         highs = [min(a + n, b + m) for a, n, b, m in zip(offset, extent, chunk.offset, chunk.extent, strict=True)]
@@ -116,9 +116,35 @@ def _pieces(request: Request) -> list[_Piece]:
         target = tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offset, strict=True))
         pieces.append(_Piece(chunk, source, request.target[target + (...,)]))
         covered += math.prod(sizes)
-    if covered != math.prod(extent):
-        raise Damaged(f"the manifest covers {covered} of {math.prod(extent)} elements", subject=request.name)
+        parts.append((tuple(lows), tuple(highs)))
+    if covered != math.prod(extent) or not _disjoint(parts, len(extent)):
+        what = f"the manifest covers {covered} of {math.prod(extent)} elements, or some twice"
+        raise Damaged(what, subject=request.name)
     return pieces
+
+
+def _disjoint(boxes: list[Box], rank: int) -> bool:
+    """Whether no two boxes (lowest corner, and highest one, exclusive) share an element; with their volumes: whether they tile.
+
+    Boxes are parted by planes that cut none of them, in each dimension, again and again; so it ends at once for whatever was
+    made by cutting. What no plane parts (four boxes around a fifth) is compared pair by pair.
+    """
+    if len(boxes) < 2:
+        return True
+    for axis in range(rank):
+        parts, end = list[list[Box]](), -1
+        for box in sorted(boxes, key=lambda box: box[0][axis]):
+            if box[0][axis] >= end:
+                parts.append([])
+            end = max(end, box[1][axis])
+            parts[-1].append(box)
+        if len(parts) > 1:
+            return all(_disjoint(part, rank) for part in parts)
+    return all(_apart(a, b) for a, b in itertools.combinations(boxes, 2))
+
+
+def _apart(a: Box, b: Box) -> bool:
+    return any(high <= other_low or other_high <= low for low, high, other_low, other_high in zip(*a, *b, strict=True))
 
 
 def _runs(pieces: list[_Piece]) -> list[list[_Piece]]:

@@ -63,6 +63,11 @@ class Repository:
         """Read every byte of a version and hold it against its digests; ``Damaged`` names the first object found wrong."""
         return verify(version, self.store, progress)
 
+    def orphans(self) -> list[str]:
+        """Keys of objects that belong to no version: of attempts that failed, or are still being made."""
+        live = {(entry.id, entry.attempt) for entry in self.root().versions}
+        return [info.key for info in self.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in live]
+
     def pin(self, version: Version, name: str) -> None:
         """Give a version a name under which it is kept for good. A name holds one version: the last one pinned to it."""
 

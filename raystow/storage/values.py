@@ -73,5 +73,5 @@ def loads(text: str) -> Any:
     """The value of a JSON text."""
     try:
         return decode(json.loads(text))
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise Damaged(f"not JSON: {text[:80]!r}") from error

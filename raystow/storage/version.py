@@ -13,7 +13,7 @@ import numpy as np
 
 from . import dtypes, keys, manifest, values
 from .digest import stored_digest
-from .errors import Damaged, NotFound, StateError
+from .errors import Damaged, NotFound, StateError, Unsupported
 from .manifest import Chunk, Fragment
 from .object_store import ObjectStore
 from .reader import Reader, Request
@@ -101,6 +101,10 @@ class Version:
                 if same and (same[0].shape, same[0].dtype, same[0].kind) != (chunk.shape, chunk.dtype, chunk.kind):
                     raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=repr(self))
                 same.append(chunk)
+        for name, same in rows.items():
+            held, size = sum(math.prod(chunk.extent) for chunk in same), math.prod(same[0].shape)
+            if held != size:  # also what keeps an absurd shape from being allocated
+                raise Damaged(f"the manifest covers {held} of {size} elements of {name!r}", subject=repr(self))
         return rows
 
     def tensors(self) -> Mapping[str, TensorInfo]:
@@ -171,7 +175,9 @@ def _as_torch(raw: Any, name: str) -> Any:
         import torch
     except ImportError:
         return None
-    dtype = getattr(torch, name)
+    dtype = getattr(torch, name, None)
+    if dtype is None:
+        raise Unsupported(f"torch {torch.__version__} has no {name}", subject=name, remedy="upgrade torch")
     if raw.size == 0:
         return torch.empty(raw.shape, dtype=dtype)
     return torch.frombuffer(raw.reshape(-1).view(np.uint8), dtype=torch.uint8).view(dtype).reshape(raw.shape)
@@ -192,7 +198,10 @@ def _resolve(index: Index | None, shape: tuple[int, ...], name: str) -> tuple[tu
     rest: list[int | slice] = []
     for part, size in zip(parts, shape, strict=True):
         if isinstance(part, slice):
-            start, stop, step = part.indices(size)
+            try:
+                start, stop, step = part.indices(size)
+            except (TypeError, ValueError) as error:
+                raise StateError(f"{part!r} is not a slice of integers: {error}", subject=name) from error
             if step < 1:
                 raise StateError("steps must be positive", subject=name)
             offset.append(start)

@@ -65,7 +65,7 @@ class VersionRecord:
         """The bytes of ``version.json``."""
         fields = asdict(self)
         fields["metrics"] = {name: values.encode(value) for name, value in self.metrics.items()}
-        return records.dump(fields)
+        return records.dump(fields, self.key())
 
     @staticmethod
     def load(data: bytes, key: str) -> VersionRecord:

@@ -10,6 +10,8 @@ from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
 
+import numpy as np
+
 from ..storage import dtypes, keys
 from ..storage.chunk import Coding, Encoder
 from ..storage.digest import raw_digest, stored_digest
@@ -100,7 +102,7 @@ class NodeAttempt:
             try:
                 if self.over:
                     return
-                digest, coding, stored = _encode(chunk, raw)
+                digest, coding, stored = _encode(chunk.dtype, raw)
             finally:
                 done()  # the slot is free: what follows works on the copy
             held = len(stored)
@@ -163,13 +165,19 @@ class NodeAttempt:
         )
 
 
-def _encode(chunk: Chunk, raw: Bytes) -> tuple[int, Coding, bytes]:
+def _encode(dtype: str, raw: Bytes) -> tuple[int, Coding, bytes]:
     """The digest of the raw bytes, the coding, and a copy of the coded bytes."""
     encoder = getattr(_scratch, "encoder", None)
     if encoder is None:
         encoder = _scratch.encoder = Encoder(SLOT)
-    coded, coding = encoder.encode(raw, dtypes.dtype(chunk.dtype))
+    coded, coding = encoder.encode(raw, dtypes.dtype(dtype))
     return raw_digest(raw), coding, coded.tobytes()
+
+
+def warm_up() -> None:
+    """Load what a coding thread needs, so that the first save does not wait for it."""
+    for dtype in ("bfloat16", "float32", "float64"):
+        _encode(dtype, np.zeros(64 << 10, np.uint8))
 
 
 def draft(fields: dict[str, Any], node: int) -> Chunk:

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from ..storage.clock import SYSTEM
 from ..storage.object_store import ObjectStore
 from ..storage.stores import open_store
-from .attempt import NodeAttempt, Workshop
+from .attempt import NodeAttempt, Workshop, warm_up
 from .budget import Budget
 from .port import Begin, Port
 from .session import Session
@@ -37,6 +37,8 @@ class Node:
         self._ports: dict[str, tuple[Port, ObjectStore]] = {}
         self._attempts: dict[tuple[str, str], NodeAttempt] = {}
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
+        for _ in range(threads or os.cpu_count() or 1):
+            self._workshop.coders.submit(warm_up)
         threading.Thread(target=self._accept, name="raystow-accept", daemon=True).start()
 
     @property

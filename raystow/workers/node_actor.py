@@ -27,8 +27,8 @@ class NodeActor:
 def node_actor(connect: Callable[[str], Port]) -> Any:
     """The handle to this node's worker, started if there is none.
 
-    Pinned hard to its node: on another it could not see the ring. It asks for a sliver of a CPU, since Ray ignores the
-    placement of actors that ask for nothing. When its process dies, Ray starts it again, empty.
+    Pinned hard to its node: on another it could not see the ring. It asks for no CPU: the least sliver of one would keep a
+    training worker off a node whose CPUs are all spoken for. When its process dies, Ray starts it again, empty.
     """
     node = ray.get_runtime_context().get_node_id()
     return (
@@ -38,7 +38,7 @@ def node_actor(connect: Callable[[str], Port]) -> Any:
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
-            num_cpus=0.001,
+            num_cpus=0,
             max_restarts=-1,
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
         )

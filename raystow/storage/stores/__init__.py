@@ -5,8 +5,8 @@ Each store is imported only when its address asks for it: a folder on a disk nee
 
 from __future__ import annotations
 
-import os
 import re
+from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
 from ..errors import StoreError
@@ -29,7 +29,7 @@ def open_store(uri: str) -> ObjectStore:
         raise _bad("an address must not be empty or hold control characters", "the address")
     scheme = _SCHEME.match(uri)
     if scheme is None:
-        return _local(os.path.expanduser(uri))
+        return _local(str(Path(uri).expanduser()))
     kind = scheme[1].lower()
     if kind == "file":
         return _local(_file_path(uri))

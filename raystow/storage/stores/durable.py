@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import os
 from collections.abc import Sequence
+from pathlib import Path
 
 from ..clock import Clock
 from ..object_store import Buffer
@@ -15,13 +16,13 @@ _IOV_MAX = 1024
 _ATTEMPTS = 100
 
 
-def write(root: str, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
+def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
     """Replace the file ``key`` under ``root`` by the concatenation of ``parts``.
 
     After an ``OSError`` the old file is untouched or, if only the last fsync failed, either of the two is there whole.
     """
-    path = f"{root}/{key}"
-    folder = os.path.dirname(path)
+    path = root / key
+    folder = path.parent
     temporary, descriptor = _open_temporary(folder, clock)
     try:
         try:
@@ -29,37 +30,37 @@ def write(root: str, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
-        os.replace(temporary, path)
+        temporary.replace(path)
     except BaseException:
         with contextlib.suppress(OSError):
-            os.unlink(temporary)
+            temporary.unlink()
         raise
     # Every level up to the root, not only the folders made here: another process may have made one a moment ago and not
     # have synced it yet. To sync a clean folder costs microseconds.
-    while len(folder) >= len(root):
+    while folder.is_relative_to(root):
         # A folder that is gone again was emptied: someone has deleted the object since, so there is nothing left to keep.
         with contextlib.suppress(FileNotFoundError):
             _sync_folder(folder)
-        folder = os.path.dirname(folder)
+        folder = folder.parent
 
 
-def make_folder(path: str) -> None:
+def make_folder(path: Path) -> None:
     """Make ``path`` and what is missing above it, durably."""
     missing = []
-    while not os.path.isdir(path):
+    while not path.is_dir():
         missing.append(path)
-        path = os.path.dirname(path)
+        path = path.parent
     for each in reversed(missing):
         with contextlib.suppress(FileExistsError):
-            os.mkdir(each)
-        _sync_folder(os.path.dirname(each))
+            each.mkdir()
+        _sync_folder(each.parent)
 
 
-def _open_temporary(folder: str, clock: Clock) -> tuple[str, int]:
+def _open_temporary(folder: Path, clock: Clock) -> tuple[Path, int]:
     # ``delete`` of the last neighbour removes an empty folder, also one made a moment ago: then make it again. Once the
     # temporary file lies in it, it is not empty and stays.
     for attempt in range(_ATTEMPTS):
-        path = f"{folder}/{TEMPORARY}{clock.token()}"
+        path = folder / f"{TEMPORARY}{clock.token()}"
         try:
             make_folder(folder)
             return path, os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
@@ -82,7 +83,7 @@ def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
             written -= head.nbytes
 
 
-def _sync_folder(path: str) -> None:
+def _sync_folder(path: Path) -> None:
     descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(descriptor)

@@ -11,6 +11,7 @@ import fcntl
 import os
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 
 from ..clock import Clock
 from ..errors import StoreUnavailable, UnsafeStore
@@ -19,12 +20,12 @@ _BUSY = (errno.EWOULDBLOCK, errno.EAGAIN)
 _NO_LOCKS = (errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP)
 _FIRST_WAIT, _LONGEST_WAIT = 0.001, 0.05
 
-_threads: dict[str, threading.Lock] = {}
+_threads: dict[Path, threading.Lock] = {}
 _threads_guard = threading.Lock()
 
 
 @contextlib.contextmanager
-def exclusive(path: str, *, timeout: float, clock: Clock) -> Iterator[None]:
+def exclusive(path: Path, *, timeout: float, clock: Clock) -> Iterator[None]:
     """Hold the lock of the file at ``path``, which is made if missing and never removed: two processes that lock two files
     of one name would not exclude each other.
 
@@ -52,7 +53,7 @@ def exclusive(path: str, *, timeout: float, clock: Clock) -> Iterator[None]:
         thread_lock.release()
 
 
-def _try(descriptor: int, path: str) -> bool:
+def _try(descriptor: int, path: Path) -> bool:
     try:
         fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except OSError as error:
@@ -61,14 +62,16 @@ def _try(descriptor: int, path: str) -> bool:
         if error.errno in _NO_LOCKS:
             raise UnsafeStore(
                 "this file system has no flock",
-                subject=path,
+                subject=str(path),
                 remedy="mount it with locks (Lustre: option flock), or keep the repository elsewhere",
             ) from error
         raise
     return True
 
 
-def _busy(path: str, timeout: float) -> StoreUnavailable:
+def _busy(path: Path, timeout: float) -> StoreUnavailable:
     return StoreUnavailable(
-        f"another process has held the lock for {timeout:g} s", subject=path, remedy="find it with lslocks; a frozen one keeps it"
+        f"another process has held the lock for {timeout:g} s",
+        subject=str(path),
+        remedy="find it with lslocks; a frozen one keeps it",
     )

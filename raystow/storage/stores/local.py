@@ -45,35 +45,40 @@ _LATER = {
 class LocalStore:
     """Objects are files under ``root``; their keys are the paths below it. The folder is made by the first write."""
 
-    def __init__(self, root: str, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0) -> None:
+    def __init__(self, root: str | Path, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0) -> None:
         # Resolved once: the lock and the mount that count are those of the real folder, by whatever name it is reached.
-        self._root = os.path.realpath(root)
+        self._root = Path(root).resolve()
         self._clock, self._lock_timeout = clock, lock_timeout
         self._locks_hold = False
 
     @property
     def uri(self) -> str:
-        return Path(self._root).as_uri()
+        """The folder as an absolute ``file://`` address."""
+        return self._root.as_uri()
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
+        """The whole file."""
         with self._errors(key), self._open(key) as (descriptor, size):
             if size > max_bytes:
-                raise checks.too_large(self._path(key), size, max_bytes)
+                raise checks.too_large(self._subject(key), size, max_bytes)
             return self._read(descriptor, key, 0, size)
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
-        checks.checked_range(self._path(key), start, length)
+        """As the protocol says; bytes of their own."""
+        checks.checked_range(self._subject(key), start, length)
         with self._errors(key), self._open(key) as (descriptor, size):
             if start + length > size:
-                raise checks.ends_early(self._path(key), start, length)
+                raise checks.ends_early(self._subject(key), start, length)
             return self._read(descriptor, key, start, length)
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """As the protocol says: a temporary file, synced, renamed, and its folder synced."""
         self._path(key)
         with self._errors(key):
             durable.write(self._root, key, parts, self._clock)
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
+        """As ``get``, with the tag that ``put_if`` wants."""
         # No lock: a rename swaps whole files, so what is open here is one content, and the newest at the time of opening.
         data = self.get(key, max_bytes=max_bytes)
         return Tagged(data, _tag(data))
@@ -82,41 +87,46 @@ class LocalStore:
         """As the protocol says. The tag is the content's digest: registers must never hold the same bytes twice."""
         path = self._path(key)
         if not self._locks_hold:
-            mounts.refuse_unsafe(self._root)
+            mounts.refuse_unsafe(str(self._root))
             self._locks_hold = True
         with self._errors(key):
             durable.make_folder(self._root)
-            with exclusive(f"{self._root}/{LOCK}", timeout=self._lock_timeout, clock=self._clock):
+            with exclusive(self._root / LOCK, timeout=self._lock_timeout, clock=self._clock):
                 if _tag_of_file(path) != tag:
-                    raise checks.stale(path)
+                    raise checks.stale(str(path))
                 durable.write(self._root, key, [data], self._clock)
                 return _tag(data)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As the protocol says, folder by folder, so that a long listing starts at once."""
         checks.checked_prefix(prefix)
         folder = prefix.rpartition("/")[0]
         with self._errors(prefix):
             yield from self._walk(folder + "/" if folder else "", prefix)
 
     def delete(self, keys: Iterable[str]) -> None:
+        """Remove the files, and the folders that this leaves empty."""
         # Not synced: an object that is back after a power cut is garbage of which nothing holds a reference any more.
         for key in keys:
             path = self._path(key)
             with self._errors(key):
                 try:
-                    os.unlink(path)
+                    path.unlink()
                 except OSError as error:
                     if error.errno not in _GONE:
                         raise
             with contextlib.suppress(OSError):
-                while len(path := os.path.dirname(path)) > len(self._root):
-                    os.rmdir(path)
+                while (path := path.parent) != self._root:
+                    path.rmdir()
 
-    def __reduce__(self) -> tuple[Callable[[str], LocalStore], tuple[str]]:
+    def __reduce__(self) -> tuple[Callable[[Path], LocalStore], tuple[Path]]:
         return LocalStore, (self._root,)
 
-    def _path(self, key: str) -> str:
-        return f"{self._root}/{checks.checked_key(key)}"
+    def _path(self, key: str) -> Path:
+        return self._root / checks.checked_key(key)
+
+    def _subject(self, key: str) -> str:
+        return str(self._path(key))
 
     @contextlib.contextmanager
     def _open(self, key: str) -> Iterator[tuple[int, int]]:
@@ -124,12 +134,12 @@ class LocalStore:
             descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
             if error.errno in _GONE:
-                raise checks.missing(self._path(key)) from error
+                raise checks.missing(self._subject(key)) from error
             raise
         try:
             status = os.fstat(descriptor)
             if stat.S_ISDIR(status.st_mode):
-                raise checks.missing(self._path(key))
+                raise checks.missing(self._subject(key))
             yield descriptor, status.st_size
         finally:
             os.close(descriptor)
@@ -143,7 +153,7 @@ class LocalStore:
         while have < length:
             piece = os.pread(descriptor, length - have, start + have)
             if not piece:
-                raise checks.ends_early(self._path(key), start, length)
+                raise checks.ends_early(self._subject(key), start, length)
             pieces.append(piece)
             have += len(piece)
         return b"".join(pieces)
@@ -182,10 +192,9 @@ def _tag(data: bytes) -> str:
     return blake3(data).hexdigest()
 
 
-def _tag_of_file(path: str) -> str | None:
+def _tag_of_file(path: Path) -> str | None:
     try:
-        with open(path, "rb") as file:
-            return _tag(file.read())
+        return _tag(path.read_bytes())
     except FileNotFoundError:
         return None
 

@@ -39,12 +39,15 @@ class MemoryStore:
 
     @property
     def uri(self) -> str:
+        """``memory://`` and the name."""
         return f"memory://{self._name}"
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
+        """The whole object."""
         return self.get_tagged(key, max_bytes=max_bytes).data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
+        """As the protocol says; a view of the object, not a copy."""
         subject = self._subject(key)
         checks.checked_range(subject, start, length)
         data = self._find(key).data
@@ -53,17 +56,20 @@ class MemoryStore:
         return memoryview(data)[start : start + length]
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
+        """As the protocol says; the parts are copied."""
         data = b"".join(parts)
         with self._lock:
             self._write(key, data)
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
+        """As ``get``, with the tag of this write."""
         found = self._find(key)
         if len(found.data) > max_bytes:
             raise checks.too_large(self._subject(key), len(found.data), max_bytes)
         return Tagged(found.data, found.tag)
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
+        """As the protocol says."""
         subject = self._subject(key)
         with self._lock:
             held = self._objects.get(key)
@@ -72,12 +78,14 @@ class MemoryStore:
             return self._write(key, bytes(data))
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As the protocol says; the state at the first step."""
         checks.checked_prefix(prefix)
         with self._lock:
             found = [ObjectInfo(key, len(o.data), o.modified) for key, o in self._objects.items() if key.startswith(prefix)]
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, keys: Iterable[str]) -> None:
+        """Forget the objects."""
         for key in keys:
             checks.checked_key(key)
             with self._lock:

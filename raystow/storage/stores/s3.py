@@ -18,7 +18,7 @@ from ..errors import NotFound
 from ..object_store import Buffer, ObjectInfo, Tagged
 from . import checks
 from .s3_clients import DEFAULT_LIMITS, S3Clients, S3Limits, connect, refuse_forked
-from .s3_errors import boto_errors, from_answer, obstore_errors
+from .s3_errors import CONDITIONAL_PUT, boto_errors, from_answer, obstore_errors
 
 _MIB = 1 << 20
 _MOST_PARTS = 10_000
@@ -39,9 +39,11 @@ class S3Store:
 
     @property
     def uri(self) -> str:
+        """``s3://bucket/prefix``."""
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
+        """The whole object, by one GET."""
         return self.get_tagged(key, max_bytes=max_bytes).data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
@@ -102,7 +104,7 @@ class S3Store:
         subject = self._subject(key)
         condition = {"IfNoneMatch": "*"} if tag is None else {"IfMatch": tag}
         try:
-            with boto_errors("conditional PUT", subject):
+            with boto_errors(CONDITIONAL_PUT, subject):
                 answer = self._clients.swap.put_object(Bucket=self._bucket, Key=self._below + key, Body=data, **condition)
         except NotFound:
             # The object that carried the tag is gone.
@@ -110,6 +112,7 @@ class S3Store:
         return str(answer["ETag"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
+        """As the protocol says, page by page."""
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
         with boto_errors("LIST", subject):
             pages = self._clients.decide.get_paginator("list_objects_v2")
@@ -121,6 +124,7 @@ class S3Store:
                         yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
 
     def delete(self, keys: Iterable[str]) -> None:
+        """As the protocol says, a thousand a request."""
         remaining = iter(keys)
         while batch := [{"Key": self._below + checks.checked_key(key)} for key in islice(remaining, _DELETE_BATCH)]:
             with boto_errors("DELETE", self.uri):

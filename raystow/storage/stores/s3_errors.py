@@ -20,6 +20,10 @@ from urllib3.exceptions import HTTPError
 
 from ..errors import Damaged, NotFound, PreconditionFailed, StoreError, StoreUnavailable
 
+CONDITIONAL_PUT = "conditional PUT"
+
+# Two writers met: the condition was false (412), or could not be judged while the other was at work (409; AWS, then Ceph).
+_LOST_RACES = ("PreconditionFailed", "ConditionalRequestConflict", "ConcurrentModification")
 _RIGHTS = "this needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket on the bucket"
 _KEYS = "check the AWS credentials: variables, profile or role"
 _CONFIGURATION = "check the AWS configuration: variables, ~/.aws/config, ~/.aws/credentials"
@@ -58,7 +62,7 @@ def from_answer(status: int, code: str, *, operation: str, subject: str) -> Stor
     what = f"S3 answered {operation} with {status or 'no status'} {code}".rstrip()
     if code in _REFUSED:
         return StoreError(what, subject=subject, remedy=_REFUSED[code])
-    if status == 412 or code in ("PreconditionFailed", "ConditionalRequestConflict"):
+    if operation == CONDITIONAL_PUT and (status == 412 or code in _LOST_RACES):
         return PreconditionFailed(what, subject=subject, remedy="read it again")
     if status == 416 or code == "InvalidRange":
         return Damaged(f"the object ends before this range: {what}", subject=subject, remedy="it was cut: use another version")

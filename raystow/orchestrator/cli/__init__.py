@@ -1,0 +1,5 @@
+"""The command line. It prints; nothing else in raystow does."""
+
+from .app import main
+
+__all__ = ["main"]

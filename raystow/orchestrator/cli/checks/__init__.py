@@ -1,0 +1,1 @@
+"""What ``raystow doctor`` looks at: each check answers with a finding, and none lets an error through."""

@@ -1,0 +1,156 @@
+"""GPUs, cores and memory of this machine, as far as this process may use them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+import shutil
+from pathlib import Path
+
+from ..present import count, size
+from .finding import Finding, ok, warning
+
+_DRIVER = Path("/proc/driver/nvidia/version")
+_MEMINFO = Path("/proc/meminfo")
+_SHM = Path("/dev/shm")
+_CGROUP = Path("/sys/fs/cgroup")
+_RANK = 1 << 30  # bytes that a Checkpointer takes for each rank, unless told otherwise
+_UNLIMITED = 1 << 60  # bytes; cgroup v1 says "no limit" with a number near 2**63
+
+
+def gpus() -> Finding:
+    """The GPUs that torch sees, and the driver."""
+    driver = _driver()
+    if importlib.util.find_spec("torch") is None:
+        return ok("gpus", f"not asked: torch is missing ({driver or 'no NVIDIA driver'})")
+    import torch
+
+    if not torch.cuda.is_available():
+        if driver:
+            return warning(
+                "gpus", f"{driver}, but torch sees no GPU", "install a CUDA build of torch, or give this process a GPU"
+            )
+        return ok("gpus", "none", "tensors are compressed on the CPU")
+    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    names = ", ".join(f"{p.name} ({size(p.total_memory)})" for p in found)
+    return ok("gpus", f"{names}; {driver or 'driver unknown'}")
+
+
+def cuda_ipc() -> Finding:
+    """Whether GPU memory can be handed to another process. Asked only where there is a GPU."""
+    if importlib.util.find_spec("torch") is None:
+        return ok("cuda ipc", "not asked: no GPU")
+    import torch
+
+    if not torch.cuda.is_available():
+        return ok("cuda ipc", "not asked: no GPU")
+    from torch.multiprocessing.reductions import reduce_tensor
+
+    try:
+        reduce_tensor(torch.zeros(1 << 20, device="cuda"))
+    except RuntimeError as error:
+        follows = (
+            "only training processes can compress GPU tensors, not the node worker; a known cause is expandable_segments:True"
+        )
+        return warning("cuda ipc", str(error).splitlines()[0], follows)
+    return ok("cuda ipc", "a handle to GPU memory can be exported")
+
+
+def shared_memory() -> Finding:
+    """The staging ring, made for real, and the memory there is for it."""
+    if not hasattr(os, "memfd_create"):
+        return warning("shared memory", "no memfd here", "saving needs Linux; everything else works")
+    from ....workers.ring import SLOT, Ring
+
+    ring = Ring.create(2 * SLOT)
+    try:
+        ring.slot(1)[:] = 1
+    finally:
+        ring.close()
+    free = _available()
+    found = "a staging ring (memfd) works; " + (
+        f"up to {size(free)} of memory is left for rings" if free is not None else "limit unknown"
+    )
+    if free is not None and free < _RANK:
+        return warning(
+            "shared memory", found, f"a rank takes {size(_RANK)}: give Checkpointer(memory=...) less, or the container more"
+        )
+    return ok("shared memory", found)
+
+
+def dev_shm() -> Finding:
+    """``/dev/shm``, which Ray's object store and NCCL use and raystow does not."""
+    if not _SHM.is_dir():
+        return ok("/dev/shm", "missing; raystow does not use it")
+    total, _, free = shutil.disk_usage(_SHM)
+    found = f"{size(free)} of {size(total)} free"
+    if total < 1 << 30:
+        return warning("/dev/shm", found, "raystow does not use it, but Ray and NCCL do: in a container, mount a larger one")
+    return ok("/dev/shm", found, "raystow does not use it; Ray and NCCL do")
+
+
+def cores() -> Finding:
+    """The cores this process may run on, and the container's share of them."""
+    usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    quota = _quota()
+    found = count(usable, "core") + (f", of which a quota leaves {quota:.1f}" if quota is not None and quota < usable else "")
+    if min(usable, quota or usable) < 2:
+        return warning("cores", found, "coding competes with training for the only core")
+    return ok("cores", found)
+
+
+def memory() -> Finding:
+    """Memory of the machine, and of the container if it has a limit."""
+    total, free, limit = _meminfo("MemTotal"), _available(), _cgroup_memory()
+    if total is None or free is None:
+        return ok("memory", "unknown: no /proc/meminfo here")
+    found = f"{size(free)} available of {size(limit[0] if limit else total)}" + (" (the container's limit)" if limit else "")
+    if free < 2 * _RANK:
+        return warning("memory", found, f"a rank takes {size(_RANK)} for saving: give Checkpointer(memory=...) less")
+    return ok("memory", found)
+
+
+CHECKS = (gpus, cuda_ipc, shared_memory, dev_shm, cores, memory)
+
+
+def _driver() -> str:
+    with_version = re.search(r"Kernel Module.*?\s(\d+\.\d+[.\d]*)", _text(_DRIVER) or "")
+    return f"NVIDIA driver {with_version[1]}" if with_version else ""
+
+
+def _available() -> int | None:
+    """Bytes that this process could still take, as far as the machine and its container go."""
+    free, limit = _meminfo("MemAvailable"), _cgroup_memory()
+    return free if free is None or limit is None else max(0, min(free, limit[0] - limit[1]))
+
+
+def _meminfo(name: str) -> int | None:
+    line = re.search(rf"^{name}:\s+(\d+) kB$", _text(_MEMINFO) or "", re.MULTILINE)
+    return int(line[1]) << 10 if line else None
+
+
+def _cgroup_memory() -> tuple[int, int] | None:
+    """The container's limit and use in bytes, by cgroup v2 or v1; None without a limit."""
+    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
+        numbers = [(_text(_CGROUP / name) or "").strip() for name in (limit, used)]
+        if all(number.isdecimal() for number in numbers) and int(numbers[0]) < _UNLIMITED:
+            return int(numbers[0]), int(numbers[1])
+    return None
+
+
+def _quota() -> float | None:
+    """Cores that the container may use, by cgroup v2 or v1; None without a quota."""
+    v1 = " ".join((_text(_CGROUP / f"cpu/cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period"))
+    for text in (_text(_CGROUP / "cpu.max") or "", v1):
+        numbers = text.split()
+        if len(numbers) == 2 and all(number.isdecimal() for number in numbers) and int(numbers[1]):
+            return int(numbers[0]) / int(numbers[1])
+    return None
+
+
+def _text(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except OSError:
+        return None

@@ -1,0 +1,153 @@
+"""The object store behind an address: reachable, safe for commits, how fast, and whether its clock agrees with ours.
+
+Everything is written below one fresh name, ``probe/doctor-<token>/``, and removed at the end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from statistics import median
+from urllib.parse import unquote, urlsplit
+
+from blake3 import blake3
+
+from ....storage.clock import SYSTEM, Clock
+from ....storage.errors import NotARepository, RaystowError, StoreError
+from ....storage.object_store import ObjectStore
+from ....storage.probe import PREFIX, probe_conditional_writes
+from ....storage.repository import open_repository
+from ....storage.stores import open_store
+from ..present import count, size
+from .finding import Finding, failed, failure, ok, warning
+
+_ROUNDS = 3
+_BULK = 16 << 20  # bytes
+_SKEW = 5.0  # seconds; S3 tells times in whole seconds
+_SLOW = 10 << 20  # bytes per second
+_LAGGING = 0.5  # seconds for one small request
+
+
+def check_store(uri: str, clock: Clock = SYSTEM) -> Iterator[Finding]:
+    """Findings about the store at ``uri``. One that makes the following checks pointless is the last."""
+    try:
+        store = open_store(uri)
+        seconds = _timed(clock, lambda: next(iter(store.list("")), None))
+    except RaystowError as error:
+        yield failure("store", error)
+        return
+    yield ok("store", f"{store.uri} answers a listing in {_ms(seconds)}")
+    yield _repository(uri)
+    try:
+        with _workspace(store, clock.token()) as (place, folder):
+            yield from _written(place, folder, clock)
+    except RaystowError as error:
+        yield failure("clean-up", error)
+
+
+def _written(place: ObjectStore, folder: str, clock: Clock) -> Iterator[Finding]:
+    """What only writing tells."""
+    try:
+        place.put(f"{folder}first", [b"raystow doctor"])
+    except StoreError as error:
+        follows = "; ".join(text for text in (error.remedy, "reading may work all the same, saving will not") if text)
+        yield failed("writing", f"{error.subject}: {error.what}", follows)
+        return
+    for check in (_conditional_writes, _latency, _clocks, _throughput):
+        try:
+            finding = check(place, folder, clock)
+        except RaystowError as error:
+            finding = failure(check.__name__.strip("_").replace("_", " "), error)
+        yield finding
+
+
+def _repository(uri: str) -> Finding:
+    try:
+        repository = open_repository(uri)
+        versions = repository.versions()
+    except NotARepository as error:
+        return ok("repository", f"none yet: {error.what}", "the first save makes it")
+    except RaystowError as error:
+        return failure("repository", error)
+    newest = f", the newest of step {versions[-1].step}" if versions else ""
+    return ok("repository", f"{repository.id[:8]}..., {count(len(versions), 'version')}{newest}")
+
+
+def _conditional_writes(place: ObjectStore, folder: str, clock: Clock) -> Finding:
+    probe_conditional_writes(place, clock)
+    return ok("conditional writes", "honoured: of two writers only one wins", "commits are atomic here")
+
+
+def _latency(place: ObjectStore, folder: str, clock: Clock) -> Finding:
+    key, puts, gets = f"{folder}small", [], []
+    for _ in range(_ROUNDS):
+        puts.append(_timed(clock, lambda: place.put(key, [b"x" * 100])))
+        gets.append(_timed(clock, lambda: place.get(key, max_bytes=1000)))
+    found = f"a small put takes {_ms(median(puts))}, a small get {_ms(median(gets))}"
+    if max(median(puts), median(gets)) > _LAGGING:
+        return warning("latency", found, "a commit takes some ten such round trips: is the store in this region?")
+    return ok("latency", found)
+
+
+def _clocks(place: ObjectStore, folder: str, clock: Clock) -> Finding:
+    key, before = f"{folder}clock", clock.now()
+    place.put(key, [b"x"])
+    after = clock.now()
+    modified = next(info.modified for info in place.list(key))
+    skew = 0.0 if before - 1 <= modified <= after + 1 else modified - (before + after) / 2
+    if abs(skew) > _SKEW:
+        follows = "set the clocks by NTP: ages and grace periods are off by as much, and S3 refuses requests that are 15 min off"
+        return warning(
+            "clock", f"the store's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's", follows
+        )
+    return ok("clock", f"the store's and this machine's agree within {max(1.0, abs(skew)):.0f} s")
+
+
+def _throughput(place: ObjectStore, folder: str, clock: Clock) -> Finding:
+    key, data = f"{folder}bulk", blake3(clock.token().encode()).digest(length=_BULK)  # noise: nothing on the way can compress it
+    put = _BULK / _timed(clock, lambda: place.put(key, [data]))
+    got: list[bytes] = []
+    get = _BULK / _timed(clock, lambda: got.append(bytes(place.get_range(key, 0, _BULK))))
+    if got[0] != data:
+        return failed("throughput", "16 MiB came back changed", "do not use this store, or this network")
+    found = f"16 MiB: put at {size(put)}/s, get at {size(get)}/s (one object at a time; saves use several)"
+    return warning("throughput", found, "saves and restores will be slow") if min(put, get) < _SLOW else ok("throughput", found)
+
+
+@contextlib.contextmanager
+def _workspace(store: ObjectStore, token: str) -> Iterator[tuple[ObjectStore, str]]:
+    """A store to write into, and the prefix of keys to use. Nothing of it is left afterwards.
+
+    It is a store of its own below the repository, not the repository's: on a file system its lock file can then go as well,
+    which that of a repository never may.
+    """
+    below = f"{PREFIX}doctor-{token}"
+    kind = urlsplit(store.uri).scheme
+    if kind == "memory":
+        place, folder = store, f"{below}/"
+    else:
+        place, folder = open_store(f"{store.uri}/{below}"), ""
+    root = Path(unquote(urlsplit(store.uri).path)) if kind == "file" else None
+    made = [path for path in (root, *root.parents) if not path.exists()] if root else []
+    try:
+        yield place, folder
+    finally:
+        place.delete([info.key for info in place.list(folder)])
+        if root:
+            shutil.rmtree(root / below, ignore_errors=True)
+            for path in (root / PREFIX, *made):  # from the deepest up; one that is in use by now stays
+                with contextlib.suppress(OSError):
+                    os.rmdir(path)
+
+
+def _timed(clock: Clock, work: Callable[[], object]) -> float:
+    start = clock.monotonic()
+    work()
+    return max(1e-6, clock.monotonic() - start)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1000 * seconds:.{1 if seconds < 0.1 else 0}f} ms"

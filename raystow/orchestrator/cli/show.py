@@ -1,0 +1,59 @@
+"""``raystow show``: what one version holds."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+from .present import age, count, emit, moment, out, printable, ratio_text, size, table
+from .summary import summary
+from .target import LATEST, Json, Target, Uri, Which, open_target
+
+if TYPE_CHECKING:
+    from ...storage.version import Version
+
+
+def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
+    """Show what a version holds: its metrics, tensors, sizes and codecs.
+
+    Reads the version's record and manifest, none of its packs. RATIO is stored bytes by raw bytes.
+
+    Example:  raystow show s3://bucket/runs/llama 7
+    """
+    target = open_target(uri)
+    chosen = target.version(version)
+    facts = {"uri": target.repository.uri, **summary(chosen), "pins": target.pins(chosen.id)}
+    if json:
+        emit(facts)
+        return
+    out.print(f"version {chosen.id} of {target.repository.uri}", style="bold", soft_wrap=True)
+    for name, text in _lines(target, chosen, facts):
+        out.print(f"{name:<8} {printable(text)}", soft_wrap=True)
+    for title, key, noun in (("groups", "groups", "tensors"), ("dtypes", "dtypes", "tensors"), ("codecs", "codecs", "planes")):
+        rows = [
+            [name, f"{s[noun]:,}", size(s["raw"]), size(s["stored"]), ratio_text(s["stored"], s["raw"])]
+            for name, s in facts[key].items()
+        ]
+        out.print()
+        out.print(table(title, ["", f">{noun.upper()}", ">RAW", ">STORED", ">RATIO"], rows))
+    out.print()
+    out.print(table("largest tensors", ["NAME", "DTYPE", "SHAPE", ">RAW", ">RATIO"], map(_largest, facts["largest"])))
+
+
+def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tuple[str, str]]:
+    lines = [
+        ("step", str(version.step)),
+        ("created", f"{moment(version.created)} ({age(target.age(version.created))} ago)"),
+        ("saved by", f"{count(facts['world_size'], 'rank')} on {count(facts['nodes'], 'node')}"),
+        ("bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio_text(version.bytes, version.raw)})"),
+        ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
+        ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
+        ("metrics", ", ".join(f"{name} {value!r:.60}" for name, value in version.metrics.items())),
+        ("pins", ", ".join(facts["pins"])),
+        ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),
+    ]
+    return [(name, text) for name, text in lines if text]
+
+
+def _largest(row: dict[str, Any]) -> list[str]:
+    shape = " x ".join(str(n) for n in row["shape"]) or "scalar"
+    return [row["name"], row["dtype"], shape, size(row["nbytes"]), ratio_text(row["stored"], row["nbytes"])]

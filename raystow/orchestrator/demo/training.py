@@ -1,0 +1,84 @@
+"""The training loop of the demo: FSDP2 on a Ray Train worker, with raystow in the lines that matter."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import psutil
+import ray.train
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ..client import Checkpointer
+from ..pending import Pending
+from .events import Journal
+from .model import GPT, batch, corpus, loss_of
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train on one rank. ``config``: ``uri``, ``events``, ``run``, ``steps``, ``every`` (steps between saves), ``batch`` (rows)
+    and ``strike`` (the step in whose save the node of the last rank dies on the first try; 0 for never)."""
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    journal = Journal(config["events"])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world,))
+    model = GPT()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    data = corpus()
+
+    checkpointer = Checkpointer(config["uri"])
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": moments, "step": 0}
+    version = checkpointer.restore_latest(into=state)
+    if version is not None:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        journal.write("restored", run=config["run"], rank=rank, version=version.id, step=version.step)
+    first_try = version is None
+    checkpointer.guard(optimizer)
+
+    under_way: list[Pending] = []
+    for step in range(state["step"] + 1, config["steps"] + 1):
+        loss = loss_of(model, batch(data, step=step, rank=rank, size=config["batch"]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        journal.write("step", run=config["run"], rank=rank, step=step, loss=loss.item())
+        if step % config["every"] == 0 or step == config["steps"]:
+            weights, moments = get_state_dict(model, optimizer)
+            pending = checkpointer.save(
+                {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()}
+            )
+            under_way.append(pending)
+            journal.write("save", run=config["run"], rank=rank, step=step)
+            if first_try and step == config["strike"] and rank == world - 1:
+                kill_this_node(journal, run=config["run"], step=step)
+        under_way = [pending for pending in under_way if not _noted(pending, journal, config["run"], rank)]
+    checkpointer.close()
+    for pending in under_way:
+        _noted(pending, journal, config["run"], rank)
+
+
+def _noted(pending: Pending, journal: Journal, run: str, rank: int) -> bool:
+    if not pending.done():
+        return False
+    journal.write("durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
+    return True
+
+
+def kill_this_node(journal: Journal, *, run: str, step: int) -> None:
+    """SIGKILL every process of this Ray node: node worker, raylet, agents, and this worker last."""
+    raylet = psutil.Process(os.getppid())
+    doomed = [child for child in raylet.children(recursive=True) if child.pid != os.getpid()]
+    journal.write("killed", run=run, step=step, processes=len(doomed) + 2, node=ray.get_runtime_context().get_node_id())
+    for process in [*doomed, raylet]:
+        process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,27 @@
+"""Every store that raystow has, one after the other, under the name ``store``."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.object_store import ObjectStore
+from raystow.storage.stores import open_store
+
+
+@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3)])
+def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
+    """The address of an empty store."""
+    if request.param == "memory":
+        return f"memory://t-{SYSTEM.token()}"
+    if request.param == "local":
+        return (tmp_path / "a repository" / "run").as_uri()
+    return str(request.getfixturevalue("s3_uri"))
+
+
+@pytest.fixture
+def store(uri: str) -> ObjectStore:
+    """An empty store."""
+    return open_store(uri)

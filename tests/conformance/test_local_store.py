@@ -1,0 +1,276 @@
+"""What is a disk's alone: several processes, full disks, half-written files, the folders themselves."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import multiprocessing
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from raystow.storage.errors import PreconditionFailed, StoreError, StoreUnavailable, UnsafeStore
+from raystow.storage.object_store import ObjectStore
+from raystow.storage.stores import open_store
+from raystow.storage.stores.local import LOCK, LocalStore
+
+KEY = "versions/00000001-0123456789abcdef/weights-00000-00000.pack"
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    return tmp_path / "run"
+
+
+@pytest.fixture
+def store(root: Path) -> LocalStore:
+    return LocalStore(str(root))
+
+
+@pytest.fixture
+def processes() -> Iterator[ProcessPoolExecutor]:
+    with ProcessPoolExecutor(8, mp_context=multiprocessing.get_context("spawn")) as pool:
+        yield pool
+
+
+def files(root: Path) -> list[str]:
+    return sorted(str(path.relative_to(root)) for path in root.rglob("*") if path.is_file())
+
+
+def create(store: LocalStore, number: int) -> int | None:
+    try:
+        store.put_if("root.json", b"%d" % number, None)
+    except PreconditionFailed:
+        return None
+    return number
+
+
+def increment(store: ObjectStore, times: int) -> None:
+    while times:
+        held = store.get_tagged("root.json", max_bytes=99)
+        try:
+            store.put_if("root.json", b"%d" % (int(held.data) + 1), held.tag)
+            times -= 1
+        except PreconditionFailed:
+            continue
+
+
+def test_one_of_eight_processes_creates_it_and_no_increment_is_lost(store: LocalStore, processes: ProcessPoolExecutor) -> None:
+    won = [number for number in processes.map(create, [store] * 16, range(16)) if number is not None]
+    assert [b"%d" % number for number in won] == [store.get("root.json", max_bytes=9)]
+    for waiting in [processes.submit(increment, store, 10) for _ in range(8)]:
+        waiting.result()
+    assert int(store.get("root.json", max_bytes=9)) == won[0] + 80
+
+
+@pytest.mark.parametrize("operation", ["put", "put_if"])
+def test_a_write_that_does_not_fit_leaves_the_old_content_and_no_rubbish(store: LocalStore, root: Path, operation: str) -> None:
+    tag = store.put_if("root.json", b"old", None)
+    script = f"""
+import resource
+from raystow.storage.errors import StoreUnavailable
+from raystow.storage.stores.local import LocalStore
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+store, data = LocalStore({str(root)!r}), b"x" * 200_000
+try:
+    store.put("root.json", [data]) if {operation!r} == "put" else store.put_if("root.json", data, {tag!r})
+except StoreUnavailable as error:
+    assert {str(root / "root.json")!r} in str(error) and "EFBIG" in str(error), error
+else:
+    raise SystemExit("it was written")
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+    assert store.get("root.json", max_bytes=9) == b"old"
+    assert files(root) == [LOCK, "root.json"]
+
+
+@pytest.mark.parametrize(
+    ("number", "kind"),
+    [
+        (errno.ENOSPC, StoreUnavailable),
+        (errno.EDQUOT, StoreUnavailable),
+        (errno.EIO, StoreUnavailable),
+        (errno.ESTALE, StoreUnavailable),
+        (errno.EROFS, StoreError),
+        (errno.EACCES, StoreError),
+    ],
+)
+@pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
+def test_failures_of_the_disk_are_named(
+    store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StoreError], call: str
+) -> None:
+    store.put(KEY, [b"old"])
+
+    def fail(*_: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, call, fail)
+        with pytest.raises(StoreError) as caught:
+            store.put(KEY, [b"new"])
+    assert type(caught.value) is kind
+    assert f"{root}/{KEY}: {os.strerror(number)} ({errno.errorcode[number]})" in str(caught.value)
+    assert caught.value.remedy
+    assert files(root) == [KEY]
+    assert store.get(KEY, max_bytes=9) == b"old"
+
+
+def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.writev
+    monkeypatch.setattr(os, "writev", lambda fd, parts: real(fd, [bytes(parts[0])[:3]]))
+    parts = [bytes([value]) * (value % 8) for value in range(60)]
+    store.put(KEY, parts)
+    assert store.get(KEY, max_bytes=10**6) == b"".join(parts)
+
+
+def test_a_killed_writer_leaves_nothing_that_is_seen(store: LocalStore, root: Path) -> None:
+    tag = store.put_if("root.json", b"old", None)
+    script = f"""
+import os, signal
+from raystow.storage.stores.local import LocalStore
+os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+LocalStore({str(root)!r}).put_if("root.json", b"new", {tag!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", script], timeout=60)
+    assert killed.returncode == -signal.SIGKILL
+    assert [info.key for info in store.list("")] == ["root.json"]
+    # The lock went with its holder.
+    store.put_if("root.json", b"newer", tag)
+
+
+def test_a_lock_that_is_held_is_waited_for_and_then_given_up(root: Path) -> None:
+    hasty = LocalStore(str(root), lock_timeout=0.2)
+    tag = hasty.put_if("root.json", b"0", None)
+    with (root / LOCK).open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        with pytest.raises(StoreUnavailable, match=r"held the lock for 0\.2 s"):
+            hasty.put_if("root.json", b"1", tag)
+        assert hasty.get("root.json", max_bytes=9) == b"0"
+        threading.Timer(0.2, fcntl.flock, (held, fcntl.LOCK_UN)).start()
+        LocalStore(str(root), lock_timeout=30).put_if("root.json", b"1", tag)
+
+
+def test_threads_exclude_each_other_where_flock_is_a_lock_of_the_process(
+    store: LocalStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fcntl, "flock", lambda *_: None)
+    store.put_if("root.json", b"0", None)
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(lambda opened: increment(opened, 10), [open_store(store.uri) for _ in range(8)]))
+    assert store.get("root.json", max_bytes=9) == b"80"
+
+
+def test_a_file_system_without_flock_is_refused(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*_: object) -> None:
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr(fcntl, "flock", fail)
+    with pytest.raises(UnsafeStore, match="no flock"):
+        store.put_if("root.json", b"0", None)
+    assert list(store.list("")) == []
+
+
+def test_folders_come_and_go_with_their_objects(store: LocalStore, root: Path) -> None:
+    store.put(KEY, [b"x"])
+    store.put("versions/2/y", [b"y"])
+    store.delete([KEY])
+    assert sorted(path.name for path in root.rglob("*")) == ["2", "versions", "y"]
+    store.delete(["versions/2/y"])
+    assert list(root.iterdir()) == []
+    assert root.is_dir()
+
+
+def test_a_put_beside_a_delete_of_the_last_neighbour_succeeds(store: LocalStore) -> None:
+    def churn(name: str) -> None:
+        for _ in range(150):
+            store.put(f"versions/deep/{name}", [b"x"])
+            assert store.get(f"versions/deep/{name}", max_bytes=1) == b"x"
+            store.delete([f"versions/deep/{name}"])
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(churn, "abc"))
+
+
+def test_what_is_not_an_object_is_left_alone(store: LocalStore, root: Path, tmp_path: Path) -> None:
+    store.put("versions/a", [b"x"])
+    (root / "versions" / ".raystow.tmp-0123").write_bytes(b"half")
+    (root / ".raystow.lock").touch()
+    (root / "versions" / "notes of mine.txt").touch()
+    (root / "loop").symlink_to(root)
+    (root / "outside").symlink_to(tmp_path)
+    assert [info.key for info in store.list("")] == ["versions/a"]
+    store.delete(["versions/a"])
+    assert (root / "versions" / "notes of mine.txt").exists()
+
+
+def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
+    (tmp_path / "run").write_text("mine")
+    store = LocalStore(str(tmp_path / "run"))
+    assert list(store.list("")) == []
+    for write in (lambda: store.put(KEY, [b"x"]), lambda: store.put_if("root.json", b"x", None)):
+        with pytest.raises(StoreError, match="use another folder"):
+            write()
+    assert (tmp_path / "run").read_text() == "mine"
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_without_rights(store: LocalStore, root: Path) -> None:
+    root.mkdir()
+    root.chmod(0o500)
+    with pytest.raises(StoreError, match="right to read and write"):
+        store.put(KEY, [b"x"])
+
+
+@pytest.mark.parametrize("form", ["{0}", "file://{0}", "file://localhost{0}", "{0}/", "{0}/../run"])
+def test_one_folder_has_one_address(root: Path, form: str) -> None:
+    assert open_store(form.format(root)).uri == root.as_uri()
+
+
+def test_relative_addresses_and_homes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert open_store("run").uri == open_store("./run").uri == open_store("~/run").uri == root.as_uri()
+    assert open_store(f"file://{tmp_path}/a%20b").uri == (tmp_path / "a b").as_uri()
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "",
+        "a\0b",
+        "gs://bucket/x",
+        "http://host/x",
+        "s3:/bucket/x",
+        "s3://",
+        "s3:///x",
+        "s3://b/../x",
+        "s3://bucket/a//b",
+        "s3://AKIA:hush-hush@bucket/x",
+        "file://host/x",
+        "file:/x?y",
+        "memory://",
+        "memory://a/b",
+    ],
+)
+def test_a_bad_address_is_explained(uri: str) -> None:
+    with pytest.raises(StoreError, match=r"use s3://bucket/prefix, file:///path") as caught:
+        open_store(uri)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_folder_needs_no_s3_library(tmp_path: Path) -> None:
+    script = f"""
+import sys
+from raystow.storage.object_store import ObjectStore
+from raystow.storage.stores import open_store
+open_store({str(tmp_path)!r}).put("k", [b"x"])
+assert not {{"boto3", "botocore", "obstore"}} & set(sys.modules)
+"""
+    subprocess.run([sys.executable, "-c", script], check=True, timeout=60)

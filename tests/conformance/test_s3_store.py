@@ -1,0 +1,290 @@
+"""What is S3's alone: the AWS configuration, deadlines, requests that must be sent once, answers that must not be repeated."""
+
+from __future__ import annotations
+
+import os
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
+from typing import Any
+
+import boto3
+import pytest
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, RaystowError, StoreError, StoreUnavailable
+from raystow.storage.stores import open_store, s3_clients
+from raystow.storage.stores.s3 import S3Store
+from raystow.storage.stores.s3_clients import S3Limits
+
+pytestmark = pytest.mark.s3
+
+IMPATIENT = S3Limits(connect_seconds=1, stall_seconds=1, request_seconds=4, attempts=2, retry_seconds=1)
+SECRET, TOKEN = "wJalrXUtnFEMI/K7MDENG", "FwoGZXIvYXdzEXAMPLETOKEN"
+
+
+class Scripted(ThreadingHTTPServer):
+    """Answers each request with the next (status, code) of a script, the last one for ever; "stall" never answers."""
+
+    daemon_threads = True
+
+    def __init__(self, script: Sequence[tuple[int, str]]) -> None:
+        super().__init__(("127.0.0.1", 0), _Handler)
+        self.script, self.requests, self.closing = list(script), [], threading.Event()  # type: ignore[var-annotated]
+
+    @property
+    def endpoint(self) -> str:
+        return f"http://127.0.0.1:{self.server_address[1]}"
+
+
+class _Handler(BaseHTTPRequestHandler):
+    protocol_version = "HTTP/1.1"
+
+    def answer(self) -> None:
+        server: Any = self.server
+        server.requests.append(f"{self.command} {self.path}")
+        self.rfile.read(int(self.headers.get("Content-Length", 0)))
+        status, code = server.script.pop(0) if len(server.script) > 1 else server.script[0]
+        if code == "stall":
+            server.closing.wait()
+            return
+        # As servers do: the answer to a bad signature repeats the request, session token and all.
+        echo = "".join(f"{name}:{value}\n" for name, value in self.headers.items())
+        body = f"<Error><Code>{code}</Code><Message>{SECRET} {TOKEN}</Message><CanonicalRequest>{echo}</CanonicalRequest></Error>"
+        self.send_response(status)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body.encode())
+
+    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
+
+    def log_message(self, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """An AWS configuration of this test's own: nothing but credentials."""
+    for name in [name for name in os.environ if name.startswith("AWS_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "config"))
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
+    monkeypatch.setenv("AWS_ACCESS_KEY_ID", "AKIAEXAMPLE")
+    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", SECRET)
+    monkeypatch.setenv("AWS_SESSION_TOKEN", TOKEN)
+    return monkeypatch
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, aws: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    with Scripted(request.param) as scripted:
+        threading.Thread(target=scripted.serve_forever, args=(0.01,), daemon=True).start()
+        aws.setenv("AWS_ENDPOINT_URL", scripted.endpoint)
+        yield scripted
+        scripted.closing.set()
+        scripted.shutdown()
+
+
+def operations(store: S3Store) -> dict[str, Any]:
+    return {
+        "get": lambda: store.get("k", max_bytes=9),
+        "get_range": lambda: store.get_range("k", 0, 9),
+        "get_range empty": lambda: store.get_range("k", 0, 0),
+        "put": lambda: store.put("k", [b"x"]),
+        "put large": lambda: store.put("k", [bytes(17 << 20)]),
+        "put_if": lambda: store.put_if("k", b"x", None),
+        "list": lambda: list(store.list("")),
+        "delete": lambda: store.delete(["k"]),
+    }
+
+
+def failures(store: S3Store) -> dict[str, RaystowError]:
+    """What each operation raises; it must raise, name the object, and keep the secrets."""
+    found = {}
+    for name, operation in operations(store).items():
+        with pytest.raises(RaystowError) as caught:
+            operation()
+        found[name] = caught.value
+        shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
+        assert store.uri in str(caught.value)
+        assert SECRET not in shown
+        assert TOKEN not in shown
+    return found
+
+
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        ([(403, "AccessDenied")], StoreError),
+        ([(403, "SignatureDoesNotMatch")], StoreError),
+        ([(403, "InvalidAccessKeyId")], StoreError),
+        ([(403, "ExpiredToken")], StoreError),
+        ([(404, "NoSuchBucket")], StoreError),
+        ([(503, "SlowDown")], StoreUnavailable),
+        ([(500, "InternalError")], StoreUnavailable),
+        ([(501, "NotImplemented")], StoreError),
+        ([(409, "OperationAborted")], StoreUnavailable),
+    ],
+    indirect=["server"],
+)
+def test_refusals_say_what_to_do_and_keep_secrets(server: Scripted, kind: type[StoreError]) -> None:
+    for name, error in failures(S3Store("bucket", "run", limits=IMPATIENT)).items():
+        # The answer to HEAD has no body, so no code.
+        expected = NotFound if name == "get_range empty" and server.script == [(404, "NoSuchBucket")] else kind
+        assert type(error) is expected, name
+        assert error.remedy or expected is NotFound
+
+
+def test_a_server_that_does_not_listen(aws: pytest.MonkeyPatch) -> None:
+    aws.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    assert {type(error) for error in failures(S3Store("bucket", "run", limits=IMPATIENT)).values()} == {StoreUnavailable}
+
+
+@pytest.mark.parametrize("server", [[(0, "stall")]], indirect=True)
+@pytest.mark.parametrize("name", ["get", "get_range", "put", "put_if", "list"])
+def test_a_server_that_stalls_is_given_up_in_time(server: Scripted, name: str) -> None:
+    store = S3Store("bucket", "run", limits=IMPATIENT)
+    begin = SYSTEM.monotonic()
+    with pytest.raises(StoreUnavailable, match="s3://bucket/run"):
+        operations(store)[name]()
+    assert SYSTEM.monotonic() - begin < 12
+
+
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        ([(412, "PreconditionFailed")], PreconditionFailed),
+        ([(409, "ConditionalRequestConflict")], PreconditionFailed),
+        ([(409, "ConcurrentModification")], PreconditionFailed),
+        ([(404, "NoSuchKey")], PreconditionFailed),
+        ([(503, "SlowDown")], StoreUnavailable),
+        ([(500, "InternalError")], StoreUnavailable),
+        ([(400, "RequestTimeout")], StoreUnavailable),
+        ([(0, "stall")], StoreUnavailable),
+    ],
+    indirect=["server"],
+)
+def test_a_conditional_write_is_sent_once(server: Scripted, kind: type[StoreError]) -> None:
+    store = S3Store("bucket", "run", limits=IMPATIENT)
+    with pytest.raises(StoreError) as caught:
+        store.put_if("root.json", b"x", '"tag"')
+    assert type(caught.value) is kind
+    assert server.requests == ["PUT /bucket/run/root.json"]
+
+
+@pytest.mark.parametrize("server", [[(503, "SlowDown"), (404, "NoSuchKey")]], indirect=True)
+@pytest.mark.parametrize("name", ["get", "get_range"])
+def test_a_read_is_tried_again(server: Scripted, name: str) -> None:
+    with pytest.raises(NotFound):
+        operations(S3Store("bucket", "run", limits=IMPATIENT))[name]()
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("server", [[(416, "InvalidRange")]], indirect=True)
+def test_a_range_past_the_end_is_damage(server: Scripted) -> None:
+    with pytest.raises(Damaged, match="s3://bucket/run/k"):
+        S3Store("bucket", "run", limits=IMPATIENT).get_range("k", 5, 5)
+
+
+@pytest.mark.parametrize("server", [[(404, "NoSuchKey")]], indirect=True)
+@pytest.mark.parametrize("variable", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3", "profile"])
+def test_both_clients_follow_the_aws_configuration(
+    server: Scripted, aws: pytest.MonkeyPatch, tmp_path: Path, variable: str
+) -> None:
+    aws.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
+    if variable == "profile":
+        aws.delenv("AWS_ENDPOINT_URL")
+        aws.setenv("AWS_PROFILE", "training")
+        text = f"[profile training]\nregion = eu-west-1\nendpoint_url = {server.endpoint}\n"
+        (tmp_path / "config").write_text(text)
+        (tmp_path / "credentials").write_text(f"[training]\naws_access_key_id = A\naws_secret_access_key = {SECRET}\n")
+        for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+            aws.delenv(name)
+    else:
+        aws.setenv(variable, server.endpoint)
+    store = S3Store("bucket", "run", limits=IMPATIENT)
+    for name in ("get", "get_range"):
+        with pytest.raises(NotFound):
+            operations(store)[name]()
+    assert [request.split("?")[0] for request in server.requests] == ["GET /bucket/run/k"] * 2
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "config", "bucket", "expected"),
+    [
+        (None, "", "bucket", "https://bucket.s3.eu-west-1.amazonaws.com"),
+        (None, "", "dotted.bucket", "https://s3.eu-west-1.amazonaws.com"),
+        ("https://s3.example.com", "", "bucket", "https://s3.example.com"),
+        ("https://s3.example.com", "s3 =\n  addressing_style = virtual\n", "bucket", "https://bucket.s3.example.com"),
+        (None, "s3 =\n  addressing_style = path\n", "bucket", "https://s3.eu-west-1.amazonaws.com"),
+    ],
+)
+def test_where_requests_go(
+    aws: pytest.MonkeyPatch, tmp_path: Path, endpoint: str | None, config: str, bucket: str, expected: str
+) -> None:
+    (tmp_path / "config").write_text(f"[default]\n{config}")
+    aws.setenv("AWS_REGION", "eu-west-1")
+    if endpoint:
+        aws.setenv("AWS_ENDPOINT_URL", endpoint)
+    clients = s3_clients.connect(bucket, IMPATIENT)
+    signed = clients.decide.generate_presigned_url("get_object", Params={"Bucket": bucket, "Key": "k"})
+    assert signed.startswith(expected)
+    for client in (clients.send, clients.fetch):
+        assert client.config is not None
+        assert client.config["endpoint"] == expected
+
+
+def test_without_credentials_it_says_so(aws: pytest.MonkeyPatch) -> None:
+    for name in ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_SESSION_TOKEN"):
+        aws.delenv(name)
+    with pytest.raises(StoreError, match=r"s3://bucket: there are no AWS credentials \(set "):
+        S3Store("bucket").get("k", max_bytes=1)
+    aws.setenv("AWS_PROFILE", "nobody")
+    with pytest.raises(StoreError, match="ProfileNotFound"):
+        S3Store("bucket").get("k", max_bytes=1)
+
+
+def test_a_forked_process_is_told_instead_of_hanging(s3_uri: str) -> None:
+    store = open_store(s3_uri)
+    store.put("k", [b"x"])
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            store.get_range("k", 0, 1)
+        except StoreError as error:
+            status = 0 if "forked" in str(error) else 2
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert bytes(store.get_range("k", 0, 1)) == b"x"
+
+
+def test_a_missing_bucket_is_named(s3_endpoint: str) -> None:
+    store = S3Store("no-such-bucket-anywhere", "run", limits=IMPATIENT)
+    for name, operation in operations(store).items():
+        if name == "get_range empty":
+            continue
+        with pytest.raises(StoreError, match=r"s3://no-such-bucket-anywhere/run.*create the bucket"):
+            operation()
+
+
+def test_the_folders_of_consoles_are_not_listed(s3_uri: str) -> None:
+    store = open_store(s3_uri)
+    store.put("versions/a", [b"x"])
+    bucket, _, prefix = s3_uri.removeprefix("s3://").partition("/")
+    for other in (f"{prefix}/", f"{prefix}/versions/", f"{prefix}/.hidden", f"{prefix}-next/versions/b"):
+        boto3.client("s3").put_object(Bucket=bucket, Key=other, Body=b"")
+    assert [info.key for info in store.list("")] == ["versions/a"]
+
+
+def test_a_bucket_alone_is_a_place_too(s3_bucket: str) -> None:
+    store = S3Store(s3_bucket)
+    store.put("probe-of-the-top", [b"x"])
+    assert store.uri == f"s3://{s3_bucket}"
+    assert [info.key for info in store.list("probe-of")] == ["probe-of-the-top"]
+    store.delete(["probe-of-the-top"])

@@ -1,0 +1,80 @@
+"""An S3 server for tests: moto in a process of its own, or the one that ``RAYSTOW_TEST_S3`` points at (see tools/ceph_s3.sh)."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import boto3
+import pytest
+
+from raystow.storage.clock import SYSTEM
+
+_START_SECONDS = 60.0
+_MOTO = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
+_UNWANTED = ("AWS_PROFILE", "AWS_ENDPOINT_URL_S3", "AWS_SESSION_TOKEN", "AWS_REGION")
+
+
+@contextlib.contextmanager
+def s3_server() -> Iterator[str]:
+    """Yield the endpoint of a server; within, the AWS_* variables of this process lead there, with credentials."""
+    given = os.environ.get("RAYSTOW_TEST_S3")
+    with pytest.MonkeyPatch.context() as environment:
+        for name in _UNWANTED if given is None else _UNWANTED[1:2]:
+            environment.delenv(name, raising=False)
+        environment.setenv("AWS_EC2_METADATA_DISABLED", "true")
+        if given is not None:
+            environment.setenv("AWS_ENDPOINT_URL", given)
+            yield given
+            return
+        with _moto() as endpoint:
+            for name, value in (_MOTO | {"AWS_ENDPOINT_URL": endpoint}).items():
+                environment.setenv(name, value)
+            yield endpoint
+
+
+def make_bucket(name: str) -> str:
+    """Create bucket ``name``, or use the one that is there; its name."""
+    client = boto3.client("s3")
+    with contextlib.suppress(client.exceptions.BucketAlreadyOwnedByYou, client.exceptions.BucketAlreadyExists):
+        client.create_bucket(Bucket=name)
+    return name
+
+
+@contextlib.contextmanager
+def _moto() -> Iterator[str]:
+    port = _free_port()
+    command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    try:
+        _wait_for(port, process)
+        yield f"http://127.0.0.1:{port}"
+    finally:
+        process.terminate()
+        try:
+            process.wait(10)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+    deadline = SYSTEM.monotonic() + _START_SECONDS
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            if process.poll() is not None or SYSTEM.monotonic() > deadline:
+                raise RuntimeError(f"the S3 server did not start (exit status {process.poll()})") from None
+            SYSTEM.sleep(0.02)
