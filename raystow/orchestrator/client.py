@@ -91,6 +91,7 @@ class Checkpointer:
             "save": number,
             "step": step,
             "timeout": self._timeout,
+            "replicated": plan.replicated,
             "expected": plan.expected,
             "metrics": {name: values.encode(value) for name, value in metrics.items()},
             "values": plan.values,

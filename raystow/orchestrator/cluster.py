@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import socket
 from typing import Any
 
 import ray
+from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
 from ..storage.errors import ClusterError, RaystowError
@@ -15,12 +17,21 @@ def connect() -> None:
     if ray.is_initialized():
         return
     try:
+        _knock()
         ray.init(address="auto", log_to_driver=False, logging_level="warning")
-    except (ConnectionError, RayError) as error:
+    except (OSError, RayError) as error:
         raise ClusterError(
             f"no Ray cluster is running here: {error}",
             remedy="start one (`ray start --head`, or ray.init()), or read with raystow.open",
         ) from error
+
+
+def _knock() -> None:
+    """``OSError`` if nobody listens where a cluster was last seen: Ray itself would go on asking there for minutes."""
+    address = get_ray_address_from_environment("auto", None) or ""
+    host, _, port = address.rpartition(":")
+    if host and port.isdecimal() and "://" not in address:
+        socket.create_connection((host, int(port)), timeout=5).close()
 
 
 def call(ref: Any, timeout: float, who: str) -> Any:

@@ -38,7 +38,8 @@ class Phase(enum.Enum):
 
 @dataclass
 class Attempt:
-    """One try to make a version. ``ranks``: rank -> node that serves it. ``opened`` and ``deadline`` are monotonic seconds."""
+    """One try to make a version. ``ranks``: rank -> the node that serves it. ``saves``: rank -> the number of its save.
+    ``nodes``: node -> its number here. ``opened`` and ``deadline`` are monotonic seconds."""
 
     id: int
     attempt: str
@@ -50,6 +51,8 @@ class Attempt:
     reason: str = ""
     metrics: dict[str, object] = field(default_factory=dict)
     ranks: dict[int, str] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
+    replicated: dict[int, int] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
     expected: int = 0
     covered: dict[int, int] = field(default_factory=dict)
@@ -57,6 +60,7 @@ class Attempt:
     packs: dict[int, tuple[PackInfo, ...]] = field(default_factory=dict)
     entry: Entry | None = None
     swept: bool = False
+    generation: int = 0
 
 
 class Coordinator:
@@ -65,27 +69,42 @@ class Coordinator:
     def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
         self._committer, self._clock, self._writer = committer, clock, writer
         self._members: dict[int, str] = {}
+        self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
+        self._generation = 0
         self._attempts: dict[str, Attempt] = {}
 
     def join(self, rank: int, incarnation: str) -> None:
-        """A process has taken up a rank. Attempts that still waited for the rank's former process are given up."""
+        """A process has taken up a rank. What waits for the rank's former process, or holds a part of it, is given up.
+
+        The first rank that joins a second time begins a new generation. What the new generation has opened itself goes on while
+        its other ranks are still joining.
+        """
         former = self._members.get(rank)
+        if former == incarnation:
+            return
         self._members[rank] = incarnation
-        if former not in (None, incarnation):
-            for attempt in self._open(Phase.GATHERING):
+        if former is not None and self._joined[rank] == self._generation:
+            self._generation += 1
+        self._joined[rank] = self._generation
+        for attempt in self._open(Phase.GATHERING):
+            if rank in attempt.ranks or (former is not None and attempt.generation < self._generation):
                 self._abort(attempt, f"rank {rank} was restarted")
 
     def begin(self, begin: Begin) -> Ticket:
         """A rank has begun to save a step: the attempt it belongs to, opened if it is the first."""
-        if self._members.setdefault(begin.rank, begin.incarnation) != begin.incarnation:
+        if begin.rank not in self._members:  # it joined before this coordinator was restarted
+            self.join(begin.rank, begin.incarnation)
+        if self._members[begin.rank] != begin.incarnation:
             raise SaveFailed("a newer process has taken up this rank", subject=f"rank {begin.rank}", remedy="let this one end")
         for attempt in self._open(Phase.GATHERING):
             if attempt.world_size != begin.world_size:
                 self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
         attempt = self._joinable(begin) or self._new(begin)
-        attempt.ranks[begin.rank] = begin.node
-        attempt.metrics.update(begin.metrics)
-        attempt.expected += begin.expected
+        if begin.rank not in attempt.ranks:
+            attempt.ranks[begin.rank], attempt.saves[begin.rank] = begin.node, begin.save
+            attempt.replicated[begin.rank] = begin.replicated
+            attempt.metrics.update(begin.metrics)
+            attempt.expected += begin.expected
         return Ticket(attempt.id, attempt.attempt, attempt.nodes.setdefault(begin.node, len(attempt.nodes)))
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
@@ -94,17 +113,23 @@ class Coordinator:
         attempt.covered[rank] = covered
         if len(attempt.covered) < attempt.world_size:
             return
-        if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
+        odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
+        if odd:
             self._abort(
                 attempt,
-                "the ranks' shards do not add up to whole tensors: every rank must hold the same plain tensors (same names, "
-                "shapes and dtypes); shard the others as DTensors",
+                f"ranks {odd} hold other plain tensors than rank 0: all ranks must hold the same (names, shapes and dtypes), "
+                "since they are stored once; shard what differs as DTensors",
             )
+            return
+        if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
+            self._abort(attempt, "the shards of all ranks do not add up to whole tensors: the ranks disagree on their placements")
             return
         attempt.phase = Phase.SEALING
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         """A node's packs and fragment are durable."""
+        if ticket.node in self.attempt(ticket).fragments:
+            return  # said before; the answer was lost
         attempt = self._of(ticket, Phase.SEALING)
         attempt.fragments[ticket.node], attempt.packs[ticket.node] = info, tuple(packs)
         if len(attempt.fragments) == len(attempt.nodes):
@@ -121,6 +146,13 @@ class Coordinator:
         if self._members.get(rank) == incarnation:
             for attempt in self._open(Phase.GATHERING, Phase.SEALING):
                 if rank in attempt.ranks:
+                    self._abort(attempt, reason)
+
+    def gone(self, rank: int, incarnation: str, reason: str) -> None:
+        """The process of a rank has ended. What it had handed over by then still counts."""
+        if self._members.get(rank) == incarnation:
+            for attempt in self._open(Phase.GATHERING):
+                if rank not in attempt.ranks:
                     self._abort(attempt, reason)
 
     def nodes_alive(self, alive: set[str]) -> None:
@@ -201,9 +233,10 @@ class Coordinator:
         return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
 
     def _joinable(self, begin: Begin) -> Attempt | None:
-        """The oldest attempt for the step that this rank is not part of: a rank's saves match the others' in their order."""
+        """The oldest attempt for the step that this rank is not part of, so that a rank's saves match the others' in their order;
+        or the one that it is part of with this very save, if it asks twice."""
         for attempt in self._open(Phase.GATHERING):
-            if attempt.step == begin.step and begin.rank not in attempt.ranks:
+            if attempt.step == begin.step and attempt.saves.get(begin.rank, begin.save) == begin.save:
                 return attempt
         return None
 
@@ -211,6 +244,7 @@ class Coordinator:
         id, token = self._committer.reserve()
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
+        attempt.generation = self._generation
         return attempt
 
     def _of(self, ticket: Ticket, phase: Phase) -> Attempt:

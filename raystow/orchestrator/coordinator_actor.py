@@ -82,6 +82,10 @@ class CoordinatorActor:
         """See ``Coordinator.rank_lost``."""
         await self._apply(lambda core: core.rank_lost(rank, incarnation, reason))
 
+    async def gone(self, rank: int, incarnation: str, reason: str) -> None:
+        """See ``Coordinator.gone``."""
+        await self._apply(lambda core: core.gone(rank, incarnation, reason))
+
     async def _apply(self, change: Callable[[Coordinator], Any]) -> Any:
         await self.start()
         assert self._core is not None
@@ -168,6 +172,10 @@ class RayPort:
         """See ``Port.failed``."""
         self._call("failed", _ANSWER, ticket, reason)
 
+    def gone(self, rank: int, incarnation: str, reason: str) -> None:
+        """See ``Port.gone``."""
+        self._call("gone", _ANSWER, rank, incarnation, reason)
+
     def join(self, rank: int, incarnation: str) -> None:
         """See ``Coordinator.join``."""
         self._call("join", _ANSWER, rank, incarnation)
@@ -192,6 +200,7 @@ def coordinator_actor(uri: str) -> Any:
             num_cpus=0,
             resources={"node:__internal_head__": 0.001},
             max_restarts=-1,
+            max_task_retries=-1,
             max_concurrency=10_000,
         )
         .remote(uri)

@@ -16,9 +16,10 @@ from typing import Any
 import numpy as np
 
 from ..storage import values
+from ..storage.boxes import Box
 from ..storage.errors import StateError
 from ..storage.kernels import Bytes
-from ..storage.manifest import Box, path_text
+from ..storage.manifest import path_text
 from ..workers.port import MODULUS, coverage
 from ..workers.ring import SLOT
 from .shards import Shard, shard_of
@@ -71,11 +72,12 @@ class Piece:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """``pieces``: what this rank stores. ``values``: its plain values (name, path, JSON text). ``expected``: its part of the
-    coverage sum (see ``workers.port.coverage``)."""
+    """``pieces``: what this rank stores. ``values``: its plain values (name, path, JSON text). ``replicated``: the coverage
+    sum (see ``workers.port.coverage``) of what all ranks must hold alike; ``expected``: that of what this rank vouches for."""
 
     pieces: tuple[Piece, ...]
     values: tuple[tuple[str, str, str], ...]
+    replicated: int
     expected: int
 
     @property
@@ -101,8 +103,10 @@ def plan_save(state: Any, *, rank: int, world_size: int) -> SavePlan:
     for shard in shards:
         alike[shard.holders or everyone] += [Piece(shard, box) for box in boxes(shard)]
     pieces = [piece for holders, found in alike.items() for piece in share(found, holders, rank)]
-    expected = sum(coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape)) for s in shards if s.first == rank)
-    return SavePlan(tuple(pieces), rows, expected % MODULUS)
+    weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in shards]
+    replicated = sum(weight for s, weight in weights if not s.holders)
+    expected = sum(weight for s, weight in weights if s.first == rank)
+    return SavePlan(tuple(pieces), rows, replicated % MODULUS, expected % MODULUS)
 
 
 def boxes(shard: Shard, limit: int = SLOT) -> Iterator[Box]:

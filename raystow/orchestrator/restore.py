@@ -37,7 +37,7 @@ def restore(version: Version, into: Any, *, rank: int = 0, strict: bool = True, 
     elsewhere: list[tuple[Shard, Request]] = []
     new: dict[tuple[Any, ...], Any] = {}
     for leaf in leaves:
-        if leaf.name in rows:
+        if leaf.name in rows and not (leaf.is_tensor and leaf.name in version.chunks):
             new[leaf.path] = values.loads(rows[leaf.name].text)
         elif leaf.name in version.chunks and (not leaf.is_tensor or isinstance(leaf.value, np.generic)):
             new[leaf.path] = version.read(leaf.name)

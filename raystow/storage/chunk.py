@@ -7,6 +7,7 @@ a sample. In the pack the raw planes come first, then the coded ones, each in as
 
 from __future__ import annotations
 
+import threading
 import zlib
 from dataclasses import dataclass
 
@@ -27,6 +28,7 @@ RAW, ZSTD, DEFLATE, PACK7 = "raw", "zstd", "deflate", "pack7"
 _STREAMED = (ZSTD, DEFLATE)
 _SMALL = 1024  # bytes; below, a frame's header eats what coding gains
 _WORTH = 7.95  # bits per byte; above, a plane is noise
+_KEPT = 16 << 20  # bytes of scratch that a decoding thread keeps; for larger chunks they are not worth keeping
 _SAMPLE = 64  # pieces of 64 words, evenly spread
 
 
@@ -92,7 +94,7 @@ class Encoder:
     def _choose(self, words: kernels.Words, rotate: bool) -> list[str]:
         """A codec for each plane, from the entropy of some 4,096 words spread over the chunk."""
         width, step = words.itemsize, max(64, words.size // _SAMPLE)
-        sample = np.concatenate([words[i : i + 64] for i in range(0, words.size, step)])
+        sample = words[: words.size // step * step].reshape(-1, step)[:, :64].ravel()
         planes = tuple(np.empty(sample.size, np.uint8) for _ in range(width)) if width > 1 else (sample,)
         if width > 1:
             kernels.split(sample, rotate, planes)
@@ -136,10 +138,11 @@ def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes) -> None:
     n, rest = divmod(raw.size, width)
     if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored.size or coding.stream < 1:
         raise Damaged("the chunk's description does not fit its size")
-    order = sorted(range(width), key=lambda p: (coding.codecs[p] != RAW, p))
+    kept, coded = [p for p in range(width) if coding.codecs[p] == RAW], [p for p in range(width) if coding.codecs[p] != RAW]
+    scratch = raw if width == 1 else _scratch(len(coded) * n)
     streams, end = iter(coding.streams), 0
     planes: dict[int, Bytes] = {}
-    for p in order:
+    for p in kept + coded:
         piece = stored[end : end + coding.stored[p]]
         end += coding.stored[p]
         if coding.codecs[p] == RAW:
@@ -147,15 +150,29 @@ def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes) -> None:
                 raise Damaged(f"a raw plane of {piece.size} bytes where {n} were expected")
             planes[p] = piece
         else:
-            planes[p] = raw if width == 1 else np.empty(n, np.uint8)
+            i = coded.index(p)
+            planes[p] = scratch[i * n : (i + 1) * n]
             _decode_plane(coding.codecs[p], piece, planes[p], [next(streams, 0) for _ in _starts(coding, p, n)], coding.stream)
     if next(streams, None) is not None:
         raise Damaged("the chunk's description names more streams than its planes have")
     if width == 1:
-        if planes[0] is not raw:
+        if kept:
             raw[:] = planes[0]
         return
     kernels.join(tuple(planes[p] for p in range(width)), coding.rotated, raw.view(kernels.WORDS[width]))
+
+
+_local = threading.local()
+
+
+def _scratch(size: int) -> Bytes:
+    """This thread's memory for decoded planes, kept from chunk to chunk: fresh pages cost a third of what decoding does."""
+    memory: Bytes | None = getattr(_local, "memory", None)
+    if memory is None or memory.size < size:
+        memory = np.empty(size, np.uint8)
+        if size <= _KEPT:
+            _local.memory = memory
+    return memory[:size]
 
 
 def _starts(coding: Coding, plane: int, n: int) -> range:

@@ -55,8 +55,8 @@ class Committer:
             if entry in root.versions:
                 return root  # done before; the answer was lost
             self._check(root)
-            if root.versions and root.versions[-1].id >= entry.id:
-                raise Fenced(f"version {root.versions[-1].id} exists, so {entry.id} comes too late", subject=keys.ROOT)
+            if entry.id < root.next_id:  # also if that version was there once, and retention has dropped it
+                raise Fenced(f"id {entry.id} is spent: the next version is {root.next_id}", subject=keys.ROOT)
             return replace(root, next_id=entry.id + 1, versions=(*root.versions, entry))
 
         self.repository.register.update(add)

@@ -21,41 +21,29 @@ compiled: Callable[[_F], _F] = numba.njit(cache=True, nogil=True)
 WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
 """Element width in bytes -> the unsigned word type that the kernels see."""
 
-_BLOCK = 4096  # words that stay in the first-level cache between the steps
-
 
 def _plane_loops(word: Any) -> tuple[Any, Any]:
-    """``split`` and ``join`` for one word type; kept to that type throughout, so that the loops become vector instructions."""
-    one, top, byte = word(1), word(8 * word().itemsize - 1), word(8)
+    """``split`` and ``join`` for one word type; kept to that type throughout, so that the loops become vector instructions.
+
+    The number of planes is a constant of the compiled code, so the inner loops unroll: one pass over the memory, at its speed.
+    """
+    width = word().itemsize
+    one, top = word(1), word(8 * width - 1)
 
     @compiled
     def split(words: Words, rotate: bool, planes: tuple[Bytes, ...]) -> None:
-        block = np.empty(_BLOCK, words.dtype)
-        for start in range(0, words.size, _BLOCK):
-            source = words[start : start + _BLOCK]
-            t = block[: source.size]
-            for i in range(t.size):
-                t[i] = word(word(source[i] << one) | word(source[i] >> top)) if rotate else source[i]
-            for p in range(len(planes)):
-                plane, shift = planes[p][start : start + _BLOCK], word(8 * p)
-                for i in range(t.size):
-                    plane[i] = np.uint8(word(t[i] >> shift))
+        for i in range(words.size):
+            t = word(word(words[i] << one) | word(words[i] >> top)) if rotate else words[i]
+            for p in range(width):
+                planes[p][i] = np.uint8(word(t >> word(8 * p)))
 
     @compiled
     def join(planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
-        block, last = np.empty(_BLOCK, words.dtype), len(planes) - 1
-        for start in range(0, words.size, _BLOCK):
-            target = words[start : start + _BLOCK]
-            t = block[: target.size]
-            plane = planes[last][start : start + _BLOCK]
-            for i in range(t.size):
-                t[i] = word(plane[i])
-            for p in range(last - 1, -1, -1):
-                plane = planes[p][start : start + _BLOCK]
-                for i in range(t.size):
-                    t[i] = word(word(t[i] << byte) | word(plane[i]))
-            for i in range(t.size):
-                target[i] = word(word(t[i] >> one) | word(t[i] << top)) if rotated else t[i]
+        for i in range(words.size):
+            t = word(0)
+            for p in range(width):
+                t = word(t | word(word(planes[p][i]) << word(8 * p)))
+            words[i] = word(word(t >> one) | word(t << top)) if rotated else t
 
     return split, join
 

@@ -12,7 +12,7 @@ VERSIONS = "versions/"
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,31}")
-_PREFIX = re.compile(r"versions/(\d{8,})-([0-9a-f]{16})/.+")
+_PREFIX = re.compile(r"versions/([0-9]{8,})-([0-9a-f]{16})/.")
 
 
 def prefix(version: int, attempt: str) -> str:
@@ -41,8 +41,9 @@ def pack(version: int, attempt: str, node: int, group: str, number: int) -> str:
 
 def attempt_of(key: str) -> tuple[int, str] | None:
     """The version id and attempt in whose folder ``key`` lies, or None if it lies elsewhere."""
-    match = _PREFIX.fullmatch(key)
-    return (int(match[1]), match[2]) if match else None
+    match = _PREFIX.match(key)
+    found = (int(match[1]), match[2]) if match else None
+    return found if found and found[0] and key.startswith(prefix(*found)) else None
 
 
 def _count(number: int) -> int:

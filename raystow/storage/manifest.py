@@ -15,6 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from . import dtypes
+from .boxes import Box
 from .chunk import MAX_CHUNK, Coding
 from .errors import Damaged, Unsupported
 
@@ -23,8 +24,6 @@ MAX_FRAGMENT = 1 << 30
 
 TENSOR, ARRAY, SCALAR, VALUE = "tensor", "array", "scalar", "value"
 """Kinds of rows: a torch tensor, a numpy array, a numpy scalar, and a plain Python value."""
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
 
 SCHEMA = pa.schema(
     [
@@ -72,6 +71,11 @@ class Chunk:
     coding: Coding
     raw_digest: int
     stored_digest: bytes
+
+    @property
+    def box(self) -> Box:
+        """The elements of the tensor that the chunk holds."""
+        return self.offset, self.extent
 
     @property
     def nbytes(self) -> int:
@@ -171,8 +175,8 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
         coding=Coding(
             *flags, tuple(map(_text, row["codecs"])), tuple(row["stored"]), tuple(map(int, row["streams"])), int(row["stream"])
         ),
-        raw_digest=row["raw_digest"],
-        stored_digest=row["stored_digest"],
+        raw_digest=int(row["raw_digest"]),
+        stored_digest=bytes(row["stored_digest"]),
     )
     boxes = zip(chunk.offset, chunk.extent, chunk.shape, strict=True)
     if any(o < 0 or e < 0 or o + e > s for o, e, s in boxes) or not 0 <= chunk.nbytes <= MAX_CHUNK:

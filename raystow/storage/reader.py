@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import math
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
@@ -16,10 +14,11 @@ import numpy.typing as npt
 
 from . import chunk as chunks
 from . import dtypes, keys
+from .boxes import Box, overlap, tile, within
 from .digest import raw_digest, stored_digest
 from .errors import Damaged, NotFound, Unsupported
 from .kernels import Bytes
-from .manifest import Box, Chunk
+from .manifest import Chunk
 from .object_store import ObjectStore
 
 Target = npt.NDArray[Any]
@@ -103,55 +102,25 @@ class Reader:
 
 
 def _pieces(request: Request) -> list[_Piece]:
-    """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they cover it."""
-    offset, extent = request.box
-    pieces, covered, parts = [], 0, list[Box]()
+    """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they tile it."""
+    pieces, parts = [], []
     for chunk in request.chunks:
-        lows = [max(a, b) for a, b in zip(offset, chunk.offset, strict=True)]
-        highs = [min(a + n, b + m) for a, n, b, m in zip(offset, extent, chunk.offset, chunk.extent, strict=True)]
-        sizes = [high - low for low, high in zip(lows, highs, strict=True)]
-        if min(sizes, default=1) <= 0:
-            continue
-        source = tuple(slice(low - b, high - b) for low, high, b in zip(lows, highs, chunk.offset, strict=True))
-        target = tuple(slice(low - a, high - a) for low, high, a in zip(lows, highs, offset, strict=True))
-        pieces.append(_Piece(chunk, source, request.target[target + (...,)]))
-        covered += math.prod(sizes)
-        parts.append((tuple(lows), tuple(highs)))
-    if covered != math.prod(extent) or not _disjoint(parts, len(extent)):
-        what = f"the manifest covers {covered} of {math.prod(extent)} elements, or some twice"
+        part = overlap(request.box, chunk.box)
+        if part is not None:
+            target = request.target[within(part, request.box) + (...,)]
+            pieces.append(_Piece(chunk, within(part, chunk.box), target))
+            parts.append(part)
+    if not tile(parts, request.box):
+        what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"
         raise Damaged(what, subject=request.name)
     return pieces
-
-
-def _disjoint(boxes: list[Box], rank: int) -> bool:
-    """Whether no two boxes (lowest corner, and highest one, exclusive) share an element; with their volumes: whether they tile.
-
-    Boxes are parted by planes that cut none of them, in each dimension, again and again; so it ends at once for whatever was
-    made by cutting. What no plane parts (four boxes around a fifth) is compared pair by pair.
-    """
-    if len(boxes) < 2:
-        return True
-    for axis in range(rank):
-        parts, end = list[list[Box]](), -1
-        for box in sorted(boxes, key=lambda box: box[0][axis]):
-            if box[0][axis] >= end:
-                parts.append([])
-            end = max(end, box[1][axis])
-            parts[-1].append(box)
-        if len(parts) > 1:
-            return all(_disjoint(part, rank) for part in parts)
-    return all(_apart(a, b) for a, b in itertools.combinations(boxes, 2))
-
-
-def _apart(a: Box, b: Box) -> bool:
-    return any(high <= other_low or other_high <= low for low, high, other_low, other_high in zip(*a, *b, strict=True))
 
 
 def _runs(pieces: list[_Piece]) -> list[list[_Piece]]:
     """The pieces of one pack in runs that are fetched by one request each."""
     runs: list[list[_Piece]] = []
     begin = end = 0
-    for piece in sorted(pieces, key=lambda piece: piece.chunk.start):
+    for piece in sorted(pieces, key=lambda piece: (piece.chunk.start, piece.chunk.coding.size)):
         start, size = piece.chunk.start, piece.chunk.coding.size
         if not runs or start > end + _GAP or start + size - begin > _RUN:
             runs.append([])

@@ -14,7 +14,6 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from . import keys
 from .digest import stored_digest
 from .errors import Damaged, Unsupported
 
@@ -22,9 +21,8 @@ FORMAT = 1
 _LINE = len('{"digest": "') + 64 + len('",\n')
 
 
-def dump(fields: dict[str, Any], key: str = "") -> bytes:
-    """The bytes of the record that is to lie at ``key`` (without one: of the root or the marker, told apart by ``next_id``)."""
-    key = key or (keys.ROOT if "next_id" in fields else keys.MARKER)
+def dump(fields: dict[str, Any], key: str) -> bytes:
+    """The bytes of the record that is to lie at ``key``."""
     text = json.dumps({"format": FORMAT, "record": _name(key), **fields}, indent=1, allow_nan=False)
     body = text[text.index("{") + 1 :].lstrip("\n").encode()
     return f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body

@@ -23,7 +23,7 @@ class Repository:
 
     def __init__(self, store: ObjectStore, id: str, *, clock: Clock = SYSTEM) -> None:
         self.store, self.id, self.clock = store, id, clock
-        self.register = Register(store, clock)
+        self.register = Register(store, clock, repository=id)
 
     @property
     def uri(self) -> str:
@@ -36,12 +36,9 @@ class Repository:
     def root(self) -> Root:
         """The root as it is now, checked to be this repository's."""
         try:
-            root = self.register.read()
+            return self.register.read()
         except NotFound:
             raise Damaged("the repository's root is missing", subject=keys.ROOT) from None
-        if root.repository != self.id:
-            raise Damaged(f"belongs to repository {root.repository}, not to {self.id}", subject=keys.ROOT)
-        return root
 
     def versions(self) -> list[Version]:
         """Every committed version, oldest first. One read."""
@@ -113,7 +110,7 @@ def create_repository(uri: str, *, clock: Clock = SYSTEM) -> Repository:
         if any(info.key == keys.ROOT for info in store.list(keys.ROOT)):
             raise Damaged("the repository's marker is missing", subject=keys.MARKER) from None
         probe_conditional_writes(store, clock)
-        marker = records.dump({"repository": clock.token() + clock.token(), "created": clock.now()})
+        marker = records.dump({"repository": clock.token() + clock.token(), "created": clock.now()}, keys.MARKER)
         try:
             store.put_if(keys.MARKER, marker, None)
         except PreconditionFailed:

@@ -52,7 +52,7 @@ class Root:
 
     def dump(self) -> bytes:
         """The bytes of ``root.json``."""
-        return records.dump(asdict(self))
+        return records.dump(asdict(self), keys.ROOT)
 
     @staticmethod
     def load(data: bytes) -> Root:
@@ -95,16 +95,20 @@ class Root:
 class Register:
     """Reads and swaps the root of one repository."""
 
-    def __init__(self, store: ObjectStore, clock: Clock, *, deadline: float = 60.0) -> None:
-        self._store, self._clock, self._deadline = store, clock, deadline
+    def __init__(self, store: ObjectStore, clock: Clock, *, repository: str, deadline: float = 60.0) -> None:
+        self._store, self._clock, self._repository, self._deadline = store, clock, repository, deadline
 
     def read(self) -> Root:
-        """The root as it is now."""
+        """The root as it is now; ``NotFound`` if there is none, ``Damaged`` if it is not this repository's."""
         return self._read()[0]
 
     def _read(self) -> tuple[Root, str]:
         tagged = self._store.get_tagged(keys.ROOT, max_bytes=MAX_ROOT)
-        return Root.load(tagged.data), tagged.tag
+        root = Root.load(tagged.data)
+        if root.repository != self._repository:
+            what = f"is of repository {root.repository}, but {keys.MARKER} says {self._repository}: one of them is another's"
+            raise Damaged(what, subject=keys.ROOT)
+        return root, tagged.tag
 
     def create(self, root: Root) -> Root:
         """Write the first root, or return the one that another creator wrote first."""
@@ -129,7 +133,7 @@ class Register:
         """
         give_up = self._clock.monotonic() + self._deadline
         ours: set[str] = set()
-        pause = 0.05
+        pause = 0.01
         while True:
             try:
                 root, tag = self._read()
@@ -142,11 +146,12 @@ class Register:
                 ours.add(wanted.write_id)
                 self._store.put_if(keys.ROOT, wanted.dump(), tag)
                 return wanted
-            except PreconditionFailed:
-                continue  # lost, or won with a lost answer: reading again tells
-            except StoreUnavailable as error:
-                # A write still on its way carries the old tag: it and a retry cannot both take effect, and either is ours.
+            except (PreconditionFailed, StoreUnavailable) as error:
+                # Lost, or won with a lost answer: reading again tells. A write that is still on its way carries the old tag: it
+                # and a retry cannot both take effect, and either is ours.
                 if self._clock.monotonic() + pause > give_up:
-                    raise StoreUnavailable(f"no answer within {self._deadline:.0f} s: {error.what}", subject=keys.ROOT) from error
+                    raise StoreUnavailable(
+                        f"not swapped within {self._deadline:.0f} s: {error.what}", subject=keys.ROOT
+                    ) from error
                 self._clock.sleep(pause)
                 pause = min(2 * pause, 5.0)

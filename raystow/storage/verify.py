@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from . import keys
+from . import keys, values
+from .boxes import tile
 from .errors import Damaged
 from .manifest import Chunk
 from .object_store import ObjectStore
@@ -34,7 +34,8 @@ def verify(version: Version, store: ObjectStore, progress: Callable[[int], None]
     """
     packs: dict[tuple[int, str, int], list[Chunk]] = defaultdict(list)
     for rows in version.chunks.values():
-        _check_boxes(rows)
+        if not tile([row.box for row in rows], ((0,) * len(rows[0].shape), rows[0].shape)):
+            raise Damaged("the manifest's chunks do not hold each element exactly once", subject=rows[0].name)
         for row in rows:
             packs[row.node, row.group, row.pack].append(row)
     sizes = {(p.node, p.group, p.number): p.size for p in version.record.packs}
@@ -44,9 +45,13 @@ def verify(version: Version, store: ObjectStore, progress: Callable[[int], None]
         _check_pack(key, packs[pack], sizes.get(pack, 0), found.get(key))
     chunks = [row for rows in version.chunks.values() for row in rows]
     version.reader().check(chunks, progress)
-    version.values()
-    stored = sum(chunk.coding.size for chunk in chunks)
-    return Verified(version.id, version.step, len(version.chunks), len(chunks), sum(chunk.nbytes for chunk in chunks), stored)
+    for fragment in version.fragments:
+        for value in fragment.values:
+            values.loads(value.text)
+    raw, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.coding.size for chunk in chunks)
+    if not (raw, stored) == (version.record.raw, version.record.stored) == (version.raw, version.bytes):
+        raise Damaged("the sums of the manifest, the record and the root differ", subject=version.record.key())
+    return Verified(version.id, version.step, len(version.chunks), len(chunks), raw, stored)
 
 
 def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None) -> None:
@@ -60,11 +65,3 @@ def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None)
         raise Damaged("the pack is missing", subject=key)
     if not recorded == end == found:
         raise Damaged(f"the store holds {found} bytes, the record says {recorded}, the manifest {end}", subject=key)
-
-
-def _check_boxes(rows: list[Chunk]) -> None:
-    """The boxes of a tensor's chunks hold as many elements as the tensor, and no two begin at the same place."""
-    first = rows[0]
-    total, size = sum(math.prod(row.extent) for row in rows), math.prod(first.shape)
-    if total != size or len({row.offset for row in rows}) != len(rows):
-        raise Damaged(f"the manifest covers {total} of {size} elements", subject=first.name)

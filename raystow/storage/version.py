@@ -118,18 +118,18 @@ class Version:
         return infos
 
     def values(self, rank: int = 0) -> dict[str, Any]:
-        """Every plain value by name, as ``rank`` saved it; a rank that the save did not have sees the lowest rank's."""
+        """Every plain value by name, as ``rank`` saved it; a rank that the save did not have sees those of the lowest rank that
+        has each."""
         return {row.name: values.loads(row.text) for row in self.value_rows(rank)}
 
     def value_rows(self, rank: int) -> Iterator[manifest.Value]:
         """The value rows that ``values(rank)`` decodes."""
-        best: dict[str, manifest.Value] = {}
-        for fragment in self.fragments:
-            for row in fragment.values:
-                known = best.get(row.name)
-                if known is None or rank in row.ranks or (rank not in known.ranks and min(row.ranks) < min(known.ranks)):
-                    best[row.name] = row
-        yield from best.values()
+        rows = [row for fragment in self.fragments for row in fragment.values]
+        if rank < self.world_size:
+            yield from (row for row in rows if rank in row.ranks)
+            return
+        rows.sort(key=lambda row: min(row.ranks), reverse=True)
+        yield from {row.name: row for row in rows}.values()
 
     def read(self, name: str, index: Index | None = None) -> Any:
         """One tensor, or the part of it that ``index`` (integers, slices with positive steps, ``...``) selects.
@@ -139,7 +139,7 @@ class Version:
         """
         rows = self.chunks.get(name)
         if rows is None:
-            plain = self.values()
+            plain = self.values(self.world_size)
             if name in plain:
                 return plain[name]
             raise StateError(f"version {self.id} holds no tensor or value {name!r}", remedy="tensors() lists the names")
@@ -151,7 +151,8 @@ class Version:
             tensor = _as_torch(raw, first.dtype)
             if tensor is not None:
                 return tensor[rest]
-        array = raw.view(dtypes.to_numpy(first.dtype))[rest]
+        array = raw.view(dtypes.to_numpy(first.dtype))
+        array = array[rest] if rest else array
         return array[()] if first.kind == manifest.SCALAR else array
 
     def reader(self, *, threads: int | None = None) -> Reader:

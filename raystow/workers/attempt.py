@@ -86,8 +86,10 @@ class NodeAttempt:
 
     def fail(self, reason: str) -> None:
         """Give the attempt up: tell the coordinator, whose answer ends it everywhere."""
-        if self.over:
-            return
+        if not self.over:
+            self._tell_failed(reason)
+
+    def _tell_failed(self, reason: str) -> None:
         try:
             self._port.failed(self._ticket, reason)
         except RaystowError as error:
@@ -133,10 +135,12 @@ class NodeAttempt:
 
     def _drive(self) -> None:
         """Wait until every rank has finished, make the node's part durable, report it, and wait for the commit."""
+        reported = False
         try:
             self._port.wait_complete(self._ticket)
             packs = self._packer.finish()
             info = self._write_fragment()
+            reported = True
             outcome: Outcome = self._port.fragment(self._ticket, info, packs)
         except RaystowError as error:
             outcome = error
@@ -145,8 +149,10 @@ class NodeAttempt:
             outcome = SaveFailed(f"the node worker failed: {error}", subject=f"attempt {self._ticket.id}")
         self.over = True
         if isinstance(outcome, RaystowError):
-            self.fail(str(outcome))
-            self._packer.discard()
+            self._tell_failed(str(outcome))
+            # Once the fragment is reported the attempt may have become a version although we were told otherwise (a lost
+            # answer): from then on only the coordinator, which looks at the root, may delete.
+            self._packer.discard(delete=not reported)
         for listener in self._listeners.values():
             listener(outcome)
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..storage.clock import SYSTEM
+from ..storage.errors import RaystowError
 from ..storage.object_store import ObjectStore
 from ..storage.stores import open_store
 from .attempt import NodeAttempt, Workshop, warm_up
@@ -15,6 +17,8 @@ from .budget import Budget
 from .port import Begin, Port
 from .session import Session
 from .wire import Connection, Listener
+
+logger = logging.getLogger(__name__)
 
 _UPLOADS = 4
 
@@ -49,19 +53,36 @@ class Node:
     def close(self) -> None:
         """Accept no more processes; those that are connected are served to their end."""
         self._listener.close()
+        self._workshop.coders.shutdown(wait=False)
+        self._workshop.uploads.shutdown(wait=False)
 
     def _accept(self) -> None:
         while (connection := self._listener.accept()) is not None:
             threading.Thread(target=self._serve, args=(connection,), name="raystow-session", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        Session(connection, self._open, self._node).serve(grow=self._workshop.budget.grow)
+        Session(connection, self, self._node).serve()
 
-    def _open(self, uri: str, begin: Begin) -> tuple[NodeAttempt, int]:
+    def grow(self, nbytes: int) -> None:
+        """See ``session.Host``."""
+        self._workshop.budget.grow(nbytes)
+
+    def farewell(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
+        """See ``session.Host``."""
+        try:
+            self._repository(uri)[0].gone(rank, incarnation, reason)
+        except RaystowError as error:
+            logger.warning("the coordinator does not hear that %s: %s", reason, error)
+
+    def _repository(self, uri: str) -> tuple[Port, ObjectStore]:
         with self._lock:
             if uri not in self._ports:
                 self._ports[uri] = self._connect(uri), open_store(uri)
-            port, store = self._ports[uri]
+            return self._ports[uri]
+
+    def open_attempt(self, uri: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        """See ``session.Host``."""
+        port, store = self._repository(uri)
         ticket = port.begin(begin)
         with self._lock:
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}

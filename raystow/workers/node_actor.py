@@ -40,6 +40,7 @@ def node_actor(connect: Callable[[str], Port]) -> Any:
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
+            max_task_retries=-1,
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(connect)

@@ -74,8 +74,8 @@ class Packer:
             upload.result()
         return list(self._packs)
 
-    def discard(self) -> None:
-        """Stop, and delete what was uploaded: the attempt will never be a version."""
+    def discard(self, *, delete: bool) -> None:
+        """Stop, and give back the memory; with ``delete``, delete what was uploaded: the attempt will never be a version."""
         with self._lock:
             self._closed = True
             for pack in self._open.values():
@@ -87,6 +87,8 @@ class Packer:
         for upload in self._running:
             if not upload.cancelled():
                 upload.exception()
+        if not delete:
+            return
         try:
             self._store.delete([self._key(info) for info in done])
         except RaystowError as error:

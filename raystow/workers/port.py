@@ -18,15 +18,17 @@ MODULUS = 1 << 64
 
 @dataclass(frozen=True)
 class Begin:
-    """A rank has begun a save. ``incarnation`` names its process; ``expected`` is the rank's part of the coverage sum;
-    ``timeout`` is in seconds."""
+    """A rank has begun its ``save``-th save. ``incarnation`` names its process. ``replicated`` is the coverage sum of the tensors
+    that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for. ``timeout`` is in seconds."""
 
     rank: int
     world_size: int
     incarnation: str
+    save: int
     node: str
     step: int
     timeout: float
+    replicated: int
     expected: int
     metrics: dict[str, Any] = field(default_factory=dict)
 
@@ -41,7 +43,8 @@ class Ticket:
 
 
 class Port(Protocol):
-    """The coordinator as a node worker sees it. Any call may raise ``SaveFailed``: then the attempt is over."""
+    """The coordinator as a node worker sees it. Any call may raise ``SaveFailed``: then the attempt is over. Any call may be made
+    twice, since an answer can be lost."""
 
     def begin(self, begin: Begin) -> Ticket:
         """Join the attempt for a step, or open it."""
@@ -57,6 +60,9 @@ class Port(Protocol):
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         """The node cannot do its part: give the attempt up."""
+
+    def gone(self, rank: int, incarnation: str, reason: str) -> None:
+        """The process of a rank has ended: what it has not begun to save by now it never will."""
 
 
 def coverage(name: str, dtype: str, shape: Sequence[int], elements: int) -> int:

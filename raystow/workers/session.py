@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from ..storage import values
 from ..storage.errors import RaystowError
@@ -16,15 +15,25 @@ from .wire import Connection, Message
 
 logger = logging.getLogger(__name__)
 
-Opener = Callable[[str, Begin], tuple[NodeAttempt, int]]
-"""Joins the attempt of a save to the repository at a URI; the attempt and this node's number in it."""
+
+class Host(Protocol):
+    """What a session asks of its node."""
+
+    def open_attempt(self, uri: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        """Join the attempt of a save to the repository at ``uri``; the attempt, and this node's number in it."""
+
+    def farewell(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
+        """A training process has ended: tell the coordinator of the repository at ``uri``."""
+
+    def grow(self, nbytes: int) -> None:
+        """Adapt the budget of coded bytes by a process's share."""
 
 
 class Session:
     """Serves one connection on a thread of its own until the training process goes away."""
 
-    def __init__(self, connection: Connection, open_attempt: Opener, node: str) -> None:
-        self._connection, self._open_attempt, self._node = connection, open_attempt, node
+    def __init__(self, connection: Connection, host: Host, node: str) -> None:
+        self._connection, self._host, self._node = connection, host, node
         self._ring: Ring | None = None
         self._hello: Message = {}
         self._attempt: NodeAttempt | None = None
@@ -32,8 +41,8 @@ class Session:
         self._reading = 0  # chunks in the ring that are still being coded
         self._changed = threading.Condition()
 
-    def serve(self, *, grow: Callable[[int], None]) -> None:
-        """Handle messages until the connection ends. ``grow`` adapts the node's budget by some bytes."""
+    def serve(self) -> None:
+        """Handle messages until the connection ends."""
         try:
             first = self._connection.receive()
             if first is None:
@@ -41,14 +50,14 @@ class Session:
             self._hello = first[0]
             coded = int(self._hello["coded"])
             self._ring = Ring.create(int(self._hello["ring"]))
-            grow(coded)
+            self._host.grow(coded)
             try:
                 self._connection.send({"ring": self._ring.slots}, fd=self._ring.fd)
                 self._receive()
             finally:
                 with self._changed:
                     self._changed.wait_for(lambda: not self._reading)
-                grow(-coded)
+                self._host.grow(-coded)
                 self._ring.close()
         except RaystowError as error:
             logger.warning("a training process went away: %s", error)
@@ -65,8 +74,12 @@ class Session:
             elif "end" in message and self._attempt is not None:
                 self._attempt.finished(self._hello["rank"])
                 self._attempt = None
+        who = f"rank {self._hello['rank']} (process {self._hello['pid']})"
         if self._attempt is not None:
-            self._attempt.fail(f"rank {self._hello['rank']} (process {self._hello['pid']}) died while it was staging")
+            self._attempt.fail(f"{who} died while it was staging")
+        self._host.farewell(
+            self._hello["uri"], self._hello["rank"], self._hello["incarnation"], f"{who} went away before it saved"
+        )
 
     def _begin(self, fields: dict[str, Any]) -> None:
         save, rank = fields["save"], self._hello["rank"]
@@ -74,14 +87,16 @@ class Session:
             rank=rank,
             world_size=self._hello["world_size"],
             incarnation=self._hello["incarnation"],
+            save=save,
             node=self._node,
             step=fields["step"],
             timeout=fields["timeout"],
+            replicated=fields["replicated"],
             expected=fields["expected"],
             metrics={name: values.decode(form) for name, form in fields["metrics"].items()},
         )
         try:
-            attempt, self._number = self._open_attempt(self._hello["uri"], begin)
+            attempt, self._number = self._host.open_attempt(self._hello["uri"], begin)
         except RaystowError as error:
             self._attempt = None
             self._tell(save, error)

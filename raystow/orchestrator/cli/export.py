@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from ...storage import dtypes, values
-from ...storage.manifest import Box
+from ...storage.boxes import Box
 from ...storage.reader import Request
 from ...storage.version import Version
 from ..planner import boxes

@@ -3,13 +3,31 @@
 from __future__ import annotations
 
 import importlib.metadata
+import importlib.util
+import json
 import platform
+import subprocess
+import sys
+from typing import Any
 
 import numpy as np
 
 from .... import __version__
-from ....storage.errors import ClusterError
 from .finding import Finding, ok, warning
+
+TIMEOUT = 20.0
+"""Seconds that the Ray cluster has to answer."""
+
+_ASK = """
+import json
+from raystow.orchestrator.cluster import survey
+from raystow.storage.errors import ClusterError
+try:
+    answer = survey()
+except ClusterError as error:
+    answer = {"none": error.what}
+print(json.dumps(answer))
+"""
 
 
 def python() -> Finding:
@@ -50,17 +68,30 @@ def ray() -> Finding:
 
 def cluster() -> Finding:
     """The Ray cluster, if this machine is part of one."""
-    try:
-        from ...cluster import survey
-
-        resources = survey()
-    except ImportError:
+    if importlib.util.find_spec("ray") is None:
         return ok("cluster", "none: Ray is not installed")
-    except ClusterError as error:
-        first = error.what.splitlines()[0].split(":")[0]
+    try:
+        answer = survey()
+    except subprocess.TimeoutExpired:
+        follows = "its head may be dead: `ray stop` forgets it, RAY_ADDRESS names another"
+        return warning("cluster", f"the one known here did not answer within {TIMEOUT:.0f} s", follows)
+    if "none" in answer:
+        first = str(answer["none"]).splitlines()[0].split(":")[0]
         return ok("cluster", first, "saving needs one (`ray start --head`); everything else works without")
-    nodes, cpus, gpus = (int(resources.get(name, 0)) for name in ("nodes", "CPU", "GPU"))
+    nodes, cpus, gpus = (int(answer.get(name, 0)) for name in ("nodes", "CPU", "GPU"))
     return ok("cluster", f"reachable: nodes {nodes}, CPUs {cpus}, GPUs {gpus}")
+
+
+def survey() -> dict[str, Any]:
+    """What ``cluster.survey`` answers, or ``{"none": why}``; ``TimeoutExpired`` if Ray does not come to an end.
+
+    Asked in a process of its own: Ray tries to reach a dead head for many minutes, and nothing but a signal stops it.
+    """
+    done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=TIMEOUT, check=False)
+    if done.returncode:
+        raise RuntimeError((done.stderr.strip().splitlines() or ["Ray died"])[-1])
+    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return answer
 
 
 CHECKS = (python, numba, torch, ray, cluster)

@@ -1,0 +1,126 @@
+"""A second reader of raystow repositories, written from ``docs/spec/format-v1.md`` alone: nothing of raystow is imported here.
+
+``read(folder)`` gives the newest version's tensors as numpy arrays, every digest checked. Types that numpy lacks come as the
+unsigned integers of their size. Any deviation from the format is an ``AssertionError``: this is a check, not a product.
+"""
+
+import json
+import sys
+import zlib
+from math import prod
+from pathlib import Path
+
+import numpy as np
+import pyarrow.parquet as pq
+import zstandard
+from blake3 import blake3
+
+GOLDEN = np.uint64(0x9E3779B97F4A7C15)
+NUMPY = {
+    *(f"{s}int{n}" for s in ("", "u") for n in (8, 16, 32, 64)),
+    "float16",
+    "float32",
+    "float64",
+    "complex64",
+    "complex128",
+    "bool",
+}
+SIZES = {"bfloat16": 2, "complex32": 4, "bits16": 2, **{name: np.dtype(name).itemsize for name in NUMPY}}
+
+
+def mix(x):
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))
+
+
+def keys(start, count):
+    return mix((np.arange(start, start + count, dtype=np.uint64) + np.uint64(1)) * GOLDEN) | np.uint64(1)
+
+
+def raw_digest(raw):
+    words = np.frombuffer(raw + bytes(-len(raw) % 65536), "<u4").astype(np.uint64).reshape(-1, 16384)
+    sums = (words * keys(0, 16384)).sum(axis=1, dtype=np.uint64)
+    total = (sums * keys(1 << 32, len(sums))).sum(dtype=np.uint64, keepdims=True)
+    return int(mix(total ^ (np.array([len(raw)], np.uint64) * GOLDEN))[0])
+
+
+def record(path):
+    line, _, body = path.read_bytes().partition(b"\n")
+    assert line == b'{"digest": "' + blake3(body).hexdigest().encode() + b'",', f"{path}: damaged"
+    fields = json.loads(line + body)
+    assert (fields["format"], fields["record"]) == (1, path.name), f"{path}: not a record of format 1"
+    return fields
+
+
+def plane(codec, coded, n, sizes, stream):
+    """One plane of n bytes; takes its stream sizes from the iterator."""
+    if codec == "raw":
+        decoded = coded
+    elif codec == "pack7":
+        bits = np.unpackbits(np.frombuffer(coded, np.uint8)).reshape(-1, 7)
+        decoded = np.packbits(np.pad(bits, ((0, 0), (0, 1)))).tobytes()
+    else:
+        decoders = {"zstd": zstandard.ZstdDecompressor().decompress, "deflate": lambda s: zlib.decompress(s, -15)}
+        end, parts = 0, []
+        for size in [next(sizes) for _ in range(0, n, stream)]:
+            parts.append(decoders[codec](coded[end : end + size]))
+            end += size
+        assert end == len(coded)
+        assert {len(part) for part in parts[:-1]} <= {stream}
+        decoded = b"".join(parts)
+    assert len(decoded) == n
+    return np.frombuffer(decoded, np.uint8)
+
+
+def chunk(row, stored):
+    """The decoded bytes of a chunk."""
+    assert blake3(stored).digest() == row["stored_digest"], f"{row['name']}: damaged"
+    name, transform, codecs = row["dtype"], row["transform"], row["codecs"]
+    assert (row["base"], transform) in [(None, []), (None, ["planes"]), (None, ["rotl1", "planes"])]
+    size = SIZES.get(name, 1)
+    width = (size // 2 if name.startswith("complex") else size) if transform else 1
+    n, end, planes, sizes = prod(row["extent"]) * size // width, 0, {}, iter(row["streams"])
+    for p in sorted(range(width), key=lambda p: (codecs[p] != "raw", p)):
+        planes[p] = plane(codecs[p], stored[end : end + row["stored"][p]], n, sizes, row["stream"])
+        end += row["stored"][p]
+    words = np.stack([planes[p] for p in range(width)], axis=1).reshape(-1).view(f"<u{width}")
+    if "rotl1" in transform:
+        words = (words >> np.array(1, words.dtype)) | (words << np.array(8 * width - 1, words.dtype))
+    raw = words.tobytes()
+    assert (end, next(sizes, None), raw_digest(raw)) == (len(stored), None, row["raw_digest"]), f"{row['name']}: damaged"
+    return raw
+
+
+def read(folder, version=None):
+    """Every tensor of a version (the newest unless told) as {name: array}."""
+    folder = Path(folder)
+    root = record(folder / "root.json")
+    assert record(folder / "raystow.json")["repository"] == root["repository"]
+    entry = root["versions"][-1] if version is None else next(e for e in root["versions"] if e["id"] == version)
+    home = folder / "versions" / f"{entry['id']:08d}-{entry['attempt']}"
+    assert blake3((home / "version.json").read_bytes()).hexdigest() == entry["digest"]
+    tensors, filled = {}, {}
+    for info in record(home / "version.json")["fragments"]:
+        path = home / f"tensors-{info['node']:05d}.parquet"
+        assert blake3(path.read_bytes()).hexdigest() == info["digest"], f"{path}: damaged"
+        for row in pq.read_table(path).to_pylist():
+            if row["kind"] == "value":
+                continue
+            name, size = row["name"], SIZES.get(row["dtype"], 1)
+            dtype = np.dtype(row["dtype"] if row["dtype"] in NUMPY else f"u{size}")
+            array = tensors.setdefault(name, np.empty(row["shape"], dtype))
+            with open(home / f"{row['group']}-{info['node']:05d}-{row['pack']:05d}.pack", "rb") as pack:
+                pack.seek(row["start"])
+                raw = chunk(row, pack.read(sum(row["stored"])))
+            box = tuple(slice(o, o + e) for o, e in zip(row["offset"], row["extent"], strict=True))
+            done = filled.setdefault(name, np.zeros(row["shape"], bool))
+            assert not done[box].any(), f"{name}: chunks overlap"
+            done[box], array[box] = True, np.frombuffer(raw, dtype).reshape(row["extent"])
+    assert all(done.all() for done in filled.values())
+    return tensors
+
+
+if __name__ == "__main__":
+    for name, array in sorted(read(sys.argv[1]).items()):
+        sys.stdout.write(f"{name} {array.dtype} {array.shape} {blake3(array.tobytes()).hexdigest()}\n")

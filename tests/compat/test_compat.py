@@ -1,0 +1,125 @@
+"""What was written stays readable: by this raystow, and by a reader that shares no code with it."""
+
+import ast
+import json
+import shutil
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from blake3 import blake3
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.orchestrator.shards import bits
+from raystow.storage import values
+
+HERE = Path(__file__).parent
+GOLDEN = HERE / "golden"
+EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def reader():
+    sys.path.insert(0, str(HERE))
+    try:
+        import reader
+    finally:
+        sys.path.remove(str(HERE))
+    return reader
+
+
+def raw_bytes(value: object) -> bytes:
+    return bits(value).tobytes() if isinstance(value, torch.Tensor) else value.tobytes()
+
+
+def digests(tensors: dict) -> dict[str, str]:
+    return {name: blake3(raw_bytes(value)).hexdigest() for name, value in tensors.items()}
+
+
+def test_the_reader_shares_no_code_with_raystow():
+    allowed = {"json", "sys", "zlib", "math", "pathlib", "numpy", "pyarrow", "zstandard", "blake3"}
+    imported = set()
+    for node in ast.walk(ast.parse((HERE / "reader.py").read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level
+            imported.add(node.module.split(".")[0])
+    assert imported <= allowed
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_the_reader_reads_the_golden_repository(reader, version):
+    tensors = reader.read(GOLDEN, int(version))
+    wanted = EXPECTED[version]["tensors"]
+    assert digests(tensors) == {name: digest for name, (_, _, digest) in wanted.items()}
+    assert {name: list(array.shape) for name, array in tensors.items()} == {name: shape for name, (_, shape, _) in wanted.items()}
+
+
+def test_the_reader_takes_the_newest_version(reader):
+    assert reader.read(GOLDEN).keys() == EXPECTED["3"]["tensors"].keys()
+
+
+@pytest.mark.parametrize("version", EXPECTED)
+def test_raystow_reads_the_golden_repository(version):
+    repository = raystow.open(GOLDEN)
+    held = repository.version(int(version))
+    wanted = EXPECTED[version]["tensors"]
+    assert {name: [info.dtype, list(info.shape)] for name, info in held.tensors().items()} == {
+        name: [dtype, shape] for name, (dtype, shape, _) in wanted.items()
+    }
+    assert digests({name: held.read(name) for name in wanted}) == {name: digest for name, (_, _, digest) in wanted.items()}
+    for rank, plain in enumerate(EXPECTED[version]["values"]):
+        read = held.values(rank)
+        assert {name: values.dumps(read[name]) for name in plain} == plain
+    repository.verify(held)
+
+
+def test_the_golden_repository_holds_every_dtype_codec_transform_pin_and_metric():
+    from raystow.storage.dtypes import DTYPES
+
+    repository = raystow.open(GOLDEN)
+    versions = repository.versions()
+    chunks = [chunk for version in versions for rows in version.chunks.values() for chunk in rows]
+    assert {chunk.dtype for chunk in chunks} == set(DTYPES)
+    assert {codec for chunk in chunks for codec in chunk.coding.codecs} == {"raw", "zstd", "deflate", "pack7"}
+    assert {(c.coding.planes, c.coding.rotated) for c in chunks} == {(False, False), (True, False), (True, True)}
+    assert [version.step for version in versions] == [10, 20, 30]
+    assert repository.root().pins == {"best": 1}
+    assert values.dumps(versions[0].metrics["bad"]) == '{"float": "7ff8000000000000"}'
+
+
+def test_the_reader_reads_what_is_written_today(reader, tmp_path):
+    generator = torch.Generator().manual_seed(3)
+    weight = torch.randn(700, 900, generator=generator)
+    state = {
+        "w": weight.bfloat16(),
+        "big": torch.randn(1200, 1024, generator=generator),  # more than one chunk
+        "second_moment": weight.square().bfloat16(),
+        "counts": np.arange(100_000) // 7,
+        "half": weight[:33, :31].T.half(),
+        "empty": torch.empty(3, 0),
+        "scalar": np.float64(1.5),
+    }
+    with LocalCluster(str(tmp_path / "run"), nodes=2) as cluster:
+        cluster.save_all([state, state], step=1)
+    read = reader.read(tmp_path / "run")
+    assert digests(read) == digests(state)
+    assert len(raystow.open(tmp_path / "run").latest().chunks["big"]) > 1
+
+
+def test_the_reader_finds_damage(reader, tmp_path):
+    shutil.copytree(GOLDEN, tmp_path / "run")
+    for path in [*tmp_path.glob("run/*.json"), *tmp_path.glob("run/versions/00000002*/*")]:
+        if path.name == "expected.json":
+            continue
+        whole = path.read_bytes()
+        for at in {0, len(whole) // 2, len(whole) - 1}:
+            path.write_bytes(whole[:at] + bytes([whole[at] ^ 1]) + whole[at + 1 :])
+            with pytest.raises((AssertionError, ValueError)):
+                reader.read(tmp_path / "run", 2)
+        path.write_bytes(whole)
+    reader.read(tmp_path / "run", 2)

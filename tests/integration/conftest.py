@@ -1,0 +1,28 @@
+"""A real Ray cluster of a head and two nodes on this machine, shared by the tests of this folder."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import ray
+from ray.cluster_utils import Cluster
+
+
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Head without CPUs, and two nodes of two CPUs each, with the resources ``node_a`` and ``node_b`` to place actors by."""
+    # Actors of the tests import the tests' modules.
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
+    )
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    cluster.add_node(num_cpus=2, resources={"node_a": 100})
+    cluster.add_node(num_cpus=2, resources={"node_b": 100})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    yield cluster
+    ray.shutdown()
+    cluster.shutdown()

@@ -1,0 +1,523 @@
+"""The commands as an operator types them, on real repositories."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_cluster import LocalCluster
+from safetensors.torch import load_file
+from typer.testing import CliRunner, Result
+
+from raystow import __version__
+from raystow.orchestrator.cli import export, safetensors_file
+from raystow.orchestrator.cli.app import build
+from raystow.orchestrator.cli.checks import hardware, software
+from raystow.storage import values
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import Damaged, UnsafeStore
+from raystow.storage.repository import Repository, create_repository, open_repository
+from raystow.storage.version import TensorInfo
+
+
+def run(*words: object) -> Result:
+    return CliRunner().invoke(build(), [str(word) for word in words], env={"COLUMNS": "80", "NO_COLOR": "1"})
+
+
+def run_json(*words: object, code: int = 0) -> dict[str, Any]:
+    result = run(*words, "--json")
+    assert result.exit_code == code, result.output
+    fields: dict[str, Any] = json.loads(result.stdout)
+    return fields
+
+
+def state(seed: int) -> dict[str, Any]:
+    torch.manual_seed(seed)
+    return {
+        "model": {
+            "embed": torch.randn(600, 100).bfloat16(),
+            "bias": torch.randn(100),
+            "scale": torch.tensor(1.5, dtype=torch.float64),
+            "none": torch.empty(0, 3),
+            "mask": torch.tensor([True, False, True]),
+            "fp8": torch.randn(7, 3).to(torch.float8_e4m3fn),
+        },
+        "optimizer": {"exp_avg": torch.randn(600, 100), "step": torch.tensor(seed)},
+        "rng": np.arange(625, dtype=np.uint32),
+        "rotary": torch.randn(3, 2, dtype=torch.complex128),
+        "epoch": seed,
+        "lr": 3e-4,
+        "seen": b"\x00\xff",
+        "worst": float("nan"),
+    }
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A repository of three versions, the second of them pinned, the third of two ranks. Not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "llama"
+    with LocalCluster(str(folder)) as local:
+        local.save(state(1), step=100, metrics={"loss": 2.75})
+        local.repository.pin(local.save(state(2), step=200, metrics={"loss": float("inf")}), "best")
+        local.save_all([state(3), state(3) | {"epoch": 4}], step=300, metrics={"loss": 2.25})
+    return folder
+
+
+@pytest.fixture
+def own_folder(tmp_path: Path) -> Path:
+    """A repository of two versions that a test may damage."""
+    with LocalCluster(str(tmp_path / "run")) as local:
+        for step in (1, 2):
+            local.save({"w": torch.randn(100, 100), "optim": {"m": torch.randn(50)}}, step=step)
+    return tmp_path / "run"
+
+
+def flip_byte(path: Path) -> None:
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1
+    path.write_bytes(data)
+
+
+# ls
+
+
+def test_ls_lists_versions_and_pins(run_folder: Path) -> None:
+    result = run("ls", run_folder)
+    lines = result.stdout.splitlines()
+    assert result.exit_code == 0
+    assert lines[0].split() == ["ID", "STEP", "CREATED", "RAW", "STORED", "RATIO", "PINS"]
+    assert [line.split()[:2] for line in lines[1:4]] == [["1", "100"], ["2", "200"], ["3", "300"]]
+    assert lines[2].rstrip().endswith("best")
+    assert max(map(len, lines)) <= 80
+
+
+def test_ls_json(run_folder: Path) -> None:
+    listing = run_json("ls", run_folder)
+    repository = open_repository(str(run_folder))
+    assert (listing["uri"], listing["repository"]) == (run_folder.as_uri(), repository.id)
+    for row, version in zip(listing["versions"], repository.versions(), strict=True):
+        assert (row["id"], row["step"], row["created"]) == (version.id, version.step, version.created)
+        assert (row["raw"], row["stored"]) == (version.raw, version.bytes)
+        assert row["ratio"] == pytest.approx(version.bytes / version.raw, abs=1e-4)
+        assert "world_size" not in row
+    assert [row["pins"] for row in listing["versions"]] == [[], ["best"], []]
+    assert [row["world_size"] for row in run_json("ls", run_folder, "--long")["versions"]] == [1, 1, 2]
+
+
+def test_ls_reads_no_version_record(run_folder: Path, tmp_path: Path) -> None:
+    for name in ("raystow.json", "root.json"):
+        (tmp_path / name).write_bytes((run_folder / name).read_bytes())
+    assert run("ls", tmp_path).exit_code == 0
+    assert run("ls", tmp_path, "--long").exit_code == 3
+
+
+def test_an_empty_repository_has_no_versions(tmp_path: Path) -> None:
+    create_repository(str(tmp_path))
+    assert "no version yet" in run("ls", tmp_path).stdout
+    assert run_json("ls", tmp_path)["versions"] == []
+    assert run("show", tmp_path).exit_code == 4
+    assert run_json("verify", tmp_path, "--all")["versions"] == []
+
+
+# show
+
+
+def test_show_tells_what_a_version_holds(run_folder: Path) -> None:
+    facts = run_json("show", run_folder)
+    version = open_repository(str(run_folder)).version(3)
+    infos = version.tensors()
+    assert (facts["id"], facts["step"], facts["world_size"], facts["nodes"]) == (3, 300, 2, 1)
+    assert facts["metrics"] == {"loss": 2.25}
+    assert facts["writer"] == {"raystow": __version__}
+    assert (facts["tensors"], facts["values"]) == (len(infos), 4)
+    for key, of in (("groups", lambda i: i.group), ("dtypes", lambda i: i.dtype)):
+        assert sum(share["tensors"] for share in facts[key].values()) == len(infos)
+        assert set(facts[key]) == {of(info) for info in infos.values()}
+        assert sum(share["raw"] for share in facts[key].values()) == version.raw
+    assert sum(share["stored"] for share in facts["codecs"].values()) == version.bytes
+    assert sum(share["planes"] for share in facts["codecs"].values()) >= facts["chunks"]
+    assert len(facts["largest"]) == 10
+    assert facts["largest"][0]["name"] == "optimizer.exp_avg"
+    assert facts["largest"][0]["shape"] == [600, 100]
+
+
+@pytest.mark.parametrize(("which", "id"), [("1", 1), ("best", 2), ("latest", 3)])
+def test_a_version_goes_by_id_pin_or_latest(run_folder: Path, which: str, id: int) -> None:
+    assert run_json("show", run_folder, which)["id"] == id
+
+
+def test_show_for_people_fits_80_columns(run_folder: Path) -> None:
+    result = run("show", run_folder, "best")
+    assert result.exit_code == 0
+    for word in (
+        "step     200",
+        "loss inf",
+        "best",
+        "optimizer",
+        "bfloat16",
+        "zstd",
+        "model.embed",
+        "600 x 100",
+        "4 plain values",
+    ):
+        assert word in result.stdout
+    assert max(map(len, result.stdout.splitlines()[1:])) <= 80
+
+
+def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path)) as local:
+        local.save({"\x1b[31m[bold]evil[/bold]\n": torch.ones(3)}, step=1)
+    shown = run("show", tmp_path).stdout
+    assert "\x1b" not in shown
+    assert "\\x1b[31m[bold]evil[/bold]\\n" in shown
+
+
+# verify
+
+
+def test_verify_reads_every_byte(run_folder: Path) -> None:
+    result = run("verify", run_folder)
+    assert result.exit_code == 0
+    assert "version 3 (step 300): whole" in result.stdout
+    report = run_json("verify", run_folder, "--all")
+    assert [(row["id"], row["outcome"]) for row in report["versions"]] == [(1, "whole"), (2, "whole"), (3, "whole")]
+    stored = [version.bytes for version in open_repository(str(run_folder)).versions()]
+    assert [row["stored"] for row in report["versions"]] == stored
+    assert "error" not in report
+
+
+def test_verify_names_the_pack_with_a_flipped_byte(own_folder: Path) -> None:
+    pack = next(own_folder.glob("versions/00000001-*/weights-*.pack"))
+    flip_byte(pack)
+    key = str(pack.relative_to(own_folder))
+
+    result = run("verify", own_folder, 1)
+    assert result.exit_code == 3
+    assert "version 1 (step 1): DAMAGED" in result.stdout
+    assert key in result.stderr
+    assert "'w'" in result.stderr
+    assert len(result.stderr.splitlines()) == 2
+    assert run("verify", own_folder).exit_code == 0  # the newest is whole
+
+    report = run_json("verify", own_folder, "--all", code=3)
+    assert [row["outcome"] for row in report["versions"]] == ["damaged", "whole"]
+    assert report["error"] == report["versions"][0]["error"]
+    assert (report["error"]["kind"], report["error"]["subject"]) == ("Damaged", key)
+
+
+@pytest.mark.parametrize("name", ["version.json", "tensors-*.parquet"])
+def test_verify_names_a_damaged_record_or_fragment(own_folder: Path, name: str) -> None:
+    path = next(own_folder.glob(f"versions/00000002-*/{name}"))
+    flip_byte(path)
+    result = run("verify", own_folder)
+    assert result.exit_code == 3
+    assert path.name in result.stderr
+
+
+def test_a_version_removed_during_its_verification_is_not_damaged(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify_after_removal(self: Repository, version: Any, progress: Any) -> None:
+        self.register.update(lambda root: type(root)(**{**vars(root), "versions": ()}) if root.versions else root)
+        raise Damaged("the pack is missing")
+
+    monkeypatch.setattr(Repository, "verify", verify_after_removal)
+    assert [row["outcome"] for row in run_json("verify", own_folder)["versions"]] == ["removed"]
+
+
+# restore
+
+
+def bits(value: Any) -> bytes:
+    tensor = torch.from_numpy(value) if isinstance(value, np.ndarray) else value
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes() if tensor.numel() else b""
+
+
+def flat(node: dict[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    for key, child in node.items():
+        if isinstance(child, dict):
+            yield from flat(child, f"{path}{key}.")
+        else:
+            yield path + key, child
+
+
+def test_restored_files_open_with_safetensors_bit_for_bit(run_folder: Path, tmp_path: Path) -> None:
+    facts = run_json("restore", run_folder, "--to", tmp_path / "new" / "out", "--version", "best")
+    folder = Path(facts["directory"])
+    assert sorted(path.name for path in folder.iterdir()) == ["optimizer.safetensors", "values.json", "weights.safetensors"]
+    loaded = load_file(folder / "weights.safetensors") | load_file(folder / "optimizer.safetensors")
+    saved = {name: value for name, value in flat(state(2)) if isinstance(value, torch.Tensor | np.ndarray)}
+    assert set(loaded) == set(saved)
+    for name, value in saved.items():
+        assert bits(loaded[name]) == bits(value), name
+        if name != "rotary":
+            assert tuple(loaded[name].shape) == tuple(value.shape)
+            assert str(loaded[name].dtype).removeprefix("torch.") == str(value.dtype).removeprefix("torch.")
+    assert facts["mapped"] == {"rotary": {"dtype": "complex128", "stored_as": "F64", "shape": [3, 2, 2]}}
+    assert torch.equal(torch.view_as_complex(loaded["rotary"]), state(2)["rotary"])
+
+
+def test_values_json_holds_plain_values_of_all_ranks(run_folder: Path, tmp_path: Path) -> None:
+    run_json("restore", run_folder, "--to", tmp_path / "out")
+    content = json.loads((tmp_path / "out" / "values.json").read_text())
+    assert (content["version"], content["step"], content["metrics"]) == (3, 300, {"loss": 2.25})
+    decoded = {name: values.decode(form) for name, form in content["values"].items()}
+    assert np.isnan(decoded.pop("worst"))
+    assert decoded == {"epoch": 3, "lr": 3e-4, "seen": b"\x00\xff"}
+    assert content["by_rank"] == {"epoch": [{"ranks": [0], "value": 3}, {"ranks": [1], "value": 4}]}
+
+
+def test_large_groups_are_split_and_indexed(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(export, "SLAB", 4096)  # so that tensors span many slabs
+    monkeypatch.setattr(safetensors_file, "files", lambda infos, *, limit: _files(infos, limit=limit >> 4))
+    facts = run_json("restore", run_folder, "--to", tmp_path / "out", "--max-file-mib", 1)
+    names = [file["name"] for file in facts["files"] if file["group"] == "weights"]
+    assert names == [f"weights-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
+    assert len(names) > 1
+    index = json.loads((tmp_path / "out" / "weights.safetensors.index.json").read_text())
+    saved = dict(flat(state(3)))
+    for name, file in index["weight_map"].items():
+        assert bits(load_file(tmp_path / "out" / file)[name]) == bits(saved[name]), name
+    assert index["metadata"]["total_size"] == sum(file["nbytes"] for file in facts["files"] if file["group"] == "weights")
+
+
+_files = safetensors_file.files
+
+
+def test_a_folder_with_something_in_it_is_refused(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "mine").write_text("precious")
+    result = run("restore", run_folder, "--to", tmp_path)
+    assert result.exit_code == 2
+    assert str(tmp_path) in result.stderr
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
+def test_an_empty_folder_is_taken(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "out").mkdir()
+    assert run("restore", run_folder, "--to", tmp_path / "out").exit_code == 0
+    assert (tmp_path / "out" / "values.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("stop", "code"), [(KeyboardInterrupt(), 130), (Damaged("x", subject="y"), 3), (OSError(28, "full", "f"), 1)]
+)
+def test_a_restore_that_stops_leaves_nothing_behind(
+    run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
+) -> None:
+    def write_index_and_stop(path: Path, content: object) -> None:
+        assert len(list(path.parent.iterdir())) == 2  # both tensor files are written
+        raise stop
+
+    monkeypatch.setattr(export, "write_json", write_index_and_stop)
+    assert run("restore", run_folder, "--to", tmp_path / "a" / "out").exit_code == code
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_damaged_version_is_not_restored(own_folder: Path, tmp_path: Path) -> None:
+    flip_byte(next(own_folder.glob("versions/00000002-*/optimizer-*.pack")))
+    result = run("restore", own_folder, "--to", tmp_path / "out")
+    assert result.exit_code == 3
+    assert "optimizer-" in result.stderr
+    assert not (tmp_path / "out").exists()
+    assert run("restore", own_folder, "--to", tmp_path / "out", "--version", 1).exit_code == 0
+
+
+@pytest.mark.parametrize(
+    ("dtype", "shape", "form", "stored"),
+    [
+        ("complex32", (4,), "F16", (4, 2)),
+        ("complex128", (), "F64", (2,)),
+        ("float4_e2m1fn_x2", (3, 4), "F4", (3, 8)),
+        ("int4", (5,), "U8", (5,)),
+        ("bits16", (5,), "U16", (5,)),
+        ("float8_e8m0fnu", (5,), "F8_E8M0", (5,)),
+    ],
+)
+def test_dtypes_that_safetensors_lacks_are_mapped(dtype: str, shape: tuple[int, ...], form: str, stored: tuple[int, ...]) -> None:
+    info = TensorInfo(shape, dtype, 64, 64, "tensor", "weights")
+    (file,) = safetensors_file.files({"a": info}, limit=1 << 30)
+    placed = file.tensors[0]
+    assert (placed.form, placed.shape) == (form, stored)
+    told = json.loads(file.header({})[8:])["__metadata__"].get("raystow.dtypes")
+    assert told == (json.dumps({"a": dtype}) if placed.mapped else None)
+    assert placed.mapped == (dtype not in ("float8_e8m0fnu", "float4_e2m1fn_x2"))
+
+
+# doctor
+
+
+@pytest.fixture
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keep the tests from joining whatever cluster runs on this machine."""
+
+    monkeypatch.setattr(software, "survey", lambda: {"none": "no Ray cluster is running here: whatever Ray says"})
+
+
+def found(report: dict[str, Any]) -> dict[str, dict[str, str]]:
+    return {check["name"]: check for check in report["checks"]}
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_doctor_without_a_cluster_finds_nothing_failed() -> None:
+    report = run_json("doctor")
+    checks = found(report)
+    assert report["ok"]
+    assert {"python", "numba", "torch", "ray", "cluster", "gpus", "shared memory", "/dev/shm", "cores", "memory"} <= set(checks)
+    assert all(check["status"] in ("ok", "warning") for check in report["checks"])
+    assert checks["cluster"]["found"] == "no Ray cluster is running here"
+    assert "memfd" in checks["shared memory"]["found"]
+
+
+def test_doctor_counts_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(software, "survey", lambda: {"nodes": 3.0, "CPU": 24.0, "GPU": 2.0})
+    assert found(run_json("doctor"))["cluster"]["found"] == "reachable: nodes 3, CPUs 24, GPUs 2"
+
+
+def test_doctor_does_not_wait_for_a_dead_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # nobody ever answers there (RFC 5737)
+    finding = software.cluster()
+    assert (finding.status.value, finding.found) == ("ok", "no Ray cluster is running here")
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_doctor_tries_a_folder_out_and_cleans_up(tmp_path: Path, run_folder: Path) -> None:
+    before = sorted(run_folder.rglob("*"))
+    checks = found(run_json("doctor", run_folder))
+    assert "3 versions, the newest of step 300" in checks["repository"]["found"]
+    for name in ("store", "repository", "conditional writes", "latency", "clock", "throughput"):
+        assert checks[name]["status"] in ("ok", "warning"), checks[name]
+    assert sorted(run_folder.rglob("*")) == before
+
+    checks = found(run_json("doctor", tmp_path / "not yet" / "there"))
+    assert checks["repository"]["found"].startswith("none yet")
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_doctor_on_memory() -> None:
+    repository = create_repository(f"memory://t-{SYSTEM.token()}")
+    result = run("doctor", repository.uri)
+    assert result.exit_code == 0, result.output
+    assert "conditional writes" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert [info.key for info in repository.store.list("")] == ["raystow.json", "root.json"]
+
+
+@pytest.mark.s3
+@pytest.mark.usefixtures("no_cluster")
+def test_doctor_on_s3(s3_uri: str) -> None:
+    repository = create_repository(s3_uri)
+    checks = found(run_json("doctor", s3_uri))
+    assert checks["conditional writes"]["status"] == "ok"
+    assert checks["throughput"]["status"] in ("ok", "warning")
+    assert [info.key for info in repository.store.list("")] == ["raystow.json", "root.json"]
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_doctor_fails_on_a_store_that_lets_two_writers_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def probe(*_: object) -> None:
+        raise UnsafeStore("two writers both created one object", remedy="use another")
+
+    monkeypatch.setattr("raystow.orchestrator.cli.checks.store.probe_conditional_writes", probe)
+    report = run_json("doctor", tmp_path, code=5)
+    assert not report["ok"]
+    assert found(report)["conditional writes"]["follows"] == "use another"
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.usefixtures("no_cluster")
+@pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
+def test_doctor_tells_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+    tmp_path.chmod(0o500)
+    assert found(run_json("doctor", tmp_path / "x", code=1))["writing"]["status"] == "failed"
+
+
+@pytest.mark.usefixtures("no_cluster")
+def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def survey() -> dict[str, Any]:
+        raise ValueError("surprise")
+
+    monkeypatch.setattr(software, "survey", survey)
+    report = run_json("doctor", code=1)
+    assert found(report)["cluster"]["found"] == "ValueError: surprise"
+    assert report["checks"][-1]["name"] == "memory"  # the others were asked all the same
+
+
+def test_doctor_heeds_the_limits_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, text in {"memory.max": f"{3 << 30}\n", "memory.current": f"{5 << 29}\n", "cpu.max": "150000 100000\n"}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
+    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
+    memory, cores, shared = hardware.memory(), hardware.cores(), hardware.shared_memory()
+    assert (memory.status.value, memory.found) == ("warning", "512 MiB available of 3.00 GiB (the container's limit)")
+    assert (cores.status.value, cores.found) == ("warning", "8 cores, of which a quota leaves 1.5")
+    assert shared.status.value == "warning"
+    assert "512 MiB" in shared.found
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  580.65.06  Sun Jul 27 07:10:21 UTC 2025\n",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)\nGCC version: 13.3.0\n",
+    ],
+)
+def test_doctor_wonders_about_a_driver_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    (tmp_path / "version").write_text(text)
+    monkeypatch.setattr(hardware, "_DRIVER", tmp_path / "version")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    finding = hardware.gpus()
+    assert finding.status.value == "warning"
+    assert finding.found.startswith("NVIDIA driver 580.65.06")
+
+
+# errors
+
+
+def test_where_there_is_nothing(tmp_path: Path) -> None:
+    result = run("ls", tmp_path)
+    assert result.exit_code == 4
+    assert result.stdout == ""
+    assert result.stderr.splitlines() == [
+        f"error: {tmp_path.as_uri()}: there is no repository here",
+        "  try: the first save makes one",
+    ]
+    error = run_json("ls", tmp_path, code=4)["error"]
+    assert error == {
+        "kind": "NotARepository",
+        "what": "there is no repository here",
+        "subject": tmp_path.as_uri(),
+        "remedy": "the first save makes one",
+    }
+
+
+def test_a_version_that_is_not_there(run_folder: Path) -> None:
+    for words in (("show", run_folder, 9), ("verify", run_folder, "worst"), ("restore", run_folder, "--to", "x", "--version", 9)):
+        assert run(*words).exit_code == 4
+        assert run_json(*words, code=4)["error"]["kind"] == "NotFound"
+
+
+def test_a_damaged_root(own_folder: Path) -> None:
+    flip_byte(own_folder / "root.json")
+    result = run("ls", own_folder)
+    assert result.exit_code == 3
+    assert "root.json" in result.stderr
+
+
+def test_wrong_words_are_usage_errors(run_folder: Path) -> None:
+    assert run("list").exit_code == 2
+    assert run("restore", run_folder).exit_code == 2
+    assert run("verify", run_folder, 1, "--all").exit_code == 2
+    assert run("ls", "gopher://x").exit_code == 1
+
+
+@pytest.mark.parametrize("command", ["ls", "show", "verify", "restore", "doctor"])
+def test_help_teaches_by_an_example(command: str) -> None:
+    result = run(command, "--help")
+    assert result.exit_code == 0
+    assert f"Example:  raystow {command} s3://" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80

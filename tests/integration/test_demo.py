@@ -1,0 +1,67 @@
+"""The demo, as a person runs it: to its end, and into Ctrl-C."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import psutil
+import pytest
+
+import raystow
+
+DEMO = [sys.executable, "-m", "raystow", "demo"]
+
+
+def ours(marker: str) -> list[psutil.Process]:
+    """Processes that carry a marker in their environment: the demo and everything it started."""
+    found = []
+    for process in psutil.process_iter():
+        try:
+            if process.environ().get("RAYSTOW_TEST_MARKER") == marker and process.status() != psutil.STATUS_ZOMBIE:
+                found.append(process)
+        except (psutil.NoSuchProcess, psutil.AccessDenied):
+            continue
+    return found
+
+
+def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [*DEMO, "--steps", "12", "--every", "3"], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "Bit for bit the same as without the failure" in done.stdout
+    assert "killed a whole node in the save of step 6" in done.stdout
+    repositories = [raystow.open(tmp_path / "raystow-demo" / run) for run in ("undisturbed", "disturbed")]
+    assert [version.step for version in repositories[1].versions()] == [3, 6, 9, 12]
+    assert [version.id for version in repositories[1].versions()] == [1, 3, 4, 5]  # the second attempt died with its node
+    ends = [repository.latest() for repository in repositories]
+    assert ends[0] is not None
+    assert ends[1] is not None
+    for name in ends[0].tensors():
+        assert ends[0].read(name).equal(ends[1].read(name)), name
+    assert all(not repository.orphans() for repository in repositories)
+
+
+@pytest.mark.parametrize("moment", ["durable", "restored"])
+def test_ctrl_c_leaves_no_process_and_no_half_version(tmp_path: Path, moment: str) -> None:
+    environment = {**os.environ, "RAYSTOW_TEST_MARKER": str(tmp_path)}
+    process = subprocess.Popen([*DEMO, "--steps", "8", "--every", "2"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    assert process.stdout is not None
+    for line in process.stdout:
+        if moment in line:
+            break
+    assert len(ours(str(tmp_path))) > 5
+    process.send_signal(signal.SIGINT)
+    process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert ours(str(tmp_path)) == []
+    for run in ("undisturbed", "disturbed"):
+        if (tmp_path / "raystow-demo" / run).exists():
+            repository = raystow.open(tmp_path / "raystow-demo" / run)
+            assert repository.orphans() == []
+            for version in repository.versions():
+                repository.verify(version)

@@ -1,0 +1,52 @@
+"""Saving takes no more host memory than its budget: measured on real processes, for states several times the budget."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+import psutil
+import pytest
+import ray
+import torch
+from ranks import Rank, every, start
+
+MIB = 1 << 20
+SLACK = 64 * MIB
+
+
+def resident(pids: list[int]) -> int:
+    """Bytes of memory that the processes hold together; shared pages are split between those that share them (PSS)."""
+    return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)
+
+
+@pytest.mark.usefixtures("cluster")
+@pytest.mark.parametrize(("budget", "dtype"), [(64 * MIB, torch.float32), (128 * MIB, torch.bfloat16)], ids=["64MiB", "128MiB"])
+def test_a_save_peaks_at_its_budget_above_the_state(tmp_path: Path, budget: int, dtype: torch.dtype) -> None:
+    (rank,) = start(str(tmp_path), 1, memory=budget)
+    size = 6 * budget
+    every([rank], "set", lambda: {"w": torch.randn(1024, MIB // 1024), "x": 1})  # attaches, warms up
+    every([rank], "save", 1)
+    every([rank], "result")
+
+    def save_and_watch(self: Rank, pids: list[int]) -> tuple[int, int]:
+        self.state = {f"layer{i}": torch.randn(size // 8 // dtype.itemsize).to(dtype) for i in range(8)}
+        pids = [os.getpid(), *pids]
+        before, peak, over = resident(pids), 0, threading.Event()
+
+        def watch() -> None:
+            nonlocal peak
+            while not over.wait(0.01):
+                peak = max(peak, resident(pids))
+
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        self.checkpointer.save(self.state, step=2).result(300)
+        over.set()
+        watcher.join()
+        return before, peak
+
+    before, peak = ray.get(rank.do.remote(save_and_watch, ray.get(rank.node_worker_pids.remote())), timeout=400)
+    assert peak - before <= budget + SLACK, f"{(peak - before) / MIB:.0f} MiB above the state"
+    assert peak - before > budget // 8, "nothing was measured"

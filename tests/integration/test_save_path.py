@@ -1,0 +1,218 @@
+"""The save path in a real cluster: several nodes and ranks, overwriting after the fence, deaths in the middle."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ranks import Rank, every, start
+
+import raystow
+from raystow.orchestrator.coordinator_actor import coordinator_actor
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def replicated(seed: int, megabytes: int = 8) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    big = {f"layer{i}": torch.randn(megabytes << 16, generator=generator) for i in range(4)}
+    small = {f"bias{i}": torch.randn(17 + i, generator=generator) for i in range(40)}
+    return {"model": {**big, **small}, "optim": {"lr": 0.1, "betas": (0.9, 0.95)}, "seed": seed}
+
+
+def check_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
+    assert got["optim"] == wanted["optim"]
+    for name, tensor in wanted["model"].items():
+        assert torch.equal(got["model"][name], tensor), name
+
+
+def test_replicated_tensors_are_stored_once_and_the_work_is_spread_evenly(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 4)
+    every(ranks, "set", replicated, 1)
+    every(ranks, "save", 7, {"loss": 0.5})
+    versions = every(ranks, "result")
+    assert len({version.id for version in versions}) == 1
+    version = raystow.open(tmp_path).latest()
+    assert version is not None
+    assert (version.step, version.world_size, version.metrics) == (7, 4, {"loss": 0.5})
+    state = replicated(1)
+    assert version.raw == sum(tensor.nbytes for tensor in state["model"].values())
+    loads = [sum(chunk.nbytes for chunk in fragment.chunks) for fragment in version.fragments]
+    assert len(loads) == 2  # one fragment for each node
+    assert abs(loads[0] - loads[1]) <= 4 << 20  # a chunk
+    for name, tensor in state["model"].items():
+        assert torch.equal(version.read(f"model.{name}"), tensor)
+    every(ranks, "set", replicated, 2)
+    every(ranks, "restore")
+    for got in ray.get([rank.do.remote(lambda self: self.state) for rank in ranks]):
+        check_equal(got, state)
+        assert got["seed"] == 1
+    raystow.open(tmp_path).verify(version)
+
+
+def test_after_the_fence_tensors_may_change(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1)
+
+    def save_and_overwrite(self: Rank) -> None:
+        self.state = replicated(3, megabytes=32)
+        pending = self.checkpointer.save(self.state, step=1)
+        self.checkpointer.fence()
+        for tensor in self.state["model"].values():
+            tensor.fill_(-1.0)
+        pending.result(120)
+
+    ray.get(rank.do.remote(save_and_overwrite), timeout=120)
+    version = raystow.open(tmp_path).latest()
+    assert version is not None
+    for name, tensor in replicated(3, megabytes=32)["model"].items():
+        assert torch.equal(version.read(f"model.{name}"), tensor)
+
+
+def test_save_returns_before_the_bytes_are_coded_and_the_guard_fences(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1, memory=64 << 20)
+
+    def run(self: Rank) -> tuple[bool, bool]:
+        weight = torch.nn.Parameter(torch.randn(64 << 20))  # 256 MiB through a ring of 32
+        optimizer = torch.optim.SGD([weight], lr=1.0)
+        self.checkpointer.guard(optimizer)
+        before = weight.detach().clone()
+        pending = self.checkpointer.save({"w": weight}, step=1)
+        unstaged = not pending.staged(0)
+        weight.grad = torch.ones_like(weight)
+        optimizer.step()
+        staged = pending.staged(0)
+        pending.result(120)
+        assert torch.equal(raystow.open(self.checkpointer.uri).latest().read("w"), before)
+        assert not torch.equal(weight, before)
+        return unstaged, staged
+
+    assert ray.get(rank.do.remote(run), timeout=120) == (True, True)
+
+
+def test_refused_states_name_the_path_and_write_nothing(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1)
+
+    def run(self: Rank) -> list[str]:
+        loop: dict[str, Any] = {}
+        loop["again"] = {"deeper": [loop]}
+        bad = [
+            {"sched": {"fn": len}},
+            {"a": [1, {"b": {1, 2}}]},
+            loop,
+            {"a": {"b": 1}, "a.b": 2},
+            {"a": {(1, 2): 3}},
+            {"t": torch.ones(2, 2).to_sparse()},
+        ]
+        texts = []
+        for state in bad:
+            with pytest.raises(raystow.StateError) as error:
+                self.checkpointer.save(state, step=1)
+            texts.append(str(error.value))
+        return texts
+
+    texts = ray.get(rank.do.remote(run), timeout=60)
+    assert texts[0].startswith('state["sched"]["fn"]: builtin_function_or_method is not a tensor')
+    assert texts[1].startswith('state["a"][1]["b"]: set is not')
+    assert texts[2].startswith('state["again"]["deeper"][0]: contains itself')
+    assert "same name 'a.b'" in texts[3]
+    assert "(1, 2) is neither a string nor an integer" in texts[4]
+    assert texts[5].startswith('state["t"]: torch.sparse_coo tensors')
+    assert not (tmp_path / "versions").exists()
+
+
+def test_ranks_that_hold_different_plain_tensors_are_told(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2)
+    ray.get([rank.set.remote(lambda n: {f"only{n}": torch.ones(3)}, n) for n, rank in enumerate(ranks)])
+    every(ranks, "save", 1)
+    with pytest.raises(raystow.SaveFailed, match=r"ranks \[1\] hold other plain tensors than rank 0"):
+        every(ranks, "result")
+    assert raystow.open(tmp_path).latest() is None
+
+
+def test_a_rank_that_never_saves_is_named_after_the_deadline(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, timeout=2)
+    every(ranks, "set", replicated, 1, 1)
+    ray.get(ranks[0].save.remote(1))
+    with pytest.raises(raystow.SaveFailed, match=r"save of step 1: ranks \[1\] had not delivered their shards after 2 s"):
+        ray.get(ranks[0].result.remote(), timeout=60)
+    every(ranks, "save", 2)  # the next save is not harmed
+    assert {version.step for version in every(ranks, "result")} == {2}
+
+
+def test_a_node_worker_that_is_killed_fails_the_save_and_the_next_one_works(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1, memory=32 << 20)
+    (before,) = ray.get(rank.node_worker_pids.remote())
+
+    def save_and_kill(self: Rank, pid: int) -> str:
+        pending = self.checkpointer.save({"w": torch.randn(64 << 20)}, step=1)
+        os.kill(pid, signal.SIGKILL)
+        self.checkpointer.fence()
+        with pytest.raises(raystow.SaveFailed) as error:
+            pending.result(60)
+        return str(error.value)
+
+    assert "node worker" in ray.get(rank.do.remote(save_and_kill, before), timeout=120)
+    every([rank], "set", replicated, 5, 1)
+    every([rank], "save", 2)
+    assert every([rank], "result")[0].step == 2
+    assert ray.get(rank.node_worker_pids.remote()) != [before]
+    assert [version.step for version in raystow.open(tmp_path).versions()] == [2]
+
+
+def test_a_training_process_that_dies_while_staging_fails_the_save_by_name(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, memory=32 << 20)
+    every(ranks, "set", lambda: {"w": torch.randn(32 << 20)})
+    pid = ray.get(ranks[1].pid.remote())
+
+    def save_and_die(self: Rank) -> None:
+        self.checkpointer.save(self.state, step=1)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    ray.get(ranks[0].save.remote(1))
+    ranks[1].do.remote(save_and_die)
+    with pytest.raises(
+        raystow.SaveFailed, match=rf"rank 1 \(process {pid}\) (died while it was staging|went away before it saved)"
+    ):
+        ray.get(ranks[0].result.remote(), timeout=60)
+
+
+def test_a_restarted_rank_ends_the_save_that_waited_for_its_former_process(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2)
+    every(ranks, "set", replicated, 1, 1)
+    ray.get(ranks[0].save.remote(1))
+    ray.kill(ranks[1])
+    again = ray.remote(Rank).options(num_cpus=0).remote(str(tmp_path), 1, 2)
+    ray.get(again.pid.remote())
+    with pytest.raises(raystow.SaveFailed, match="rank 1 was restarted"):
+        ray.get(ranks[0].result.remote(), timeout=60)
+
+
+def test_the_coordinator_comes_back_after_a_kill_with_a_new_epoch(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2)
+    every(ranks, "set", replicated, 1, 1)
+    every(ranks, "save", 1)
+    every(ranks, "result")
+    repository = raystow.open(tmp_path)
+    epoch = repository.root().epoch
+    ray.kill(coordinator_actor(tmp_path.as_uri()), no_restart=False)
+    _until(lambda: repository.root().epoch > epoch, ranks)
+    every(ranks, "save", 2)
+    every(ranks, "result")
+    assert [(version.id, version.step) for version in repository.versions()][-1][1] == 2
+
+
+def _until(reached: Any, ranks: list[Any]) -> None:
+    """Ask the coordinator for signs of life until something holds; it starts when it is first called."""
+    for _ in range(100):
+        try:
+            every(ranks, "do", lambda self: self.checkpointer._port.join(self.checkpointer.rank, self.checkpointer._incarnation))
+        except raystow.ClusterError:
+            continue
+        if reached():
+            return
+    raise AssertionError("it never came back")

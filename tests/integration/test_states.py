@@ -1,0 +1,183 @@
+"""What a state may hold comes back bit for bit, through the whole save path and onto live training state."""
+
+from __future__ import annotations
+
+import collections
+import math
+import struct
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.orchestrator.shards import bits
+from raystow.storage.dtypes import DTYPES
+
+DTYPES_OF_TORCH = sorted(
+    {
+        value
+        for value in vars(torch).values()
+        if isinstance(value, torch.dtype) and not str(value).startswith(("torch.q", "torch.quint"))
+    },
+    key=str,
+)
+
+
+def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    """Random bits, NaN payloads and all; bools are 0 or 1."""
+    raw = torch.randint(0, 2 if dtype is torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
+    return raw.view(dtype).reshape(shape)
+
+
+def same_bits(a: Any, b: Any) -> bool:
+    return a.dtype == b.dtype and a.shape == b.shape and bits(a).tobytes() == bits(b).tobytes()
+
+
+def test_the_format_knows_every_dtype_of_torch() -> None:
+    assert {str(dtype).removeprefix("torch.") for dtype in DTYPES_OF_TORCH} <= set(DTYPES)
+
+
+@pytest.mark.parametrize("dtype", DTYPES_OF_TORCH, ids=str)
+def test_every_dtype_of_torch(dtype: torch.dtype) -> None:
+    base = random_tensor(dtype, 64, 48)
+    state = {
+        "plain": base,
+        "empty": random_tensor(dtype, 0, 3),
+        "scalar": random_tensor(dtype),
+        "one": random_tensor(dtype, 1),
+        "odd": random_tensor(dtype, 1031),
+        "transposed": base.t(),
+        "strided": base[::3, 5:40:2],
+        "expanded": base[:1].expand(7, 48),
+    }
+    with LocalCluster(f"memory://dtype-{dtype}") as cluster:
+        version = cluster.save(state, step=1)
+    into = {name: random_tensor(dtype, *tensor.shape) for name, tensor in state.items()}
+    into["transposed"] = random_tensor(dtype, 64, 48).t()
+    assert raystow.restore_latest(cluster.uri, into=into) == version
+    for name, tensor in state.items():
+        assert same_bits(into[name], tensor), name
+        assert same_bits(version.read(name), tensor), name
+
+
+def test_conjugated_and_negated_views_are_stored_as_they_look() -> None:
+    z = torch.randn(5, 3, dtype=torch.complex64)
+    with LocalCluster("memory://conj") as cluster:
+        version = cluster.save({"conj": z.conj(), "neg": z.conj().imag}, step=1)
+    assert torch.equal(version.read("conj"), z.conj().resolve_conj())
+    assert torch.equal(version.read("neg"), -z.imag)
+
+
+def test_plain_values_and_containers() -> None:
+    payload = struct.unpack(">d", bytes.fromhex("7ff8dead0000beef"))[0]
+    point = collections.namedtuple("point", "x y")
+    state = {
+        "numbers": [
+            0,
+            -1,
+            1 << 200,
+            -(1 << 63),
+            True,
+            False,
+            None,
+            1.5,
+            -0.0,
+            math.inf,
+            payload,
+            3 + 4j,
+            complex(math.nan, -0.0),
+        ],
+        "texts": ("", "ünïcode \ud800", "with.dots", b"", b"\x00\xff" * 100),
+        7: {-3: "integer keys", "": "empty key"},
+        "nested": [({"a": [1, (2, [3])]},), point(1, [2.5])],
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+        "ordered": collections.OrderedDict(b=1, a=2),
+    }
+    with LocalCluster("memory://values") as cluster:
+        cluster.save(state, step=1)
+    blank = {
+        "numbers": [None] * 13,
+        "texts": (None,) * 5,
+        7: {-3: None, "": None},
+        "nested": [({"a": [None, (None, [None])]},), point(None, [None])],
+        "empty": {"dict": {}, "list": [], "tuple": ()},
+        "ordered": collections.OrderedDict(b=None, a=None),
+    }
+    inner = blank["nested"][0][0]["a"]
+    raystow.restore_latest(cluster.uri, into=blank)
+    assert repr(blank) == repr(state)
+    assert struct.pack(">d", blank["numbers"][10]).hex() == "7ff8dead0000beef"
+    assert blank["nested"][0][0]["a"] is inner  # lists and dicts are filled in place
+    assert isinstance(blank["nested"][1], point)
+
+
+def test_numpy_arrays_and_scalars() -> None:
+    state = {
+        "array": np.arange(1000, dtype=np.uint16).reshape(10, 100)[:, ::7],
+        "scalar": np.float32(1.25),
+        "wide": np.float64(2.5),
+        "zero_d": np.array(7, dtype=np.int8),
+        "bool": np.array([True, False]),
+    }
+    with LocalCluster("memory://numpy") as cluster:
+        version = cluster.save(state, step=1)
+    array = np.zeros((10, 15), np.uint16)
+    into: dict[str, Any] = {"array": array, "scalar": None, "wide": np.float64(0), "zero_d": np.zeros((), np.int8), "bool": None}
+    raystow.restore_latest(cluster.uri, into=into)
+    assert into["array"] is array
+    for name, value in state.items():
+        assert type(into[name]) is type(value)
+        assert np.array_equal(into[name], value)
+        assert into[name].dtype == value.dtype
+        assert type(version.read(name)) is type(value)
+    with pytest.raises(raystow.StateError, match=r'state\["when"\]: numpy dtype datetime64'):
+        cluster.save({"when": np.array(["2020-01-01"], "datetime64[D]")}, step=2)
+
+
+def test_a_tensor_of_many_chunks_is_read_in_part_from_few_of_them() -> None:
+    wide = torch.randn(3, 5000, 700)
+    with LocalCluster("memory://large") as cluster:
+        version = cluster.save({"wide": wide, "long": torch.arange(3 << 20)}, step=1)
+    assert len(version.chunks["wide"]) > 9
+    assert torch.equal(version.read("wide", index=(1, slice(100, 4000, 3), slice(5, 9))), wide[1, 100:4000:3, 5:9])
+    assert torch.equal(version.read("wide", index=(..., 699)), wide[..., 699])
+    assert version.read("long", index=-1) == (3 << 20) - 1
+
+
+def test_mismatches_are_told_before_anything_changes() -> None:
+    with LocalCluster("memory://mismatch") as cluster:
+        cluster.save({"a": torch.ones(3), "b": torch.ones(2, 2), "n": 1}, step=1)
+    into: dict[str, Any] = {"a": torch.zeros(3), "c": torch.zeros(1), "n": 0}
+    with pytest.raises(raystow.StateError, match=r"in `into` but not saved: c; saved but not in `into`: b"):
+        raystow.restore_latest(cluster.uri, into=into)
+    assert into["a"].sum() == 0
+    raystow.restore_latest(cluster.uri, into=into, strict=False)
+    assert into["a"].sum() == 3
+    assert into["n"] == 1
+    with pytest.raises(raystow.StateError, match=r'into\["b"\]: is float64 \(2, 2\), but version 1 holds float32 \(2, 2\)'):
+        raystow.restore_latest(cluster.uri, into={"b": torch.zeros(2, 2, dtype=torch.float64)}, strict=False)
+    frozen = np.ones(3, np.float32)
+    frozen.flags.writeable = False
+    with pytest.raises(raystow.StateError, match="read-only"):
+        raystow.restore_latest(cluster.uri, into={"a": frozen}, strict=False)
+
+
+def test_restoring_from_an_empty_repository_gives_none_and_from_nothing_an_error(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path / "empty")):
+        pass
+    state = {"a": torch.ones(1)}
+    assert raystow.restore_latest(tmp_path / "empty", into=state) is None
+    with pytest.raises(raystow.NotARepository):
+        raystow.open(tmp_path / "nothing")
+
+
+def test_values_of_each_rank_come_back_to_it() -> None:
+    states = [{"rank": rank, "same": "text", "w": torch.ones(4)} for rank in range(3)]
+    with LocalCluster("memory://ranks", nodes=2) as cluster:
+        version = cluster.save_all(states, step=1)
+    assert [version.values(rank) for rank in range(4)] == [{"rank": r, "same": "text"} for r in (0, 1, 2, 0)]
+    assert sum(len(fragment.values) for fragment in version.fragments) == 3 + 2  # one row for each value of a node

@@ -1,0 +1,195 @@
+"""Saves without Ray: real node workers and a real coordinator, as plain classes of this process.
+
+    with LocalCluster("memory://test") as cluster:
+        version = cluster.save({"w": torch.ones(3)}, step=1)                        # one rank
+        version = cluster.save_all([state_of_rank_0, state_of_rank_1], step=2)      # several, each on a thread of its own
+
+What Ray does in a cluster (calls between processes, restarts) is left out; planning, staging through the ring, coding, packing,
+uploading and committing are the production code. ``nodes`` node workers serve the ranks in turn.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, TypeVar
+
+from raystow import __version__
+from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
+from raystow.orchestrator.planner import plan_save
+from raystow.storage import values
+from raystow.storage.clock import SYSTEM, Clock
+from raystow.storage.committer import Committer
+from raystow.storage.errors import RaystowError, SaveFailed
+from raystow.storage.repository import create_repository
+from raystow.storage.root import Entry
+from raystow.storage.version import Version
+from raystow.storage.version_record import FragmentInfo, PackInfo
+from raystow.workers.node import Node
+from raystow.workers.port import Begin, Ticket
+from raystow.workers.staging import Order, Staging
+
+_TICK = 0.05  # seconds between looks at deadlines
+_Result = TypeVar("_Result")
+
+
+class LocalPort:
+    """A coordinator that several threads call directly. Whichever of them finds a complete attempt commits it."""
+
+    def __init__(self, coordinator: Coordinator, committer: Committer) -> None:
+        self._core, self._committer = coordinator, committer
+        self._changed = threading.Condition()
+
+    def join(self, rank: int, incarnation: str) -> None:
+        self._apply(lambda core: core.join(rank, incarnation))
+
+    def begin(self, begin: Begin) -> Ticket:
+        return self._apply(lambda core: core.begin(begin))
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        self._apply(lambda core: core.finished(ticket, rank, covered))
+
+    def wait_complete(self, ticket: Ticket) -> None:
+        self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
+        self._apply(lambda core: core.fragment(ticket, info, packs))
+        entry = self._until(ticket, lambda attempt: attempt.phase.over).entry
+        assert entry is not None
+        return entry
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        self._apply(lambda core: core.failed(ticket, reason))
+
+    def gone(self, rank: int, incarnation: str, reason: str) -> None:
+        self._apply(lambda core: core.gone(rank, incarnation, reason))
+
+    def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
+        with self._changed:
+            try:
+                return change(self._core)
+            finally:
+                self._keep()
+
+    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
+        with self._changed:
+            attempt = self._core.attempt(ticket)
+            while not self._changed.wait_for(lambda: reached(attempt), _TICK):
+                self._keep()
+        if attempt.phase is Phase.ABORTED:
+            raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}")
+        return attempt
+
+    def _keep(self) -> None:
+        """The coordinator's upkeep, under the lock: commits, deadlines, the objects of abandoned attempts."""
+        while (attempt := self._core.next_commit()) is not None:
+            outcome: Entry | RaystowError
+            try:
+                outcome = self._committer.commit(self._core.record(attempt)).entry
+            except RaystowError as error:
+                outcome = error
+            self._core.settled(attempt, outcome)
+        self._core.tick()
+        for id, token in self._core.abandoned():
+            self._committer.discard(id, token)
+        self._changed.notify_all()
+
+
+class LocalCluster:
+    """``uri``: the repository, made if there is none. ``memory``: bytes for each rank. ``threads``: coding threads of a node."""
+
+    def __init__(self, uri: str, *, nodes: int = 1, threads: int = 2, memory: int = 64 << 20, clock: Clock = SYSTEM) -> None:
+        self.repository = create_repository(uri, clock=clock)
+        self.uri = self.repository.uri
+        self._committer = Committer(self.repository, f"local-{SYSTEM.token()}")
+        self.coordinator = Coordinator(self._committer, clock, writer={"raystow": __version__})
+        self._port = LocalPort(self.coordinator, self._committer)
+        self._nodes = [Node(f"node-{i}", lambda _: self._port, threads=threads) for i in range(nodes)]
+        self._memory = memory
+        self._numbers = itertools.count(1)
+        self._lock = threading.Lock()
+        self._stagings: dict[int, tuple[int, Staging]] = {}  # rank -> world size, staging
+
+    def save(
+        self,
+        state: dict[str, Any],
+        *,
+        step: int,
+        rank: int = 0,
+        world_size: int = 1,
+        metrics: dict[str, Any] | None = None,
+        timeout: float = 60.0,
+    ) -> Version:
+        """Save one rank's state and wait for the version. With ``world_size`` > 1, every rank calls it on its own thread.
+
+        ``SaveFailed`` if there will be no version; it is given up ``timeout`` seconds after the first rank began.
+        """
+        plan = plan_save(state, rank=rank, world_size=world_size)
+        begin = {
+            "save": (number := next(self._numbers)),
+            "step": step,
+            "timeout": timeout,
+            "expected": plan.expected,
+            "replicated": plan.replicated,
+            "metrics": {name: values.encode(value) for name, value in (metrics or {}).items()},
+            "values": plan.values,
+        }
+        outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
+        self._staging(rank, world_size).submit(Order(number, begin, plan.pieces, on_staged=lambda: None, on_end=outcomes.put))
+        outcome = outcomes.get(timeout=timeout + 30)
+        if isinstance(outcome, RaystowError):
+            raise outcome
+        return Version(self.repository.store, outcome, self.repository.id)
+
+    def save_all(self, states: Sequence[dict[str, Any]], *, step: int, metrics: dict[str, Any] | None = None) -> Version:
+        """Save the states of all ranks at once, ``states[rank]`` each, and wait for the version."""
+        world = len(states)
+        for rank in range(world):  # all join before the first one saves, as processes do when they make their Checkpointer
+            self._staging(rank, world)
+        with ThreadPoolExecutor(world, "rank") as ranks:
+            saves = [
+                ranks.submit(self.save, state, step=step, rank=rank, world_size=world, metrics=metrics)
+                for rank, state in enumerate(states)
+            ]
+            versions = [save.result() for save in saves]
+        return versions[0]
+
+    def close(self) -> None:
+        """End all conversations and stop accepting."""
+        for _, staging in self._stagings.values():
+            staging.close()
+        for node in self._nodes:
+            node.close()
+
+    def __enter__(self) -> LocalCluster:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _staging(self, rank: int, world_size: int) -> Staging:
+        """The rank's connection; a new one, as of a restarted process, if the world size is another than before."""
+        with self._lock:
+            known = self._stagings.get(rank)
+            if known is not None and known[0] == world_size:
+                return known[1]
+            if known is not None:
+                known[1].close()
+            incarnation = SYSTEM.token()
+            self._port.join(rank, incarnation)
+            hello = {
+                "uri": self.uri,
+                "rank": rank,
+                "world_size": world_size,
+                "incarnation": incarnation,
+                "pid": os.getpid(),
+                "ring": self._memory // 2,
+                "coded": self._memory // 2,
+            }
+            staging = Staging(self._nodes[rank % len(self._nodes)].address, hello)
+            self._stagings[rank] = world_size, staging
+            return staging

@@ -1,0 +1,154 @@
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from handmade import empty_record, whole, write
+
+from raystow.storage import keys
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Fenced, StoreUnavailable
+from raystow.storage.object_store import ObjectInfo
+from raystow.storage.repository import Repository, create_repository
+
+
+@pytest.fixture
+def repository() -> Repository:
+    return create_repository(f"memory://committer-{SYSTEM.token()}")
+
+
+def objects(repository: Repository) -> list[ObjectInfo]:
+    return list(repository.store.list(keys.VERSIONS))
+
+
+def test_each_committer_takes_the_next_epoch(repository):
+    assert [Committer(repository, f"owner-{i}").epoch for i in range(3)] == [1, 2, 3]
+    assert repository.root().owner == "owner-2"
+
+
+def test_a_committer_whose_answer_was_lost_has_its_epoch_already(repository):
+    assert Committer(repository, "me").epoch == Committer(repository, "me").epoch == 1
+
+
+def test_ids_ascend_and_attempts_differ(repository):
+    committer = Committer(repository, "me")
+    reserved = [committer.reserve() for _ in range(5)]
+    assert [id for id, _ in reserved] == [1, 2, 3, 4, 5]
+    assert len({attempt for _, attempt in reserved}) == 5
+
+
+def test_a_commit_makes_a_version(repository):
+    committer = Committer(repository, "me")
+    record = empty_record(committer, step=7)
+    version = committer.commit(record)
+    assert repository.latest() == version
+    assert (version.id, version.step, version.record) == (1, 7, record)
+    assert repository.root().next_id == 2
+
+
+def test_committing_again_changes_nothing(repository):
+    committer = Committer(repository, "me")
+    record = empty_record(committer)
+    first = committer.commit(record)
+    root = repository.root()
+    assert committer.commit(record) == first
+    assert repository.root() == root
+
+
+def test_an_older_epoch_can_neither_commit_nor_be_seen(repository):
+    old = Committer(repository, "old")
+    pending = empty_record(old)
+    new = Committer(repository, "new")
+    with pytest.raises(Fenced, match=r"root\.json.*epoch 2 of 'new' has replaced epoch 1"):
+        old.commit(pending)
+    assert repository.versions() == []
+    version = new.commit(empty_record(new))
+    with pytest.raises(Fenced):
+        old.commit(pending)
+    assert repository.versions() == [version]
+
+
+def test_an_older_epoch_may_learn_that_its_commit_had_worked(repository):
+    old = Committer(repository, "old")
+    record = empty_record(old)
+    version = old.commit(record)
+    Committer(repository, "new")
+    assert old.commit(record) == version
+
+
+def test_a_new_epoch_goes_on_after_the_newest_id(repository):
+    old = Committer(repository, "old")
+    old.commit(empty_record(old))
+    assert Committer(repository, "new").reserve()[0] == 2
+
+
+def test_an_attempt_overtaken_by_a_newer_version_comes_too_late(repository):
+    committer = Committer(repository, "me")
+    late, early = empty_record(committer), empty_record(committer)
+    committer.commit(early)
+    with pytest.raises(Fenced, match="is spent"):
+        committer.commit(late)
+    assert [version.id for version in repository.versions()] == [2]
+
+
+def test_discard_removes_what_an_attempt_left(repository):
+    committer = Committer(repository, "me")
+    id, attempt = committer.reserve()
+    repository.store.put(keys.pack(id, attempt, 0, "weights", 0), [b"left over"])
+    other = committer.commit(empty_record(committer))
+    committer.discard(id, attempt)
+    assert [info.key for info in objects(repository)] == [keys.record(other.id, other.attempt)]
+
+
+def test_discard_leaves_a_live_version_alone(repository):
+    import numpy as np
+
+    committer = Committer(repository, "me")
+    version = write(committer, {"w": whole(np.arange(5.0))})
+    before = objects(repository)
+    committer.discard(version.id, version.attempt)
+    assert objects(repository) == before
+    repository.verify(version)
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_an_unknown_outcome_is_settled_by_committing_again(repository, monkeypatch, applied):
+    committer = Committer(repository, "me")
+    record = empty_record(committer)
+    store, put_if = repository.store, repository.store.put_if
+
+    class Patience:
+        """A minute passes with every look at it."""
+
+        time = 0.0
+
+        def monotonic(self) -> float:
+            self.time += 60
+            return self.time
+
+        token = staticmethod(SYSTEM.token)
+
+    def lost(key, data, tag):
+        if applied:
+            put_if(key, data, tag)
+        raise StoreUnavailable("no answer", subject=key)
+
+    monkeypatch.setattr(repository.register, "_clock", Patience())
+    monkeypatch.setattr(store, "put_if", lost)
+    with pytest.raises(StoreUnavailable, match=r"root\.json"):
+        committer.commit(record)
+    monkeypatch.undo()
+    assert len(repository.versions()) == applied
+    version = committer.commit(record)
+    assert repository.versions() == [version]
+
+
+def test_the_root_of_another_repository_is_not_this_one(repository):
+    from raystow.storage.errors import Damaged
+
+    other = create_repository(f"memory://committer-{SYSTEM.token()}")
+    tagged = repository.store.get_tagged(keys.ROOT, max_bytes=1 << 20)
+    repository.store.put_if(keys.ROOT, replace(other.root(), write_id="x").dump(), tagged.tag)
+    with pytest.raises(Damaged, match=r"root\.json"):
+        repository.versions()

@@ -1,0 +1,212 @@
+"""The coordinator's state machine, stepped by hand: who belongs to which attempt, and what ends one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+
+from raystow.orchestrator.coordinator import Coordinator, Phase
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
+from raystow.storage.repository import create_repository
+from raystow.storage.version_record import FragmentInfo
+from raystow.workers.port import Begin, Ticket
+
+
+class FakeClock:
+    def __init__(self) -> None:
+        self.time = 100.0
+
+    def now(self) -> float:
+        return self.time
+
+    def monotonic(self) -> float:
+        return self.time
+
+    def sleep(self, seconds: float) -> None:
+        self.time += seconds
+
+    def token(self) -> str:
+        return SYSTEM.token()
+
+
+@dataclass
+class World:
+    core: Coordinator
+    committer: Committer
+    clock: FakeClock
+
+    def begin(
+        self, rank: int, step: int = 1, *, process: str = "a", world: int = 2, save: int = 1, replicated: int = 7
+    ) -> Ticket:
+        expected = replicated if rank == 0 else 0
+        begin = Begin(rank, world, f"{process}{rank}", save, f"node-{rank % 2}", step, 60.0, replicated, expected)
+        return self.core.begin(begin)
+
+    def phase(self, ticket: Ticket) -> Phase:
+        return self.core.attempt(ticket).phase
+
+    def reason(self, ticket: Ticket) -> str:
+        return self.core.attempt(ticket).reason
+
+    def seal(self, tickets: list[Ticket]) -> None:
+        for rank, ticket in enumerate(tickets):
+            self.core.finished(ticket, rank, 7 if rank == 0 else 0)
+        for ticket in tickets:
+            self.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+
+    def commit(self) -> None:
+        while (attempt := self.core.next_commit()) is not None:
+            self.core.settled(attempt, self.committer.commit(self.core.record(attempt)).entry)
+
+
+@pytest.fixture
+def world() -> World:
+    clock = FakeClock()
+    committer = Committer(create_repository(f"memory://coordinator-{SYSTEM.token()}", clock=clock), "test")
+    core = Coordinator(committer, clock, writer={})
+    for rank in range(2):
+        core.join(rank, f"a{rank}")
+    return World(core, committer, clock)
+
+
+def test_two_ranks_make_a_version(world: World) -> None:
+    tickets = [world.begin(0), world.begin(1)]
+    assert tickets[0].attempt == tickets[1].attempt
+    assert [ticket.node for ticket in tickets] == [0, 1]
+    world.seal(tickets)
+    assert world.phase(tickets[0]) is Phase.READY
+    world.commit()
+    assert world.phase(tickets[0]) is Phase.COMMITTED
+    assert [version.id for version in world.committer.repository.versions()] == [1]
+
+
+def test_versions_come_in_the_order_of_saves(world: World) -> None:
+    first, second = [world.begin(0, 1), world.begin(1, 1)], [world.begin(0, 2, save=2), world.begin(1, 2, save=2)]
+    world.seal(second)
+    assert world.core.next_commit() is None
+    world.core.failed(first[0], "a disk is full")
+    world.commit()
+    assert [version.step for version in world.committer.repository.versions()] == [2]
+
+
+def test_a_rank_saves_one_step_twice(world: World) -> None:
+    first, second = world.begin(0, save=1), world.begin(0, save=2)
+    assert first.attempt != second.attempt
+    assert world.begin(1, save=1).attempt == first.attempt
+    assert world.begin(1, save=2).attempt == second.attempt
+
+
+def test_a_call_made_twice_counts_once(world: World) -> None:
+    tickets = [world.begin(0), world.begin(1)]
+    assert world.begin(0) == tickets[0]
+    world.seal(tickets)
+    world.core.fragment(tickets[0], FragmentInfo(0, 0, "", (0,), 0, 0, 0), [])
+    world.commit()
+    assert len(world.committer.repository.versions()) == 1
+
+
+def test_a_restarted_rank_ends_what_waited_for_its_former_process(world: World) -> None:
+    ticket = world.begin(0)
+    world.core.join(1, "b1")
+    assert (world.phase(ticket), world.reason(ticket)) == (Phase.ABORTED, "rank 1 was restarted")
+    with pytest.raises(SaveFailed, match="a newer process has taken up this rank"):
+        world.begin(1, process="a")
+
+
+def test_a_new_generation_may_save_while_its_ranks_still_join(world: World) -> None:
+    old = world.begin(0)
+    world.core.join(1, "b1")
+    new = world.begin(1, process="b")
+    world.core.join(0, "b0")
+    assert world.phase(old) is Phase.ABORTED
+    assert world.phase(new) is Phase.GATHERING
+    assert world.begin(0, process="b").attempt == new.attempt
+
+
+def test_a_rank_restarted_alone_saves_with_the_others(world: World) -> None:
+    world.core.join(1, "b1")
+    assert world.begin(0).attempt == world.begin(1, process="b").attempt
+
+
+def test_a_zombie_of_the_old_generation_is_not_mixed_with_the_new(world: World) -> None:
+    world.core.join(1, "b1")
+    zombie = world.begin(0, process="a")
+    mixed = world.begin(1, process="b")
+    assert zombie.attempt == mixed.attempt  # rank 0 might have been left running: nobody has said otherwise yet
+    world.core.join(0, "b0")
+    assert world.phase(mixed) is Phase.ABORTED
+
+
+def test_what_was_handed_over_survives_the_end_of_its_process(world: World) -> None:
+    ticket = world.begin(1)
+    world.core.gone(1, "a1", "rank 1 went away")
+    assert world.phase(ticket) is Phase.GATHERING
+    world.seal([world.begin(0), ticket])
+    world.commit()
+    assert world.phase(ticket) is Phase.COMMITTED
+
+
+def test_a_process_that_went_away_before_it_saved_is_not_waited_for(world: World) -> None:
+    ticket = world.begin(0)
+    world.core.gone(1, "a1", "rank 1 went away")
+    assert world.reason(ticket) == "rank 1 went away"
+
+
+def test_deadlines_name_who_is_missing(world: World) -> None:
+    ticket, sealing = world.begin(0, 1), [world.begin(0, 2, save=2), world.begin(1, 2, save=2)]
+    for rank in range(2):
+        world.core.finished(sealing[rank], rank, 7 if rank == 0 else 0)
+    world.clock.time += 59
+    world.core.tick()
+    assert world.phase(ticket) is Phase.GATHERING
+    world.clock.time += 2
+    world.core.tick()
+    assert world.reason(ticket) == "ranks [0, 1] had not delivered their shards after 60 s"
+    assert world.reason(sealing[0]) == "nodes ['node-0', 'node-1'] had not stored their shards after 60 s"
+    assert {id for id, _ in world.core.abandoned()} == {1, 2}
+    assert world.core.abandoned() == []
+
+
+def test_a_dead_node_ends_what_it_holds(world: World) -> None:
+    tickets = [world.begin(0), world.begin(1)]
+    world.core.nodes_alive({"node-0", "node-1"})
+    assert world.phase(tickets[0]) is Phase.GATHERING
+    world.core.nodes_alive({"node-0"})
+    assert world.reason(tickets[0]) == "node node-1 died with the shards of ranks [1]"
+
+
+def test_another_world_size_ends_the_old_attempts(world: World) -> None:
+    ticket = world.begin(0, world=2)
+    world.begin(0, 2, world=3, save=2)
+    assert "world size changed from 2 to 3" in world.reason(ticket)
+
+
+@pytest.mark.parametrize(
+    ("replicated", "covered", "says"), [(8, 7, "ranks [1] hold other plain tensors"), (7, 6, "do not add up")]
+)
+def test_shards_that_are_not_whole_make_no_version(world: World, replicated: int, covered: int, says: str) -> None:
+    tickets = [world.begin(0), world.begin(1, replicated=replicated)]
+    world.core.finished(tickets[0], 0, covered)
+    world.core.finished(tickets[1], 1, 0)
+    assert says in world.reason(tickets[0])
+
+
+def test_an_unanswered_commit_keeps_its_objects_and_a_fence_ends_everything(world: World) -> None:
+    tickets, waiting = [world.begin(0), world.begin(1)], world.begin(0, 2, save=2)
+    world.seal(tickets)
+    attempt = world.core.next_commit()
+    assert attempt is not None
+    world.core.settled(attempt, StoreUnavailable("time-out"))
+    assert world.core.abandoned() == []  # it may be a version after all
+    again = [world.begin(0, 3, save=3), world.begin(1, 3, save=3)]
+    world.seal(again)
+    world.core.settled(world.core.attempt(again[0]), Fenced("epoch 9 has replaced epoch 1"))
+    assert "epoch 9" in world.reason(waiting)
+
+
+def test_a_coordinator_that_was_restarted_says_so(world: World) -> None:
+    with pytest.raises(SaveFailed, match="the coordinator was restarted"):
+        world.core.finished(Ticket(9, "f" * 16, 0), 0, 0)

@@ -1,0 +1,58 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystow.storage import keys
+from raystow.storage.errors import Damaged
+from raystow.storage.stores.checks import is_key
+
+ids = st.integers(1, 10**12)
+attempts = st.text("0123456789abcdef", min_size=16, max_size=16)
+counts = st.integers(0, 10**9 - 1)
+
+
+def test_keys_are_those_of_the_specification():
+    attempt = "0123456789abcdef"
+    assert keys.record(7, attempt) == "versions/00000007-0123456789abcdef/version.json"
+    assert keys.fragment(7, attempt, 12) == "versions/00000007-0123456789abcdef/tensors-00012.parquet"
+    assert keys.pack(7, attempt, 12, "weights", 3) == "versions/00000007-0123456789abcdef/weights-00012-00003.pack"
+
+
+@given(id=ids, attempt=attempts, node=counts, number=counts)
+def test_every_object_of_an_attempt_leads_back_to_it(id, attempt, node, number):
+    made = [keys.record(id, attempt), keys.fragment(id, attempt, node), keys.pack(id, attempt, node, "optimizer", number)]
+    for key in made:
+        assert is_key(key)
+        assert key.startswith(keys.prefix(id, attempt))
+        assert keys.attempt_of(key) == (id, attempt)
+    assert len(set(made)) == 3
+
+
+@pytest.mark.parametrize(
+    "key", ["root.json", "raystow.json", "versions/", "versions/7-x/a", "probe/0123", "versions/00000007-0123456789abcdef/"]
+)
+def test_other_keys_belong_to_no_attempt(key):
+    assert keys.attempt_of(key) is None
+
+
+@pytest.mark.parametrize("attempt", ["", "../..", "0123456789ABCDEF", "0123456789abcde", "0123456789abcdef\n", "0" * 17])
+def test_an_attempt_that_is_none_makes_no_key(attempt):
+    with pytest.raises(Damaged):
+        keys.record(1, attempt)
+
+
+@pytest.mark.parametrize("group", ["", "..", "a/b", "Weights", "a" * 33, "weights\n", "1st"])
+def test_a_group_that_is_none_makes_no_key(group):
+    with pytest.raises(Damaged):
+        keys.pack(1, "0" * 16, 0, group, 0)
+
+
+@pytest.mark.parametrize(("id", "node", "number"), [(0, 0, 0), (-1, 0, 0), (1, -1, 0), (1, 0, -1), (1, 10**9, 0), (1, 0, 10**9)])
+def test_a_number_out_of_range_makes_no_key(id, node, number):
+    with pytest.raises(Damaged):
+        keys.pack(id, "0" * 16, node, "weights", number)
+
+
+def test_keys_sort_by_id():
+    made = [keys.record(id, "f" * 16) for id in (1, 9, 10, 99_999_999)]
+    assert made == sorted(made)

@@ -1,0 +1,143 @@
+"""Fragments: what comes back; and a row that makes no sense is an error that names the fragment, before anyone acts on it."""
+
+from __future__ import annotations
+
+import io
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from handmade import rows_and_pack, whole
+
+from raystow.storage.errors import Damaged, RaystowError, Unsupported
+from raystow.storage.manifest import SCHEMA, Fragment, Value
+
+KEY = "versions/00000001-0000000000000000/tensors-00003.parquet"
+VALUES = (Value("lr", '["lr"]', "0.1", (0, 1)), Value("seed", '["seed"]', "7", (1,)))
+ROWS = rows_and_pack(
+    {"w": whole(np.arange(6000, dtype=np.float32)), "b": (np.ones((4, 4)), [((0, 0), (2, 4)), ((2, 0), (2, 4))])}
+)[0]
+FRAGMENT = Fragment(0, tuple(sorted(ROWS, key=lambda row: (row.name, row.offset))), VALUES)
+DATA = FRAGMENT.dump()
+
+
+def changed(*, of: str = "array", schema: pa.Schema = SCHEMA, **fields: Any) -> bytes:
+    """The fragment with some fields of its last row of a kind replaced."""
+    rows = pq.read_table(pa.BufferReader(DATA)).to_pylist()
+    last = [row for row in rows if row["kind"] == of][-1]
+    last.update(fields)
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema), sink)
+    return sink.getvalue()
+
+
+def test_a_fragment_comes_back() -> None:
+    assert Fragment.load(DATA, 0, KEY) == FRAGMENT
+    assert Fragment.load(changed(), 0, KEY) == FRAGMENT
+
+
+def test_the_node_is_that_of_the_file() -> None:
+    assert {chunk.node for chunk in Fragment.load(DATA, 3, KEY).chunks} == {3}
+
+
+def test_an_empty_fragment_comes_back() -> None:
+    assert Fragment.load(Fragment(0, (), ()).dump(), 0, KEY) == Fragment(0, (), ())
+
+
+def test_rows_are_sorted_by_name_and_offset() -> None:
+    rows = pq.read_table(pa.BufferReader(Fragment(0, FRAGMENT.chunks[::-1], VALUES[::-1]).dump())).to_pylist()
+    assert [(row["name"], row["offset"]) for row in rows] == [
+        ("b", [0, 0]),
+        ("b", [2, 0]),
+        ("lr", None),
+        ("seed", None),
+        ("w", [0]),
+    ]
+
+
+def test_the_schema_on_disk_is_that_of_the_specification() -> None:
+    assert pq.read_schema(pa.BufferReader(DATA)).remove_metadata() == SCHEMA
+
+
+def test_an_unknown_column_is_ignored() -> None:
+    assert Fragment.load(changed(schema=SCHEMA.append(pa.field("note", pa.string())), note="x"), 0, KEY) == FRAGMENT
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"base": 7},
+        {"transform": ["delta", "planes"]},
+        {"transform": ["planes", "rotl1"]},
+        {"kind": "sparse"},
+        {"dtype": "float128"},
+    ],
+)
+def test_what_a_newer_writer_may_have_meant_is_refused(fields: dict[str, Any]) -> None:
+    with pytest.raises(Unsupported, match=KEY):
+        Fragment.load(changed(**fields), 0, KEY)
+
+
+@pytest.mark.parametrize("column", [name for name in SCHEMA.names if name not in ("base", "ranks", "value")])
+def test_a_null_in_a_chunk_row_is_refused(column: str) -> None:
+    with pytest.raises(RaystowError, match=KEY):
+        Fragment.load(changed(**{column: None}), 0, KEY)
+
+
+@pytest.mark.parametrize("column", ["name", "path", "value", "ranks"])
+def test_a_null_in_a_value_row_is_damage(column: str) -> None:
+    with pytest.raises(Damaged, match=KEY):
+        Fragment.load(changed(of="value", **{column: None}), 0, KEY)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"offset": [-1]},
+        {"extent": [6001]},
+        {"extent": [-1]},
+        {"offset": [1]},
+        {"shape": [6000, 1]},
+        {"shape": [5999]},
+        {"shape": [2**62], "extent": [2**62]},
+        {"shape": [1 << 27], "extent": [1 << 27]},
+        {"offset": [None]},
+        {"start": -1},
+        {"pack": -1},
+        {"stored": [-1]},
+        {"stored": []},
+        {"stored": [None]},
+        {"stored": [1 << 40]},
+        {"streams": [None]},
+        {"codecs": [None]},
+    ],
+    ids=str,
+)
+def test_a_number_that_cannot_be_is_damage(fields: dict[str, Any]) -> None:
+    with pytest.raises(Damaged, match=KEY):
+        Fragment.load(changed(**fields), 0, KEY)
+
+
+@pytest.mark.parametrize("ranks", [[], [-1], [None]], ids=str)
+def test_ranks_that_cannot_be_are_damage(ranks: list[Any]) -> None:
+    with pytest.raises(Damaged, match=KEY):
+        Fragment.load(changed(of="value", ranks=ranks), 0, KEY)
+
+
+@pytest.mark.parametrize("data", [b"", b"PAR1", DATA[:-1], DATA[100:], b"x" * 5000], ids=len)
+def test_what_is_no_parquet_is_damage(data: bytes) -> None:
+    with pytest.raises(Damaged, match=KEY):
+        Fragment.load(data, 0, KEY)
+
+
+@pytest.mark.parametrize("column", SCHEMA.names)
+def test_a_column_of_another_type_is_damage(column: str) -> None:
+    other = pa.list_(pa.list_(pa.bool_()))
+    schema = pa.schema([field.with_type(other) if field.name == column else field for field in SCHEMA])
+    rows = [{**row, column: None} for row in pq.read_table(pa.BufferReader(DATA)).to_pylist()]
+    sink = io.BytesIO()
+    pq.write_table(pa.Table.from_pylist(rows, schema), sink)
+    with pytest.raises(Damaged, match=KEY):
+        Fragment.load(sink.getvalue(), 0, KEY)

@@ -1,0 +1,68 @@
+from __future__ import annotations
+
+import math
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.orchestrator.planner import Piece, boxes, plan_save, share
+from raystow.orchestrator.shards import Shard
+from raystow.orchestrator.state import Leaf
+
+DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
+
+
+def shard(extent: tuple[int, ...], dtype: str = "uint8", *, shape: tuple[int, ...] | None = None, name: str = "t") -> Shard:
+    leaf = Leaf((name,), name, None, True)
+    return Shard(leaf, "tensor", dtype, shape or extent, (0,) * len(extent), extent, (), 0, np.empty(extent, f"V{DTYPES[dtype]}"))
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    extent=st.lists(st.integers(1, 9), max_size=4).map(tuple),
+    dtype=st.sampled_from(list(DTYPES)),
+    limit=st.sampled_from([16, 24, 100, 1000]),
+)
+def test_boxes_tile_the_shard(extent: tuple[int, ...], dtype: str, limit: int) -> None:
+    cut = list(boxes(shard(extent, dtype), limit))
+    times = np.zeros(extent, int)
+    places = np.arange(times.size).reshape(extent)
+    for offset, size in cut:
+        box = tuple(slice(o, o + n) for o, n in zip(offset, size, strict=True))
+        times[box] += 1
+        assert math.prod(size) * DTYPES[dtype] <= limit
+        inside = places[box].reshape(-1)
+        assert np.array_equal(inside, np.arange(inside[0], inside[0] + inside.size)), "not contiguous in row-major order"
+    assert (times == 1).all()
+    assert len(cut) <= 1 or math.prod(extent) * DTYPES[dtype] > limit
+
+
+def test_an_empty_tensor_is_named_and_an_empty_shard_of_another_is_not() -> None:
+    assert list(boxes(shard((3, 0)))) == [((0, 0), (3, 0))]
+    assert list(boxes(shard((0, 4), shape=(8, 4)))) == []
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    sizes=st.lists(st.integers(1, 1000), max_size=40),
+    holders=st.sets(st.integers(0, 50), min_size=1, max_size=7).map(lambda s: tuple(sorted(s))),
+)
+def test_a_share_is_disjoint_complete_and_balanced(sizes: list[int], holders: tuple[int, ...]) -> None:
+    pieces = [Piece(shard((n,), name=f"t{i}"), ((0,), (n,))) for i, n in enumerate(sizes)]
+    shares = {rank: share(pieces, holders, rank) for rank in holders}
+    taken = [id(piece) for mine in shares.values() for piece in mine]
+    assert sorted(taken) == sorted(map(id, pieces))
+    loads = [sum(piece.nbytes for piece in mine) for mine in shares.values()]
+    assert max(loads) - min(loads) <= max(sizes, default=0)
+
+
+@settings(max_examples=50, deadline=None)
+@given(sizes=st.lists(st.integers(0, 300_000), max_size=12), world=st.integers(1, 5))
+def test_the_plans_of_all_ranks_hold_every_chunk_once(sizes: list[int], world: int) -> None:
+    state = {f"t{i}": np.zeros((n, 33), np.uint8) for i, n in enumerate(sizes)}
+    plans = [plan_save(state, rank=rank, world_size=world) for rank in range(world)]
+    found = sorted((p.shard.leaf.name, p.box) for plan in plans for p in plan.pieces)
+    assert found == sorted({(p.shard.leaf.name, p.box) for p in plan_save(state, rank=0, world_size=1).pieces})
+    assert sum(plan.nbytes for plan in plans) == 33 * sum(sizes)
+    assert sum(plan.expected for plan in plans) == plans[0].expected

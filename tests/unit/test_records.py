@@ -1,0 +1,122 @@
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from raystow.storage import keys, records
+from raystow.storage.digest import stored_digest
+from raystow.storage.errors import Damaged, Unsupported
+from raystow.storage.root import Entry, Root
+from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+
+SPEC = (Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md").read_text()
+ENTRY = Entry(1, "0" * 16, "ab" * 32, 663, 100, 1.25, 24, 20)
+ROOT = Root("cafe", epoch=3, owner="me", next_id=9, write_id="w", pins={"best": 1, "naïve \ud800": 1}, versions=(ENTRY,))
+
+
+def sealed(fields: dict) -> bytes:
+    """A record with a right first line, whatever is in it."""
+    body = json.dumps(fields)[1:].encode()
+    return f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body
+
+
+def test_a_record_is_json_whose_first_line_seals_the_rest():
+    data = records.dump({"repository": "cafe"}, keys.MARKER)
+    line, _, body = data.partition(b"\n")
+    assert line.decode() == f'{{"digest": "{stored_digest(body).hex()}",'
+    assert json.loads(data)["repository"] == "cafe"
+    assert records.load(data, keys.MARKER) == json.loads(data)
+
+
+def test_the_examples_of_the_specification():
+    blocks = dict(re.findall(r"```json (\S+)\n(.*?)\n```", SPEC, re.DOTALL))
+    marker = records.load(blocks["raystow.json"].encode(), keys.MARKER)
+    root = Root.load(blocks["root.json"].encode())
+    data = blocks["version.json"].encode()
+    record = VersionRecord.load(data, keys.record(1, root.versions[0].attempt))
+    assert marker["repository"] == root.repository == record.repository
+    assert (root.versions[0].digest, root.versions[0].size) == (stored_digest(data).hex(), len(data))
+    assert record.metrics == {"loss": 2.25}
+
+
+def test_a_root_comes_back():
+    assert Root.load(ROOT.dump()) == ROOT
+
+
+def test_a_version_record_comes_back():
+    record = VersionRecord(
+        "cafe",
+        1,
+        "0" * 16,
+        3,
+        100,
+        1.25,
+        2,
+        {"loss": float("inf"), "n": 2**70, "raw": b"\0"},
+        {"raystow": "1"},
+        (FragmentInfo(0, 10, "ab" * 32, (0, 1), 3, 24, 20),),
+        (PackInfo(0, "weights", 0, 20),),
+    )
+    assert VersionRecord.load(record.dump(), record.key()) == record
+
+
+def test_unknown_fields_are_ignored():
+    fields = {**json.loads(ROOT.dump()), "future": {"x": 1}}
+    assert Root.load(sealed(fields)) == ROOT
+
+
+def test_another_format_is_refused():
+    for key in (keys.MARKER, keys.ROOT, keys.record(1, "0" * 16)):
+        with pytest.raises(Unsupported, match=key):
+            records.load(sealed({"format": 2, "record": "?"}), key)
+
+
+def test_a_record_in_another_ones_place_is_damage():
+    with pytest.raises(Damaged, match=r"raystow\.json"):
+        records.load(ROOT.dump(), keys.MARKER)
+
+
+@pytest.mark.parametrize("data", [b"", b"{", b'{"digest": "', b"null", b"\xff" * 200, b'{"format": 1}'])
+def test_what_is_no_record_is_damage(data):
+    with pytest.raises(Damaged, match=r"root\.json"):
+        Root.load(data)
+
+
+@pytest.mark.parametrize("body", [b"", b"}", b'"x": }', b'"x": "\xff"}', b'"x": ' + b"[" * 100_000])
+def test_what_is_sealed_but_no_json_is_damage(body):
+    with pytest.raises(Damaged, match=r"root\.json"):
+        Root.load(f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body)
+
+
+@pytest.mark.parametrize("wrong", [None, -1, "x", 1.5, True, [], {}, [3], {"a": -1}, {"a": "b"}])
+@pytest.mark.parametrize("name", ["repository", "epoch", "owner", "next_id", "write_id", "pins", "versions"])
+def test_a_field_of_the_wrong_kind_is_damage(name, wrong):
+    fields = json.loads(ROOT.dump())
+    if type(fields[name]) is type(wrong) and wrong in ("x", [], {}):
+        return
+    with pytest.raises(Damaged, match=r"root\.json"):
+        Root.load(sealed({**fields, name: wrong}))
+
+
+@pytest.mark.parametrize("name", list(vars(ENTRY)))
+def test_an_entry_without_a_field_is_damage(name):
+    fields = json.loads(ROOT.dump())
+    del fields["versions"][0][name]
+    with pytest.raises(Damaged, match=r"root\.json"):
+        Root.load(sealed(fields))
+
+
+def test_ids_that_do_not_ascend_are_damage():
+    with pytest.raises(Damaged, match="ascending"):
+        Root.load(Root("cafe", versions=(ENTRY, ENTRY)).dump())
+
+
+@pytest.mark.parametrize("part", ["fragments", "packs", "metrics", "writer"])
+@pytest.mark.parametrize("wrong", [None, 1, "x", [None], [{}], [{"node": -1}], {"x": [1]}])
+def test_a_part_of_a_version_record_that_makes_no_sense_is_damage(part, wrong):
+    record = VersionRecord("cafe", 1, "0" * 16, 3, 100, 1.25, 2)
+    if part == "writer" and wrong == {"x": [1]}:
+        return  # for people: any text will do
+    with pytest.raises(Damaged):
+        VersionRecord.load(sealed({**json.loads(record.dump()), part: wrong}), record.key())
