@@ -105,7 +105,8 @@ class Coordinator:
             attempt.replicated[begin.rank] = begin.replicated
             attempt.metrics.update(begin.metrics)
             attempt.expected += begin.expected
-        return Ticket(attempt.id, attempt.attempt, attempt.nodes.setdefault(begin.node, len(attempt.nodes)))
+        number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        return Ticket(attempt.id, attempt.attempt, number, attempt.deadline - attempt.opened)
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """A rank's shards are all coded on its node."""

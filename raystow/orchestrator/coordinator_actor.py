@@ -147,12 +147,10 @@ class RayPort:
 
     def __init__(self, uri: str) -> None:
         self._uri, self._actor = uri, coordinator_actor(uri)
-        self._patience: dict[str, float] = {}
 
     def begin(self, begin: Begin) -> Ticket:
         """See ``Port.begin``."""
         ticket: Ticket = self._call("begin", _ANSWER, begin)
-        self._patience[ticket.attempt] = begin.timeout + 2 * _ANSWER
         return ticket
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
@@ -161,11 +159,11 @@ class RayPort:
 
     def wait_complete(self, ticket: Ticket) -> None:
         """See ``Port.wait_complete``."""
-        self._call("wait_complete", self._patience[ticket.attempt], ticket)
+        self._call("wait_complete", ticket.timeout + _ANSWER, ticket)
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         """See ``Port.fragment``."""
-        entry: Entry = self._call("fragment", self._patience.pop(ticket.attempt), ticket, info, packs)
+        entry: Entry = self._call("fragment", ticket.timeout + 2 * _ANSWER, ticket, info, packs)
         return entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:

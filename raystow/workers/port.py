@@ -5,6 +5,7 @@ In a cluster the port is an actor handle behind ``orchestrator.coordinator_actor
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -35,11 +36,13 @@ class Begin:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The attempt that a save belongs to. ``node`` is the number of the asking node within the attempt."""
+    """The attempt that a save belongs to. ``node`` is the number of the asking node within the attempt; ``timeout`` the seconds
+    after which the coordinator gives the attempt up."""
 
     id: int
     attempt: str
     node: int
+    timeout: float
 
 
 class Port(Protocol):
@@ -71,5 +74,9 @@ def coverage(name: str, dtype: str, shape: Sequence[int], elements: int) -> int:
     The terms of all chunks that were stored must add up to those of all tensors that should have been, each with its full
     number of elements. So a tensor that no rank took charge of, or two did, is found without anyone listing them.
     """
-    key = stored_digest(f"{name}\0{dtype}\0{tuple(shape)}".encode())
-    return (int.from_bytes(key[:8], "little") | 1) * elements % MODULUS
+    return _weight(name, dtype, tuple(shape)) * elements % MODULUS
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _weight(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    return int.from_bytes(stored_digest(f"{name}\0{dtype}\0{shape}".encode())[:8], "little") | 1
