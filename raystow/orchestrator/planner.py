@@ -67,6 +67,8 @@ class Piece:
         else:
             import torch
 
+            if self.shard.ready is not None:
+                self.shard.ready.synchronize()
             torch.from_numpy(out).view(source.dtype).reshape(source.shape).copy_(source)
 
 

@@ -18,7 +18,8 @@ _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 @dataclass(frozen=True)
 class Shard:
     """``holders``: the ranks that hold this very box, ascending; empty for all ranks. ``first``: the rank that vouches for the
-    tensor's existence. ``bits``: the local elements as a numpy array, or a torch tensor on a device, of opaque words."""
+    tensor's existence. ``bits``: the local elements as a numpy array, or a torch tensor on a device, of opaque words. ``ready``:
+    a CUDA event after which a device's elements may be read, on any stream; None for host memory."""
 
     leaf: Leaf
     kind: str
@@ -29,6 +30,7 @@ class Shard:
     holders: tuple[int, ...]
     first: int
     bits: Any
+    ready: Any = None
 
     @property
     def itemsize(self) -> int:
@@ -68,7 +70,8 @@ def _torch_shard(leaf: Leaf, where: str) -> Shard:
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in dtypes.DTYPES:
         raise StateError(f"dtype {dtype} cannot be stored", subject=where)
-    return Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, bits(local))
+    ready = torch.cuda.current_stream(local.device).record_event() if local.is_cuda else None
+    return Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, bits(local), ready)
 
 
 def _placed(tensor: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:

@@ -1,0 +1,67 @@
+"""State on a GPU is saved and restored bit for bit, also by the path that codes on the CPU."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+DTYPES = [
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.float8_e4m3fn,
+    torch.int64,
+    torch.bool,
+    torch.complex64,
+    torch.complex128,
+]
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    high = 2 if dtype is torch.bool else 256
+    return (
+        torch.randint(0, high, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, device="cuda").view(dtype).reshape(shape)
+    )
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+def test_every_dtype_through_host_memory(dtype: torch.dtype) -> None:
+    base = random_bits(dtype, 700, 1030)
+    state = {
+        "plain": base,
+        "transposed": base.t(),
+        "strided": base[::3, 5:400:2],
+        "one": random_bits(dtype, 1),
+        "empty": random_bits(dtype, 0, 3),
+        "scalar": random_bits(dtype),
+    }
+    with LocalCluster(f"memory://cuda-{dtype}") as cluster:
+        version = cluster.save(state, step=1)
+    into = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    raystow.restore_latest(cluster.uri, into=into)
+    for name, tensor in state.items():
+        assert into[name].is_cuda
+        assert as_bytes(into[name]) == as_bytes(tensor), name
+        assert as_bytes(version.read(name)) == as_bytes(tensor), name
+
+
+def test_what_a_side_stream_is_still_writing_is_waited_for() -> None:
+    tensor = torch.zeros(64 << 20, device="cuda")
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream), LocalCluster("memory://cuda-stream", memory=256 << 20) as cluster:
+        for _ in range(200):
+            tensor.add_(1)  # some hundred milliseconds of work in the queue
+        version = cluster.save({"w": tensor}, step=1)
+    assert torch.equal(version.read("w"), torch.full((64 << 20,), 200.0))
