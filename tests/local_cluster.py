@@ -183,6 +183,7 @@ class LocalCluster:
             self._port.join(rank, incarnation)
             hello = {
                 "uri": self.uri,
+                "repository": self.repository.id,
                 "rank": rank,
                 "world_size": world_size,
                 "incarnation": incarnation,

@@ -96,10 +96,14 @@ class Checkpointer:
             "metrics": {name: values.encode(value) for name, value in metrics.items()},
             "values": plan.values,
         }
-        self._pending.append(pending)
-        self._attached().submit(
-            Order(number, begin, plan.pieces, on_staged=pending._set_staged, on_end=lambda outcome: self._ended(pending, outcome))
+        order = Order(
+            number, begin, plan.pieces, on_staged=pending._set_staged, on_end=lambda outcome: self._ended(pending, outcome)
         )
+        try:
+            self._attached().submit(order)
+            self._pending.append(pending)
+        except RaystowError as error:
+            pending._set_outcome(error)
         pending.stall += SYSTEM.monotonic() - start
         return pending
 
@@ -162,6 +166,7 @@ class Checkpointer:
             worker = node_actor(RayPort)
             hello = {
                 "uri": self.uri,
+                "repository": self._repository_id,
                 "rank": self.rank,
                 "world_size": self.world_size,
                 "incarnation": self._incarnation,

@@ -9,8 +9,9 @@ from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
 from ..storage.clock import SYSTEM
-from ..storage.errors import RaystowError
+from ..storage.errors import NotARepository, RaystowError, SaveFailed
 from ..storage.object_store import ObjectStore
+from ..storage.repository import open_repository
 from ..storage.stores import open_store
 from .attempt import NodeAttempt, Workshop, warm_up
 from .budget import Budget
@@ -40,6 +41,7 @@ class Node:
         self._lock = threading.Lock()
         self._ports: dict[str, tuple[Port, ObjectStore]] = {}
         self._attempts: dict[tuple[str, str], NodeAttempt] = {}
+        self._shared: set[tuple[str, str]] = set()  # repositories by URI and id, seen from here to be what others see
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
         for _ in range(threads or os.cpu_count() or 1):
             self._workshop.coders.submit(warm_up)
@@ -80,9 +82,19 @@ class Node:
                 self._ports[uri] = self._connect(uri), open_store(uri)
             return self._ports[uri]
 
-    def open_attempt(self, uri: str, begin: Begin) -> tuple[NodeAttempt, int]:
-        """See ``session.Host``."""
+    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        """See ``session.Host``. A folder that this node does not share with the coordinator is refused before a byte is lost."""
         port, store = self._repository(uri)
+        if (uri, repository) not in self._shared:
+            try:
+                same = open_repository(uri).id == repository
+            except NotARepository:
+                same = False
+            if not same:
+                raise SaveFailed(
+                    "this node sees another folder there than the coordinator", subject=uri, remedy="use one all nodes share"
+                )
+            self._shared.add((uri, repository))
         ticket = port.begin(begin)
         with self._lock:
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}

@@ -7,7 +7,7 @@ import threading
 from typing import Any, Protocol
 
 from ..storage import values
-from ..storage.errors import RaystowError
+from ..storage.errors import RaystowError, SaveFailed
 from .attempt import NodeAttempt, Outcome, draft
 from .port import Begin
 from .ring import Ring
@@ -19,8 +19,9 @@ logger = logging.getLogger(__name__)
 class Host(Protocol):
     """What a session asks of its node."""
 
-    def open_attempt(self, uri: str, begin: Begin) -> tuple[NodeAttempt, int]:
-        """Join the attempt of a save to the repository at ``uri``; the attempt, and this node's number in it."""
+    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        """Join the attempt of a save to the repository at ``uri``, which has the id ``repository``; the attempt, and this node's
+        number in it."""
 
     def farewell(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
         """A training process has ended: tell the coordinator of the repository at ``uri``."""
@@ -96,8 +97,11 @@ class Session:
             metrics={name: values.decode(form) for name, form in fields["metrics"].items()},
         )
         try:
-            attempt, self._number = self._host.open_attempt(self._hello["uri"], begin)
-        except RaystowError as error:
+            attempt, self._number = self._host.open_attempt(self._hello["uri"], self._hello["repository"], begin)
+        except Exception as error:
+            if not isinstance(error, RaystowError):
+                logger.exception("a save could not begin")
+                error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {begin.step}")
             self._attempt = None
             self._tell(save, error)
             return

@@ -90,11 +90,11 @@ class Staging:
                     self._connection.send({"slot": slot, "chunks": chunks})
                 self._connection.send({"end": order.save})
             except RaystowError as error:
-                self._end(order, SaveFailed(str(error), subject=f"save of step {order.begin['step']}"))
+                self._end(order.save, SaveFailed(str(error), subject=f"save of step {order.begin['step']}"))
             except Exception as error:
                 logger.exception("staging failed")
                 self._connection.close()  # the node worker gives the attempt up when it sees us gone
-                self._end(order, SaveFailed(f"staging failed: {error}", subject=f"save of step {order.begin['step']}"))
+                self._end(order.save, SaveFailed(f"staging failed: {error}", subject=f"save of step {order.begin['step']}"))
             finally:
                 order.pieces = ()
                 order.on_staged()
@@ -128,20 +128,20 @@ class Staging:
             if "free" in message:
                 self._free.put(message["free"])
             elif "done" in message:
-                self._end(self._open[message["done"]], Entry(**message["entry"]))
+                self._end(message["done"], Entry(**message["entry"]))
             elif "failed" in message:
-                error = SaveFailed(message["what"], subject=message["subject"], remedy=message["remedy"])
-                self._end(self._open[message["failed"]], error)
+                self._end(message["failed"], SaveFailed(message["what"], subject=message["subject"], remedy=message["remedy"]))
         self.lost = True
         self._free.put(None)
         with self._lock:
             orders = list(self._open.values())
         for order in orders:
-            self._end(order, SaveFailed("the node worker of this rank died", subject=f"save of step {order.begin['step']}"))
+            self._end(order.save, SaveFailed("the node worker of this rank died", subject=f"save of step {order.begin['step']}"))
 
-    def _end(self, order: Order, outcome: Entry | RaystowError) -> None:
+    def _end(self, save: int, outcome: Entry | RaystowError) -> None:
         with self._lock:
-            if self._open.pop(order.save, None) is None:
-                return
+            order = self._open.pop(save, None)
+        if order is None:
+            return  # it has ended before
         order.failed = isinstance(outcome, RaystowError)
         order.on_end(outcome)

@@ -49,7 +49,8 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
 @pytest.mark.parametrize("moment", ["durable", "restored"])
 def test_ctrl_c_leaves_no_process_and_no_half_version(tmp_path: Path, moment: str) -> None:
     environment = {**os.environ, "RAYSTOW_TEST_MARKER": str(tmp_path)}
-    process = subprocess.Popen([*DEMO, "--steps", "8", "--every", "2"], cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    command = [*DEMO, "--steps", "8", "--every", "2"]
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for line in process.stdout:
         if moment in line:

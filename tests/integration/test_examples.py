@@ -20,7 +20,7 @@ def _run(example: str, *arguments: object, cwd: Path, **environment: str) -> str
     done = subprocess.run(
         [sys.executable, str(_EXAMPLES / example), *map(str, arguments)],
         cwd=cwd,
-        env={**os.environ, "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", **environment},
+        env={**os.environ, "HOME": str(cwd), "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", **environment},
         capture_output=True,
         text=True,
         timeout=_SECONDS,

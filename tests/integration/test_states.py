@@ -181,3 +181,13 @@ def test_values_of_each_rank_come_back_to_it() -> None:
         version = cluster.save_all(states, step=1)
     assert [version.values(rank) for rank in range(4)] == [{"rank": r, "same": "text"} for r in (0, 1, 2, 0)]
     assert sum(len(fragment.values) for fragment in version.fragments) == 3 + 2  # one row for each value of a node
+
+
+def test_a_node_that_sees_another_folder_is_refused(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path / "run")) as cluster:
+        (tmp_path / "run").rename(tmp_path / "away")  # as on a node without the shared folder
+        with pytest.raises(raystow.SaveFailed, match="this node sees another folder there than the coordinator"):
+            cluster.save({"w": torch.ones(3)}, step=1)
+        (tmp_path / "away").rename(tmp_path / "run")
+        cluster.save({"w": torch.ones(3)}, step=2)
+    assert [version.step for version in raystow.open(tmp_path / "run").versions()] == [2]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+from fake_clock import FakeClock
 
 from raystow.orchestrator.coordinator import Coordinator, Phase
 from raystow.storage.clock import SYSTEM
@@ -13,23 +14,6 @@ from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
 from raystow.storage.repository import create_repository
 from raystow.storage.version_record import FragmentInfo
 from raystow.workers.port import Begin, Ticket
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.time = 100.0
-
-    def now(self) -> float:
-        return self.time
-
-    def monotonic(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
-
-    def token(self) -> str:
-        return SYSTEM.token()
 
 
 @dataclass

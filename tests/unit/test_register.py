@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import pytest
+from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -17,24 +18,6 @@ from raystow.storage.root import Register, Root
 from raystow.storage.stores.memory import MemoryStore
 
 FATES = ["works", "lost answer", "412 that was ours", "down", "late", "412"]
-
-
-class FakeClock:
-    def __init__(self) -> None:
-        self.time, self.tokens = 0.0, 0
-
-    def now(self) -> float:
-        return self.time
-
-    def monotonic(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
-
-    def token(self) -> str:
-        self.tokens += 1
-        return f"{self.tokens:016x}"
 
 
 class FaultyStore:

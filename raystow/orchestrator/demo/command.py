@@ -130,6 +130,10 @@ class _Screen:
             self._progress.stop_task(self._bars[run])
         elif kind == "durable" and event["rank"] == 0:
             self._progress.console.print(f"  version {event['version']} of step {event['step']} is durable", style="dim")
+        elif kind == "failed" and event["rank"] == 0:
+            self._progress.console.print(
+                f"  the save of step {event['step']} failed: {event['reason']}", style="yellow", markup=False
+            )
         elif kind == "killed":
             self._progress.update(self._bars[run], note="node lost")
             self._progress.console.print(f"  killed a whole node in the save of step {event['step']}", style="bold red")

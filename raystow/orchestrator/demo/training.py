@@ -13,6 +13,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
+from ...storage.errors import RaystowError
 from ..client import Checkpointer
 from ..pending import Pending
 from .events import Journal
@@ -70,7 +71,10 @@ def train(config: dict[str, Any]) -> None:
 def _noted(pending: Pending, journal: Journal, run: str, rank: int) -> bool:
     if not pending.done():
         return False
-    journal.write("durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
+    try:
+        journal.write("durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
+    except RaystowError as error:  # the loop goes on: the next save may work
+        journal.write("failed", run=run, rank=rank, step=pending.step, reason=str(error))
     return True
 
 

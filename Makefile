@@ -1,0 +1,69 @@
+# What there is to run. Needs Linux, GNU make and Python 3.10 or newer; everything else goes into .venv.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak bench picture clean
+
+PYTHON ?= python3
+BIN := .venv/bin
+READY := .venv/ready
+# Two ports of which the one a thousand above is free as well: Ceph's monitor takes a pair.
+PORTS := import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]; a, b = (x.getsockname()[1] for x in s); \
+	print(a, b - 1000); socket.create_server(("127.0.0.1", b - 1000)).close()
+
+help:  ## this list
+	@sed -nE 's/^([a-z0-9-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+
+venv: $(READY)  ## the virtual environment in .venv, made once and after a change of dependencies
+
+# torch first and pinned: left to itself, the resolver may try several versions of it, at gigabytes each.
+$(READY): pyproject.toml constraints.txt
+	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("raystow needs Python 3.10 or newer; set PYTHON=python3.x")'
+	$(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -c constraints.txt torch
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,dev]"
+	touch $@
+
+demo: $(READY)  ## train on a real cluster, lose a node in mid-save, get every bit back (two minutes)
+	$(BIN)/raystow demo
+
+test: lint  ## lint, types, layers, and all tests but those that need a GPU or take minutes
+	$(BIN)/pytest -m "not slow and not gpu"
+
+lint: $(READY)  ## style (ruff), types (mypy), layers (import-linter)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+
+test-s3: $(READY)  ## tests and demo on a real S3 server: a private Ceph, or the one at $RAYSTOW_TEST_S3
+	@if [ -n "$${RAYSTOW_TEST_S3:-}" ]; then \
+		AWS_ENDPOINT_URL=$$RAYSTOW_TEST_S3 $(MAKE) --no-print-directory s3-suite; exit; \
+	fi; \
+	[ -x "$${CEPH_HOME:-$$HOME/.cache/ceph-s3}/root/usr/bin/radosgw" ] || tools/ceph_s3.sh install; \
+	read -r PORT MONPORT < <($(BIN)/python -c '$(PORTS)'); \
+	RUN=$$(mktemp -d); export RUN PORT MONPORT; \
+	trap 'tools/ceph_s3.sh stop wipe' EXIT; \
+	settings=$$(tools/ceph_s3.sh start); export $$settings; \
+	RAYSTOW_TEST_S3=$$AWS_ENDPOINT_URL $(MAKE) --no-print-directory s3-suite
+
+s3-suite: $(READY)
+	$(BIN)/pytest -m s3
+	PYTHONPATH=tests $(BIN)/python -c 'import s3_server; s3_server.make_bucket("raystow-tests")'
+	$(BIN)/raystow demo --store s3://raystow-tests/demo
+
+test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
+	$(BIN)/pytest -m gpu
+
+soak: $(READY)  ## the tests that take minutes
+	$(BIN)/pytest -m slow
+
+bench: $(READY)  ## how fast this machine codes and decodes
+	$(BIN)/python benchmarks/cpu_codec.py
+
+picture: $(READY)  ## the picture in the README, from a real run of the demo
+	$(BIN)/python tools/record_demo.py docs/images/demo.svg
+
+clean:  ## remove caches, builds and what the demo left; .venv stays
+	rm -rf raystow-demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +
