@@ -19,8 +19,9 @@ from .errors import Damaged, Unsupported
 from .kernels import Bytes
 
 STREAM = 32 << 10
-"""Plane bytes per coded stream, on the CPU: short, since every layer has its own distribution of exponents and every stream its
-own Huffman code; shorter ones would gain little more and decode slower. A reader goes by what the chunk says."""
+"""Plane bytes per coded stream, on the CPU: short, since every layer has its own distribution of exponents, and every stream its
+own Huffman code; still shorter ones gain little and decode slower. A reader goes by what the chunk says: streams coded on a GPU
+may be of another size."""
 
 MAX_CHUNK = 256 << 20
 """No chunk decodes to more bytes than this; a reader refuses one that claims to."""
@@ -48,7 +49,7 @@ class Coding:
     codecs: tuple[str, ...]
     stored: tuple[int, ...]
     streams: tuple[int, ...] = ()
-    stream: int = STREAM
+    stream: int = 64 << 10
 
     @property
     def size(self) -> int:
@@ -57,26 +58,31 @@ class Coding:
 
 
 class Encoder:
-    """Encodes chunks of up to ``capacity`` bytes, with scratch memory of about twice that. One for each thread."""
+    """Encodes chunks of up to ``capacity`` bytes, with scratch memory of as much. One for each thread."""
 
     def __init__(self, capacity: int) -> None:
         self._planes = np.empty(capacity, np.uint8)
-        self._out = np.empty(capacity + 512 * (capacity // STREAM + 16), np.uint8)  # zstd may add some bytes per frame
         self._literals = zstd.Encoder(zstd.LITERALS)
         self._matches = zstd.Encoder(zstd.MATCHES)
 
     def encode(self, raw: Bytes, dtype: DType) -> tuple[Bytes, Coding]:
-        """The bytes to store for a contiguous uint8 array, and their description.
-
-        The result lies in this encoder's scratch memory, or is ``raw`` itself: copy it before the next call.
-        """
+        """The bytes to store for a contiguous uint8 array, in memory of their own, and their description."""
         width = dtype.width
         codecs = self._choose(raw.view(kernels.WORDS[width]), dtype.rotate) if raw.size >= _SMALL else [RAW]
         if set(codecs) == {RAW}:
-            return raw, Coding(False, False, (RAW,), (raw.size,))
+            return raw.copy(), Coding(False, False, (RAW,), (raw.size,))
+        out = np.empty(raw.size + 512 * (raw.size // STREAM + 16), np.uint8)  # zstd may add some bytes per frame
+        stored, streams = self._encode_planes(raw, dtype, codecs, out)
+        out.resize(sum(stored), refcheck=False)  # gives the rest back; whatever views of it there were are gone
+        return out, Coding(width > 1, dtype.rotate, tuple(codecs), tuple(stored), tuple(streams), STREAM)
+
+    def _encode_planes(self, raw: Bytes, dtype: DType, codecs: list[str], out: Bytes) -> tuple[list[int], list[int]]:
+        """Fill ``out``; the bytes of each plane in it, and the sizes of all streams. A codec that turns out not to fit is
+        replaced in ``codecs``."""
+        width = dtype.width
         n = raw.size // width
         kept, coded = [p for p in range(width) if codecs[p] == RAW], [p for p in range(width) if codecs[p] != RAW]
-        planes = {p: self._out[i * n : (i + 1) * n] for i, p in enumerate(kept)}
+        planes = {p: out[i * n : (i + 1) * n] for i, p in enumerate(kept)}
         planes.update({p: self._planes[i * n : (i + 1) * n] for i, p in enumerate(coded)})
         if width == 1:
             planes[0] = raw
@@ -86,11 +92,11 @@ class Encoder:
         for p in coded:
             if codecs[p] == PACK7 and np.bitwise_or.reduce(planes[p]) & 1:
                 codecs[p] = ZSTD  # the sample held no odd byte, but the plane does
-            sizes = self._code(codecs[p], planes[p], self._out[end:])
+            sizes = self._code(codecs[p], planes[p], out[end:])
             stored[p] = sum(sizes)
             streams += sizes if codecs[p] == ZSTD else []
             end += stored[p]
-        return self._out[:end], Coding(width > 1, dtype.rotate, tuple(codecs), tuple(stored), tuple(streams))
+        return stored, streams
 
     def _choose(self, words: kernels.Words, rotate: bool) -> list[str]:
         """A codec for each plane, from the entropy of some 4,096 words spread over the chunk."""

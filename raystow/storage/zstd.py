@@ -2,7 +2,8 @@
 
 On exponent planes the best speed *and* ratio come from Huffman-coded literals without any search for matches. The library
 does that only when told by a parameter that python-zstandard exposes through its CFFI interface and not through its classes,
-so this module is the one place that speaks CFFI. CFFI calls release the GIL.
+so this module is the one place that speaks CFFI. All streams of a plane are coded within one compiled loop that holds no GIL:
+taking the GIL back after every stream would make two threads slower than one.
 """
 
 from __future__ import annotations
@@ -10,13 +11,27 @@ from __future__ import annotations
 import threading
 from typing import Any
 
+import numpy as np
+from llvmlite import binding  # type: ignore[import-untyped]
+from numba import types
 from zstandard import backend_cffi
 
 from .errors import Damaged
-from .kernels import Bytes
+from .kernels import Bytes, Words, compiled
 
 _ffi: Any = backend_cffi.ffi
 _lib: Any = backend_cffi.lib
+
+
+def _external(name: str) -> Any:
+    """A function of the library for compiled code to call by name, so that the code can be cached on disk. It takes (context,
+    target, its size, source, its size), pointers as integers, and gives a size or an error code beyond all sizes."""
+    symbol = f"raystow_{name}"
+    binding.add_symbol(symbol, int(_ffi.cast("uintptr_t", _ffi.addressof(_lib, name))))
+    return types.ExternalFunction(symbol, types.uint64(*[types.uint64] * 5))
+
+
+_compress, _decompress = _external("ZSTD_compress2"), _external("ZSTD_decompressDCtx")
 
 # ZSTD_cParameter numbers, from zstd.h.
 _LEVEL, _WINDOW_LOG, _HASH_LOG, _MIN_MATCH, _TARGET_LENGTH, _STRATEGY, _LITERALS = 100, 101, 102, 105, 106, 107, 1002
@@ -42,15 +57,23 @@ class Encoder:
 
         ``out`` must have room for 0.5 % and 512 bytes more than ``plane``.
         """
-        target, source = _pointer(out), _pointer(plane)
-        sizes: list[int] = []
-        end = 0
-        for start in range(0, plane.size, stream):
-            length = min(stream, plane.size - start)
-            size = int(_check(_lib.ZSTD_compress2(self._context, target + end, out.size - end, source + start, length)))
-            sizes.append(size)
-            end += size
-        return sizes
+        sizes = np.empty(-(-plane.size // stream), np.uint64)
+        _check(_encode(_address(self._context), plane, stream, out, sizes))
+        return [int(size) for size in sizes]
+
+
+@compiled
+def _encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -> Any:
+    """Fills ``sizes``; 0 or an error code."""
+    end = 0
+    for i in range(sizes.size):
+        source = plane[i * stream : (i + 1) * stream]
+        size = _compress(context, out.ctypes.data + end, out.size - end, source.ctypes.data, source.size)
+        if size > np.uint64(out.size):
+            return size
+        sizes[i] = size
+        end += np.int64(size)
+    return np.uint64(0)
 
 
 _local = threading.local()
@@ -64,23 +87,30 @@ def decode(coded: Bytes, sizes: list[int], stream: int, plane: Bytes) -> None:
     context = getattr(_local, "context", None)
     if context is None:
         context = _local.context = _ffi.gc(_lib.ZSTD_createDCtx(), _lib.ZSTD_freeDCtx)
-    source, target = _pointer(coded), _pointer(plane)
-    for i, size in enumerate(sizes):
-        expected = min(stream, plane.size - i * stream)
-        got = _lib.ZSTD_decompressDCtx(context, target + i * stream, expected, source, size)
-        source += size
-        if _lib.ZSTD_isError(got):
-            raise Damaged(f"zstd: {_ffi.string(_lib.ZSTD_getErrorName(got)).decode()}")
-        if got != expected:
-            raise Damaged(f"zstd: a stream of {got} bytes where {expected} were expected")
+    got = _decode(_address(context), coded, np.array(sizes, np.uint64), stream, plane)
+    if _lib.ZSTD_isError(got):
+        raise Damaged(f"zstd: {_ffi.string(_lib.ZSTD_getErrorName(got)).decode()}")
+    if got != plane.size:
+        raise Damaged(f"zstd: a stream does not decode to the {stream} bytes that were expected, or to the rest of its plane")
 
 
-def _pointer(array: Bytes) -> Any:
-    """A C pointer to a contiguous array, which the caller keeps alive."""
-    return _ffi.cast("char *", array.ctypes.data)
+@compiled
+def _decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> Any:
+    """The number of bytes decoded until all were or one frame had the wrong size, or an error code."""
+    end = 0
+    for i in range(sizes.size):
+        target, size = plane[i * stream : (i + 1) * stream], np.int64(sizes[i])
+        got = _decompress(context, target.ctypes.data, target.size, coded.ctypes.data + end, size)
+        if got != np.uint64(target.size):
+            return got if got > np.uint64(plane.size) else np.uint64(i * stream)
+        end += size
+    return np.uint64(plane.size)
 
 
-def _check(code: Any) -> Any:
+def _address(pointer: Any) -> int:
+    return int(_ffi.cast("uintptr_t", pointer))
+
+
+def _check(code: int) -> None:
     if _lib.ZSTD_isError(code):
         raise RuntimeError(f"zstd: {_ffi.string(_lib.ZSTD_getErrorName(code)).decode()}")
-    return code

@@ -171,13 +171,13 @@ class NodeAttempt:
         )
 
 
-def _encode(dtype: str, raw: Bytes) -> tuple[int, Coding, bytes]:
-    """The digest of the raw bytes, the coding, and a copy of the coded bytes."""
+def _encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:
+    """The digest of the raw bytes, the coding, and the coded bytes."""
     encoder = getattr(_scratch, "encoder", None)
     if encoder is None:
         encoder = _scratch.encoder = Encoder(SLOT)
     coded, coding = encoder.encode(raw, dtypes.dtype(dtype))
-    return raw_digest(raw), coding, coded.tobytes()
+    return raw_digest(raw), coding, coded.data
 
 
 def warm_up() -> None:
