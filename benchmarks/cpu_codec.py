@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import ctypes
 import gc
+import itertools
 import json
 import os
 import platform
@@ -129,8 +130,19 @@ class Contestant:
         return decoded
 
     def _each(self, work: Callable[..., Any], *items: Sequence[Any]) -> list[Any]:
-        """Work on every item, on this contestant's threads."""
-        return list(map(work, *items) if self.threads == 1 else self._pool.map(work, *items))
+        """Work on every item, on this contestant's threads: each takes the next one as soon as it is through with its last."""
+        if self.threads == 1:
+            return list(map(work, *items))
+        results: list[Any] = [None] * len(items[0])
+        turns = itertools.count()  # one call of next() is atomic
+
+        def run() -> None:
+            while (i := next(turns)) < len(results):
+                results[i] = work(*(of[i] for of in items))
+
+        for future in [self._pool.submit(run) for _ in range(self.threads)]:
+            future.result()
+        return results
 
     def _own(self, make: Callable[[], Any]) -> Any:
         """What each thread makes once for itself."""

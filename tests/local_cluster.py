@@ -4,6 +4,7 @@
         version = cluster.save({"w": torch.ones(3)}, step=1)                        # one rank
         version = cluster.save_all([state_of_rank_0, state_of_rank_1], step=2)      # several, each on a thread of its own
 
+With ``compress_in="node"`` the node workers are processes of their own, since no process can open its own device memory by IPC.
 What Ray does in a cluster (calls between processes, restarts) is left out; planning, staging through the ring, coding, packing,
 uploading and committing are the production code. ``nodes`` node workers serve the ranks in turn.
 """
@@ -18,6 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
+from node_process import NodeProcess, PortServer
+
 from raystow import __version__
 from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
 from raystow.orchestrator.planner import plan_save
@@ -31,6 +34,7 @@ from raystow.storage.version import Version
 from raystow.storage.version_record import FragmentInfo, PackInfo
 from raystow.workers.node import Node
 from raystow.workers.port import Begin, Ticket
+from raystow.workers.ring import SLOT
 from raystow.workers.staging import Order, Staging
 
 _TICK = 0.05  # seconds between looks at deadlines
@@ -102,14 +106,25 @@ class LocalPort:
 class LocalCluster:
     """``uri``: the repository, made if there is none. ``memory``: bytes for each rank. ``threads``: coding threads of a node."""
 
-    def __init__(self, uri: str, *, nodes: int = 1, threads: int = 2, memory: int = 64 << 20, clock: Clock = SYSTEM) -> None:
+    def __init__(
+        self,
+        uri: str,
+        *,
+        nodes: int = 1,
+        threads: int = 2,
+        memory: int = 64 << 20,
+        codec: str = "auto",
+        compress_in: str = "training",
+        clock: Clock = SYSTEM,
+    ) -> None:
         self.repository = create_repository(uri, clock=clock)
         self.uri = self.repository.uri
         self._committer = Committer(self.repository, f"local-{SYSTEM.token()}")
         self.coordinator = Coordinator(self._committer, clock, writer={"raystow": __version__})
         self._port = LocalPort(self.coordinator, self._committer)
-        self._nodes = [Node(f"node-{i}", lambda _: self._port, threads=threads) for i in range(nodes)]
-        self._memory = memory
+        self._memory, self._codec, self._compress_in = memory, codec, compress_in
+        self._threads, self._ports = threads, PortServer(self._port) if compress_in == "node" else None
+        self._nodes = [self._new_node(i) for i in range(nodes)]
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
         self._stagings: dict[int, tuple[int, Staging]] = {}  # rank -> world size, staging
@@ -128,18 +143,17 @@ class LocalCluster:
 
         ``SaveFailed`` if there will be no version; it is given up ``timeout`` seconds after the first rank began.
         """
-        plan = plan_save(state, rank=rank, world_size=world_size)
+        plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu")
         begin = {
             "save": (number := next(self._numbers)),
             "step": step,
             "timeout": timeout,
-            "expected": plan.expected,
-            "replicated": plan.replicated,
             "metrics": {name: values.encode(value) for name, value in (metrics or {}).items()},
             "values": plan.values,
         }
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        self._staging(rank, world_size).submit(Order(number, begin, plan.pieces, on_staged=lambda: None, on_end=outcomes.put))
+        order = Order(number, begin, plan, on_staged=lambda: None, on_end=outcomes.put)
+        self._staging(rank, world_size).submit(order)
         outcome = outcomes.get(timeout=timeout + 30)
         if isinstance(outcome, RaystowError):
             raise outcome
@@ -164,6 +178,24 @@ class LocalCluster:
             staging.close()
         for node in self._nodes:
             node.close()
+        if self._ports is not None:
+            self._ports.close()
+
+    def kill_node(self, number: int) -> None:
+        """Kill the process of a node worker, as the operating system would, and start another."""
+        dead = self._nodes[number]
+        assert isinstance(dead, NodeProcess)
+        dead.kill()
+        self._nodes[number] = self._new_node(number)
+
+    def address(self, number: int) -> str:
+        """Where the node worker is reached from this machine."""
+        return self._nodes[number].address
+
+    def _new_node(self, number: int) -> Node | NodeProcess:
+        if self._ports is not None:
+            return NodeProcess(f"node-{number}", self._ports.address, threads=self._threads)
+        return Node(f"node-{number}", lambda _: self._port, threads=self._threads)
 
     def __enter__(self) -> LocalCluster:
         return self
@@ -172,25 +204,31 @@ class LocalCluster:
         self.close()
 
     def _staging(self, rank: int, world_size: int) -> Staging:
-        """The rank's connection; a new one, as of a restarted process, if the world size is another than before."""
+        """The rank's connection; a new one, as of a restarted process, if the node worker has died or the world has another size
+        than before."""
         with self._lock:
             known = self._stagings.get(rank)
-            if known is not None and known[0] == world_size:
+            if known is not None and known[0] == world_size and not known[1].lost:
                 return known[1]
             if known is not None:
                 known[1].close()
-            incarnation = SYSTEM.token()
-            self._port.join(rank, incarnation)
-            hello = {
-                "uri": self.uri,
-                "repository": self.repository.id,
-                "rank": rank,
-                "world_size": world_size,
-                "incarnation": incarnation,
-                "pid": os.getpid(),
-                "ring": self._memory // 2,
-                "coded": self._memory // 2,
-            }
-            staging = Staging(self._nodes[rank % len(self._nodes)].address, hello)
+            hello = self.hello(rank, world_size)
+            staging = Staging(self.address(rank % len(self._nodes)), hello, codec=self._codec, compress_in=self._compress_in)
             self._stagings[rank] = world_size, staging
             return staging
+
+    def hello(self, rank: int, world_size: int) -> dict[str, Any]:
+        """Join as a new process of the rank; what to tell its node worker, from this process or another."""
+        incarnation = SYSTEM.token()
+        self._port.join(rank, incarnation)
+        return {
+            "uri": self.uri,
+            "repository": self.repository.id,
+            "rank": rank,
+            "world_size": world_size,
+            "incarnation": incarnation,
+            "pid": os.getpid(),
+            "slot": SLOT,
+            "ring": self._memory // 2,
+            "coded": self._memory // 2,
+        }

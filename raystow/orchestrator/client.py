@@ -16,13 +16,14 @@ from ..storage.root import Entry
 from ..storage.stores import open_store
 from ..storage.version import Version
 from ..workers.node_actor import node_actor
-from ..workers.ring import SLOT
-from ..workers.staging import Order, Staging
+from ..workers.ring import SLOT, slot_size
+from ..workers.staging import CODECS, PLACES, Order, Staging
 from . import cluster
 from .coordinator_actor import RayPort, coordinator_actor
+from .memory import share_of_memory
 from .pending import Pending
 from .placement import placement
-from .planner import plan_save
+from .planner import SavePlan, plan_save
 from .restore import restore_latest
 
 logger = logging.getLogger(__name__)
@@ -34,7 +35,11 @@ class Checkpointer:
     """Saves and restores the state of one rank. Make one in each training process; they need not be made at the same time.
 
     ``uri``: the repository, made when it does not exist. ``rank`` and ``world_size`` come from Ray Train or torch.distributed
-    where those are in use. ``memory``: bytes of host memory that saving may take for this rank, staged and coded together.
+    where those are in use. ``memory``: bytes of host memory that saving may take for this rank, staged and coded together; by
+    default 1 GiB, and for a state on GPUs what it takes to hold one save of it, if that is no more than this rank's part of half
+    the machine's memory. ``codec``: what tensors on a GPU are coded with; see ``workers.cuda.choice``. ``compress_in``: the
+    process that codes them, "training" (this one: costs the training least) or "node" (the node worker's: this one only copies
+    them, into 256 MiB of device memory that both share).
     ``timeout``: seconds after which a save that is not durable is given up, and the longest that ``fence`` waits.
     ``max_in_flight``: saves that may be under way; one more makes ``save`` wait for the oldest.
     """
@@ -45,7 +50,9 @@ class Checkpointer:
         *,
         rank: int | None = None,
         world_size: int | None = None,
-        memory: int = 1 << 30,
+        memory: int | None = None,
+        codec: str = "auto",
+        compress_in: str = "training",
         timeout: float = 600.0,
         max_in_flight: int = 2,
     ) -> None:
@@ -54,11 +61,16 @@ class Checkpointer:
         self.rank, self.world_size = found_rank if rank is None else rank, found_world if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
             raise StateError(f"rank {self.rank} of {self.world_size} cannot be", remedy="pass both rank= and world_size=")
-        if memory < 8 * SLOT or max_in_flight < 1:
+        if (memory is not None and memory < 8 * SLOT) or max_in_flight < 1:
             raise StateError(f"memory must be at least {8 * SLOT >> 20} MiB and max_in_flight at least 1")
+        if codec not in CODECS:
+            raise StateError(f"codec {codec!r} is none of {', '.join(CODECS)}")
+        if compress_in not in PLACES:
+            raise StateError(f"compress_in {compress_in!r} is none of {', '.join(PLACES)}")
         self._store = open_store(os.fspath(uri))
         self.uri = self._store.uri
-        self._memory, self._timeout, self._max_in_flight = memory, timeout, max_in_flight
+        self._memory, self._codec, self._timeout, self._max_in_flight = memory, codec, timeout, max_in_flight
+        self._compress_in = compress_in
         self._incarnation = SYSTEM.token()
         self._saves = itertools.count(1)
         self._pending: list[Pending] = []
@@ -83,7 +95,7 @@ class Checkpointer:
         bad = [name for name, value in metrics.items() if not isinstance(name, str) or not values.is_plain(value)]
         if bad or type(step) is not int or step < 0:
             raise StateError(f"step {step!r}, metrics {bad}: a step is an integer >= 0, metrics are plain values by name")
-        plan = plan_save(state, rank=self.rank, world_size=self.world_size)
+        plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
         self._wait_for_room()
         pending = Pending(step)
         number = next(self._saves)
@@ -91,16 +103,20 @@ class Checkpointer:
             "save": number,
             "step": step,
             "timeout": self._timeout,
-            "replicated": plan.replicated,
-            "expected": plan.expected,
             "metrics": {name: values.encode(value) for name, value in metrics.items()},
             "values": plan.values,
         }
         order = Order(
-            number, begin, plan.pieces, on_staged=pending._set_staged, on_end=lambda outcome: self._ended(pending, outcome)
+            number,
+            begin,
+            plan,
+            on_staged=pending._set_staged,
+            on_end=lambda outcome: self._ended(pending, outcome),
+            on_warning=pending._warn,
+            urgent=pending._urgent.is_set,
         )
         try:
-            self._attached().submit(order)
+            self._attached(plan).submit(order)
             self._pending.append(pending)
         except RaystowError as error:
             pending._set_outcome(error)
@@ -115,6 +131,7 @@ class Checkpointer:
         """
         start = SYSTEM.monotonic()
         for pending in [p for p in self._pending if not p.staged(0)]:
+            pending._urgent.set()
             left = max(0.0, start + self._timeout - SYSTEM.monotonic())
             if not pending.staged(left):
                 self._detach()
@@ -158,12 +175,14 @@ class Checkpointer:
                 pass  # its own result tells
             self._pending = self._pending[1:]
 
-    def _attached(self) -> Staging:
-        """The connection to this node's worker; a new one if the worker has died since."""
+    def _attached(self, plan: SavePlan) -> Staging:
+        """The connection to this node's worker, made to measure for the first plan; a new one if the worker has died since."""
         if self._staging is not None and self._staging.lost:
             self._detach()
         if self._staging is None:
             worker = node_actor(RayPort)
+            memory = share_of_memory(plan) if self._memory is None else self._memory
+            coded = memory // 8 if plan.ready else memory // 2  # what a GPU has coded stays in the ring until it is uploaded
             hello = {
                 "uri": self.uri,
                 "repository": self._repository_id,
@@ -171,10 +190,12 @@ class Checkpointer:
                 "world_size": self.world_size,
                 "incarnation": self._incarnation,
                 "pid": os.getpid(),
-                "ring": self._memory // 2,
-                "coded": self._memory // 2,
+                "slot": slot_size(memory - coded, gpu=bool(plan.ready)),
+                "ring": memory - coded,
+                "coded": coded,
             }
-            self._staging = Staging(cluster.call(worker.address.remote(), _START, "node worker"), hello)
+            address = cluster.call(worker.address.remote(), _START, "node worker")
+            self._staging = Staging(address, hello, codec=self._codec, compress_in=self._compress_in)
         return self._staging
 
     def _detach(self) -> None:

@@ -50,6 +50,7 @@ class Attempt:
     phase: Phase = Phase.GATHERING
     reason: str = ""
     metrics: dict[str, object] = field(default_factory=dict)
+    coding: dict[str, str] = field(default_factory=dict)
     ranks: dict[int, str] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     replicated: dict[int, int] = field(default_factory=dict)
@@ -104,6 +105,7 @@ class Coordinator:
             attempt.ranks[begin.rank], attempt.saves[begin.rank] = begin.node, begin.save
             attempt.replicated[begin.rank] = begin.replicated
             attempt.metrics.update(begin.metrics)
+            attempt.coding.update(begin.coding)
             attempt.expected += begin.expected
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
         return Ticket(attempt.id, attempt.attempt, number, attempt.deadline - attempt.opened)
@@ -194,6 +196,7 @@ class Coordinator:
             created=self._clock.now(),
             world_size=attempt.world_size,
             metrics=attempt.metrics,
+            coding=attempt.coding,
             writer=self._writer,
             fragments=tuple(attempt.fragments[number] for number in sorted(attempt.fragments)),
             packs=tuple(pack for number in sorted(attempt.packs) for pack in attempt.packs[number]),

@@ -19,7 +19,10 @@ class Pending:
         self.step = step
         self.stall = 0.0
         """Seconds that ``save`` and ``fence`` have held the caller up for this save so far."""
+        self.warnings: tuple[str, ...] = ()
+        """What the node worker found odd in what was saved; complete when the save is done, and logged."""
         self._staged = threading.Event()
+        self._urgent = threading.Event()
         self._outcome: concurrent.futures.Future[Version] = concurrent.futures.Future()
 
     def __repr__(self) -> str:
@@ -43,6 +46,10 @@ class Pending:
 
     def _set_staged(self) -> None:
         self._staged.set()
+
+    def _warn(self, text: str) -> None:
+        logger.warning("save of step %d: %s", self.step, text)
+        self.warnings += (text,)
 
     def _set_outcome(self, outcome: Version | RaystowError) -> None:
         if isinstance(outcome, RaystowError):

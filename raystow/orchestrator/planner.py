@@ -5,17 +5,18 @@ No rank asks another. All holders of a box compute the same split from the same 
 
 from __future__ import annotations
 
+import functools
 import heapq
 import itertools
 import math
+import operator
 from collections import defaultdict
-from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 
-from ..storage import values
+from ..storage import dtypes, values
 from ..storage.boxes import Box
 from ..storage.errors import StateError
 from ..storage.kernels import Bytes
@@ -28,20 +29,48 @@ from .state import flatten, show
 MAX_VALUES = 64 << 20
 """Bytes of plain values that one rank may save; more belongs into arrays."""
 
+DEVICE_CHUNK = 16 << 20
+"""Bytes of the largest chunk of a tensor on a GPU."""
+
 _OPTIMIZER = {"opt", "optim", "optimizer", "optimizers", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"}
 
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk that this rank stores: a box of the shard, in the shard's own coordinates."""
+    """A chunk that this rank stores: a box of the shard, in the shard's own coordinates. ``device``: the CUDA device that codes
+    it; None if the node worker does."""
 
     shard: Shard
     box: Box
+    device: int | None = None
 
     @property
     def nbytes(self) -> int:
-        """Bytes, at most ``SLOT``."""
+        """Bytes: at most ``SLOT``, or ``DEVICE_CHUNK`` where a GPU codes it."""
         return math.prod(self.box[1]) * self.shard.itemsize
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.shard.leaf.name
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        """What its words are."""
+        return self.shard.format
+
+    @property
+    def address(self) -> int | None:
+        """Where its words lie on the device, one behind the other; None if they are scattered."""
+        place = self.shard.place
+        return None if place is None else place[0] + sum(map(operator.mul, self.box[0], place[1]))
+
+    def gather(self) -> Any:
+        """A contiguous copy of its words, made on the current stream of the device."""
+        return self._bits().contiguous()
+
+    def _bits(self) -> Any:
+        return self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
 
     def describe(self) -> dict[str, Any]:
         """The fields of its manifest row that are known before coding."""
@@ -61,26 +90,53 @@ class Piece:
         """Copy the bytes into ``out``, row-major."""
         if not out.size:
             return
-        source = self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
+        source = self._bits()
         if isinstance(source, np.ndarray):
             np.copyto(out.view(source.dtype).reshape(source.shape), source)
         else:
             import torch
 
-            if self.shard.ready is not None:
-                self.shard.ready.synchronize()
-            torch.from_numpy(out).view(source.dtype).reshape(source.shape).copy_(source)
+            with torch.cuda.stream(torch.cuda.Stream(source.device)):  # whatever the training has queued up is not waited for
+                torch.from_numpy(out).view(source.dtype).reshape(source.shape).copy_(source)
 
 
 @dataclass(frozen=True)
 class SavePlan:
-    """``pieces``: what this rank stores. ``values``: its plain values (name, path, JSON text). ``replicated``: the coverage
-    sum (see ``workers.port.coverage``) of what all ranks must hold alike; ``expected``: that of what this rank vouches for."""
+    """``shards``: what this rank holds. ``values``: its plain values (name, path, JSON text). ``ready``: for each CUDA device an
+    event, after which its tensors may be read on any stream. ``on_gpu``: what lies there is coded there.
 
-    pieces: tuple[Piece, ...]
+    What follows from these is worked out when it is first asked for: off the training thread.
+    """
+
+    rank: int
+    world_size: int
+    shards: tuple[Shard, ...]
     values: tuple[tuple[str, str, str], ...]
-    replicated: int
-    expected: int
+    ready: dict[int, Any]
+    on_gpu: bool
+
+    @functools.cached_property
+    def coverage(self) -> tuple[int, int]:
+        """The sums (see ``workers.port.coverage``) of what all ranks must hold alike, and of what this rank vouches for."""
+        weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in self.shards]
+        replicated = sum(weight for shard, weight in weights if not shard.holders)
+        expected = sum(weight for shard, weight in weights if shard.first == self.rank)
+        return replicated % MODULUS, expected % MODULUS
+
+    @functools.cached_property
+    def pieces(self) -> tuple[Piece, ...]:
+        """What this rank stores."""
+        everyone = tuple(range(self.world_size))
+        alike: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
+        for shard in self.shards:
+            device = self._coder(shard)
+            limit = SLOT if device is None else DEVICE_CHUNK
+            alike[shard.holders or everyone] += [Piece(shard, box, device) for box in boxes(shard, limit)]
+        return tuple(piece for holders, found in alike.items() for piece in share(found, holders, self.rank))
+
+    def _coder(self, shard: Shard) -> int | None:
+        """The device that codes a shard. The node worker does better with integers: it finds what repeats."""
+        return shard.device if self.on_gpu and 0 not in shard.extent and shard.format.is_float else None
 
     @property
     def nbytes(self) -> int:
@@ -88,7 +144,7 @@ class SavePlan:
         return sum(piece.nbytes for piece in self.pieces)
 
 
-def plan_save(state: Any, *, rank: int, world_size: int) -> SavePlan:
+def plan_save(state: Any, *, rank: int, world_size: int, on_gpu: bool = True) -> SavePlan:
     """Plan a save. ``StateError`` naming the path if the state holds what cannot be stored; nothing is read or copied yet."""
     leaves = flatten(state)
     rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
@@ -100,38 +156,39 @@ def plan_save(state: Any, *, rank: int, world_size: int) -> SavePlan:
             remedy="make it an array",
         )
     shards = [shard_of(leaf) for leaf in leaves if leaf.is_tensor]
-    everyone = tuple(range(world_size))
-    alike: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
-    for shard in shards:
-        alike[shard.holders or everyone] += [Piece(shard, box) for box in boxes(shard)]
-    pieces = [piece for holders, found in alike.items() for piece in share(found, holders, rank)]
-    weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in shards]
-    replicated = sum(weight for s, weight in weights if not s.holders)
-    expected = sum(weight for s, weight in weights if s.first == rank)
-    return SavePlan(tuple(pieces), rows, replicated % MODULUS, expected % MODULUS)
+    ready = {device: _record_event(device) for device in {shard.device for shard in shards} if device is not None}
+    return SavePlan(rank, world_size, tuple(shards), rows, ready, on_gpu)
 
 
-def boxes(shard: Shard, limit: int = SLOT) -> Iterator[Box]:
+def _record_event(device: int) -> Any:
+    import torch
+
+    return torch.cuda.current_stream(device).record_event()
+
+
+def boxes(shard: Shard, limit: int) -> tuple[Box, ...]:
     """Cut a shard into boxes of at most ``limit`` bytes, each contiguous in row-major order. An empty shard has none, unless
     the tensor itself is empty: that one has a single empty box, so that the manifest names it."""
-    extent = shard.extent
-    if 0 in extent:
-        if 0 in shard.shape:
-            yield (0,) * len(extent), extent
-        return
+    if 0 in shard.extent:
+        return (((0,) * len(shard.extent), shard.extent),) if 0 in shard.shape else ()
+    return _cut(shard.extent, shard.itemsize, limit)
+
+
+@functools.lru_cache(maxsize=4096)
+def _cut(extent: tuple[int, ...], itemsize: int, limit: int) -> tuple[Box, ...]:
     whole = len(extent)  # dimensions from here on are taken whole
-    row = shard.itemsize
+    row = itemsize
     while whole and row * extent[whole - 1] <= limit:
         whole -= 1
         row *= extent[whole]
     if not whole:
-        yield (0,) * len(extent), extent
-        return
+        return (((0,) * len(extent), extent),)
     step, cut = max(1, limit // row), whole - 1
-    for outer in itertools.product(*(range(n) for n in extent[:cut])):
-        for start in range(0, extent[cut], step):
-            rows = min(step, extent[cut] - start)
-            yield (*outer, start, *(0,) * (len(extent) - whole)), (*(1,) * cut, rows, *extent[whole:])
+    return tuple(
+        ((*outer, start, *(0,) * (len(extent) - whole)), (*(1,) * cut, min(step, extent[cut] - start), *extent[whole:]))
+        for outer in itertools.product(*(range(n) for n in extent[:cut]))
+        for start in range(0, extent[cut], step)
+    )
 
 
 def share(pieces: list[Piece], holders: tuple[int, ...], rank: int) -> list[Piece]:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
+import logging
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
-from ..storage import values
-from ..storage.errors import StateError
-from ..storage.reader import Request
+from ..storage import dtypes, values
+from ..storage.errors import StateError, Unsupported
+from ..storage.reader import Reader, Request
 from ..storage.repository import Repository
 from ..storage.version import Version
 from .shards import Shard, shard_of
 from .state import Leaf, flatten, replace, show
+
+logger = logging.getLogger(__name__)
 
 Progress = Callable[[int], None]
 _LISTED = 10  # names in an error; the rest is counted
@@ -33,8 +38,8 @@ def restore(version: Version, into: Any, *, rank: int = 0, strict: bool = True, 
     leaves = flatten(into, what="into")
     rows = {row.name: row for row in version.value_rows(rank)}
     _check_names({leaf.name for leaf in leaves}, set(version.chunks) | set(rows), version, strict)
-    requests: list[Request] = []
-    elsewhere: list[tuple[Shard, Request]] = []
+    in_memory: list[Request] = []
+    on_gpu: dict[int, list[Request]] = defaultdict(list)
     new: dict[tuple[Any, ...], Any] = {}
     for leaf in leaves:
         if leaf.name in rows and not (leaf.is_tensor and leaf.name in version.chunks):
@@ -43,18 +48,38 @@ def restore(version: Version, into: Any, *, rank: int = 0, strict: bool = True, 
             new[leaf.path] = version.read(leaf.name)
         elif leaf.name in version.chunks:
             shard = _matching(leaf, version)
-            target = shard.bits if isinstance(shard.bits, np.ndarray) else np.empty(shard.extent, f"V{shard.itemsize}")
-            request = Request(leaf.name, version.chunks[leaf.name], (shard.offset, shard.extent), target)
-            if isinstance(shard.bits, np.ndarray):
-                requests.append(request)
-            else:
-                elsewhere.append((shard, request))
+            request = Request(leaf.name, version.chunks[leaf.name], (shard.offset, shard.extent), shard.bits)
+            (in_memory if shard.device is None else on_gpu[shard.device]).append(request)
     reader = version.reader()
-    reader.fill(requests, progress)
-    for shard, request in elsewhere:  # one at a time: its bytes pass through host memory
-        reader.fill([request], progress)
-        _to_device(request.target, shard)
+    reader.fill(in_memory, progress)
+    for device, requests in on_gpu.items():
+        _fill_on_gpu(reader, device, requests, progress)
     replace(into, new)
+
+
+def _fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: Progress) -> None:
+    """Fill tensors of a GPU by decoding there, or without nvCOMP tensor by tensor through host memory."""
+    import torch
+
+    try:
+        from ..workers.cuda.decoder import Decoder
+        from ..workers.cuda.nvcomp import version
+
+        version()
+    except (ImportError, Unsupported) as error:
+        logger.warning("decoding on the CPU, at a tenth of the speed: %s", error)
+        for request in requests:
+            words = request.target
+            raw = np.empty(request.box[1], f"V{dtypes.dtype(request.chunks[0].dtype).itemsize}")
+            reader.fill([dataclasses.replace(request, target=raw)], progress)
+            if raw.size:
+                words.copy_(torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(words.dtype).reshape(words.shape))
+        return
+    decoder = Decoder(torch.device("cuda", device))
+    try:
+        decoder.fill(reader, requests, progress)
+    finally:
+        decoder.close()
 
 
 def restore_latest(
@@ -94,11 +119,3 @@ def _check_names(wanted: set[str], saved: set[str], version: Version, strict: bo
         if names
     ]
     raise StateError("; ".join(parts), subject=f"version {version.id}", remedy="make them match, or pass strict=False")
-
-
-def _to_device(target: np.ndarray[Any, Any], shard: Shard) -> None:
-    import torch
-
-    if target.size:
-        words = torch.from_numpy(target.reshape(-1).view(np.uint8)).view(shard.bits.dtype)
-        shard.bits.copy_(words.reshape(shard.bits.shape))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -18,8 +19,8 @@ _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 @dataclass(frozen=True)
 class Shard:
     """``holders``: the ranks that hold this very box, ascending; empty for all ranks. ``first``: the rank that vouches for the
-    tensor's existence. ``bits``: the local elements as a numpy array, or a torch tensor on a device, of opaque words. ``ready``:
-    a CUDA event after which a device's elements may be read, on any stream; None for host memory."""
+    tensor's existence. ``local``: this rank's elements, a numpy array or a torch tensor. ``device``: the CUDA device that holds
+    them; None for host memory."""
 
     leaf: Leaf
     kind: str
@@ -29,13 +30,35 @@ class Shard:
     extent: tuple[int, ...]
     holders: tuple[int, ...]
     first: int
-    bits: Any
-    ready: Any = None
+    local: Any
+    device: int | None = None
+
+    @functools.cached_property
+    def bits(self) -> Any:
+        """The elements as opaque words that share their memory: numpy in host memory, torch on a device. Made when it is first
+        asked for, off the training thread."""
+        if isinstance(self.local, np.ndarray):
+            return self.local.view(f"V{self.local.itemsize}")
+        return bits(self.local)
+
+    @functools.cached_property
+    def format(self) -> dtypes.DType:
+        """How the elements are laid out in bytes."""
+        return dtypes.dtype(self.dtype)
 
     @property
     def itemsize(self) -> int:
         """Bytes per element."""
-        return dtypes.dtype(self.dtype).itemsize
+        return self.format.itemsize
+
+    @functools.cached_property
+    def place(self) -> tuple[int, tuple[int, ...]] | None:
+        """On a device: the address of the first element, and the bytes from one to the next in each dimension; None if elements
+        are scattered."""
+        if not self.bits.is_contiguous():
+            return None
+        size = self.bits.element_size()
+        return int(self.bits.data_ptr()), tuple(step * size for step in self.bits.stride()[: len(self.extent)])
 
 
 def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
@@ -45,7 +68,7 @@ def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
         kind = manifest.ARRAY if isinstance(value, np.ndarray) else manifest.SCALAR
         array = np.asarray(value)
         dtype, shape = numpy_dtype(array, where), tuple(array.shape)
-        return Shard(leaf, kind, dtype, shape, (0,) * len(shape), shape, (), 0, array.view(f"V{array.itemsize}"))
+        return Shard(leaf, kind, dtype, shape, (0,) * len(shape), shape, (), 0, array)
     return _torch_shard(leaf, where)
 
 
@@ -67,11 +90,12 @@ def _torch_shard(leaf: Leaf, where: str) -> Shard:
             "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
         )
         raise StateError(f"{kind} tensors cannot be stored", subject=where, remedy="save dense tensors")
-    dtype = str(tensor.dtype).removeprefix("torch.")
+    dtype = _dtype_name(tensor.dtype)
     if dtype not in dtypes.DTYPES:
         raise StateError(f"dtype {dtype} cannot be stored", subject=where)
-    ready = torch.cuda.current_stream(local.device).record_event() if local.is_cuda else None
-    return Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, bits(local), ready)
+    return Shard(
+        leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, local.device.index if local.is_cuda else None
+    )
 
 
 def _placed(tensor: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
@@ -93,6 +117,11 @@ def _placed(tensor: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], 
     same = tuple(slice(None) if p.is_replicate() else at for p, at in zip(placements, here, strict=True))
     holders = tuple(sorted(mesh.mesh[same].flatten().tolist()))
     return tuple(offset), tuple(extent), holders, int(mesh.mesh.min())
+
+
+@functools.cache
+def _dtype_name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def bits(tensor: Any) -> Any:

@@ -7,6 +7,7 @@ a sample. In the pack the raw planes come first, then the coded ones, each in as
 
 from __future__ import annotations
 
+import itertools
 import threading
 import zlib
 from dataclasses import dataclass
@@ -26,9 +27,13 @@ may be of another size."""
 MAX_CHUNK = 256 << 20
 """No chunk decodes to more bytes than this; a reader refuses one that claims to."""
 
-RAW, ZSTD, DEFLATE, PACK7 = "raw", "zstd", "deflate", "pack7"
-_STREAMED = (ZSTD, DEFLATE)
-_SMALL = 1024  # bytes; below, a frame's header eats what coding gains
+RAW, ZSTD, DEFLATE, PACK7, ANS = "raw", "zstd", "deflate", "pack7", "ans"
+STREAMED = (ZSTD, DEFLATE, ANS)
+"""Codecs whose planes are made of streams."""
+
+SMALL = 1024
+"""Bytes; in a smaller chunk a stream's header eats what coding gains."""
+
 _WORTH = 7.95  # bits per byte; above, a plane is noise
 _KEPT = 16 << 20  # bytes of scratch that a decoding thread keeps; for larger chunks they are not worth keeping
 _SAMPLE = 64  # pieces of 64 words, evenly spread
@@ -68,7 +73,7 @@ class Encoder:
     def encode(self, raw: Bytes, dtype: DType) -> tuple[Bytes, Coding]:
         """The bytes to store for a contiguous uint8 array, in memory of their own, and their description."""
         width = dtype.width
-        codecs = self._choose(raw.view(kernels.WORDS[width]), dtype.rotate) if raw.size >= _SMALL else [RAW]
+        codecs = self._choose(raw.view(kernels.WORDS[width]), dtype.rotate) if raw.size >= SMALL else [RAW]
         if set(codecs) == {RAW}:
             return raw.copy(), Coding(False, False, (RAW,), (raw.size,))
         out = np.empty(raw.size + 512 * (raw.size // STREAM + 16), np.uint8)  # zstd may add some bytes per frame
@@ -136,38 +141,62 @@ def _entropy(sample: Bytes) -> float:
     return float(-(p * np.log2(p)).sum() + (p.size - 1) / (2 * sample.size * np.log(2)))
 
 
+@dataclass(frozen=True)
+class Plane:
+    """Where one plane of a chunk lies in its stored bytes, and the sizes of its streams."""
+
+    number: int
+    codec: str
+    start: int
+    size: int
+    sizes: tuple[int, ...] = ()
+
+
+def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane]:
+    """The planes of a chunk of ``nbytes``, in the order of storage; ``Damaged`` if the description does not fit the sizes."""
+    width = dtype.width if coding.planes else 1
+    n, rest = divmod(nbytes, width)
+    if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored or coding.stream < 1:
+        raise Damaged("the chunk's description does not fit its size")
+    planes, end, streams = list[Plane](), 0, iter(coding.streams)
+    for p in sorted(range(width), key=lambda p: coding.codecs[p] != RAW):
+        codec, size = coding.codecs[p], coding.stored[p]
+        sizes = tuple(itertools.islice(streams, -(-n // coding.stream))) if codec in STREAMED else ()
+        if codec == RAW and size != n:
+            raise Damaged(f"a raw plane of {size} bytes where {n} were expected")
+        if codec == PACK7 and (n % 8 or size != n // 8 * 7):
+            raise Damaged("a packed plane of the wrong size")
+        if codec in STREAMED and (len(sizes) != -(-n // coding.stream) or sum(sizes) != size or min(sizes, default=1) < 1):
+            raise Damaged("the sizes of the streams do not add up to the plane")
+        planes.append(Plane(p, codec, end, size, sizes))
+        end += size
+    if next(streams, None) is not None:
+        raise Damaged("the chunk's description names more streams than its planes have")
+    return planes
+
+
 def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes) -> None:
     """Decode ``stored`` (uint8, its digest checked by the caller) into ``raw`` (uint8, contiguous, exactly the chunk's bytes).
 
     Raises ``Damaged`` if the description does not fit the bytes, ``Unsupported`` for a codec this reader lacks. Allocates
     no more than the chunk's own size.
     """
-    width = dtype.width if coding.planes else 1
-    n, rest = divmod(raw.size, width)
-    if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored.size or coding.stream < 1:
-        raise Damaged("the chunk's description does not fit its size")
-    kept, coded = [p for p in range(width) if coding.codecs[p] == RAW], [p for p in range(width) if coding.codecs[p] != RAW]
-    scratch = raw if width == 1 else _scratch(len(coded) * n)
-    streams, end = iter(coding.streams), 0
+    places = layout(coding, dtype, raw.size, stored.size)
+    n = raw.size // len(places)
+    coded = sum(place.codec != RAW for place in places)
+    scratch = iter((raw if len(places) == 1 else _scratch(coded * n)).reshape(-1, n) if n else [raw] * coded)
     planes: dict[int, Bytes] = {}
-    for p in kept + coded:
-        piece = stored[end : end + coding.stored[p]]
-        end += coding.stored[p]
-        if coding.codecs[p] == RAW:
-            if piece.size != n:
-                raise Damaged(f"a raw plane of {piece.size} bytes where {n} were expected")
-            planes[p] = piece
+    for place in places:
+        piece = stored[place.start : place.start + place.size]
+        if place.codec == RAW:
+            planes[place.number] = piece
         else:
-            i = coded.index(p)
-            planes[p] = scratch[i * n : (i + 1) * n]
-            _decode_plane(coding.codecs[p], piece, planes[p], [next(streams, 0) for _ in _starts(coding, p, n)], coding.stream)
-    if next(streams, None) is not None:
-        raise Damaged("the chunk's description names more streams than its planes have")
-    if width == 1:
-        if kept:
-            raw[:] = planes[0]
-        return
-    kernels.join(tuple(planes[p] for p in range(width)), coding.rotated, raw.view(kernels.WORDS[width]))
+            planes[place.number] = next(scratch)
+            _decode_plane(place, piece, planes[place.number], coding.stream)
+    if len(places) > 1:
+        kernels.join(tuple(planes[p] for p in range(len(places))), coding.rotated, raw.view(kernels.WORDS[len(places)]))
+    elif places[0].codec == RAW:
+        raw[:] = planes[0]
 
 
 _local = threading.local()
@@ -183,27 +212,20 @@ def _scratch(size: int) -> Bytes:
     return memory[:size]
 
 
-def _starts(coding: Coding, plane: int, n: int) -> range:
-    return range(0, n, coding.stream) if coding.codecs[plane] in _STREAMED else range(0)
-
-
-def _decode_plane(codec: str, coded: Bytes, plane: Bytes, sizes: list[int], stream: int) -> None:
-    if codec == PACK7:
-        if plane.size % 8 or coded.size != plane.size // 8 * 7:
-            raise Damaged("a packed plane of the wrong size")
+def _decode_plane(place: Plane, coded: Bytes, plane: Bytes, stream: int) -> None:
+    if place.codec == PACK7:
         kernels.unpack7(coded, plane)
-        return
-    if codec not in _STREAMED:
-        raise Unsupported(f"codec {codec!r} is not known here", remedy="upgrade raystow")
-    if sum(sizes) != coded.size or min(sizes, default=0) < 1:
-        raise Damaged("the sizes of the streams do not add up to the plane")
-    if codec == ZSTD:
-        zstd.decode(coded, sizes, stream, plane)
-        return
-    end = 0
-    for i, size in enumerate(sizes):
-        _inflate(coded[end : end + size], plane[i * stream : (i + 1) * stream])
-        end += size
+    elif place.codec == ZSTD:
+        zstd.decode(coded, place.sizes, stream, plane)
+    elif place.codec == DEFLATE:
+        end = 0
+        for i, size in enumerate(place.sizes):
+            _inflate(coded[end : end + size], plane[i * stream : (i + 1) * stream])
+            end += size
+    elif place.codec == ANS:
+        raise Unsupported("codec 'ans' is decoded by nvCOMP on a GPU only", remedy="restore on a machine that has one")
+    else:
+        raise Unsupported(f"codec {place.codec!r} is not known here", remedy="upgrade raystow")
 
 
 def _inflate(source: Bytes, target: Bytes) -> None:

@@ -18,8 +18,10 @@ from blake3 import blake3
 from . import kernels
 from .kernels import Bytes
 
+BLOCK = 16384
+"""32-bit words in a block of ``raw_digest``."""
+
 _MASK = (1 << 64) - 1
-_KEYS = 16384
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
@@ -36,7 +38,18 @@ def _key(i: int) -> int:
     return _mix(((i + 1) * _GOLDEN) & _MASK) | 1
 
 
-_WORD_KEYS = np.array([_key(i) for i in range(_KEYS)], dtype=np.uint64)
+WORD_KEYS = np.array([_key(i) for i in range(BLOCK)], dtype=np.uint64)
+"""The multipliers of the words in a block."""
+
+
+def block_key(block: int) -> int:
+    """The multiplier of a block's sum."""
+    return _key((1 << 32) + block)
+
+
+def finish(total: int, nbytes: int) -> int:
+    """The digest of ``nbytes`` bytes whose weighted words add up to ``total`` modulo 2**64."""
+    return _mix((total & _MASK) ^ ((nbytes * _GOLDEN) & _MASK))
 
 
 def raw_digest(raw: Bytes) -> int:
@@ -48,13 +61,13 @@ def raw_digest(raw: Bytes) -> int:
     """
     whole = raw.size & ~3
     words = raw[:whole].view(np.uint32) if raw.ctypes.data % 4 == 0 else raw[:whole].copy().view(np.uint32)
-    sums = np.empty(max(1, -(-words.size // _KEYS)), np.uint64)
-    kernels.weighted_sums(words, _WORD_KEYS, sums)
-    total = sum(int(s) * _key((1 << 32) + b) for b, s in enumerate(sums))
+    sums = np.empty(max(1, -(-words.size // BLOCK)), np.uint64)
+    kernels.weighted_sums(words, WORD_KEYS, sums)
+    total = sum(int(s) * block_key(b) for b, s in enumerate(sums))
     if whole < raw.size:  # the padded last word, in whichever block it falls
-        last, block = int.from_bytes(raw[whole:].tobytes(), "little"), words.size // _KEYS
-        total += last * _key(words.size % _KEYS) * _key((1 << 32) + block)
-    return _mix((total & _MASK) ^ ((raw.size * _GOLDEN) & _MASK))
+        last, block = int.from_bytes(raw[whole:].tobytes(), "little"), words.size // BLOCK
+        total += last * _key(words.size % BLOCK) * block_key(block)
+    return finish(total, raw.size)
 
 
 def stored_digest(*parts: Any) -> bytes:

@@ -24,6 +24,11 @@ class DType:
     width: int
     rotate: bool
 
+    @property
+    def is_float(self) -> bool:
+        """Whether words have exponents."""
+        return self.rotate or self.name.startswith("float8")
+
 
 _FLOATS = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
 _COMPLEX = {"complex32": 4, "complex64": 8, "complex128": 16}

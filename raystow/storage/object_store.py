@@ -1,4 +1,4 @@
-"""What a repository needs of the place that keeps its objects: seven operations, one of them a compare-and-swap.
+"""What a repository needs of the place that keeps its objects: eight operations, one of them a compare-and-swap.
 
 Keys are relative to the store's root, ``/``-separated, and made by ``keys`` only. Every method raises the ``StoreError`` that
 fits (``NotFound``, ``PreconditionFailed``, ``StoreUnavailable``) naming the key, and returns or fails within a deadline.
@@ -43,6 +43,9 @@ class ObjectStore(Protocol):
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         """Exactly ``length`` bytes from ``start``; an object that ends before raises ``Damaged``."""
+
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        """``get_range``, into memory that is there already: its pages are paid for, or must be these, since they are pinned."""
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """Store the concatenation of ``parts``, replacing what was there. All or nothing, and durable on return."""

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import numpy.typing as npt
 
 from . import chunk as chunks
 from . import dtypes, keys
@@ -19,9 +19,7 @@ from .digest import raw_digest, stored_digest
 from .errors import Damaged, NotFound, Unsupported
 from .kernels import Bytes
 from .manifest import Chunk
-from .object_store import ObjectStore
-
-Target = npt.NDArray[Any]
+from .object_store import Buffer, ObjectStore
 
 _RUN = 16 << 20  # bytes; adjacent chunks are fetched together up to here
 _GAP = 64 << 10  # bytes; a hole of this size costs less than another request
@@ -29,7 +27,8 @@ _GAP = 64 << 10  # bytes; a hole of this size costs less than another request
 
 @dataclass(frozen=True)
 class Request:
-    """Fill ``target`` (shape: the box's extent; any strides; items of the dtype's size) with the box of one tensor.
+    """Fill ``target`` (shape: the box's extent; any strides; items of the dtype's size) with the box of one tensor. It is a numpy
+    array, or for ``workers.cuda.decoder`` a torch tensor of words on a GPU.
 
     ``chunks``: the tensor's rows, or at least those that overlap the box.
     """
@@ -37,16 +36,42 @@ class Request:
     name: str
     chunks: Sequence[Chunk]
     box: Box
-    target: Target
+    target: Any
 
 
 @dataclass(frozen=True)
-class _Piece:
-    """The part of a chunk that one request wants, if any, and where it goes."""
+class Piece:
+    """The part of a chunk that one request wants, if any, and where it goes. ``direct``: it is the whole chunk."""
 
     chunk: Chunk
     source: tuple[slice, ...] = ()
-    target: Target | None = None
+    target: Any = None
+    direct: bool = False
+
+
+@dataclass(frozen=True)
+class Run:
+    """Pieces of one pack that are fetched together: ``length`` bytes of the object ``key`` from ``start``."""
+
+    key: str
+    start: int
+    length: int
+    pieces: tuple[Piece, ...]
+
+    def stored(self, piece: Piece, data: Any) -> Any:
+        """The bytes of one piece's chunk in what was fetched."""
+        begin = piece.chunk.start - self.start
+        return data[begin : begin + piece.chunk.coding.size]
+
+    @contextlib.contextmanager
+    def naming(self, piece: Piece) -> Iterator[None]:
+        """Let errors name the pack and the tensor."""
+        try:
+            yield
+        except (Damaged, Unsupported) as error:
+            chunk = piece.chunk
+            what = f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}"
+            raise type(error)(what, subject=self.key, remedy=error.remedy) from error
 
 
 class Reader:
@@ -54,7 +79,7 @@ class Reader:
 
     def __init__(self, store: ObjectStore, version: int, attempt: str, *, threads: int | None = None) -> None:
         self._store, self._version, self._attempt = store, version, attempt
-        self._threads = threads or min(16, 2 * (os.cpu_count() or 1))
+        self.threads = threads or min(16, 2 * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
         """Fill every request's target; ``progress`` is told the decoded bytes of each finished chunk.
@@ -62,53 +87,69 @@ class Reader:
         Raises ``Damaged`` naming the pack and the tensor, or the store's error; what the targets hold is undefined then.
         Memory beyond the targets: for each thread 16 MiB of stored bytes and one chunk.
         """
-        self._run([piece for request in requests for piece in _pieces(request)], progress)
+        self._decode(self.runs(requests), progress)
 
     def check(self, wanted: Iterable[Chunk], progress: Callable[[int], None] = lambda nbytes: None) -> None:
         """Read and decode chunks, hold them against their digests, and keep nothing."""
-        self._run([_Piece(chunk) for chunk in wanted], progress)
+        self._decode(self._runs([Piece(chunk) for chunk in wanted]), progress)
 
-    def _run(self, pieces: list[_Piece], progress: Callable[[int], None]) -> None:
-        packs: dict[tuple[int, str, int], list[_Piece]] = defaultdict(list)
+    def runs(self, requests: Iterable[Request]) -> list[Run]:
+        """What must be fetched to fill the requests; ``Damaged`` unless the manifest's chunks tile each of them."""
+        return self._runs([piece for request in requests for piece in _pieces(request)])
+
+    def fetch(self, run: Run, into: memoryview | None = None) -> Buffer:
+        """A run's bytes, in new memory or ``into`` the caller's: each chunk held against the digest of its stored bytes."""
+        try:
+            if into is None:
+                data = self._store.get_range(run.key, run.start, run.length)
+            else:
+                self._store.get_range_into(run.key, run.start, into)
+                data = into
+        except NotFound:
+            raise Damaged("the pack is missing", subject=run.key) from None
+        for piece in run.pieces:
+            with run.naming(piece):
+                if stored_digest(run.stored(piece, memoryview(data))) != piece.chunk.stored_digest:
+                    raise Damaged("the stored bytes do not match their digest")
+        return data
+
+    def _runs(self, pieces: list[Piece]) -> list[Run]:
+        packs: dict[tuple[int, str, int], list[Piece]] = defaultdict(list)
         for piece in pieces:
             packs[piece.chunk.node, piece.chunk.group, piece.chunk.pack].append(piece)
-        runs = [run for pack in sorted(packs) for run in _runs(packs[pack])]
+        return [
+            run
+            for (node, group, pack), of in sorted(packs.items())
+            for run in _coalesced(keys.pack(self._version, self._attempt, node, group, pack), of)
+        ]
+
+    def _decode(self, runs: list[Run], progress: Callable[[int], None]) -> None:
         if not runs:
             return
-        with ThreadPoolExecutor(min(self._threads, len(runs)), "raystow-read") as pool:
+        with ThreadPoolExecutor(min(self.threads, len(runs)), "raystow-read") as pool:
             try:
-                for _ in pool.map(lambda run: self._read(run, progress), runs):
+                for _ in pool.map(lambda run: self._decode_one(run, progress), runs):
                     pass
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _read(self, run: list[_Piece], progress: Callable[[int], None]) -> None:
-        first, last = run[0].chunk, run[-1].chunk
-        key = keys.pack(self._version, self._attempt, first.node, first.group, first.pack)
-        try:
-            data = self._store.get_range(key, first.start, last.start + last.coding.size - first.start)
-        except NotFound:
-            raise Damaged("the pack is missing", subject=key) from None
-        stored = np.frombuffer(data, np.uint8)
-        for piece in run:
-            chunk, begin = piece.chunk, piece.chunk.start - first.start
-            try:
-                _decode(piece, stored[begin : begin + chunk.coding.size])
-            except (Damaged, Unsupported) as error:
-                what = f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}"
-                raise type(error)(what, subject=key, remedy=error.remedy) from error
-            progress(chunk.nbytes)
+    def _decode_one(self, run: Run, progress: Callable[[int], None]) -> None:
+        data = np.frombuffer(self.fetch(run), np.uint8)
+        for piece in run.pieces:
+            with run.naming(piece):
+                _decode(piece, run.stored(piece, data))
+            progress(piece.chunk.nbytes)
 
 
-def _pieces(request: Request) -> list[_Piece]:
+def _pieces(request: Request) -> list[Piece]:
     """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they tile it."""
     pieces, parts = [], []
     for chunk in request.chunks:
         part = overlap(request.box, chunk.box)
         if part is not None:
             target = request.target[within(part, request.box) + (...,)]
-            pieces.append(_Piece(chunk, within(part, chunk.box), target))
+            pieces.append(Piece(chunk, within(part, chunk.box), target, direct=part == chunk.box))
             parts.append(part)
     if not tile(parts, request.box):
         what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"
@@ -116,27 +157,27 @@ def _pieces(request: Request) -> list[_Piece]:
     return pieces
 
 
-def _runs(pieces: list[_Piece]) -> list[list[_Piece]]:
+def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
     """The pieces of one pack in runs that are fetched by one request each."""
-    runs: list[list[_Piece]] = []
-    begin = end = 0
+    run, begin, end = list[Piece](), 0, 0
     for piece in sorted(pieces, key=lambda piece: (piece.chunk.start, piece.chunk.coding.size)):
         start, size = piece.chunk.start, piece.chunk.coding.size
-        if not runs or start > end + _GAP or start + size - begin > _RUN:
-            runs.append([])
-            begin = start
-        runs[-1].append(piece)
-        end = start + size
-    return runs
+        if run and (start > end + _GAP or start + size - begin > _RUN):
+            yield Run(key, begin, end - begin, tuple(run))
+            run = []
+        if not run:
+            begin = end = start
+        run.append(piece)
+        end = max(end, start + size)
+    if run:
+        yield Run(key, begin, end - begin, tuple(run))
 
 
-def _decode(piece: _Piece, stored: Bytes) -> None:
-    """Check, decode, check again, and copy what was asked for."""
+def _decode(piece: Piece, stored: Bytes) -> None:
+    """Decode, check, and copy what was asked for."""
     chunk, target = piece.chunk, piece.target
-    if stored_digest(stored) != chunk.stored_digest:
-        raise Damaged("the stored bytes do not match their digest")
-    direct = target is not None and target.shape == chunk.extent and target.flags.c_contiguous
-    raw = target.reshape(-1).view(np.uint8) if target is not None and direct else np.empty(chunk.nbytes, np.uint8)
+    direct = piece.direct and target.flags.c_contiguous
+    raw = target.reshape(-1).view(np.uint8) if direct else np.empty(chunk.nbytes, np.uint8)
     chunks.decode(chunk.coding, dtypes.dtype(chunk.dtype), stored, raw)
     if raw_digest(raw) != chunk.raw_digest:
         raise Damaged("the decoded bytes do not match their digest")

@@ -37,7 +37,8 @@ class PackInfo:
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software."""
+    """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software.
+    ``coding``: which codec tensors on GPUs were coded with, and why; empty if there were none."""
 
     repository: str
     id: int
@@ -50,6 +51,7 @@ class VersionRecord:
     writer: dict[str, str] = field(default_factory=dict)
     fragments: tuple[FragmentInfo, ...] = ()
     packs: tuple[PackInfo, ...] = ()
+    coding: dict[str, str] = field(default_factory=dict)
 
     @property
     def raw(self) -> int:
@@ -104,6 +106,7 @@ class VersionRecord:
             world_size=get("world_size", int),
             metrics={str(name): values.decode(form) for name, form in get("metrics", dict).items()},
             writer={str(name): str(text) for name, text in get("writer", dict).items()},
+            coding={str(name): str(text) for name, text in (get("coding", dict) if "coding" in fields else {}).items()},
             fragments=fragments,
             packs=packs,
         )

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -25,11 +26,14 @@ from .budget import Budget
 from .packer import Packer
 from .port import MODULUS, Port, Ticket, coverage
 from .ring import SLOT
+from .staleness import OptimizerWatch
 
 logger = logging.getLogger(__name__)
 
 _scratch = threading.local()
 Outcome = Entry | RaystowError
+Listener = Callable[[Outcome, Sequence[str]], None]
+"""Hears what became of a save, and what its training process should be warned of."""
 
 
 @dataclass(frozen=True)
@@ -42,11 +46,11 @@ class Workshop:
 
 
 class NodeAttempt:
-    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks get the version's entry or the error."""
+    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks hear the outcome."""
 
-    def __init__(self, store: ObjectStore, port: Port, ticket: Ticket, workshop: Workshop) -> None:
-        self._store, self._port, self._ticket, self._workshop = store, port, ticket, workshop
-        self._packer = Packer(store, ticket, budget=workshop.budget, uploads=workshop.uploads, on_error=self._upload_failed)
+    def __init__(self, store: ObjectStore, port: Port, ticket: Ticket, workshop: Workshop, watch: OptimizerWatch) -> None:
+        self._store, self._port, self._ticket, self._workshop, self._watch = store, port, ticket, workshop, watch
+        self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed)
         self._lock = threading.Lock()
         self._chunks: list[Chunk] = []
         self._values: dict[tuple[str, str, str], list[int]] = {}
@@ -54,17 +58,21 @@ class NodeAttempt:
         self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
         self._ranks: set[int] = set()
         self._staged: set[int] = set()
-        self._listeners: dict[int, Callable[[Outcome], None]] = {}
+        self._listeners: dict[int, Listener] = {}
+        self._ended: tuple[Outcome, Sequence[str]] | None = None
         self.over = False
         threading.Thread(target=self._drive, name=f"raystow-attempt-{ticket.id}", daemon=True).start()
 
-    def join(self, rank: int, values: list[tuple[str, str, str]], on_end: Callable[[Outcome], None]) -> None:
+    def join(self, rank: int, values: list[tuple[str, str, str]], on_end: Listener) -> None:
         """A rank of this node takes part, with its value rows (name, path, JSON text)."""
         with self._lock:
             self._ranks.add(rank)
             self._listeners[rank] = on_end
             for row in values:
                 self._values.setdefault(row, []).append(rank)
+            ended = self._ended
+        if ended is not None:  # it was given up while this rank was on its way here
+            on_end(*ended)
 
     def add(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
         """Code and pack a chunk whose bytes are ``raw``; ``done`` is called when they may change. Waits for the budget."""
@@ -75,6 +83,19 @@ class NodeAttempt:
         with self._lock:
             self._coding[rank] += 1
         self._workshop.coders.submit(self._code, rank, chunk, raw, done)
+
+    def add_coded(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
+        """Pack a chunk that was coded before, given in ``parts``; ``done`` is called when they may change: after the upload."""
+        if self.over:
+            done()
+            return
+        with self._lock:
+            self._coding[rank] += 1
+        self._workshop.coders.submit(self._seal, rank, chunk, parts, done)
+
+    def press(self) -> None:
+        """Memory is short: upload what lies in packs that are not full."""
+        self._packer.flush()
 
     def finished(self, rank: int) -> None:
         """The rank has handed over all its chunks."""
@@ -99,26 +120,48 @@ class NodeAttempt:
         self.fail(f"an upload failed: {error}")
 
     def _code(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
-        acquired, held = raw.size, 0  # bytes of the budget: taken, and still in use by a coded copy
-        try:
+        """Code a chunk, and free its slot and the part of the budget that its coded copy does not need."""
+        budget, acquired = self._workshop.budget, raw.size
+        with self._worker_of(rank, chunk):
             try:
                 if self.over:
+                    budget.release(acquired)
                     return
                 digest, coding, stored = _encode(chunk.dtype, raw)
+            except BaseException:
+                budget.release(acquired)
+                raise
             finally:
                 done()  # the slot is free: what follows works on the copy
-            held = len(stored)
-            pack, start = self._packer.add(chunk.group, stored)
-            row = replace(chunk, pack=pack, start=start, coding=coding, raw_digest=digest, stored_digest=stored_digest(stored))
-            with self._lock:
-                self._chunks.append(row)
-                elements = chunk.nbytes // dtypes.dtype(chunk.dtype).itemsize
-                self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, elements)
+            budget.release(acquired - len(stored))
+            self._pack(rank, replace(chunk, coding=coding, raw_digest=digest), [stored], lambda: budget.release(len(stored)))
+
+    def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
+        """Pack a chunk that a GPU has coded, from where it lies."""
+        with self._worker_of(rank, chunk):
+            self._pack(rank, chunk, [part.data for part in parts], done)
+
+    def _pack(self, rank: int, chunk: Chunk, parts: list[memoryview], release: Callable[[], None]) -> None:
+        try:
+            digest = stored_digest(*parts)
+        except BaseException:
+            release()
+            raise
+        pack, start = self._packer.add(chunk.group, parts, release)
+        elements = chunk.nbytes // dtypes.dtype(chunk.dtype).itemsize
+        with self._lock:
+            self._chunks.append(replace(chunk, pack=pack, start=start, stored_digest=digest))
+            self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, elements)
+
+    @contextlib.contextmanager
+    def _worker_of(self, rank: int, chunk: Chunk) -> Iterator[None]:
+        """Work on one chunk of a rank: an error ends the attempt, the last one of the rank reports it."""
+        try:
+            yield
         except Exception as error:
             logger.exception("coding a chunk of %s failed", chunk.name)
             self.fail(f"coding {chunk.name!r} of rank {rank} failed: {error}")
         finally:
-            self._workshop.budget.release(acquired - held)
             with self._lock:
                 self._coding[rank] -= 1
                 ready = rank in self._staged and not self._coding[rank]
@@ -153,8 +196,12 @@ class NodeAttempt:
             # Once the fragment is reported the attempt may have become a version although we were told otherwise (a lost
             # answer): from then on only the coordinator, which looks at the root, may delete.
             self._packer.discard(delete=not reported)
-        for listener in self._listeners.values():
-            listener(outcome)
+        warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._chunks)
+        with self._lock:
+            self._ended = outcome, warnings
+            listeners = list(self._listeners.values())
+        for listener in listeners:
+            listener(outcome, warnings)
 
     def _write_fragment(self) -> FragmentInfo:
         values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
@@ -187,7 +234,12 @@ def warm_up() -> None:
 
 
 def draft(fields: dict[str, Any], node: int) -> Chunk:
-    """A chunk row as the training process announced it, its place and digests still open."""
+    """A chunk row as the training process announced it, its place and what is not known yet still open."""
+    coding = Coding(False, False, (), ())
+    if "coding" in fields:
+        planes, rotated, codecs, stored, stream = fields["coding"]
+        sizes = np.frombuffer(bytes.fromhex(fields["streams"]), "<i4").tolist()
+        coding = Coding(planes, rotated, tuple(codecs), tuple(stored), tuple(sizes), stream)
     return Chunk(
         name=fields["name"],
         path=fields["path"],
@@ -200,7 +252,7 @@ def draft(fields: dict[str, Any], node: int) -> Chunk:
         group=fields["group"],
         pack=0,
         start=0,
-        coding=Coding(False, False, (), ()),
-        raw_digest=0,
+        coding=coding,
+        raw_digest=fields.get("digest", 0),
         stored_digest=b"",
     )

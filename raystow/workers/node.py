@@ -7,6 +7,7 @@ import os
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
 
 from ..storage.clock import SYSTEM
 from ..storage.errors import NotARepository, RaystowError, SaveFailed
@@ -17,11 +18,21 @@ from .attempt import NodeAttempt, Workshop, warm_up
 from .budget import Budget
 from .port import Begin, Port
 from .session import Session
+from .staleness import OptimizerWatch
 from .wire import Connection, Listener
 
 logger = logging.getLogger(__name__)
 
-_UPLOADS = 4
+_UPLOADS = max(4, min(16, os.cpu_count() or 1))
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """What a node needs for the saves to one repository."""
+
+    port: Port
+    store: ObjectStore
+    watch: OptimizerWatch
 
 
 class Node:
@@ -39,7 +50,7 @@ class Node:
             budget=Budget(),
         )
         self._lock = threading.Lock()
-        self._ports: dict[str, tuple[Port, ObjectStore]] = {}
+        self._repositories: dict[str, _Repository] = {}  # by URI
         self._attempts: dict[tuple[str, str], NodeAttempt] = {}
         self._shared: set[tuple[str, str]] = set()  # repositories by URI and id, seen from here to be what others see
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
@@ -72,19 +83,19 @@ class Node:
     def farewell(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
         """See ``session.Host``."""
         try:
-            self._repository(uri)[0].gone(rank, incarnation, reason)
+            self._repository(uri).port.gone(rank, incarnation, reason)
         except RaystowError as error:
             logger.warning("the coordinator does not hear that %s: %s", reason, error)
 
-    def _repository(self, uri: str) -> tuple[Port, ObjectStore]:
+    def _repository(self, uri: str) -> _Repository:
         with self._lock:
-            if uri not in self._ports:
-                self._ports[uri] = self._connect(uri), open_store(uri)
-            return self._ports[uri]
+            if uri not in self._repositories:
+                self._repositories[uri] = _Repository(self._connect(uri), open_store(uri), OptimizerWatch(uri))
+            return self._repositories[uri]
 
     def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
         """See ``session.Host``. A folder that this node does not share with the coordinator is refused before a byte is lost."""
-        port, store = self._repository(uri)
+        here = self._repository(uri)
         if (uri, repository) not in self._shared:
             try:
                 same = open_repository(uri).id == repository
@@ -95,10 +106,10 @@ class Node:
                     "this node sees another folder there than the coordinator", subject=uri, remedy="use one all nodes share"
                 )
             self._shared.add((uri, repository))
-        ticket = port.begin(begin)
+        ticket = here.port.begin(begin)
         with self._lock:
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}
             key = uri, ticket.attempt
             if key not in self._attempts:
-                self._attempts[key] = NodeAttempt(store, port, ticket, self._workshop)
+                self._attempts[key] = NodeAttempt(here.store, here.port, ticket, self._workshop, here.watch)
             return self._attempts[key], ticket.node

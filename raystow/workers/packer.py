@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
@@ -12,7 +12,6 @@ from ..storage import keys
 from ..storage.errors import RaystowError
 from ..storage.object_store import Buffer, ObjectStore
 from ..storage.version_record import PackInfo
-from .budget import Budget
 from .port import Ticket
 
 logger = logging.getLogger(__name__)
@@ -27,6 +26,7 @@ class _Open:
 
     number: int
     parts: list[Buffer] = field(default_factory=list)
+    releases: list[Callable[[], None]] = field(default_factory=list)
     size: int = 0
 
 
@@ -34,9 +34,9 @@ class Packer:
     """``add`` from any thread; then ``finish`` once, or ``discard``. ``on_error`` is told the first failed upload."""
 
     def __init__(
-        self, store: ObjectStore, ticket: Ticket, *, budget: Budget, uploads: Executor, on_error: Callable[[BaseException], None]
+        self, store: ObjectStore, ticket: Ticket, *, uploads: Executor, on_error: Callable[[BaseException], None]
     ) -> None:
-        self._store, self._ticket, self._budget, self._uploads, self._on_error = store, ticket, budget, uploads, on_error
+        self._store, self._ticket, self._uploads, self._on_error = store, ticket, uploads, on_error
         self._lock = threading.Lock()
         self._open: dict[str, _Open] = {}
         self._counts: dict[str, int] = {}
@@ -44,21 +44,24 @@ class Packer:
         self._running: list[Future[None]] = []
         self._closed = False
 
-    def add(self, group: str, stored: Buffer) -> tuple[int, int]:
-        """Append a coded chunk, whose bytes the caller acquired from the budget; its pack's number and its start in bytes."""
+    def add(self, group: str, parts: Sequence[Buffer], release: Callable[[], None]) -> tuple[int, int]:
+        """Append a coded chunk, given in parts; its pack's number and its start in bytes. ``release`` is called when the parts
+        are needed no longer."""
+        size = sum(map(len, parts))
         with self._lock:
             if self._closed:  # given up: nothing is kept
-                self._budget.release(len(stored))
+                release()
                 return 0, 0
             pack = self._open.get(group)
-            if pack is None or (pack.size and pack.size + len(stored) > PACK):
+            if pack is None or (pack.size and pack.size + size > PACK):
                 self._flush(group)
                 number = self._counts.get(group, 0)
                 self._counts[group] = number + 1
                 pack = self._open[group] = _Open(number)
             start = pack.size
-            pack.parts.append(stored)
-            pack.size += len(stored)
+            pack.parts.extend(parts)
+            pack.releases.append(release)
+            pack.size += size
             return pack.number, start
 
     def flush(self) -> None:
@@ -79,7 +82,7 @@ class Packer:
         with self._lock:
             self._closed = True
             for pack in self._open.values():
-                self._budget.release(pack.size)
+                _call(pack.releases)
             self._open.clear()
         for upload in self._running:
             upload.cancel()
@@ -101,7 +104,7 @@ class Packer:
         info = PackInfo(self._ticket.node, group, pack.number, pack.size)
         self._packs.append(info)
         upload = self._uploads.submit(self._upload, info, pack.parts)
-        upload.add_done_callback(lambda _: self._budget.release(info.size))
+        upload.add_done_callback(lambda _: _call(pack.releases))
         self._running.append(upload)
 
     def _upload(self, info: PackInfo, parts: list[Buffer]) -> None:
@@ -115,3 +118,8 @@ class Packer:
 
     def _key(self, info: PackInfo) -> str:
         return keys.pack(self._ticket.id, self._ticket.attempt, info.node, info.group, info.number)
+
+
+def _call(releases: list[Callable[[], None]]) -> None:
+    for release in releases:
+        release()

@@ -20,7 +20,8 @@ MODULUS = 1 << 64
 @dataclass(frozen=True)
 class Begin:
     """A rank has begun its ``save``-th save. ``incarnation`` names its process. ``replicated`` is the coverage sum of the tensors
-    that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for. ``timeout`` is in seconds."""
+    that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for. ``timeout`` is in seconds.
+    ``coding``: see ``storage.version_record``."""
 
     rank: int
     world_size: int
@@ -32,6 +33,7 @@ class Begin:
     replicated: int
     expected: int
     metrics: dict[str, Any] = field(default_factory=dict)
+    coding: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

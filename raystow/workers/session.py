@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
-import threading
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..storage import values
@@ -11,6 +12,7 @@ from ..storage.errors import RaystowError, SaveFailed
 from .attempt import NodeAttempt, Outcome, draft
 from .port import Begin
 from .ring import Ring
+from .slots import Slots
 from .wire import Connection, Message
 
 logger = logging.getLogger(__name__)
@@ -30,17 +32,33 @@ class Host(Protocol):
         """Adapt the budget of coded bytes by a process's share."""
 
 
+class GpuCoder(Protocol):
+    """Codes what lies in device memory, for training processes that must not be touched: ``workers.cuda.node_encoder``."""
+
+    def ask(self, message: Message) -> None:
+        """A device is to be used: answer the training process."""
+
+    def code(self, work: Message, attempt: NodeAttempt | None, number: int) -> None:
+        """Code the chunks in a slot of device memory; ``number`` is this node's in the attempt."""
+
+    def end(self, attempt: NodeAttempt) -> None:
+        """Tell the attempt that the rank has finished, when all that was given to ``code`` before is coded."""
+
+    def close(self) -> None:
+        """Get through with what is left, and give all memory back."""
+
+
 class Session:
     """Serves one connection on a thread of its own until the training process goes away."""
 
     def __init__(self, connection: Connection, host: Host, node: str) -> None:
         self._connection, self._host, self._node = connection, host, node
         self._ring: Ring | None = None
+        self._slots: Slots | None = None
+        self._coder: GpuCoder | None = None
         self._hello: Message = {}
         self._attempt: NodeAttempt | None = None
         self._number = 0
-        self._reading = 0  # chunks in the ring that are still being coded
-        self._changed = threading.Condition()
 
     def serve(self) -> None:
         """Handle messages until the connection ends."""
@@ -50,14 +68,18 @@ class Session:
                 return
             self._hello = first[0]
             coded = int(self._hello["coded"])
-            self._ring = Ring.create(int(self._hello["ring"]))
+            self._ring = Ring.create(int(self._hello["ring"]), int(self._hello["slot"]))
+            self._slots = Slots(self._ring, self._tell_free)
             self._host.grow(coded)
             try:
-                self._connection.send({"ring": self._ring.slots}, fd=self._ring.fd)
+                self._connection.send({"ring": self._ring.slots, "slot": self._ring.slot_size}, fd=self._ring.fd)
+                if self._hello.get("compress_in") == "node":
+                    self._coder = self._gpu_coder(self._ring)
                 self._receive()
             finally:
-                with self._changed:
-                    self._changed.wait_for(lambda: not self._reading)
+                if self._coder is not None:
+                    self._coder.close()
+                self._slots.wait()
                 self._host.grow(-coded)
                 self._ring.close()
         except RaystowError as error:
@@ -70,10 +92,24 @@ class Session:
             message = received[0]
             if "begin" in message:
                 self._begin(message["begin"])
-            elif "slot" in message:
-                self._slot(message["slot"], message["chunks"])
+            elif "chunks" in message:
+                self._chunks(message["chunks"])
+            elif "on_device" in message and self._coder is not None:
+                self._coder.code(message["on_device"], self._attempt, self._number)
+            elif "device" in message:
+                self._device(message)
+            elif "filled" in message and self._slots is not None:
+                self._slots.filled(message["filled"])
+            elif "press" in message and self._attempt is not None:
+                self._attempt.press()
+            elif "abort" in message and self._attempt is not None:
+                self._attempt.fail(message["abort"])
+                self._attempt = None
             elif "end" in message and self._attempt is not None:
-                self._attempt.finished(self._hello["rank"])
+                if self._coder is not None:
+                    self._coder.end(self._attempt)
+                else:
+                    self._attempt.finished(self._hello["rank"])
                 self._attempt = None
         who = f"rank {self._hello['rank']} (process {self._hello['pid']})"
         if self._attempt is not None:
@@ -95,6 +131,7 @@ class Session:
             replicated=fields["replicated"],
             expected=fields["expected"],
             metrics={name: values.decode(form) for name, form in fields["metrics"].items()},
+            coding=fields.get("coding", {}),
         )
         try:
             attempt, self._number = self._host.open_attempt(self._hello["uri"], self._hello["repository"], begin)
@@ -105,41 +142,52 @@ class Session:
             self._attempt = None
             self._tell(save, error)
             return
-        attempt.join(rank, [(v[0], v[1], v[2]) for v in fields["values"]], lambda outcome: self._tell(save, outcome))
+        attempt.join(rank, [(v[0], v[1], v[2]) for v in fields["values"]], functools.partial(self._tell, save))
         self._attempt = attempt
 
-    def _slot(self, index: int, announced: list[dict[str, Any]]) -> None:
-        """Code the chunks in a slot, and free it when the last one has been read."""
-        assert self._ring is not None
-        slot, attempt = self._ring.slot(index), self._attempt
+    def _chunks(self, announced: list[dict[str, Any]]) -> None:
+        """Take over chunks that lie in slots: raw ones to be coded, coded ones as they are."""
+        assert self._slots is not None
+        attempt = self._attempt
         if attempt is None or attempt.over:  # the save failed: let the training process get through with it
-            self._connection.send({"free": index})
             return
-        left = [len(announced)]
-
-        def done() -> None:
-            with self._changed:
-                self._reading -= 1
-                left[0] -= 1
-                last = not left[0]
-                self._changed.notify_all()
-            if last:
-                try:
-                    self._connection.send({"free": index})
-                except RaystowError:
-                    pass  # the process is gone: its session ends on its own thread
-
-        with self._changed:
-            self._reading += len(announced)
         for fields in announced:
             chunk = draft(fields, self._number)
-            attempt.add(self._hello["rank"], chunk, slot[fields["at"] : fields["at"] + chunk.nbytes], done)
+            parts, done = self._slots.take_over(fields["parts"])
+            if "coding" in fields:
+                attempt.add_coded(self._hello["rank"], chunk, parts, done)
+            else:
+                attempt.add(self._hello["rank"], chunk, parts[0], done)
 
-    def _tell(self, save: int, outcome: Outcome) -> None:
+    def _gpu_coder(self, ring: Ring) -> GpuCoder | None:
+        """What codes on this node's GPUs; None, with a warning, if this process lacks what that takes. Loads torch and Triton."""
+        try:
+            from .cuda.node_encoder import NodeEncoder
+
+            return NodeEncoder(ring, self._hello["rank"], self._connection.send)
+        except ImportError as error:
+            logger.warning("the node worker cannot code on GPUs: %s", error)
+            return None
+
+    def _device(self, message: Message) -> None:
+        if self._coder is not None:
+            self._coder.ask(message)
+        else:
+            problem = "the node worker's process cannot load torch or Triton; its log says why"
+            self._connection.send({"device": message["device"], "problem": problem})
+
+    def _tell_free(self, slots: list[int]) -> None:
+        try:
+            for slot in slots:
+                self._connection.send({"free": slot})
+        except RaystowError:
+            pass  # the process is gone: its session ends on its own thread
+
+    def _tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
         if isinstance(outcome, RaystowError):
             message = {"failed": save, "what": outcome.what, "subject": outcome.subject, "remedy": outcome.remedy}
         else:
-            message = {"done": save, "entry": vars(outcome)}
+            message = {"done": save, "entry": vars(outcome), "warnings": list(warnings)}
         try:
             self._connection.send(message)
         except RaystowError:

@@ -1,29 +1,43 @@
-"""The training process's side: copies chunks of its tensors into the ring, in the background, and hears what became of them."""
+"""The training process's side: hands the chunks of its tensors over through the ring, in the background, and hears what became of
+them. Those in host memory go as they are; those on a GPU are coded there first, where that pays: by this process, or by the node
+worker's."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import queue
 import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 from ..storage.errors import ClusterError, RaystowError, SaveFailed
 from ..storage.kernels import Bytes
 from ..storage.root import Entry
-from .ring import ALIGN, SLOT, Ring
+from .ring import ALIGN, Ring
 from .wire import Connection, Message
 
 logger = logging.getLogger(__name__)
+
+CODECS = ("auto", "deflate", "zstd", "ans", "raw", "cpu")
+"""How chunks on a GPU are coded: by nvCOMP with one of its coders, or not at all, or by the node worker on its CPU."""
+
+PLACES = ("training", "node")
+"""Which process codes chunks on a GPU: the training process, or the node worker's, for training processes that must not be
+touched."""
 
 
 class Piece(Protocol):
     """A chunk to stage: what is said of it, its bytes, and how to get them."""
 
     @property
+    def device(self) -> int | None:
+        """The CUDA device whose memory holds a chunk that is worth coding there; None for all others."""
+
+    @property
     def nbytes(self) -> int:
-        """Bytes, at most ``SLOT``."""
+        """Bytes: at most ``SLOT``, or for one on a GPU ``DEVICE_CHUNK``."""
 
     def describe(self) -> dict[str, Any]:
         """The fields of its manifest row that are known before coding."""
@@ -32,32 +46,55 @@ class Piece(Protocol):
         """Copy the bytes into ``out``, row-major."""
 
 
+class Plan(Protocol):
+    """What to stage. Only the thread that stages looks at it: working it out may take a while."""
+
+    @property
+    def pieces(self) -> Sequence[Piece]:
+        """All chunks."""
+
+    @property
+    def coverage(self) -> tuple[int, int]:
+        """``replicated`` and ``expected`` of ``port.Begin``."""
+
+    @property
+    def ready(self) -> dict[int, Any]:
+        """For each CUDA device an event, after which its tensors may be read."""
+
+
 @dataclass
 class Order:
-    """One save: what to announce, what to stage, and whom to tell. Callbacks run on threads of the staging."""
+    """One save: what to announce, what to stage, and whom to tell. Callbacks run on threads of the staging. ``urgent``: whether
+    the training waits for the staging."""
 
     save: int
     begin: dict[str, Any]
-    pieces: Iterable[Piece]
+    plan: Plan | None
     on_staged: Callable[[], None]
     on_end: Callable[[Entry | RaystowError], None]
+    on_warning: Callable[[str], None] = logger.warning
+    urgent: Callable[[], bool] = lambda: False
     failed: bool = False
 
 
 class Staging:
     """A connection to the node worker of this machine. ``submit`` returns at once; orders are staged one after the other."""
 
-    def __init__(self, address: str, hello: Message) -> None:
-        """Connect and take over the ring. ``hello`` says who this is: see ``workers.session``."""
+    def __init__(self, address: str, hello: Message, *, codec: str = "auto", compress_in: str = "training") -> None:
+        """Connect and take over the ring. ``hello`` says who this is: see ``workers.session``. ``codec``: one of ``CODECS``,
+        ``compress_in``: one of ``PLACES``."""
+        self._codec, self._compress_in = codec, compress_in
         self._connection = Connection.connect(address)
-        self._connection.send(hello)
+        self._connection.send({**hello, "compress_in": compress_in})
         answer = self._connection.receive()
         if answer is None or answer[1] is None:
             raise ClusterError("the node worker ended the conversation", subject=address)
-        self._ring = Ring(answer[1], answer[0]["ring"])
+        self._ring = Ring(answer[1], answer[0]["ring"], answer[0]["slot"])
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for slot in range(self._ring.slots):
             self._free.put(slot)
+        self._workbench: Any = None  # of workers.cuda, made when the first chunk on a GPU comes
+        self._of_devices: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # what the node worker says of device memory
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._open: dict[int, Order] = {}
         self._lock = threading.Lock()
@@ -78,70 +115,174 @@ class Staging:
         """End the conversation. Saves that were staged go on in the node worker; nobody here hears of them any more."""
         self._orders.put(None)
         self._threads[0].join()
+        if self._workbench is not None:
+            self._workbench.close()  # before the node worker hears of the end, and frees the device memory that is mapped here
         self._connection.close()
         self._threads[1].join()
         self._ring.close()
 
     def _stage(self) -> None:
         while (order := self._orders.get()) is not None:
+            subject = f"save of step {order.begin['step']}"
             try:
-                self._connection.send({"begin": order.begin})
-                for slot, chunks in self._fill(order):
-                    self._connection.send({"slot": slot, "chunks": chunks})
-                self._connection.send({"end": order.save})
+                assert order.plan is not None
+                devices = sorted({piece.device for piece in order.plan.pieces if piece.device is not None})
+                choices = [self._bench().choice(device) for device in devices]
+                replicated, expected = order.plan.coverage
+                coding = {choice.codec: choice.why for choice in choices}
+                more = {"replicated": replicated, "expected": expected, "coding": coding}
+                self._connection.post({"begin": {**order.begin, **more}})
+                self._hand_over(order, order.plan, devices)
+                self._connection.post({"end": order.save})
             except RaystowError as error:
-                self._end(order.save, SaveFailed(str(error), subject=f"save of step {order.begin['step']}"))
+                self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=subject))
             except Exception as error:
                 logger.exception("staging failed")
-                self._connection.close()  # the node worker gives the attempt up when it sees us gone
-                self._end(order.save, SaveFailed(f"staging failed: {error}", subject=f"save of step {order.begin['step']}"))
+                self._give_up(order, SaveFailed(f"staging failed: {error!r}", subject=subject))
             finally:
-                order.pieces = ()
+                order.plan = None  # lets go of the tensors
                 order.on_staged()
 
-    def _fill(self, order: Order) -> Iterator[tuple[int, list[dict[str, Any]]]]:
-        """Slots full of chunks, each with what is said of them."""
-        slot, used, chunks = -1, SLOT, list[dict[str, Any]]()
-        for piece in order.pieces:
-            if order.failed:
-                break
-            if used + piece.nbytes > SLOT:
-                if chunks:
-                    yield slot, chunks
-                slot, used, chunks = self._take(), 0, []
-            piece.copy(self._ring.slot(slot)[used : used + piece.nbytes])
-            chunks.append({**piece.describe(), "at": used})
-            used += -(-piece.nbytes // ALIGN) * ALIGN
-        if chunks:
-            yield slot, chunks
+    def _hand_over(self, order: Order, plan: Plan, devices: list[int]) -> None:
+        """Stage everything; ``on_staged`` as soon as all has been read."""
+        host = [piece for piece in plan.pieces if piece.device is None]
+        for device in devices:
+            self._bench().encode(
+                device,
+                [piece for piece in plan.pieces if piece.device == device],
+                after=plan.ready[device],
+                on_read=_nothing if host or device != devices[-1] else order.on_staged,
+                announce=functools.partial(self._announce, order),
+                urgent=order.urgent,
+            )
+        if host:
+            for event in plan.ready.values():
+                event.synchronize()
+            self._stage_host(order, host)
+
+    def _stage_host(self, order: Order, pieces: list[Piece]) -> None:
+        """Copy chunks into slots as they are."""
+        slot, used, chunks = -1, 0, list[dict[str, Any]]()
+        try:
+            for piece in pieces:
+                if slot < 0 or used + piece.nbytes > self._ring.slot_size:
+                    if slot >= 0:
+                        self._announce(order, chunks)
+                        self._release(slot)
+                    slot, used, chunks = self._take(), 0, []
+                piece.copy(self._ring.slot(slot)[used : used + piece.nbytes])
+                chunks.append({**piece.describe(), "parts": [(slot, used, piece.nbytes)]})
+                used += -(-piece.nbytes // ALIGN) * ALIGN
+            self._announce(order, chunks)
+        finally:
+            if slot >= 0:
+                self._release(slot)
+
+    def _announce(self, order: Order, chunks: list[dict[str, Any]], *, on_device: Message | None = None) -> None:
+        """Tell the node worker of chunks in slots; ``on_device``: the one slot of device memory in which all of them are."""
+        if order.failed:
+            raise SaveFailed("it has failed already", subject=f"save of step {order.begin['step']}")
+        self._connection.post({"chunks": chunks} if on_device is None else {"on_device": {**on_device, "chunks": chunks}})
+
+    def _bench(self) -> Any:
+        if self._workbench is None and self._compress_in == "node":
+            from .cuda.remote_workbench import RemoteWorkbench
+
+            self._workbench = RemoteWorkbench(
+                self._codec, send=self._connection.post, receive=self._of_device, lend=self._lend, local=self._local_bench
+            )
+        elif self._workbench is None:
+            self._workbench = self._local_bench()
+        return self._workbench
+
+    def _local_bench(self) -> Any:
+        from .cuda.workbench import Workbench
+
+        return Workbench(self._ring, self._codec, take=self._take_soon, release=self._release)
+
+    def _of_device(self) -> Message:
+        """What the node worker says next of device memory."""
+        message = self._of_devices.get()
+        if message is None:
+            self._of_devices.put(None)
+            raise ClusterError("the node worker died")
+        return message
+
+    def _lend(self) -> int:
+        """Leave all slots but the first few to the node worker, for good: it fills them itself. The first one that it gets."""
+        first = max(1, self._ring.slots // 4)
+        kept, lent = list[int](), 0
+        while lent < self._ring.slots - first:
+            slot = self._take()
+            if slot < first:
+                kept.append(slot)
+            else:
+                lent += 1
+        for slot in kept:
+            self._free.put(slot)
+        return first
+
+    def _take_soon(self) -> int | None:
+        """A free slot; None after a moment without one, in which the node worker was asked to hurry."""
+        try:
+            slot = self._free.get(timeout=0.02)
+        except queue.Empty:
+            self._connection.post({"press": True})
+            return None
+        return self._checked(slot)
 
     def _take(self) -> int:
-        slot = self._free.get()
+        while (slot := self._take_soon()) is None:
+            pass
+        return slot
+
+    def _checked(self, slot: int | None) -> int:
         if slot is None:
             self._free.put(None)
             raise ClusterError("the node worker died")
         return slot
 
+    def _release(self, slot: int) -> None:
+        """Nothing more will be announced in this slot: it comes back when the node worker needs it no longer."""
+        self._connection.post({"filled": slot})
+
+    def _give_up(self, order: Order, error: SaveFailed) -> None:
+        """End the order, here and on the node."""
+        try:
+            self._connection.post({"abort": str(error)})
+        except RaystowError:
+            pass  # the node worker is gone: nothing is left to be ended there
+        self._end(order.save, error)
+
     def _hear(self) -> None:
         while (received := self._connection.receive()) is not None:
             message = received[0]
-            if "free" in message:
+            if "device" in message:
+                self._of_devices.put(message)
+            elif "free" in message:
                 self._free.put(message["free"])
             elif "done" in message:
-                self._end(message["done"], Entry(**message["entry"]))
+                self._end(message["done"], Entry(**message["entry"]), message["warnings"])
             elif "failed" in message:
                 self._end(message["failed"], SaveFailed(message["what"], subject=message["subject"], remedy=message["remedy"]))
         self.lost = True
         self._free.put(None)
+        self._of_devices.put(None)
         with self._lock:
             orders = list(self._open.values())
         for order in orders:
             self._end(order.save, SaveFailed("the node worker of this rank died", subject=f"save of step {order.begin['step']}"))
 
-    def _end(self, save: int, outcome: Entry | RaystowError) -> None:
+    def _end(self, save: int, outcome: Entry | RaystowError, warnings: Sequence[str] = ()) -> None:
         with self._lock:
             order = self._open.pop(save, None)
         if order is None:
             return  # it has ended before
         order.failed = isinstance(outcome, RaystowError)
+        for text in warnings:
+            order.on_warning(text)
         order.on_end(outcome)
+
+
+def _nothing() -> None:
+    pass

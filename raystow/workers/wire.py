@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import array
 import json
+import logging
 import os
+import queue
 import socket
 import struct
 import threading
@@ -16,6 +18,9 @@ from typing import Any
 
 from ..storage.errors import ClusterError
 
+logger = logging.getLogger(__name__)
+
+_LAST = 10.0  # seconds that closing waits for a peer to take the last messages
 _HEAD = struct.Struct("<I")
 MAX_MESSAGE = 256 << 20
 """Bytes; a longer message is refused by both sides."""
@@ -56,6 +61,8 @@ class Connection:
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
         self._sending = threading.Lock()
+        self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
+        self._postman: threading.Thread | None = None
 
     @staticmethod
     def connect(name: str) -> Connection:
@@ -80,6 +87,21 @@ class Connection:
                 self._socket.sendall(body)
         except OSError as error:
             raise ClusterError(f"the other process is gone: {error}") from error
+
+    def post(self, message: Message) -> None:
+        """Send behind all that was posted before, on a thread of the connection: the caller waits for nobody, and that the other
+        side is gone shows in ``receive``."""
+        if self._postman is None:
+            self._postman = threading.Thread(target=self._deliver, name="raystow-post", daemon=True)
+            self._postman.start()
+        self._posted.put(message)
+
+    def _deliver(self) -> None:
+        while (message := self._posted.get()) is not None:
+            try:
+                self.send(message)
+            except ClusterError as error:
+                logger.info("a message is not delivered: %s", error)
 
     def receive(self) -> tuple[Message, int | None] | None:
         """The next message and the file sent with it, or None when the other side is gone."""
@@ -106,7 +128,10 @@ class Connection:
         return b"".join(parts)
 
     def close(self) -> None:
-        """End the conversation; a thread that is receiving gets None."""
+        """End the conversation, after what was posted has been sent; a thread that is receiving gets None."""
+        if self._postman is not None:
+            self._posted.put(None)
+            self._postman.join(_LAST)
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:

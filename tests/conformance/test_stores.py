@@ -6,6 +6,7 @@ import pickle  # noqa: TID251 - this is how Ray sends stores between processes
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -24,6 +25,14 @@ KEY = "versions/00000001-0123456789abcdef/weights-00000-00000.pack"
 
 def read(store: ObjectStore, key: str = KEY) -> bytes:
     return store.get(key, max_bytes=1 << 40)
+
+
+def read_into(store: ObjectStore, key: str, start: int, length: int) -> bytes:
+    """A range, read into the middle of memory that is there already."""
+    memory = bytearray(b"\xa5") * (length + 20)
+    store.get_range_into(key, start, memoryview(memory)[10 : length + 10])
+    assert memory[:10] == memory[length + 10 :] == b"\xa5" * 10
+    return bytes(memory[10 : length + 10])
 
 
 def keys(store: ObjectStore, prefix: str = "") -> list[str]:
@@ -48,9 +57,10 @@ def test_an_empty_object_is_an_object(store: ObjectStore, parts: list[Buffer]) -
     store.put(KEY, parts)
     assert read(store) == b""
     assert [info.size for info in store.list("")] == [0]
-    assert bytes(store.get_range(KEY, 0, 0)) == b""
-    with pytest.raises(Damaged, match=KEY):
-        store.get_range(KEY, 0, 1)
+    assert bytes(store.get_range(KEY, 0, 0)) == read_into(store, KEY, 0, 0) == b""
+    for read_range in (store.get_range, partial(read_into, store)):
+        with pytest.raises(Damaged, match=KEY):
+            read_range(KEY, 0, 1)
 
 
 def test_a_large_object_of_many_parts(store: ObjectStore) -> None:
@@ -65,6 +75,7 @@ def test_a_large_object_of_many_parts(store: ObjectStore) -> None:
     assert read(store) == data
     for start, length in ((0, 1), (16 * MIB - 5, 10), (33 * MIB + 1, 5 * MIB), (len(data) - 1, 1), (0, len(data))):
         assert bytes(store.get_range(KEY, start, length)) == data[start : start + length]
+        assert read_into(store, KEY, start, length) == data[start : start + length]
 
 
 def test_numbers_and_memory_of_other_kinds_are_bytes(store: ObjectStore) -> None:
@@ -82,12 +93,31 @@ def test_ranges_are_exact_or_an_error(store: ObjectStore) -> None:
             store.get_range(KEY, start, length)
 
 
+def test_ranges_into_memory_are_exact_or_an_error(store: ObjectStore) -> None:
+    data = bytes(range(200))
+    store.put(KEY, [data])
+    for start, length in ((0, 200), (0, 1), (199, 1), (50, 100), (7, 0), (200, 0)):
+        assert read_into(store, KEY, start, length) == data[start : start + length]
+    for start, length in ((0, 201), (199, 2), (200, 1), (201, 0), (10**9, 5), (-1, 5)):
+        with pytest.raises(Damaged, match=KEY):
+            read_into(store, KEY, start, length)
+
+
+def test_a_range_is_read_into_memory_of_numpy(store: ObjectStore) -> None:
+    store.put(KEY, [bytes(range(200))])
+    target = np.zeros(100, np.uint8)
+    store.get_range_into(KEY, 50, target.data)
+    assert target.tolist() == list(range(50, 150))
+
+
 def test_what_is_missing_is_not_found_by_name(store: ObjectStore) -> None:
     reads: list[Callable[[str], Any]] = [
         lambda key: store.get(key, max_bytes=10),
         lambda key: store.get_tagged(key, max_bytes=10),
         lambda key: store.get_range(key, 0, 1),
         lambda key: store.get_range(key, 0, 0),
+        lambda key: read_into(store, key, 0, 1),
+        lambda key: read_into(store, key, 0, 0),
     ]
     for there in (False, True):
         for missing in (KEY, "versions", "versions/00000001-0123456789abcdef"):
@@ -241,6 +271,7 @@ def test_a_key_cannot_lead_out(store: ObjectStore, key: str) -> None:
         lambda: store.get(key, max_bytes=1),
         lambda: store.get_tagged(key, max_bytes=1),
         lambda: store.get_range(key, 0, 1),
+        lambda: read_into(store, key, 0, 1),
         lambda: store.delete([key]),
     ]
     for attempt in attempts:

@@ -36,8 +36,9 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "raw", "cpu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_through_host_memory(dtype: torch.dtype) -> None:
+def test_every_dtype_comes_back_on_a_gpu_and_without_one(dtype: torch.dtype, codec: str) -> None:
     base = random_bits(dtype, 700, 1030)
     state = {
         "plain": base,
@@ -47,7 +48,7 @@ def test_every_dtype_through_host_memory(dtype: torch.dtype) -> None:
         "empty": random_bits(dtype, 0, 3),
         "scalar": random_bits(dtype),
     }
-    with LocalCluster(f"memory://cuda-{dtype}") as cluster:
+    with LocalCluster(f"memory://cuda-{dtype}-{codec}", codec=codec) as cluster:
         version = cluster.save(state, step=1)
     into = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
     raystow.restore_latest(cluster.uri, into=into)

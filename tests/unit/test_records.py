@@ -57,6 +57,7 @@ def test_a_version_record_comes_back():
         {"raystow": "1"},
         (FragmentInfo(0, 10, "ab" * 32, (0, 1), 3, 24, 20),),
         (PackInfo(0, "weights", 0, 20),),
+        {"deflate": "asked for"},
     )
     assert VersionRecord.load(record.dump(), record.key()) == record
 

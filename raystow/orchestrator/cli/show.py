@@ -47,6 +47,7 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio_text(version.bytes, version.raw)})"),
         ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
         ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
+        *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
         ("metrics", ", ".join(f"{name} {value!r:.60}" for name, value in version.metrics.items())),
         ("pins", ", ".join(facts["pins"])),
         ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),

@@ -55,6 +55,10 @@ class MemoryStore:
             raise checks.ends_early(subject, start, length)
         return memoryview(data)[start : start + length]
 
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        """As the protocol says, by a copy."""
+        target[:] = self.get_range(key, start, target.nbytes)
+
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says; the parts are copied."""
         data = b"".join(parts)

@@ -63,6 +63,10 @@ class S3Store:
             raise checks.ends_early(subject, start, length)
         return data
 
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        """As the protocol says, by a copy."""
+        target[:] = self.get_range(key, start, target.nbytes)
+
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says. The server makes the object visible only when it is whole: by the answer to one PUT, or to the
         completion of a multipart upload, which obstore aborts on failure (a killed process leaves its parts behind: give the

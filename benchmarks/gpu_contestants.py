@@ -1,0 +1,198 @@
+"""Who saves and restores in the GPU benchmarks: raystow, and what else could stand in its place, behind one small interface.
+
+Each is used as its documents say. All write to the same file system, whole states, and know when what they wrote is durable.
+
+- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec.
+- torch.save: the training waits for all of it.
+- DCP: ``async_save`` whose stager keeps its pinned memory from save to save.
+- torch_checkpointing: ``CheckpointManager`` with asynchronous saves, fenced by its lock.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from gpu_workload import State
+
+Wait = Callable[[], Any]
+"""Returns when a save is durable, raises if it failed. Called on a thread of its own."""
+
+TORCH_SAVE, DCP, TORCH_CHECKPOINTING = "torch.save", "DCP async pinned", "torch_checkpointing"
+PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
+NONE = "no save"
+
+
+class Contestant:
+    """``save`` may return early; ``fence`` is called before the state changes. Saves nothing, and so measures the noise."""
+
+    def save(self, state: State, step: int) -> Wait:
+        return lambda: None
+
+    def fence(self) -> None: ...
+
+    def load(self, into: State) -> None:
+        """Put the newest checkpoint into tensors where they are."""
+
+    def stored(self) -> int:
+        """Bytes of the newest checkpoint, all files together."""
+        return 0
+
+    def discard(self) -> None:
+        """Delete the newest checkpoint."""
+
+    def close(self) -> None: ...
+
+
+class Folder(Contestant):
+    """One that writes every checkpoint to a folder of its own."""
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._path = root
+
+    def save(self, state: State, step: int) -> Wait:
+        self._path = self._root / str(step)
+        return self._save(state)
+
+    def _save(self, state: State) -> Wait:
+        raise NotImplementedError
+
+    def stored(self) -> int:
+        return size(self._path)
+
+    def discard(self) -> None:
+        shutil.rmtree(self._path)
+
+
+class TorchSave(Folder):
+    """One file, written while the training waits."""
+
+    def _save(self, state: State) -> Wait:
+        self._path.mkdir(parents=True)
+        torch.save(state, self._path / "state.pt")
+        return lambda: None
+
+    def load(self, into: State) -> None:
+        device = next(iter(next(iter(into.values())).values())).device
+        found = torch.load(self._path / "state.pt", map_location=device, weights_only=True)
+        for group, tensors in into.items():
+            for name, tensor in tensors.items():
+                tensor.copy_(found[group][name])
+
+
+class Dcp(Folder):
+    """torch.distributed.checkpoint in a process group of one."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        import torch.distributed as dist
+        import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
+
+        if not dist.is_initialized():
+            os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT="29511")
+            backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
+            dist.init_process_group(backend, rank=0, world_size=1)
+        self._dcp = dcp
+        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
+
+    def _save(self, state: State) -> Wait:
+        return self._dcp.async_save(state, checkpoint_id=str(self._path), async_stager=self._stager).result
+
+    def load(self, into: State) -> None:
+        self._dcp.load(into, checkpoint_id=str(self._path))
+
+
+class TorchCheckpointing(Folder):
+    """PyTorch's own successor to DCP."""
+
+    def __init__(self, root: Path) -> None:
+        super().__init__(root)
+        from torch_checkpointing import CheckpointManager
+
+        self._manager = CheckpointManager(CheckpointManager.Config.with_async_save())
+
+    def _save(self, state: State) -> Wait:
+        return self._manager.save(str(self._path), state).result
+
+    def fence(self) -> None:
+        with self._manager.lock():
+            pass
+
+    def load(self, into: State) -> None:
+        self._manager.load(str(self._path), into=into)
+
+    def close(self) -> None:
+        self._manager.close()
+
+
+class Raystow(Contestant):
+    """A repository that keeps its versions; of those discarded it keeps the descriptions only."""
+
+    def __init__(self, root: Path, codec: str, memory: int | None) -> None:
+        import raystow
+
+        self._root = root
+        self.checkpointer = raystow.Checkpointer(str(root), rank=0, world_size=1, codec=codec, memory=memory)
+
+    def save(self, state: State, step: int) -> Wait:
+        return self.checkpointer.save(state, step=step).result
+
+    def fence(self) -> None:
+        self.checkpointer.fence()
+
+    def load(self, into: State) -> None:
+        import raystow
+
+        raystow.restore_latest(str(self._root), into=into)
+
+    def stored(self) -> int:
+        return size(self._newest()) + (self._root / "root.json").stat().st_size
+
+    def discard(self) -> None:
+        for pack in self._newest().glob("*.pack"):
+            pack.unlink()
+
+    def close(self) -> None:
+        self.checkpointer.close()
+
+    def _newest(self) -> Path:
+        return max((self._root / "versions").iterdir())
+
+
+def ours(codec: str) -> str:
+    """The name of the contestant that is raystow with this codec."""
+    return f"raystow {codec}"
+
+
+def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, Callable[[], Contestant]]:
+    """What makes each of them, by name; each has a folder below ``root`` for itself."""
+    return {
+        **{ours(codec): lambda codec=codec: Raystow(root / f"raystow-{codec}", codec, memory) for codec in codecs},
+        TORCH_SAVE: lambda: TorchSave(root / "torch-save"),
+        DCP: lambda: Dcp(root / "dcp"),
+        TORCH_CHECKPOINTING: lambda: TorchCheckpointing(root / "torch-checkpointing"),
+    }
+
+
+def size(folder: Path) -> int:
+    """Bytes of all files below."""
+    return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
+
+
+def start_ray() -> None:
+    """A Ray cluster of this machine alone."""
+    import ray
+
+    ray.init(
+        num_cpus=os.cpu_count() or 1,
+        num_gpus=1,
+        include_dashboard=False,
+        log_to_driver=False,
+        object_store_memory=200 << 20,  # nothing of a checkpoint goes through it
+    )

@@ -1,0 +1,585 @@
+"""What a save costs a training loop on one GPU: raystow beside torch.save, DCP and torch_checkpointing, in one run.
+
+The training of ``gpu_workload`` goes on while each contestant saves its whole state, 6.17 GB, to memory (/dev/shm), so that no
+disk limits anybody. The figure that counts is the time the loop lost: windows of some steps, in the first of which a save begins,
+take turns with windows without one, and each is compared with the mean of its two neighbours, since clocks drift by more than a
+good save costs. Short steps (one micro-batch) show what cannot hide behind the computation; long ones (eight) what slows it down.
+
+How it is measured. Every step ends with a synchronization of the GPU, and is timed from one to the next. The fence is called
+before the optimizer's step; what it waits is noted, and is part of the step. A window ends when its steps are done; then, outside
+the clock, the save is waited for. A save is durable at the moment at which its result is there, taken by a thread that waits for
+nothing else. Before the windows that count, each contestant saves twice: pinned memory, processes and kernels are made then.
+"no save" is a contestant like any other; its losses are the noise. What was saved is deleted after its window.
+
+Besides, with the GPU otherwise idle:
+- how fast raystow reads the state, brings it to host memory (coded, on the way) and makes it durable, in raw bytes per second,
+  beside a plain copy of the same tensors to pinned memory; for the whole state, and for one of bf16 alone;
+- the entropy of the state's byte planes, after moving the sign bit out of the exponent's way, chunk by chunk of 16 MiB: what no
+  coder of single bytes can go below but by smaller pieces;
+- each coder by itself on 512 MiB of each part of the state: split into planes, code the highest; decode it, join. Times are the
+  GPU's own; streams stay where the coder left them (a save packs them too). Every decode is compared bit for bit.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from gpu_contestants import NONE, PEERS, TORCH_CHECKPOINTING, Contestant, Raystow, Wait, field, ours, start_ray
+from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+CODECS = ("deflate", "ans", "raw")
+CODERS = ("deflate", "zstd", "ans")
+SHORT, LONG = 1, 8
+CHUNK = 16 << 20
+SAMPLE = 512 << 20  # bytes of each part of the state that the coders get
+GROUP = {"zstd": 32 << 20}  # plane bytes of one call; others 128 MiB. As many as a save gives them
+ROUNDS = 5
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+now = time.perf_counter
+
+
+@dataclass(frozen=True)
+class Window:
+    """Seconds of each step and, where there was a save, in its fences and until it was durable; bytes stored."""
+
+    steps: list[float]
+    fence: float = 0.0
+    durable: float = 0.0
+    stored: int = 0
+
+
+def window(training: Training, contestant: Contestant, *, steps: int, micro_batches: int, save: bool) -> Window:
+    """Some steps, with a save in the first of them or without."""
+    times, fenced = list[float](), 0.0
+    with ThreadPoolExecutor(1) as pool:
+        durable: Future[float] | None = None
+        for k in range(steps):
+            training.synchronize()
+            start = now()
+            if save and k == 0:
+                durable = pool.submit(seconds, contestant.save(training.state(), training.step), start)
+            for _ in range(micro_batches):
+                training.forward_backward()
+            before = now()
+            contestant.fence()
+            fenced += now() - before
+            training.update()
+            training.synchronize()
+            times.append(now() - start)
+        if durable is None:
+            return Window(times)
+        result = Window(times, fenced, durable.result(), contestant.stored())
+    contestant.discard()
+    return result
+
+
+def seconds(wait: Wait, start: float) -> float:
+    """From ``start`` until the wait is over."""
+    wait()
+    return now() - start
+
+
+def measure(training: Training, contestant: Contestant, *, saves: int, every: int, micro_batches: int) -> dict[str, Any]:
+    """All windows of one contestant, and what they come to."""
+
+    def one(save: bool, steps: int = every) -> Window:
+        return window(training, contestant, steps=steps, micro_batches=micro_batches, save=save)
+
+    for _ in range(2):
+        one(True, max(1, every // 2))
+    calm, saving = [one(False)], list[Window]()
+    for _ in range(saves):
+        saving.append(one(True))
+        calm.append(one(False))
+    raw = nbytes(training.state())
+    pairs = zip(saving, itertools.pairwise(calm), strict=True)
+    lost = [1e3 * (sum(w.steps) - (sum(a.steps) + sum(b.steps)) / 2) for w, (a, b) in pairs]
+    return {
+        "step ms": 1e3 * statistics.median(t for w in calm for t in w.steps),
+        "lost ms": {"median": statistics.median(lost), "min": min(lost), "max": max(lost), "all": lost},
+        "lost ms/GB": statistics.median(lost) / (raw / 1e9),
+        "fence ms": 1e3 * statistics.median(w.fence for w in saving),
+        "durable s": statistics.median(w.durable for w in saving),
+        "stored": statistics.median(w.stored for w in saving),
+        "ratio": statistics.median(w.stored for w in saving) / raw,
+        "of bound": saving[-1].stored / entropy_bound(training.state()),
+        "saving windows": [asdict(w) for w in saving],
+        "calm windows": [w.steps for w in calm],
+    }
+
+
+def note_arrivals(contestant: Raystow) -> list[float]:
+    """A list that gets the time at which all chunks of a save are in host memory, for every save from now on.
+
+    There must have been a save before.
+    THE HOOK FOR "ARRIVED": nothing public tells it. It is the moment at which the node worker hears that a save has ended.
+    """
+    times: list[float] = []
+    connection = contestant.checkpointer._staging._connection
+    send = connection.send
+
+    def noting(message: dict[str, Any], *rest: Any) -> None:
+        send(message, *rest)
+        if "end" in message:
+            times.append(now())
+
+    connection.send = noting
+    return times
+
+
+def idle_rate(contestant: Raystow, state: State) -> dict[str, Any]:
+    """Seconds from a save of ``state`` until all was read, had arrived in host memory, was durable; with nothing else to do."""
+    found: dict[str, list[float]] = {"read": [], "arrived": [], "durable": []}
+    arrivals: list[float] = []
+    for turn in range(-2, ROUNDS):
+        synchronize()
+        start = now()
+        pending = contestant.checkpointer.save(state, step=turn + 2)
+        pending.staged()
+        read = now()
+        pending.result()
+        durable = now()
+        if turn >= 0:
+            for what, when in (("read", read), ("arrived", arrivals[-1]), ("durable", durable)):
+                found[what].append(when - start)
+        if turn == -2:
+            arrivals = note_arrivals(contestant)
+        ratio = contestant.stored() / nbytes(state)
+        contestant.discard()
+    rates = {f"{what} GB/s": nbytes(state) / 1e9 / statistics.median(times) for what, times in found.items()}
+    return {**rates, "ratio": ratio, "seconds": found}
+
+
+def plain_copy(state: State) -> dict[str, Any]:
+    """The same tensors into one pinned buffer, one after the other."""
+    host = torch.empty(nbytes(state), dtype=torch.uint8)
+    if code := int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)):
+        raise SystemExit(f"CUDA cannot pin {host.numel() >> 20} MiB (error {code})")
+    times = []
+    for _ in range(ROUNDS + 1):
+        synchronize()
+        start, end = now(), 0
+        for tensor in tensors_of(state):
+            source = tensor.reshape(-1).view(torch.uint8)
+            host[end : end + source.numel()].copy_(source, non_blocking=True)
+            end += source.numel()
+        synchronize()
+        times.append(now() - start)
+    torch.cuda.cudart().cudaHostUnregister(host.data_ptr())
+    return {"GB/s": nbytes(state) / 1e9 / statistics.median(times[1:]), "seconds": times[1:]}
+
+
+def synchronize() -> None:
+    """Wait for the GPU, if there is one."""
+    if torch.cuda.is_available():
+        torch.cuda.synchronize()
+
+
+def entropy_bound(state: State) -> float:
+    """Bytes: the entropy of each byte plane of each chunk, added up."""
+    tensors = tensors_of(state)
+    bits = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
+    for tensor in tensors:
+        width = tensor.element_size()
+        for words in tensor.reshape(-1).view(WORDS[width]).split(CHUNK // width):
+            rotated = (words << 1) | ((words >> (8 * width - 1)) & 1) if width > 1 else words
+            planes = rotated.view(torch.uint8).reshape(-1, width)
+            for p in range(width):
+                share = torch.bincount(planes[:, p].contiguous(), minlength=256).double() / len(planes)
+                bits += torch.special.entr(share).sum() / 0.6931471805599453 * len(planes)
+    return bits.item() / 8
+
+
+class Pipeline:
+    """Chunks of one part of the state through one coder and back, all tables made beforehand."""
+
+    def __init__(self, words: Tensor, coder: str) -> None:
+        """``words``: integers of the part's width, [chunks, words in a chunk]."""
+        from raystow.workers.cuda.encoder import STREAM
+        from raystow.workers.cuda.nvcomp import Codec
+
+        self._words, self._stream = words, STREAM[coder]
+        self.chunks, self.words_each = words.shape
+        self.width = words.element_size()
+        device = words.device
+        n = words.numel()
+        self._codec = Codec(coder, self._stream)
+        self._planes = torch.empty((self.width, n), dtype=torch.uint8, device=device)
+        self._target = torch.zeros_like(words)
+        self._taking, self._joining = self._table(words), self._table(self._target)
+        self._results = torch.zeros((3, self.chunks), dtype=torch.int64, device=device)
+        starts = torch.arange(0, n, self._stream, device=device)
+        self._sources = self._planes[-1].data_ptr() + starts
+        self._sizes = (n - starts).clamp(max=self._stream)
+        self._out = torch.empty(len(starts) * self._codec.stride, dtype=torch.uint8, device=device)
+        self._targets = self._out.data_ptr() + torch.arange(len(starts), device=device) * self._codec.stride
+        self._coded, self._decoded = torch.zeros_like(starts), torch.zeros_like(starts)
+        self._status = torch.ones(len(starts), dtype=torch.int32, device=device)
+        self._each = GROUP.get(coder, 128 << 20) // self._stream
+        calls = min(self._each, len(starts))
+        scratch = max(self._codec.coding_scratch(calls), self._codec.decoding_scratch(calls))
+        self._scratch = torch.empty(scratch, dtype=torch.uint8, device=device)
+        self._packed = torch.empty(n // 8 * 7, dtype=torch.uint8, device=device)
+        self._seven = torch.tensor([[self._planes[0].data_ptr(), self._packed.data_ptr(), n // 8]], device=device)
+        self._back = self._seven[:, [1, 0, 2]].contiguous()
+        self._even = False
+
+    def _table(self, words: Tensor) -> Tensor:
+        from raystow.workers.cuda.kernels import COLUMNS
+
+        first = torch.arange(self.chunks) * self.words_each
+        table = torch.zeros((self.chunks, COLUMNS), dtype=torch.int64)
+        table[:, 0], table[:, 1] = words.data_ptr() + first * self.width, self.words_each
+        for p in range(self.width):
+            table[:, 2 + p] = self._planes[p].data_ptr() + first
+        return table.to(words.device)
+
+    def code(self) -> None:
+        """Split all chunks, pack a lowest plane that is even, code the highest."""
+        from raystow.workers.cuda import kernels
+
+        what = {"width": self.width, "rotate": True, "packed": self.width < 4}
+        kernels.split(self._taking, self._bytes, **what, results=self._results)
+        if self._even:
+            kernels.pack7(self._seven, self._packed.numel() // 7)
+        for some in self._calls():
+            self._codec.compress(
+                self._sources[some],
+                self._sizes[some],
+                self._targets[some],
+                self._coded[some],
+                scratch=self._scratch,
+                status=self._status[some],
+            )
+
+    def decode(self) -> None:
+        """The inverse, into other words."""
+        from raystow.workers.cuda import kernels
+
+        if self._even:
+            kernels.unpack7(self._back, self._packed.numel() // 7)
+        for some in self._calls():
+            self._codec.decompress(
+                self._targets[some],
+                self._coded[some],
+                self._sources[some],
+                self._sizes[some],
+                decoded=self._decoded[some],
+                scratch=self._scratch,
+                status=self._status[some],
+            )
+        kernels.join(self._joining, self._bytes, width=self.width, rotate=True, packed=self.width < 4, digests=self._results[0])
+
+    def measure(self) -> dict[str, Any]:
+        """Ratio and speeds. ``SystemExit`` if a bit is not what it was."""
+        self.code()
+        self._even = self.words_each % 8 == 0 and not self._results[2].any().item()
+        coding = [gpu_seconds(self.code) for _ in range(ROUNDS)]
+        self._sound("code")
+        stored = self._coded.sum().item() + (self.width - 1) * self._words.numel()
+        stored -= self._words.numel() // 8 if self._even else 0
+        self._planes[-1].zero_()
+        if self._even:
+            self._planes[0].zero_()
+        self.decode()
+        self._sound("decode")
+        if not torch.equal(self._target, self._words):
+            raise SystemExit(f"{self._codec.name} did not give back what it was given")
+        decoding = [gpu_seconds(self.decode) for _ in range(ROUNDS)]
+        gigabytes = self._words.numel() * self.width / 1e9
+        return {
+            "bytes": self._words.numel() * self.width,
+            "ratio": stored / (self._words.numel() * self.width),
+            "coding GB/s": gigabytes / statistics.median(coding),
+            "decoding GB/s": gigabytes / statistics.median(decoding),
+            "seconds": {"coding": coding, "decoding": decoding},
+        }
+
+    @property
+    def _bytes(self) -> int:
+        return self.words_each * self.width
+
+    def _calls(self) -> Iterator[slice]:
+        for start in range(0, len(self._sources), self._each):
+            yield slice(start, start + self._each)
+
+    def _sound(self, verb: str) -> None:
+        if self._status.any():
+            raise SystemExit(f"nvCOMP could not {verb} every stream of {self._codec.name}")
+
+
+def gpu_seconds(work: Callable[[], None]) -> float:
+    """Between two events on the current stream."""
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    start.record()
+    work()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end) / 1e3
+
+
+def sample(group: dict[str, Tensor]) -> Tensor:
+    """Whole chunks, evenly spread over a part of the state, as integers [chunks, words]."""
+    words = torch.cat([tensor.reshape(-1) for tensor in group.values()])
+    words = words.view(WORDS[words.element_size()])
+    each = min(CHUNK // words.element_size(), words.numel() // 16 * 16)
+    chunks = words[: words.numel() // each * each].view(-1, each)
+    wanted = min(len(chunks), SAMPLE // CHUNK)
+    return chunks[torch.arange(wanted, device=words.device) * len(chunks) // wanted].contiguous()
+
+
+def coders(state: State) -> dict[str, Any]:
+    """Every coder on every part of the state."""
+    results: dict[str, Any] = {}
+    for part, group in state.items():
+        words = sample(group)
+        results[part] = {coder: Pipeline(words, coder).measure() for coder in CODERS}
+        del words
+        torch.cuda.empty_cache()
+    return results
+
+
+def tables(results: dict[str, Any]) -> Iterator[Table]:
+    """What was measured so far."""
+    state = results["state"]
+    for micro_batches, rows in results["steps"].items():
+        table = table_of(
+            f"{state['bytes'] / 1e9:.2f} GB, {micro_batches} micro-batches a step",
+            *("step ms", "lost ms", "min", "max", "ms/GB", "fence ms", "durable s", "stored GB", "ratio", "/ bound"),
+        )
+        for name, row in rows.items():
+            if "skipped" in row:
+                table.add_row(name, "skipped", style="dim")
+                continue
+            lost = row["lost ms"]
+            cells = (row["step ms"], lost["median"], lost["min"], lost["max"], row["lost ms/GB"], row["fence ms"])
+            stored = (f"{row['stored'] / 1e9:.3f}", f"{row['ratio']:.4f}", f"{row['of bound']:.4f}")
+            table.add_row(name, *(f"{cell:.1f}" for cell in cells), f"{row['durable s']:.3f}", *stored, style=style(name))
+        yield table
+    if results["idle"]:
+        table = table_of("GPU otherwise idle, GB/s of raw bytes", "read", "arrived", "durable", "ratio")
+        for name, row in results["idle"].items():
+            if "GB/s" in row:
+                table.add_row(name, "", f"{row['GB/s']:.1f}", "", "1")
+            else:
+                speeds = [f"{row[f'{what} GB/s']:.1f}" for what in ("read", "arrived", "durable")]
+                table.add_row(name, *speeds, f"{row['ratio']:.4f}", style=style(name))
+        yield table
+    if results["coders"]:
+        table = table_of("Coders, GB/s of raw bytes", *(f"{c}: {w}" for c in CODERS for w in ("ratio", "code", "decode")))
+        for part, row in results["coders"].items():
+            cells = [(r["ratio"], r["coding GB/s"], r["decoding GB/s"]) for r in row.values()]
+            table.add_row(part, *(text for r, c, d in cells for text in (f"{r:.4f}", f"{c:.0f}", f"{d:.0f}")))
+        yield table
+
+
+def console_for_tables() -> Console:
+    """As wide as the terminal; wide enough for every table where there is none."""
+    return Console(width=None if sys.stdout.isatty() else 150)
+
+
+def table_of(title: str, *headings: str) -> Table:
+    """A table with a column of names."""
+    table = Table(title=title, title_justify="left")
+    table.add_column("")
+    for heading in headings:
+        table.add_column(heading, justify="right")
+    return table
+
+
+def style(name: str) -> str | None:
+    """Ours stand out."""
+    return "bold" if name.startswith("raystow") else None
+
+
+def claims(results: dict[str, Any]) -> dict[str, bool | None]:
+    """What raystow promises, and whether this run bears it out; None where it did not measure that."""
+    steps = results["steps"]
+    deflate, ans = ours("deflate"), ours("ans")
+
+    def of(micro_batches: int, name: str, what: str) -> Any:
+        row = steps.get(str(micro_batches), {}).get(name, {})
+        return row["lost ms"]["median"] if what == "lost" and "lost ms" in row else row.get(what)
+
+    def arrived(state: str) -> tuple[Any, Any]:
+        idle = results["idle"]
+        return idle.get(f"{deflate}, {state}", {}).get("arrived GB/s"), idle.get(f"plain copy, {state}", {}).get("GB/s")
+
+    def durable() -> bool | None:
+        found = list[bool]()
+        for rows in steps.values():
+            peers = [rows[name]["durable s"] for name in PEERS if "durable s" in rows.get(name, {})]
+            if peers and "durable s" in rows.get(deflate, {}):
+                found.append(rows[deflate]["durable s"] <= 0.25 * min(peers))
+        return all(found) if found else None
+
+    theirs = of(SHORT, TORCH_CHECKPOINTING, "lost")
+    rows = [row[deflate] for row in steps.values() if "ratio" in row.get(deflate, {})]
+    ratio, of_bound = (max((row[what] for row in rows), default=None) for what in ("ratio", "of bound"))
+    return {
+        "short steps: deflate loses at most half of what torch_checkpointing does": at_most(
+            of(SHORT, deflate, "lost"), theirs, 0.5
+        ),
+        "short steps: ans loses at most a quarter of what torch_checkpointing does": at_most(
+            of(SHORT, ans, "lost"), theirs, 0.25
+        ),
+        "long steps: deflate loses at most 5 ms per GB": at_most(of(LONG, deflate, "lost ms/GB"), 5.0),
+        "long steps: ans loses at most 2 ms per GB": at_most(of(LONG, ans, "lost ms/GB"), 2.0),
+        "deflate is durable in a quarter of the best peer's time": durable(),
+        "deflate stores at most .815 of the raw bytes": at_most(ratio, 0.815),
+        "deflate stores at most 2 % more than the entropy bound": at_most(of_bound, 1.02),
+        "deflate reaches host memory 1.1 times as fast as a plain pinned copy": at_least(*arrived("whole state"), 1.1),
+        "deflate reaches host memory 1.3 times as fast as one, if all is bf16": at_least(*arrived("bf16 only"), 1.3),
+    }
+
+
+def at_most(value: float | None, limit: float | None, factor: float = 1.0) -> bool | None:
+    """Whether ``value`` is no more than ``limit * factor``; None if either is not known."""
+    return None if value is None or limit is None else value <= limit * factor
+
+
+def at_least(value: float | None, limit: float | None, factor: float = 1.0) -> bool | None:
+    """Whether ``value`` is no less than ``limit * factor``; None if either is not known."""
+    return None if value is None or limit is None else value >= limit * factor
+
+
+def report(console: Console, shown: Iterator[Table], held: dict[str, bool | None], file: Path) -> None:
+    """What stands at the end of a run."""
+    for table in shown:
+        console.print(table)
+    for claim, holds in held.items():
+        console.print(f"{'not measured' if holds is None else 'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
+    console.print(f"written to {file}")
+
+
+def clear(folder: Path) -> None:
+    """Delete what is in it."""
+    for path in folder.iterdir():
+        shutil.rmtree(path, ignore_errors=True)
+
+
+def leave() -> None:
+    """End the process at once: peers leave threads and processes behind that would keep it."""
+    import ray
+
+    ray.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def contest(training: Training, made: Contestant, lengths: dict[int, int], saves: int) -> Iterator[tuple[int, dict[str, Any]]]:
+    """What a contestant costs at each number of micro-batches; ``lengths``: the steps of a window by those."""
+    try:
+        for micro_batches, every in lengths.items():
+            yield micro_batches, measure(training, made, saves=saves, every=every, micro_batches=micro_batches)
+    finally:
+        made.close()
+
+
+def idle(training: Training, root: Path, memory: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
+    """How fast states reach host memory with nothing else to do, by who brought them there and what they were."""
+    for title, state in (("whole state", training.state()), ("bf16 only", training.bf16_state())):
+        yield f"plain copy, {title}", plain_copy(state)
+        for codec in CODECS:
+            saver = Raystow(root / f"idle-{codec}-{title.replace(' ', '-')}", codec, memory)
+            try:
+                yield f"{ours(codec)}, {title}", idle_rate(saver, state)
+            finally:
+                saver.close()
+                clear(root)
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
+    store: Annotated[Path, typer.Option(help="folder for the checkpoints; what was made in it is deleted")] = Path("/dev/shm"),
+    contestant: Annotated[list[str] | None, typer.Option(help="only these (repeatable); all by default")] = None,
+    micro_batches: Annotated[list[int] | None, typer.Option(help="of a step (repeatable); 1 and 8 by default")] = None,
+    saves: Annotated[int, typer.Option(min=1, help="windows with a save that count; five or more for a figure")] = 5,
+    every: Annotated[int, typer.Option(help="steps of a window; 0: 10, or 4 from four micro-batches on")] = 0,
+    steps: Annotated[int, typer.Option(min=1, help="training steps before anything is measured")] = 400,
+    memory: Annotated[float | None, typer.Option(help="GiB that raystow may take; its own default otherwise")] = None,
+    extras: Annotated[bool, typer.Option(help="also measure idle rates and coders")] = True,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try it out")] = "cuda",
+    layers: Annotated[int, typer.Option(help="of the model")] = Size.layers,
+    width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = Size.width,
+    batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
+) -> None:
+    """Measure what a save costs a training loop."""
+    where = device_named(device)
+    console = console_for_tables()
+    budget = int(memory * (1 << 30)) if memory else None
+    lengths = {count: every or (10 if count < 4 else 4) for count in micro_batches or (SHORT, LONG)}
+    results: dict[str, Any] = {
+        **about(where),
+        "settings": {
+            "saves": saves,
+            "steps of a window": lengths,
+            "steps": steps,
+            "memory": budget,
+            "layers": layers,
+            "width": width,
+        },
+        "steps": {str(count): {} for count in lengths},
+        "idle": {},
+        "coders": {},
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"gpu_save-{results['date'][:10]}.json"
+
+    def keep() -> None:
+        results["claims"] = claims(results)
+        file.write_text(json.dumps(results, indent=1) + "\n")
+
+    start_ray()
+    training = Training(Size(layers=layers, width=width, batch=batch), where)
+    loss = training.run(steps)
+    state = training.state()
+    results["state"] = {"bytes": nbytes(state), "entropy bound": entropy_bound(state), "loss": loss}
+    console.print(f"{results['machine']['gpu']['name']}, {results['date']}: {nbytes(state) / 1e9:.2f} GB, loss {loss:.3f}")
+
+    with tempfile.TemporaryDirectory(prefix="raystow-gpu-save-", dir=store) as folder:
+        root = Path(folder)
+        makers = {NONE: Contestant, **field(root, CODECS, budget)}
+        for name in contestant or makers:
+            try:
+                for count, row in contest(training, makers[name](), lengths, saves):
+                    results["steps"][str(count)][name] = row
+                    console.print(
+                        f"{name}, {count} micro-batches: lost {row['lost ms']['median']:.1f} ms a save", highlight=False
+                    )
+            except Exception as error:  # a peer that is not there or fails is no reason to lose the others
+                reason = f"{type(error).__name__}: {error}"
+                console.print(f"{name} is skipped: {reason[:500]}", highlight=False, markup=False)
+                for rows in results["steps"].values():
+                    rows.setdefault(name, {"skipped": reason})
+            clear(root)
+            keep()
+        if extras and where.type == "cuda":
+            for name, row in idle(training, root, budget):
+                results["idle"][name] = row
+                keep()
+            results["coders"] = coders(training.state())
+            keep()
+    report(console, tables(results), results["claims"], file)
+    leave()
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -1,0 +1,268 @@
+"""What the GPU benchmarks save and restore: a language model that really trains, and where it did.
+
+A GPT of 441 million parameters is trained in mixed precision, as most are: bf16 weights, an fp32 master of them, AdamW's two
+moments in fp32. That is 14 bytes per parameter, 6.17 GB, in four groups. The text is Python source found on the machine, as
+byte-pair tokens. The step is in two parts, ``forward_backward`` and ``update``, so that a save can hide behind the first and be
+fenced before the second.
+
+Training runs on a CUDA stream of high priority, for every contestant alike: whoever uses the GPU beside it, on streams of
+ordinary priority, gives way. It costs those nothing who only copy.
+
+``Size`` makes the model small enough for a CPU; that serves to try a benchmark out, its figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import platform
+import subprocess
+import sysconfig
+from collections.abc import Iterator
+from dataclasses import dataclass
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+State = dict[str, dict[str, Tensor]]
+
+_TEXT = 20_000_000  # characters to train on
+_FILES = 1500  # of which the tokenizer learns
+_PACKAGES = ("raystow", "torch", "ray", "numpy", "nvidia-libnvcomp-cu12", "torch_checkpointing", "triton")
+
+
+@dataclass(frozen=True)
+class Size:
+    """Of the model, and of a micro-batch (``batch`` sequences of ``context`` tokens)."""
+
+    layers: int = 16
+    width: int = 1280
+    context: int = 512
+    batch: int = 24
+    vocabulary: int = 16000
+
+    @property
+    def heads(self) -> int:
+        """Of 64 dimensions each."""
+        return max(1, self.width // 64)
+
+
+def corpus(size: Size, device: torch.device) -> Tensor:
+    """Byte-pair tokens of Python source found on this machine, int32 [n]."""
+    try:
+        from tokenizers import Tokenizer, models, pre_tokenizers, trainers
+    except ImportError:
+        raise SystemExit("the text needs a tokenizer: pip install tokenizers") from None
+    text, characters = list[str](), 0
+    for source in _sources():
+        text.append(source)
+        characters += len(source)
+        if characters > _TEXT:
+            break
+    tokenizer = Tokenizer(models.BPE())
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel()
+    tokenizer.train_from_iterator(text[:_FILES], trainers.BpeTrainer(vocab_size=size.vocabulary, show_progress=False))
+    tokens = [token for coded in tokenizer.encode_batch(text) for token in coded.ids]
+    return torch.tensor(tokens, dtype=torch.int32, device=device)
+
+
+def _sources() -> Iterator[str]:
+    for folder in (Path(sysconfig.get_path("stdlib")), Path(torch.__file__).parent):
+        for path in sorted(folder.rglob("*.py")):
+            try:
+                yield path.read_text("utf8")
+            except (OSError, UnicodeDecodeError):
+                continue
+
+
+class Block(nn.Module):
+    """Attention and a gated feed-forward layer, each normed before and added after."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        width = size.width
+        self.heads = size.heads
+        self.norm1, self.norm2 = nn.RMSNorm(width), nn.RMSNorm(width)
+        self.qkv, self.out = nn.Linear(width, 3 * width, bias=False), nn.Linear(width, width, bias=False)
+        self.gate, self.up = nn.Linear(width, 4 * width, bias=False), nn.Linear(width, 4 * width, bias=False)
+        self.down = nn.Linear(4 * width, width, bias=False)
+        for layer in (self.qkv, self.gate, self.up):
+            nn.init.normal_(layer.weight, std=0.02)
+        for layer in (self.out, self.down):
+            nn.init.normal_(layer.weight, std=0.02 / math.sqrt(2 * size.layers))
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, t, width = x.shape
+        q, k, v = self.qkv(self.norm1(x)).view(b, t, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4)
+        x = x + self.out(F.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(b, t, width))
+        h = self.norm2(x)
+        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+
+
+class GPT(nn.Module):
+    """Embeddings tied to the output."""
+
+    def __init__(self, size: Size) -> None:
+        super().__init__()
+        self.tokens, self.positions = nn.Embedding(size.vocabulary, size.width), nn.Embedding(size.context, size.width)
+        self.blocks, self.norm = nn.ModuleList(Block(size) for _ in range(size.layers)), nn.RMSNorm(size.width)
+        nn.init.normal_(self.tokens.weight, std=0.02)
+        nn.init.normal_(self.positions.weight, std=0.02)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        x = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
+        for block in self.blocks:
+            x = block(x)
+        return self.norm(x) @ self.tokens.weight.T
+
+
+class Training:
+    """Mixed-precision AdamW. Making one puts the calling thread on the stream of high priority."""
+
+    def __init__(self, size: Size, device: torch.device) -> None:
+        if device.type == "cuda":
+            torch.cuda.set_stream(torch.cuda.Stream(device, priority=-5))
+        torch.manual_seed(0)
+        self.size, self.device, self.step = size, device, 0
+        self._data = corpus(size, device)
+        self._span = torch.arange(size.context + 1, device=device)
+        self._model = GPT(size).to(device, torch.bfloat16)
+        self._weights = list(self._model.parameters())
+        self._master = [p.detach().float().clone().requires_grad_(True) for p in self._weights]
+        self._optimizer = torch.optim.AdamW(self._master, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
+
+    def run(self, steps: int) -> float:
+        """Whole steps of one micro-batch each; the last loss."""
+        loss = torch.zeros(())
+        for _ in range(steps):
+            loss = self.forward_backward()
+            self.update()
+        return loss.item()
+
+    def forward_backward(self) -> Tensor:
+        """One micro-batch: its gradients are added to those there are. The loss, on the device."""
+        starts = torch.randint(len(self._data) - self.size.context - 1, (self.size.batch, 1), device=self.device)
+        batch = self._data[starts + self._span].long()
+        loss = F.cross_entropy(self._model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
+        loss.backward()
+        return loss.detach()
+
+    def update(self) -> None:
+        """The optimizer's step; what ``state`` gave changes. Gradients are clipped, so that their number does not matter."""
+        for weight, master in zip(self._weights, self._master, strict=True):
+            assert weight.grad is not None
+            master.grad = weight.grad.float()
+            weight.grad = None
+        torch.nn.utils.clip_grad_norm_(self._master, 1.0)
+        self._optimizer.step()
+        with torch.no_grad():
+            torch._foreach_copy_(self._weights, self._master)
+        self.step += 1
+
+    def synchronize(self) -> None:
+        """Wait until the device has done everything."""
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+
+    def state(self) -> State:
+        """What a checkpoint must hold, 14 bytes per parameter: the tensors themselves, by group and name. Only after a step."""
+        of = self._optimizer.state
+        return {
+            "weights": self._named([p.detach() for p in self._weights]),
+            "master": self._named([m.detach() for m in self._master]),
+            "exp_avg": self._named([of[m]["exp_avg"] for m in self._master]),
+            "exp_avg_sq": self._named([of[m]["exp_avg_sq"] for m in self._master]),
+        }
+
+    def bf16_state(self, copies: int = 2) -> State:
+        """Copies of the weights and of their gradients, all in bf16: what low-precision training has most of."""
+        self.forward_backward()
+        state: State = {}
+        for i in range(copies):
+            state[f"weights{i}"] = self._named([p.detach().clone() for p in self._weights])
+            state[f"gradients{i}"] = self._named([p.grad.clone() for p in self._weights if p.grad is not None])
+        for weight in self._weights:
+            weight.grad = None
+        return state
+
+    def _named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
+        return {name: t for (name, _), t in zip(self._model.named_parameters(), tensors, strict=True)}
+
+
+def tensors_of(state: State) -> list[Tensor]:
+    """All tensors of a state, in order."""
+    return [tensor for group in state.values() for tensor in group.values()]
+
+
+def nbytes(state: State) -> int:
+    """Raw bytes of all tensors."""
+    return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(state))
+
+
+def device_named(name: str) -> torch.device:
+    """The device, or a clear end if there is none."""
+    if name == "cuda" and not torch.cuda.is_available():
+        raise SystemExit("there is no NVIDIA GPU here (or torch was built without CUDA); --device cpu tries the benchmark out")
+    return torch.device(name, 0) if name == "cuda" else torch.device(name)
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """When and where a benchmark ran, and with what."""
+    gpu: dict[str, Any] = {"name": "none"}
+    if device.type == "cuda":
+        properties = torch.cuda.get_device_properties(device)
+        driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
+        gpu = {"name": properties.name, "GB": properties.total_memory / 1e9, "driver": driver, "CUDA": torch.version.cuda}
+    return {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": {
+            "gpu": gpu,
+            "cpu": _cpu(),
+            "cores": len(os.sched_getaffinity(0)),
+            "memory GB": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
+            "load before": os.getloadavg()[0],
+            "os": platform.platform(),
+        },
+        "versions": {
+            "python": platform.python_version(),
+            **{name: _version(name) for name in _PACKAGES},
+            "nvcomp": _nvcomp(),
+            "commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
+        },
+    }
+
+
+def _cpu() -> str:
+    try:
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    except OSError:
+        lines = []
+    return next((line.partition(": ")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def _nvcomp() -> str | None:
+    try:
+        from raystow.workers.cuda.nvcomp import version as of_library
+
+        return of_library()
+    except Exception:  # whatever keeps it from loading, there is none
+        return None
+
+
+def _said(*command: str) -> str | None:
+    try:
+        return subprocess.run(command, capture_output=True, text=True, timeout=30, check=True).stdout.splitlines()[0].strip()
+    except (OSError, subprocess.SubprocessError, IndexError):
+        return None

@@ -1,0 +1,1 @@
+"""Coding on NVIDIA GPUs: CUDA, Triton and nvCOMP stand in this folder and nowhere else."""

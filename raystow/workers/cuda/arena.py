@@ -1,0 +1,54 @@
+"""Device memory that is taken in turn and given back in the same order: one fixed allocation, no fragmentation."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+
+
+class Arena:
+    """``size`` bytes of one device, handed out as contiguous regions in a circle."""
+
+    def __init__(self, size: int, device: torch.device) -> None:
+        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+        self._taken: deque[tuple[int, int]] = deque()  # start and end of each region, oldest first
+
+    @property
+    def size(self) -> int:
+        """Bytes in all."""
+        return int(self.memory.numel())
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return sum(end - start for start, end in self._taken)
+
+    def take(self, nbytes: int) -> int | None:
+        """The start of a region of ``nbytes``, or None until older ones are given back."""
+        nbytes = max(1, -(-nbytes // 512)) * 512
+        if not self._taken:
+            start = 0
+        else:
+            head, tail = self._taken[0][0], self._taken[-1][1]
+            wrapped = tail <= head
+            if not wrapped and tail + nbytes > self.size:
+                if nbytes >= head:  # equal would make a full circle look like an empty one
+                    return None
+                start = 0
+            elif wrapped and tail + nbytes >= head:
+                return None
+            else:
+                start = tail
+        if start + nbytes > self.size:
+            return None
+        self._taken.append((start, start + nbytes))
+        return start
+
+    def give_back(self) -> None:
+        """Free the oldest region."""
+        self._taken.popleft()
+
+    def clear(self) -> None:
+        """Free all regions."""
+        self._taken.clear()

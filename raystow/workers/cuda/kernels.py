@@ -1,0 +1,273 @@
+"""The loops over bytes on the GPU, in Triton: the counterparts of ``storage.kernels`` and of ``storage.digest``, same contracts.
+
+Every kernel takes a table in device memory with a row for each chunk, and works on all of them in one launch: a state has
+thousands of chunks, and a launch for each would cost the training process more than the work itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import numpy as np
+import torch
+import triton
+import triton.language as tl
+
+from ...storage.digest import BLOCK, WORD_KEYS, block_key
+
+COLUMNS = 10
+"""A row of ``split`` and ``join``: address of the words, number of words, addresses of up to eight planes."""
+
+_SLICE = 1024  # 32-bit words: what a program takes of a digest block at a time, always with the same keys
+_GROUP = 16  # digest blocks that a program goes through
+_REACH = BLOCK * 4 * _GROUP  # bytes that the programs of one group cover together
+_SPAN = 16384  # bytes that one program moves
+_ADDRESSES = np.arange(COLUMNS) != 1
+
+
+@triton.jit
+def _rotate(v, W: tl.constexpr):
+    """Words rotated left by one bit; of two bytes, two of them in an int32."""
+    t = (v << 1) | ((v >> (8 * W - 1)) & 1)
+    if W == 2:  # what leaves the lower half does not enter the upper one
+        t = ((v << 1) & -65537) | ((v >> 15) & 0x00010001)
+    return t
+
+
+@triton.jit
+def _rotate_back(t, W: tl.constexpr):
+    """The inverse of ``_rotate``."""
+    if W == 2:
+        v = ((t >> 1) & 0x7FFF7FFF) | ((t << 15) & -2147450880)
+    elif W == 4:
+        v = ((t >> 1) & 0x7FFFFFFF) | (t << 31)
+    else:
+        v = ((t >> 1) & 0x7FFFFFFFFFFFFFFF) | (t << 63)
+    return v
+
+
+@triton.jit
+def _pass(
+    table,
+    keys,
+    block_keys,
+    digests,
+    samples,
+    odds,
+    W: tl.constexpr,
+    ROTATE: tl.constexpr,
+    SPLIT: tl.constexpr,
+    JOIN: tl.constexpr,
+    PACKED: tl.constexpr,
+    SAMPLE: tl.constexpr,
+    SLICE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Digest blocks ``first`` to ``first + GROUP`` of one chunk, from each the same ``SLICE`` words of 32 bits.
+
+    ``PACKED``: words of one or two bytes are read four or two at a time. The sum of ``word * key(block)`` is taken over the
+    blocks first, and multiplied with ``key(word)`` once at the end. ``SAMPLE``: only the first slice of each block is looked at.
+    """
+    ITEM: tl.constexpr = 4 if PACKED and W < 4 else W  # bytes of an item: what a lane reads at a time
+    LANES: tl.constexpr = 4 * SLICE // ITEM
+    slices: tl.constexpr = 1 if SAMPLE else BLOCK // SLICE
+    chunk = tl.program_id(1)
+    part = tl.program_id(0) % slices
+    first = tl.program_id(0) // slices * GROUP
+    row = table + chunk * 10
+    n = tl.load(row + 1) * W // ITEM
+    if (first * BLOCK + part * SLICE).to(tl.int64) * 4 // ITEM < n:
+        lane = tl.arange(0, LANES)
+        if ITEM == 1:
+            items = tl.load(row).to(tl.pointer_type(tl.uint8))
+        elif ITEM == 2:
+            items = tl.load(row).to(tl.pointer_type(tl.int16))
+        elif ITEM == 4:
+            items = tl.load(row).to(tl.pointer_type(tl.int32))
+        else:
+            items = tl.load(row).to(tl.pointer_type(tl.int64))
+        low = tl.zeros((LANES,), tl.int64)
+        high = tl.zeros((LANES,), tl.int64)
+        odd = tl.zeros((LANES,), tl.int32)
+        for g in range(GROUP):
+            block = first + g
+            at = (block * BLOCK + part * SLICE).to(tl.int64) * 4 // ITEM + lane
+            inside = at < n
+            if JOIN:
+                t = tl.zeros((LANES,), tl.int64) if ITEM == 8 else tl.zeros((LANES,), tl.int32)
+                if W == 1 and ITEM == 4:
+                    t = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+                elif W == 2 and ITEM == 4:
+                    lower = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
+                    upper = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
+                    t = (lower & 255) | ((lower & 0xFF00) << 8) | ((upper & 255) << 8) | ((upper & 0xFF00) << 16)
+                else:
+                    for p in tl.static_range(W):
+                        byte = tl.load(tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0)
+                        t = t | (byte.to(t.dtype) << (8 * p))
+                v = _rotate_back(t, W) if ROTATE else t
+                tl.store(items + at, v.to(items.dtype.element_ty), mask=inside)
+            else:
+                v = tl.load(items + at, mask=inside, other=0)
+                if ITEM < 4:
+                    v = v.to(tl.int32)
+            if ITEM < 4:
+                v = v & ((1 << (8 * ITEM)) - 1)
+            if SPLIT:
+                t = _rotate(v, W) if ROTATE else v
+                if W == 1 and ITEM == 4:
+                    tl.store(tl.load(row + 2).to(tl.pointer_type(tl.int32)) + at, t, mask=inside)
+                elif W == 2 and ITEM == 4:
+                    lower = (t & 255) | ((t >> 8) & 0xFF00)
+                    upper = ((t >> 8) & 255) | ((t >> 16) & 0xFF00)
+                    tl.store(tl.load(row + 2).to(tl.pointer_type(tl.int16)) + at, lower.to(tl.int16), mask=inside)
+                    tl.store(tl.load(row + 3).to(tl.pointer_type(tl.int16)) + at, upper.to(tl.int16), mask=inside)
+                    odd = odd | (t & 0x00010001)
+                else:
+                    for p in tl.static_range(W):
+                        plane = tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8))
+                        tl.store(plane + at, ((t >> (8 * p)) & 255).to(tl.uint8), mask=inside)
+                    odd = odd | (t & 1).to(tl.int32)
+            key = tl.load(block_keys + block)
+            low += (v.to(tl.int64) & 0xFFFFFFFF) * key
+            if ITEM == 8:
+                high += ((v >> 32) & 0xFFFFFFFF) * key
+        word = keys + part * SLICE
+        if ITEM == 8:
+            total = tl.sum(low * tl.load(word + 2 * lane) + high * tl.load(word + 2 * lane + 1))
+        else:
+            total = tl.sum(low * (tl.load(word + lane * ITEM // 4) << (8 * ITEM * (lane % (4 // ITEM)))))
+        if SAMPLE:
+            tl.atomic_add(samples + chunk, total)
+        else:
+            tl.atomic_add(digests + chunk, total)
+        if SPLIT:
+            if part == 0:
+                tl.atomic_add(samples + chunk, total)
+            if tl.max(odd) != 0:
+                tl.store(odds + chunk, 1)
+
+
+@triton.jit
+def _move(table, SPAN: tl.constexpr):
+    row = table + tl.program_id(1) * 3
+    size = tl.load(row + 2)
+    start = tl.program_id(0).to(tl.int64) * SPAN
+    if start < size:
+        source = tl.load(row).to(tl.pointer_type(tl.uint8))
+        target = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+        for i in tl.static_range(SPAN // 4096):
+            at = start + i * 4096 + tl.arange(0, 4096)
+            tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
+
+
+@triton.jit
+def _pack7(table, SPAN: tl.constexpr):
+    row = table + tl.program_id(1) * 3
+    groups = tl.load(row + 2)
+    j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+    inside = j < groups
+    plane = tl.load(row).to(tl.pointer_type(tl.uint8))
+    out = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+    x = tl.zeros((SPAN,), tl.int64)
+    for t in tl.static_range(8):
+        byte = tl.load(plane + 8 * j + t, mask=inside, other=0).to(tl.int64)
+        x = (x << 7) | (byte >> 1)
+    for t in tl.static_range(7):
+        tl.store(out + 7 * j + t, ((x >> (48 - 8 * t)) & 255).to(tl.uint8), mask=inside)
+
+
+@triton.jit
+def _unpack7(table, SPAN: tl.constexpr):
+    row = table + tl.program_id(1) * 3
+    groups = tl.load(row + 2)
+    j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+    inside = j < groups
+    packed = tl.load(row).to(tl.pointer_type(tl.uint8))
+    plane = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
+    x = tl.zeros((SPAN,), tl.int64)
+    for t in tl.static_range(7):
+        byte = tl.load(packed + 7 * j + t, mask=inside, other=0).to(tl.int64)
+        x = (x << 8) | byte
+    for t in tl.static_range(8):
+        tl.store(plane + 8 * j + t, (((x >> (49 - 7 * t)) & 127) << 1).to(tl.uint8), mask=inside)
+
+
+@functools.cache
+def _keys(device: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The digest's keys of words and of blocks, int64 on the device."""
+    place = f"cuda:{device}" if device >= 0 else "cpu"
+    blocks = np.array([block_key(b) for b in range(1 << 12)], np.uint64)
+    return torch.from_numpy(WORD_KEYS.view(np.int64)).to(place), torch.from_numpy(blocks.view(np.int64)).to(place)
+
+
+def split(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, results: torch.Tensor) -> None:
+    """Take apart the words of each chunk into its planes, on the current stream.
+
+    ``table``: int64 [chunks, COLUMNS]. ``largest``: bytes of the largest chunk. ``packed``: see ``can_pack``. ``results``: int64
+    [3, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of ``sample``, and 1 where the lowest bit of
+    any rotated word is set.
+    """
+    _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, JOIN=False, SAMPLE=False)
+
+
+def join(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, digests: torch.Tensor) -> None:
+    """The inverse of ``split``; ``digests`` (int64 [chunks], zeros) gets the sums of ``raw_digest`` of the words it makes."""
+    nothing = digests
+    _run(table, largest, digests, nothing, nothing, W=width, ROTATE=rotate, PACKED=packed, SPLIT=False, JOIN=True, SAMPLE=False)
+
+
+def digest(table: torch.Tensor, largest: int, *, width: int, packed: bool, digests: torch.Tensor) -> None:
+    """Only the digests of ``join``, of words that are there."""
+    none = digests
+    _run(table, largest, digests, none, none, W=width, ROTATE=False, PACKED=packed, SPLIT=False, JOIN=False, SAMPLE=False)
+
+
+def sample(table: torch.Tensor, largest: int, *, width: int, packed: bool, samples: torch.Tensor) -> None:
+    """The part of each chunk's digest that comes of 4 KiB in every 64; ``samples``: int64 [chunks], zeros."""
+    nothing = samples
+    _run(table, largest, nothing, samples, nothing, W=width, ROTATE=False, PACKED=packed, SPLIT=False, JOIN=False, SAMPLE=True)
+
+
+def can_pack(rows: Any, width: int) -> bool:
+    """Whether words of one or two bytes can be read four or two at a time: every address in the table (int64 numpy [chunks,
+    COLUMNS]) and every chunk's size must be a multiple of 4."""
+    return width < 4 and not (((rows % 4).any(axis=0) & _ADDRESSES).any() or (rows[:, 1] * width % 4).any())
+
+
+def _run(
+    table: torch.Tensor,
+    largest: int,
+    digests: torch.Tensor,
+    samples: torch.Tensor,
+    odds: torch.Tensor,
+    *,
+    SAMPLE: bool,
+    **what: Any,
+) -> None:
+    if len(table):
+        keys, block_keys = _keys(table.device.index if table.is_cuda else -1)
+        slices = 1 if SAMPLE else BLOCK // _SLICE
+        grid = (slices * max(1, triton.cdiv(largest, _REACH)), len(table))
+        sizes = {"SLICE": _SLICE, "GROUP": _GROUP, "BLOCK": BLOCK}
+        _pass[grid](table, keys, block_keys, digests, samples, odds, SAMPLE=SAMPLE, **sizes, **what)
+
+
+def move(table: torch.Tensor, largest: int) -> None:
+    """Copy bytes: ``table`` int64 [pieces, 3] of source address, target address, bytes; ``largest`` of the latter."""
+    if len(table):
+        _move[(max(1, triton.cdiv(largest, _SPAN)), len(table))](table, SPAN=_SPAN)
+
+
+def pack7(table: torch.Tensor, largest: int) -> None:
+    """``storage.kernels.pack7`` of each row: address of the plane, address of the packed bytes, groups of eight bytes."""
+    if len(table):
+        _pack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)
+
+
+def unpack7(table: torch.Tensor, largest: int) -> None:
+    """The inverse of ``pack7``: address of the packed bytes, address of the plane, groups of seven bytes."""
+    if len(table):
+        _unpack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)

@@ -1,0 +1,273 @@
+"""Codes in the node worker's process what a training process has copied into device memory: one thread for each such process.
+
+The node worker owns everything here: the rings in device memory, and the slots of pinned host memory that coded chunks go to.
+What was announced before a training process died is coded all the same. For the conversation see ``remote_workbench``.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ...storage import dtypes
+from ...storage.chunk import RAW
+from ...storage.digest import finish
+from ...storage.errors import ClusterError, RaystowError, SaveFailed
+from ..attempt import NodeAttempt, draft
+from ..ring import Ring
+from ..slots import Slots
+from ..wire import Message
+from .device_ring import DeviceRing
+from .nvcomp import version
+from .workbench import Workbench
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class _Chunk:
+    """An ``encoder.Source`` in a slot of device memory."""
+
+    fields: dict[str, Any]
+    address: int
+
+    @property
+    def name(self) -> str:
+        name: str = self.fields["name"]
+        return name
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        return dtypes.dtype(self.fields["dtype"])
+
+    @property
+    def nbytes(self) -> int:
+        return int(self.fields["nbytes"])
+
+    def gather(self) -> torch.Tensor:
+        raise AssertionError("chunks in a slot are contiguous")
+
+    def describe(self) -> dict[str, Any]:
+        return self.fields
+
+
+@dataclass(frozen=True)
+class _Work:
+    """A slot that the training process has filled."""
+
+    attempt: NodeAttempt | None
+    number: int
+    device: str
+    slot: int
+    chunks: list[dict[str, Any]]
+
+
+@dataclass(frozen=True)
+class _Device:
+    """A GPU by torch's number, the ring on it, and what the training process must see there."""
+
+    index: int
+    ring: DeviceRing
+    signature: str
+
+
+class NodeEncoder:
+    """See ``session.GpuCoder``. ``ring``: the one in host memory, of which a part is lent; ``send``: to the training process."""
+
+    def __init__(self, ring: Ring, rank: int, send: Callable[[Message], None]) -> None:
+        self._ring, self._rank, self._send = ring, rank, send
+        self._thread = ThreadPoolExecutor(1, "raystow-encode")
+        self._devices: dict[str, _Device] = {}
+        self._codec = RAW
+        self._lent: Ring | None = None
+        self._slots: Slots | None = None
+        self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # lent slots
+        self._bench: Workbench | None = None
+        self._work: deque[_Work] = deque()
+        self._attempt: NodeAttempt | None = None  # that of the slots which are being coded
+        self._failed: NodeAttempt | None = None
+
+    def ask(self, message: Message) -> None:
+        self._thread.submit(self._answer, message)
+
+    def code(self, work: Message, attempt: NodeAttempt | None, number: int) -> None:
+        self._work.append(_Work(attempt, number, work["device"], work["slot"], work["chunks"]))
+        self._thread.submit(self._code)
+
+    def end(self, attempt: NodeAttempt) -> None:
+        self._thread.submit(attempt.finished, self._rank)
+
+    def close(self) -> None:
+        self._thread.submit(self._let_go)
+        self._thread.shutdown()
+        if self._slots is not None and self._lent is not None:
+            self._slots.wait()  # until what is coded has been uploaded
+            self._lent.close()
+
+    def _answer(self, message: Message) -> None:
+        uuid = message["device"]
+        try:
+            if "open" in message:
+                answer = self._open(uuid, message["open"])
+            elif "seen" in message:
+                answer = self._compare(uuid, message["seen"])
+            else:
+                answer = self._borrow(uuid, message["lend"])
+        except Exception as error:
+            if not isinstance(error, RaystowError):
+                logger.exception("GPU %s cannot be used for rank %d", uuid, self._rank)
+            answer = {"problem": str(error) or repr(error)}
+        self._tell({"device": uuid, **answer})
+
+    def _open(self, uuid: str, codec: str) -> Message:
+        """Make a ring on the training process's device, and sign it."""
+        index = _index(uuid)
+        torch.cuda.set_device(index)
+        if codec != RAW:
+            version()  # without nvCOMP it is better to know now
+        ring = DeviceRing.create(index)
+        try:
+            self._devices[uuid] = _Device(index, ring, ring.sign())
+            self._codec = codec
+            return {"handle": ring.handle(), "slots": ring.slots, "slot": ring.slot_size}
+        except BaseException:
+            self._devices.pop(uuid, None)
+            ring.close()
+            raise
+
+    def _compare(self, uuid: str, seen: str) -> Message:
+        if seen != self._devices[uuid].signature:
+            self._devices.pop(uuid).ring.close()
+            raise ClusterError("what the node worker wrote into device memory is not what the training process reads there")
+        return {}
+
+    def _borrow(self, uuid: str, first: int) -> Message:
+        """Take over slots of host memory, with the first device, and choose the codec."""
+        if self._lent is None:
+            self._lent = self._ring.behind(first)
+            self._slots = Slots(self._lent, self._give_back)
+            self._give_back(list(range(self._lent.slots)))
+        if self._bench is None:
+            self._bench = Workbench(self._lent, self._codec, take=self._take, release=self._release)
+        choice = self._bench.choice(self._devices[uuid].index)
+        return {"codec": choice.codec, "why": f"{choice.why}; coded by the node worker"}
+
+    def _code(self) -> None:
+        """Code what has been filled by now of a save, and of a device: the more at a time, the faster."""
+        works = list[_Work]()
+        while self._work and (not works or _alike(works[0], self._work[0])):
+            works.append(self._work.popleft())
+        if not works:
+            return  # coded together with what came before
+        attempt, uuid = works[0].attempt, works[0].device
+        filled = [work.slot for work in works]
+
+        def free() -> None:
+            while filled:
+                self._tell({"device": uuid, "device_free": filled.pop()})
+
+        try:
+            if attempt is not None and not attempt.over and attempt is not self._failed:
+                self._encode(attempt, works, free)
+        except Exception as error:
+            assert attempt is not None
+            self._failed = attempt
+            if isinstance(error, SaveFailed):
+                attempt.fail(str(error))
+            else:
+                logger.exception("coding on GPU %s for rank %d failed", uuid, self._rank)
+                attempt.fail(f"coding on GPU {uuid} for rank {self._rank} failed: {error}")
+        finally:
+            free()
+
+    def _encode(self, attempt: NodeAttempt, works: list[_Work], on_read: Callable[[], None]) -> None:
+        device = self._devices[works[0].device]
+        assert self._bench is not None
+        self._attempt = attempt
+        ring = device.ring
+        chunks = [
+            _Chunk(fields, ring.address + work.slot * ring.slot_size + fields["at"]) for work in works for fields in work.chunks
+        ]
+        self._bench.encode(
+            device.index,
+            chunks,
+            after=torch.cuda.current_stream(device.index).record_event(),  # the copies into the ring were waited for
+            on_read=on_read,
+            announce=functools.partial(self._announce, attempt, works[0].number),
+        )
+
+    def _announce(self, attempt: NodeAttempt, number: int, coded: list[dict[str, Any]]) -> None:
+        """Hand chunks on that lie in host memory now, if they are what the training process has read."""
+        assert self._slots is not None
+        if attempt.over:
+            raise SaveFailed("it has failed already")
+        for fields in coded:
+            if fields["digest"] != finish(fields["sum"], fields["nbytes"]):
+                raise SaveFailed(
+                    "the tensor changed while it was being saved",
+                    subject=fields["name"],
+                    remedy="call fence() before anything changes it, or guard(optimizer)",
+                )
+        for fields in coded:
+            parts, done = self._slots.take_over(fields["parts"])
+            attempt.add_coded(self._rank, draft(fields, number), parts, done)
+
+    def _take(self) -> int | None:
+        """A free slot; None after a moment without one, in which uploads were hurried."""
+        try:
+            return self._free.get(timeout=0.02)
+        except queue.Empty:
+            assert self._attempt is not None
+            self._attempt.press()
+            return None
+
+    def _release(self, slot: int) -> None:
+        assert self._slots is not None
+        self._slots.filled(slot)
+
+    def _give_back(self, slots: list[int]) -> None:
+        for slot in slots:
+            self._free.put(slot)
+
+    def _let_go(self) -> None:
+        try:
+            for device in self._devices.values():
+                torch.cuda.synchronize(device.index)
+            if self._bench is not None:
+                self._bench.close()
+            for device in self._devices.values():
+                device.ring.close()
+            if self._devices:
+                torch.cuda.empty_cache()  # the node worker stays, and should not keep what nobody trains with any more
+        except Exception:
+            logger.exception("the GPU memory of rank %d could not be given back", self._rank)
+
+    def _tell(self, message: Message) -> None:
+        try:
+            self._send(message)
+        except RaystowError:
+            pass  # the process is gone: its session ends on its own thread
+
+
+def _index(uuid: str) -> int:
+    """This process's number of a device; ``ClusterError`` if the device is not visible here."""
+    visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
+    if uuid not in visible:
+        raise ClusterError(
+            f"the node worker does not see this GPU (of {len(visible)} that it sees)",
+            subject=uuid,
+            remedy="see CUDA_VISIBLE_DEVICES of the node's Ray processes",
+        )
+    return visible.index(uuid)
+
+
+def _alike(one: _Work, other: _Work) -> bool:
+    return one.attempt is other.attempt and one.device == other.device

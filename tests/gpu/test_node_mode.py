@@ -1,0 +1,225 @@
+"""``compress_in="node"``: the node worker's process codes what training processes copy into device memory that both map."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import math
+import multiprocessing
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.orchestrator.planner import plan_save
+from raystow.storage.errors import ClusterError
+from raystow.workers.staging import Order, Staging
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+MIB = 1 << 20
+DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn, torch.complex64, torch.complex128]
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path, ignore_errors=True)  # a node worker that was killed may be writing its last
+
+
+@pytest.fixture
+def cluster(folder: Path) -> Iterator[LocalCluster]:
+    with LocalCluster(str(folder), memory=256 * MIB, compress_in="node") as cluster:
+        yield cluster
+
+
+def weights(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(n, device="cuda") * 0.02).to(dtype)
+
+
+def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+    words = torch.randint(0, 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8, device="cuda")
+    return words.view(dtype).reshape(shape)
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def check(cluster: LocalCluster, state: dict[str, torch.Tensor]) -> None:
+    """The newest version is ``state``, bit for bit, by both ways of reading."""
+    into = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
+    version = raystow.restore_latest(cluster.uri, into=into)
+    assert version is not None
+    for name, tensor in state.items():
+        assert as_bytes(into[name]) == as_bytes(tensor), name
+        assert as_bytes(version.read(name)) == as_bytes(tensor), name
+
+
+def free_memory() -> int:
+    """Bytes of the whole device that nobody holds; a ring on it and an encoder take more than a GiB together."""
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    free: int = torch.cuda.mem_get_info()[0]
+    return free
+
+
+def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
+    for _ in range(int(seconds * 100)):
+        if condition():
+            return
+        threading.Event().wait(0.01)
+    raise AssertionError(f"{what} within {seconds} s")
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "raw"])
+def test_every_dtype_and_odd_sizes(folder: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
+    state = {"host": torch.randn(1000), "integers": torch.arange(3 * MIB, device="cuda")}
+    for dtype in DTYPES:
+        base = random_bits(dtype, 700, 1030)
+        state |= {
+            f"{dtype}.plain": base,
+            f"{dtype}.transposed": base.t(),
+            f"{dtype}.strided": base[::3, 5:400:2],
+            f"{dtype}.one": random_bits(dtype, 1),
+            f"{dtype}.empty": random_bits(dtype, 0, 3),
+            f"{dtype}.scalar": random_bits(dtype),
+        }
+    state |= {
+        "weights": weights(40 * MIB + 5),
+        "never negative": weights(6 * MIB + 3, torch.float32).square(),
+        "more than the ring in device memory": weights(100 * MIB, torch.float32),
+        "not where four bytes begin": weights(MIB)[1:],
+    }
+    with LocalCluster(str(folder), memory=256 * MIB, codec=codec, compress_in="node") as cluster:
+        for step in range(2):
+            version = cluster.save(state, step=step)
+            check(cluster, state)
+            if codec != "raw":
+                assert version.tensors()["weights"].stored < 0.75 * version.tensors()["weights"].nbytes
+    assert "cannot be had" not in caplog.text  # it was the node worker that coded
+
+
+def test_two_ranks_at_once(cluster: LocalCluster) -> None:
+    state = {f"layer{i}": weights(24 * MIB + i, torch.float32) for i in range(8)}
+    for step in range(2):
+        cluster.save_all([state, dict(state)], step=step)
+        check(cluster, state)
+
+
+def test_a_tensor_that_changes_while_it_is_saved_is_named(cluster: LocalCluster) -> None:
+    state = {f"layer{i}": weights(32 * MIB, torch.float32) for i in range(16)}
+    cluster.save(state, step=1)
+
+    def change() -> None:
+        threading.Event().wait(0.03)  # the save has begun; two GiB need longer than this to leave
+        for tensor in state.values():
+            tensor.add_(1)
+        torch.cuda.synchronize()
+
+    changing = threading.Thread(target=change)
+    changing.start()
+    with pytest.raises(raystow.SaveFailed, match=r"layer\d.*changed while it was being saved"):
+        cluster.save(state, step=2)
+    changing.join()
+    assert cluster.save(state, step=3).step == 3
+    check(cluster, state)
+
+
+def test_with_expandable_segments() -> None:
+    """Torch's own memory cannot be exported then; the ring's can."""
+    run = subprocess.run(
+        [sys.executable, "-m", "pytest", "-q", "-x", "-k", "odd_sizes and deflate or two_ranks", __file__],
+        env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert run.returncode == 0, run.stdout + run.stderr
+    assert "2 passed" in run.stdout
+
+
+@pytest.mark.parametrize("broken", ["open", "signature"])
+def test_where_ipc_fails_the_training_process_codes_and_says_so(
+    cluster: LocalCluster, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    from raystow.workers.cuda import device_ring
+
+    def refused(handle: Any) -> int:
+        raise ClusterError("not permitted here")
+
+    if broken == "open":
+        monkeypatch.setattr(device_ring, "_open", refused)
+    else:
+        monkeypatch.setattr(device_ring.DeviceRing, "signature", lambda ring: "00")
+    state = {"w": weights(40 * MIB + 5), "host": torch.randn(1000)}
+    with caplog.at_level(logging.WARNING):
+        for step in range(2):
+            cluster.save(state, step=step)
+            check(cluster, state)
+    warnings = [record.getMessage() for record in caplog.records if "cannot be had" in record.getMessage()]
+    assert len(warnings) == 1
+    assert "not permitted here" in warnings[0] if broken == "open" else "is not what the training process reads" in warnings[0]
+
+
+def train(address: str, hello: dict[str, Any], layers: int) -> None:
+    """A training process that saves until it is killed."""
+    state = {f"layer{i}": weights(64 * MIB, torch.float32) for i in range(layers)}
+    staging = Staging(address, {**hello, "pid": os.getpid()}, compress_in="node")
+    begin = {"save": 1, "step": 1, "timeout": 60.0, "metrics": {}, "values": []}
+    plan = plan_save(state, rank=hello["rank"], world_size=hello["world_size"])
+    staging.submit(Order(1, begin, plan, on_staged=lambda: None, on_end=lambda outcome: None))
+    threading.Event().wait(600)
+
+
+def test_a_training_process_that_is_killed_leaves_nothing_behind(cluster: LocalCluster) -> None:
+    small = {"w": weights(40 * MIB)}
+    cluster.save(small, step=0)  # the node worker's CUDA context stays; what comes now must go
+    check(cluster, small)
+    free = free_memory()
+    training = multiprocessing.get_context("spawn").Process(target=train, args=(cluster.address(0), cluster.hello(1, 2), 64))
+    training.start()
+    attempts = cluster.coordinator._attempts
+    until(lambda: any(1 in attempt.ranks for attempt in list(attempts.values())), "rank 1 begins its save", 120)
+    training.kill()  # 16 GiB are on their way
+    training.join()
+    until(lambda: any(attempt.phase.over and 1 in attempt.ranks for attempt in list(attempts.values())), "the save fails")
+    reasons = [attempt.reason for attempt in attempts.values() if 1 in attempt.ranks]
+    assert reasons == [f"rank 1 (process {training.pid}) died while it was staging"]
+    cluster.save(small, step=2)
+    check(cluster, small)
+    until(lambda: free - free_memory() < 128 * MIB, "device memory comes back")
+
+
+def test_a_node_worker_that_is_killed_costs_one_save(cluster: LocalCluster) -> None:
+    state = {f"layer{i}": weights(64 * MIB, torch.float32) for i in range(32)}
+    cluster.save({"w": state["layer0"]}, step=0)
+    check(cluster, {"w": state["layer0"]})
+    free = free_memory()
+    attempts = cluster.coordinator._attempts
+
+    def kill() -> None:
+        until(lambda: any(attempt.step == 1 for attempt in list(attempts.values())), "the save begins")
+        cluster.kill_node(0)
+
+    killing = threading.Thread(target=kill)
+    killing.start()
+    with pytest.raises(raystow.SaveFailed, match="node worker"):
+        cluster.save(state, step=1)
+    killing.join()
+    cluster.save(state, step=2)
+    check(cluster, state)
+    until(lambda: free - free_memory() < 128 * MIB, "device memory comes back")

@@ -1,0 +1,133 @@
+"""What the GPU path promises beyond coming back bit for bit: odd sizes, bounded memory, and errors that name the tensor."""
+
+from __future__ import annotations
+
+import gc
+import shutil
+import tempfile
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    path = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm"))
+    yield path
+    shutil.rmtree(path)
+
+
+def weights(n: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:
+    return (torch.randn(n, device="cuda") * 0.02).to(dtype)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.contiguous().reshape(-1).view(torch.uint8), b.contiguous().reshape(-1).view(torch.uint8).to(a.device))
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "ans", "raw"])
+def test_odd_sizes_and_values(codec: str) -> None:
+    nan = torch.randint(0, 1 << 16, (3 * MIB + 7,), device="cuda").to(torch.int32).to(torch.int16).view(torch.bfloat16)
+    state = {
+        "one": weights(1, torch.float32),
+        "three": weights(3),
+        "small": weights(700, torch.float64),
+        "a byte over a chunk": torch.randint(0, 255, (16 * MIB + 1,), dtype=torch.uint8, device="cuda").view(torch.float8_e5m2),
+        "odd": weights(9 * MIB + 5),
+        "even, not by 16": weights(5 * MIB + 2, torch.float32),
+        "never negative": weights(6 * MIB, torch.float32).square(),
+        "never negative, odd": weights(6 * MIB + 3).abs(),
+        "zeros": torch.zeros(40 * MIB, device="cuda"),
+        "any bits, NaNs with payloads too": nan,
+        "view": weights(8 * MIB).reshape(1024, -1)[3:1000, 5:],
+        "transposed": weights(4 * MIB, torch.float32).reshape(1024, -1).t(),
+        "not where four bytes begin": weights(MIB)[1:],
+        "incompressible": torch.randint(-(1 << 31), 1 << 31, (4 * MIB,), device="cuda").to(torch.int32).view(torch.float32),
+        "integers": torch.arange(3 * MIB, device="cuda"),
+        "host": torch.randn(1000),
+    }
+    with LocalCluster(f"memory://odd-{codec}", memory=256 * MIB, codec=codec) as cluster:
+        version = cluster.save(state, step=1)
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        assert raystow.restore_latest(cluster.uri, into=into)
+    for name, tensor in state.items():
+        assert same(into[name], tensor), name
+        if codec != "ans":
+            assert same(version.read(name), tensor), name
+    if codec == "ans":
+        with pytest.raises(raystow.Unsupported, match="GPU"):
+            version.read("odd")
+    if codec != "raw":
+        assert version.tensors()["odd"].stored < 0.75 * version.tensors()["odd"].nbytes
+        assert version.tensors()["never negative"].stored < 0.85 * version.tensors()["never negative"].nbytes
+
+
+def test_three_gib_in_one_tensor(folder: Path) -> None:
+    state = {"w": weights(3 << 29)}
+    with LocalCluster(str(folder), memory=1 << 30) as cluster:
+        cluster.save(state, step=1)
+        into = {"w": torch.zeros_like(state["w"])}
+        raystow.restore_latest(cluster.uri, into=into)
+    assert torch.equal(into["w"].view(torch.int16), state["w"].view(torch.int16))
+
+
+def test_parts_of_tensors_saved_by_either_side_are_restored_by_the_other() -> None:
+    state = {
+        "w": weights(3000 * 4096, torch.float32).reshape(3000, 4096),
+        "i": torch.arange(5 * MIB, device="cuda"),
+    }
+    with LocalCluster("memory://sides") as cluster:
+        for step, saved in enumerate(({k: v.cpu() for k, v in state.items()}, state)):
+            cluster.save(saved, step=step)
+            for place in ("cpu", "cuda"):
+                into = {name: torch.zeros_like(tensor, device=place) for name, tensor in state.items()}
+                raystow.restore_latest(cluster.uri, into=into)
+                assert all(same(into[name], state[name]) for name in state), (step, place)
+                holes = {"w": torch.zeros(3000, 8192, device=place)[:, ::2], "i": into["i"]}
+                raystow.restore_latest(cluster.uri, into=holes)
+                assert same(holes["w"], state["w"])
+
+
+def test_a_tensor_that_changes_while_it_is_saved_is_named() -> None:
+    state = {f"layer{i}": weights(32 * MIB, torch.float32) for i in range(8)}
+    with LocalCluster("memory://race", memory=128 * MIB, threads=1) as cluster:
+        cluster.save(state, step=1)
+
+        def change() -> None:
+            threading.Event().wait(0.03)  # the save has begun; a GiB needs longer than this to leave by a ring of 112 MiB
+            for tensor in state.values():
+                tensor.add_(1)
+            torch.cuda.synchronize()
+
+        changing = threading.Thread(target=change)
+        changing.start()
+        with pytest.raises(raystow.SaveFailed, match=r"layer\d.*changed while it was being saved"):
+            cluster.save(state, step=2)
+        changing.join()
+        assert cluster.save(state, step=3).step == 3
+
+
+def test_device_memory_is_bounded_and_given_back(folder: Path) -> None:
+    state = {f"layer{i}": weights(256 * MIB, torch.float32 if i % 2 else torch.bfloat16) for i in range(4)}
+    torch.cuda.synchronize()
+    gc.collect()
+    torch.cuda.empty_cache()
+    before, free = torch.cuda.memory_allocated(), torch.cuda.mem_get_info()[0]
+    torch.cuda.reset_peak_memory_stats()
+    with LocalCluster(str(folder), memory=4 << 30) as cluster:
+        for step in range(2):
+            cluster.save(state, step=step)
+        assert torch.cuda.max_memory_allocated() - before <= 1536 * MIB
+        assert free - torch.cuda.mem_get_info()[0] <= 1536 * MIB
+    gc.collect()
+    assert torch.cuda.memory_allocated() - before < 16 * MIB

@@ -1,0 +1,62 @@
+from __future__ import annotations
+
+from collections import deque
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.workers.cuda.arena import Arena
+
+UNIT = 512
+CPU = torch.device("cpu")
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    units=st.integers(1, 24),
+    steps=st.lists(st.one_of(st.just(None), st.integers(0, 9 * UNIT)), max_size=120),
+)
+def test_regions_never_overlap_and_come_back_in_turn(units: int, steps: list[int | None]) -> None:
+    """``None`` gives the oldest region back, a number takes as many bytes."""
+    arena = Arena(units * UNIT, CPU)
+    taken: deque[tuple[int, int]] = deque()
+    for nbytes in steps:
+        if nbytes is None:
+            if taken:
+                taken.popleft()
+                arena.give_back()
+            continue
+        need = max(1, -(-nbytes // UNIT)) * UNIT
+        start = arena.take(nbytes)
+        if start is None:
+            assert not has_room(taken, need, arena.size)
+        else:
+            assert start % UNIT == 0
+            assert 0 <= start <= start + need <= arena.size
+            assert all(end <= start or start + need <= other for other, end in taken)
+            taken.append((start, start + need))
+
+
+def has_room(taken: deque[tuple[int, int]], need: int, size: int) -> bool:
+    """Whether a circle has room behind its newest region; before the oldest one a byte must stay free."""
+    if not taken:
+        return need <= size
+    head, tail = taken[0][0], taken[-1][1]
+    return tail + need < head if tail <= head else tail + need <= size or need < head
+
+
+@settings(max_examples=50, deadline=None)
+@given(units=st.integers(1, 24), sizes=st.lists(st.integers(0, 9 * UNIT), max_size=30), clear=st.booleans())
+def test_when_it_is_empty_everything_can_be_taken(units: int, sizes: list[int], clear: bool) -> None:
+    arena = Arena(units * UNIT, CPU)
+    taken = [nbytes for nbytes in sizes if arena.take(nbytes) is not None]
+    if clear:
+        arena.clear()
+    else:
+        for _ in taken:
+            arena.give_back()
+    assert arena.take(arena.size) == 0
+    assert arena.take(1) is None
+    arena.give_back()
+    assert arena.take(arena.size + 1) is None

@@ -1,0 +1,35 @@
+from __future__ import annotations
+
+import threading
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+from raystow.storage.errors import SaveFailed
+from raystow.storage.stores.memory import MemoryStore
+from raystow.workers.attempt import NodeAttempt, Outcome, Workshop
+from raystow.workers.budget import Budget
+from raystow.workers.port import Ticket
+from raystow.workers.staleness import OptimizerWatch
+
+
+class GivenUp:
+    """The port to a coordinator that has given the attempt up."""
+
+    def wait_complete(self, ticket: Ticket) -> None:
+        raise SaveFailed("given up")
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        pass
+
+
+def test_a_rank_that_joins_too_late_hears_so() -> None:
+    heard: list[Outcome] = []
+    first = threading.Event()
+    with ThreadPoolExecutor(1) as pool:
+        port: Any = GivenUp()
+        ticket = Ticket(1, "0123456789abcdef", 0, 60.0)
+        attempt = NodeAttempt(MemoryStore("late"), port, ticket, Workshop(pool, pool, Budget()), OptimizerWatch("memory://late"))
+        attempt.join(0, [], lambda outcome, _: first.set())
+        assert first.wait(10)
+        attempt.join(1, [], lambda outcome, _: heard.append(outcome))
+    assert [str(outcome) for outcome in heard] == ["given up"]

@@ -1,0 +1,153 @@
+"""The outbox on memory of the host: it copies as on a GPU, only that every copy has arrived at once."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.workers.cuda.outbox import Outbox, Part
+from raystow.workers.ring import Ring
+
+SLOT = 64
+Runs = list[list[tuple[int, int]]]
+
+
+class Desk:
+    """Both ends of an outbox: keeps the free slots, and announces pieces when it is asked for one and has none."""
+
+    def __init__(self, slots: int, data: st.DataObject) -> None:
+        self.ring = Ring.create(slots * SLOT, SLOT)
+        self.outbox = Outbox(self.ring, take=self.take, release=self.release)
+        self.free = list(range(slots))
+        self.released: list[int] = []  # with the node worker, which has not freed them yet
+        self.held: Counter[int] = Counter()  # slot -> parts in it that were written and not announced
+        self.waiting: list[tuple[bytes, list[Part]]] = []
+        self.relieved = 0
+        self._data = data
+
+    def take(self) -> int | None:
+        return self.free.pop() if self.free else None
+
+    def release(self, slot: int) -> None:
+        assert slot not in self.free, "released twice"
+        assert slot not in self.released, "released twice"
+        assert not self.held[slot], "released before all in it was announced"
+        self.released.append(slot)
+
+    def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
+        parts = self.outbox.write(torch.tensor(list(source), dtype=torch.uint8), pieces, self.relieve)
+        assert len(parts) == len(pieces)
+        for (start, nbytes), where in zip(pieces, parts, strict=True):
+            assert all(size > 0 and at >= 0 and at + size <= SLOT for _, at, size in where)
+            self.held.update(slot for slot, _, _ in where)
+            self.waiting.append((source[start : start + nbytes], where))
+
+    def relieve(self) -> None:
+        """The node worker frees what it has, or else some piece is announced."""
+        self.relieved += 1
+        assert self.released or self.waiting, "there is no progress to be made"
+        self.free += self.released
+        self.released.clear()
+        if not self.free:
+            self.announce()
+
+    def announce(self) -> None:
+        """Any of the waiting pieces: its bytes are where its parts say."""
+        expected, parts = self.waiting.pop(self._data.draw(st.integers(0, len(self.waiting) - 1)))
+        assert b"".join(bytes(self.ring.slot(slot)[at : at + size]) for slot, at, size in parts) == expected
+        self.held.subtract(slot for slot, _, _ in parts)
+        self.outbox.announced(parts)
+
+    def all_back(self) -> bool:
+        return sorted(self.free + self.released) == list(range(self.ring.slots))
+
+
+@contextmanager
+def desk(slots: int, data: st.DataObject) -> Iterator[Desk]:
+    made = Desk(slots, data)
+    try:
+        yield made
+    finally:
+        made.outbox.close()
+        made.ring.close()
+
+
+@st.composite
+def runs(draw: st.DrawFn, slots: int) -> Runs:
+    """Some saves' worth of runs: pieces with gaps between them, each run one slot smaller than the ring."""
+
+    def run() -> list[tuple[int, int]]:
+        pieces, end = [], 0
+        for gap, nbytes in draw(st.lists(st.tuples(st.integers(0, 9), st.integers(0, 2 * SLOT)), max_size=12)):
+            if end + gap + nbytes <= (slots - 1) * SLOT:
+                pieces.append((end + gap, nbytes))
+                end += gap + nbytes
+        return pieces
+
+    return [run() for _ in range(draw(st.integers(0, 8)))]
+
+
+@settings(max_examples=200, deadline=None)
+@given(st.data(), st.integers(2, 5))
+def test_every_piece_arrives_and_every_slot_is_released_once(data: st.DataObject, slots: int) -> None:
+    with desk(slots, data) as it:
+        for save in range(data.draw(st.integers(1, 3), "saves")):
+            for number, pieces in enumerate(data.draw(runs(slots))):
+                size = sum(pieces[-1]) if pieces else 0
+                it.write(bytes((save * 89 + number * 37 + i) % 251 for i in range(size)), pieces)
+                for _ in range(data.draw(st.integers(0, len(it.waiting)), "announced")):
+                    it.announce()
+            it.outbox.end()
+            while it.waiting:
+                it.announce()
+            assert it.all_back(), "a slot was kept"
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.data(), st.integers(2, 5))
+def test_abandoning_releases_all_slots_and_the_next_save_goes_on(data: st.DataObject, slots: int) -> None:
+    with desk(slots, data) as it:
+        for pieces in data.draw(runs(slots)):
+            it.write(bytes(sum(pieces[-1]) if pieces else 0), pieces)
+        it.held.clear()
+        it.waiting.clear()
+        it.outbox.abandon()
+        assert it.all_back()
+        it.write(b"next" * 16, [(0, 64)])
+        it.outbox.end()
+        assert not it.all_back(), "released before it was announced"
+        it.announce()
+        assert it.all_back()
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_a_ring_of_two_slots_passes_any_number_of_bytes(data: st.DataObject) -> None:
+    with desk(2, data) as it:
+        for number in range(20):
+            it.write(bytes([number]) * SLOT, [(0, 40), (40, 24)])
+        assert it.relieved >= 18
+        it.outbox.end()
+        while it.waiting:
+            it.announce()
+        assert it.all_back()
+
+
+@settings(max_examples=5, deadline=None)
+@given(st.data())
+def test_the_slot_that_is_being_filled_is_kept_although_all_in_it_was_announced(data: st.DataObject) -> None:
+    with desk(2, data) as it:
+        it.write(b"a" * 10, [(0, 10)])
+        it.announce()
+        assert it.released == []
+        it.write(b"b" * SLOT, [(0, SLOT)])  # its end is in the next slot
+        assert it.released == []
+        it.announce()
+        assert len(it.released) == 1
+        it.outbox.end()
+        assert it.all_back()

@@ -1,0 +1,270 @@
+"""A session's conversation with a training process, message by message, with a node that only keeps what it is given."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.storage.errors import SaveFailed
+from raystow.storage.root import Entry
+from raystow.workers.port import Begin
+from raystow.workers.ring import Ring
+from raystow.workers.session import Session
+from raystow.workers.wire import Connection, Message
+
+SLOTS, SLOT = 3, 1024
+HELLO = {
+    "uri": "memory://session",
+    "repository": "r",
+    "rank": 0,
+    "world_size": 1,
+    "incarnation": "i",
+    "pid": 1,
+    "slot": SLOT,
+    "ring": SLOTS * SLOT,
+    "coded": 7,
+}
+BEGIN = {"save": 5, "step": 9, "timeout": 60, "replicated": 0, "expected": 0, "metrics": {}, "values": []}
+ROW = {"path": "[]", "kind": "tensor", "dtype": "uint8", "shape": [4], "offset": [0], "extent": [4], "group": "weights"}
+CODING = {"coding": [False, False, ["raw"], [4], 1], "streams": "", "digest": 1}
+
+
+@dataclass
+class Talk:
+    """A connection whose other end is a script: it goes on when the session has dealt with the message before."""
+
+    script: Iterator[Message]
+    sent: list[Message] = field(default_factory=list)
+
+    def receive(self) -> tuple[Message, None] | None:
+        message = next(self.script, None)
+        return None if message is None else (message, None)
+
+    def send(self, message: Message, *, fd: int | None = None) -> None:
+        self.sent.append(message if fd is None else {**message, "fd": fd})
+
+    def close(self) -> None:
+        pass
+
+    @property
+    def free(self) -> list[int]:
+        return [message["free"] for message in self.sent if "free" in message]
+
+
+@dataclass
+class FakeAttempt:
+    """Keeps chunks, by name, until ``done`` of them is called."""
+
+    over: bool = False
+    done: dict[str, Callable[[], None]] = field(default_factory=dict)
+    bytes: dict[str, bytes] = field(default_factory=dict)
+    on_end: Any = None
+    ended: list[str] = field(default_factory=list)
+
+    def join(self, rank: int, values: list[Any], on_end: Any) -> None:
+        self.on_end = on_end
+
+    def add(self, rank: int, chunk: Any, raw: np.ndarray, done: Callable[[], None]) -> None:
+        self.add_coded(rank, chunk, [raw], done)
+
+    def add_coded(self, rank: int, chunk: Any, parts: list[np.ndarray], done: Callable[[], None]) -> None:
+        self.bytes[chunk.name], self.done[chunk.name] = b"".join(map(bytes, parts)), done
+
+    def release(self, name: str) -> None:
+        self.done.pop(name)()
+
+    def finished(self, rank: int) -> None:
+        self.ended.append("finished")
+
+    def fail(self, reason: str) -> None:
+        self.ended.append(reason)
+
+
+@dataclass
+class FakeHost:
+    attempt: FakeAttempt | SaveFailed
+    budget: int = 0
+    gone: list[str] = field(default_factory=list)
+
+    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[Any, int]:
+        if isinstance(self.attempt, SaveFailed):
+            raise self.attempt
+        return self.attempt, 0
+
+    def farewell(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
+        self.gone.append(reason)
+
+    def grow(self, nbytes: int) -> None:
+        self.budget += nbytes
+
+
+def serve(script: Callable[[Talk], Iterator[Message]], attempt: FakeAttempt | SaveFailed) -> tuple[Talk, FakeHost]:
+    """Run a session through a script, from its hello to its end."""
+
+    def whole() -> Iterator[Message]:
+        yield HELLO
+        try:
+            yield from script(talk)
+        finally:  # the session waits for what is still needed
+            for name in list(attempt.done if isinstance(attempt, FakeAttempt) else ()):
+                attempt.release(name)
+
+    talk, host = Talk(iter(())), FakeHost(attempt)
+    talk.script = whole()
+    Session(cast(Connection, talk), host, "node").serve()
+    return talk, host
+
+
+def chunk(name: str, *parts: tuple[int, int, int], coded: bool = False) -> dict[str, Any]:
+    return {**ROW, "name": name, "parts": parts} | (CODING if coded else {})
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.data())
+def test_a_slot_is_free_exactly_when_it_is_filled_and_needed_no_longer(data: st.DataObject) -> None:
+    attempt = FakeAttempt()
+    open_slots = set(range(SLOTS))
+    needed: dict[str, set[int]] = {}
+    expected: list[int] = []
+
+    def settle(candidates: set[int]) -> None:
+        free = {slot for slot in candidates if slot not in open_slots and not any(slot in slots for slots in needed.values())}
+        expected.extend(sorted(free))
+        open_slots.update(free)  # the training process takes it again at once
+
+    def script(talk: Talk) -> Iterator[Message]:
+        filled = set[int]()
+        yield {"begin": BEGIN}
+        for number in range(data.draw(st.integers(0, 40))):
+            event = data.draw(st.sampled_from(["chunk", "coded", "filled", "done"]))
+            usable = sorted(open_slots - filled)
+            if event == "done" and needed:
+                name = data.draw(st.sampled_from(sorted(needed)))
+                slots = needed.pop(name)
+                attempt.release(name)
+                settle(slots)
+            elif event == "filled" and usable:
+                slot = data.draw(st.sampled_from(usable))
+                open_slots.remove(slot)
+                yield {"filled": slot}
+                settle({slot})
+            elif event in ("chunk", "coded") and usable:
+                count = 1 if event == "chunk" else data.draw(st.integers(0, 3))
+                slots = data.draw(st.lists(st.sampled_from(usable), min_size=count, max_size=count))
+                needed[f"c{number}"] = set(slots)
+                yield {"chunks": [chunk(f"c{number}", *((slot, 64, 4) for slot in slots), coded=event == "coded")]}
+            assert sorted(talk.free) == sorted(expected)
+        for name in list(needed):
+            slots = needed.pop(name)
+            attempt.release(name)
+            settle(slots)
+        for slot in sorted(open_slots):
+            open_slots.remove(slot)
+            yield {"filled": slot}
+            settle({slot})
+        assert sorted(talk.free) == sorted(expected)
+        yield {"end": 5}
+
+    _, host = serve(script, attempt)
+    assert attempt.ended == ["finished"]
+    assert host.budget == 0
+    assert len(host.gone) == 1
+
+
+def test_chunks_lie_where_their_parts_say() -> None:
+    attempt = FakeAttempt()
+
+    def script(talk: Talk) -> Iterator[Message]:
+        memory = session_ring(talk)
+        memory[:] = np.arange(memory.size) % 251
+        yield {"begin": BEGIN}
+        yield {"chunks": [chunk("raw", (1, 64, 4)), chunk("coded", (0, SLOT - 2, 2), (2, 0, 1), (2, 7, 1), coded=True)]}
+        assert attempt.bytes["raw"] == bytes(memory[SLOT + 64 : SLOT + 68])
+        assert attempt.bytes["coded"] == bytes(memory[[SLOT - 2, SLOT - 1, 2 * SLOT, 2 * SLOT + 7]])
+        attempt.release("raw")
+        yield {"filled": 2}
+        assert talk.free == []
+        attempt.release("coded")
+        assert talk.free == [2]
+
+    serve(script, attempt)
+
+
+def session_ring(talk: Talk) -> np.ndarray:
+    """The ring's memory, as the training process maps it."""
+    answer = next(message for message in talk.sent if "ring" in message)
+    return Ring(answer["fd"], answer["ring"], answer["slot"]).memory
+
+
+def test_what_comes_after_the_failure_of_a_save_costs_no_slot() -> None:
+    attempt = FakeAttempt()
+
+    def script(talk: Talk) -> Iterator[Message]:
+        yield {"begin": BEGIN}
+        yield {"chunks": [chunk("before", (0, 0, 4))]}
+        attempt.over = True
+        yield {"chunks": [chunk("after", (0, 64, 4), (1, 0, 4), coded=True)]}
+        assert list(attempt.done) == ["before"]
+        yield {"filled": 1}
+        assert talk.free == [1]
+        yield {"filled": 0}
+        assert talk.free == [1]
+        attempt.release("before")
+        assert talk.free == [1, 0]
+
+    serve(script, attempt)
+
+
+def test_a_save_that_cannot_begin_costs_no_slot() -> None:
+    def script(talk: Talk) -> Iterator[Message]:
+        yield {"begin": BEGIN}
+        assert talk.sent[-1] == {"failed": 5, "what": "no", "subject": "s", "remedy": "r"}
+        yield {"chunks": [chunk("ignored", (0, 0, 4))]}
+        yield {"filled": 0}
+        assert talk.free == [0]
+        yield {"end": 5}
+
+    serve(script, SaveFailed("no", subject="s", remedy="r"))
+
+
+def test_the_outcome_is_told_with_its_warnings() -> None:
+    attempt = FakeAttempt()
+    entry = Entry(1, "0123456789abcdef", "00" * 32, 1, 9, 0.5, 4, 4)
+
+    def script(talk: Talk) -> Iterator[Message]:
+        yield {"begin": BEGIN}
+        attempt.on_end(entry, ("stale",))
+        assert talk.sent[-1] == {"done": 5, "entry": vars(entry), "warnings": ["stale"]}
+        attempt.on_end(SaveFailed("late"), ())
+        assert talk.sent[-1] == {"failed": 5, "what": "late", "subject": "", "remedy": ""}
+
+    serve(script, attempt)
+
+
+def test_memory_is_kept_for_chunks_that_outlive_their_process() -> None:
+    attempt = FakeAttempt()
+    host = FakeHost(attempt)
+    ended = threading.Event()
+
+    def script() -> Iterator[Message]:
+        yield HELLO
+        yield {"begin": BEGIN}
+        yield {"chunks": [chunk("late", (0, 0, 4), (0, 64, 4), coded=True)]}
+        ended.set()
+
+    serving = threading.Thread(target=Session(cast(Connection, Talk(script())), host, "node").serve)
+    serving.start()
+    assert ended.wait(10)
+    serving.join(0.1)
+    assert serving.is_alive(), "the ring was closed under a chunk"
+    attempt.release("late")
+    serving.join(10)
+    assert not serving.is_alive()
+    assert host.budget == 0
+    assert attempt.ended == ["rank 0 (process 1) died while it was staging"]
