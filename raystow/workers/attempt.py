@@ -133,8 +133,9 @@ class NodeAttempt:
                 raise
             finally:
                 done()  # the slot is free: what follows works on the copy
-            budget.release(acquired - len(stored))
-            self._pack(rank, replace(chunk, coding=coding, raw_digest=digest), [stored], lambda: budget.release(len(stored)))
+            held = len(stored)
+            budget.release(acquired - held)
+            self._pack(rank, replace(chunk, coding=coding, raw_digest=digest), [stored], lambda: budget.release(held))
 
     def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
         """Pack a chunk that a GPU has coded, from where it lies."""

@@ -121,5 +121,6 @@ class Packer:
 
 
 def _call(releases: list[Callable[[], None]]) -> None:
-    for release in releases:
-        release()
+    """Call each once, and let go of what they hold on to."""
+    while releases:
+        releases.pop()()
