@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak bench picture clean
+.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak bench bench-gpu picture clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -60,6 +60,11 @@ soak: $(READY)  ## the tests that take minutes
 
 bench: $(READY)  ## how fast this machine codes and decodes
 	$(BIN)/python benchmarks/cpu_codec.py
+
+bench-gpu: $(READY)  ## what a save costs training on a GPU, and how fast it comes back
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
+	$(BIN)/python benchmarks/gpu_save.py
+	$(BIN)/python benchmarks/gpu_restore.py
 
 picture: $(READY)  ## the picture in the README, from a real run of the demo
 	$(BIN)/python tools/record_demo.py docs/images/demo.svg

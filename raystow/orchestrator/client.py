@@ -19,6 +19,7 @@ from ..workers.node_actor import node_actor
 from ..workers.ring import SLOT, slot_size
 from ..workers.staging import CODECS, PLACES, Order, Staging
 from . import cluster
+from .codec import usable_codec
 from .coordinator_actor import RayPort, coordinator_actor
 from .memory import share_of_memory
 from .pending import Pending
@@ -37,7 +38,7 @@ class Checkpointer:
     ``uri``: the repository, made when it does not exist. ``rank`` and ``world_size`` come from Ray Train or torch.distributed
     where those are in use. ``memory``: bytes of host memory that saving may take for this rank, staged and coded together; by
     default 1 GiB, and for a state on GPUs what it takes to hold one save of it, if that is no more than this rank's part of half
-    the machine's memory. ``codec``: what tensors on a GPU are coded with; see ``workers.cuda.choice``. ``compress_in``: the
+    the machine's memory. ``codec``: what tensors on a GPU are coded with; see ``docs/gpu.md``. ``compress_in``: the
     process that codes them, "training" (this one: costs the training least) or "node" (the node worker's: this one only copies
     them, into 256 MiB of device memory that both share).
     ``timeout``: seconds after which a save that is not durable is given up, and the longest that ``fence`` waits.
@@ -69,7 +70,7 @@ class Checkpointer:
             raise StateError(f"compress_in {compress_in!r} is none of {', '.join(PLACES)}")
         self._store = open_store(os.fspath(uri))
         self.uri = self._store.uri
-        self._memory, self._codec, self._timeout, self._max_in_flight = memory, codec, timeout, max_in_flight
+        self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
         self._compress_in = compress_in
         self._incarnation = SYSTEM.token()
         self._saves = itertools.count(1)
