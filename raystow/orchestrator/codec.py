@@ -11,8 +11,8 @@ logger = logging.getLogger(__name__)
 
 
 def usable_codec(codec: str) -> str:
-    """``codec`` as it was asked for. Where a GPU is there but not what coding on it takes, ``auto`` becomes ``cpu`` with a warning,
-    and one of nvCOMP's coders is a ``StateError``. Without a GPU nothing is loaded and nothing said: no tensor will ask for it."""
+    """``codec`` as it was asked for. Where a GPU is there but not what coding on it takes, ``auto`` becomes ``cpu`` with a
+    warning, and one of nvCOMP's coders is a ``StateError``. Without a GPU nothing is loaded and nothing said: no tensor asks."""
     torch = sys.modules.get("torch")
     if codec == "cpu" or torch is None or not torch.cuda.is_available():
         return codec

@@ -17,20 +17,18 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...storage.chunk import ANS, DEFLATE, PACK7, RAW, SMALL, ZSTD, Coding
+from ...storage.chunk import ANS, DEFLATE, SMALL, ZSTD
 from ...storage.digest import finish
-from ...storage.dtypes import DType
 from ...storage.errors import SaveFailed
 from . import kernels
 from .arena import Arena
+from .jobs import Batch, Coded, Group, Job, Sink, Source
 from .nvcomp import Codec
-from .outbox import Part
 
 STREAM = {DEFLATE: 16 << 10, ZSTD: 16 << 10, ANS: 128 << 10}
 """Plane bytes per coded stream: what is lost in size against longer ones is gained in speed, of decoding above all."""
@@ -42,125 +40,6 @@ _GROUP = {DEFLATE: 96 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that 
 _BATCH = 128 << 20  # raw bytes that are read by one launch
 _ROWS = 512  # chunks in a batch, at most
 _HASTE = -5  # the highest priority
-
-
-class Source(Protocol):
-    """A chunk of a tensor in device memory."""
-
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-
-    @property
-    def dtype(self) -> DType:
-        """What its words are."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes; whole words."""
-
-    @property
-    def address(self) -> int | None:
-        """Where the words are, if they lie one behind the other."""
-
-    def gather(self) -> torch.Tensor:
-        """A contiguous copy, made on the current stream."""
-
-
-class Sink(Protocol):
-    """Pinned host memory in slots."""
-
-    @property
-    def capacity(self) -> int:
-        """Bytes of all slots."""
-
-    def write(self, source: torch.Tensor, pieces: list[tuple[int, int]], relieve: Callable[[], None]) -> list[list[Part]]:
-        """See ``outbox.Outbox.write``."""
-
-
-@dataclass
-class Coded:
-    """A chunk that has arrived in host memory: ``parts`` in the order in which its bytes lie in a pack. ``sizes``: of its
-    streams, int64; they are not in ``coding``."""
-
-    source: Any
-    coding: Coding
-    sizes: Any
-    digest: int
-    parts: list[Part]
-
-
-@dataclass
-class _Job:
-    """A chunk on its way; what its source says of itself is asked for once. ``plane``: bytes of each of its planes. ``low``,
-    ``middle``, ``top``: where its lowest plane, those between and its highest one lie in their arenas; -1 for none. ``packed``:
-    the lowest plane was. ``sizes``: of the streams of the highest plane, if it became smaller by being coded with ``codec`` in
-    streams of ``stream`` bytes."""
-
-    source: Source
-    index: int
-    address: int | None
-    nbytes: int
-    dtype: DType
-    plane: int
-    width: int
-    codec: str = RAW
-    stream: int = 1
-    low: int = -1
-    middle: int = -1
-    top: int = -1
-    packed: bool = False
-    digest: int = 0
-    sizes: Any = field(default_factory=lambda: np.empty(0, np.int64))
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-
-    @property
-    def room(self) -> int:
-        """Bytes that a plane takes in an arena."""
-        return -(-self.plane // 16) * 16
-
-    @property
-    def streams(self) -> int:
-        """Streams of the highest plane."""
-        return -(-self.plane // self.stream)
-
-    def coded(self) -> Coded:
-        """The chunk, when all its parts have arrived: planes that are stored raw come first, the others behind them."""
-        codecs, stored = [RAW] * self.width, [self.plane] * self.width
-        order = ["low", "middle", "top"]
-        if self.packed:
-            codecs[0], stored[0] = PACK7, self.plane // 8 * 7
-            order = ["middle", "low", "top"]
-        if len(self.sizes):
-            codecs[-1], stored[-1] = self.codec, int(self.sizes.sum())
-        elif self.packed:
-            order = ["middle", "top", "low"]
-        planes = self.width > 1
-        coding = Coding(planes, planes and self.dtype.rotate, tuple(codecs), tuple(stored), stream=self.stream)
-        return Coded(self.source, coding, self.sizes, self.digest, [part for name in order for part in self.parts.get(name, [])])
-
-
-@dataclass
-class _Batch:
-    """Chunks that are read by one launch. ``low`` and ``middle``: bytes of those regions, which begin at ``base``."""
-
-    jobs: list[_Job]
-    base: int
-    low: int
-    middle: int
-    read: Any = None
-    results: Any = None
-    copies: list[torch.Tensor] = field(default_factory=list)
-
-
-@dataclass
-class _Group:
-    """Chunks whose highest planes are coded by one call, in so many ``regions`` of the arena."""
-
-    jobs: list[_Job]
-    regions: int
-    done: Any = None
-    results: Any = None
 
 
 class Encoder:
@@ -185,13 +64,13 @@ class Encoder:
         self._reset()
 
     def _reset(self) -> None:
-        self._reads: deque[_Batch] = deque()
-        self._waiting: deque[list[_Job]] = deque()  # batches whose highest planes are to be coded
-        self._group: _Group | None = None
+        self._reads: deque[Batch] = deque()
+        self._waiting: deque[list[Job]] = deque()  # batches whose highest planes are to be coded
+        self._group: Group | None = None
         self._leaves: deque[tuple[Any, Callable[[], None]]] = deque()
         self._all_read = False
         self._held = 0  # bytes in the sink of chunks that are not complete
-        self._arrived: list[_Job] = []
+        self._arrived: list[Job] = []
         self._emit: Callable[[list[Coded]], None] = lambda coded: None
         self._urgent: Callable[[], bool] = lambda: False
         self._samples: torch.Tensor | None = None
@@ -273,10 +152,10 @@ class Encoder:
         else:
             self._advance_coding()
 
-    def _batches(self, jobs: list[_Job]) -> Iterator[list[_Job]]:
+    def _batches(self, jobs: list[Job]) -> Iterator[list[Job]]:
         """Chunks of one kind (all of one width; all with a plane to code, or all without) in numbers that one launch takes."""
         for _, alike in itertools.groupby(sorted(jobs, key=_kind), _kind):
-            batch, size, streams = list[_Job](), 0, 0
+            batch, size, streams = list[Job](), 0, 0
             for job in alike:
                 more = job.streams if job.top >= 0 else 0
                 full = size + job.nbytes > self._batch_bytes or streams + more > self._streams or len(batch) == _ROWS
@@ -289,15 +168,15 @@ class Encoder:
             if batch:
                 yield batch
 
-    def _job(self, index: int, source: Source) -> _Job:
+    def _job(self, index: int, source: Source) -> Job:
         address, nbytes, dtype = source.address, source.nbytes, source.dtype
         if self._codec is None or nbytes < SMALL:
-            return _Job(source, index, address, nbytes, dtype, nbytes, 1)
-        return _Job(
+            return Job(source, index, address, nbytes, dtype, nbytes, 1)
+        return Job(
             source, index, address, nbytes, dtype, nbytes // dtype.width, dtype.width, self._codec.name, self._stream, top=0
         )
 
-    def _take_samples(self, jobs: list[_Job]) -> None:
+    def _take_samples(self, jobs: list[Job]) -> None:
         """Look at all chunks as they are now; compared when they have been read."""
         with torch.cuda.stream(self._reading):
             samples = torch.zeros(len(jobs), dtype=torch.int64, device=self._device)
@@ -315,7 +194,7 @@ class Encoder:
             sampled = self._reading.record_event()
         self._hasty.wait_event(sampled)
 
-    def _rows(self, jobs: list[_Job], width: int) -> tuple[Any, list[torch.Tensor]]:
+    def _rows(self, jobs: list[Job], width: int) -> tuple[Any, list[torch.Tensor]]:
         """A kernel's table without its planes, and the copies that must live until the kernel was launched."""
         copies = [job.source.gather() for job in jobs if job.address is None]
         addresses = iter([copy.data_ptr() for copy in copies])
@@ -328,7 +207,7 @@ class Encoder:
         """An array of int64 on the device, by way of pinned memory, on the current stream."""
         return torch.from_numpy(rows).pin_memory().to(self._device, non_blocking=True)
 
-    def _read(self, jobs: list[_Job]) -> None:
+    def _read(self, jobs: list[Job]) -> None:
         """Launch the kernel that takes a batch apart."""
         width = jobs[0].width
         coded = jobs[0].top >= 0
@@ -343,7 +222,7 @@ class Encoder:
             self._place(jobs, "low", base, 1)
         if middle:
             self._place(jobs, "middle", base + low, width - 2)
-        batch = _Batch(jobs, base, low, middle)
+        batch = Batch(jobs, base, low, middle)
         stream = self._hasty if self._urgent() else self._reading
         with torch.cuda.stream(stream):
             rows, batch.copies = self._rows(jobs, width)
@@ -362,7 +241,7 @@ class Encoder:
             batch.read = stream.record_event()
         self._reads.append(batch)
 
-    def _place(self, jobs: list[_Job], what: str, at: int, planes: int) -> None:
+    def _place(self, jobs: list[Job], what: str, at: int, planes: int) -> None:
         for job in jobs:
             setattr(job, what, at)
             at += job.room * planes
@@ -377,7 +256,7 @@ class Encoder:
             self._wait()
         return at
 
-    def _let_leave(self, batch: _Batch) -> None:
+    def _let_leave(self, batch: Batch) -> None:
         """When a batch has been read: compare its digests, and let the planes go that stay as they are."""
         batch.read.synchronize()
         batch.copies.clear()
@@ -399,7 +278,7 @@ class Encoder:
             for job, odd in zip(batch.jobs, odds.tolist(), strict=True):
                 job.packed = not odd and job.plane % 8 == 0  # no word is negative: the lowest bit of all is zero
         memory, base, low, middle = self._kept.memory, batch.base, batch.low, batch.middle
-        pieces: list[tuple[int, int, list[tuple[_Job, str, int, int]]]] = []
+        pieces: list[tuple[int, int, list[tuple[Job, str, int, int]]]] = []
         packs = []
         for packed, run in itertools.groupby(batch.jobs if low else (), lambda job: job.packed):
             jobs = list(run)
@@ -442,7 +321,7 @@ class Encoder:
             self._advance_coding() if self._waiting or self._group else self._complete()
         self._held += nbytes
 
-    def _write(self, source: torch.Tensor, pieces: list[tuple[_Job, str, int, int]]) -> None:
+    def _write(self, source: torch.Tensor, pieces: list[tuple[Job, str, int, int]]) -> None:
         """Let a run of device memory go, and note for each piece of it (job, which part, start, bytes) where it will lie."""
         parts = self._sink.write(source, [(start, nbytes) for _, _, start, nbytes in pieces], self._relieve)
         for (job, what, _, _), found in zip(pieces, parts, strict=True):
@@ -461,7 +340,7 @@ class Encoder:
             self._finish_coding(self._group)
 
     def _start_coding(self) -> None:
-        group = _Group([], 0)
+        group = Group([], 0)
         streams = 0
         while self._waiting and streams + (more := sum(job.streams for job in self._waiting[0])) <= self._streams:
             group.jobs += self._waiting.popleft()
@@ -487,7 +366,7 @@ class Encoder:
             group.done = self._coding.record_event()
         self._group = group
 
-    def _finish_coding(self, group: _Group) -> None:
+    def _finish_coding(self, group: Group) -> None:
         """Pack the streams densely into the memory that their planes came from, and let them leave.
 
         A chunk's streams begin where those of the chunk before end, which is never behind the chunk's own plane. A plane that did
@@ -499,7 +378,7 @@ class Encoder:
         if status.any():
             raise RuntimeError(f"nvCOMP could not code {np.count_nonzero(status)} of {len(sizes)} streams (code {status.max()})")
         pointer, stream = 0, 0
-        runs: list[tuple[int, int, list[tuple[_Job, str, int, int]]]] = []
+        runs: list[tuple[int, int, list[tuple[Job, str, int, int]]]] = []
         starts = np.empty(len(sizes), np.int64)
         lengths = sizes.copy()
         for job in group.jobs:
@@ -556,7 +435,7 @@ class Encoder:
             self._emit([job.coded() for job in arrived])
 
 
-def _kind(job: _Job) -> tuple[int, int, bool, str]:
+def _kind(job: Job) -> tuple[int, int, bool, str]:
     """Chunks that are read together. The last part of the name puts tensors together that are never negative."""
     return (job.width, int(job.top < 0), job.dtype.rotate, job.source.name.rpartition(".")[2])
 

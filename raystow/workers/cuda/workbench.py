@@ -10,7 +10,8 @@ import torch
 from ...storage.chunk import RAW
 from ..ring import Ring
 from .choice import Choice, choose
-from .encoder import Coded, Encoder
+from .encoder import Encoder
+from .jobs import Coded
 from .outbox import Outbox
 
 
