@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import signal
 import subprocess
@@ -50,7 +51,9 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
 def test_ctrl_c_leaves_no_process_and_no_half_version(tmp_path: Path, moment: str) -> None:
     environment = {**os.environ, "RAYSTOW_TEST_MARKER": str(tmp_path)}
     command = [*DEMO, "--steps", "8", "--every", "2"]
-    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True)
+    # A shell's background job ignores Ctrl-C, and so does what it starts: this process must not, whoever started the tests.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    process = subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
     assert process.stdout is not None
     for line in process.stdout:
         if moment in line:
