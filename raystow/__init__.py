@@ -33,6 +33,8 @@ if TYPE_CHECKING:
         Unsupported,
     )
     from .storage.repository import Repository
+    from .storage.retention import Policy
+    from .storage.retention_plan import RetentionPlan
     from .storage.version import TensorInfo, Version
 
 __all__ = [
@@ -44,9 +46,11 @@ __all__ = [
     "NotARepository",
     "NotFound",
     "Pending",
+    "Policy",
     "PreconditionFailed",
     "RaystowError",
     "Repository",
+    "RetentionPlan",
     "SaveFailed",
     "StateError",
     "StoreError",
@@ -62,7 +66,9 @@ __all__ = [
 _HOMES = {
     "Checkpointer": "orchestrator.client",
     "Pending": "orchestrator.pending",
+    "Policy": "storage.retention",
     "Repository": "storage.repository",
+    "RetentionPlan": "storage.retention_plan",
     "TensorInfo": "storage.version",
     "Version": "storage.version",
 }

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from typing import Any
 
-from . import keys, records
+from . import keys, records, retention
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
 from .object_store import ObjectStore
 from .probe import probe_conditional_writes
+from .retention_plan import RetentionPlan
 from .root import Register, Root
 from .stores import open_store
 from .verify import Verified, verify
 from .version import Version
 
 _MAX_MARKER = 64 << 10  # bytes
+_RECORDS_AT_ONCE = 16
 
 
 class Repository:
@@ -61,7 +65,7 @@ class Repository:
         return verify(version, self.store, progress)
 
     def orphans(self) -> list[str]:
-        """Keys of objects that belong to no version: of attempts that failed, or are still being made."""
+        """Keys of objects that belong to no live version: of dropped ones, and of attempts that failed or are under way."""
         live = {(entry.id, entry.attempt) for entry in self.root().versions}
         return [info.key for info in self.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in live]
 
@@ -82,6 +86,19 @@ class Repository:
             return replace(root, pins={k: v for k, v in root.pins.items() if k != name}) if name in root.pins else root
 
         self.register.update(change)
+
+    def plan_retention(self, policy: retention.Policy) -> RetentionPlan:
+        """What ``policy`` keeps and drops of the versions there are now; changes nothing before ``execute()`` is called.
+
+        Reads the root and, if the policy has ``keep_best``, every version's record.
+        """
+        root = self.root()
+        metrics: dict[int, dict[str, Any]] = {}
+        if policy.keep_best is not None:
+            versions = [Version(self.store, entry, self.id) for entry in root.versions]
+            with ThreadPoolExecutor(_RECORDS_AT_ONCE) as pool:
+                metrics = dict(pool.map(lambda version: (version.id, version.metrics), versions))
+        return RetentionPlan(self.register, retention.plan(root.versions, policy, pins=root.pins, metrics=metrics))
 
 
 def open_repository(uri: str, *, clock: Clock = SYSTEM) -> Repository:

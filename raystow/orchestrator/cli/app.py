@@ -16,6 +16,7 @@ _COMMANDS = {
     "show": ".show",
     "verify": ".verify",
     "restore": ".restore",
+    "prune": ".prune",
     "doctor": ".doctor",
 }
 """Command -> the module that holds the function of that name, in the order of the help."""

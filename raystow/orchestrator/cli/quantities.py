@@ -1,0 +1,40 @@
+"""Options that are written with a unit, or as several words in one: ``6h``, ``2TB``, ``loss:min:3``."""
+
+from __future__ import annotations
+
+import re
+
+import typer
+
+_SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
+_BYTES = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgtp", start=1)
+    for suffix, base in (("b", 1000), ("ib", 1024))
+}
+_NUMBER = re.compile(r"(\d+(?:\.\d+)?)\s*([a-z]*)", re.ASCII)
+
+
+def duration(text: str) -> float:
+    """Seconds: ``90s``, ``30m``, ``6h``, ``1d``."""
+    return _quantity(text, _SECONDS, "a duration, as 90s, 30m, 6h or 1d")
+
+
+def nbytes(text: str) -> int:
+    """Bytes: ``2TB`` (decimal), ``500GiB`` (binary), ``1000``."""
+    return int(_quantity(text, _BYTES, "a size, as 2TB, 500GiB or 1000000"))
+
+
+def best(text: str) -> tuple[str, str, int]:
+    """Metric, ``min`` or ``max``, and a number: ``loss:min:3``. The metric's name may hold colons."""
+    metric, *rest = text.rsplit(":", 2)
+    if metric and len(rest) == 2 and rest[0] in ("min", "max") and re.fullmatch("[1-9][0-9]{0,8}", rest[1]):
+        return metric, rest[0], int(rest[1])
+    raise typer.BadParameter(f"{text!r} is not a metric with min or max and a number, as loss:min:3")
+
+
+def _quantity(text: str, units: dict[str, int], what: str) -> float:
+    found = _NUMBER.fullmatch(text.strip().lower())
+    if found is None or found[2] not in units:
+        raise typer.BadParameter(f"{text!r} is not {what}")
+    return float(found[1]) * units[found[2]]

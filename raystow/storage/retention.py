@@ -1,0 +1,175 @@
+"""Which versions a repository keeps, as data: a policy goes in, a decision with its reasons comes out for every version.
+
+Decides only. Nothing here reads a store or a clock: periods lie fixed on the calendar, so that a plan made an hour later, or made
+after every commit, keeps the same versions of the past. What carries a plan out is ``retention_plan``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from .errors import StateError
+from .root import Entry
+
+Best = tuple[str, str, int]
+"""A metric's name, ``"min"`` or ``"max"``, and how many versions."""
+
+_Run = TypeVar("_Run", bound=Hashable)
+_SPANS = ((86400, "d"), (3600, "h"), (60, "min"))
+
+
+@dataclass(frozen=True)
+class Policy:
+    """What to keep. *Newer* means committed later, whatever steps and clocks say. ``StateError`` for what makes no sense.
+
+    A version is kept if any of the ``keep_`` rules keeps it; without such a rule all are. Pinned versions and the newest one are
+    kept always.
+
+    - ``keep_last``: the newest so many.
+    - ``keep_every``: steps. Of all versions with the same ``step // keep_every``, the newest.
+    - ``keep_every_seconds``: at least 1. Of all versions with the same ``created // keep_every_seconds``, the newest;
+      days and hours begin as UTC's do.
+    - ``keep_best``: (metric, ``"min"`` or ``"max"``, how many). Versions whose metric is missing, NaN, or not an int or float are
+      never among them; of equal ones the newer is better.
+    - ``max_bytes``: stored bytes of all kept versions together. Stronger than the rules above: of what they keep it drops the
+      oldest first, but neither pinned versions nor the newest, so that the limit may stay exceeded.
+    """
+
+    keep_last: int | None = None
+    keep_every: int | None = None
+    keep_every_seconds: float | None = None
+    keep_best: Best | None = None
+    max_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("keep_last", "keep_every", "max_bytes"):
+            _check_count(name, getattr(self, name))
+        seconds = self.keep_every_seconds
+        if seconds is not None and not (type(seconds) in (int, float) and 1 <= seconds < math.inf):
+            raise StateError(f"keep_every_seconds is {seconds!r}", subject="retention", remedy="give at least 1 second")
+        if self.keep_best is not None:
+            _check_best(self.keep_best)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether there is a rule that says what to keep."""
+        return any(rule is not None for rule in (self.keep_last, self.keep_every, self.keep_every_seconds, self.keep_best))
+
+    @property
+    def drops(self) -> bool:
+        """Whether there is any rule at all; without one nothing is ever dropped."""
+        return self.keeps or self.max_bytes is not None
+
+
+@dataclass(frozen=True)
+class Decision:
+    """What becomes of one version. ``rules``, for people: all that keep it; or why it is dropped, then what would keep it."""
+
+    entry: Entry
+    keep: bool
+    rules: tuple[str, ...]
+
+    @property
+    def why(self) -> str:
+        """The rules as one line."""
+        if self.keep or len(self.rules) == 1:
+            return ", ".join(self.rules)
+        return f"{self.rules[0]}, in spite of {', '.join(self.rules[1:])}"
+
+
+def plan(
+    entries: Sequence[Entry],
+    policy: Policy,
+    *,
+    pins: Mapping[str, int],
+    metrics: Mapping[int, Mapping[str, Any]],
+) -> tuple[Decision, ...]:
+    """A decision for each of ``entries`` (ids ascend, as in the root), in their order. ``metrics``: by id, for ``keep_best``."""
+    kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
+    for entry in entries[-1:]:
+        kept[entry.id].append("newest")
+    for name, id in sorted(pins.items()):
+        if id in kept:
+            kept[id].append(f"pinned as {name}")
+    safe = {id for id, rules in kept.items() if rules}
+    if policy.keeps:
+        for id, rule in _ruled(entries, policy, metrics):
+            kept[id].append(rule)
+    else:
+        for id in kept.keys() - safe:
+            kept[id].append("no rule drops it")
+    over = _over(entries, policy, kept, safe)
+    return tuple(_decision(entry, kept[entry.id], entry.id in over) for entry in entries)
+
+
+def best_rule(best: Best) -> str:
+    """What ``Decision.rules`` calls this rule."""
+    return f"best {best[0]} ({best[1]})"
+
+
+def _decision(entry: Entry, rules: Sequence[str], over: bool) -> Decision:
+    if over:
+        return Decision(entry, False, ("over max_bytes", *rules))
+    return Decision(entry, bool(rules), tuple(rules) or ("no rule keeps it",))
+
+
+def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
+    """Ids and the rules that keep them."""
+    if (last := policy.keep_last) is not None:
+        yield from ((entry.id, f"last {last}") for entry in entries[-last:])
+    if (every := policy.keep_every) is not None:
+        for run, id in _newest({entry.id: entry.step // every for entry in entries}).items():
+            yield id, f"newest of steps {run * every} to {(run + 1) * every - 1}"
+    if (seconds := policy.keep_every_seconds) is not None:
+        for id in _newest({entry.id: entry.created // seconds for entry in entries}).values():
+            yield id, f"newest of its {_span(seconds)}"
+    if (best := policy.keep_best) is not None:
+        yield from ((id, best_rule(best)) for id in _best([entry.id for entry in entries], best, metrics))
+
+
+def _newest(runs: Mapping[int, _Run]) -> dict[_Run, int]:
+    """The newest id of each run; ``runs``: the run of each id, ascending."""
+    return {run: id for id, run in runs.items()}
+
+
+def _best(ids: Sequence[int], best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+    metric, mode, number = best
+    sign = 1 if mode == "min" else -1
+    values = {id: metrics.get(id, {}).get(metric) for id in ids}
+    # A bool is no number here, and NaN is not equal to itself. Of equal values the highest id comes first.
+    ranked = [(sign * v, -id) for id, v in values.items() if isinstance(v, int | float) and type(v) is not bool and v == v]
+    return [-id for _, id in sorted(ranked)[:number]]
+
+
+def _over(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int]) -> set[int]:
+    """Ids to drop for ``max_bytes`` from those that the rules keep."""
+    over: set[int] = set()
+    if policy.max_bytes is None:
+        return over
+    excess = sum(entry.stored for entry in entries if kept[entry.id]) - policy.max_bytes
+    for entry in entries:
+        if excess > 0 and kept[entry.id] and entry.id not in safe:
+            over.add(entry.id)
+            excess -= entry.stored
+    return over
+
+
+def _span(seconds: float) -> str:
+    unit, name = next(((unit, name) for unit, name in _SPANS if seconds % unit == 0), (1, "s"))
+    return f"{seconds / unit:g} {name}"
+
+
+def _check_count(name: str, value: object) -> None:
+    if value is not None and not (type(value) is int and value >= 1):
+        remedy = "give an integer of at least 1, or None for no such rule"
+        raise StateError(f"{name} is {value!r}", subject="retention", remedy=remedy)
+
+
+def _check_best(best: object) -> None:
+    match best:
+        case (str(), "min" | "max", int() as number) if type(best) is tuple and type(number) is int and number >= 1:
+            return
+    raise StateError(f"keep_best is {best!r}", subject="retention", remedy='give (metric, "min" or "max", how many)')

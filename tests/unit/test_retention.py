@@ -1,0 +1,329 @@
+"""Retention: what a policy keeps, and that a plan made on an old root drops nothing that was committed or pinned since."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from handmade import empty_record
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystow.storage import keys
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Damaged, StateError, StoreUnavailable
+from raystow.storage.repository import Repository, create_repository
+from raystow.storage.retention import Decision, Policy, plan
+from raystow.storage.root import Entry
+
+LOSSES: dict[int, dict[str, Any]] = {
+    1: {"loss": 3.0},
+    2: {"loss": math.nan},
+    3: {"loss": 1.0},
+    4: {"loss": True},
+    5: {"loss": None},
+    6: {"acc": 0.1},
+    7: {"loss": 1},
+    8: {"loss": "0"},
+    9: {"loss": math.inf},
+}
+
+
+def entry(id: int, step: int | None = None, created: float = 0.0, stored: int = 10) -> Entry:
+    return Entry(id, f"{id:016x}", "00", 1, 100 * id if step is None else step, created, 20, stored)
+
+
+def kept(entries: list[Entry], policy: Policy, pins: dict[str, int] = {}, metrics: Any = {}) -> list[int]:  # noqa: B006
+    return [decision.entry.id for decision in plan(entries, policy, pins=pins, metrics=metrics) if decision.keep]
+
+
+NINE = [entry(id, created=1800.0 * id) for id in range(1, 10)]
+
+
+@pytest.mark.parametrize(
+    ("policy", "ids"),
+    [
+        (Policy(), [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (Policy(keep_last=3), [7, 8, 9]),
+        (Policy(keep_last=99), [1, 2, 3, 4, 5, 6, 7, 8, 9]),
+        (Policy(keep_every=300), [2, 5, 8, 9]),  # steps 100 to 200, 300 to 500, 600 to 800, 900
+        (Policy(keep_every_seconds=3600), [1, 3, 5, 7, 9]),
+        (Policy(keep_best=("loss", "min", 1)), [7, 9]),  # of equals the newer; 9 is the newest
+        (Policy(keep_best=("loss", "min", 99)), [1, 3, 7, 9]),
+        (Policy(keep_best=("loss", "max", 2)), [1, 9]),
+        (Policy(keep_best=("lost", "max", 2)), [9]),
+        (Policy(max_bytes=35), [7, 8, 9]),
+        (Policy(max_bytes=1), [9]),
+        (Policy(keep_every=300, max_bytes=25), [8, 9]),
+        (Policy(keep_last=1, keep_every=300), [2, 5, 8, 9]),
+    ],
+)
+def test_what_a_policy_keeps(policy: Policy, ids: list[int]) -> None:
+    assert kept(NINE, policy, metrics=LOSSES) == ids
+    assert kept([], policy) == []
+
+
+def test_pinned_versions_are_kept_whatever_the_rules() -> None:
+    assert kept(NINE, Policy(keep_last=1), {"a": 4, "b": 4, "gone": 77}) == [4, 9]
+    assert kept(NINE, Policy(keep_every=300, keep_best=("loss", "min", 1)), {"a": 4}, LOSSES) == [2, 4, 5, 7, 8, 9]
+
+
+def test_pinned_versions_count_for_max_bytes_but_stay() -> None:
+    assert kept(NINE, Policy(max_bytes=35), {"a": 1}) == [1, 8, 9]
+    assert kept(NINE, Policy(max_bytes=35), {"a": 1, "b": 2, "c": 3, "d": 4}) == [1, 2, 3, 4, 9]
+
+
+def test_steps_that_go_back_leave_one_version_for_each_run() -> None:
+    entries = [entry(1, 900), entry(2, 1900), entry(3, 950), entry(4, 2000)]
+    assert kept(entries, Policy(keep_every=1000)) == [2, 3, 4]
+
+
+def test_a_decision_says_why() -> None:
+    first, second, third = plan(NINE[:3], Policy(keep_last=2, keep_every=1000, max_bytes=10), pins={"a": 1, "b": 1}, metrics={})
+    assert first.rules == ("pinned as a", "pinned as b")
+    assert (second.keep, second.why) == (False, "over max_bytes, in spite of last 2")
+    assert third.rules == ("newest", "last 2", "newest of steps 0 to 999")
+    hourly = plan(NINE[:3], Policy(keep_every_seconds=5400), pins={}, metrics={})
+    assert [decision.rules for decision in hourly] == [
+        ("no rule keeps it",),
+        ("newest of its 90 min",),
+        ("newest", "newest of its 90 min"),
+    ]
+    assert plan(NINE[:2], Policy(), pins={}, metrics={})[0].why == "no rule drops it"
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"keep_last": 0},
+        {"keep_last": True},
+        {"keep_every": 1.5},
+        {"keep_every_seconds": 0.5},
+        {"keep_every_seconds": math.nan},
+        {"keep_every_seconds": math.inf},
+        {"keep_best": ("loss", "least", 1)},
+        {"keep_best": ("loss", "min", 0)},
+        {"keep_best": ("loss", "min", True)},
+        {"keep_best": "loss"},
+        {"max_bytes": -1},
+    ],
+)
+def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(StateError, match=next(iter(wrong))) as caught:
+        Policy(**wrong)
+    assert caught.value.remedy
+
+
+# Any policy on any versions
+
+small = st.integers(1, 12)
+rules = st.fixed_dictionaries(
+    {},
+    optional={
+        "keep_last": small,
+        "keep_every": st.integers(1, 40),
+        "keep_every_seconds": st.floats(1, 50),
+        "keep_best": st.tuples(st.just("loss"), st.sampled_from(["min", "max"]), small),
+    },
+)
+values = st.one_of(st.none(), st.booleans(), st.floats(), st.integers(), st.text(max_size=1))
+many = st.lists(st.builds(entry, st.just(0), st.integers(0, 99), st.floats(0, 99), st.integers(0, 20)), max_size=12).map(
+    lambda some: [replace(one, id=id) for id, one in enumerate(some, start=1)]
+)
+worlds = st.fixed_dictionaries(
+    {
+        "entries": many,
+        "pins": st.dictionaries(st.sampled_from("abc"), small),
+        "metrics": st.dictionaries(small, st.dictionaries(st.just("loss"), values)),
+    }
+)
+
+
+def ids(world: dict[str, Any], **policy: Any) -> set[int]:
+    return {decision.entry.id for decision in plan(policy=Policy(**policy), **world) if decision.keep}
+
+
+def always(world: dict[str, Any]) -> set[int]:
+    return {one.id for one in world["entries"]} & {len(world["entries"]), *world["pins"].values()}
+
+
+@given(worlds, rules)
+def test_keep_rules_are_united(world: dict[str, Any], policy: dict[str, Any]) -> None:
+    alone = [ids(world, **{name: rule}) for name, rule in policy.items()] or [ids(world)]
+    assert ids(world, **policy) == set().union(*alone)
+
+
+@given(worlds, rules, st.none() | st.integers(1, 200))
+def test_the_newest_and_pinned_are_never_dropped_and_reasons_are_given(world: Any, policy: Any, max_bytes: int | None) -> None:
+    made = plan(policy=Policy(**policy, max_bytes=max_bytes), **world)
+    assert [decision.entry for decision in made] == world["entries"]
+    assert always(world) <= {decision.entry.id for decision in made if decision.keep}
+    assert all(decision.rules and decision.why for decision in made)
+
+
+@given(worlds, rules, st.integers(1, 200))
+def test_max_bytes_is_kept_to_where_it_can_be(world: Any, policy: Any, max_bytes: int) -> None:
+    stored = {one.id: one.stored for one in world["entries"]}
+    without, within = ids(world, **policy), ids(world, **policy, max_bytes=max_bytes)
+    assert within <= without
+    assert sum(stored[id] for id in within) <= max(max_bytes, sum(stored[id] for id in always(world)))
+    if lost := without - within:
+        assert sum(stored[id] for id in within | {max(lost)}) > max_bytes  # not one too many
+        assert max(lost) < min(within - always(world), default=len(stored) + 1)  # the oldest
+
+
+@given(worlds, rules, st.integers(1, 12), st.integers(1, 200))
+def test_a_weaker_policy_keeps_no_less(world: Any, policy: dict[str, Any], more: int, max_bytes: int) -> None:
+    weaker = dict(policy)
+    if "keep_last" in policy:
+        weaker["keep_last"] += more
+    if "keep_every" in policy:
+        policy["keep_every"] *= more
+    if "keep_best" in policy:
+        metric, mode, number = policy["keep_best"]
+        weaker["keep_best"] = (metric, mode, number + more)
+    assert ids(world, **policy) <= ids(world, **weaker)
+    assert not policy or ids(world, **policy) <= ids(world, **{"keep_last": more, **policy})
+    assert ids(world, **policy, max_bytes=max_bytes) <= ids(world, **policy, max_bytes=max_bytes + more)
+
+
+@given(worlds, rules, st.none() | st.integers(1, 200))
+def test_a_plan_is_pure_and_carried_out_drops_no_more(world: Any, policy: Any, max_bytes: int | None) -> None:
+    whole = Policy(**policy, max_bytes=max_bytes)
+    before = repr(world)
+    made = plan(policy=whole, **world)
+    assert made == plan(policy=whole, **world)
+    assert repr(world) == before
+    rest = [decision.entry for decision in made if decision.keep]
+    assert all(decision.keep for decision in plan(rest, whole, pins=world["pins"], metrics=world["metrics"]))
+
+
+# On a repository
+
+
+@pytest.fixture
+def repository() -> Repository:
+    return create_repository(f"memory://retention-{SYSTEM.token()}")
+
+
+@pytest.fixture
+def committer(repository: Repository) -> Committer:
+    made = Committer(repository, "me")
+    for step in range(1, 6):
+        commit(made, step)
+    return made
+
+
+def commit(committer: Committer, step: int) -> None:
+    committer.commit(replace(empty_record(committer, step), metrics={"loss": abs(step - 2.0)}))
+
+
+def live(repository: Repository) -> list[int]:
+    return [version.id for version in repository.versions()]
+
+
+def test_a_plan_changes_nothing_until_it_is_executed(repository: Repository, committer: Committer) -> None:
+    before = repository.root()
+    made = repository.plan_retention(Policy(keep_last=2))
+    assert repository.root() == before
+    assert made.explain()[2:4] == ["version 3 (step 3): dropped: no rule keeps it", "version 4 (step 4): kept: last 2"]
+    objects = list(repository.store.list(""))
+    assert [gone.id for gone in made.execute()] == [1, 2, 3]
+    root = repository.root()
+    assert (live(repository), root.next_id, root.epoch) == ([4, 5], before.next_id, before.epoch)
+    assert [info.key for info in repository.store.list("")] == [info.key for info in objects]
+    assert len(repository.orphans()) == 3
+
+
+def test_executing_again_writes_nothing(repository: Repository, committer: Committer) -> None:
+    made = repository.plan_retention(Policy(keep_last=2))
+    gone = made.execute()
+    root = repository.root()
+    assert made.execute() == gone
+    assert repository.root() == root
+
+
+def test_what_is_committed_or_pinned_after_the_plan_stays(repository: Repository, committer: Committer) -> None:
+    made = repository.plan_retention(Policy(keep_last=1))
+    repository.pin(repository.version(2), "good")
+    commit(committer, 6)
+    assert [gone.id for gone in made.execute()] == [1, 3, 4]
+    assert live(repository) == [2, 5, 6]
+
+
+def test_what_is_committed_or_pinned_during_the_swap_stays(
+    repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = repository.plan_retention(Policy(keep_last=1))
+    put_if = repository.store.put_if
+
+    def late(key: str, data: bytes, tag: str | None) -> str:
+        monkeypatch.undo()
+        repository.pin(repository.version(2), "good")
+        commit(committer, 6)
+        return put_if(key, data, tag)
+
+    monkeypatch.setattr(repository.store, "put_if", late)
+    assert [gone.id for gone in made.execute()] == [1, 3, 4]
+    assert live(repository) == [2, 5, 6]
+
+
+def test_a_swap_whose_answer_is_lost_tells_what_it_dropped(
+    repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = repository.plan_retention(Policy(keep_last=1))
+    put_if = repository.store.put_if
+
+    def lossy(key: str, data: bytes, tag: str | None) -> str:
+        monkeypatch.undo()
+        put_if(key, data, tag)
+        commit(committer, 6)
+        raise StoreUnavailable("connection reset", subject=key)
+
+    monkeypatch.setattr(repository.store, "put_if", lossy)
+    assert [gone.id for gone in made.execute()] == [1, 2, 3, 4]
+    assert live(repository) == [5, 6]
+
+
+def test_two_plans_together_leave_the_newest(repository: Repository, committer: Committer) -> None:
+    old = repository.plan_retention(Policy(keep_last=1))
+    commit(committer, 6)
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    assert live(repository) == [6]
+    old.execute()
+    assert live(repository) == [6]
+
+
+def test_a_version_that_has_become_the_newest_stays(repository: Repository, committer: Committer) -> None:
+    made = repository.plan_retention(Policy(keep_last=1))
+    repository.register.update(lambda root: replace(root, versions=root.versions[:4]))  # no plan does this
+    assert [gone.id for gone in made.execute()] == [1, 2, 3]
+    assert live(repository) == [4]
+
+
+def test_ids_go_on_after_versions_were_dropped(repository: Repository, committer: Committer) -> None:
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    commit(Committer(repository, "next"), 6)
+    assert live(repository) == [5, 6]
+
+
+def test_records_are_read_for_metrics_only(repository: Repository, committer: Committer) -> None:
+    best = Policy(keep_best=("loss", "min", 1))
+    assert [gone.id for gone in repository.plan_retention(best).dropped] == [1, 3, 4]
+    one = repository.version(3)
+    repository.store.delete([keys.record(one.id, one.attempt)])
+    assert repository.plan_retention(Policy(1, 2, 3.0, None, 4)).dropped
+    with pytest.raises(Damaged, match="missing"):
+        repository.plan_retention(best)
+
+
+def test_an_empty_repository(repository: Repository) -> None:
+    made = repository.plan_retention(Policy(keep_last=1, keep_best=("loss", "min", 1)))
+    assert (made.decisions, made.execute()) == ((), ())
+
+
+def test_a_decision_is_data() -> None:
+    assert plan([NINE[0]], Policy(keep_last=1), pins={}, metrics={}) == (Decision(NINE[0], True, ("newest", "last 1")),)
