@@ -23,8 +23,7 @@ class Pipeline:
 
     def __init__(self, words: Tensor, coder: str) -> None:
         """``words``: integers of the part's width, [chunks, words in a chunk]."""
-        from raystow.workers.cuda.encoder import STREAM
-        from raystow.workers.cuda.nvcomp import Codec
+        from raystow.workers.cuda.nvcomp import STREAM, Codec
 
         self._words, self._stream = words, STREAM[coder]
         self.chunks, self.words_each = words.shape

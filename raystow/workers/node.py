@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 from ..storage.clock import SYSTEM
 from ..storage.errors import NotARepository, RaystowError, SaveFailed
-from ..storage.object_store import ObjectStore
 from ..storage.repository import open_repository
 from ..storage.stores import open_store
 from .attempt import NodeAttempt, Workshop, warm_up
 from .budget import Budget
+from .metered import Metered
 from .port import Begin, Port
 from .session import Session
 from .staleness import OptimizerWatch
@@ -31,7 +31,7 @@ class _Repository:
     """What a node needs for the saves to one repository."""
 
     port: Port
-    store: ObjectStore
+    store: Metered
     watch: OptimizerWatch
 
 
@@ -80,6 +80,12 @@ class Node:
         """See ``session.Host``."""
         self._workshop.budget.grow(nbytes)
 
+    def store_rate(self, uri: str) -> float:
+        """See ``session.Host``."""
+        with self._lock:
+            known = self._repositories.get(uri)
+        return known.store.rate if known else 0.0
+
     def farewell(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
         """See ``session.Host``."""
         try:
@@ -90,7 +96,7 @@ class Node:
     def _repository(self, uri: str) -> _Repository:
         with self._lock:
             if uri not in self._repositories:
-                self._repositories[uri] = _Repository(self._connect(uri), open_store(uri), OptimizerWatch(uri))
+                self._repositories[uri] = _Repository(self._connect(uri), Metered(open_store(uri), SYSTEM), OptimizerWatch(uri))
             return self._repositories[uri]
 
     def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:

@@ -28,6 +28,9 @@ class Host(Protocol):
     def farewell(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
         """A training process has ended: tell the coordinator of the repository at ``uri``."""
 
+    def store_rate(self, uri: str) -> float:
+        """Bytes per second that the store of the repository at ``uri`` has taken so far; 0 if that is not known."""
+
     def grow(self, nbytes: int) -> None:
         """Adapt the budget of coded bytes by a process's share."""
 
@@ -72,7 +75,9 @@ class Session:
             self._slots = Slots(self._ring, self._tell_free)
             self._host.grow(coded)
             try:
-                self._connection.send({"ring": self._ring.slots, "slot": self._ring.slot_size}, fd=self._ring.fd)
+                rate = self._host.store_rate(self._hello["uri"])
+                answer = {"ring": self._ring.slots, "slot": self._ring.slot_size, "store": rate}
+                self._connection.send(answer, fd=self._ring.fd)
                 if self._hello.get("compress_in") == "node":
                     self._coder = self._gpu_coder(self._ring)
                 self._receive()

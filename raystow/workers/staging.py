@@ -90,6 +90,7 @@ class Staging:
         if answer is None or answer[1] is None:
             raise ClusterError("the node worker ended the conversation", subject=address)
         self._ring = Ring(answer[1], answer[0]["ring"], answer[0]["slot"])
+        self._store_rate: float = answer[0]["store"]
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()
         for slot in range(self._ring.slots):
             self._free.put(slot)
@@ -198,7 +199,7 @@ class Staging:
     def _local_bench(self) -> Any:
         from .cuda.workbench import Workbench
 
-        return Workbench(self._ring, self._codec, take=self._take_soon, release=self._release)
+        return Workbench(self._ring, self._codec, take=self._take_soon, release=self._release, store=self._store_rate)
 
     def _of_device(self) -> Message:
         """What the node worker says next of device memory."""

@@ -103,6 +103,9 @@ class FakeHost:
     def grow(self, nbytes: int) -> None:
         self.budget += nbytes
 
+    def store_rate(self, uri: str) -> float:
+        return 0.0
+
 
 def serve(script: Callable[[Talk], Iterator[Message]], attempt: FakeAttempt | SaveFailed) -> tuple[Talk, FakeHost]:
     """Run a session through a script, from its hello to its end."""

@@ -1,4 +1,5 @@
-"""Which codec a GPU's tensors are coded with: ``auto`` measures the device and its link to the host, once, and compares.
+"""Which codec a GPU's tensors are coded with: ``auto`` measures the device and its link to the host, once, and compares them with
+what the store has taken so far.
 
 - ``deflate``: plain Deflate streams, Huffman codes only; any machine reads them. What ``auto`` takes where the link is the
   narrow place, as it is wherever a GPU of this decade meets PCIe.
@@ -17,8 +18,7 @@ from dataclasses import dataclass
 import torch
 
 from ...storage.chunk import ANS, DEFLATE, RAW
-from .encoder import STREAM
-from .nvcomp import Codec, version
+from .nvcomp import STREAM, Codec, version
 
 logger = logging.getLogger(__name__)
 
@@ -35,8 +35,9 @@ class Choice:
     why: str
 
 
-def choose(codec: str, device: torch.device) -> Choice:
-    """The codec that was asked for, or with ``auto`` the one by which a state reaches host memory sooner."""
+def choose(codec: str, device: torch.device, store: float) -> Choice:
+    """The codec that was asked for, or with ``auto`` the one by which a state gets to the store sooner. ``store``: bytes per
+    second that it takes, 0 if that is not known yet."""
     if codec == RAW:
         return Choice(RAW, "asked for")
     if codec == ANS:
@@ -44,14 +45,20 @@ def choose(codec: str, device: torch.device) -> Choice:
     if codec != "auto":
         return Choice(codec, f"asked for; nvCOMP {version()}")
     with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device)):
-        coding, link = _coding_rate(device), _link_rate(device)
-    coded = max((1 - _GAIN) / link, _PLANES / coding)  # seconds for a GB of state: copying and coding go on at once
-    best = DEFLATE if coded < 1 / link else RAW
-    return Choice(
-        best,
-        f"{torch.cuda.get_device_name(device)} codes {coding:.0f} GB/s of exponents, its link carries {link:.0f} GB/s: "
-        f"a GB of state takes {1e3 * coded:.0f} ms with deflate and {1e3 / link:.0f} ms without; nvCOMP {version()}",
+        found = sooner(coding=_coding_rate(device), link=_link_rate(device), store=store / 1e9)
+    return Choice(found.codec, f"{torch.cuda.get_device_name(device)}: {found.why}; nvCOMP {version()}")
+
+
+def sooner(*, coding: float, link: float, store: float) -> Choice:
+    """``deflate`` or ``raw``. All in GB/s: ``coding`` of exponent planes, ``link`` to the host, ``store`` (0: not known)."""
+    way = min(link, store) if store else link
+    coded = max((1 - _GAIN) / way, _PLANES / coding)  # seconds for a GB of state: coding, copying and storing go on at once
+    said = f"the store takes {store:.1f}" if store else "what the store takes is not known yet"
+    why = (
+        f"it codes {coding:.0f} GB/s of exponents, its link carries {link:.0f}, {said}: "
+        f"a GB of state takes {1e3 * coded:.0f} ms with deflate and {1e3 / way:.0f} ms without"
     )
+    return Choice(DEFLATE if coded < 1 / way else RAW, why)
 
 
 def _coding_rate(device: torch.device) -> float:

@@ -28,10 +28,7 @@ from ...storage.errors import SaveFailed
 from . import kernels
 from .arena import Arena
 from .jobs import Batch, Coded, Group, Job, Sink, Source
-from .nvcomp import Codec
-
-STREAM = {DEFLATE: 16 << 10, ZSTD: 16 << 10, ANS: 128 << 10}
-"""Plane bytes per coded stream: what is lost in size against longer ones is gained in speed, of decoding above all."""
+from .nvcomp import STREAM, Codec
 
 MEMORY = 1344 << 20
 """Bytes of device memory that an encoder takes by default."""

@@ -21,6 +21,9 @@ MAJOR = 6
 ALIGN = 16
 """Addresses of all buffers must be multiples of this; no coder asks for more."""
 
+STREAM = {DEFLATE: 16 << 10, ZSTD: 16 << 10, ANS: 128 << 10}
+"""Plane bytes per coded stream: what is lost in size against longer ones is gained in speed, of decoding above all."""
+
 _NAMES = {DEFLATE: "Deflate", ZSTD: "Zstd", ANS: "ANS"}
 _ANY_TYPE = 0xFF  # an ANS stream says itself what it holds
 

@@ -16,10 +16,13 @@ from .outbox import Outbox
 
 
 class Workbench:
-    """``encode`` chunks of a device; memory and compiled kernels are kept from one save to the next."""
+    """``encode`` chunks of a device; memory and compiled kernels are kept from one save to the next. ``store``: bytes per second
+    that the store has taken so far, 0 if that is not known."""
 
-    def __init__(self, ring: Ring, codec: str, *, take: Callable[[], int | None], release: Callable[[int], None]) -> None:
-        self._codec = codec
+    def __init__(
+        self, ring: Ring, codec: str, *, take: Callable[[], int | None], release: Callable[[int], None], store: float = 0.0
+    ) -> None:
+        self._codec, self._store = codec, store
         self._outbox = Outbox(ring, take=take, release=release)
         self._encoders: dict[int, Encoder] = {}
         self._choices: dict[int, Choice] = {}
@@ -27,7 +30,7 @@ class Workbench:
     def choice(self, device: int) -> Choice:
         """What chunks of a device are coded with."""
         if device not in self._choices:
-            self._choices[device] = choose(self._codec, torch.device("cuda", device))
+            self._choices[device] = choose(self._codec, torch.device("cuda", device), self._store)
         return self._choices[device]
 
     def encode(
