@@ -177,8 +177,7 @@ class Encoder:
         """Look at all chunks as they are now; compared when they have been read."""
         with torch.cuda.stream(self._reading):
             samples = torch.zeros(len(jobs), dtype=torch.int64, device=self._device)
-            kind = lambda job: (job.address is None, job.dtype.width)  # noqa: E731
-            for (scattered, width), alike in itertools.groupby(sorted(jobs, key=kind), kind):
+            for (scattered, width), alike in itertools.groupby(sorted(jobs, key=_lie), _lie):
                 some = list(alike)
                 for part in ([job] for job in some) if scattered else (some,):  # one at a time, where copies are needed
                     rows, copies = self._rows(part, width)
@@ -430,6 +429,11 @@ class Encoder:
         if self._arrived:
             arrived, self._arrived = self._arrived, []
             self._emit([job.coded() for job in arrived])
+
+
+def _lie(job: Job) -> tuple[bool, int]:
+    """How a chunk's words lie: scattered or not, and their width."""
+    return job.address is None, job.dtype.width
 
 
 def _kind(job: Job) -> tuple[int, int, bool, str]:
