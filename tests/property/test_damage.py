@@ -24,8 +24,8 @@ KINDS = {
     "root": "root.json",
     "record": "version.json",
     "fragment": "tensors-00001.parquet",
-    "weights": "weights-00000-00000.pack",
-    "optimizer": "optimizer-00001-00000.pack",
+    "weights": "weights-",  # which node stores it depends on which begins first
+    "optimizer": "optimizer-",
 }
 
 
@@ -74,7 +74,7 @@ class Patient:
 
     def key(self, kind: str) -> str:
         name = KINDS[kind]
-        return name if name in self.objects else self.home + name
+        return name if name in self.objects else min(key for key in self.objects if key.startswith(self.home + name))
 
     def examine(self, key: str, damaged: bytes | None, *named: str) -> None:
         """Put ``damaged`` (None: nothing) in the place of an object, and see that nobody takes it for what it was."""
