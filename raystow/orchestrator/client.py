@@ -135,7 +135,7 @@ class Checkpointer:
             pending._urgent.set()
             left = max(0.0, start + self._timeout - SYSTEM.monotonic())
             if not pending.staged(left):
-                self._detach()
+                self._detach(patience=0)
                 raise ClusterError(f"nothing staged within {self._timeout:.0f} s", subject=f"save of step {pending.step}")
             pending.stall += SYSTEM.monotonic() - start
 
@@ -199,9 +199,9 @@ class Checkpointer:
             self._staging = Staging(address, hello, codec=self._codec, compress_in=self._compress_in)
         return self._staging
 
-    def _detach(self) -> None:
+    def _detach(self, *, patience: float = 10.0) -> None:
         if self._staging is not None:
-            self._staging.close()
+            self._staging.close(patience=patience)
             self._staging = None
 
     def _ended(self, pending: Pending, outcome: Entry | RaystowError) -> None:

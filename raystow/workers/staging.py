@@ -112,10 +112,14 @@ class Staging:
             self._open[order.save] = order
         self._orders.put(order)
 
-    def close(self) -> None:
-        """End the conversation. Saves that were staged go on in the node worker; nobody here hears of them any more."""
+    def close(self, *, patience: float = 10.0) -> None:
+        """End the conversation. Saves that were staged go on in the node worker; nobody here hears of them any more. What is not
+        staged after ``patience`` seconds fails: a node worker that frees no slot is not waited for."""
         self._orders.put(None)
-        self._threads[0].join()
+        self._threads[0].join(patience)
+        if self._threads[0].is_alive():
+            self._connection.close()
+            self._threads[0].join()
         if self._workbench is not None:
             self._workbench.close()  # before the node worker hears of the end, and frees the device memory that is mapped here
         self._connection.close()

@@ -89,8 +89,8 @@ class Connection:
             raise ClusterError(f"the other process is gone: {error}") from error
 
     def post(self, message: Message) -> None:
-        """Send behind all that was posted before, on a thread of the connection: the caller waits for nobody, and that the other
-        side is gone shows in ``receive``."""
+        """Send behind all that was posted before, on a thread of the connection: the caller waits for nobody. A message that cannot
+        be sent ends the conversation, which shows in ``receive``."""
         if self._postman is None:
             self._postman = threading.Thread(target=self._deliver, name="raystow-post", daemon=True)
             self._postman.start()
@@ -100,8 +100,10 @@ class Connection:
         while (message := self._posted.get()) is not None:
             try:
                 self.send(message)
-            except ClusterError as error:
-                logger.info("a message is not delivered: %s", error)
+            except Exception as error:
+                logger.warning("a message is not delivered: %s", error)
+                self._shut()
+                return
 
     def receive(self) -> tuple[Message, int | None] | None:
         """The next message and the file sent with it, or None when the other side is gone."""
@@ -132,8 +134,11 @@ class Connection:
         if self._postman is not None:
             self._posted.put(None)
             self._postman.join(_LAST)
+        self._shut()
+        self._socket.close()
+
+    def _shut(self) -> None:
         try:
             self._socket.shutdown(socket.SHUT_RDWR)
         except OSError:
             pass  # the other side was faster
-        self._socket.close()

@@ -1,0 +1,91 @@
+"""What the training process's side does when the node worker does not do its part."""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import RaystowError, SaveFailed
+from raystow.storage.kernels import Bytes
+from raystow.storage.root import Entry
+from raystow.workers.ring import SLOT, Ring
+from raystow.workers.staging import Order, Staging
+from raystow.workers.wire import Connection, Listener
+
+
+@dataclass
+class Chunk:
+    nbytes: int = SLOT
+    device: None = None
+    fields: dict[str, Any] = field(default_factory=dict)
+
+    def describe(self) -> dict[str, Any]:
+        return self.fields
+
+    def copy(self, out: Bytes) -> None:
+        out[:] = 1
+
+
+@dataclass
+class Plan:
+    pieces: list[Chunk]
+    coverage: tuple[int, int] = (0, 0)
+    ready: dict[int, Any] = field(default_factory=dict)
+
+
+@pytest.fixture
+def frozen() -> Iterator[str]:
+    """The address of a node worker that hands out a ring of two slots, and then neither reads nor answers."""
+    listener = Listener(f"raystow-test-{SYSTEM.token()}")
+    held: list[Connection] = []
+
+    def accept() -> None:
+        while (connection := listener.accept()) is not None:
+            connection.receive()
+            ring = Ring.create(2 * SLOT)
+            connection.send({"ring": ring.slots, "slot": ring.slot_size, "store": 0.0}, fd=ring.fd)
+            held.append(connection)
+
+    thread = threading.Thread(target=accept)
+    thread.start()
+    yield listener.name
+    for connection in held:
+        connection.close()
+    listener.close()
+    thread.join()
+
+
+def within(seconds: float, work: Callable[[], None]) -> bool:
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    thread.join(seconds)
+    return not thread.is_alive()
+
+
+def staged(address: str, chunks: list[Chunk]) -> tuple[Staging, threading.Event, queue.SimpleQueue[Entry | RaystowError]]:
+    staging, done = Staging(address, {}), threading.Event()
+    outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
+    staging.submit(Order(1, {"step": 7}, Plan(chunks), on_staged=done.set, on_end=outcomes.put))
+    return staging, done, outcomes
+
+
+def test_closing_does_not_wait_for_a_node_worker_that_frees_no_slot(frozen: str) -> None:
+    staging, done, outcomes = staged(frozen, [Chunk() for _ in range(5)])
+    assert not done.wait(0.3)  # three chunks have no slot
+    assert within(20, lambda: staging.close(patience=0.1))
+    assert done.is_set()
+    assert isinstance(outcomes.get(timeout=1), SaveFailed)
+
+
+def test_what_cannot_be_sent_ends_the_save_at_once(frozen: str) -> None:
+    staging, done, outcomes = staged(frozen, [Chunk(fields={"no JSON": object()})])
+    assert isinstance(outcomes.get(timeout=5), SaveFailed)
+    assert done.wait(5)
+    assert staging.lost
+    assert within(20, staging.close)
