@@ -21,7 +21,7 @@ from ..workers.staging import CODECS, PLACES, Order, Staging
 from . import cluster
 from .codec import usable_codec
 from .coordinator_actor import RayPort, coordinator_actor
-from .memory import share_of_memory
+from .memory import machine_memory, share_of_memory
 from .pending import Pending
 from .placement import placement
 from .planner import SavePlan, plan_save
@@ -182,7 +182,7 @@ class Checkpointer:
             self._detach()
         if self._staging is None:
             worker = node_actor(RayPort)
-            memory = share_of_memory(plan) if self._memory is None else self._memory
+            memory = self._share(plan) if self._memory is None else self._memory
             coded = memory // 8 if plan.ready else memory // 2  # what a GPU has coded stays in the ring until it is uploaded
             hello = {
                 "uri": self.uri,
@@ -198,6 +198,11 @@ class Checkpointer:
             address = cluster.call(worker.address.remote(), _START, "node worker")
             self._staging = Staging(address, hello, codec=self._codec, compress_in=self._compress_in)
         return self._staging
+
+    def _share(self, plan: SavePlan) -> int:
+        """The memory to take where nobody has said."""
+        gpus = max(1, cluster.gpus_here()) if plan.ready else 0
+        return share_of_memory(plan.nbytes if plan.ready else 0, gpus=gpus, machine=machine_memory())
 
     def _detach(self, *, patience: float = 10.0) -> None:
         if self._staging is not None:

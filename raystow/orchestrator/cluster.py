@@ -50,6 +50,12 @@ def call(ref: Any, timeout: float, who: str) -> Any:
         raise ClusterError(str(error), subject=who) from error
 
 
+def gpus_here() -> int:
+    """The GPUs of this node, as Ray counts them: those of all its workers, however few of them this process sees."""
+    here = ray.get_runtime_context().get_node_id()
+    return int(next((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here), 0))
+
+
 def survey() -> dict[str, float]:
     """The nodes alive and the resources (``CPU``, ``GPU``, ...) of the Ray cluster that this machine belongs to.
 

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import os
 
-from .planner import SavePlan
-
 _DEFAULT = 1 << 30
 _SLACK = 256 << 20
 
 
-def share_of_memory(plan: SavePlan) -> int:
-    """Bytes for one rank: enough for a whole save of its part of a state on GPUs, so that staging does not wait for uploads, but
-    no more than the rank's part of half the machine. A GiB for states in host memory, which never wait for a GPU."""
-    if not plan.ready:
-        return _DEFAULT
-    import torch
+def machine_memory() -> int:
+    """Bytes of this machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    share = machine // 2 // max(1, int(torch.cuda.device_count()))
-    return max(_DEFAULT, min(plan.nbytes * 8 // 7 + _SLACK, share))
+
+def share_of_memory(nbytes: int, *, gpus: int, machine: int) -> int:
+    """Bytes for a rank that stores ``nbytes`` from GPUs, one of ``gpus`` ranks on a machine of ``machine`` bytes: enough for a
+    whole save, so that staging does not wait for uploads, but no more than its part of half the machine. A GiB where there are no
+    GPUs: what lies in host memory holds up nothing dearer than itself."""
+    if not gpus:
+        return _DEFAULT
+    return max(_DEFAULT, min(nbytes * 8 // 7 + _SLACK, machine // 2 // gpus))

@@ -153,7 +153,8 @@ class Plane:
 
 
 def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane]:
-    """The planes of a chunk of ``nbytes``, in the order of storage; ``Damaged`` if the description does not fit the sizes."""
+    """The planes of a chunk of ``nbytes``, in the order of storage; ``Damaged`` if the description does not fit the sizes,
+    ``Unsupported`` if it names a codec that nobody here knows."""
     width = dtype.width if coding.planes else 1
     n, rest = divmod(nbytes, width)
     if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored or coding.stream < 1:
@@ -162,6 +163,8 @@ def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane
     for p in sorted(range(width), key=lambda p: coding.codecs[p] != RAW):
         codec, size = coding.codecs[p], coding.stored[p]
         sizes = tuple(itertools.islice(streams, -(-n // coding.stream))) if codec in STREAMED else ()
+        if codec not in (RAW, PACK7, *STREAMED):
+            raise Unsupported(f"codec {codec!r} is not known here", remedy="upgrade raystow")
         if codec == RAW and size != n:
             raise Damaged(f"a raw plane of {size} bytes where {n} were expected")
         if codec == PACK7 and (n % 8 or size != n // 8 * 7):
@@ -222,10 +225,8 @@ def _decode_plane(place: Plane, coded: Bytes, plane: Bytes, stream: int) -> None
         for i, size in enumerate(place.sizes):
             _inflate(coded[end : end + size], plane[i * stream : (i + 1) * stream])
             end += size
-    elif place.codec == ANS:
-        raise Unsupported("codec 'ans' is decoded by nvCOMP on a GPU only", remedy="restore on a machine that has one")
     else:
-        raise Unsupported(f"codec {place.codec!r} is not known here", remedy="upgrade raystow")
+        raise Unsupported(f"codec {place.codec!r} is decoded by nvCOMP on a GPU only", remedy="restore on a machine that has one")
 
 
 def _inflate(source: Bytes, target: Bytes) -> None:

@@ -145,10 +145,10 @@ class NodeAttempt:
     def _pack(self, rank: int, chunk: Chunk, parts: list[memoryview], release: Callable[[], None]) -> None:
         try:
             digest = stored_digest(*parts)
+            pack, start = self._packer.add(chunk.group, parts, release)
         except BaseException:
             release()
             raise
-        pack, start = self._packer.add(chunk.group, parts, release)
         elements = chunk.nbytes // dtypes.dtype(chunk.dtype).itemsize
         with self._lock:
             self._chunks.append(replace(chunk, pack=pack, start=start, stored_digest=digest))

@@ -89,8 +89,8 @@ class Connection:
             raise ClusterError(f"the other process is gone: {error}") from error
 
     def post(self, message: Message) -> None:
-        """Send behind all that was posted before, on a thread of the connection: the caller waits for nobody. A message that cannot
-        be sent ends the conversation, which shows in ``receive``."""
+        """Send behind all that was posted before, on a thread of the connection: the caller waits for nobody. What cannot be sent
+        ends the conversation, which shows in ``receive``."""
         if self._postman is None:
             self._postman = threading.Thread(target=self._deliver, name="raystow-post", daemon=True)
             self._postman.start()

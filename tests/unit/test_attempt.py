@@ -1,12 +1,16 @@
 from __future__ import annotations
 
+import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import numpy as np
+
+from raystow.storage.chunk import Coding
 from raystow.storage.errors import SaveFailed
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.attempt import NodeAttempt, Outcome, Workshop
+from raystow.workers.attempt import NodeAttempt, Outcome, Workshop, draft
 from raystow.workers.budget import Budget
 from raystow.workers.port import Ticket
 from raystow.workers.staleness import OptimizerWatch
@@ -33,3 +37,23 @@ def test_a_rank_that_joins_too_late_hears_so() -> None:
         assert first.wait(10)
         attempt.join(1, [], lambda outcome, _: heard.append(outcome))
     assert [str(outcome) for outcome in heard] == ["given up"]
+
+
+def test_what_a_gpu_has_coded_is_understood() -> None:
+    sizes = np.array([5000, 70_000, 1], np.int64)
+    announced = {
+        "name": "w",
+        "path": '["w"]',
+        "kind": "tensor",
+        "dtype": "bfloat16",
+        "shape": [40_000],
+        "offset": [0],
+        "extent": [40_000],
+        "group": "weights",
+        "coding": [True, True, ["raw", "deflate"], [40_000, 75_001], 16_384],
+        "streams": sizes.astype("<i4").tobytes().hex(),
+        "digest": 2**64 - 1,
+    }
+    chunk = draft(json.loads(json.dumps(announced)), 3)
+    assert chunk.coding == Coding(True, True, ("raw", "deflate"), (40_000, 75_001), (5000, 70_000, 1), 16_384)
+    assert (chunk.node, chunk.raw_digest, chunk.shape, chunk.nbytes) == (3, 2**64 - 1, (40_000,), 80_000)

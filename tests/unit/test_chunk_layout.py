@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage.chunk import ANS, DEFLATE, PACK7, RAW, STREAMED, ZSTD, Coding, Encoder, layout
+from raystow.storage.chunk import ANS, DEFLATE, PACK7, RAW, STREAMED, ZSTD, Coding, Encoder, decode, layout
 from raystow.storage.dtypes import DTYPES, dtype
-from raystow.storage.errors import Damaged
+from raystow.storage.errors import Damaged, Unsupported
 
 ENCODER = Encoder(1 << 20)
 BF16 = dtype("bfloat16")
@@ -108,3 +108,13 @@ def test_a_packed_plane_of_another_size_is_damage(size: int) -> None:
 def test_a_packed_plane_is_of_whole_groups() -> None:
     with pytest.raises(Damaged, match="packed"):
         layout(replace(PACKED, stored=(697, 60)), BF16, 1594, 757)
+
+
+def test_a_codec_of_tomorrow_is_told_from_damage() -> None:
+    with pytest.raises(Unsupported, match="brotli"):
+        layout(replace(GOOD, codecs=(RAW, "brotli")), BF16, 1600, 860)
+
+
+def test_what_only_a_gpu_decodes_is_refused_on_a_cpu() -> None:
+    with pytest.raises(Unsupported, match="GPU"):
+        decode(replace(GOOD, codecs=(RAW, ANS)), BF16, np.zeros(860, np.uint8), np.zeros(1600, np.uint8))
