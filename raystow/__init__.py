@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .orchestrator.client import Checkpointer
     from .orchestrator.pending import Pending
+    from .storage.collect import CollectionPlan
     from .storage.errors import (
         ClusterError,
         Damaged,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
         StoreUnavailable,
         UnsafeStore,
         Unsupported,
+        Untrusted,
     )
     from .storage.repository import Repository
     from .storage.retention import Policy
@@ -40,6 +42,7 @@ if TYPE_CHECKING:
 __all__ = [
     "Checkpointer",
     "ClusterError",
+    "CollectionPlan",
     "Damaged",
     "DeadlineExceeded",
     "Fenced",
@@ -58,13 +61,16 @@ __all__ = [
     "TensorInfo",
     "UnsafeStore",
     "Unsupported",
+    "Untrusted",
     "Version",
+    "latest",
     "open",
     "restore_latest",
 ]
 
 _HOMES = {
     "Checkpointer": "orchestrator.client",
+    "CollectionPlan": "storage.collect",
     "Pending": "orchestrator.pending",
     "Policy": "storage.retention",
     "Repository": "storage.repository",
@@ -80,23 +86,43 @@ def __getattr__(name: str) -> Any:
     return getattr(importlib.import_module(f".{_HOMES.get(name, 'storage.errors')}", __name__), name)
 
 
-def open(uri: str | os.PathLike[str]) -> Repository:
+def open(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] | None = None) -> Repository:
     """Open the repository at ``uri`` (``s3://bucket/prefix``, ``file:///path`` or a path) for reading.
 
+    ``trusted_keys``: a file with public keys, or a folder of such files; then versions that none of them has signed raise
+    ``Untrusted``. By default those that ``RAYSTOW_TRUSTED_KEYS`` names, else those that the repository itself asks for.
     ``NotARepository`` if there is none. For S3, endpoint, region and credentials come from the usual AWS configuration.
     """
     from .storage.repository import open_repository
 
-    return open_repository(str(uri))
+    return open_repository(str(uri), trusted_keys=trusted_keys)
 
 
-def restore_latest(uri: str | os.PathLike[str], into: dict[str, Any], *, strict: bool = True) -> Version | None:
+def latest(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] | None = None) -> Version | None:
+    """What ``open(uri).latest()`` gives, by a single read of the store, however many versions there are.
+
+    Raises what ``open`` and ``latest`` raise.
+    """
+    from .storage.repository import latest_version
+
+    return latest_version(str(uri), trusted_keys=trusted_keys)
+
+
+def restore_latest(
+    uri: str | os.PathLike[str], into: dict[str, Any], *, strict: bool = True, cast: bool = False
+) -> Version | None:
     """Fill ``into`` from the newest version at ``uri``, with or without a cluster; that version, or None if there is none.
 
     Tensors and arrays are filled in place, also DTensors, each rank with its own part; other values are replaced in the dicts
-    and lists that hold them. ``StateError`` if names, shapes or dtypes do not match (``strict=False``: names may differ).
+    and lists that hold them. ``StateError`` if names, shapes or dtypes do not match (``strict=False``: names may differ;
+    ``cast=True``: dtypes may, and are converted). If the newest version is damaged, this says so in the log and takes the one
+    before; but one of several ranks raises ``Damaged``: ``Checkpointer.restore_latest`` lets them fall back together.
     """
+    from .orchestrator.agreement import Alone
     from .orchestrator.placement import placement
     from .orchestrator.restore import restore_latest as restore
 
-    return restore(open(uri), into, rank=placement()[0], strict=strict)
+    rank, world_size = placement()
+    repository = open(uri)
+    agreement = Alone(repository, fall_back=world_size == 1)
+    return restore(repository, into, agreement, rank=rank, world_size=world_size, strict=strict, cast=cast)

@@ -60,6 +60,9 @@ class LocalPort:
     def wait_complete(self, ticket: Ticket) -> None:
         self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
 
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        self._apply(lambda core: core.staged(ticket, info, packs))
+
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         self._apply(lambda core: core.fragment(ticket, info, packs))
         entry = self._until(ticket, lambda attempt: attempt.phase.over).entry

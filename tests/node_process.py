@@ -13,10 +13,10 @@ from raystow.workers.node import Node
 
 
 class PortServer:
-    """Takes calls to ``port`` from other processes, each on a thread of its own."""
+    """Takes calls to ``port`` from other processes, each on a thread of its own, at ``address`` or one that it chooses."""
 
-    def __init__(self, port: Any) -> None:
-        self._port, self._listener, self._open = port, Listener(family="AF_UNIX"), True
+    def __init__(self, port: Any, address: Any = None) -> None:
+        self._port, self._listener, self._open = port, Listener(address, family="AF_UNIX"), True
         threading.Thread(target=self._accept, daemon=True).start()
 
     @property

@@ -10,26 +10,32 @@ from typing import Any
 
 from ..storage import values
 from ..storage.clock import SYSTEM
-from ..storage.errors import ClusterError, RaystowError, StateError
+from ..storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
 from ..storage.repository import open_repository
+from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.stores import open_store
 from ..storage.version import Version
+from ..workers.host_memory import memory_limit
 from ..workers.node_actor import node_actor
 from ..workers.ring import SLOT, slot_size
 from ..workers.staging import CODECS, PLACES, Order, Staging
 from . import cluster
+from .agreement import Together
 from .codec import usable_codec
 from .coordinator_actor import RayPort, coordinator_actor
-from .memory import machine_memory, share_of_memory
+from .failures import Failures
+from .memory import share_of_memory
 from .pending import Pending
 from .placement import placement
 from .planner import SavePlan, plan_save
 from .restore import restore_latest
+from .restoring import Vote
 
 logger = logging.getLogger(__name__)
 
 _START = 120.0  # seconds that an actor may take to start
+_LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
 
 
 class Checkpointer:
@@ -42,7 +48,14 @@ class Checkpointer:
     process that codes them, "training" (this one: costs the training least) or "node" (the node worker's: this one only copies
     them, into 256 MiB of device memory that both share).
     ``timeout``: seconds after which a save that is not durable is given up, and the longest that ``fence`` waits.
-    ``max_in_flight``: saves that may be under way; one more makes ``save`` wait for the oldest.
+    ``max_in_flight``: saves that may be under way; one more makes ``save`` wait for the oldest. ``retention``: what to keep; the
+    coordinator applies it after each save, and deletes what was dropped more than an hour ago. None keeps every version.
+    ``keep_in_memory``: bytes of the node's memory, not of each rank's, in which it keeps its part of the newest version to
+    restore from; by default a quarter of the memory. What does not fit is not kept. ``replicas``: how many other nodes keep a
+    copy of that in their memory (nodes with another label ``zone`` where there are such), sent at no more than ``replica_rate``
+    bytes per second for each node.
+    ``on_failure``: "warn": a failed save is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or
+    ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None: never.
     """
 
     def __init__(
@@ -56,6 +69,12 @@ class Checkpointer:
         compress_in: str = "training",
         timeout: float = 600.0,
         max_in_flight: int = 2,
+        on_failure: str = "warn",
+        max_failures: int | None = 10,
+        retention: Policy | None = None,
+        keep_in_memory: int | None = None,
+        replicas: int = 1,
+        replica_rate: float | None = None,
     ) -> None:
         cluster.connect()
         found_rank, found_world = placement()
@@ -68,12 +87,18 @@ class Checkpointer:
             raise StateError(f"codec {codec!r} is none of {', '.join(CODECS)}")
         if compress_in not in PLACES:
             raise StateError(f"compress_in {compress_in!r} is none of {', '.join(PLACES)}")
+        self.failures = Failures(on_failure=on_failure, most=max_failures, count=self._count_failure)
+        """The failed saves of this rank: ``total``, and ``in_a_row`` since the last that became durable."""
+        if replicas < 0 or (replica_rate is not None and replica_rate <= 0):
+            raise StateError(f"replicas={replicas} must be at least 0, replica_rate={replica_rate} more than 0")
         self._store = open_store(os.fspath(uri))
         self.uri = self._store.uri
         self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
+        self._retention, self._keep_in_memory = retention, keep_in_memory
+        self._replicas, self._replica_rate = replicas, replica_rate
         self._compress_in = compress_in
         self._incarnation = SYSTEM.token()
-        self._saves = itertools.count(1)
+        self._saves, self._restores = itertools.count(1), itertools.count(1)
         self._pending: list[Pending] = []
         self._staging: Staging | None = None
         self._repository_id = cluster.call(coordinator_actor(self.uri).start.remote(), _START, f"coordinator of {self.uri}")
@@ -89,9 +114,11 @@ class Checkpointer:
         values are kept for each rank. ``metrics`` (plain values) of all ranks are merged into the version's.
 
         Raises ``StateError`` with the path of what cannot be stored, before a byte is written. A save that fails later does not
-        raise here or in ``fence``; its ``Pending.result()`` does, and a warning is logged.
+        raise here; its ``Pending.result()`` does, and a warning is logged. Raises ``SaveFailed`` for earlier saves if too many
+        have failed or ``on_failure`` says so, and saves nothing then; called again, it saves.
         """
         start = SYSTEM.monotonic()
+        self.failures.check()
         metrics = dict(metrics or {})
         bad = [name for name, value in metrics.items() if not isinstance(name, str) or not values.is_plain(value)]
         if bad or type(step) is not int or step < 0:
@@ -106,13 +133,14 @@ class Checkpointer:
             "timeout": self._timeout,
             "metrics": {name: values.encode(value) for name, value in metrics.items()},
             "values": plan.values,
+            "retention": self._retention and self._retention.dump(),
         }
         order = Order(
             number,
             begin,
             plan,
             on_staged=pending._set_staged,
-            on_end=lambda outcome: self._ended(pending, outcome),
+            on_end=lambda outcome: self._ended(pending, number, outcome),
             on_warning=pending._warn,
             urgent=pending._urgent.is_set,
         )
@@ -120,43 +148,62 @@ class Checkpointer:
             self._attached(plan).submit(order)
             self._pending.append(pending)
         except RaystowError as error:
-            pending._set_outcome(error)
+            self._ended(pending, number, error)
         pending.stall += SYSTEM.monotonic() - start
         return pending
 
     def fence(self) -> None:
         """Return when every tensor given to ``save`` so far has been read, and may change.
 
-        ``ClusterError`` after ``timeout`` seconds: the node worker does not take the data. The saves concerned are given up
-        then, and nothing reads the tensors any more.
+        After ``timeout`` seconds the node worker does not take the data: the saves concerned fail, and nothing reads the tensors
+        any more. Raises ``SaveFailed`` as ``save`` does; the tensors may change then, too.
         """
         start = SYSTEM.monotonic()
         for pending in [p for p in self._pending if not p.staged(0)]:
             pending._urgent.set()
             left = max(0.0, start + self._timeout - SYSTEM.monotonic())
             if not pending.staged(left):
+                what = f"nothing staged within {self._timeout:.0f} s: the node worker takes no data"
+                self._conclude(pending, ClusterError(what, subject=f"save of step {pending.step}"))
                 self._detach(patience=0)
-                raise ClusterError(f"nothing staged within {self._timeout:.0f} s", subject=f"save of step {pending.step}")
             pending.stall += SYSTEM.monotonic() - start
+        self.failures.check()
 
     def guard(self, optimizer: Any) -> None:
         """Call ``fence`` before every ``step()`` of a torch optimizer."""
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
     def restore_latest(
-        self, into: dict[str, Any], *, strict: bool = True, progress: Callable[[int], None] = lambda nbytes: None
+        self,
+        into: dict[str, Any],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        allow_uncommitted: bool = True,
+        progress: Callable[[int], None] = lambda nbytes: None,
     ) -> Version | None:
-        """Fill ``into`` from the newest committed version; that version, or None if there is none. See ``restore.restore``."""
+        """Fill ``into`` from the newest version; that version, or None if there is none. See ``restore.restore``.
+
+        From the memory of the nodes where that has it, else from the store. With ``allow_uncommitted``, also a save that is still
+        being uploaded, if all of it is in memory. Every rank calls this. All of them restore the same version: if it is damaged
+        for one, the error log says so and all take the one before. Raises ``Damaged`` if no version is whole,
+        ``DeadlineExceeded`` if a rank is not heard of for ``timeout``.
+        """
         self.fence()
-        return restore_latest(open_repository(self.uri), into, rank=self.rank, strict=strict, progress=progress)
+        number = next(self._restores)
+        vote = Vote(*(self.rank, self.world_size, self._incarnation, number, self._timeout), allow_uncommitted=allow_uncommitted)
+        repository = open_repository(self.uri)
+        agreement = Together(repository, self._port, vote, self._node_worker, here=cluster.node_here())
+        who = {"rank": self.rank, "world_size": self.world_size}
+        return restore_latest(repository, into, agreement, **who, strict=strict, cast=cast, progress=progress)
 
     def close(self) -> None:
-        """Wait until the saves under way are durable or have failed, and let go of the node worker."""
+        """Wait until the saves under way are durable or have failed, and let go of the node worker.
+
+        Never raises for a failed save, and waits for none past its ``timeout``.
+        """
         for pending in self._pending:
-            try:
-                pending.result(self._timeout)
-            except RaystowError as error:
-                logger.warning("closing: %s", error)
+            self._await(pending)
         self._detach()
 
     def __enter__(self) -> Checkpointer:
@@ -170,18 +217,37 @@ class Checkpointer:
         while len(self._pending) >= self._max_in_flight:
             oldest = self._pending[0]
             logger.warning("%d saves are in flight: waiting for that of step %d", len(self._pending), oldest.step)
-            try:
-                oldest.result(self._timeout)
-            except RaystowError:
-                pass  # its own result tells
+            self._await(oldest)
             self._pending = self._pending[1:]
+
+    def _await(self, pending: Pending) -> None:
+        """Wait until a save has ended, but not past its own deadline: from then on it counts as failed."""
+        left = pending.begun + self._timeout + _LATE - SYSTEM.monotonic()
+        try:
+            pending.result(max(0.0, left))
+        except DeadlineExceeded:
+            what = f"not durable after {self._timeout:.0f} s, and nobody says why; it may become a version yet"
+            self._conclude(pending, DeadlineExceeded(what, subject=f"save of step {pending.step}"))
+        except RaystowError:
+            pass  # counted and logged when it was heard of
+
+    def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
+        if not pending._set_outcome(outcome):
+            return
+        if isinstance(outcome, RaystowError):
+            self.failures.failed(pending.step, outcome)
+        else:
+            self.failures.succeeded()
+
+    def _count_failure(self) -> None:
+        counter = cluster.counter("raystow_failed_saves", "Saves that became no version, for each rank.")
+        counter.inc(tags={"repository": self.uri})
 
     def _attached(self, plan: SavePlan) -> Staging:
         """The connection to this node's worker, made to measure for the first plan; a new one if the worker has died since."""
         if self._staging is not None and self._staging.lost:
             self._detach()
         if self._staging is None:
-            worker = node_actor(RayPort)
             memory = self._share(plan) if self._memory is None else self._memory
             coded = memory // 8 if plan.ready else memory // 2  # what a GPU has coded stays in the ring until it is uploaded
             hello = {
@@ -194,31 +260,38 @@ class Checkpointer:
                 "slot": slot_size(memory - coded, gpu=bool(plan.ready)),
                 "ring": memory - coded,
                 "coded": coded,
+                "keep_in_memory": self._keep_in_memory,
+                "replicas": self._replicas,
+                "replica_rate": self._replica_rate,
             }
-            address = cluster.call(worker.address.remote(), _START, "node worker")
-            self._staging = Staging(address, hello, codec=self._codec, compress_in=self._compress_in)
+            self._staging = Staging(self._node_worker(), hello, codec=self._codec, compress_in=self._compress_in)
         return self._staging
+
+    def _node_worker(self) -> str:
+        """The address of this node's worker, started if there is none."""
+        address: str = cluster.call(node_actor(RayPort).address.remote(), _START, "node worker")
+        return address
 
     def _share(self, plan: SavePlan) -> int:
         """The memory to take where nobody has said."""
         gpus = max(1, cluster.gpus_here()) if plan.ready else 0
-        return share_of_memory(plan.nbytes if plan.ready else 0, gpus=gpus, machine=machine_memory())
+        return share_of_memory(plan.nbytes if plan.ready else 0, gpus=gpus, machine=memory_limit())
 
     def _detach(self, *, patience: float = 10.0) -> None:
         if self._staging is not None:
             self._staging.close(patience=patience)
             self._staging = None
 
-    def _ended(self, pending: Pending, outcome: Entry | RaystowError) -> None:
+    def _ended(self, pending: Pending, number: int, outcome: Entry | RaystowError) -> None:
         if isinstance(outcome, RaystowError):
-            if self._staging is not None and self._staging.lost:
-                self._tell_lost(outcome)
-            pending._set_outcome(outcome)
+            self._tell_failed(pending, number, outcome)
+            self._conclude(pending, outcome)
         else:
-            pending._set_outcome(Version(self._store, outcome, self._repository_id))
+            self._conclude(pending, Version(self._store, outcome, self._repository_id))
 
-    def _tell_lost(self, error: RaystowError) -> None:
+    def _tell_failed(self, pending: Pending, number: int, error: RaystowError) -> None:
+        """Whatever the reason, other ranks must not wait for this one. The coordinator may know already."""
         try:
-            self._port.rank_lost(self.rank, self._incarnation, f"rank {self.rank}: {error.what}")
+            self._port.save_failed(self.rank, self._incarnation, number, pending.step, f"rank {self.rank}: {error.what}")
         except RaystowError as unheard:
             logger.warning("the coordinator could not be told: %s", unheard)

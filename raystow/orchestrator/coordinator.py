@@ -10,15 +10,19 @@ import enum
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from ..storage.clock import Clock
 from ..storage.committer import Committer
-from ..storage.errors import Fenced, RaystowError, SaveFailed, StoreUnavailable
+from ..storage.errors import Fenced, RaystowError, SaveFailed
+from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.version_record import FragmentInfo, PackInfo, VersionRecord
 from ..workers.port import MODULUS, Begin, Ticket
 
 logger = logging.getLogger(__name__)
+
+_MISSED = 16  # steps of which failed saves are remembered
 
 
 class Phase(enum.Enum):
@@ -36,10 +40,16 @@ class Phase(enum.Enum):
         return self in (Phase.COMMITTED, Phase.ABORTED)
 
 
+Part = tuple[FragmentInfo, tuple[PackInfo, ...]]
+"""What one node has made: its fragment and its packs."""
+
+
 @dataclass
 class Attempt:
     """One try to make a version. ``ranks``: rank -> the node that serves it. ``saves``: rank -> the number of its save.
-    ``nodes``: node -> its number here. ``opened`` and ``deadline`` are monotonic seconds."""
+    ``vouched``: DTensor -> the first rank of its mesh. ``nodes``: node -> its number here. ``staged`` and ``stored``: what nodes,
+    by number, have made, and made durable. ``created``: when all was staged; ``promised``: the record that it will have.
+    ``opened``, ``deadline``: monotonic seconds."""
 
     id: int
     attempt: str
@@ -51,17 +61,28 @@ class Attempt:
     reason: str = ""
     metrics: dict[str, object] = field(default_factory=dict)
     coding: dict[str, str] = field(default_factory=dict)
+    retention: Policy | None = None
     ranks: dict[int, str] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
     replicated: dict[int, int] = field(default_factory=dict)
+    vouched: dict[str, int] = field(default_factory=dict)
     nodes: dict[str, int] = field(default_factory=dict)
+    staged: dict[int, Part] = field(default_factory=dict)
+    created: float = 0.0
+    promised: VersionRecord | None = None
     expected: int = 0
     covered: dict[int, int] = field(default_factory=dict)
-    fragments: dict[int, FragmentInfo] = field(default_factory=dict)
-    packs: dict[int, tuple[PackInfo, ...]] = field(default_factory=dict)
+    stored: dict[int, Part] = field(default_factory=dict)
     entry: Entry | None = None
     swept: bool = False
     generation: int = 0
+
+    def forget_parts(self) -> None:
+        """Let go of all that ranks and nodes have told: of thousands of nodes it is 100 MB, and the newest attempts are kept."""
+        told: tuple[dict[Any, Any], ...] = (self.ranks, self.saves, self.replicated, self.vouched, self.nodes, self.covered)
+        for parts in (*told, self.staged, self.stored):
+            parts.clear()
+        self.promised = None
 
 
 class Coordinator:
@@ -71,8 +92,11 @@ class Coordinator:
         self._committer, self._clock, self._writer = committer, clock, writer
         self._members: dict[int, str] = {}
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
+        self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its save that failed there, and why
         self._generation = 0
         self._attempts: dict[str, Attempt] = {}
+        self.changes = 0
+        """How often any attempt has entered another phase: all that anyone waits for."""
 
     def join(self, rank: int, incarnation: str) -> None:
         """A process has taken up a rank. What waits for the rank's former process, or holds a part of it, is given up.
@@ -84,6 +108,8 @@ class Coordinator:
         if former == incarnation:
             return
         self._members[rank] = incarnation
+        for missed in self._missed.values():
+            missed.pop(rank, None)
         if former is not None and self._joined[rank] == self._generation:
             self._generation += 1
         self._joined[rank] = self._generation
@@ -106,9 +132,12 @@ class Coordinator:
             attempt.replicated[begin.rank] = begin.replicated
             attempt.metrics.update(begin.metrics)
             attempt.coding.update(begin.coding)
+            attempt.retention = begin.retention or attempt.retention
             attempt.expected += begin.expected
+            self._vouch(attempt, begin)
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
-        return Ticket(attempt.id, attempt.attempt, number, attempt.deadline - attempt.opened)
+        self._abort_if_missed(attempt)
+        return Ticket(attempt.id, attempt.attempt, number, max(0.0, attempt.deadline - self._clock.monotonic()))
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """A rank's shards are all coded on its node."""
@@ -127,16 +156,33 @@ class Coordinator:
         if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
             self._abort(attempt, "the shards of all ranks do not add up to whole tensors: the ranks disagree on their placements")
             return
-        attempt.phase = Phase.SEALING
+        self._enter(attempt, Phase.SEALING)
+
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """A node's packs and fragment are made, and on their way to the store."""
+        attempt = self._of(ticket, Phase.SEALING)
+        attempt.staged[ticket.node] = info, tuple(packs)
+        if len(attempt.staged) == len(attempt.nodes):
+            attempt.created = self._clock.now()
+
+    def held(self) -> VersionRecord | None:
+        """What the record of the newest attempt will be of which all is staged, but not all durable: it may be in memory."""
+        newest = max((a for a in self._open(Phase.SEALING, Phase.READY) if a.created), key=lambda a: a.id, default=None)
+        if newest is None:
+            return None
+        if newest.promised is None:  # asked for by every rank that restores
+            newest.promised = self.record(newest)
+        return newest.promised
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         """A node's packs and fragment are durable."""
-        if ticket.node in self.attempt(ticket).fragments:
+        attempt = self.attempt(ticket)
+        if attempt.phase is Phase.COMMITTED or ticket.node in attempt.stored:
             return  # said before; the answer was lost
         attempt = self._of(ticket, Phase.SEALING)
-        attempt.fragments[ticket.node], attempt.packs[ticket.node] = info, tuple(packs)
-        if len(attempt.fragments) == len(attempt.nodes):
-            attempt.phase = Phase.READY
+        attempt.stored[ticket.node] = info, tuple(packs)
+        if len(attempt.stored) == len(attempt.nodes):
+            self._enter(attempt, Phase.READY)
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         """A node cannot do its part."""
@@ -144,12 +190,21 @@ class Coordinator:
         if attempt is not None and not attempt.phase.over:
             self._abort(attempt, reason)
 
-    def rank_lost(self, rank: int, incarnation: str, reason: str) -> None:
-        """A rank has lost its node worker, and with it what it staged there."""
-        if self._members.get(rank) == incarnation:
-            for attempt in self._open(Phase.GATHERING, Phase.SEALING):
-                if rank in attempt.ranks:
-                    self._abort(attempt, reason)
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        """The training process of a rank has lost a save: the attempt that it is part of is over, and so is any that would wait
+        for it, also one that another rank opens later. Without this, they would wait until their deadline."""
+        if rank not in self._members:
+            self.join(rank, incarnation)
+        if self._members[rank] != incarnation:
+            return
+        self._missed.setdefault(step, {})[rank] = save, reason
+        if len(self._missed) > _MISSED:
+            del self._missed[next(iter(self._missed))]
+        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+            if attempt.step == step and attempt.saves.get(rank) == save:
+                self._abort(attempt, reason)
+            else:
+                self._abort_if_missed(attempt)
 
     def gone(self, rank: int, incarnation: str, reason: str) -> None:
         """The process of a rank has ended. What it had handed over by then still counts."""
@@ -162,7 +217,7 @@ class Coordinator:
         """Give up the attempts that need a node which is no longer among the living."""
         for attempt in self._open(Phase.GATHERING, Phase.SEALING):
             for node, number in attempt.nodes.items():
-                if node not in alive and number not in attempt.fragments:
+                if node not in alive and number not in attempt.stored:
                     self._abort(attempt, f"node {node} died with the shards of ranks {_of_node(attempt, node)}")
                     break
 
@@ -177,7 +232,7 @@ class Coordinator:
                 missing = sorted(set(range(attempt.world_size)) - set(attempt.covered))
                 self._abort(attempt, f"ranks {missing} had not delivered their shards after {seconds:.0f} s")
             else:
-                late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.fragments)
+                late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.stored)
                 self._abort(attempt, f"nodes {late} had not stored their shards after {seconds:.0f} s")
 
     def next_commit(self) -> Attempt | None:
@@ -187,25 +242,27 @@ class Coordinator:
 
     def record(self, attempt: Attempt) -> VersionRecord:
         """The record that makes a complete attempt a version; commit it, then tell ``settled``."""
+        parts = sorted((attempt.stored if attempt.phase is Phase.READY else attempt.staged).items())
         return VersionRecord(
             repository=self._committer.repository.id,
             id=attempt.id,
             attempt=attempt.attempt,
             epoch=self._committer.epoch,
             step=attempt.step,
-            created=self._clock.now(),
+            created=attempt.created or self._clock.now(),
             world_size=attempt.world_size,
             metrics=attempt.metrics,
             coding=attempt.coding,
             writer=self._writer,
-            fragments=tuple(attempt.fragments[number] for number in sorted(attempt.fragments)),
-            packs=tuple(pack for number in sorted(attempt.packs) for pack in attempt.packs[number]),
+            fragments=tuple(info for _, (info, _) in parts),
+            packs=tuple(pack for _, (_, packs) in parts for pack in packs),
         )
 
     def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
         """What the commit of an attempt came to: the root's entry, or why there is none."""
         if isinstance(outcome, Entry):
-            attempt.phase, attempt.entry = Phase.COMMITTED, outcome
+            attempt.entry = outcome
+            self._enter(attempt, Phase.COMMITTED)
             logger.info("version %d, step %d: %d bytes stored of %d", outcome.id, outcome.step, outcome.stored, outcome.raw)
             return
         if isinstance(outcome, Fenced):
@@ -213,8 +270,9 @@ class Coordinator:
                 self._abort(other, str(outcome))
             return
         self._abort(attempt, f"the commit failed: {outcome}")
-        # A write still under way may make it a version all the same: its objects must stay.
-        attempt.swept = isinstance(outcome, StoreUnavailable)
+        # Unless the root said no, a write still under way may make it a version all the same: its objects must stay until a
+        # collection has spent the id.
+        attempt.swept = not isinstance(outcome, SaveFailed)
 
     def attempt(self, ticket: Ticket) -> Attempt:
         """The attempt of a ticket; ``SaveFailed`` if this coordinator does not know it (it was restarted since)."""
@@ -257,8 +315,32 @@ class Coordinator:
             raise SaveFailed(attempt.reason or f"the attempt is {attempt.phase.value}", subject=f"save of step {attempt.step}")
         return attempt
 
+    def _vouch(self, attempt: Attempt, begin: Begin) -> None:
+        """One mesh for each DTensor: two that do not know of each other would both store all of it."""
+        for name in begin.vouched:
+            other = attempt.vouched.setdefault(name, begin.rank)
+            if other != begin.rank:
+                what = f"ranks {other} and {begin.rank} both hold {name!r}, on meshes that have nothing to do with each other"
+                self._abort(attempt, f"{what}: cut both from one mesh, or give the tensors different names")
+                return
+
+    def _abort_if_missed(self, attempt: Attempt) -> None:
+        """Give up an attempt that waits for a rank whose save of that step has failed. A second try has a higher number: ranks
+        count their saves alike."""
+        for rank, (save, reason) in self._missed.get(attempt.step, {}).items():
+            if rank < attempt.world_size and rank not in attempt.ranks and min(attempt.saves.values()) <= save:
+                self._abort(attempt, reason)
+                return
+
+    def _enter(self, attempt: Attempt, phase: Phase) -> None:
+        attempt.phase = phase
+        self.changes += 1
+        if phase.over:
+            attempt.forget_parts()
+
     def _abort(self, attempt: Attempt, reason: str) -> None:
-        attempt.phase, attempt.reason = Phase.ABORTED, reason
+        attempt.reason = reason
+        self._enter(attempt, Phase.ABORTED)
         logger.warning("the save of step %d was given up: %s", attempt.step, reason)
 
 

@@ -11,17 +11,21 @@ from typing import Any
 import ray
 
 from .. import __version__
+from ..storage import key_files
 from ..storage.clock import SYSTEM
 from ..storage.committer import Committer
 from ..storage.digest import stored_digest
 from ..storage.errors import RaystowError, SaveFailed
 from ..storage.repository import create_repository
+from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.version_record import FragmentInfo, PackInfo, VersionRecord
-from ..workers.node_actor import NAMESPACE
+from ..workers.node_actor import NAMESPACE, holders
 from ..workers.port import Begin, Ticket
-from .cluster import call
+from .cluster import call, counter
 from .coordinator import Attempt, Coordinator, Phase
+from .housekeeping import Housekeeping
+from .restoring import Choice, Rounds, Vote
 
 logger = logging.getLogger(__name__)
 
@@ -37,22 +41,31 @@ class CoordinatorActor:
         self._core: Coordinator | None = None
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
+        self._told = (0, 0)
+        self._restoring = asyncio.Lock()
+        self._surveyed: tuple[Entry | None, dict[int, list[str]]] = (None, {})
         self._keeper: asyncio.Task[None] | None = None
+        self._chores: asyncio.Task[None] | None = None
 
     async def start(self) -> str:
         """Make or open the repository and take the next epoch; the repository's id. Only the first call does anything."""
         async with self._starting:
             if self._core is None:
-                repository = await asyncio.to_thread(create_repository, self._uri)
-                self._committer = await asyncio.to_thread(Committer, repository, f"{platform.node()}-{SYSTEM.token()}")
+                signer = key_files.signer()
+                repository = await asyncio.to_thread(create_repository, self._uri, signer=signer)
+                self._committer = await asyncio.to_thread(Committer, repository, f"{platform.node()}-{SYSTEM.token()}", signer)
                 writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
+                self._rounds = Rounds(repository, SYSTEM, on_fall_back=self._count_damage)
+                self._housekeeping = Housekeeping(self._committer)
                 self._keeper = asyncio.create_task(self._keep())
         return self._committer.repository.id
 
     async def join(self, rank: int, incarnation: str) -> None:
         """See ``Coordinator.join``."""
         await self._apply(lambda core: core.join(rank, incarnation))
+        async with self._restoring:
+            self._rounds.left(rank, incarnation)
 
     async def begin(self, begin: Begin) -> Ticket:
         """See ``Coordinator.begin``."""
@@ -67,6 +80,10 @@ class CoordinatorActor:
         """Return when every rank has finished."""
         await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
 
+    async def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """See ``Coordinator.staged``."""
+        await self._apply(lambda core: core.staged(ticket, info, packs))
+
     async def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         """Take a node's fragment, and return when the attempt is a version."""
         await self._apply(lambda core: core.fragment(ticket, info, packs))
@@ -78,13 +95,47 @@ class CoordinatorActor:
         """See ``Coordinator.failed``."""
         await self._apply(lambda core: core.failed(ticket, reason))
 
-    async def rank_lost(self, rank: int, incarnation: str, reason: str) -> None:
-        """See ``Coordinator.rank_lost``."""
-        await self._apply(lambda core: core.rank_lost(rank, incarnation, reason))
+    async def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        """See ``Coordinator.save_failed``."""
+        await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
 
     async def gone(self, rank: int, incarnation: str, reason: str) -> None:
         """See ``Coordinator.gone``."""
         await self._apply(lambda core: core.gone(rank, incarnation, reason))
+
+    async def settle(self, vote: Vote) -> Choice | None:
+        """Take a rank's word on the version that all restore; the one to restore, or that all have restored."""
+        await self.start()
+        async with self._restoring:
+            held = await self._held() if vote.tried is None else None
+            round = await asyncio.to_thread(self._rounds.vote, vote, held)
+        await self._tell()
+        async with self._changed:
+            await self._changed.wait_for(lambda: round.answers(vote.tried))
+        entry = round.answer()
+        if entry is None or entry == vote.tried:
+            return None if entry is None else Choice(entry)
+        if round.held is not None and entry == round.held.entry:
+            return round.held
+        async with self._restoring:
+            return Choice(entry, await self._near(entry), self._committer.record(entry))
+
+    async def _near(self, entry: Entry) -> dict[int, list[str]]:
+        """Who has what of a version in memory: asked once for all ranks."""
+        if entry != self._surveyed[0]:
+            self._surveyed = entry, await holders(self._committer.repository.id, entry.attempt)
+        return self._surveyed[1]
+
+    async def _held(self) -> Choice | None:
+        """A save that is not durable yet, if all of it is in the memory of nodes that are alive."""
+        assert self._core is not None
+        record = self._core.held()
+        if record is None or self._committer.signs:
+            return None
+        data = record.dump()
+        entry = record.entry(stored_digest(data), len(data))
+        near = await self._near(entry)
+        return Choice(entry, near, data) if all(info.node in near for info in record.fragments) else None
 
     async def _apply(self, change: Callable[[Coordinator], Any]) -> Any:
         await self.start()
@@ -92,6 +143,14 @@ class CoordinatorActor:
         try:
             return change(self._core)
         finally:
+            await self._tell()
+
+    async def _tell(self) -> None:
+        """Wake those who wait, if there is news: to wake thousands of nodes at each of ten thousands of calls takes minutes."""
+        assert self._core is not None
+        news = self._core.changes, self._rounds.changes
+        if news != self._told:
+            self._told = news
             async with self._changed:
                 self._changed.notify_all()
 
@@ -113,12 +172,14 @@ class CoordinatorActor:
             try:
                 while (attempt := core.next_commit()) is not None:
                     core.settled(attempt, await asyncio.to_thread(self._commit, core.record(attempt)))
-                    async with self._changed:
-                        self._changed.notify_all()
+                    await self._tell()
+                    if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
+                        self._keep_house(attempt.retention)
                 core.tick()
+                async with self._restoring:
+                    await asyncio.to_thread(self._rounds.tick)
                 core.nodes_alive({node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]})
-                async with self._changed:
-                    self._changed.notify_all()
+                await self._tell()
                 for id, token in core.abandoned():
                     await asyncio.to_thread(self._discard, id, token)
             except Exception:
@@ -128,6 +189,14 @@ class CoordinatorActor:
                     await asyncio.wait_for(self._changed.wait_for(lambda: core.next_commit() is not None), _TICK)
                 except asyncio.TimeoutError:
                     pass
+
+    def _keep_house(self, policy: Policy) -> None:
+        """Beside the commits; what comes while it is at work waits for the next commit."""
+        if self._chores is None or self._chores.done():
+            self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy))
+
+    def _count_damage(self) -> None:
+        counter("raystow_damaged_versions", "Versions that a restore found damaged.").inc(tags={"repository": self._uri})
 
     def _commit(self, record: VersionRecord) -> Entry | RaystowError:
         try:
@@ -161,6 +230,10 @@ class RayPort:
         """See ``Port.wait_complete``."""
         self._call("wait_complete", ticket.timeout + _ANSWER, ticket)
 
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """See ``Port.staged``."""
+        self._call("staged", _ANSWER, ticket, info, packs)
+
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         """See ``Port.fragment``."""
         entry: Entry = self._call("fragment", ticket.timeout + 2 * _ANSWER, ticket, info, packs)
@@ -178,9 +251,14 @@ class RayPort:
         """See ``Coordinator.join``."""
         self._call("join", _ANSWER, rank, incarnation)
 
-    def rank_lost(self, rank: int, incarnation: str, reason: str) -> None:
-        """See ``Coordinator.rank_lost``."""
-        self._call("rank_lost", _ANSWER, rank, incarnation, reason)
+    def settle(self, vote: Vote) -> Choice | None:
+        """See ``restoring``. Waits for the other ranks."""
+        choice: Choice | None = self._call("settle", vote.timeout + 2 * _ANSWER, vote)
+        return choice
+
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        """See ``Coordinator.save_failed``."""
+        self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
 
     def _call(self, method: str, timeout: float, *args: object) -> Any:
         return call(getattr(self._actor, method).remote(*args), timeout, f"coordinator of {self._uri}")

@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import os
-
 _DEFAULT = 1 << 30
 _SLACK = 256 << 20
-
-
-def machine_memory() -> int:
-    """Bytes of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def share_of_memory(nbytes: int, *, gpus: int, machine: int) -> int:

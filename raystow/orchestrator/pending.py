@@ -6,6 +6,7 @@ import concurrent.futures
 import logging
 import threading
 
+from ..storage.clock import SYSTEM
 from ..storage.errors import DeadlineExceeded, RaystowError
 from ..storage.version import Version
 
@@ -17,6 +18,8 @@ class Pending:
 
     def __init__(self, step: int) -> None:
         self.step = step
+        self.begun = SYSTEM.monotonic()
+        """When ``save`` was called, in monotonic seconds."""
         self.stall = 0.0
         """Seconds that ``save`` and ``fence`` have held the caller up for this save so far."""
         self.warnings: tuple[str, ...] = ()
@@ -51,10 +54,14 @@ class Pending:
         logger.warning("save of step %d: %s", self.step, text)
         self.warnings += (text,)
 
-    def _set_outcome(self, outcome: Version | RaystowError) -> None:
-        if isinstance(outcome, RaystowError):
-            logger.warning("%s", outcome)
-            self._outcome.set_exception(outcome)
-        else:
-            self._outcome.set_result(outcome)
+    def _set_outcome(self, outcome: Version | RaystowError) -> bool:
+        """The end of it; false if it had ended before."""
+        try:
+            if isinstance(outcome, RaystowError):
+                self._outcome.set_exception(outcome)
+            else:
+                self._outcome.set_result(outcome)
+        except concurrent.futures.InvalidStateError:
+            return False
         self._staged.set()
+        return True

@@ -32,6 +32,9 @@ MAX_VALUES = 64 << 20
 DEVICE_CHUNK = 16 << 20
 """Bytes of the largest chunk of a tensor on a GPU."""
 
+SMALL = 64 << 10
+"""Bytes up to which a shard that several ranks hold is not spread: who looks for it asks its first holder's node alone."""
+
 _OPTIMIZER = {"opt", "optim", "optimizer", "optimizers", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"}
 
 
@@ -123,6 +126,11 @@ class SavePlan:
         expected = sum(weight for shard, weight in weights if shard.first == self.rank)
         return replicated % MODULUS, expected % MODULUS
 
+    @property
+    def vouched(self) -> tuple[str, ...]:
+        """The DTensors that this rank, as the first of their mesh, vouches for."""
+        return tuple(shard.leaf.name for shard in self.shards if shard.holders and shard.first == self.rank)
+
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
         """What this rank stores."""
@@ -192,12 +200,16 @@ def _cut(extent: tuple[int, ...], itemsize: int, limit: int) -> tuple[Box, ...]:
 
 
 def share(pieces: list[Piece], holders: tuple[int, ...], rank: int) -> list[Piece]:
-    """The pieces that ``rank`` takes of those that all ``holders`` have: the largest first, each to whoever has least so far."""
+    """The pieces that ``rank`` takes of those that all ``holders`` have: small shards are the first holder's; then, the largest
+    first, each piece goes to whoever has least so far."""
     if len(holders) == 1:
         return pieces
-    load = [(0, holder) for holder in holders]
-    mine = []
-    for piece in sorted(pieces, key=lambda piece: (-piece.nbytes, piece.shard.leaf.name, piece.box)):
+    small = [piece for piece in pieces if piece.shard.nbytes <= SMALL]
+    mine = list(small) if rank == holders[0] else []
+    load = [(0, holder) for holder in holders[1:]] + [(sum(piece.nbytes for piece in small), holders[0])]
+    heapq.heapify(load)
+    large = [piece for piece in pieces if piece.shard.nbytes > SMALL]
+    for piece in sorted(large, key=lambda piece: (-piece.nbytes, piece.shard.leaf.name, piece.box)):
         least, holder = load[0]
         heapq.heapreplace(load, (least + piece.nbytes, holder))
         if holder == rank:

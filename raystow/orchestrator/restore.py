@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import math
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any
 
 import numpy as np
 
 from ..storage import dtypes, values
-from ..storage.errors import StateError, Unsupported
+from ..storage.boxes import overlap
+from ..storage.errors import Damaged, StateError, Unsupported
+from ..storage.finder import Found, Seeker
+from ..storage.manifest import Chunk
 from ..storage.reader import Reader, Request
 from ..storage.repository import Repository
+from ..storage.selection import Sought
 from ..storage.version import Version
+from .agreement import Agreement
+from .restore_plan import FROM_STORE, RestorePlan, Sources, build
 from .shards import Shard, shard_of
 from .state import Leaf, flatten, replace, show
 
@@ -28,33 +35,123 @@ def _silent(nbytes: int) -> None:
     pass
 
 
-def restore(version: Version, into: Any, *, rank: int = 0, strict: bool = True, progress: Progress = _silent) -> None:
+def restore(
+    version: Version,
+    into: Any,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    strict: bool = True,
+    cast: bool = False,
+    progress: Progress = _silent,
+) -> None:
     """Fill ``into`` from ``version``, bit for bit; each rank reads the chunks that overlap its own shards.
 
     With ``strict``, names that only one side has are an error before anything is changed; without it they are left alone. A
-    tensor whose shape or dtype differs from what was saved is always an error. If reading fails half-way (``Damaged``,
-    ``StoreError``), the content of ``into`` is undefined. ``progress`` is told the decoded bytes of each chunk.
+    tensor whose shape differs from what was saved is always an error, and so is another dtype, unless ``cast`` asks for
+    conversion. If reading fails half-way (``Damaged``, ``StoreError``), the content of ``into`` is undefined. ``progress`` is
+    told the decoded bytes of each chunk. ``world_size``: tells where in a large manifest to look first.
+    """
+    plan_restore(version, into, rank=rank, world_size=world_size, strict=strict, cast=cast).execute(progress)
+
+
+def plan_restore(
+    version: Version,
+    into: Any,
+    *,
+    rank: int = 0,
+    world_size: int = 1,
+    strict: bool = True,
+    cast: bool = False,
+    sources: Sources = FROM_STORE,
+    filled: Collection[str] = (),
+) -> RestorePlan:
+    """What ``restore`` would read, checked as it does; ``execute()`` of the plan does it. Changes nothing before.
+
+    ``filled``: tensors that may be filled from another version by now; ``Damaged`` unless this one has them all.
     """
     leaves = flatten(into, what="into")
-    rows = {row.name: row for row in version.value_rows(rank)}
-    _check_names({leaf.name for leaf in leaves}, set(version.chunks) | set(rows), version, strict)
+    shards = {leaf.name: _shard(leaf) for leaf in leaves if not _is_replaced(leaf)}
+    sought = {leaf.name: _sought(leaf, shards.get(leaf.name)) for leaf in leaves}
+    found = version.find(sought, Seeker(rank, world_size, version.world_size))
+    if left := sorted(set(filled) - found.chunks.keys()):
+        raise Damaged(f"does not hold {left[0]!r}, which a damaged newer version does", subject=f"version {version.id}")
+    if strict:
+        _check_names({leaf.name for leaf in leaves}, found, version, rank)
     in_memory: list[Request] = []
+    to_cast: list[tuple[Shard, list[Chunk]]] = []
     on_gpu: dict[int, list[Request]] = defaultdict(list)
     new: dict[tuple[Any, ...], Any] = {}
+    wanted: list[Chunk] = []
     for leaf in leaves:
-        if leaf.name in rows and not (leaf.is_tensor and leaf.name in version.chunks):
-            new[leaf.path] = values.loads(rows[leaf.name].text)
-        elif leaf.name in version.chunks and (not leaf.is_tensor or isinstance(leaf.value, np.generic)):
-            new[leaf.path] = version.read(leaf.name)
-        elif leaf.name in version.chunks:
-            shard = _matching(leaf, version)
-            request = Request(leaf.name, version.chunks[leaf.name], (shard.offset, shard.extent), shard.bits)
+        chunks = found.chunks.get(leaf.name)
+        if leaf.name in found.values and not (leaf.is_tensor and chunks):
+            new[leaf.path] = values.loads(found.values[leaf.name].text)
+        elif chunks and _is_replaced(leaf):
+            new[leaf.path] = version.assemble(leaf.name, chunks)
+        elif chunks:
+            shard = _matching(leaf, shards[leaf.name] or shard_of(leaf, what="into"), version, chunks[0], cast)
+            box = shard.offset, shard.extent
+            wanted += [chunk for chunk in chunks if overlap(box, chunk.box) is not None]
+            if shard.dtype != chunks[0].dtype:
+                to_cast.append((shard, chunks))
+                continue
+            request = Request(leaf.name, chunks, box, shard.bits)
             (in_memory if shard.device is None else on_gpu[shard.device]).append(request)
     reader = version.reader()
-    reader.fill(in_memory, progress)
-    for device, requests in on_gpu.items():
-        _fill_on_gpu(reader, device, requests, progress)
-    replace(into, new)
+
+    def fill(progress: Progress) -> None:
+        reader.fill(in_memory, progress)
+        for device, requests in on_gpu.items():
+            _fill_on_gpu(reader, device, requests, progress)
+        for shard, chunks in to_cast:
+            _fill_and_cast(reader, shard, chunks, progress)
+        replace(into, new)
+
+    return build(reader.whole(wanted), sources, names=frozenset(found.chunks), fill=fill)
+
+
+def _is_replaced(leaf: Leaf) -> bool:
+    """Whether the value is replaced in what holds it, instead of being filled."""
+    return not leaf.is_tensor or isinstance(leaf.value, np.generic)
+
+
+def _shard(leaf: Leaf) -> Shard | None:
+    try:
+        return shard_of(leaf, what="into")
+    except StateError:
+        return None  # said once it is clear that such a tensor was saved
+
+
+def _sought(leaf: Leaf, shard: Shard | None) -> Sought:
+    if shard is None:
+        return Sought(tensor=leaf.is_tensor)
+    return Sought(True, shard.shape, (shard.offset, shard.extent), shard.holders)
+
+
+def _fill_and_cast(reader: Reader, shard: Shard, chunks: list[Chunk], progress: Progress) -> None:
+    """Fill a tensor or array of another dtype than was saved, by way of host memory for one shard."""
+    raw = np.empty(shard.extent, f"V{dtypes.dtype(chunks[0].dtype).itemsize}")
+    reader.fill([Request(shard.leaf.name, chunks, (shard.offset, shard.extent), raw)], progress)
+    try:
+        if raw.size:
+            _convert(raw, chunks[0].dtype, shard.local)
+    except (TypeError, ValueError, RuntimeError, NotImplementedError, AttributeError) as error:
+        what = f"{chunks[0].dtype} is not converted to {shard.dtype}: {error}"
+        raise StateError(what, subject=show(shard.leaf.path, "into")) from error
+
+
+def _convert(raw: Any, saved: str, target: Any) -> None:
+    """Copy items that are numbers of the dtype ``saved``: by numpy's conversion into an array, by torch's into a tensor."""
+    if isinstance(target, np.ndarray):
+        if dtypes.of_numpy(dtypes.to_numpy(saved)) != saved:
+            raise TypeError("numpy does not know it")
+        np.copyto(target, raw.view(dtypes.to_numpy(saved)), casting="unsafe")
+        return
+    import torch
+
+    numbers = torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(getattr(torch, saved)).reshape(raw.shape)
+    target.detach().copy_(numbers)
 
 
 def _fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: Progress) -> None:
@@ -85,33 +182,73 @@ def _fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress:
 def restore_latest(
     repository: Repository,
     into: Any,
+    agreement: Agreement,
     *,
     rank: int = 0,
+    world_size: int = 1,
     strict: bool = True,
+    cast: bool = False,
     progress: Progress = _silent,
 ) -> Version | None:
-    """``restore`` from the newest version; that version, or None if there is none."""
-    version = repository.latest()
-    if version is not None:
-        restore(version, into, rank=rank, strict=strict, progress=progress)
-    return version
+    """``restore`` from the newest version that all ranks find whole; that version, or None if there is none.
+
+    Falls back past a damaged version, with an error in the log. With ``strict=False``, ``Damaged`` if a tensor that the damaged
+    version holds is not in the one before: it may be filled already, and would be of another version than the rest.
+    """
+    filled: Collection[str] = ()
+    damage, entry = "", agreement.settle(None, "")
+    while entry is not None:
+        try:
+            version = agreement.version(entry)
+            plan = plan_restore(
+                version,
+                into,
+                rank=rank,
+                world_size=world_size,
+                strict=strict,
+                cast=cast,
+                sources=agreement.sources,
+                filled=filled,
+            )
+            filled = plan.names
+            logger.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
+            plan.execute(progress)
+            damage = ""
+        except Damaged as error:
+            damage = str(error)
+        except BaseException as error:
+            agreement.give_up(str(error))
+            raise
+        answer = agreement.settle(entry, damage)
+        if answer == entry:
+            return repository.at(entry)
+        entry = answer
+    return None
 
 
-def _matching(leaf: Leaf, version: Version) -> Shard:
-    shard, saved = shard_of(leaf, what="into"), version.chunks[leaf.name][0]
+def _matching(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, cast: bool) -> Shard:
     if isinstance(shard.bits, np.ndarray) and isinstance(leaf.value, np.ndarray) and not leaf.value.flags.writeable:
         raise StateError("the array is read-only", subject=show(leaf.path, "into"))
-    if (shard.dtype, shard.shape) != (saved.dtype, saved.shape):
+    if shard.shape != saved.shape or (shard.dtype != saved.dtype and not cast):
         raise StateError(
             f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}",
             subject=show(leaf.path, "into"),
+            remedy="" if shard.shape != saved.shape else "cast=True converts",
         )
     return shard
 
 
-def _check_names(wanted: set[str], saved: set[str], version: Version, strict: bool) -> None:
-    missing, unexpected = sorted(wanted - saved), sorted(saved - wanted)
-    if not strict or not (missing or unexpected):
+def _check_names(wanted: set[str], found: Found, version: Version, rank: int) -> None:
+    """``StateError`` for names that only one side has. The rest of the manifest is read only if there may be others: each element
+    is saved once, so a version whose bytes are all wanted holds no other tensor, but for empty ones."""
+    missing = sorted(wanted - found.chunks.keys() - found.values.keys())
+    first = [rows[0] for name, rows in found.chunks.items() if rows]
+    nbytes = sum(math.prod(row.shape) * dtypes.dtype(row.dtype).itemsize for row in first)
+    saved = found.names | found.values.keys()
+    if missing or nbytes != version.record.raw:
+        saved = version.chunks.keys() | {row.name for row in version.value_rows(rank)}
+    unexpected = sorted(saved - wanted)
+    if not (missing or unexpected):
         return
     parts = [
         f"{title}: {', '.join(names[:_LISTED])}" + (f" and {len(names) - _LISTED} more" if len(names) > _LISTED else "")

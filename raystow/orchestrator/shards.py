@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from dataclasses import dataclass
 from typing import Any
@@ -11,6 +12,7 @@ import numpy as np
 
 from ..storage import dtypes, manifest
 from ..storage.errors import StateError
+from .placed import placed
 from .state import Leaf, numpy_dtype, show
 
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
@@ -51,6 +53,11 @@ class Shard:
         """Bytes per element."""
         return self.format.itemsize
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's elements."""
+        return math.prod(self.extent) * self.itemsize
+
     @functools.cached_property
     def place(self) -> tuple[int, tuple[int, ...]] | None:
         """On a device: the address of the first element, and the bytes from one to the next in each dimension; None if elements
@@ -81,8 +88,8 @@ def _torch_shard(leaf: Leaf, where: str) -> Shard:
     holders: tuple[int, ...] = ()
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):
-        offset, extent, holders, first = _placed(tensor, where)
-        local = tensor.to_local()
+        place, local = placed(tensor, where), tensor.to_local()
+        (offset, extent), holders, first = place.box, place.holders, place.first
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
         raise StateError(f"tensors of class {type(tensor).__name__} cannot be stored", subject=where, remedy="save its parts")
     if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
@@ -96,27 +103,6 @@ def _torch_shard(leaf: Leaf, where: str) -> Shard:
     return Shard(
         leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, local.device.index if local.is_cuda else None
     )
-
-
-def _placed(tensor: Any, where: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...], int]:
-    """Offset and extent of this rank's box of a DTensor, the ranks that hold the same box, and the first rank of its mesh."""
-    from torch.distributed.tensor import Replicate
-    from torch.distributed.tensor import Shard as Split
-    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-
-    mesh, placements = tensor.device_mesh, tensor.placements
-    for placement in placements:
-        if type(placement) not in (Split, Replicate):
-            raise StateError(
-                f"DTensors placed as {placement} cannot be stored", subject=where, remedy="redistribute it to Shard or Replicate"
-            )
-    extent, offset = compute_local_shape_and_global_offset(tensor.shape, mesh, placements)
-    here = mesh.get_coordinate()
-    if here is None:
-        raise StateError("this rank is not part of the tensor's mesh", subject=where)
-    same = tuple(slice(None) if p.is_replicate() else at for p, at in zip(placements, here, strict=True))
-    holders = tuple(sorted(mesh.mesh[same].flatten().tolist()))
-    return tuple(offset), tuple(extent), holders, int(mesh.mesh.min())
 
 
 @functools.cache

@@ -24,9 +24,6 @@ STREAM = 32 << 10
 own Huffman code; still shorter ones gain little and decode slower. A reader goes by what the chunk says: streams coded on a GPU
 may be of another size."""
 
-MAX_CHUNK = 256 << 20
-"""No chunk decodes to more bytes than this; a reader refuses one that claims to."""
-
 RAW, ZSTD, DEFLATE, PACK7, ANS = "raw", "zstd", "deflate", "pack7", "ans"
 STREAMED = (ZSTD, DEFLATE, ANS)
 """Codecs whose planes are made of streams."""

@@ -6,9 +6,10 @@ from dataclasses import replace
 
 from . import keys
 from .digest import stored_digest
-from .errors import Fenced
+from .errors import Fenced, SaveFailed
 from .repository import Repository
 from .root import Entry, Root
+from .signing import Signer, Trust
 from .version import Version
 from .version_record import VersionRecord
 
@@ -16,15 +17,26 @@ from .version_record import VersionRecord
 class Committer:
     """Commits under one epoch. Taking a newer epoch elsewhere makes every later commit here raise ``Fenced``."""
 
-    def __init__(self, repository: Repository, owner: str) -> None:
-        """Take the next epoch for ``owner``, a name that no other committer has ever had."""
-        self.repository = repository
+    def __init__(self, repository: Repository, owner: str, signer: Signer | None = None) -> None:
+        """Take the next epoch for ``owner``, a name that no other committer has ever had. ``signer`` signs what is committed.
+
+        ``Untrusted``, and no epoch is taken, if the repository or this process would not read what is signed so.
+        """
+        for trust in (Trust(repository.signed_by), repository.trust):
+            trust.admit(signer)
+        self.repository, self._signer = repository, signer
+        self._last: tuple[Entry, bytes] | None = None
 
         def take(root: Root) -> Root:
             return root if root.owner == owner else replace(root, epoch=root.epoch + 1, owner=owner)
 
         root = repository.register.update(take)
-        self.epoch, self._next_id = root.epoch, root.next_id
+        self.epoch, self.owner, self._next_id = root.epoch, owner, root.next_id
+
+    @property
+    def signs(self) -> bool:
+        """Whether what is committed gets a signature."""
+        return self._signer is not None
 
     def reserve(self) -> tuple[int, str]:
         """An id and attempt for the next version. Ids ascend; one whose attempt fails is never used again by this epoch."""
@@ -35,45 +47,51 @@ class Committer:
     def commit(self, record: VersionRecord) -> Version:
         """Make ``record`` a version: write the record, then swap the root. Fragments and packs are durable by now.
 
-        Raises ``Fenced`` if a newer epoch was taken, and ``StoreUnavailable`` if the store gave no answer in time: then the
-        version may or may not exist, and calling again with the same record settles it.
+        Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if a newer version or a collection has spent the id, and
+        ``StoreUnavailable`` if the store gave no answer in time: then the version may or may not exist, and calling again with
+        the same record settles it.
         """
         data = record.dump()
+        digest = stored_digest(data)
         self.repository.store.put(record.key(), [data])
-        entry = Entry(
-            id=record.id,
-            attempt=record.attempt,
-            digest=stored_digest(data).hex(),
-            size=len(data),
-            step=record.step,
-            created=record.created,
-            raw=record.raw,
-            stored=record.stored,
-        )
+        if self._signer is not None:
+            signature = self._signer.sign(record.repository, record.id, record.attempt, digest)
+            self.repository.store.put(keys.signature(record.id, record.attempt), [signature])
+        entry = record.entry(digest, len(data))
+        self._last = entry, data
 
         def add(root: Root) -> Root:
             if entry in root.versions:
                 return root  # done before; the answer was lost
-            self._check(root)
+            self.check(root)
             if entry.id < root.next_id:  # also if that version was there once, and retention has dropped it
-                raise Fenced(f"id {entry.id} is spent: the next version is {root.next_id}", subject=keys.ROOT)
+                self._next_id = max(self._next_id, root.next_id)
+                raise SaveFailed(f"id {entry.id} is spent: the next version is {root.next_id}", subject=keys.ROOT)
             return replace(root, next_id=entry.id + 1, versions=(*root.versions, entry))
 
         self.repository.register.update(add)
-        return Version(self.repository.store, entry, self.repository.id)
+        return self.repository.at(entry)
+
+    def record(self, entry: Entry) -> bytes:
+        """The record of the version committed last, if that is ``entry``: nothing else is remembered."""
+        return self._last[1] if self._last is not None and self._last[0] == entry else b""
 
     def discard(self, id: int, attempt: str) -> None:
-        """Delete the objects of an attempt that this epoch gave up; one that is a live version is left alone.
+        """Delete the objects of an attempt that this epoch gave up; one that is or was a version is left alone.
 
-        Safe, since only the epoch that reserved an attempt can commit it, and it decides once.
+        Safe, since only the epoch that reserved an attempt can commit it, and it decides once. It may have been a version although
+        its commit raised ``Fenced``: if no answer came, and another epoch has committed and dropped before the root was read
+        again. Then a collection deletes it, when nobody reads it any more.
         """
-        if any(entry.attempt == attempt for entry in self.repository.root().versions):
+        root = self.repository.root()
+        if any((known.id, known.attempt) == (id, attempt) for known in (*root.versions, *root.dropped)):
             return
         store = self.repository.store
         store.delete([info.key for info in store.list(keys.prefix(id, attempt))])
 
-    def _check(self, root: Root) -> None:
-        if root.epoch != self.epoch:
+    def check(self, root: Root) -> None:
+        """Raise ``Fenced`` if another has taken a newer epoch; or, after a repair that could not know of this one, the same."""
+        if (root.epoch, root.owner) != (self.epoch, self.owner):
             raise Fenced(
                 f"epoch {root.epoch} of {root.owner!r} has replaced epoch {self.epoch}",
                 subject=keys.ROOT,

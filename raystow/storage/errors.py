@@ -9,6 +9,7 @@
     │   └── UnsafeStore        the store cannot keep commits atomic: use another
     ├── NotARepository         nothing of raystow's lies under this URI
     ├── Damaged                stored bytes are not what was written: use another version
+    ├── Untrusted              a version or a writer without a signature that is asked for: find out who wrote it, or fix the keys
     ├── Unsupported            written by a newer raystow, or needs a part that is missing here
     ├── Fenced                 a newer coordinator has taken over: stop
     ├── SaveFailed             this attempt will never be a version; training and later saves are not harmed
@@ -72,6 +73,10 @@ class NotARepository(RaystowError):
 
 class Damaged(RaystowError):
     """An object is missing, cut, or differs from what was written."""
+
+
+class Untrusted(RaystowError):
+    """A signature by a trusted key is asked for, and there is none."""
 
 
 class Unsupported(RaystowError):

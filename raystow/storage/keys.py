@@ -9,10 +9,14 @@ from .errors import Damaged
 MARKER = "raystow.json"
 ROOT = "root.json"
 VERSIONS = "versions/"
+LEASES = "leases/"
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,31}")
-_PREFIX = re.compile(r"versions/([0-9]{8,})-([0-9a-f]{16})/.")
+_PREFIX = re.compile(r"versions/([0-9]{8,19})-([0-9a-f]{16})/.")
+_FRAGMENT = re.compile(r"tensors-([0-9]{5,9})\.parquet")
+_PACK = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})-([0-9]{5,9})\.pack")
+_LEASE = re.compile(r"leases/([0-9]{8,19})-([0-9a-f]{16})-[0-9a-f]{16}\.json")
 
 
 def prefix(version: int, attempt: str) -> str:
@@ -27,6 +31,11 @@ def record(version: int, attempt: str) -> str:
     return prefix(version, attempt) + "version.json"
 
 
+def signature(version: int, attempt: str) -> str:
+    """The signature of the version record."""
+    return prefix(version, attempt) + "version.sig"
+
+
 def fragment(version: int, attempt: str, node: int) -> str:
     """The manifest fragment that node number ``node`` of the attempt wrote."""
     return f"{prefix(version, attempt)}tensors-{_count(node):05d}.parquet"
@@ -39,11 +48,33 @@ def pack(version: int, attempt: str, node: int, group: str, number: int) -> str:
     return f"{prefix(version, attempt)}{group}-{_count(node):05d}-{_count(number):05d}.pack"
 
 
+def place_of(key: str) -> tuple[int] | tuple[int, str, int] | None:
+    """What follows the attempt in a key: of a fragment the node, of a pack node, group and number; None for all else."""
+    name = key.rpartition("/")[2]
+    if match := _FRAGMENT.fullmatch(name):
+        return (int(match[1]),)
+    match = _PACK.fullmatch(name)
+    return (int(match[2]), match[1], int(match[3])) if match else None
+
+
 def attempt_of(key: str) -> tuple[int, str] | None:
     """The version id and attempt in whose folder ``key`` lies, or None if it lies elsewhere."""
     match = _PREFIX.match(key)
     found = (int(match[1]), match[2]) if match else None
     return found if found and found[0] and key.startswith(prefix(*found)) else None
+
+
+def lease(version: int, attempt: str, token: str) -> str:
+    """A lease of one reader, named by its ``token``, on a version."""
+    if not _ATTEMPT.fullmatch(token):
+        raise Damaged(f"not a token: {token!r}")
+    return f"{LEASES}{prefix(version, attempt)[len(VERSIONS) : -1]}-{token}.json"
+
+
+def leased(key: str) -> tuple[int, str] | None:
+    """The version id and attempt that the lease at ``key`` is on, or None if it is no lease."""
+    match = _LEASE.fullmatch(key)
+    return (int(match[1]), match[2]) if match else None
 
 
 def _count(number: int) -> int:

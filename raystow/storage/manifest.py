@@ -6,21 +6,23 @@ tensor in row-major order. Values that are not tensors stand in rows of their ow
 
 from __future__ import annotations
 
+import contextlib
+import itertools
 import json
 import math
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from . import dtypes
+from . import dtypes, parquet
 from .boxes import Box
-from .chunk import MAX_CHUNK, Coding
-from .errors import Damaged, Unsupported
-
-MAX_FRAGMENT = 1 << 30
-"""Bytes; a reader refuses a larger fragment."""
+from .chunk import Coding
+from .errors import Damaged, StateError, Unsupported
+from .limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
+from .records import shown
 
 TENSOR, ARRAY, SCALAR, VALUE = "tensor", "array", "scalar", "value"
 """Kinds of rows: a torch tensor, a numpy array, a numpy scalar, and a plain Python value."""
@@ -102,28 +104,51 @@ class Fragment:
     values: tuple[Value, ...]
 
     def dump(self) -> bytes:
-        """The fragment as a Parquet file, sorted by name and offset."""
+        """The fragment as a Parquet file, sorted by name and offset; ``StateError`` if it is more than readers take."""
         chunks = sorted(self.chunks, key=lambda c: (c.name, c.offset))
         values = sorted(self.values, key=lambda v: (v.name, v.ranks))
         rows = [_chunk_row(c) for c in chunks] + [_value_row(v) for v in values]
         rows.sort(key=lambda row: str(row["name"]))
-        sink = pa.BufferOutputStream()
-        pq.write_table(pa.Table.from_pylist(rows, SCHEMA), sink, compression="zstd")
-        return bytes(sink.getvalue())
+        table, sink = pa.Table.from_pylist(rows, SCHEMA), pa.BufferOutputStream()
+        pq.write_table(table, sink, compression="zstd")
+        data = bytes(sink.getvalue())
+        try:
+            parquet.check(data, SCHEMA)
+            for row in rows:
+                _short(row["name"], row["path"])
+            if table.nbytes > MAX_TEXT:
+                raise Damaged(f"{table.nbytes} bytes, more than {MAX_TEXT}")
+        except Damaged as error:
+            raise StateError(f"the manifest of one node would be too large: {error.what}", remedy="save less in one") from error
+        return data
 
     @staticmethod
     def load(data: bytes, node: int, key: str) -> Fragment:
         """Parse and check a fragment whose digest the caller has checked; ``Damaged`` naming ``key`` if a row makes no sense."""
-        try:
-            table = pq.read_table(pa.BufferReader(data), schema=SCHEMA)
-            rows = table.to_pylist()
-            chunks = tuple(_chunk(row, node) for row in rows if row["kind"] != VALUE)
-            values = tuple(_value(row) for row in rows if row["kind"] == VALUE)
-        except (Damaged, Unsupported) as error:
-            raise type(error)(error.what, subject=key, remedy=error.remedy) from error
-        except (pa.ArrowException, OSError, TypeError, ValueError, KeyError) as error:
-            raise Damaged(f"not a manifest fragment: {error}", subject=key) from error
-        return Fragment(node, chunks, values)
+        with parsing(key):
+            return Fragment.of(itertools.chain.from_iterable(parquet.read(data, SCHEMA)), node)
+
+    @staticmethod
+    def of(rows: Iterable[dict[str, Any]], node: int) -> Fragment:
+        """Rows as they are in Parquet, each of them checked."""
+        chunks, values = list[Chunk](), list[Value]()
+        for row in rows:
+            if row["kind"] == VALUE:
+                values.append(_value(row))
+            else:
+                chunks.append(_chunk(row, node))
+        return Fragment(node, tuple(chunks), tuple(values))
+
+
+@contextlib.contextmanager
+def parsing(key: str) -> Iterator[None]:
+    """Whatever goes wrong with a fragment within is ``Damaged`` or ``Unsupported``, and names ``key``."""
+    try:
+        yield
+    except (Damaged, Unsupported) as error:
+        raise type(error)(error.what, subject=key, remedy=error.remedy) from error
+    except (pa.ArrowException, OSError, TypeError, ValueError, LookupError, RuntimeError) as error:
+        raise Damaged(f"not a manifest fragment: {str(error)[:300]}", subject=key) from error
 
 
 def _chunk_row(c: Chunk) -> dict[str, Any]:
@@ -156,10 +181,8 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
     """A row as a chunk, with every number checked before anyone allocates or reads by it."""
     flags = _CODINGS.get(tuple(row["transform"]))
     if flags is None or row["base"] is not None or row["kind"] not in (TENSOR, ARRAY, SCALAR):
-        raise Unsupported(
-            f"row {row['name']!r}: kind {row['kind']!r}, transform {row['transform']!r}, base {row['base']!r} are not known",
-            remedy="upgrade raystow",
-        )
+        named = f"kind {shown(row['kind'])}, transform {shown(row['transform'])}, base {row['base']}"
+        raise Unsupported(f"row {shown(row['name'])}: {named} are not known", remedy="upgrade raystow")
     chunk = Chunk(
         name=_text(row["name"]),
         path=_text(row["path"]),
@@ -178,25 +201,44 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
         raw_digest=int(row["raw_digest"]),
         stored_digest=bytes(row["stored_digest"]),
     )
-    boxes = zip(chunk.offset, chunk.extent, chunk.shape, strict=True)
-    if any(o < 0 or e < 0 or o + e > s for o, e, s in boxes) or not 0 <= chunk.nbytes <= MAX_CHUNK:
-        raise Damaged(f"row {chunk.name!r}: box {chunk.offset} + {chunk.extent} does not lie in shape {chunk.shape}")
-    if chunk.start < 0 or chunk.pack < 0 or min(chunk.coding.stored, default=-1) < 0 or chunk.coding.size > 2 * MAX_CHUNK:
-        raise Damaged(f"row {chunk.name!r}: bytes {chunk.start} + {chunk.coding.size} of pack {chunk.pack} cannot be")
+    _short(chunk.name, chunk.path)
+    _check_box(chunk)
+    if chunk.start < 0 or not 0 <= chunk.pack <= MAX_NUMBER:
+        raise Damaged(f"row {chunk.name!r:.80}: there is no byte {chunk.start} of a pack {chunk.pack}")
+    if min(chunk.coding.stored, default=-1) < 0 or chunk.coding.size > MAX_STORED_CHUNK:
+        raise Damaged(f"row {chunk.name!r:.80}: planes of {shown(chunk.coding.stored)} bytes cannot be")
     return chunk
 
 
+def _check_box(chunk: Chunk) -> None:
+    """The box lies in the shape, and neither stands for more bytes than there can be. An empty tensor has a size as well: that of
+    its shape without the zeros, which is what numpy looks at."""
+    if not len(chunk.shape) == len(chunk.offset) == len(chunk.extent) <= MAX_DIMENSIONS:
+        raise Damaged(f"row {chunk.name!r:.80}: shape, offset and extent of different lengths, or of more than {MAX_DIMENSIONS}")
+    if any(o < 0 or e < 0 or o + e > s for o, e, s in zip(*chunk.box, chunk.shape, strict=True)):
+        raise Damaged(f"row {chunk.name!r:.80}: box {chunk.offset} + {chunk.extent} does not lie in shape {chunk.shape}")
+    item = dtypes.dtype(chunk.dtype).itemsize
+    if chunk.nbytes > MAX_CHUNK or math.prod(filter(None, chunk.shape)) * item > MAX_TENSOR:
+        raise Damaged(f"row {chunk.name!r:.80}: extent {chunk.extent} or shape {chunk.shape} is too large")
+
+
 def _value(row: dict[str, Any]) -> Value:
-    ranks = tuple(map(int, row["ranks"]))
-    if not ranks or min(ranks) < 0:
-        raise Damaged(f"row {row['name']!r}: ranks {ranks!r} cannot be")
-    return Value(_text(row["name"]), _text(row["path"]), _text(row["value"]), ranks)
+    value = Value(_text(row["name"]), _text(row["path"]), _text(row["value"]), tuple(map(int, row["ranks"])))
+    _short(value.name, value.path)
+    if not value.ranks or not 0 <= min(value.ranks) <= max(value.ranks) <= MAX_NUMBER:
+        raise Damaged(f"row {value.name!r:.80}: ranks {shown(value.ranks)} cannot be")
+    return value
 
 
 def _text(value: object) -> str:
     if not isinstance(value, str):
-        raise Damaged(f"{value!r:.40} where a text is expected")
+        raise Damaged(f"{shown(value)} where a text is expected")
     return value
+
+
+def _short(name: str, path: str) -> None:
+    if max(len(name), len(path)) > MAX_NAME:
+        raise Damaged(f"a name or path of more than {MAX_NAME} characters: {name[:80]!r}")
 
 
 def path_text(path: tuple[Any, ...]) -> str:

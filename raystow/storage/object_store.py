@@ -1,4 +1,4 @@
-"""What a repository needs of the place that keeps its objects: eight operations, one of them a compare-and-swap.
+"""What a repository needs of the place that keeps its objects: ten operations, one of them a compare-and-swap.
 
 Keys are relative to the store's root, ``/``-separated, and made by ``keys`` only. Every method raises the ``StoreError`` that
 fits (``NotFound``, ``PreconditionFailed``, ``StoreUnavailable``) naming the key, and returns or fails within a deadline.
@@ -28,6 +28,15 @@ class Tagged:
 
     data: bytes
     tag: str
+
+
+@dataclass(frozen=True)
+class Unfinished:
+    """A write that was begun and never completed: what a killed writer leaves. ``started``: seconds since 1970, by the store."""
+
+    key: str
+    token: str
+    started: float
 
 
 @runtime_checkable
@@ -65,3 +74,9 @@ class ObjectStore(Protocol):
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove objects; those that do not exist are no error."""
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """Every write that was begun and is not complete: also those that are going on right now."""
+
+    def abort(self, unfinished: Iterable[Unfinished]) -> None:
+        """Remove what such writes have stored so far; those that are gone are no error."""

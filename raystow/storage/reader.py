@@ -58,6 +58,11 @@ class Run:
     length: int
     pieces: tuple[Piece, ...]
 
+    @property
+    def cost(self) -> int:
+        """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, and one chunk's planes."""
+        return self.length + 2 * max(piece.chunk.nbytes for piece in self.pieces)
+
     def stored(self, piece: Piece, data: Any) -> Any:
         """The bytes of one piece's chunk in what was fetched."""
         begin = piece.chunk.start - self.start
@@ -87,18 +92,36 @@ class Reader:
         Raises ``Damaged`` naming the pack and the tensor, or the store's error; what the targets hold is undefined then.
         Memory beyond the targets: for each thread 16 MiB of stored bytes and one chunk.
         """
-        self._decode(self.runs(requests), progress)
+        for _ in self._decode(self.runs(requests), progress, self.threads):
+            pass
 
-    def check(self, wanted: Iterable[Chunk], progress: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Read and decode chunks, hold them against their digests, and keep nothing."""
-        self._decode(self._runs([Piece(chunk) for chunk in wanted]), progress)
+    def check(self, runs: Sequence[Run], progress: Callable[[int], None], *, memory: int) -> Iterator[Run]:
+        """Read and decode runs, hold each chunk against its digests, keep nothing; yields each run, in order, once it is whole.
+
+        ``progress`` as for ``fill``. As many threads read as find room in ``memory`` bytes, but one in any case.
+        """
+        room = memory // max((run.cost for run in runs), default=1)
+        return self._decode(runs, progress, max(1, min(self.threads, room)))
+
+    def whole(self, wanted: Iterable[Chunk]) -> list[Run]:
+        """What must be fetched to read chunks whole."""
+        return self._runs([Piece(chunk) for chunk in wanted])
 
     def runs(self, requests: Iterable[Request]) -> list[Run]:
         """What must be fetched to fill the requests; ``Damaged`` unless the manifest's chunks tile each of them."""
         return self._runs([piece for request in requests for piece in _pieces(request)])
 
     def fetch(self, run: Run, into: memoryview | None = None) -> Buffer:
-        """A run's bytes, in new memory or ``into`` the caller's: each chunk held against the digest of its stored bytes."""
+        """A run's bytes, in new memory or ``into`` the caller's: each chunk held against the digest of its stored bytes.
+
+        Fetched a second time if they are wrong: they may have been changed on their way.
+        """
+        try:
+            return self._fetch(run, into)
+        except Damaged:
+            return self._fetch(run, into)
+
+    def _fetch(self, run: Run, into: memoryview | None) -> Buffer:
         try:
             if into is None:
                 data = self._store.get_range(run.key, run.start, run.length)
@@ -123,23 +146,23 @@ class Reader:
             for run in _coalesced(keys.pack(self._version, self._attempt, node, group, pack), of)
         ]
 
-    def _decode(self, runs: list[Run], progress: Callable[[int], None]) -> None:
+    def _decode(self, runs: Sequence[Run], progress: Callable[[int], None], threads: int) -> Iterator[Run]:
         if not runs:
             return
-        with ThreadPoolExecutor(min(self.threads, len(runs)), "raystow-read") as pool:
+        with ThreadPoolExecutor(min(threads, len(runs)), "raystow-read") as pool:
             try:
-                for _ in pool.map(lambda run: self._decode_one(run, progress), runs):
-                    pass
+                yield from pool.map(lambda run: self._decode_one(run, progress), runs)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _decode_one(self, run: Run, progress: Callable[[int], None]) -> None:
+    def _decode_one(self, run: Run, progress: Callable[[int], None]) -> Run:
         data = np.frombuffer(self.fetch(run), np.uint8)
         for piece in run.pieces:
             with run.naming(piece):
                 _decode(piece, run.stored(piece, data))
             progress(piece.chunk.nbytes)
+        return run
 
 
 def _pieces(request: Request) -> list[Piece]:

@@ -12,19 +12,27 @@ So a person can read it, any JSON parser takes it, and a flipped bit anywhere is
 from __future__ import annotations
 
 import json
-from typing import Any
+import math
+import reprlib
+from typing import Any, NoReturn
 
 from .digest import stored_digest
-from .errors import Damaged, Unsupported
+from .errors import Damaged, StateError, Unsupported
+from .limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SIGNATURE, MAX_TIME
 
 FORMAT = 1
+LIMITS = {"raystow.json": MAX_MARKER, "root.json": MAX_ROOT, "version.json": MAX_RECORD, "version.sig": MAX_SIGNATURE}
+"""Bytes that each record has at most, by its file's name."""
 _LINE = len('{"digest": "') + 64 + len('",\n')
 
 
 def dump(fields: dict[str, Any], key: str) -> bytes:
-    """The bytes of the record that is to lie at ``key``."""
+    """The bytes of the record that is to lie at ``key``; ``StateError`` if they are more than readers take."""
     text = json.dumps({"format": FORMAT, "record": _name(key), **fields}, indent=1, allow_nan=False)
     body = text[text.index("{") + 1 :].lstrip("\n").encode()
+    if _LINE + len(body) > LIMITS[_name(key)]:
+        what = f"the record would take {_LINE + len(body)} bytes, and readers take {LIMITS[_name(key)]}"
+        raise StateError(what, subject=key, remedy="prune versions, or save less in one")
     return f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body
 
 
@@ -34,26 +42,44 @@ def load(data: bytes, key: str) -> dict[str, Any]:
     if line != f'{{"digest": "{stored_digest(body).hex()}",\n'.encode():
         raise Damaged("the record does not match its own digest", subject=key)
     try:
-        fields = json.loads(data)
+        fields = json.loads(data.decode(), parse_constant=_no_number)
     except (ValueError, RecursionError) as error:
         raise Damaged(f"not JSON: {error}", subject=key) from error
     if not isinstance(fields, dict):
         raise Damaged("not a record", subject=key)
     if fields.get("format") != FORMAT:
-        raise Unsupported(f"format {fields.get('format')!r}; this raystow reads {FORMAT}", subject=key, remedy="upgrade raystow")
+        what = f"format {shown(fields.get('format'))}; this raystow reads {FORMAT}"
+        raise Unsupported(what, subject=key, remedy="upgrade raystow")
     if fields.get("record") != _name(key):
-        raise Damaged(f"the object holds another record: {fields.get('record')!r:.60}", subject=key)
+        raise Damaged(f"the object holds another record: {shown(fields.get('record'))}", subject=key)
     return fields
 
 
 def field(fields: dict[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """``fields[name]``, checked to be of ``kind`` (and, for numbers, not a bool and not negative)."""
+    """``fields[name]``, checked to be of ``kind`` (and, for integers, not a bool, not negative, and of at most 63 bits)."""
     value = fields.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
-        raise Damaged(f"field {name!r} is {value!r:.60}", subject=key)
-    if isinstance(value, int | float) and value < 0:
-        raise Damaged(f"field {name!r} is negative", subject=key)
+        raise Damaged(f"field {name!r} is {shown(value)}", subject=key)
+    if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
+        raise Damaged(f"field {name!r} is {shown(value)}, which is no number here", subject=key)
     return value
+
+
+def time(fields: dict[str, Any], name: str, key: str) -> float:
+    """``fields[name]``, checked to be a time that a calendar has: seconds since 1970."""
+    value = field(fields, name, (int, float), key)
+    if not (math.isfinite(value) and 0 <= value <= MAX_TIME):
+        raise Damaged(f"field {name!r} is {shown(value)}, which is no time", subject=key)
+    return float(value)
+
+
+def shown(value: object) -> str:
+    """A value from storage for an error's text: short, however large or deep it is."""
+    return reprlib.repr(value)
+
+
+def _no_number(word: str) -> NoReturn:
+    raise ValueError(f"{word} is not a number in JSON")
 
 
 def _name(key: str) -> str:

@@ -2,31 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+import os
+from collections.abc import Callable, Collection, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
-from . import keys, records, retention
+from . import collect, key_files, keys, leases, records, retention, store_clock
 from .clock import SYSTEM, Clock
+from .collect import CollectionPlan
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
+from .journal import Journal
+from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
 from .probe import probe_conditional_writes
 from .retention_plan import RetentionPlan
-from .root import Register, Root
+from .root import REPAIR, Entry, Register, Root
+from .signing import PublicKey, Signer, Trust, dump_keys, load_keys
 from .stores import open_store
-from .verify import Verified, verify
+from .verify import Verified, verify_bytes, verify_sizes
 from .version import Version
 
-_MAX_MARKER = 64 << 10  # bytes
 _RECORDS_AT_ONCE = 16
 
 
 class Repository:
-    """A repository that exists. Listing and reading need no Ray, no GPU and no lock: a version never changes."""
+    """A repository that exists. Listing and reading need no Ray, no GPU and no lock: a version never changes.
 
-    def __init__(self, store: ObjectStore, id: str, *, clock: Clock = SYSTEM) -> None:
+    ``trust``: who must have signed the versions that are read. ``signed_by``: the keys that the repository itself asks for.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        id: str,
+        *,
+        clock: Clock = SYSTEM,
+        trust: Trust | None = None,
+        signed_by: tuple[PublicKey, ...] = (),
+    ) -> None:
         self.store, self.id, self.clock = store, id, clock
+        self.trust, self.signed_by = trust or Trust(signed_by), signed_by
         self.register = Register(store, clock, repository=id)
 
     @property
@@ -42,16 +59,20 @@ class Repository:
         try:
             return self.register.read()
         except NotFound:
-            raise Damaged("the repository's root is missing", subject=keys.ROOT) from None
+            raise Damaged("the repository's root is missing", subject=keys.ROOT, remedy=REPAIR) from None
 
     def versions(self) -> list[Version]:
         """Every committed version, oldest first. One read."""
-        return [Version(self.store, entry, self.id) for entry in self.root().versions]
+        return [self.at(entry) for entry in self.root().versions]
+
+    def at(self, entry: Entry, *, store: ObjectStore | None = None) -> Version:
+        """The version that an entry of the root names; read through another ``store``, if one is given."""
+        return Version(store or self.store, entry, self.id, self.trust)
 
     def latest(self) -> Version | None:
         """The newest version, or None if there is none yet."""
-        versions = self.versions()
-        return versions[-1] if versions else None
+        entries = self.root().versions
+        return self.at(entries[-1]) if entries else None
 
     def version(self, id: int) -> Version:
         """The version with this id."""
@@ -60,9 +81,22 @@ class Repository:
                 return version
         raise StateError(f"there is no version {id}", subject=self.uri, remedy="`raystow ls` lists what there is")
 
-    def verify(self, version: Version, progress: Callable[[int], None] = lambda nbytes: None) -> Verified:
-        """Read every byte of a version and hold it against its digests; ``Damaged`` names the first object found wrong."""
-        return verify(version, self.store, progress)
+    def verify(
+        self,
+        version: Version,
+        progress: Callable[[int], None] = lambda nbytes: None,
+        *,
+        deep: bool = True,
+        journal: Journal | None = None,
+    ) -> Verified:
+        """Read every byte of a version and hold it against its digests; ``Damaged`` names the first object found wrong.
+
+        ``progress`` is told the decoded bytes of each chunk. Packs in the ``journal`` are not read again; those read are added.
+        With ``deep=False`` no pack is read: record and manifest are checked by their digests, packs by their sizes.
+        Memory: the manifest and up to 512 MiB of chunks under way.
+        """
+        fresh = self.at(version.entry)  # what the caller's has read before may have been damaged since
+        return verify_bytes(fresh, self.store, progress, journal=journal) if deep else verify_sizes(fresh, self.store)
 
     def orphans(self) -> list[str]:
         """Keys of objects that belong to no live version: of dropped ones, and of attempts that failed or are under way."""
@@ -87,49 +121,122 @@ class Repository:
 
         self.register.update(change)
 
-    def plan_retention(self, policy: retention.Policy) -> RetentionPlan:
+    @contextlib.contextmanager
+    def lease(self, version: Version) -> Iterator[None]:
+        """Keep a version's objects in the store while it is read, even if it is dropped meanwhile. ``NotFound`` if it is gone."""
+        with leases.Lease(self.store, version.id, version.attempt, self.clock):
+            if version.entry not in self.root().versions:
+                raise NotFound(f"version {version.id} was dropped meanwhile", subject=self.uri, remedy="take a newer one")
+            yield
+
+    def record_verified(self, version: Version) -> None:
+        """Note that a deep verification found ``version`` whole: retention keeps the newest of which that is said."""
+
+        def change(root: Root) -> Root:
+            known = version.entry in root.versions and version.id > root.verified
+            return replace(root, verified=version.id) if known else root
+
+        self.register.update(change)
+
+    def plan_retention(self, policy: retention.Policy, *, known: dict[str, dict[str, Any]] | None = None) -> RetentionPlan:
         """What ``policy`` keeps and drops of the versions there are now; changes nothing before ``execute()`` is called.
 
-        Reads the root and, if the policy has ``keep_best``, every version's record.
+        Reads the root, the leases and, if the policy has ``keep_best``, every version's record. ``known``: metrics by attempt
+        that need not be read; those read are added to it.
         """
         root = self.root()
         metrics: dict[int, dict[str, Any]] = {}
         if policy.keep_best is not None:
-            versions = [Version(self.store, entry, self.id) for entry in root.versions]
+            known = {} if known is None else known
+            versions = [self.at(entry) for entry in root.versions if entry.attempt not in known]
             with ThreadPoolExecutor(_RECORDS_AT_ONCE) as pool:
-                metrics = dict(pool.map(lambda version: (version.id, version.metrics), versions))
-        return RetentionPlan(self.register, retention.plan(root.versions, policy, pins=root.pins, metrics=metrics))
+                known.update(pool.map(lambda version: (version.attempt, version.metrics), versions))
+            metrics = {entry.id: known[entry.attempt] for entry in root.versions}
+
+        def decide(leased: Collection[tuple[int, str]]) -> tuple[retention.Decision, ...]:
+            return retention.plan(root.versions, policy, pins=root.pins, metrics=metrics, verified=root.verified, leased=leased)
+
+        decisions = decide(())
+        if not all(decision.keep for decision in decisions):  # else nobody needs to know what time it is in the store
+            decisions = decide(leases.held(self.store, store_clock.now(self.store, self.clock)))
+        return RetentionPlan(self.register, self.store, self.clock, decisions)
+
+    def plan_collection(self, *, grace: float = collect.GRACE, dropped_only: bool = False) -> CollectionPlan:
+        """What lies in the store and belongs to no version; changes nothing before ``execute()`` is called.
+
+        ``grace``: seconds that dropped versions and idle attempts are left alone; with 0, a save under way may fail. With
+        ``dropped_only``, what failed attempts have left is not looked for: that takes a listing of everything.
+        ``Damaged`` if the root is: without it nobody can tell what is garbage.
+        """
+        self.root()
+        look = collect.plan_dropped if dropped_only else collect.plan
+        return look(self.store, self.register, self.clock, grace=grace)
 
 
-def open_repository(uri: str, *, clock: Clock = SYSTEM) -> Repository:
-    """Open the repository at ``uri`` for reading; ``NotARepository`` if there is none."""
-    store = open_store(uri)
+def open_repository(uri: str, *, clock: Clock = SYSTEM, trusted_keys: str | os.PathLike[str] | None = None) -> Repository:
+    """Open the repository at ``uri`` for reading; ``NotARepository`` if there is none.
+
+    Whose versions are read: those signed with ``trusted_keys`` (see ``key_files.trust``), else with those that the environment
+    names, else with those that the repository asks for; if there are none of either, everybody's.
+    """
+    store, trust = open_store(uri), key_files.trust(trusted_keys)
     try:
-        marker = records.load(store.get(keys.MARKER, max_bytes=_MAX_MARKER), keys.MARKER)
+        marker = records.load(store.get(keys.MARKER, max_bytes=MAX_MARKER), keys.MARKER)
+    except Damaged as error:
+        raise Damaged(error.what, subject=error.subject, remedy=REPAIR) from error
     except NotFound:
+        _refuse_lost_marker(store)
         if next(iter(store.list("")), None) is None:
             raise NotARepository("there is no repository here", subject=store.uri, remedy="the first save makes one") from None
-        if any(info.key == keys.ROOT for info in store.list(keys.ROOT)):
-            raise Damaged("the repository's marker is missing", subject=keys.MARKER) from None
         raise NotARepository(f"objects lie here, but no {keys.MARKER}", subject=store.uri, remedy="check the path") from None
-    return Repository(store, records.field(marker, "repository", str, keys.MARKER), clock=clock)
+    signed_by = load_keys(marker["signed_by"], keys.MARKER) if "signed_by" in marker else ()
+    return Repository(store, records.field(marker, "repository", str, keys.MARKER), clock=clock, trust=trust, signed_by=signed_by)
 
 
-def create_repository(uri: str, *, clock: Clock = SYSTEM) -> Repository:
+def latest_version(uri: str, *, trusted_keys: str | os.PathLike[str] | None = None) -> Version | None:
+    """What ``open_repository(uri).latest()`` gives, by one read: of the root, which tells itself whose it is.
+
+    The marker is read, and held against it, when the version's record is.
+    """
+    store = open_store(uri)
+    try:
+        root = Root.load(store.get(keys.ROOT, max_bytes=MAX_ROOT))
+    except (NotFound, Damaged):
+        return open_repository(uri, trusted_keys=trusted_keys).latest()
+    trust = _TrustOfMarker(uri=store.uri, trusted_keys=trusted_keys)
+    return Version(store, root.versions[-1], root.repository, trust) if root.versions else None
+
+
+@dataclass(frozen=True, kw_only=True)
+class _TrustOfMarker(Trust):
+    """Opens the repository when one of its versions is to be checked, and trusts whom that trusts."""
+
+    uri: str
+    trusted_keys: str | os.PathLike[str] | None
+
+    def check(self, store: ObjectStore, repository: str, id: int, attempt: str, digest: bytes) -> None:
+        """As ``Trust.check``. ``Damaged`` if the marker is that of another repository."""
+        opened = open_repository(self.uri, trusted_keys=self.trusted_keys)
+        if opened.id != repository:
+            raise Damaged(f"is of repository {opened.id}, but {keys.ROOT} is of {repository}", subject=keys.MARKER, remedy=REPAIR)
+        opened.trust.check(store, repository, id, attempt, digest)
+
+
+def create_repository(uri: str, *, clock: Clock = SYSTEM, signer: Signer | None = None) -> Repository:
     """Open the repository at ``uri``, making it if there is none; several callers at once get the same one.
 
+    One that is made with a ``signer`` asks for signatures ever after: by its key, or by one that this process trusts.
     A store is probed before it is used for the first time: one that lets two conditional writes win is refused.
     """
     store = open_store(uri)
     try:
-        store.get(keys.MARKER, max_bytes=_MAX_MARKER)
+        store.get(keys.MARKER, max_bytes=MAX_MARKER)
     except NotFound:
-        if any(info.key == keys.ROOT for info in store.list(keys.ROOT)):
-            raise Damaged("the repository's marker is missing", subject=keys.MARKER) from None
+        _refuse_lost_marker(store)
         probe_conditional_writes(store, clock)
-        marker = records.dump({"repository": clock.token() + clock.token(), "created": clock.now()}, keys.MARKER)
+        fields = {"repository": clock.token() + clock.token(), "created": clock.now(), **_signed_by(signer)}
         try:
-            store.put_if(keys.MARKER, marker, None)
+            store.put_if(keys.MARKER, records.dump(fields, keys.MARKER), None)
         except PreconditionFailed:
             pass  # another creator was faster: its marker counts
     repository = open_repository(uri, clock=clock)
@@ -138,6 +245,22 @@ def create_repository(uri: str, *, clock: Clock = SYSTEM) -> Repository:
     except NotFound:
         # A creator died between marker and root, unless there are versions: then a root was lost.
         if next(iter(store.list(keys.VERSIONS)), None) is not None:
-            raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT) from None
+            raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT, remedy=REPAIR) from None
         repository.register.create(Root(repository=repository.id))
     return repository
+
+
+def _refuse_lost_marker(store: ObjectStore) -> None:
+    """``Damaged`` if a repository lies here that has lost its marker: none must be made over it."""
+    found = any(info.key == keys.ROOT for info in store.list(keys.ROOT))
+    found = found or any(keys.attempt_of(info.key) for info in store.list(keys.VERSIONS))
+    # Looked for again: another creator may have made it meanwhile, and the root after it.
+    if found and not any(info.key == keys.MARKER for info in store.list(keys.MARKER)):
+        raise Damaged("the repository's marker is missing", subject=keys.MARKER, remedy=REPAIR) from None
+
+
+def _signed_by(signer: Signer | None) -> dict[str, list[str]]:
+    """What a new marker says of signatures. ``Untrusted`` if this process would not read what ``signer`` signs."""
+    trust = key_files.trust() or Trust()
+    trust.admit(signer)
+    return {"signed_by": dump_keys(tuple(dict.fromkeys((signer.public, *trust.keys))))} if signer is not None else {}

@@ -7,8 +7,8 @@ after every commit, keeps the same versions of the past. What carries a plan out
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
 from .errors import StateError
@@ -25,8 +25,8 @@ _SPANS = ((86400, "d"), (3600, "h"), (60, "min"))
 class Policy:
     """What to keep. *Newer* means committed later, whatever steps and clocks say. ``StateError`` for what makes no sense.
 
-    A version is kept if any of the ``keep_`` rules keeps it; without such a rule all are. Pinned versions and the newest one are
-    kept always.
+    A version is kept if any of the ``keep_`` rules keeps it; without such a rule all are. The newest version, the newest that a
+    deep verification found whole, pinned ones and those that are being restored under a lease are kept always.
 
     - ``keep_last``: the newest so many.
     - ``keep_every``: steps. Of all versions with the same ``step // keep_every``, the newest.
@@ -35,7 +35,7 @@ class Policy:
     - ``keep_best``: (metric, ``"min"`` or ``"max"``, how many). Versions whose metric is missing, NaN, or not an int or float are
       never among them; of equal ones the newer is better.
     - ``max_bytes``: stored bytes of all kept versions together. Stronger than the rules above: of what they keep it drops the
-      oldest first, but neither pinned versions nor the newest, so that the limit may stay exceeded.
+      oldest first, but none of those kept always, so that the limit may stay exceeded.
     """
 
     keep_last: int | None = None
@@ -52,6 +52,16 @@ class Policy:
             raise StateError(f"keep_every_seconds is {seconds!r}", subject="retention", remedy="give at least 1 second")
         if self.keep_best is not None:
             _check_best(self.keep_best)
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON's types."""
+        return asdict(self)
+
+    @staticmethod
+    def load(fields: Mapping[str, Any]) -> Policy:
+        """From what ``dump`` has made."""
+        best = fields["keep_best"]
+        return Policy(**{**fields, "keep_best": best if best is None else tuple(best)})
 
     @property
     def keeps(self) -> bool:
@@ -86,14 +96,22 @@ def plan(
     *,
     pins: Mapping[str, int],
     metrics: Mapping[int, Mapping[str, Any]],
+    verified: int = 0,
+    leased: Collection[tuple[int, str]] = (),
 ) -> tuple[Decision, ...]:
-    """A decision for each of ``entries`` (ids ascend, as in the root), in their order. ``metrics``: by id, for ``keep_best``."""
+    """A decision for each of ``entries`` (ids ascend, as in the root), in their order. ``metrics``: by id, for ``keep_best``.
+    ``verified``: the newest version verified. ``leased``: (id, attempt) of those under a lease."""
     kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
     for entry in entries[-1:]:
         kept[entry.id].append("newest")
     for name, id in sorted(pins.items()):
         if id in kept:
             kept[id].append(f"pinned as {name}")
+    for entry in entries:
+        if entry.id == verified:
+            kept[entry.id].append("newest verified")
+        if (entry.id, entry.attempt) in leased:
+            kept[entry.id].append("leased")
     safe = {id for id, rules in kept.items() if rules}
     if policy.keeps:
         for id, rule in _ruled(entries, policy, metrics):

@@ -1,11 +1,15 @@
-"""A retention plan, and the one swap of the root that carries it out. Deletes no object."""
+"""A retention plan, and the one swap of the root that carries it out. Deletes no object: that is ``collect``'s part."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
+from . import store_clock
+from .clock import Clock
+from .object_store import ObjectStore
 from .retention import Decision
-from .root import Entry, Register, Root
+from .root import Dropped, Entry, Register, Root
 
 
 @dataclass(frozen=True)
@@ -13,6 +17,8 @@ class RetentionPlan:
     """Decisions on the versions that there were when it was made, oldest first."""
 
     register: Register
+    store: ObjectStore
+    clock: Clock
     decisions: tuple[Decision, ...]
 
     @property
@@ -24,22 +30,30 @@ class RetentionPlan:
         """A line for each version: kept or dropped, and why."""
         return [f"version {d.entry.id} (step {d.entry.step}): {'kept' if d.keep else 'dropped'}: {d.why}" for d in self.decisions]
 
-    def execute(self) -> tuple[Entry, ...]:
+    def execute(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
         """Drop them from the root in one swap; those of the plan that the root does not hold any more, by this call or another.
 
-        A version that was pinned since the plan was made, or has become the newest because others were dropped, stays. Their
-        objects stay in the store until a collection deletes them; there is none yet. Raises what ``Register.update`` raises.
+        A version that was pinned or verified since the plan was made stays, and one that has become the newest meanwhile.
+        Objects stay until a collection deletes them. ``check`` may raise to give up on the root that is to be replaced. Raises
+        what ``Register.update`` raises.
         """
         doomed = set(self.dropped)
+        if not doomed:
+            return ()
+        at = store_clock.now(self.store, self.clock)
 
         def drop(root: Root) -> Root:
             # Judged on the very root that is replaced. What was committed since the plan is not doomed, and ``next_id`` stays, so
             # that no id comes back. The newest stays: a commit whose answer was lost looks for its version in the root.
-            pinned = set(root.pins.values())
-            going = {entry for entry in root.versions[:-1] if entry in doomed and entry.id not in pinned}
+            kept = {*root.pins.values(), root.verified}
+            going = {entry for entry in root.versions[:-1] if entry in doomed and entry.id not in kept}
             if not going:
                 return root
-            return replace(root, versions=tuple(entry for entry in root.versions if entry not in going))
+            check(root)
+            gone = tuple(Dropped(entry.id, entry.attempt, at) for entry in root.versions if entry in going)
+            return replace(
+                root, versions=tuple(entry for entry in root.versions if entry not in going), dropped=(*root.dropped, *gone)
+            )
 
         live = set(self.register.update(drop).versions)
         return tuple(entry for entry in self.dropped if entry not in live)

@@ -9,16 +9,17 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from . import keys, records
 from .clock import Clock
 from .errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable
+from .limits import MAX_ROOT
 from .object_store import ObjectStore
 
-MAX_ROOT = 64 << 20
-"""Bytes; about 200,000 live versions."""
+REPAIR = "`raystow repair URI` makes it anew from the version records"
+"""What to do about a root or marker that is lost."""
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,19 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class Dropped:
+    """A version that retention has dropped and whose objects are not deleted yet. ``at``: when, in seconds since 1970 by the
+    store's clock."""
+
+    id: int
+    attempt: str
+    at: float
+
+
+@dataclass(frozen=True)
 class Root:
-    """``epoch``: the fencing token of the coordinator in charge, ``owner`` its name. ``next_id``: no id below is free."""
+    """``epoch``: the fencing token of the coordinator in charge, ``owner`` its name. ``next_id``: no id below is free.
+    ``verified``: the newest version that was read whole and found to be as written, 0 if none was."""
 
     repository: str
     epoch: int = 0
@@ -49,10 +61,13 @@ class Root:
     write_id: str = ""
     pins: dict[str, int] = field(default_factory=dict)
     versions: tuple[Entry, ...] = ()
+    dropped: tuple[Dropped, ...] = ()
+    verified: int = 0
 
     def dump(self) -> bytes:
         """The bytes of ``root.json``."""
-        return records.dump(asdict(self), keys.ROOT)
+        parts = {"versions": [vars(entry) for entry in self.versions], "dropped": [vars(d) for d in self.dropped]}
+        return records.dump({**vars(self), **parts}, keys.ROOT)
 
     @staticmethod
     def load(data: bytes) -> Root:
@@ -69,15 +84,20 @@ class Root:
                 digest=get("digest", str, entry),
                 size=get("size", int, entry),
                 step=get("step", int, entry),
-                created=float(get("created", (int, float), entry)),  # type: ignore[arg-type]
+                created=records.time(entry, "created", keys.ROOT),
                 raw=get("raw", int, entry),
                 stored=get("stored", int, entry),
             )
             for entry in get("versions", list)
             if isinstance(entry, dict)
         )
-        if len(versions) != len(fields["versions"]):
-            raise Damaged("an entry of 'versions' is not an object", subject=keys.ROOT)
+        dropped = tuple(
+            Dropped(get("id", int, entry), get("attempt", str, entry), records.time(entry, "at", keys.ROOT))
+            for entry in (get("dropped", list) if "dropped" in fields else [])
+            if isinstance(entry, dict)
+        )
+        if len(versions) != len(fields["versions"]) or len(dropped) != len(fields.get("dropped", [])):
+            raise Damaged("an entry of 'versions' or 'dropped' is not an object", subject=keys.ROOT)
         if any(a.id >= b.id for a, b in itertools.pairwise(versions)):
             raise Damaged("version ids are not ascending", subject=keys.ROOT)
         pins = {str(name): get(name, int, fields["pins"]) for name in get("pins", dict)}
@@ -89,6 +109,8 @@ class Root:
             write_id=get("write_id", str),
             pins=pins,
             versions=versions,
+            dropped=dropped,
+            verified=get("verified", int) if "verified" in fields else 0,
         )
 
 
@@ -103,11 +125,14 @@ class Register:
         return self._read()[0]
 
     def _read(self) -> tuple[Root, str]:
-        tagged = self._store.get_tagged(keys.ROOT, max_bytes=MAX_ROOT)
-        root = Root.load(tagged.data)
+        try:
+            tagged = self._store.get_tagged(keys.ROOT, max_bytes=MAX_ROOT)
+            root = Root.load(tagged.data)
+        except Damaged as error:
+            raise Damaged(error.what, subject=error.subject, remedy=REPAIR) from error
         if root.repository != self._repository:
             what = f"is of repository {root.repository}, but {keys.MARKER} says {self._repository}: one of them is another's"
-            raise Damaged(what, subject=keys.ROOT)
+            raise Damaged(what, subject=keys.ROOT, remedy="move away the wrong one, then run `raystow repair URI`")
         return root, tagged.tag
 
     def create(self, root: Root) -> Root:

@@ -8,16 +8,21 @@
 from __future__ import annotations
 
 import base64
-import binascii
 import json
 import math
+import re
 import struct
 from typing import Any
 
-from .errors import Damaged
+from .errors import Damaged, StateError
+from .limits import MAX_DIGITS
+from .records import shown
 
 Value = None | bool | int | float | complex | str | bytes | dict[Any, Any] | list[Any] | tuple[Any, ...]
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
+_HEX = re.compile(f"-?0x[0-9a-f]{{1,{MAX_DIGITS}}}")
+_BRACKETS = 4
+"""What the form of a complex number has at most; no other form has more, and strings and Base64 do not count."""
 _EMPTY: dict[str, Value] = {"dict": {}, "list": [], "tuple": ()}
 
 
@@ -27,10 +32,14 @@ def is_plain(value: object) -> bool:
 
 
 def encode(value: Any) -> Any:
-    """The JSON-able form of one plain value or empty container."""
+    """The JSON-able form of one plain value or empty container; ``StateError`` for an integer that readers would not take."""
     if type(value) is float and not math.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
+        if value.bit_length() > 4 * MAX_DIGITS:
+            raise StateError(
+                f"an integer of {value.bit_length()} bits; {4 * MAX_DIGITS} can be stored", remedy="store it as bytes"
+            )
         return {"int": hex(value)}
     if type(value) is complex:
         return {"complex": [encode(value.real), encode(value.imag)]}
@@ -43,25 +52,28 @@ def encode(value: Any) -> Any:
 
 def decode(form: Any) -> Any:
     """The value of what ``encode`` gave; ``Damaged`` for anything else."""
-    if not isinstance(form, dict):
-        if isinstance(form, list):
-            raise Damaged("a list is not a stored value")
+    if type(form) in (type(None), bool, str):
+        return form
+    if type(form) is int and -(1 << 63) <= form < 1 << 63:
+        return form
+    if type(form) is float and math.isfinite(form):
         return form
     try:
         ((tag, body),) = form.items()
-        if tag == "float":
+        if tag == "float" and len(body) == 16:
             return struct.unpack(">d", bytes.fromhex(body))[0]
-        if tag == "int":
+        if tag == "int" and _HEX.fullmatch(body):
             return int(body, 16)
         if tag == "complex":
-            return complex(decode(body[0]), decode(body[1]))
+            real, imag = (decode(part) for part in body if type(part) is float or list(part) == ["float"])
+            return complex(real, imag)
         if tag == "bytes":
             return base64.b64decode(body, validate=True)
         if tag == "empty":
             return type(_EMPTY[body])()  # type: ignore[misc]
-    except (ValueError, TypeError, KeyError, IndexError, struct.error, binascii.Error) as error:
-        raise Damaged(f"not a stored value: {str(form)[:80]}") from error
-    raise Damaged(f"not a stored value: {str(form)[:80]}")
+    except (AttributeError, ValueError, TypeError, KeyError, struct.error) as error:
+        raise Damaged(f"not a stored value: {shown(form)}") from error
+    raise Damaged(f"not a stored value: {shown(form)}")
 
 
 def dumps(value: Any) -> str:
@@ -70,8 +82,10 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text."""
+    """The value of a JSON text; ``Damaged`` for anything else."""
+    if text.lstrip()[:1] != '"' and text.count("{") + text.count("[") > _BRACKETS:
+        raise Damaged(f"not a stored value: {text[:40]!r}")  # found without building what may take 32 times the text's memory
     try:
         return decode(json.loads(text))
-    except (ValueError, RecursionError) as error:
-        raise Damaged(f"not JSON: {text[:80]!r}") from error
+    except ValueError as error:
+        raise Damaged(f"not JSON: {text[:40]!r}") from error

@@ -1,63 +1,109 @@
-"""Verification: reads every byte of a version and holds it against the chain of digests that ends in the root."""
+"""Verification: holds a version against the chain of digests that ends in the root, down to its packs' sizes or to every byte."""
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Callable
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from . import keys, values
 from .boxes import tile
 from .errors import Damaged
+from .journal import Journal
 from .manifest import Chunk
 from .object_store import ObjectStore
 from .version import Version
 
+MEMORY = 512 << 20
+"""Bytes that a deep verification may hold beside the manifest."""
+
+Packs = Mapping[str, list[Chunk]]
+"""Key of a pack -> its chunks in the order of storage."""
+
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification read: counts, and bytes after decoding and in the store."""
+    """What a verification that found nothing wrong has looked at: counts, and bytes after decoding (``raw``) and in the store.
+
+    ``read``: stored bytes of the packs that it read: none, or if it was deep all but ``resumed``, those of packs that the journal
+    says were read before.
+    """
 
     version: int
     step: int
     tensors: int
     chunks: int
+    packs: int
     raw: int
     stored: int
+    read: int
+    resumed: int
 
 
-def verify(version: Version, store: ObjectStore, progress: Callable[[int], None] = lambda nbytes: None) -> Verified:
-    """Read and check the record, every fragment, every chunk, and that chunks fill the packs without a gap or overlap.
+def verify_sizes(version: Version, store: ObjectStore) -> Verified:
+    """Check record and manifest by their digests, packs by their sizes: chunks fill them without gap or overlap, none is missing.
 
-    Raises ``Damaged`` naming the first object found wrong. ``progress`` is told the decoded bytes of each chunk. Memory: one
-    chunk and 16 MiB for each reading thread.
+    No pack is read. ``Damaged`` names the first object found wrong. Memory: the version's manifest.
     """
-    packs: dict[tuple[int, str, int], list[Chunk]] = defaultdict(list)
+    return _verify_sizes(version, store)[0]
+
+
+def verify_bytes(
+    version: Version,
+    store: ObjectStore,
+    progress: Callable[[int], None] = lambda nbytes: None,
+    *,
+    journal: Journal | None = None,
+    memory: int = MEMORY,
+) -> Verified:
+    """``verify_sizes``, then read and decode every pack that is not in the journal; each chunk is held against both its digests.
+
+    ``progress`` is told the decoded bytes of each chunk, those of packs in the journal at once. Packs read to the end go to the
+    journal. Memory: the manifest and ``memory`` bytes of chunks under way; one is under way in any case, however large it is.
+    """
+    found, packs = _verify_sizes(version, store)
+    record = version.entry.digest
+    done = {key for key in packs if journal is not None and (record, key) in journal}
+    for key in done:
+        progress(sum(chunk.nbytes for chunk in packs[key]))
+    reader = version.reader()
+    runs = reader.whole(chunk for key, of in packs.items() if key not in done for chunk in of)
+    left = Counter(run.key for run in runs)
+    for run in reader.check(runs, progress, memory=memory):
+        left[run.key] -= 1
+        if journal is not None and not left[run.key]:
+            journal.add(record, run.key)
+    resumed = sum(chunk.coding.size for key in done for chunk in packs[key])
+    return Verified(**{**vars(found), "read": found.stored - resumed, "resumed": resumed})
+
+
+def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs]:
+    packs: dict[str, list[Chunk]] = defaultdict(list)
     for rows in version.chunks.values():
         if not tile([row.box for row in rows], ((0,) * len(rows[0].shape), rows[0].shape)):
             raise Damaged("the manifest's chunks do not hold each element exactly once", subject=rows[0].name)
         for row in rows:
-            packs[row.node, row.group, row.pack].append(row)
-    sizes = {(p.node, p.group, p.number): p.size for p in version.record.packs}
+            packs[keys.pack(version.id, version.attempt, row.node, row.group, row.pack)].append(row)
+    recorded = {keys.pack(version.id, version.attempt, p.node, p.group, p.number): p.size for p in version.record.packs}
     found = {info.key: info.size for info in store.list(keys.prefix(version.id, version.attempt))}
-    for pack in sorted(set(packs) | set(sizes)):
-        key = keys.pack(version.id, version.attempt, *pack)
-        _check_pack(key, packs[pack], sizes.get(pack, 0), found.get(key))
-    chunks = [row for rows in version.chunks.values() for row in rows]
-    version.reader().check(chunks, progress)
+    for key in sorted(set(packs) | set(recorded)):
+        _check_pack(key, packs[key], recorded.get(key, 0), found.get(key))
     for fragment in version.fragments:
         for value in fragment.values:
             values.loads(value.text)
+    chunks = [row for rows in packs.values() for row in rows]
     raw, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.coding.size for chunk in chunks)
     if not (raw, stored) == (version.record.raw, version.record.stored) == (version.raw, version.bytes):
         raise Damaged("the sums of the manifest, the record and the root differ", subject=version.record.key())
-    return Verified(version.id, version.step, len(version.chunks), len(chunks), raw, stored)
+    counts = len(version.chunks), len(chunks), len(packs)
+    return Verified(version.id, version.step, *counts, raw, stored, read=0, resumed=0), packs
 
 
 def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None) -> None:
     """The chunks, laid end to end, are the whole pack, and the record and the store give it that size."""
     end = 0
-    for chunk in sorted(chunks, key=lambda chunk: (chunk.start, chunk.coding.size)):
+    chunks.sort(key=lambda chunk: (chunk.start, chunk.coding.size))
+    for chunk in chunks:
         if chunk.start != end:
             raise Damaged(f"the manifest leaves a gap or an overlap at byte {end}", subject=key)
         end += chunk.coding.size

@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
-from . import dtypes, keys, manifest, values
+from . import dtypes, key_files, keys, manifest, values
 from .digest import stored_digest
 from .errors import Damaged, NotFound, StateError, Unsupported
+from .finder import Finder, Found, Seeker
+from .limits import MAX_FRAGMENT, MAX_RECORD
 from .manifest import Chunk, Fragment
 from .object_store import ObjectStore
 from .reader import Reader, Request
 from .root import Entry
-from .version_record import MAX_RECORD, VersionRecord
+from .selection import Sought, select
+from .signing import Trust
+from .version_record import FragmentInfo, VersionRecord
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
@@ -37,10 +41,13 @@ class TensorInfo:
 
 
 class Version:
-    """One committed version. Immutable; its manifest is read, and checked against the root's digest, when first needed."""
+    """One committed version. Immutable; its manifest is read, and checked against the root's digest, when first needed.
 
-    def __init__(self, store: ObjectStore, entry: Entry, repository: str) -> None:
-        self._store, self.entry, self._repository = store, entry, repository
+    ``trust``: who must have signed it; by default whom this process's environment trusts when the record is read.
+    """
+
+    def __init__(self, store: ObjectStore, entry: Entry, repository: str, trust: Trust | None = None) -> None:
+        self._store, self.entry, self._repository, self._trust = store, entry, repository, trust
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
 
@@ -54,21 +61,33 @@ class Version:
         return hash((self._repository, self.entry))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Version, (self._store, self.entry, self._repository)
+        return Version, (self._store, self.entry, self._repository, self._trust)
 
     @property
     def attempt(self) -> str:
         """The attempt that became this version; part of its objects' keys."""
         return self.entry.attempt
 
+    @property
+    def record_key(self) -> str:
+        """Where its record lies."""
+        return keys.record(self.id, self.attempt)
+
     @functools.cached_property
     def record(self) -> VersionRecord:
-        """The version record, checked against the digest in the root."""
-        key = keys.record(self.id, self.attempt)
+        """The version record, checked against the digest in the root and, with trusted keys, for a signature: else ``Untrusted``.
+
+        Everything else that a version tells of itself, but for what the root's entry says, goes through here.
+        """
+        key = self.record_key
         data = self._checked(key, self.entry.size, self.entry.digest, MAX_RECORD)
+        trust = self._trust or key_files.trust() or Trust()
+        trust.check(self._store, self._repository, self.id, self.attempt, bytes.fromhex(self.entry.digest))
         record = VersionRecord.load(data, key)
         if (record.repository, record.id, record.attempt) != (self._repository, self.id, self.attempt):
             raise Damaged("the record belongs to another version", subject=key)
+        if (record.step, record.created) != (self.step, self.created):  # the root is signed by nobody
+            raise Damaged(f"the root says step {self.step}, the record {record.step}", subject=key)
         return record
 
     @property
@@ -84,12 +103,15 @@ class Version:
     @functools.cached_property
     def fragments(self) -> tuple[Fragment, ...]:
         """The manifest, each fragment checked against its digest in the record."""
-        fragments = []
-        for info in self.record.fragments:
-            key = keys.fragment(self.id, self.attempt, info.node)
-            data = self._checked(key, info.size, info.digest, manifest.MAX_FRAGMENT)
-            fragments.append(Fragment.load(data, info.node, key))
-        return tuple(fragments)
+        return tuple(Fragment.load(*self._fragment(info)) for info in self.record.fragments)
+
+    def find(self, sought: Mapping[str, Sought], seeker: Seeker) -> Found:
+        """The rows of the manifest that a rank needs, with as little of the manifest read as will do; see ``finder``."""
+        return Finder(self.record.fragments, lambda info, of: select(*self._fragment(info), of), seeker).find(sought)
+
+    def _fragment(self, info: FragmentInfo) -> tuple[bytes, int, str]:
+        key = keys.fragment(self.id, self.attempt, info.node)
+        return self._checked(key, info.size, info.digest, MAX_FRAGMENT), info.node, key
 
     @functools.cached_property
     def chunks(self) -> dict[str, list[Chunk]]:
@@ -102,10 +124,14 @@ class Version:
                     raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=repr(self))
                 same.append(chunk)
         for name, same in rows.items():
-            held, size = sum(math.prod(chunk.extent) for chunk in same), math.prod(same[0].shape)
-            if held != size:  # also what keeps an absurd shape from being allocated
-                raise Damaged(f"the manifest covers {held} of {size} elements of {name!r}", subject=repr(self))
+            self._check_covered(name, same)
         return rows
+
+    def _check_covered(self, name: str, rows: Sequence[Chunk]) -> None:
+        """Also what keeps an absurd shape from being allocated."""
+        held, size = sum(math.prod(chunk.extent) for chunk in rows), math.prod(rows[0].shape)
+        if held != size:
+            raise Damaged(f"the manifest covers {held} of {size} elements of {name!r}", subject=repr(self))
 
     def tensors(self) -> Mapping[str, TensorInfo]:
         """Every tensor, array and numpy scalar by name."""
@@ -143,6 +169,11 @@ class Version:
             if name in plain:
                 return plain[name]
             raise StateError(f"version {self.id} holds no tensor or value {name!r}", remedy="tensors() lists the names")
+        return self.assemble(name, rows, index)
+
+    def assemble(self, name: str, rows: Sequence[Chunk], index: Index | None = None) -> Any:
+        """What ``read`` gives, of a tensor whose rows are known."""
+        self._check_covered(name, rows)
         first = rows[0]
         offset, extent, rest = _resolve(index, first.shape, name)
         raw = np.empty(extent, np.dtype(f"V{dtypes.dtype(first.dtype).itemsize}"))
@@ -162,13 +193,14 @@ class Version:
     def _checked(self, key: str, size: int, digest: str, limit: int) -> bytes:
         if size > limit:
             raise Damaged(f"claims {size} bytes, more than the format allows", subject=key)
-        try:
-            data = self._store.get(key, max_bytes=size)
-        except NotFound:
-            raise Damaged("the object is missing", subject=key) from None
-        if len(data) != size or stored_digest(data).hex() != digest:
-            raise Damaged("the object does not match its digest", subject=key)
-        return data
+        for _ in range(2):  # bytes that were changed on their way are right the second time
+            try:
+                data = self._store.get(key, max_bytes=size)
+            except NotFound:
+                raise Damaged("the object is missing", subject=key) from None
+            if len(data) == size and stored_digest(data).hex() == digest:
+                return data
+        raise Damaged("the object does not match its digest", subject=key)
 
 
 def _as_torch(raw: Any, name: str) -> Any:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from . import keys, records, values
 from .errors import Damaged
-
-MAX_RECORD = 256 << 20
-"""Bytes; a reader refuses a larger record."""
+from .limits import MAX_NUMBER
+from .root import Entry
 
 
 @dataclass(frozen=True)
@@ -33,6 +32,11 @@ class PackInfo:
     group: str
     number: int
     size: int
+
+    @property
+    def place(self) -> tuple[int, str, int]:
+        """What its key is made of."""
+        return self.node, self.group, self.number
 
 
 @dataclass(frozen=True)
@@ -65,9 +69,10 @@ class VersionRecord:
 
     def dump(self) -> bytes:
         """The bytes of ``version.json``."""
-        fields = asdict(self)
-        fields["metrics"] = {name: values.encode(value) for name, value in self.metrics.items()}
-        return records.dump(fields, self.key())
+        # Not asdict: it copies every number of hundreds of thousands of packs.
+        parts = {"fragments": [vars(f) for f in self.fragments], "packs": [vars(p) for p in self.packs]}
+        metrics = {name: values.encode(value) for name, value in self.metrics.items()}
+        return records.dump({**vars(self), "metrics": metrics, **parts}, self.key())
 
     @staticmethod
     def load(data: bytes, key: str) -> VersionRecord:
@@ -83,7 +88,7 @@ class VersionRecord:
                     node=get("node", int, f),
                     size=get("size", int, f),
                     digest=get("digest", str, f),
-                    ranks=tuple(int(rank) for rank in get("ranks", list, f)),
+                    ranks=tuple(_rank(rank) for rank in get("ranks", list, f)),
                     chunks=get("chunks", int, f),
                     raw=get("raw", int, f),
                     stored=get("stored", int, f),
@@ -102,15 +107,39 @@ class VersionRecord:
             attempt=get("attempt", str),
             epoch=get("epoch", int),
             step=get("step", int),
-            created=float(get("created", (int, float))),
+            created=records.time(fields, "created", key),
             world_size=get("world_size", int),
             metrics={str(name): values.decode(form) for name, form in get("metrics", dict).items()},
-            writer={str(name): str(text) for name, text in get("writer", dict).items()},
-            coding={str(name): str(text) for name, text in (get("coding", dict) if "coding" in fields else {}).items()},
+            writer=_texts(get("writer", dict)),
+            coding=_texts(get("coding", dict)) if "coding" in fields else {},
             fragments=fragments,
             packs=packs,
+        )
+
+    def entry(self, digest: bytes, size: int) -> Entry:
+        """How the root lists the version, given the BLAKE3 and the size in bytes of this record."""
+        return Entry(
+            id=self.id,
+            attempt=self.attempt,
+            digest=digest.hex(),
+            size=size,
+            step=self.step,
+            created=self.created,
+            raw=self.raw,
+            stored=self.stored,
         )
 
     def key(self) -> str:
         """Where the record lies."""
         return keys.record(self.id, self.attempt)
+
+
+def _rank(value: object) -> int:
+    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
+        raise ValueError(f"{records.shown(value)} is no rank")
+    return value
+
+
+def _texts(fields: dict[str, object]) -> dict[str, str]:
+    """What is for people only: anything in it will do, in a few words."""
+    return {name: text if isinstance(text, str) else records.shown(text) for name, text in fields.items()}

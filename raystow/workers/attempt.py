@@ -8,6 +8,7 @@ import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Executor
+from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,15 +16,17 @@ import numpy as np
 
 from ..storage import dtypes, keys
 from ..storage.chunk import Coding, Encoder
+from ..storage.clock import SYSTEM
 from ..storage.digest import raw_digest, stored_digest
-from ..storage.errors import RaystowError, SaveFailed
+from ..storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
 from ..storage.kernels import Bytes
 from ..storage.manifest import Chunk, Fragment, Value
 from ..storage.object_store import ObjectStore
 from ..storage.root import Entry
 from ..storage.version_record import FragmentInfo
 from .budget import Budget
-from .packer import Packer
+from .keeping import Keep, keep_nothing
+from .packer import NOT_IN_TIME, Packer
 from .port import MODULUS, Port, Ticket, coverage
 from .ring import SLOT
 from .staleness import OptimizerWatch
@@ -31,6 +34,7 @@ from .staleness import OptimizerWatch
 logger = logging.getLogger(__name__)
 
 _scratch = threading.local()
+_SOONER = 5.0  # seconds before the coordinator gives an attempt up: it cannot tell which object the store did not take
 Outcome = Entry | RaystowError
 Listener = Callable[[Outcome, Sequence[str]], None]
 """Hears what became of a save, and what its training process should be warned of."""
@@ -48,9 +52,24 @@ class Workshop:
 class NodeAttempt:
     """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks hear the outcome."""
 
-    def __init__(self, store: ObjectStore, port: Port, ticket: Ticket, workshop: Workshop, watch: OptimizerWatch) -> None:
-        self._store, self._port, self._ticket, self._workshop, self._watch = store, port, ticket, workshop, watch
-        self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed)
+    def __init__(
+        self,
+        store: ObjectStore,
+        port: Port,
+        ticket: Ticket,
+        workshop: Workshop,
+        watch: OptimizerWatch,
+        keep: Keep = keep_nothing,
+    ) -> None:
+        self._store, self._port, self._ticket, self._workshop, self._watch, self._keep = (
+            store,
+            port,
+            ticket,
+            workshop,
+            watch,
+            keep,
+        )
+        self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed, keep=keep)
         self._lock = threading.Lock()
         self._chunks: list[Chunk] = []
         self._values: dict[tuple[str, str, str], list[int]] = {}
@@ -58,31 +77,51 @@ class NodeAttempt:
         self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
         self._ranks: set[int] = set()
         self._staged: set[int] = set()
-        self._listeners: dict[int, Listener] = {}
+        self._listeners: list[Listener] = []
         self._ended: tuple[Outcome, Sequence[str]] | None = None
         self.over = False
+        timeout = ticket.timeout - min(_SOONER, ticket.timeout / 10)
+        self._until = SYSTEM.monotonic() + timeout
+        self._alarm = threading.Timer(timeout, self._too_late)
+        self._alarm.daemon = True
+        self._alarm.start()
         threading.Thread(target=self._drive, name=f"raystow-attempt-{ticket.id}", daemon=True).start()
 
     def join(self, rank: int, values: list[tuple[str, str, str]], on_end: Listener) -> None:
         """A rank of this node takes part, with its value rows (name, path, JSON text)."""
         with self._lock:
             self._ranks.add(rank)
-            self._listeners[rank] = on_end
             for row in values:
                 self._values.setdefault(row, []).append(rank)
+        self.on_end(on_end)
+
+    def on_end(self, listener: Listener) -> None:
+        """Tell the listener the outcome when there is one."""
+        with self._lock:
+            self._listeners.append(listener)
             ended = self._ended
-        if ended is not None:  # it was given up while this rank was on its way here
-            on_end(*ended)
+        if ended is not None:  # it was given up already
+            listener(*ended)
 
     def add(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
         """Code and pack a chunk whose bytes are ``raw``; ``done`` is called when they may change. Waits for the budget."""
         if self.over:
             done()
             return
-        self._workshop.budget.acquire(raw.size, self._packer.flush)
+        try:
+            self._workshop.budget.acquire(raw.size, self._relieve)
+        except SaveFailed:
+            done()
+            return
         with self._lock:
             self._coding[rank] += 1
         self._workshop.coders.submit(self._code, rank, chunk, raw, done)
+
+    def _relieve(self) -> None:
+        """Let the budget shrink; ``SaveFailed`` if that is no longer worth waiting for, since uploads may hang for minutes."""
+        if self.over:
+            raise SaveFailed("it was given up")
+        self._packer.flush()
 
     def add_coded(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
         """Pack a chunk that was coded before, given in ``parts``; ``done`` is called when they may change: after the upload."""
@@ -117,7 +156,15 @@ class NodeAttempt:
             logger.warning("could not tell the coordinator that attempt %d failed: %s", self._ticket.id, error)
 
     def _upload_failed(self, error: BaseException) -> None:
-        self.fail(f"an upload failed: {error}")
+        self.fail(self._not_stored(error))
+
+    def _not_stored(self, error: BaseException) -> str:
+        return f"the shards of ranks {sorted(self._ranks)} could not be stored: {error}"
+
+    def _too_late(self) -> None:
+        """Say why the ranks have not delivered, if it is that the store takes nothing."""
+        if late := self._packer.unstored():
+            self.fail(self._not_stored(DeadlineExceeded(NOT_IN_TIME, subject=late[0])))
 
     def _code(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
         """Code a chunk, and free its slot and the part of the budget that its coded copy does not need."""
@@ -182,33 +229,49 @@ class NodeAttempt:
         reported = False
         try:
             self._port.wait_complete(self._ticket)
-            packs = self._packer.finish()
-            info = self._write_fragment()
+            packs = self._packer.seal()
+            key, data, info = self._fragment()
+            self._keep(key, [data])
+            self._port.staged(self._ticket, info, packs)
+            self._packer.finish(self._left())
+            self._store_fragment(key, data)
             reported = True
             outcome: Outcome = self._port.fragment(self._ticket, info, packs)
+        except (StoreError, DeadlineExceeded) as error:
+            outcome = SaveFailed(self._not_stored(error), subject=f"attempt {self._ticket.id}")
         except RaystowError as error:
             outcome = error
         except Exception as error:
             logger.exception("attempt %d failed on this node", self._ticket.id)
             outcome = SaveFailed(f"the node worker failed: {error}", subject=f"attempt {self._ticket.id}")
         self.over = True
+        self._alarm.cancel()
+        warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._chunks)
+        with self._lock:
+            self._ended = outcome, warnings
+            listeners = list(self._listeners)
+        for listener in listeners:  # before what follows, which waits for uploads that may hang
+            listener(outcome, warnings)
         if isinstance(outcome, RaystowError):
             self._tell_failed(str(outcome))
             # Once the fragment is reported the attempt may have become a version although we were told otherwise (a lost
             # answer): from then on only the coordinator, which looks at the root, may delete.
             self._packer.discard(delete=not reported)
-        warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._chunks)
-        with self._lock:
-            self._ended = outcome, warnings
-            listeners = list(self._listeners.values())
-        for listener in listeners:
-            listener(outcome, warnings)
 
-    def _write_fragment(self) -> FragmentInfo:
+    def _store_fragment(self, key: str, data: bytes) -> None:
+        try:
+            self._workshop.uploads.submit(self._store.put, key, [data]).result(self._left())
+        except FuturesTimeout:
+            raise DeadlineExceeded(NOT_IN_TIME, subject=key) from None
+
+    def _left(self) -> float:
+        return max(0.0, self._until - SYSTEM.monotonic())
+
+    def _fragment(self) -> tuple[str, bytes, FragmentInfo]:
+        """Key, bytes and description of this node's part of the manifest."""
         values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
         data = Fragment(self._ticket.node, tuple(self._chunks), tuple(values)).dump()
-        self._store.put(keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node), [data])
-        return FragmentInfo(
+        info = FragmentInfo(
             node=self._ticket.node,
             size=len(data),
             digest=stored_digest(data).hex(),
@@ -217,6 +280,7 @@ class NodeAttempt:
             raw=sum(chunk.nbytes for chunk in self._chunks),
             stored=sum(chunk.coding.size for chunk in self._chunks),
         )
+        return keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node), data, info
 
 
 def _encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:

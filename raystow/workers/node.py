@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import os
 import threading
@@ -10,13 +11,20 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..storage.clock import SYSTEM
-from ..storage.errors import NotARepository, RaystowError, SaveFailed
+from ..storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ..storage.repository import open_repository
 from ..storage.stores import open_store
-from .attempt import NodeAttempt, Workshop, warm_up
+from .attempt import NodeAttempt, Outcome, Workshop, warm_up
 from .budget import Budget
+from .copies import Guests
+from .fetcher import Fetcher, NoPeers, Peers
+from .host_memory import memory_limit
+from .keeping import keeper
+from .lender import lend
+from .memory_tier import Holding, Home, MemoryTier
 from .metered import Metered
 from .port import Begin, Port
+from .replication import Neighbours, Nobody, Replicator
 from .session import Session
 from .staleness import OptimizerWatch
 from .wire import Connection, Listener
@@ -39,11 +47,24 @@ class Node:
     """Accepts training processes of this machine and stores what they stage.
 
     ``connect(uri)`` gives the port to the coordinator of a repository. Memory: for each training process the ring and the coded
-    bytes that it asked for, and about 9 MiB of scratch for each coding thread.
+    bytes that it asked for, and about 9 MiB of scratch for each coding thread; a quarter of the machine's for the newest version,
+    unless ``keep_in_memory`` says otherwise, and a quarter of that for what restoring processes read from elsewhere.
     """
 
-    def __init__(self, node: str, connect: Callable[[str], Port], *, threads: int | None = None) -> None:
+    def __init__(
+        self,
+        node: str,
+        connect: Callable[[str], Port],
+        *,
+        peers: Peers | None = None,
+        neighbours: Neighbours | None = None,
+        threads: int | None = None,
+    ) -> None:
         self._node, self._connect = node, connect
+        budget = memory_limit() // 4
+        self._tier = MemoryTier(budget)
+        self._fetcher = Fetcher(self._tier, peers or NoPeers(), budget=budget // 4)
+        self.guests, self.replicator = Guests(self._tier), Replicator(node, self._tier, neighbours or Nobody(), SYSTEM)
         self._workshop = Workshop(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code"),
             uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload"),
@@ -57,6 +78,7 @@ class Node:
         for _ in range(threads or os.cpu_count() or 1):
             self._workshop.coders.submit(warm_up)
         threading.Thread(target=self._accept, name="raystow-accept", daemon=True).start()
+        threading.Thread(target=self.replicator.run, name="raystow-copies", daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -66,15 +88,42 @@ class Node:
     def close(self) -> None:
         """Accept no more processes; those that are connected are served to their end."""
         self._listener.close()
+        self.replicator.close()
         self._workshop.coders.shutdown(wait=False)
         self._workshop.uploads.shutdown(wait=False)
+        self._tier.close()
 
     def _accept(self) -> None:
         while (connection := self._listener.accept()) is not None:
             threading.Thread(target=self._serve, args=(connection,), name="raystow-session", daemon=True).start()
 
     def _serve(self, connection: Connection) -> None:
-        Session(connection, self, self._node).serve()
+        received = connection.receive()
+        if received is not None and "key" in received[0]:
+            with contextlib.closing(connection), contextlib.suppress(ClusterError), self._fetcher.visit():
+                lend(connection, received[0], self._fetcher, lambda uri: self._repository(uri).store)
+        elif received is not None:
+            Session(connection, self, self._node).serve(received[0])
+
+    def keep_in_memory(self, nbytes: int) -> None:
+        """See ``session.Host``."""
+        self._tier.resize(nbytes)
+
+    def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
+        """See ``session.Host``."""
+        self.replicator.want(repository, replicas, rate)
+
+    def holdings(self, repository: str) -> list[Holding]:
+        """What this node's memory has of a repository."""
+        return self._tier.holdings(repository)
+
+    def read(self, repository: str, key: str, start: int, length: int) -> bytes | None:
+        """A range of an object, if it is in this node's memory."""
+        descriptor = self._tier.borrow(repository, key)
+        if descriptor is None:
+            return None
+        with open(descriptor, "rb") as file:
+            return os.pread(file.fileno(), length, start)
 
     def grow(self, nbytes: int) -> None:
         """See ``session.Host``."""
@@ -117,5 +166,16 @@ class Node:
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}
             key = uri, ticket.attempt
             if key not in self._attempts:
-                self._attempts[key] = NodeAttempt(here.store, here.port, ticket, self._workshop, here.watch)
+                home = Home(repository, ticket.id, ticket.attempt)
+                keep = keeper(self._tier, home, ticket.node, self.replicator.wake)
+                attempt = self._attempts[key] = NodeAttempt(here.store, here.port, ticket, self._workshop, here.watch, keep)
+                attempt.on_end(lambda outcome, _: self._settle(home, outcome))
             return self._attempts[key], ticket.node
+
+    def _settle(self, home: Home, outcome: Outcome) -> None:
+        if isinstance(outcome, RaystowError):
+            self._tier.given_up(home)
+            self.replicator.give_up(home)
+        else:
+            self._tier.committed(home)
+            self.replicator.wake()

@@ -2,15 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import ray
+from ray.exceptions import RayError
 
+from ..storage.errors import ClusterError
+from ..storage.object_store import Buffer
+from .copies import Copy
+from .memory_tier import Holding, Home, Part
 from .node import Node
 from .port import Port
+from .replication import Progress
 
 NAMESPACE = "raystow"
+_SURVEY = 5.0  # seconds in which a node must say what it has in memory
+_PEER = 60.0  # seconds within which another node must send a range
+_TAKEN = 30.0  # seconds within which another node must have taken an object
+_ANSWER = 10.0  # seconds within which another node must answer a question about its copies
+_ZONES = ("zone", "ray.io/availability-zone", "topology.kubernetes.io/zone")  # labels that say which failure domain a node is in
+_AT_ONCE = 16  # calls that a node worker serves at a time
 _SEES_GPUS = (2, 56)  # from this version of Ray on, an actor that asks for no GPU sees all of its node's
 
 
@@ -18,11 +33,83 @@ class NodeActor:
     """Holds a ``Node``; shards never pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str], Port]) -> None:
-        self._node = Node(ray.get_runtime_context().get_node_id(), connect)
+        self._node = Node(ray.get_runtime_context().get_node_id(), connect, peers=RayPeers(), neighbours=RayNeighbours())
 
     def address(self) -> str:
         """Where training processes of this node connect to."""
         return self._node.address
+
+    def holdings(self, repository: str) -> list[Holding]:
+        """See ``Node.holdings``."""
+        return self._node.holdings(repository)
+
+    def read(self, repository: str, key: str, start: int, length: int) -> bytes | None:
+        """See ``Node.read``."""
+        return self._node.read(repository, key, start, length)
+
+    def accept(self, copy: Copy, data: Any) -> Part:
+        """See ``Guests.accept``. ``data`` is a view of Ray's object store."""
+        return self._node.guests.accept(copy, memoryview(data))
+
+    def committed(self, home: Home) -> None:
+        """See ``Guests.committed``."""
+        self._node.guests.committed(home)
+
+    def given_up(self, home: Home) -> None:
+        """See ``Guests.given_up``."""
+        self._node.guests.given_up(home)
+
+    def copies(self) -> Progress:
+        """How far the copies are that this node sees to."""
+        return self._node.replicator.progress
+
+
+class RayPeers:
+    """The other nodes' workers. What they send goes from node to node, through Ray's object store."""
+
+    def read(self, node: str, repository: str, key: str, start: int, length: int) -> Buffer | None:
+        """See ``fetcher.Peers``."""
+        data: bytes | None = _ask(node, "read", _PEER, repository, key, start, length)
+        return data
+
+
+class RayNeighbours:
+    """The other nodes' workers, as the replicator sees them."""
+
+    def nodes(self) -> Mapping[str, str]:
+        """See ``replication.Neighbours``."""
+        try:
+            workers = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+            alive = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
+        except RayError as error:
+            raise ClusterError(str(error), subject="the head node") from error
+        return {node: _zone(labels) for node, labels in alive.items() if _name(node) in workers}
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        """See ``replication.Neighbours``."""
+        held: list[Holding] = _ask(node, "holdings", _ANSWER, repository)
+        return held
+
+    def accept(self, node: str, copy: Copy, data: Buffer) -> Part:
+        """See ``replication.Neighbours``. Ray sends an array from where it lies; bytes it would copy once more on either side."""
+        part: Part = _ask(node, "accept", _TAKEN, copy, np.frombuffer(data, np.uint8))
+        return part
+
+    def committed(self, node: str, home: Home) -> None:
+        """See ``replication.Neighbours``."""
+        _ask(node, "committed", _ANSWER, home)
+
+    def given_up(self, node: str, home: Home) -> None:
+        """See ``replication.Neighbours``."""
+        _ask(node, "given_up", _ANSWER, home)
+
+
+def _ask(node: str, method: str, timeout: float, *args: object) -> Any:
+    """What a node's worker answers, asked once. ``ClusterError`` if there is none (any more), or it does not answer in time."""
+    try:
+        return ray.get(getattr(_worker(node), method).options(max_task_retries=0).remote(*args), timeout=timeout)
+    except (ValueError, RayError) as error:
+        raise ClusterError(f"{type(error).__name__}: {str(error).splitlines()[0]}", subject=f"node {node}") from error
 
 
 def node_actor(connect: Callable[[str], Port]) -> Any:
@@ -36,18 +123,52 @@ def node_actor(connect: Callable[[str], Port]) -> Any:
     return (
         ray.remote(NodeActor)
         .options(
-            name=f"node-{node}",
+            name=_name(node),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
             max_restarts=-1,
             max_task_retries=-1,
+            max_concurrency=_AT_ONCE,
             runtime_env=_environment(ray.__version__),
             scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
         )
         .remote(connect)
     )
+
+
+async def holders(repository: str, attempt: str) -> dict[int, list[str]]:
+    """Number of a node in an attempt -> the nodes that have all its objects in memory, as far as they answer in time."""
+    alive = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    found: dict[int, list[str]] = defaultdict(list)
+    for node, held in zip(alive, await asyncio.gather(*(_holdings(node, repository) for node in alive)), strict=True):
+        for holding in held:
+            if holding.home.attempt == attempt:
+                for number in holding.whole:
+                    found[number].append(node)
+    return dict(found)
+
+
+async def _holdings(node: str, repository: str) -> list[Holding]:
+    try:
+        worker = await asyncio.to_thread(_worker, node)
+        held: list[Holding] = await asyncio.wait_for(worker.holdings.remote(repository), _SURVEY)
+        return held
+    except (ValueError, RayError, asyncio.TimeoutError):
+        return []  # it has no worker, or one that is dead or frozen
+
+
+def _worker(node: str) -> Any:
+    return ray.get_actor(_name(node), NAMESPACE)
+
+
+def _zone(labels: Mapping[str, str]) -> str:
+    return next((labels[label] for label in _ZONES if label in labels), "")
+
+
+def _name(node: str) -> str:
+    return f"node-{node}"
 
 
 def _environment(version: str) -> dict[str, Any] | None:

@@ -5,19 +5,22 @@ from __future__ import annotations
 import logging
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import Executor, Future
+from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass, field
 
 from ..storage import keys
-from ..storage.errors import RaystowError
+from ..storage.errors import DeadlineExceeded, RaystowError
 from ..storage.object_store import Buffer, ObjectStore
 from ..storage.version_record import PackInfo
+from .keeping import Keep, keep_nothing
 from .port import Ticket
 
 logger = logging.getLogger(__name__)
 
 PACK = 64 << 20
 """Bytes at which a pack is full."""
+
+NOT_IN_TIME = "the store has not taken it in time"
 
 
 @dataclass
@@ -31,30 +34,43 @@ class _Open:
 
 
 class Packer:
-    """``add`` from any thread; then ``finish`` once, or ``discard``. ``on_error`` is told the first failed upload."""
+    """``add`` from any thread; then ``seal`` and ``finish`` once, or ``discard``. ``on_error`` is told the first failed upload.
+
+    A pack that ``keep`` has copied is uploaded from the copy, and its parts are needed no longer.
+    """
 
     def __init__(
-        self, store: ObjectStore, ticket: Ticket, *, uploads: Executor, on_error: Callable[[BaseException], None]
+        self,
+        store: ObjectStore,
+        ticket: Ticket,
+        *,
+        uploads: Executor,
+        on_error: Callable[[BaseException], None],
+        keep: Keep = keep_nothing,
     ) -> None:
-        self._store, self._ticket, self._uploads, self._on_error = store, ticket, uploads, on_error
+        self._store, self._ticket, self._uploads, self._on_error, self._keep = store, ticket, uploads, on_error, keep
         self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
+        self._sending = 0
         self._open: dict[str, _Open] = {}
         self._counts: dict[str, int] = {}
         self._packs: list[PackInfo] = []
-        self._running: list[Future[None]] = []
+        self._running: dict[PackInfo, Future[None]] = {}
         self._closed = False
 
     def add(self, group: str, parts: Sequence[Buffer], release: Callable[[], None]) -> tuple[int, int]:
         """Append a coded chunk, given in parts; its pack's number and its start in bytes. ``release`` is called when the parts
         are needed no longer."""
         size = sum(map(len, parts))
+        full = None
         with self._lock:
             if self._closed:  # given up: nothing is kept
                 release()
                 return 0, 0
             pack = self._open.get(group)
-            if pack is None or (pack.size and pack.size + size > PACK):
-                self._flush(group)
+            if pack is not None and pack.size and pack.size + size > PACK:
+                full, pack = self._close(group), None
+            if pack is None:
                 number = self._counts.get(group, 0)
                 self._counts[group] = number + 1
                 pack = self._open[group] = _Open(number)
@@ -62,20 +78,41 @@ class Packer:
             pack.parts.extend(parts)
             pack.releases.append(release)
             pack.size += size
-            return pack.number, start
+            number = pack.number
+        if full is not None:
+            self._send(*full)
+        return number, start
 
     def flush(self) -> None:
-        """Upload what lies in open packs: the budget is short, or the attempt is complete."""
+        """Begin to upload what lies in open packs."""
         with self._lock:
-            for group in list(self._open):
-                self._flush(group)
+            closed = [self._close(group) for group in list(self._open)]
+        for full in closed:
+            self._send(*full)
 
-    def finish(self) -> list[PackInfo]:
-        """Upload the rest and wait for all uploads; the packs, durable."""
+    def seal(self) -> list[PackInfo]:
+        """Nothing is added any more: all packs, on their way to the store and, as far as there is room, kept in memory."""
         self.flush()
-        for upload in self._running:
+        with self._lock:
+            self._changed.wait_for(lambda: not self._sending)
+            return list(self._packs)
+
+    def finish(self, timeout: float) -> None:
+        """Wait until all packs are durable, after ``seal``.
+
+        Raises the store's error if one cannot be stored, ``DeadlineExceeded`` naming one that is not after ``timeout`` seconds.
+        """
+        done, late = wait(self._running.values(), timeout, FIRST_EXCEPTION)
+        for upload in done:
             upload.result()
-        return list(self._packs)
+        if late:
+            raise DeadlineExceeded(NOT_IN_TIME, subject=self.unstored()[0])
+
+    def unstored(self) -> list[str]:
+        """The keys of packs that were given to the store, which has not taken them yet."""
+        with self._lock:
+            running = list(self._running.items())
+        return [self._key(info) for info, upload in running if not upload.done()]
 
     def discard(self, *, delete: bool) -> None:
         """Stop, and give back the memory; with ``delete``, delete what was uploaded: the attempt will never be a version."""
@@ -84,12 +121,10 @@ class Packer:
             for pack in self._open.values():
                 _call(pack.releases)
             self._open.clear()
-        for upload in self._running:
-            upload.cancel()
-        done = [info for info, upload in zip(self._packs, self._running, strict=True) if not upload.cancelled()]
-        for upload in self._running:
-            if not upload.cancelled():
-                upload.exception()
+            self._changed.wait_for(lambda: not self._sending)
+        done = [info for info, upload in self._running.items() if not upload.cancel()]
+        for info in done:
+            self._running[info].exception()
         if not delete:
             return
         try:
@@ -97,15 +132,32 @@ class Packer:
         except RaystowError as error:
             logger.warning("the packs of an abandoned attempt stay until the next collection: %s", error)
 
-    def _flush(self, group: str) -> None:
-        pack = self._open.pop(group, None)
-        if pack is None:
-            return
+    def _close(self, group: str) -> tuple[PackInfo, _Open]:
+        """Take a pack that takes no more chunks; the caller sends it."""
+        pack = self._open.pop(group)
         info = PackInfo(self._ticket.node, group, pack.number, pack.size)
         self._packs.append(info)
-        upload = self._uploads.submit(self._upload, info, pack.parts)
-        upload.add_done_callback(lambda _: _call(pack.releases))
-        self._running.append(upload)
+        self._sending += 1
+        return info, pack
+
+    def _send(self, info: PackInfo, pack: _Open) -> None:
+        """Keep a copy, and begin to upload."""
+        try:
+            kept = self._keep(self._key(info), pack.parts)
+            if kept is not None:
+                pack.parts[:] = [kept]
+                _call(pack.releases)
+            upload = self._uploads.submit(self._upload, info, pack.parts)
+            with self._lock:
+                self._running[info] = upload
+            upload.add_done_callback(lambda _: _call(pack.releases))
+        except BaseException:
+            _call(pack.releases)
+            raise
+        finally:
+            with self._lock:
+                self._sending -= 1
+                self._changed.notify_all()
 
     def _upload(self, info: PackInfo, parts: list[Buffer]) -> None:
         try:

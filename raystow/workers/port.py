@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from ..storage.digest import stored_digest
+from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.version_record import FragmentInfo, PackInfo
 
@@ -20,8 +21,9 @@ MODULUS = 1 << 64
 @dataclass(frozen=True)
 class Begin:
     """A rank has begun its ``save``-th save. ``incarnation`` names its process. ``replicated`` is the coverage sum of the tensors
-    that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for. ``timeout`` is in seconds.
-    ``coding``: see ``storage.version_record``."""
+    that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for, ``vouched`` the names of those
+    that are DTensors. ``timeout`` is in seconds. ``coding``: see ``storage.version_record``. ``retention``: what to keep once
+    this save is a version."""
 
     rank: int
     world_size: int
@@ -34,12 +36,14 @@ class Begin:
     expected: int
     metrics: dict[str, Any] = field(default_factory=dict)
     coding: dict[str, str] = field(default_factory=dict)
+    retention: Policy | None = None
+    vouched: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Ticket:
     """The attempt that a save belongs to. ``node`` is the number of the asking node within the attempt; ``timeout`` the seconds
-    after which the coordinator gives the attempt up."""
+    that are left until the coordinator gives the attempt up."""
 
     id: int
     attempt: str
@@ -59,6 +63,9 @@ class Port(Protocol):
 
     def wait_complete(self, ticket: Ticket) -> None:
         """Return when every rank of the attempt has finished."""
+
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """The node's packs and fragment are made, and on their way to the store: what is in memory can be restored from there."""
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         """The node's packs and fragment are durable; returns when the attempt is a version."""

@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..storage import values
 from ..storage.errors import RaystowError, SaveFailed
+from ..storage.retention import Policy
 from .attempt import NodeAttempt, Outcome, draft
 from .port import Begin
 from .ring import Ring
@@ -33,6 +34,12 @@ class Host(Protocol):
 
     def grow(self, nbytes: int) -> None:
         """Adapt the budget of coded bytes by a process's share."""
+
+    def keep_in_memory(self, nbytes: int) -> None:
+        """Keep the newest version in so many bytes of this node's memory."""
+
+    def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
+        """Copy what is kept of a repository into the memory of so many other nodes, at ``rate`` bytes per second at most."""
 
 
 class GpuCoder(Protocol):
@@ -63,13 +70,14 @@ class Session:
         self._attempt: NodeAttempt | None = None
         self._number = 0
 
-    def serve(self) -> None:
-        """Handle messages until the connection ends."""
+    def serve(self, hello: Message) -> None:
+        """Handle messages until the connection ends. ``hello``: the first."""
         try:
-            first = self._connection.receive()
-            if first is None:
-                return
-            self._hello = first[0]
+            self._hello = hello
+            if self._hello.get("keep_in_memory") is not None:
+                self._host.keep_in_memory(int(self._hello["keep_in_memory"]))
+            if self._hello.get("replicas") is not None:
+                self._host.replicate(self._hello["repository"], self._hello["replicas"], self._hello["replica_rate"])
             coded = int(self._hello["coded"])
             self._ring = Ring.create(int(self._hello["ring"]), int(self._hello["slot"]))
             self._slots = Slots(self._ring, self._tell_free)
@@ -134,9 +142,11 @@ class Session:
             step=fields["step"],
             timeout=fields["timeout"],
             replicated=fields["replicated"],
+            vouched=tuple(fields.get("vouched", ())),
             expected=fields["expected"],
             metrics={name: values.decode(form) for name, form in fields["metrics"].items()},
             coding=fields.get("coding", {}),
+            retention=Policy.load(fields["retention"]) if fields.get("retention") else None,
         )
         try:
             attempt, self._number = self._host.open_attempt(self._hello["uri"], self._hello["repository"], begin)

@@ -58,6 +58,10 @@ class Plan(Protocol):
         """``replicated`` and ``expected`` of ``port.Begin``."""
 
     @property
+    def vouched(self) -> tuple[str, ...]:
+        """``vouched`` of ``port.Begin``."""
+
+    @property
     def ready(self) -> dict[int, Any]:
         """For each CUDA device an event, after which its tensors may be read."""
 
@@ -98,6 +102,7 @@ class Staging:
         self._of_devices: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # what the node worker says of device memory
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._open: dict[int, Order] = {}
+        self._order: Order | None = None  # the one that is being staged
         self._lock = threading.Lock()
         self.lost = False
         self._threads = [
@@ -128,14 +133,15 @@ class Staging:
 
     def _stage(self) -> None:
         while (order := self._orders.get()) is not None:
-            subject = f"save of step {order.begin['step']}"
+            subject, self._order = f"save of step {order.begin['step']}", order
             try:
                 assert order.plan is not None
                 devices = sorted({piece.device for piece in order.plan.pieces if piece.device is not None})
                 choices = [self._bench().choice(device) for device in devices]
                 replicated, expected = order.plan.coverage
                 coding = {choice.codec: choice.why for choice in choices}
-                more = {"replicated": replicated, "expected": expected, "coding": coding}
+                vouched = list(order.plan.vouched)
+                more = {"replicated": replicated, "expected": expected, "vouched": vouched, "coding": coding}
                 self._connection.post({"begin": {**order.begin, **more}})
                 self._hand_over(order, order.plan, devices)
                 self._connection.post({"end": order.save})
@@ -228,11 +234,14 @@ class Staging:
         return first
 
     def _take_soon(self) -> int | None:
-        """A free slot; None after a moment without one, in which the node worker was asked to hurry."""
+        """A free slot; None after a moment without one, in which the node worker was asked to hurry. ``SaveFailed`` if the save
+        has failed meanwhile: what holds the slots may hold them for minutes."""
         try:
             slot = self._free.get(timeout=0.02)
         except queue.Empty:
             self._connection.post({"press": True})
+            if self._order is not None and self._order.failed:
+                raise SaveFailed("it has failed already", subject=f"save of step {self._order.begin['step']}") from None
             return None
         return self._checked(slot)
 

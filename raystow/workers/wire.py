@@ -28,6 +28,12 @@ MAX_MESSAGE = 256 << 20
 Message = dict[str, Any]
 
 
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether the process at the other end runs as this user, or as root."""
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return uid in (os.getuid(), 0)
+
+
 class Listener:
     """Accepts connections from processes of this user on this machine, under a random abstract name."""
 
@@ -44,8 +50,7 @@ class Listener:
                 peer, _ = self._socket.accept()
             except OSError:
                 return None
-            _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
-            if uid in (os.getuid(), 0):
+            if _is_ours(peer):
                 return Connection(peer)
             peer.close()
 
@@ -73,6 +78,9 @@ class Connection:
         except OSError as error:
             peer.close()
             raise ClusterError(f"the node worker does not answer: {error}", subject=name) from error
+        if not _is_ours(peer):  # a dead node worker's name is free for anyone to take
+            peer.close()
+            raise ClusterError("another user's process answers under the node worker's name", subject=name)
         return Connection(peer)
 
     def send(self, message: Message, *, fd: int | None = None) -> None:

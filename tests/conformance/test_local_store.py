@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from raystow.storage.errors import PreconditionFailed, StoreError, StoreUnavailable, UnsafeStore
+from raystow.storage.errors import NotFound, PreconditionFailed, StoreError, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores import open_store
 from raystow.storage.stores.local import LOCK, LocalStore
@@ -274,3 +274,13 @@ open_store({str(tmp_path)!r}).put("k", [b"x"])
 assert not {{"boto3", "botocore", "obstore"}} & set(sys.modules)
 """
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
+
+
+def test_a_pipe_in_the_place_of_an_object_is_not_waited_for(store: LocalStore, root: Path) -> None:
+    store.put(KEY, [b"x"])
+    (root / KEY).unlink()
+    os.mkfifo(root / KEY)
+    with pytest.raises(NotFound):
+        store.get(KEY, max_bytes=10)
+    with pytest.raises(NotFound):
+        store.get_range(KEY, 0, 1)

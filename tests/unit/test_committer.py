@@ -8,7 +8,7 @@ from handmade import empty_record, whole, write
 from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Fenced, StoreUnavailable
+from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository, create_repository
 
@@ -87,7 +87,7 @@ def test_an_attempt_overtaken_by_a_newer_version_comes_too_late(repository):
     committer = Committer(repository, "me")
     late, early = empty_record(committer), empty_record(committer)
     committer.commit(early)
-    with pytest.raises(Fenced, match="is spent"):
+    with pytest.raises(SaveFailed, match="is spent"):
         committer.commit(late)
     assert [version.id for version in repository.versions()] == [2]
 

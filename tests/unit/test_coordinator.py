@@ -92,6 +92,24 @@ def test_a_call_made_twice_counts_once(world: World) -> None:
     assert len(world.committer.repository.versions()) == 1
 
 
+def test_a_fragment_told_again_after_the_commit_is_no_error(world: World) -> None:
+    tickets = [world.begin(0), world.begin(1)]
+    world.seal(tickets)
+    world.commit()
+    world.core.fragment(tickets[0], FragmentInfo(0, 0, "", (0,), 0, 0, 0), [])
+    assert world.phase(tickets[0]) is Phase.COMMITTED
+
+
+def test_only_what_someone_may_wait_for_counts_as_a_change(world: World) -> None:
+    tickets = [world.begin(0), world.begin(1)]
+    world.core.finished(tickets[0], 0, 7)
+    assert world.core.changes == 0
+    world.core.finished(tickets[1], 1, 0)
+    assert (world.core.changes, world.phase(tickets[0])) == (1, Phase.SEALING)
+    world.core.fragment(tickets[0], FragmentInfo(0, 0, "", (0,), 0, 0, 0), [])
+    assert world.core.changes == 1
+
+
 def test_a_restarted_rank_ends_what_waited_for_its_former_process(world: World) -> None:
     ticket = world.begin(0)
     world.core.join(1, "b1")
@@ -194,3 +212,87 @@ def test_an_unanswered_commit_keeps_its_objects_and_a_fence_ends_everything(worl
 def test_a_coordinator_that_was_restarted_says_so(world: World) -> None:
     with pytest.raises(SaveFailed, match="the coordinator was restarted"):
         world.core.finished(Ticket(9, "f" * 16, 0, 60.0), 0, 0)
+
+
+def test_nobody_waits_for_a_rank_whose_save_has_failed_before_it_began(world: World) -> None:
+    waiting = world.begin(0, 5)
+    world.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
+    assert world.reason(waiting) == "rank 1: its node worker died"
+
+
+def test_nobody_begins_to_wait_for_a_save_that_has_failed_already(world: World) -> None:
+    world.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
+    late = world.begin(0, 5)
+    assert world.phase(late) is Phase.ABORTED
+
+
+def test_a_step_can_be_saved_again_after_a_rank_has_failed_to(world: World) -> None:
+    world.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
+    world.begin(0, 5)
+    again = [world.begin(0, 5, save=2), world.begin(1, 5, save=2)]
+    world.seal(again)
+    world.commit()
+    assert world.phase(again[0]) is Phase.COMMITTED
+
+
+def test_a_failed_save_of_a_former_process_holds_up_nobody(world: World) -> None:
+    world.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
+    world.core.join(1, "b1")
+    world.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
+    assert world.phase(world.begin(0, 5)) is Phase.GATHERING
+
+
+def test_what_a_rank_was_part_of_ends_with_its_save(world: World) -> None:
+    first, second = world.begin(1, 5), world.begin(1, 6, save=2)
+    world.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
+    assert (world.phase(first), world.phase(second)) == (Phase.ABORTED, Phase.GATHERING)
+
+
+def test_a_restarted_coordinator_hears_of_a_failed_save_first(world: World) -> None:
+    fresh = World(Coordinator(world.committer, world.clock, writer={}), world.committer, world.clock)
+    fresh.core.save_failed(1, "a1", 1, 5, "the coordinator was restarted during this save")
+    assert fresh.phase(fresh.begin(0, 5)) is Phase.ABORTED
+
+
+def test_what_is_staged_everywhere_is_held_until_it_is_a_version(world: World) -> None:
+    tickets = [world.begin(0), world.begin(1)]
+    for rank, ticket in enumerate(tickets):
+        world.core.finished(ticket, rank, 7 if rank == 0 else 0)
+    infos = [FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0) for ticket in tickets]
+    world.core.staged(tickets[0], infos[0], [])
+    assert world.core.held() is None
+    world.clock.time += 5
+    world.core.staged(tickets[1], infos[1], [])
+    held = world.core.held()
+    assert held is not None
+    assert (held.step, held.fragments) == (1, tuple(infos))
+    world.clock.time += 5
+    for ticket, info in zip(tickets, infos, strict=True):
+        world.core.fragment(ticket, info, [])
+    assert world.core.held() == held
+    world.commit()
+    assert world.core.held() is None
+    latest = world.committer.repository.latest()
+    assert latest is not None
+    assert latest.record == held  # also when it was created
+
+
+def test_what_is_given_up_is_not_held(world: World) -> None:
+    tickets = [world.begin(0), world.begin(1)]
+    for rank, ticket in enumerate(tickets):
+        world.core.finished(ticket, rank, 7 if rank == 0 else 0)
+    for ticket in tickets:
+        world.core.staged(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+    world.core.failed(tickets[0], "the store is full")
+    assert world.core.held() is None
+
+
+def test_a_tensor_on_two_meshes_makes_no_version(world: World) -> None:
+    def begin(rank: int) -> Ticket:
+        return world.core.begin(Begin(rank, 2, f"a{rank}", 1, "node", 1, 60.0, 7, 7, vouched=("model.norm", f"stage{rank}")))
+
+    ticket = begin(0)
+    assert begin(0) == ticket  # asked twice
+    assert world.phase(ticket) is Phase.GATHERING
+    begin(1)
+    assert "ranks 0 and 1 both hold 'model.norm'" in world.reason(ticket)

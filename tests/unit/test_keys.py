@@ -18,6 +18,13 @@ def test_keys_are_those_of_the_specification():
     assert keys.pack(7, attempt, 12, "weights", 3) == "versions/00000007-0123456789abcdef/weights-00012-00003.pack"
 
 
+@given(ids, attempts, counts, counts)
+def test_a_key_tells_what_it_was_made_of(id, attempt, node, number):
+    assert keys.place_of(keys.fragment(id, attempt, node)) == (node,)
+    assert keys.place_of(keys.pack(id, attempt, node, "weights_2", number)) == (node, "weights_2", number)
+    assert keys.place_of(keys.record(id, attempt)) is None
+
+
 @given(id=ids, attempt=attempts, node=counts, number=counts)
 def test_every_object_of_an_attempt_leads_back_to_it(id, attempt, node, number):
     made = [keys.record(id, attempt), keys.fragment(id, attempt, node), keys.pack(id, attempt, node, "optimizer", number)]

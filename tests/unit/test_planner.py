@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.planner import Piece, boxes, plan_save, share
+from raystow.orchestrator.planner import SMALL, Piece, boxes, plan_save, share
 from raystow.orchestrator.shards import Shard
 from raystow.orchestrator.state import Leaf
 
@@ -45,16 +45,19 @@ def test_an_empty_tensor_is_named_and_an_empty_shard_of_another_is_not() -> None
 
 @settings(max_examples=100, deadline=None)
 @given(
-    sizes=st.lists(st.integers(1, 1000), max_size=40),
+    large=st.lists(st.integers(SMALL + 1, 10 * SMALL), max_size=40),
+    small=st.lists(st.integers(1, SMALL), max_size=10),
     holders=st.sets(st.integers(0, 50), min_size=1, max_size=7).map(lambda s: tuple(sorted(s))),
 )
-def test_a_share_is_disjoint_complete_and_balanced(sizes: list[int], holders: tuple[int, ...]) -> None:
-    pieces = [Piece(shard((n,), name=f"t{i}"), ((0,), (n,))) for i, n in enumerate(sizes)]
+def test_a_share_is_disjoint_complete_and_balanced(large: list[int], small: list[int], holders: tuple[int, ...]) -> None:
+    pieces = [Piece(shard((n,), name=f"t{i}"), ((0,), (n,))) for i, n in enumerate((*large, *small))]
     shares = {rank: share(pieces, holders, rank) for rank in holders}
     taken = [id(piece) for mine in shares.values() for piece in mine]
     assert sorted(taken) == sorted(map(id, pieces))
     loads = [sum(piece.nbytes for piece in mine) for mine in shares.values()]
-    assert max(loads) - min(loads) <= max(sizes, default=0)
+    assert max(loads) - min(loads) <= max(*large, sum(small), 0)
+    first = set(map(id, shares[holders[0]]))
+    assert all(id(piece) in first for piece in pieces[len(large) :]), "a small shard is not where readers look for it first"
 
 
 @settings(max_examples=50, deadline=None)

@@ -111,7 +111,6 @@ def serve(script: Callable[[Talk], Iterator[Message]], attempt: FakeAttempt | Sa
     """Run a session through a script, from its hello to its end."""
 
     def whole() -> Iterator[Message]:
-        yield HELLO
         try:
             yield from script(talk)
         finally:  # the session waits for what is still needed
@@ -120,7 +119,7 @@ def serve(script: Callable[[Talk], Iterator[Message]], attempt: FakeAttempt | Sa
 
     talk, host = Talk(iter(())), FakeHost(attempt)
     talk.script = whole()
-    Session(cast(Connection, talk), host, "node").serve()
+    Session(cast(Connection, talk), host, "node").serve(HELLO)
     return talk, host
 
 
@@ -256,12 +255,11 @@ def test_memory_is_kept_for_chunks_that_outlive_their_process() -> None:
     ended = threading.Event()
 
     def script() -> Iterator[Message]:
-        yield HELLO
         yield {"begin": BEGIN}
         yield {"chunks": [chunk("late", (0, 0, 4), (0, 64, 4), coded=True)]}
         ended.set()
 
-    serving = threading.Thread(target=Session(cast(Connection, Talk(script())), host, "node").serve)
+    serving = threading.Thread(target=Session(cast(Connection, Talk(script())), host, "node").serve, args=(HELLO,))
     serving.start()
     assert ended.wait(10)
     serving.join(0.1)

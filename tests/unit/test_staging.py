@@ -36,6 +36,7 @@ class Chunk:
 class Plan:
     pieces: list[Chunk]
     coverage: tuple[int, int] = (0, 0)
+    vouched: tuple[str, ...] = ()
     ready: dict[int, Any] = field(default_factory=dict)
 
 

@@ -16,7 +16,11 @@ _COMMANDS = {
     "show": ".show",
     "verify": ".verify",
     "restore": ".restore",
+    "plan": ".plan",
     "prune": ".prune",
+    "gc": ".gc",
+    "repair": ".repair",
+    "keygen": ".keygen",
     "doctor": ".doctor",
 }
 """Command -> the module that holds the function of that name, in the order of the help."""

@@ -8,6 +8,7 @@ import typer
 
 from ...storage.errors import StateError
 from . import quantities
+from .asking import agreed
 from .present import age, count, emit, out, size, table
 from .target import Json, Target, Uri, open_target
 
@@ -15,7 +16,7 @@ if TYPE_CHECKING:
     from ...storage.retention import Decision, Policy
     from ...storage.retention_plan import RetentionPlan
 
-_OBJECTS_STAY = "the objects of dropped versions stay in the store: nothing collects them yet"
+_OBJECTS_STAY = "the objects of dropped versions stay in the store until `raystow gc` deletes them"
 
 
 def prune(
@@ -43,8 +44,8 @@ def prune(
 ) -> None:
     """Drop the versions that no rule keeps.
 
-    A version is kept if any --keep rule keeps it. Pinned versions and the newest one are always kept. Asks before it drops
-    anything, unless --yes or --json is given. Space is not freed yet: objects stay in the store.
+    A version is kept if any --keep rule keeps it. The newest version, the newest verified one, pinned ones and those being
+    restored are always kept. Asks before it drops anything, unless --yes or --json is given. `raystow gc` frees the space.
 
     Example:  raystow prune s3://bucket/runs/llama --keep-last 3 --keep-every 1000
     """
@@ -54,7 +55,11 @@ def prune(
     _check_metric(policy, plan, target)
     if not json:
         _tell(target, plan, policy)
-    dropping = bool(plan.dropped) and not dry_run and (yes or json or _agreed(len(plan.dropped)))
+    dropping = (
+        bool(plan.dropped)
+        and not dry_run
+        and (yes or json or agreed(f"drop {count(len(plan.dropped), 'version')}?", "nothing was dropped"))
+    )
     gone = plan.execute() if dropping else ()
     if json:
         rows = [_row(target, decision) for decision in plan.decisions]
@@ -62,7 +67,7 @@ def prune(
     elif dropping:
         out.print(f"dropped {count(len(gone), 'version')}; {_OBJECTS_STAY}", soft_wrap=True)
         if stayed := len(plan.dropped) - len(gone):
-            out.print(f"{count(stayed, 'version')} stayed: pinned meanwhile, or the newest now", soft_wrap=True)
+            out.print(f"{count(stayed, 'version')} stayed: pinned or verified meanwhile, or the newest now", soft_wrap=True)
     elif plan.dropped:
         out.print(f"nothing was dropped; when something is, {_OBJECTS_STAY}", soft_wrap=True)
 
@@ -99,16 +104,7 @@ def _tell(target: Target, plan: RetentionPlan, policy: Policy) -> None:
     freed = [entry.stored for entry in plan.dropped]
     out.print(f"keep {count(len(kept), 'version')}, {size(sum(kept))}; drop {len(freed)}, {size(sum(freed))}", style="dim")
     if policy.max_bytes is not None and sum(kept) > policy.max_bytes:
-        out.print(f"pinned versions and the newest alone take more than {size(policy.max_bytes)}", soft_wrap=True)
-
-
-def _agreed(number: int) -> bool:
-    """Ask. ``StateError`` where nobody can answer."""
-    typer.echo(f"drop {count(number, 'version')}? [y/N] ", nl=False, err=True)
-    try:
-        return input().strip().lower() in ("y", "yes")
-    except EOFError:
-        raise StateError("nobody answers, so nothing was dropped", remedy="--yes drops without asking") from None
+        out.print(f"the versions that are always kept take more than {size(policy.max_bytes)}", soft_wrap=True)
 
 
 def _row(target: Target, decision: Decision) -> dict[str, Any]:

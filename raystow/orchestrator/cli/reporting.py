@@ -8,7 +8,7 @@ from typing import ParamSpec
 
 import typer
 
-from ...storage.errors import Damaged, NotARepository, NotFound, RaystowError, StateError, UnsafeStore
+from ...storage.errors import Damaged, NotARepository, NotFound, RaystowError, StateError, UnsafeStore, Untrusted
 from .present import emit, printable
 
 EXIT_CODES = {
@@ -18,12 +18,13 @@ EXIT_CODES = {
     3: "damaged",
     4: "not there",
     5: "the store is unsafe",
+    6: "not signed by a trusted key",
     130: "interrupted",
 }
 """What each exit code means."""
 
-_CODES: dict[type[RaystowError], int] = {StateError: 2, Damaged: 3, NotARepository: 4, NotFound: 4, UnsafeStore: 5}
-_DAMAGED = "`raystow verify URI --all` tells which versions are whole"
+_CODES: dict[type[RaystowError], int] = {StateError: 2, Damaged: 3, NotARepository: 4, NotFound: 4, UnsafeStore: 5, Untrusted: 6}
+_DAMAGED = "`raystow verify URI --deep --all` tells which versions are whole"
 
 _P = ParamSpec("_P")
 

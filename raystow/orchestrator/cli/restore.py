@@ -42,16 +42,17 @@ def restore(
 
     target = open_target(uri)
     chosen = target.version(version)
-    plan, values = files(chosen.tensors(), limit=max_file_mib << 20), export.plain_values(chosen)
-    total = sum(file.nbytes for file in plan)
     start = target.repository.clock.monotonic()
-    with new_folder(to, total) as folder, byte_bar(f"version {chosen.id}", total, quiet=json) as advance:
-        for file in plan:
-            export.write_file(folder / file.name, file, chosen, advance)
-        for _, parts in groupby(plan, key=lambda file: file.group):
-            if len(split := list(parts)) > 1:
-                export.write_index(folder, split)
-        export.write_json(folder / "values.json", values)
+    with target.repository.lease(chosen):
+        plan, values = files(chosen.tensors(), limit=max_file_mib << 20), export.plain_values(chosen)
+        total = sum(file.nbytes for file in plan)
+        with new_folder(to, total) as folder, byte_bar(f"version {chosen.id}", total, quiet=json) as advance:
+            for file in plan:
+                export.write_file(folder / file.name, file, chosen, advance)
+            for _, parts in groupby(plan, key=lambda file: file.group):
+                if len(split := list(parts)) > 1:
+                    export.write_index(folder, split)
+            export.write_json(folder / "values.json", values)
     facts = {
         "uri": target.repository.uri,
         "version": chosen.id,

@@ -48,7 +48,7 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
         ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
         *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
-        ("metrics", ", ".join(f"{name} {value!r:.60}" for name, value in version.metrics.items())),
+        ("metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())),
         ("pins", ", ".join(facts["pins"])),
         ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),
     ]
@@ -58,3 +58,8 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
 def _largest(row: dict[str, Any]) -> list[str]:
     shape = " x ".join(str(n) for n in row["shape"]) or "scalar"
     return [row["name"], row["dtype"], shape, size(row["nbytes"]), ratio_text(row["stored"], row["nbytes"])]
+
+
+def _brief(value: object) -> str:
+    """A metric in at most 60 characters; a long integer in hexadecimal, as Python refuses to write thousands of decimals."""
+    return (hex(value) if isinstance(value, int) and value.bit_length() > 200 else repr(value))[:60]

@@ -30,9 +30,7 @@ class Target:
 
     def versions(self) -> list[Version]:
         """Every version, oldest first."""
-        from ...storage.version import Version
-
-        return [Version(self.repository.store, entry, self.repository.id) for entry in self.root.versions]
+        return [self.repository.at(entry) for entry in self.root.versions]
 
     def version(self, which: str) -> Version:
         """The version with this id or pin; ``NotFound`` if there is none."""

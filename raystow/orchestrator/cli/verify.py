@@ -1,19 +1,24 @@
-"""``raystow verify``: whether every byte is still what was written."""
+"""``raystow verify``: whether versions are still what was written."""
 
 from __future__ import annotations
 
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+import contextlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...storage.errors import Damaged
-from .present import count, emit, out, size
-from .progress import byte_bar
-from .reporting import complain, described, exit_code
-from .target import LATEST, Json, Target, Uri, open_target
+from ...storage.errors import Damaged, StoreError, Unsupported, Untrusted
+from ...storage.journal import Journal, journal
+from .present import emit, out, printable
+from .progress import versions_bar
+from .reporting import described, exit_code
+from .target import LATEST, Json, Uri, open_target
+from .verdict import DAMAGED, DEEP, OUTCOMES, QUICK, REMOVED, UNCHECKED, UNTRUSTED, WHOLE, Verdict, summary, tell_summary
 
 if TYPE_CHECKING:
+    from ...storage.repository import Repository
     from ...storage.version import Version
 
 
@@ -22,51 +27,92 @@ def verify(
     version: Annotated[
         str | None, typer.Argument(metavar="VERSION", help="A version's id, the name of a pin, or 'latest' (the default).")
     ] = None,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte and hold it against its digests.")] = False,
     all: Annotated[bool, typer.Option("--all", help="Every version, oldest first, also after one that is damaged.")] = False,
+    resume: Annotated[
+        Path | None,
+        typer.Option(metavar="FILE", dir_okay=False, help="With --deep: note what is done in FILE; skip what it says is done."),
+    ] = None,
     json: Json = False,
 ) -> None:
-    """Read every byte of a version and hold it against its digests.
+    """Tell whether a version is whole.
 
+    Checks record and manifest by their digests, and that every pack is there in its size. With --deep it reads the packs as well.
     Names the damaged object and exits with 3 if anything is missing, cut or changed.
 
-    Example:  raystow verify s3://bucket/runs/llama --all
+    Example:  raystow verify s3://bucket/runs/llama --deep --all
     """
     if all and version is not None:
         raise typer.BadParameter("give a version or --all, not both")
+    if resume is not None and not deep:
+        raise typer.BadParameter("--resume goes with --deep: without it no pack is read")
     target = open_target(uri)
-    chosen = target.versions() if all else [target.version(version or LATEST)]
-    results = [_verified(target, one, quiet=json) for one in chosen]
-    damage = [result["error"] for result in results if "error" in result]
-    if json:
-        emit({"uri": target.repository.uri, "versions": results, **({"error": damage[0]} if damage else {})})
-    elif not results:
-        out.print(f"no version yet in {target.repository.uri}", soft_wrap=True)
-    if damage:
-        raise typer.Exit(exit_code(Damaged("")))
-
-
-def _verified(target: Target, version: Version, *, quiet: bool) -> dict[str, Any]:
-    """The JSON fields of one version's verification, told to a person on the way unless ``quiet``."""
     repository = target.repository
     start = repository.clock.monotonic()
-    head = {"id": version.id, "step": version.step}
-    name = f"version {version.id} (step {version.step})"
+    verdicts = _verdicts(repository, target.versions() if all else [target.version(version or LATEST)], deep, resume, quiet=json)
+    recorded, refused = _record(repository, verdicts) if deep else (None, None)
+    sums = summary(verdicts, repository.clock.monotonic() - start)
+    worst = min((v for v in verdicts if v.error is not None), key=lambda v: OUTCOMES.index(v.outcome), default=None)
+    if json:
+        rows = [verdict.fields for verdict in verdicts]
+        facts = {"uri": repository.uri, "versions": rows, "summary": sums, "recorded": recorded}
+        facts |= {"warning": described(refused)} if refused is not None else {}
+        emit(facts | ({"error": worst.fields["error"]} if worst is not None else {}))
+    elif not verdicts:
+        out.print(f"no version yet in {repository.uri}", soft_wrap=True)
+    else:
+        if all or resume is not None or not deep:
+            tell_summary(sums, DEEP if deep else QUICK, str(resume or ""))
+        if refused is not None:
+            typer.echo(printable(f"note: not noted in the root as verified: {refused}"), err=True)
+    if worst is not None and worst.error is not None:
+        raise typer.Exit(exit_code(worst.error))
+
+
+def _verdicts(
+    repository: Repository, versions: Sequence[Version], deep: bool, resume: Path | None, *, quiet: bool
+) -> list[Verdict]:
+    """The verdict on each version, told at once unless ``quiet``; on none after one for which the store failed."""
+    verdicts = list[Verdict]()
+    with (
+        journal(resume, repository.id) if resume is not None else contextlib.nullcontext() as notes,
+        versions_bar([version.raw for version in versions], deep=deep, quiet=quiet) as bar,
+    ):
+        for version in versions:
+            verdicts.append(verdict := _verdict(repository, version, bar.advance, notes, deep=deep))
+            with bar.ending():
+                if not quiet:
+                    verdict.tell()
+            if isinstance(verdict.error, StoreError):
+                break
+    return verdicts
+
+
+def _verdict(
+    repository: Repository, version: Version, progress: Callable[[int], None], notes: Journal | None, *, deep: bool
+) -> Verdict:
+    clock, mode = repository.clock, DEEP if deep else QUICK
+    start = clock.monotonic()
     try:
-        with byte_bar(f"version {version.id}", version.raw, quiet=quiet) as advance:
-            found = repository.verify(version, advance)
-    except Damaged as error:
-        if all(entry.attempt != version.attempt for entry in repository.root().versions):
-            if not quiet:  # its objects went with it: no damage
-                out.print(f"{name}: removed from the repository meanwhile")
-            return {**head, "outcome": "removed"}
-        report = described(error)
-        if not quiet:
-            out.print(f"{name}: DAMAGED", style="bold red")
-            complain(report)
-        return {**head, "outcome": "damaged", "error": report}
-    seconds = repository.clock.monotonic() - start
-    if not quiet:
-        what = f"{count(found.tensors, 'tensor')}, {count(found.chunks, 'chunk')}, {size(found.stored)} read in {seconds:.1f} s"
-        out.print(f"{name}: whole, {what}")
-    counts = {key: value for key, value in asdict(found).items() if key not in ("version", "step")}
-    return {**head, "outcome": "whole", **counts, "seconds": round(seconds, 3)}
+        try:
+            found = repository.verify(version, progress if deep else lambda nbytes: None, deep=deep, journal=notes)
+            return Verdict(version, mode, WHOLE, clock.monotonic() - start, found=found)
+        except (Damaged, Untrusted) as error:
+            if all(entry.attempt != version.attempt for entry in repository.root().versions):
+                return Verdict(version, mode, REMOVED, clock.monotonic() - start)
+            outcome = DAMAGED if isinstance(error, Damaged) else UNTRUSTED
+            return Verdict(version, mode, outcome, clock.monotonic() - start, error=error)
+    except (StoreError, Unsupported) as error:
+        return Verdict(version, mode, UNCHECKED, clock.monotonic() - start, error=error)
+
+
+def _record(repository: Repository, verdicts: Sequence[Verdict]) -> tuple[int | None, StoreError | None]:
+    """Note in the root the newest version that was found whole: retention keeps it. Its id; or why the store refused."""
+    whole = [verdict.version for verdict in verdicts if verdict.outcome == WHOLE]
+    if not whole:
+        return None, None
+    try:
+        repository.record_verified(whole[-1])
+    except StoreError as error:
+        return None, error
+    return whole[-1].id, None

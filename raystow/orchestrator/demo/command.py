@@ -144,12 +144,12 @@ class _Screen:
 
 
 def _sweep(uri: str) -> None:
-    """Delete what unfinished saves have left. Every writer is dead by now, so nothing of it can become a version."""
+    """Delete what unfinished saves have left. Every writer is dead by now, so nothing is in flight."""
     try:
         repository = open_repository(uri)
     except NotARepository:
         return
-    repository.store.delete(repository.orphans())
+    repository.plan_collection(grace=0).execute()
 
 
 def _judge(stores: dict[str, str], follower: Follower) -> None:

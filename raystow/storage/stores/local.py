@@ -18,7 +18,7 @@ from blake3 import blake3
 
 from ..clock import SYSTEM, Clock
 from ..errors import StoreError, StoreUnavailable
-from ..object_store import Buffer, ObjectInfo, Tagged
+from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks, durable, mounts
 from .file_lock import exclusive
 
@@ -124,14 +124,20 @@ class LocalStore:
         for key in keys:
             path = self._path(key)
             with self._errors(key):
-                try:
-                    path.unlink()
-                except OSError as error:
-                    if error.errno not in _GONE:
-                        raise
-            with contextlib.suppress(OSError):
-                while (path := path.parent) != self._root:
-                    path.rmdir()
+                self._remove(path)
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """As the protocol says: temporary files. The key is that of their folder, the token their name."""
+        with self._errors(""):
+            yield from self._walk_temporary("")
+
+    def abort(self, unfinished: Iterable[Unfinished]) -> None:
+        """Remove temporary files. A writer that is still at work on one fails with ``StoreUnavailable``."""
+        for write in unfinished:
+            if not write.token.startswith(durable.TEMPORARY) or "/" in write.token:
+                raise StoreError(f"not a temporary file: {write.token[:200]!r}", remedy="pass what unfinished() gave")
+            with self._errors(write.key):
+                self._remove((self._path(write.key) if write.key else self._root) / write.token)
 
     def __reduce__(self) -> tuple[Callable[[Path], LocalStore], tuple[Path]]:
         return LocalStore, (self._root,)
@@ -142,17 +148,28 @@ class LocalStore:
     def _subject(self, key: str) -> str:
         return str(self._path(key))
 
+    def _remove(self, path: Path) -> None:
+        """Unlink a file, and the folders that this leaves empty."""
+        try:
+            path.unlink()
+        except OSError as error:
+            if error.errno not in _GONE:
+                raise
+        with contextlib.suppress(OSError):
+            while (path := path.parent) != self._root:
+                path.rmdir()
+
     @contextlib.contextmanager
     def _open(self, key: str) -> Iterator[tuple[int, int]]:
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC)
+            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         except OSError as error:
             if error.errno in _GONE:
                 raise checks.missing(self._subject(key)) from error
             raise
         try:
             status = os.fstat(descriptor)
-            if stat.S_ISDIR(status.st_mode):
+            if not stat.S_ISREG(status.st_mode):  # a folder, or a pipe that would be waited for
                 raise checks.missing(self._subject(key))
             yield descriptor, status.st_size
         finally:
@@ -189,6 +206,22 @@ class LocalStore:
                 with contextlib.suppress(FileNotFoundError):
                     status = entry.stat(follow_symlinks=False)
                     yield ObjectInfo(name, status.st_size, status.st_mtime)
+
+    def _walk_temporary(self, below: str) -> Iterator[Unfinished]:
+        try:
+            with os.scandir(f"{self._root}/{below}") as entries:
+                found = sorted(entries, key=lambda entry: entry.name)
+        except OSError as error:
+            if error.errno in _GONE:
+                return
+            raise
+        for entry in found:
+            if entry.is_dir(follow_symlinks=False):
+                if checks.is_key(below + entry.name):
+                    yield from self._walk_temporary(f"{below}{entry.name}/")
+            elif entry.name.startswith(durable.TEMPORARY) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(FileNotFoundError):
+                    yield Unfinished(below.rstrip("/"), entry.name, entry.stat(follow_symlinks=False).st_mtime)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:

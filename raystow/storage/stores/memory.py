@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from ..clock import SYSTEM, Clock
-from ..object_store import Buffer, ObjectInfo, Tagged
+from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks
 
 
@@ -94,6 +94,13 @@ class MemoryStore:
             checks.checked_key(key)
             with self._lock:
                 self._objects.pop(key, None)
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """None: every write is whole."""
+        yield from ()
+
+    def abort(self, unfinished: Iterable[Unfinished]) -> None:
+        """Nothing to do."""
 
     def __reduce__(self) -> tuple[Callable[[str], MemoryStore], tuple[str]]:
         return MemoryStore.named, (self._name,)

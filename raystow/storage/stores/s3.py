@@ -13,12 +13,13 @@ from itertools import islice
 from typing import Any
 
 import obstore
+from obstore.exceptions import BaseError
 
-from ..errors import NotFound
-from ..object_store import Buffer, ObjectInfo, Tagged
+from ..errors import NotFound, StoreUnavailable
+from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks
 from .s3_clients import DEFAULT_LIMITS, S3Clients, S3Limits, connect, refuse_forked
-from .s3_errors import CONDITIONAL_PUT, boto_errors, from_answer, obstore_errors
+from .s3_errors import CONDITIONAL_PUT, boto_errors, from_answer, obstore_errors, spoilt
 
 _MIB = 1 << 20
 _MOST_PARTS = 10_000
@@ -69,39 +70,52 @@ class S3Store:
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says. The server makes the object visible only when it is whole: by the answer to one PUT, or to the
-        completion of a multipart upload, which obstore aborts on failure (a killed process leaves its parts behind: give the
-        bucket a lifecycle rule for incomplete uploads).
+        completion of a multipart upload, which obstore aborts on failure; what a killed process leaves, ``unfinished`` finds.
 
-        Every body carries a CRC64NVME, which the server checks before it answers; a server that does not know it ignores it, and
-        the standard setting ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required`` leaves it away.
+        Every body carries a CRC64NVME, and over plain http a SHA-256 in the signature, which the server checks before it
+        answers. The standard setting ``AWS_REQUEST_CHECKSUM_CALCULATION=when_required`` leaves both away.
         """
-        subject = self._subject(key)
         views = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
+        with obstore_errors("PUT", self._subject(key)):
+            try:
+                self._send(self._below + key, views)
+            except (BaseError, OSError) as error:
+                if not spoilt(error):
+                    raise
+                self._send(self._below + key, views)  # safe: whatever the first one has come to, this replaces it by the same
+
+    def _send(self, path: str, views: list[memoryview]) -> None:
         total = sum(view.nbytes for view in views)
-        with obstore_errors("PUT", subject):
-            if total <= self._limits.single_put_bytes:
-                whole = views[0] if len(views) == 1 else b"".join(views)
-                obstore.put(self._clients.send, self._below + key, whole, use_multipart=False)
-            else:
-                obstore.put(
-                    self._clients.send,
-                    self._below + key,
-                    views,
-                    use_multipart=True,
-                    chunk_size=max(self._limits.part_bytes, -(-total // _MOST_PARTS // _MIB) * _MIB),
-                    max_concurrency=self._limits.concurrency,
-                )
+        if total <= self._limits.single_put_bytes:
+            whole = views[0] if len(views) == 1 else b"".join(views)
+            obstore.put(self._clients.send, path, whole, use_multipart=False)
+            return
+        obstore.put(
+            self._clients.send,
+            path,
+            views,
+            use_multipart=True,
+            chunk_size=max(self._limits.part_bytes, -(-total // _MOST_PARTS // _MIB) * _MIB),
+            max_concurrency=self._limits.concurrency,
+        )
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         """As the protocol says; the tag is the ETag."""
         subject = self._subject(key)
-        with boto_errors("GET", subject):
-            answer = self._clients.decide.get_object(Bucket=self._bucket, Key=self._below + key)
+        for left in reversed(range(self._limits.attempts)):
+            with boto_errors("GET", subject):
+                answer = self._clients.decide.get_object(Bucket=self._bucket, Key=self._below + key)
             # Not ``with body``: that would hand out the raw stream, without botocore's check of length and checksum.
             with contextlib.closing(answer["Body"]) as body:
                 if answer["ContentLength"] > max_bytes:
                     raise checks.too_large(subject, answer["ContentLength"], max_bytes)
-                return Tagged(body.read(), answer["ETag"])
+                try:
+                    with boto_errors("GET", subject):
+                        return Tagged(body.read(), answer["ETag"])
+                except StoreUnavailable:  # boto3 tries again by itself only as long as there is no body
+                    if not left:
+                        raise
+        raise AssertionError("unreachable")
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
@@ -135,6 +149,23 @@ class S3Store:
                 answer = self._clients.decide.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
             for failure in answer.get("Errors", ()):
                 self._refused_delete(failure)
+
+    def unfinished(self) -> Iterator[Unfinished]:
+        """As the protocol says: multipart uploads, page by page; the token is the upload's id."""
+        with boto_errors("LIST of multipart uploads", self.uri):
+            pages = self._clients.decide.get_paginator("list_multipart_uploads")
+            for page in pages.paginate(Bucket=self._bucket, Prefix=self._below):
+                for entry in page.get("Uploads", ()):
+                    key = entry["Key"][len(self._below) :]
+                    if checks.is_key(key):
+                        yield Unfinished(key, entry["UploadId"], entry["Initiated"].timestamp())
+
+    def abort(self, unfinished: Iterable[Unfinished]) -> None:
+        """As the protocol says. A part that is on its way at this moment may still arrive: then the upload is listed again."""
+        for write in unfinished:
+            subject, client = self._subject(write.key), self._clients.decide
+            with boto_errors("the end of a multipart upload", subject), contextlib.suppress(client.exceptions.NoSuchUpload):
+                client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _reopen, (self._bucket, self._prefix, self._limits)

@@ -25,6 +25,7 @@ from .s3_errors import boto_errors
 _MIB = 1 << 20
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
+_NO_LIMIT = 1 << 20
 _first_process: int | None = None
 
 
@@ -33,12 +34,13 @@ class S3Limits:
     """How long to wait, how often to try, how much to send at a time. Seconds and bytes.
 
     Every call ends: a small one after ``attempts`` times ``connect_seconds`` + ``stall_seconds`` and the pauses between, one
-    request of a large one after ``retry_seconds`` + ``request_seconds``.
+    request of a large one (a part, a range) after ``retry_seconds`` + ``request_seconds``: until ``retry_seconds`` are over it
+    is tried again, however often. ``request_seconds`` is below ``retry_seconds``, so that a stalled request gets a second try.
     """
 
     connect_seconds: float = 5.0
     stall_seconds: float = 30.0
-    request_seconds: float = 120.0
+    request_seconds: float = 90.0
     attempts: int = 5
     retry_seconds: float = 120.0
     single_put_bytes: int = 16 * _MIB
@@ -147,7 +149,9 @@ def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dic
         "endpoint": host,
         "aws_endpoint_url_s3": host,
         "virtual_hosted_style_request": place.virtual,
-        "unsigned_payload": True,
+        # https protects what is on its way. Over plain http a digest of the body stands in the signature, which every server
+        # checks; of a checksum header alone Ceph 20 takes no notice (it wants one more header, which obstore cannot sign).
+        "unsigned_payload": not (place.plain and place.checksums),
         "region": place.region or "us-east-1",
     }
     if place.checksums:
@@ -164,7 +168,8 @@ def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dic
         place.bucket,
         config=config,  # type: ignore[arg-type]
         client_options=options,  # type: ignore[arg-type]
-        retry_config={"max_retries": limits.attempts - 1, "retry_timeout": timedelta(seconds=limits.retry_seconds)},
+        # By time and not by number: a server that says SlowDown does so for a while, and answers at once.
+        retry_config={"max_retries": _NO_LIMIT, "retry_timeout": timedelta(seconds=limits.retry_seconds)},
         credential_provider=Boto3CredentialProvider(session, ttl=_CREDENTIALS_LIVE),
     )
 

@@ -24,7 +24,10 @@ CONDITIONAL_PUT = "conditional PUT"
 
 # Two writers met: the condition was false (412), or could not be judged while the other was at work (409; AWS, then Ceph).
 _LOST_RACES = ("PreconditionFailed", "ConditionalRequestConflict", "ConcurrentModification")
-_RIGHTS = "this needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload and ListBucket on the bucket"
+_RIGHTS = (
+    "this needs s3:GetObject, PutObject, DeleteObject, AbortMultipartUpload, ListBucket and, to collect, "
+    "ListBucketMultipartUploads on the bucket"
+)
 _KEYS = "check the AWS credentials: variables, profile or role"
 _CONFIGURATION = "check the AWS configuration: variables, ~/.aws/config, ~/.aws/credentials"
 _REGION = "set AWS_DEFAULT_REGION to the bucket's region"
@@ -50,6 +53,16 @@ _REFUSED = {
 _REFUSED_STATUS = {301: _REGION, 307: _REGION, 401: _KEYS, 403: _RIGHTS, 501: _REFUSED["NotImplemented"]}
 _MISCONFIGURED = re.compile(
     r"(No|Partial|Unknown)Credential|Profile|Config|Token|SSO|Login|Refresh|ParamValidation|(No|Unknown|Invalid)(Region|Endpoint)"
+)
+
+# The request arrived changed; or it was the second of its kind, since the answer to the first was lost.
+_SPOILT = (
+    "BadDigest",
+    "IncompleteBody",
+    "MalformedXML",
+    "NoSuchUpload",
+    "XAmzContentChecksumMismatch",
+    "XAmzContentSHA256Mismatch",
 )
 
 _STATUS = re.compile(r"status code: (\d{3})\b")
@@ -95,6 +108,12 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
             raise StoreError(f"{operation} could not be sent: {name}", subject=subject, remedy=_CONFIGURATION) from None
         remedy = "set AWS_CA_BUNDLE if its certificate is your own" if "SSL" in name else "try again later"
         raise StoreUnavailable(f"{operation} failed: {name}", subject=subject, remedy=remedy) from None
+
+
+def spoilt(error: BaseError | OSError) -> bool:
+    """Whether obstore has failed for a reason for which the whole operation is worth another try."""
+    code = _CODE.search(str(error))
+    return code is not None and code[1] in _SPOILT
 
 
 @contextlib.contextmanager

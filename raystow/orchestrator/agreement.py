@@ -1,0 +1,142 @@
+"""How a process that restores learns which version: alone, or together with the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Protocol
+
+from ..storage import keys
+from ..storage.errors import Damaged, NotFound, RaystowError
+from ..storage.repository import Repository
+from ..storage.root import Entry
+from ..storage.version import Version
+from ..workers.borrowing import Borrowing, Place
+from .restore_plan import Sources, told
+from .restoring import Choice, Vote
+
+logger = logging.getLogger(__name__)
+
+
+class Agreement(Protocol):
+    """``settle`` until it answers with what was tried last: that is what all ranks have restored then."""
+
+    def settle(self, tried: Entry | None, damage: str) -> Entry | None:
+        """The version to restore next, after ``tried`` (None at first) was found to have ``damage`` here (empty: it is restored).
+
+        None if there is no version at all. ``Damaged`` if there is no other to try.
+        """
+
+    @property
+    def sources(self) -> Sources:
+        """Where the objects of the version last asked for are read from."""
+
+    def version(self, entry: Entry) -> Version:
+        """The version to restore, as it is best read from here."""
+
+    def give_up(self, error: str) -> None:
+        """This rank cannot restore: tell the others, if they can be told."""
+
+
+class Alone:
+    """The newest version, leased while it is tried; with ``fall_back``, older ones after it.
+
+    A rank of several that cannot talk to the others must not fall back: they might not.
+    """
+
+    def __init__(self, repository: Repository, *, fall_back: bool) -> None:
+        self._repository, self._fall_back = repository, fall_back
+        self.sources = Sources()
+        self._lease = contextlib.ExitStack()
+
+    def settle(self, tried: Entry | None, damage: str) -> Entry | None:
+        self._lease.close()
+        if tried is not None and not damage:
+            return tried
+        if tried is not None and not self._fall_back:
+            remedy = "restore through a Checkpointer, with which all ranks fall back together"
+            raise Damaged(damage, subject=f"version {tried.id}", remedy=remedy)
+        older = [entry for entry in self._repository.root().versions if tried is None or entry.id < tried.id]
+        while older:
+            entry = older.pop()
+            try:
+                self._lease.enter_context(self._repository.lease(self._repository.at(entry)))
+            except NotFound:
+                continue  # dropped a moment ago
+            if tried is not None:
+                told = (tried.id, tried.step, entry.id, entry.step, damage)
+                logger.error("VERSION %d (step %d) IS DAMAGED, falling back to version %d (step %d): %s", *told)
+            return entry
+        if tried is None:
+            return None
+        raise Damaged(f"no version is whole; the last, {tried.id}: {damage}", subject=self._repository.uri)
+
+    def version(self, entry: Entry) -> Version:
+        return self._repository.at(entry)
+
+    def give_up(self, error: str) -> None:
+        self._lease.close()
+
+
+class Settling(Protocol):
+    """The coordinator, as far as restores are concerned."""
+
+    def settle(self, vote: Vote) -> Choice | None:
+        """See ``restoring``."""
+
+
+class Together:
+    """The ranks of a run: the coordinator chooses, leases, hears of damage, and tells which nodes have what in memory.
+
+    ``opening`` says who this rank is; ``address`` where its node worker is, on the node with the id ``here``.
+    """
+
+    def __init__(
+        self, repository: Repository, port: Settling, opening: Vote, address: Callable[[], str], *, here: str = ""
+    ) -> None:
+        self._repository, self._port, self._opening, self._address = repository, port, opening, address
+        self._here, self.sources = here, Sources()
+        self._choice: Choice | None = None
+        self._borrowing: Borrowing | None = None
+
+    def settle(self, tried: Entry | None, damage: str) -> Entry | None:
+        self._let_go()
+        self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage))
+        return None if self._choice is None else self._choice.entry
+
+    def version(self, entry: Entry) -> Version:
+        """Read through the node worker, so that what the ranks of a node have in common is read once."""
+        assert self._choice is not None
+        self.sources = Sources()
+        try:
+            self._borrowing = Borrowing(self._repository.store, self._address(), self._repository.id)
+        except RaystowError as error:
+            logger.warning("restoring past the node worker, from the store: %s", error)
+            return self._repository.at(entry)
+        version = self._repository.at(entry, store=self._borrowing)
+        self._borrowing.given = {version.record_key: self._choice.record} if self._choice.record else {}
+        self.sources = sources = Sources(self._choice.near, self._here)
+        # By what keys are made of: a large version has hundreds of thousands of packs, of which a rank reads a few.
+        packs = {pack.place: pack.size for pack in version.record.packs}
+        fragments = {info.node: info.size for info in version.record.fragments}
+
+        def place(key: str) -> Place | None:
+            parts = keys.place_of(key)
+            size = None if parts is None else fragments.get(parts[0]) if len(parts) == 1 else packs.get(parts)
+            return None if parts is None or size is None else Place(size, sources.peers(parts[0]))
+
+        self._borrowing.place = place
+        return version
+
+    def give_up(self, error: str) -> None:
+        self._let_go()
+        with contextlib.suppress(RaystowError):
+            self._port.settle(replace(self._opening, error=error))
+
+    def _let_go(self) -> None:
+        if self._borrowing is not None:
+            logger.info("this rank's restore has read %s", told(self._borrowing.read))
+            self._borrowing.close()
+            self._borrowing = None

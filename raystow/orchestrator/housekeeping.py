@@ -1,0 +1,36 @@
+"""What the coordinator does after each commit: drop what no rule keeps, and delete what was dropped long enough ago."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ..storage.collect import GRACE
+from ..storage.committer import Committer
+from ..storage.errors import RaystowError
+from ..storage.retention import Policy
+
+logger = logging.getLogger(__name__)
+
+
+class Housekeeping:
+    """``run`` after a commit, never two at once. What fails is logged and tried again after the next commit."""
+
+    def __init__(self, committer: Committer, *, grace: float = GRACE) -> None:
+        self._committer, self._grace = committer, grace
+        self._metrics: dict[str, dict[str, Any]] = {}
+
+    def run(self, policy: Policy) -> None:
+        """Apply ``policy``, under the committer's epoch, and collect dropped versions whose grace period is over."""
+        repository = self._committer.repository
+        try:
+            plan = repository.plan_retention(policy, known=self._metrics)
+            dropped = plan.execute(self._committer.check)
+            why = {decision.entry: decision.why for decision in plan.decisions}
+            for entry in dropped:
+                logger.info("version %d, step %d, is dropped: %s", entry.id, entry.step, why[entry])
+            done = repository.plan_collection(grace=self._grace, dropped_only=True).execute()
+            if done.objects:
+                logger.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)
+        except RaystowError as error:
+            logger.warning("retention is put off to the next commit: %s", error)

@@ -1,0 +1,172 @@
+"""One version for all: how the ranks that restore together agree on what they restore.
+
+Each of them could read "the newest version" by itself, but a commit may come between two of them; and where one finds the
+newest damaged, the others must fall back with it. A state made of two versions is worse than none.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ..storage.clock import Clock
+from ..storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
+from ..storage.repository import Repository
+from ..storage.root import Entry
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Vote:
+    """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
+    None at first; ``damage``: what was wrong with it, empty if it is restored. ``error``: why this rank gives up altogether.
+    ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do."""
+
+    rank: int
+    world_size: int
+    incarnation: str
+    number: int
+    timeout: float
+    tried: Entry | None = None
+    damage: str = ""
+    error: str = ""
+    allow_uncommitted: bool = True
+
+
+@dataclass(frozen=True)
+class Choice:
+    """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
+    ``record``: the version's record, where the coordinator still has it."""
+
+    entry: Entry
+    near: Mapping[int, Sequence[str]] = field(default_factory=dict)
+    record: bytes = b""
+
+
+@dataclass
+class Round:
+    """One restore of all ranks. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it.
+    ``held``: a candidate that is no version yet."""
+
+    world_size: int
+    candidates: list[Entry]
+    deadline: float
+    members: dict[int, tuple[str, int]] = field(default_factory=dict)
+    votes: dict[int, str] = field(default_factory=dict)
+    held: Choice | None = None
+    lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    done: bool = False
+    failure: RaystowError | None = None
+
+    def answers(self, tried: Entry | None) -> bool:
+        """Whether a rank that has ``tried`` this version can be told what comes now."""
+        return self.done or self.failure is not None or tried not in self.candidates[:1]
+
+    def answer(self) -> Entry | None:
+        """The version to restore, or that was restored by all; None if there is none. Raises if the round has failed."""
+        if self.failure is not None:
+            raise self.failure
+        return self.candidates[0] if self.candidates else None
+
+
+class Rounds:
+    """The rounds of one repository. Not for several threads at once; may wait for the store."""
+
+    def __init__(self, repository: Repository, clock: Clock, *, on_fall_back: Callable[[], None] = lambda: None) -> None:
+        self._repository, self._clock, self._on_fall_back = repository, clock, on_fall_back
+        self._open: list[Round] = []
+        self.changes = 0
+        """How often any round has come to another version or to its end: all that anyone waits for."""
+
+    def vote(self, vote: Vote, held: Choice | None = None) -> Round:
+        """Take a rank's word, and go on to the next version when all have tried one that is damaged for some.
+
+        ``held``: a save of which all is in the memory of nodes, though it is no version yet; a new round begins with it.
+        """
+        round = self._round_of(vote, held if vote.allow_uncommitted else None)
+        round.members[vote.rank] = vote.incarnation, vote.number
+        round.deadline = self._clock.monotonic() + vote.timeout
+        if vote.error:
+            self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
+        if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
+            return round
+        round.votes[vote.rank] = vote.damage
+        if len(round.votes) < round.world_size:
+            return round
+        damage = {rank: text for rank, text in sorted(round.votes.items()) if text}
+        if not damage:
+            round.done = True
+            self._close(round)
+        else:
+            self._fall_back(round, vote.tried, damage)
+        return round
+
+    def left(self, rank: int, incarnation: str) -> None:
+        """A new process has taken up a rank: what its former one was part of has failed."""
+        for round in list(self._open):
+            if rank in round.members and round.members[rank][0] != incarnation:
+                self._fail(round, ClusterError(f"rank {rank} was restarted during the restore", remedy="restore again"))
+
+    def tick(self) -> None:
+        """Fail the rounds in which nobody was heard of for too long."""
+        for round in list(self._open):
+            if self._clock.monotonic() > round.deadline:
+                waiting = sorted(set(range(round.world_size)) - set(round.votes))
+                self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
+
+    def _round_of(self, vote: Vote, held: Choice | None) -> Round:
+        for round in list(self._open):
+            if round.world_size != vote.world_size:
+                what = f"the world size changed from {round.world_size} to {vote.world_size} during the restore"
+                self._fail(round, ClusterError(what, remedy="restore again"))
+            elif round.members.get(vote.rank, (vote.incarnation, vote.number)) == (vote.incarnation, vote.number):
+                return round
+            else:
+                self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
+        round = Round(vote.world_size, list(reversed(self._repository.root().versions)), 0.0)
+        if held is not None and all(held.entry.id > entry.id for entry in round.candidates):
+            round.held = held
+            round.candidates.insert(0, held.entry)
+        self._lease(round)
+        if round.candidates:
+            self._open.append(round)
+        return round
+
+    def _fall_back(self, round: Round, entry: Entry, damage: dict[int, str]) -> None:
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text in damage.items())
+        round.candidates.pop(0)
+        self.changes += 1
+        round.votes.clear()
+        round.lease.close()
+        self._on_fall_back()
+        if round.candidates:
+            logger.error(
+                "VERSION %d (step %d) IS DAMAGED, falling back to version %d (step %d): %s",
+                *(entry.id, entry.step, round.candidates[0].id, round.candidates[0].step, texts),
+            )
+            self._lease(round)
+        if not round.candidates:
+            self._fail(round, Damaged(f"no version is whole; the last, {entry.id}: {texts}", subject=self._repository.uri))
+
+    def _lease(self, round: Round) -> None:
+        """Keep the first candidate from being collected; pass over those that were dropped meanwhile."""
+        while round.candidates and not (round.held and round.candidates[0] == round.held.entry):  # nobody collects that
+            version = self._repository.at(round.candidates[0])
+            try:
+                round.lease.enter_context(self._repository.lease(version))
+                return
+            except NotFound:
+                round.candidates.pop(0)
+
+    def _fail(self, round: Round, error: RaystowError) -> None:
+        round.failure = error
+        self._close(round)
+
+    def _close(self, round: Round) -> None:
+        self.changes += 1
+        if round in self._open:
+            self._open.remove(round)
+        round.lease.close()

@@ -1,0 +1,97 @@
+"""What each rank of a world of another size would read of a version, as far as that can be told without its tensors.
+
+How the ranks of another world hold a tensor is not known. The assumption: a tensor that was saved in several boxes along a
+dimension is split evenly along the first such dimension again, as ``torch.chunk`` does; every rank reads all of any other.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..storage.manifest import Chunk
+from ..storage.reader import Reader
+from ..storage.version import Version
+
+_Share = dict[int, float]  # number of a chunk -> the part of its elements that are wanted
+
+
+@dataclass(frozen=True)
+class Reads:
+    """What someone reads: ``nbytes`` stored bytes of ``chunks`` in so many ``requests``; ``needed``: for the elements wanted."""
+
+    nbytes: int
+    chunks: int
+    requests: int
+    needed: float
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """``ranks``: what each would read if it were alone. ``nodes``: what the ranks of each read together, every byte once."""
+
+    ranks: tuple[Reads, ...]
+    nodes: tuple[Reads, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Stored bytes that all nodes read."""
+        return sum(node.nbytes for node in self.nodes)
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read by the nodes for each that they need: chunks are read whole, also where only a part of them is wanted."""
+        needed = sum(node.needed for node in self.nodes)
+        return self.nbytes / needed if needed else 1.0
+
+    def seconds(self, rate: float) -> float:
+        """Until the last node is through, if each reads ``rate`` bytes a second."""
+        return max((node.nbytes for node in self.nodes), default=0) / rate
+
+
+def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool = False) -> WorldPlan:
+    """The plan for so many ranks, ``per_node`` of them on each node. ``whole``: every rank reads every tensor whole.
+
+    Reads the manifest, and raises what reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.
+    """
+    chunks = [chunk for rows in version.chunks.values() for chunk in rows]
+    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
+    shares: list[_Share] = [{} for _ in range(world_size)]
+    for rows in version.chunks.values():
+        for chunk, wanted in _wanted(rows, world_size, None if whole else _split(rows)):
+            for rank, part in wanted.items():
+                shares[rank][numbers[id(chunk)]] = part
+    nodes = [_together(shares[first : first + per_node]) for first in range(0, world_size, per_node)]
+    reader = version.reader()
+    return WorldPlan(*(tuple(_reads(reader, chunks, share) for share in of) for of in (shares, nodes)))
+
+
+def _split(rows: Sequence[Chunk]) -> int | None:
+    """The first dimension along which a tensor was saved in several boxes."""
+    return next((dim for dim in range(len(rows[0].shape)) if len({row.offset[dim] for row in rows}) > 1), None)
+
+
+def _wanted(rows: Sequence[Chunk], world_size: int, dim: int | None) -> Iterator[tuple[Chunk, Mapping[int, float]]]:
+    """For each chunk of a tensor the part of it that each rank wants."""
+    for row in rows:
+        if dim is None:
+            yield row, dict.fromkeys(range(world_size), 1.0)
+        elif 0 not in row.extent:
+            step, first, size = -(-row.shape[dim] // world_size), row.offset[dim], row.extent[dim]
+            ranks = range(first // step, (first + size - 1) // step + 1)
+            yield row, {r: (min(first + size, (r + 1) * step) - max(first, r * step)) / size for r in ranks}
+
+
+def _together(shares: Sequence[_Share]) -> _Share:
+    parts: _Share = defaultdict(float)
+    for share in shares:
+        for number, part in share.items():
+            parts[number] = min(1.0, parts[number] + part)
+    return parts
+
+
+def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share) -> Reads:
+    runs = reader.whole(chunks[number] for number in share)
+    needed = sum(chunks[number].coding.size * part for number, part in share.items())
+    return Reads(sum(run.length for run in runs), len(share), len(runs), needed)

@@ -1,0 +1,78 @@
+"""Leases: what keeps a version's objects in the store while someone reads them, also if the version is dropped meanwhile.
+
+A reader writes its lease, then looks whether the version is still in the root, then reads. Retention looks for leases before it
+drops; collection drops first, then looks for leases, then deletes. So either the reader sees that the version is gone, or
+the collection sees the lease. A reader that dies leaves a lease that ends by itself.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import platform
+import threading
+from types import TracebackType
+
+from . import keys
+from .clock import Clock
+from .errors import StoreError
+from .object_store import ObjectStore
+
+logger = logging.getLogger(__name__)
+
+SECONDS = 3600.0
+"""How long a lease counts after its last renewal, by the store's clock."""
+_RENEW = 600.0
+
+
+class Lease:
+    """A lease on one version. As a context manager it renews itself on a thread; else call ``renew`` in time."""
+
+    def __init__(self, store: ObjectStore, id: int, attempt: str, clock: Clock) -> None:
+        self._store, self._key = store, keys.lease(id, attempt, clock.token())
+        self._body = json.dumps({"holder": platform.node(), "version": id}).encode()
+        self._done = threading.Event()
+
+    def renew(self) -> None:
+        """Write the lease, for the first time or again. Raises what ``put`` raises."""
+        self._store.put(self._key, [self._body])
+
+    def release(self) -> None:
+        """End it. One that cannot be removed ends by itself."""
+        try:
+            self._store.delete([self._key])
+        except StoreError as error:
+            logger.info("a lease stays until it ends by itself: %s", error)
+
+    def __enter__(self) -> Lease:
+        self._try_to_renew()
+        threading.Thread(target=self._keep, name="raystow-lease", daemon=True).start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self._done.set()
+        self.release()
+
+    def _keep(self) -> None:
+        while not self._done.wait(_RENEW):
+            self._try_to_renew()
+
+    def _try_to_renew(self) -> None:
+        try:
+            self.renew()
+        except StoreError as error:  # a reader without the right to write reads all the same
+            logger.warning("read without a lease, so a collection may delete the version meanwhile: %s", error)
+
+
+def held(store: ObjectStore, now: float) -> set[tuple[int, str]]:
+    """The versions (id, attempt) under a lease at ``now``, seconds since 1970 by the store's clock."""
+    return {
+        version
+        for info in store.list(keys.LEASES)
+        if now < info.modified + SECONDS and (version := keys.leased(info.key)) is not None
+    }
+
+
+def ended(store: ObjectStore, now: float) -> list[str]:
+    """The keys of leases that do not count any more."""
+    return [info.key for info in store.list(keys.LEASES) if now >= info.modified + SECONDS]

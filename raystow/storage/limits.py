@@ -1,0 +1,64 @@
+"""Every bound on what a reader believes of stored bytes, and takes memory or time for. All are checked before it does.
+
+They are part of the format: a reader takes everything up to them, and a writer refuses to write more. docs/spec/format-v1.md
+lists them; a test holds that table and this module together. Sizes are bytes.
+"""
+
+from __future__ import annotations
+
+MAX_MARKER = 64 << 10
+"""The marker: one id, and the public keys that a repository may ask for."""
+
+MAX_ROOT = 64 << 20
+"""The root: about 200,000 live versions. JSON takes up to 32 times its size as objects, so 2 GiB of memory."""
+
+MAX_RECORD = 64 << 20
+"""A version record: about 700,000 packs, of raystow's size 40 TB. As objects up to 2 GiB."""
+
+MAX_SIGNATURE = 4 << 10
+"""The signature of a version record."""
+
+MAX_FRAGMENT = 1 << 30
+"""A manifest fragment as a file."""
+
+MAX_FOOTER = 1 << 20
+"""A fragment's Parquet footer: it is parsed before anything in it can be checked. raystow's take 5 KiB for a million rows."""
+
+MAX_PAGES = 1 << 16
+"""Pages in the columns of a fragment: their headers are walked one by one before a column is read."""
+
+MAX_ROWS = 1 << 20
+"""Rows of a fragment: the chunks and values of one node, of raystow's chunks 4 TiB."""
+
+MAX_CELLS = 1 << 26
+"""Entries of all columns of a fragment, each element of a list for itself: a run-length code makes millions of a few bytes."""
+
+MAX_TEXT = 1 << 30
+"""A fragment after decompression, and its texts after their dictionaries were resolved."""
+
+MAX_NAME = 64 << 10
+"""Characters of a tensor's name, and of its path."""
+
+MAX_DIMENSIONS = 64
+"""Dimensions of a tensor: as many as torch and numpy have."""
+
+MAX_TENSOR = (1 << 63) - 1
+"""A tensor's bytes; of an empty one, what it would have without the zeros in its shape, which is what numpy looks at."""
+
+MAX_CHUNK = 256 << 20
+"""What a chunk decodes to."""
+
+MAX_STORED_CHUNK = 512 << 20
+"""What a chunk takes in its pack."""
+
+MAX_INTEGER = (1 << 63) - 1
+"""An integer in a record, among them the size of a pack."""
+
+MAX_TIME = 253_402_300_799
+"""A time in a record, in seconds since 1970: the end of the year 9999, where calendars end."""
+
+MAX_DIGITS = 1 << 20
+"""Hexadecimal digits of an integer beyond 64 bits among the values."""
+
+MAX_NUMBER = 10**9 - 1
+"""The number of a node, of a rank and of a pack."""

@@ -1,0 +1,207 @@
+"""Repair: makes a lost or damaged root, or marker, anew from the version records. Plan, explain, execute.
+
+A record names everything that its version consists of, with digests, and was written after all of it. So an attempt that is whole
+can be read. Whether it *was* a version, the root alone knew: attempts that were complete but not committed, and dropped versions
+that are not collected yet, come back as well.
+
+What is whole is never replaced. The new root has an epoch and an owner of its own: a coordinator from before cannot commit to it.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from . import keys, records
+from .clock import SYSTEM, Clock
+from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
+from .limits import MAX_MARKER, MAX_ROOT
+from .object_store import ObjectStore
+from .root import Root
+from .signing import PublicKey, Trust, dump_keys, load_keys
+from .survey import Found, survey
+from .version_record import VersionRecord
+
+_AGAIN = "run `raystow repair URI` again"
+
+
+class State(enum.Enum):
+    """What a look at the root or the marker has shown."""
+
+    WHOLE = "whole"
+    DAMAGED = "damaged"
+    MISSING = "missing"
+
+
+@dataclass(frozen=True)
+class Look:
+    """What lies at ``key``, and what it says. ``why``: what is wrong with it. ``tag``: of its content."""
+
+    key: str
+    state: State
+    why: str = ""
+    tag: str | None = None
+    repository: str = ""
+    signed_by: tuple[PublicKey, ...] = ()
+
+
+@dataclass(frozen=True)
+class RepairPlan:
+    """What was found, and what is to be written: ``new_root`` and ``new_marker``, each None if the one there is whole.
+
+    ``found``: the attempts, oldest id first; those that lack nothing come back as versions.
+    """
+
+    store: ObjectStore
+    root: Look
+    marker: Look
+    repository: str
+    found: tuple[Found, ...] = ()
+    new_root: Root | None = None
+    new_marker: bytes | None = None
+
+    @property
+    def needed(self) -> bool:
+        """Whether there is anything to write."""
+        return self.new_root is not None or self.new_marker is not None
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """What cannot be known any more, and what follows from it."""
+        of_root = (
+            "pins are lost, and so is which version was verified last",
+            "saves that were complete but never committed come back as versions: all that they wrote is there",
+            "dropped versions that are not collected yet come back, too, until they are dropped again",
+            "a coordinator that is at work can commit no more: restart it, or the job",
+        )
+        of_marker = ("if the repository asked for signatures, it does so again only if RAYSTOW_TRUSTED_KEYS is set now",)
+        return (of_root if self.new_root is not None else ()) + (of_marker if self.new_marker is not None else ())
+
+    def explain(self) -> list[str]:
+        """A line for the root, the marker and each attempt, and the notes."""
+        looks = [f"{look.key}: {look.state.value}{': ' + look.why if look.why else ''}" for look in (self.root, self.marker)]
+        attempts = [f"{_name(f)}: {'left out: ' + f.lacks if f.lacks else 'comes back'}" for f in self.found]
+        return [*looks, *attempts, *self.notes]
+
+    def execute(self) -> tuple[str, ...]:
+        """Write what is to be written; its keys.
+
+        Raises ``StoreError``; ``PreconditionFailed`` if what lies there has changed since the plan was made: it is left alone.
+        """
+        written = []
+        if self.new_root is not None:
+            self._replace(self.root, self.new_root.dump())
+            written.append(keys.ROOT)
+        if self.new_marker is not None:
+            self._replace(self.marker, self.new_marker)
+            written.append(keys.MARKER)
+        return tuple(written)
+
+    def _replace(self, planned: Look, data: bytes) -> None:
+        # Looked at again: bytes that only arrived damaged the first time must not be replaced, and their tag is the right one.
+        if _look(self.store, planned.key) != planned:
+            raise PreconditionFailed("has changed since the plan was made; it is left alone", subject=planned.key, remedy=_AGAIN)
+        try:
+            self.store.put_if(planned.key, data, planned.tag)
+        except (PreconditionFailed, StoreUnavailable) as error:  # or the answer was lost: reading again tells
+            try:
+                written = self.store.get(planned.key, max_bytes=MAX_ROOT)
+            except NotFound:
+                raise error from None
+            if written != data:
+                raise
+
+
+def plan_repair(store: ObjectStore, clock: Clock = SYSTEM, *, trust: Trust | None = None) -> RepairPlan:
+    """Look at root and marker and, if the root is lost, at every attempt; writes nothing before ``execute()`` is called.
+
+    ``trust``: who must have signed the versions that come back, None for whom the marker names. Reads records and fragments, no
+    packs. ``Damaged`` if objects of several repositories lie here or nothing tells of which, ``Unsupported`` if a newer raystow
+    has written them, ``NotARepository`` if there are none.
+    """
+    root, marker = _look(store, keys.ROOT), _look(store, keys.MARKER)
+    if root.state is State.WHOLE and marker.repository in ("", root.repository):
+        return RepairPlan(store, root, marker, root.repository, new_marker=_new_marker(marker, root.repository, clock, trust))
+    attempts = survey(store, trust or Trust(marker.signed_by))
+    repository = _the_one_repository(store, (marker, root), attempts)
+    found = _one_of_each_id(attempts)
+    leased = [version[0] for info in store.list(keys.LEASES) if (version := keys.leased(info.key)) is not None]
+    new_root = Root(
+        repository=repository,
+        epoch=1 + max((f.record.epoch for f in found if f.record is not None), default=0),
+        owner=f"repair-{clock.token()}",
+        next_id=1 + max([f.id for f in found] + leased, default=0),
+        write_id=clock.token(),
+        versions=tuple(f.entry for f in found if f.entry is not None and not f.lacks),
+    )
+    Root.load(new_root.dump())  # absurd numbers in keys and records must not end in a root that nobody can read
+    return RepairPlan(store, root, marker, repository, found, new_root, _new_marker(marker, repository, clock, trust))
+
+
+def _look(store: ObjectStore, key: str) -> Look:
+    try:
+        tagged = store.get_tagged(key, max_bytes=MAX_ROOT if key == keys.ROOT else MAX_MARKER)
+    except NotFound:
+        return Look(key, State.MISSING)
+    except Damaged as error:
+        raise Damaged(error.what, subject=error.subject, remedy=f"move this object away, then {_AGAIN}") from error
+    try:
+        if key == keys.ROOT:
+            return Look(key, State.WHOLE, tag=tagged.tag, repository=Root.load(tagged.data).repository)
+        fields = records.load(tagged.data, key)
+        signed_by = load_keys(fields["signed_by"], key) if "signed_by" in fields else ()
+        return Look(key, State.WHOLE, "", tagged.tag, records.field(fields, "repository", str, key), signed_by)
+    except Damaged as error:
+        return Look(key, State.DAMAGED, error.what, tagged.tag)
+
+
+def _new_marker(marker: Look, repository: str, clock: Clock, trust: Trust | None) -> bytes | None:
+    if marker.state is State.WHOLE:
+        return None
+    signed_by = {"signed_by": dump_keys(trust.keys)} if trust is not None else {}
+    return records.dump({"repository": repository, "created": clock.now(), **signed_by}, keys.MARKER)
+
+
+def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequence[Found]) -> str:
+    """The id of the repository that everything readable here belongs to."""
+    said: dict[str, list[str]] = defaultdict(list)
+    for look in looks:
+        if look.repository:
+            said[look.repository].append(look.key)
+    for f in found:
+        if f.record is not None:
+            said[f.record.repository].append(f.record.key())
+    if len(said) == 1:
+        return next(iter(said))
+    if said:
+        who = "; ".join(f"{id!r:.60} by {by[0]}{f' and {len(by) - 1} more' if by[1:] else ''}" for id, by in said.items())
+        remedy = f"move away what does not belong here, then {_AGAIN}"
+        raise Damaged(f"objects of {len(said)} repositories lie here: {who}", subject=store.uri, remedy=remedy)
+    if not found and all(look.state is State.MISSING for look in looks):
+        raise NotARepository("there is no repository here", subject=store.uri, remedy="check the path")
+    what = "neither root nor marker nor any version record can be read: nothing tells what to bring back"
+    remedy = f"delete {keys.ROOT}, {keys.MARKER} and what lies below {keys.VERSIONS}: the next save begins anew"
+    raise Damaged(what, subject=store.uri, remedy=remedy)
+
+
+def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
+    """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it."""
+    best: dict[int, VersionRecord] = {}
+    for f in found:
+        if f.record is not None and not f.lacks:
+            best[f.id] = max(best.get(f.id, f.record), f.record, key=lambda r: (r.epoch, r.created, r.attempt))
+
+    def judged(f: Found) -> Found:
+        winner = best.get(f.id)
+        if f.lacks or winner is None or winner.attempt == f.attempt:
+            return f
+        return replace(f, lacks=f"the id belongs to attempt {winner.attempt} of epoch {winner.epoch}")
+
+    return tuple(map(judged, found))
+
+
+def _name(found: Found) -> str:
+    step = f", step {found.record.step}, epoch {found.record.epoch}" if found.record is not None else ""
+    return f"version {found.id} (attempt {found.attempt}{step})"

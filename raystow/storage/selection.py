@@ -1,0 +1,81 @@
+"""The rows of a fragment that a reader wants. Those of thousands that it does not want never become objects."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+import pyarrow as pa
+import pyarrow.compute as pc
+
+from . import parquet
+from .boxes import Box, overlap, span
+from .errors import Damaged
+from .limits import MAX_DIMENSIONS
+from .manifest import SCHEMA, VALUE, Chunk, Fragment, Value, parsing
+
+_BOX = ("name", "kind", "shape", "offset", "extent")
+
+
+@dataclass(frozen=True)
+class Sought:
+    """What a rank wants of a name: of a tensor of ``shape`` a ``box``, or without a box all of it, whatever its shape.
+
+    ``tensor``: a plain value will not do. ``holders``: the ranks that want the same box; none: all do.
+    """
+
+    tensor: bool = False
+    shape: tuple[int, ...] = ()
+    box: Box | None = None
+    holders: tuple[int, ...] = ()
+
+
+@dataclass
+class Selection:
+    """Rows of a fragment. ``names``: of all its tensors. ``spans``: of each tensor sought the first and the last element that the
+    fragment has, counted row-major."""
+
+    chunks: list[Chunk] = field(default_factory=list)
+    values: list[Value] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)
+    spans: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Selection:
+    """What is sought, and all plain values. Of a tensor of which nothing overlaps, or that has another shape, one row at most.
+
+    Raises as ``Fragment.load``; rows that are not wanted are not checked.
+    """
+    selection, wanted = Selection(), pa.array(sought, pa.string())
+    with parsing(key):
+        for table in parquet.tables(data, SCHEMA):
+            plain = pc.equal(table["kind"], VALUE)
+            selection.names.update(table.filter(pc.invert(plain))["name"].unique().to_pylist())
+            rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=wanted)))
+            kept = pa.array(_kept(rows, sought, selection.spans), pa.int64())
+            made = Fragment.of(rows.take(kept).to_pylist(), node)
+            selection.chunks += made.chunks
+            selection.values += made.values
+    return selection
+
+
+def _kept(rows: pa.Table, sought: Mapping[str, Sought], spans: dict[str, tuple[int, int]]) -> list[int]:
+    """The numbers of the rows to keep."""
+    kept, alone = list[int](), set[str]()
+    for i, (name, kind, shape, offset, extent) in enumerate(zip(*(rows[column].to_pylist() for column in _BOX), strict=True)):
+        if kind == VALUE:
+            kept.append(i)
+            continue
+        wanted = sought[name]
+        if not len(shape) == len(offset) <= MAX_DIMENSIONS:
+            raise Damaged(f"row {name!r:.80}: shape and offset of different lengths, or of more than {MAX_DIMENSIONS}")
+        low, high = span((offset, extent), shape)
+        known = spans.get(name)
+        spans[name] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
+        alike = wanted.shape == tuple(shape)
+        if wanted.box is None or (alike and overlap(wanted.box, (offset, extent)) is not None):
+            kept.append(i)
+        elif name not in alone and (not alike or 0 in wanted.box[1]):
+            alone.add(name)
+            kept.append(i)
+    return kept

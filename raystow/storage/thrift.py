@@ -1,0 +1,90 @@
+"""Thrift's compact protocol, as far as the footer and the page headers of a Parquet file need it.
+
+A Parquet library believes every number in them, so this reads what the library reads, and refuses what two readers could take
+differently: a number that does not fit its type, a field that stands twice.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from .errors import Damaged
+
+_TRUE, _FALSE, _BYTE, I16, I32, I64, _DOUBLE, BINARY, LIST, _SET, _MAP, STRUCT = range(1, 13)
+_BITS = {I16: 16, I32: 32, I64: 64}
+_DEPTH = 16
+
+Struct = dict[int, "tuple[int, Any]"]
+"""Field number -> type and value: an integer, a struct, or a list of them. Of others the value is None."""
+
+
+def get(struct: Struct, field: int, kind: int) -> Any:
+    """The field's value, or None if there is none of this type: one of another type is skipped by every Thrift reader."""
+    found = struct.get(field)
+    return found[1] if found is not None and found[0] == kind else None
+
+
+def count(struct: Struct, field: int, kind: int) -> int:
+    """A field that must be there and hold no negative number."""
+    value = get(struct, field, kind)
+    if value is None or value < 0:
+        raise Damaged(f"field {field} of the Parquet metadata is {value}")
+    return int(value)
+
+
+class Scanner:
+    """Reads structs from ``data`` at ``at``, which moves on; ``Damaged`` for what is none, or runs beyond ``end``."""
+
+    def __init__(self, data: bytes, at: int, end: int) -> None:
+        self._data, self.at, self._end = data, at, end
+
+    def struct(self, depth: int = 0) -> Struct:
+        """The struct that begins here."""
+        fields, number = Struct(), 0
+        while head := self._byte():
+            number = number + (head >> 4) if head >> 4 else self._integer(I16)
+            if number in fields:
+                raise Damaged(f"the Parquet metadata has a field {number} twice")
+            kind = head & 15
+            fields[number] = kind, (None if kind in (_TRUE, _FALSE) else self._value(kind, depth + 1))
+        return fields
+
+    def _value(self, kind: int, depth: int) -> Any:
+        if depth > _DEPTH:
+            raise Damaged("the Parquet metadata is nested too deeply")
+        if kind in _BITS:
+            return self._integer(kind)
+        if kind == STRUCT:
+            return self.struct(depth)
+        if kind in (LIST, _SET):
+            head = self._byte()
+            return [self._value(head & 15, depth + 1) for _ in range(head >> 4 if head < 0xF0 else self._varint(32))]
+        if kind == BINARY:
+            return self._skip(self._varint(32))
+        if kind in (_TRUE, _FALSE, _BYTE):
+            return self._skip(1)
+        if kind == _DOUBLE:
+            return self._skip(8)
+        raise Damaged(f"the Parquet metadata has a field of type {kind}")  # a map: Parquet has none
+
+    def _skip(self, size: int) -> None:
+        self.at += size
+        if self.at > self._end:
+            raise Damaged("the Parquet metadata is cut off")
+
+    def _byte(self) -> int:
+        self._skip(1)
+        return self._data[self.at - 1]
+
+    def _varint(self, bits: int) -> int:
+        value = 0
+        for shift in range(0, bits, 7):
+            byte = self._byte()
+            value |= (byte & 127) << shift
+            if byte < 128 and value < 1 << bits:
+                return value
+        raise Damaged("a number in the Parquet metadata is too large")
+
+    def _integer(self, kind: int) -> int:
+        zigzag = self._varint(_BITS[kind])
+        return (zigzag >> 1) ^ -(zigzag & 1)

@@ -1,0 +1,134 @@
+"""A store for reading, through the memory of this node's worker: what any rank of the node has read is there for all of them."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import threading
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..storage.errors import ClusterError
+from ..storage.object_store import Buffer, ObjectStore
+from .wire import Connection
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Place:
+    """The size of an object in bytes, and the nodes that may have it in memory, the nearest first."""
+
+    size: int
+    near: Sequence[str] = ()
+
+
+class Borrowing:
+    """An ``ObjectStore`` for reading, from any thread. Objects that have a ``place`` are mapped from the node worker at
+    ``address``, those of ``given`` are known already; all others, and all if the node worker fails, are read from the store.
+    ``read``: bytes by where they came from, without what another rank of the node had asked for before."""
+
+    def __init__(self, store: ObjectStore, address: str, repository: str) -> None:
+        self._store, self._address, self._repository = store, address, repository
+        self.place: Callable[[str], Place | None] = lambda key: None
+        self.given: Mapping[str, bytes] = {}
+        self.read = Counter[str]()
+        self._lock = threading.Lock()
+        self._connections: list[Connection] = []
+        self._mapped: dict[str, tuple[int, mmap.mmap]] = {}  # key -> inode and mapping
+
+    @property
+    def uri(self) -> str:
+        """That of the store."""
+        return self._store.uri
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """As the protocol says."""
+        if key in self.given:
+            return self.given[key]
+        place = self.place(key)
+        if place is None or place.size > max_bytes:
+            return self._store.get(key, max_bytes=max_bytes)
+        return bytes(self.get_range(key, 0, place.size))
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        """As the protocol says; a view of memory that is shared, not a copy."""
+        place = self.place(key)
+        if place is None or start + length > place.size or not length:
+            return self._store.get_range(key, start, length)
+        try:
+            return memoryview(self._borrow(key, place, start, length))[start : start + length]
+        except ClusterError as error:
+            logger.warning("%s is read past the node worker: %s", key, error)
+            with self._lock:
+                self.read["store"] += length
+            return self._store.get_range(key, start, length)
+
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        """As the protocol says, by a copy."""
+        target[:] = memoryview(self.get_range(key, start, target.nbytes))
+
+    def close(self) -> None:
+        """End the conversations, and let go of the memory as soon as no view of it is held."""
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+            self._mapped.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _borrow(self, key: str, place: Place, start: int, length: int) -> mmap.mmap:
+        wanted = {
+            "uri": self._store.uri,
+            "repository": self._repository,
+            "key": key,
+            "size": place.size,
+            "spans": [[start, start + length]],
+            "near": list(place.near),
+        }
+        return self._talk(lambda connection: self._ask(connection, key, place, wanted))
+
+    def _ask(self, connection: Connection, key: str, place: Place, wanted: dict[str, Any]) -> mmap.mmap:
+        connection.send(wanted)
+        answer = connection.receive()
+        if answer is None:
+            raise ClusterError("the node worker ended the conversation", subject=self._address)
+        message, descriptor = answer
+        if descriptor is None:
+            raise ClusterError(f"the node worker could not get it: {message['error']}", subject=self._address)
+        with self._lock:
+            self.read.update(message["read"])
+        try:
+            return self._map(key, place, descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _map(self, key: str, place: Place, descriptor: int) -> mmap.mmap:
+        """One mapping for each object, as long as the node worker lends the same memory."""
+        status = os.fstat(descriptor)
+        if status.st_size < place.size:
+            raise ClusterError(f"the node worker lent {status.st_size} bytes instead of {place.size}", subject=self._address)
+        with self._lock:
+            known = self._mapped.get(key)
+            if known is None or known[0] != status.st_ino:
+                known = self._mapped[key] = status.st_ino, mmap.mmap(descriptor, place.size, prot=mmap.PROT_READ)
+            return known[1]
+
+    def _talk(self, work: Callable[[Connection], mmap.mmap]) -> mmap.mmap:
+        """With a conversation of this thread's own: another may be waiting for its answer."""
+        with self._lock:
+            connection = self._connections.pop() if self._connections else None
+        connection = connection or Connection.connect(self._address)
+        try:
+            memory = work(connection)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._connections.append(connection)
+        return memory

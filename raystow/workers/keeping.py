@@ -1,0 +1,32 @@
+"""What one node makes for one attempt, kept in memory before it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ..storage.object_store import Buffer
+from .memory_tier import Home, MemoryTier
+
+
+class Keep(Protocol):
+    """Keeps copies of objects in memory."""
+
+    def __call__(self, key: str, parts: Sequence[Buffer]) -> memoryview | None:
+        """Copy an object, given in parts; the copy, or None if there is no room."""
+
+
+def keep_nothing(key: str, parts: Sequence[Buffer]) -> memoryview | None:
+    """There is no room."""
+    return None
+
+
+def keeper(tier: MemoryTier, home: Home, node: int, kept: Callable[[], None]) -> Keep:
+    """Keeps what node number ``node`` makes for the attempt ``home``; ``kept`` is called after each object."""
+
+    def keep(key: str, parts: Sequence[Buffer]) -> memoryview | None:
+        copy = tier.put(home, node, key, parts)
+        kept()
+        return copy
+
+    return keep

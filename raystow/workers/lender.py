@@ -1,0 +1,40 @@
+"""A conversation with a process of this node that restores: it says what it wants, and gets memory in which that lies."""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections import Counter
+from collections.abc import Callable
+
+from ..storage.errors import RaystowError
+from ..storage.object_store import ObjectStore
+from .fetcher import Fetcher, Wanted
+from .wire import Connection, Message
+
+logger = logging.getLogger(__name__)
+
+
+def lend(connection: Connection, first: Message, fetcher: Fetcher, store_of: Callable[[str], ObjectStore]) -> None:
+    """Answer until the other side goes away. ``first``: its first message; ``store_of``: the store at a URI."""
+    message: Message | None = first
+    while message is not None:
+        try:
+            wanted = Wanted(
+                repository=message["repository"],
+                key=message["key"],
+                size=message["size"],
+                spans=[(start, end) for start, end in message["spans"]],
+                near=message["near"],
+            )
+            read = Counter[str]()
+            descriptor = fetcher.get(wanted, store_of(message["uri"]), read)
+        except RaystowError as error:
+            connection.send({"error": str(error)})
+        else:
+            try:
+                connection.send({"read": read}, fd=descriptor)
+            finally:
+                os.close(descriptor)
+        received = connection.receive()
+        message = received and received[0]

@@ -1,0 +1,199 @@
+"""The memory tier: the newest objects of each repository, coded as in the store, in this node's memory.
+
+A hard budget: what does not fit is not kept, and that is said. Copies of what other nodes have made drive nothing out, and make
+room for what this node makes.
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import logging
+import threading
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from ..storage import keys
+from ..storage.object_store import Buffer
+from .pack_file import PackFile
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Home:
+    """The attempt that objects belong to, and its repository's id."""
+
+    repository: str
+    id: int
+    attempt: str
+
+
+@dataclass
+class Part:
+    """What is kept of the objects that one node has made. ``objects``: key -> bytes. ``line``: for a copy, the nodes that see to
+    it that there are copies of it, each when those before it are gone; empty for what was made here. ``short``: not all fits."""
+
+    objects: dict[str, int] = field(default_factory=dict)
+    line: tuple[str, ...] = ()
+    short: bool = False
+
+
+@dataclass
+class Holding:
+    """What is kept of an attempt. ``parts``: by the number of the node in the attempt that made it. ``committed``: it is a
+    version."""
+
+    home: Home
+    parts: dict[int, Part] = field(default_factory=dict)
+    committed: bool = False
+
+    @property
+    def whole(self) -> set[int]:
+        """Numbers of the nodes all of whose objects are here: the fragment, which names the others, is always the last."""
+        return {number for number, part in self.parts.items() if not part.short and self.fragment(number) in part.objects}
+
+    def fragment(self, number: int) -> str:
+        """The key of the fragment of node ``number``."""
+        return keys.fragment(self.home.id, self.home.attempt, number)
+
+
+class MemoryTier:
+    """From any thread. ``budget``: bytes; ``versions``: how many committed versions of a repository are kept."""
+
+    def __init__(self, budget: int, *, versions: int = 1) -> None:
+        self._budget, self._versions, self._used = budget, versions, 0
+        self._lock = threading.Lock()
+        self._holdings: dict[Home, Holding] = {}
+        self._writes: dict[str, int] = {}  # repository -> when it was last written to
+        self._numbers = itertools.count()
+        self._files: dict[tuple[str, str], PackFile] = {}  # by repository and key
+
+    @property
+    def used(self) -> int:
+        """Bytes that are kept, or being copied."""
+        return self._used
+
+    def resize(self, budget: int) -> None:
+        """Change the budget; the oldest versions go if they do not fit any more."""
+        with self._lock:
+            self._budget = budget
+            self._make_room(0, "")
+
+    def put(self, home: Home, node: int, key: str, parts: Sequence[Buffer], *, line: tuple[str, ...] = ()) -> memoryview | None:
+        """Keep an object that node number ``node`` has made, given in parts; the copy, None if there was no room.
+
+        ``line``: see ``Part``, for what another node has made.
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(view.nbytes for view in views)
+        with self._lock:
+            part = self._holdings.setdefault(home, Holding(home)).parts.setdefault(node, Part())
+            part.line = line
+            self._writes[home.repository] = next(self._numbers)
+            if not line:
+                self._make_room(size, home.repository)
+            if self._used + size > self._budget:
+                self._refuse(home, part, size)
+                return None
+            self._used += size
+        file = PackFile(size)
+        file.write(views)
+        with self._lock:
+            here = home in self._holdings and self._holdings[home].parts.get(node) is part
+            if not here or (line and part.short):  # given up meanwhile, or a copy that had to make room
+                self._used -= size
+                file.close()
+                return None
+            former = self._files.pop((home.repository, key), None)
+            if former is not None:  # stored again after a lost answer
+                former.close()
+                self._used -= former.size
+            self._files[home.repository, key] = file
+            part.objects[key] = size
+            return file.content
+
+    def committed(self, home: Home) -> None:
+        """The attempt is a version: those that it replaces go, and copies that there was no room for may come again."""
+        with self._lock:
+            holding = self._holdings.setdefault(home, Holding(home))
+            holding.committed = True
+            holding.parts = {number: part for number, part in holding.parts.items() if not (part.line and part.short)}
+            for old in self._superseded():
+                self._drop(old)
+
+    def given_up(self, home: Home) -> None:
+        """The attempt will never be a version."""
+        with self._lock:
+            self._drop(home)
+
+    def holdings(self, repository: str) -> list[Holding]:
+        """What is kept of a repository, oldest first."""
+        with self._lock:
+            found = [held for held in self._holdings.values() if held.home.repository == repository]
+            return copy.deepcopy(sorted(found, key=lambda held: held.home.id))
+
+    def repositories(self) -> set[str]:
+        """Those of which anything is kept."""
+        with self._lock:
+            return {home.repository for home in self._holdings}
+
+    def view(self, repository: str, key: str) -> memoryview | None:
+        """An object; None if it is not here. Its memory stays as long as the view is held."""
+        with self._lock:
+            file = self._files.get((repository, key))
+            return None if file is None else file.content
+
+    def borrow(self, repository: str, key: str) -> int | None:
+        """A descriptor of an object's memory, for the caller to close; None if it is not here."""
+        with self._lock:
+            file = self._files.get((repository, key))
+            return None if file is None else file.lend()
+
+    def close(self) -> None:
+        """Let go of everything. What was lent stays with the borrower."""
+        with self._lock:
+            for home in list(self._holdings):
+                self._drop(home)
+
+    def _refuse(self, home: Home, part: Part, size: int) -> None:
+        if part.line:  # whoever sent it tells; what is here of it is of no use
+            self._empty(home, part)
+        elif not part.short:
+            what = "version %d is not kept whole in memory: %d bytes more do not fit into %d, of which %d are taken"
+            logger.warning(what, home.id, size, self._budget, self._used)
+        part.short = True
+
+    def _make_room(self, size: int, repository: str) -> None:
+        """Drop what is replaced, then what belongs to other repositories, those first that nothing was stored in for longest; at
+        last copies, the oldest first."""
+        others = [home for home in self._holdings if home.repository != repository]
+        others.sort(key=lambda home: (self._writes[home.repository], home.id))
+        for old in (*self._superseded(keep=1), *others):
+            if self._used + size > self._budget:
+                self._drop(old)
+        for holding in sorted(self._holdings.values(), key=lambda holding: holding.home.id):
+            for part in holding.parts.values():
+                if part.line and self._used + size > self._budget:
+                    self._refuse(holding.home, part, size)
+
+    def _superseded(self, keep: int | None = None) -> list[Home]:
+        """Committed versions that newer ones have replaced, and older attempts with them; the oldest first."""
+        old: list[Home] = []
+        for repository in {home.repository for home in self._holdings}:
+            ids = sorted(h.home.id for h in self._holdings.values() if h.committed and h.home.repository == repository)
+            newest = ids[-(keep or self._versions) :]
+            if newest:
+                old += [home for home in self._holdings if home.repository == repository and home.id < newest[0]]
+        return sorted(old, key=lambda home: home.id)
+
+    def _drop(self, home: Home) -> None:
+        holding = self._holdings.pop(home, None)
+        for part in holding.parts.values() if holding is not None else ():
+            self._empty(home, part)
+
+    def _empty(self, home: Home, part: Part) -> None:
+        for key, size in part.objects.items():
+            self._files.pop((home.repository, key)).close()
+            self._used -= size
+        part.objects.clear()

@@ -1,0 +1,110 @@
+"""An object of the store in memory: whole, or the ranges of it that someone wanted."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import threading
+from collections.abc import Callable, Sequence
+
+Span = tuple[int, int]
+"""First byte, and the byte after the last."""
+
+
+class PackFile:
+    """An anonymous file (memfd) of the object's size. Pages that nobody filled take no memory, and other processes map it instead
+    of getting a copy. From any thread. Closing it lets go of this process's part; what was lent stays with the borrower."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self._descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
+        os.ftruncate(self._descriptor, size)
+        self._map = mmap.mmap(self._descriptor, size) if size else None
+        self._changed = threading.Condition()
+        self._present: list[Span] = []
+        self._coming: list[Span] = []
+
+    @property
+    def filled(self) -> int:
+        """Bytes that are here."""
+        with self._changed:
+            return sum(end - start for start, end in self._present)
+
+    def write(self, parts: Sequence[memoryview]) -> None:
+        """Fill it whole with the concatenation of ``parts``."""
+        if self._map is not None:
+            for part in parts:
+                self._map.write(part)
+        with self._changed:
+            self._present = [(0, self.size)]
+
+    def ensure(self, spans: Sequence[Span], fetch: Callable[[int, memoryview], None]) -> None:
+        """Return when the spans are here. ``fetch(start, target)`` gets what is missing, every byte once however many threads ask
+        at a time; what it raises is raised here, and whoever waits for the same bytes tries for itself."""
+        for wanted in spans:
+            while (claimed := self._claim(wanted)) is not None:
+                arrived = False
+                try:
+                    with memoryview(self._map or b"")[claimed[0] : claimed[1]] as target:
+                        fetch(claimed[0], target)
+                    arrived = True
+                finally:
+                    with self._changed:
+                        self._coming.remove(claimed)
+                        if arrived:
+                            self._present = _merged([*self._present, claimed])
+                        self._changed.notify_all()
+
+    @property
+    def content(self) -> memoryview:
+        """All of it. The memory stays as long as a view of it is held."""
+        return memoryview(self._map or b"").toreadonly()
+
+    def lend(self) -> int:
+        """A descriptor of the memory, for the caller to close."""
+        return os.dup(self._descriptor)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        os.close(self._descriptor)
+        if self._map is not None:
+            try:
+                self._map.close()
+            except BufferError:
+                pass  # it is being written or stored this moment: that view closes the mapping when it goes
+
+    def _claim(self, wanted: Span) -> Span | None:
+        """A missing part of ``wanted`` that nobody fetches, now the caller's to fetch; None once all of it is here."""
+        with self._changed:
+            while missing := _without(wanted, self._present):
+                for span in missing:
+                    if free := _without(span, self._coming):
+                        self._coming.append(free[0])
+                        return free[0]
+                self._changed.wait()
+        return None
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """The same bytes in as few spans as hold them, ascending."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def _without(wanted: Span, spans: Sequence[Span]) -> list[Span]:
+    """The parts of ``wanted`` that none of ``spans`` holds, ascending."""
+    parts, begin = list[Span](), wanted[0]
+    for start, end in sorted(spans):
+        if end <= begin or start >= wanted[1]:
+            continue
+        if start > begin:
+            parts.append((begin, start))
+        begin = max(begin, end)
+    if begin < wanted[1]:
+        parts.append((begin, wanted[1]))
+    return parts

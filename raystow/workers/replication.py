@@ -1,0 +1,274 @@
+"""Keeps copies of what this node has in memory in the memory of others, so that a dead node's part of a version need not come
+from the store.
+
+A reconciler: it looks at what is here and at what its partners have, and does the next thing that is missing. It remembers
+nothing that it could not learn again by looking, and nobody waits for it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Protocol, TypeVar
+
+from ..storage.clock import Clock
+from ..storage.errors import RaystowError
+from ..storage.object_store import Buffer
+from .copies import Copy
+from .memory_tier import Holding, Home, MemoryTier, Part
+from .partners import partners
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+_LOOK = 3.0  # seconds between looks at what the partners have
+_CENSUS = 30.0  # seconds between looks at which nodes there are while there are enough: thousands of nodes ask the head
+_SHUN = 30.0  # seconds for which a node that did not answer is no partner
+
+
+@dataclass(frozen=True)
+class Progress:
+    """How far the copies are that this node sees to. ``wanted``, ``present``: bytes, those of all copies together."""
+
+    wanted: int = 0
+    present: int = 0
+    partners: tuple[str, ...] = ()
+
+
+class Neighbours(Protocol):
+    """The other nodes' workers. ``ClusterError`` if one does not answer in time."""
+
+    def nodes(self) -> Mapping[str, str]:
+        """The nodes alive that have a worker, this one too -> their failure domains."""
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        """What a node has in memory of a repository."""
+
+    def accept(self, node: str, copy: Copy, data: Buffer) -> Part:
+        """Give a node an object; what it has of that part then."""
+
+    def committed(self, node: str, home: Home) -> None:
+        """Tell a node that an attempt is a version."""
+
+    def given_up(self, node: str, home: Home) -> None:
+        """Tell a node that an attempt will never be a version."""
+
+
+class Nobody:
+    """There are no other nodes."""
+
+    def nodes(self) -> Mapping[str, str]:
+        return {}
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        return []
+
+    def accept(self, node: str, copy: Copy, data: Buffer) -> Part:
+        return Part(short=True)
+
+    def committed(self, node: str, home: Home) -> None:
+        pass
+
+    def given_up(self, node: str, home: Home) -> None:
+        pass
+
+
+class Replicator:
+    """``step``, or ``run``, on one thread; the rest from any thread. ``node``: this one's name."""
+
+    def __init__(self, node: str, tier: MemoryTier, neighbours: Neighbours, clock: Clock) -> None:
+        self._node, self._tier, self._neighbours, self._clock = node, tier, neighbours, clock
+        self._replicas: dict[str, int] = {}  # by repository
+        self._rate = math.inf
+        self._given_up: deque[Home] = deque()
+        self._zones: Mapping[str, str] = {}
+        self._chosen: dict[int, tuple[str, ...]] = {}  # number of replicas -> partners
+        self._seen: dict[str, dict[Home, Holding]] = {}  # node -> what it had in memory when it was last looked at
+        self._inherited: set[tuple[Home, int]] = set()
+        self._shunned: dict[str, float] = {}  # until when
+        self._looked = self._counted = self._ready = -math.inf
+        self._complete = True
+        self._woken, self._closed = threading.Event(), False
+        self.progress = Progress()
+
+    def want(self, repository: str, replicas: int, rate: float | None) -> None:
+        """Copy what is made here of a repository to so many other nodes; all in all at no more than ``rate`` bytes per second."""
+        self._replicas = {**self._replicas, repository: replicas}  # another thread may be going through the former
+        self._rate = rate or math.inf
+        self.wake()
+
+    def give_up(self, home: Home) -> None:
+        """An attempt will never be a version: whoever has copies shall know."""
+        self._given_up.append(home)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something has changed here."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """Let ``run`` return."""
+        self._closed = True
+        self.wake()
+
+    def run(self) -> None:
+        """Do what there is to do until ``close``."""
+        while not self._closed:
+            try:
+                pause = self.step()
+            except Exception:
+                logger.exception("copying to other nodes failed; it goes on")
+                pause = _LOOK
+            if self._woken.wait(pause):
+                self._woken.clear()
+
+    def step(self) -> float:
+        """Do the next thing; the seconds after which there is something to do again, if nothing changes here before."""
+        now = self._clock.monotonic()
+        looking = now - self._looked >= _LOOK
+        if looking:
+            self._look(now)
+        self._tell()
+        missing = self._missing()
+        if looking:
+            self._report()
+        if missing and now >= self._ready:
+            self._push(*missing[0])
+            return 0.0
+        return max(0.0, min(self._ready if missing else math.inf, self._looked + _LOOK) - now)
+
+    def _look(self, now: float) -> None:
+        """See which nodes there are, what those that matter have, and what of the copies here is this node's to see to.
+
+        What is here is looked at first: a node before this one in a part's line that has nothing afterwards has lost it.
+        """
+        mine, self._looked = self._mine(), now
+        self._shunned = {node: until for node, until in self._shunned.items() if until > now}
+        self._chosen.clear()
+        degrees = {*self._replicas.values(), *(self._degree(held, part) for held in mine for part in held.parts.values())}
+        if now - self._counted >= _CENSUS or any(len(self._partners(n)) < n for n in degrees):
+            self._count(now)
+        matter = {node for n in degrees for node in self._partners(n)}
+        matter |= {node for held in mine for part in held.parts.values() for node in part.line if node in self._zones}
+        repositories = {held.home.repository for held in mine}
+        self._seen = {}
+        for node in sorted(matter - self._shunned.keys() - {self._node}):
+            for repository in repositories:
+                held = self._ask(node, functools.partial(self._neighbours.holdings, node, repository))
+                self._seen.setdefault(node, {}).update({one.home: one for one in held or ()})
+        self._inherited = {(held.home, number) for held in mine for number in held.whole if self._inherits(held, number)}
+
+    def _count(self, now: float) -> None:
+        self._counted = now
+        try:
+            self._zones = self._neighbours.nodes()
+        except RaystowError as error:
+            logger.warning("it is not known which nodes there are: %s", error)
+        self._chosen.clear()
+
+    def _degree(self, held: Holding, part: Part) -> int:
+        """How many copies there should be of a part: who inherits it, and has not been told, does as the one before."""
+        return self._replicas.get(held.home.repository, max(0, len(part.line) - 1))
+
+    def _inherits(self, held: Holding, number: int) -> bool:
+        """Whether this node is the first in a copy's line that has it. What a newer version has replaced needs no heir."""
+        line = held.parts[number].line
+        for node in itertools.takewhile(lambda node: node != self._node, line):
+            for home, theirs in self._seen.get(node, {}).items():
+                newer = home.repository == held.home.repository and home.id > held.home.id and theirs.committed
+                if newer or (home == held.home and number in theirs.whole):
+                    return False
+        return bool(line)
+
+    def _tell(self) -> None:
+        """Pass on what has become of attempts. Who does not hear it finds out when the next version replaces this one."""
+        versions = {held.home for held in self._mine() if held.committed}
+        for node, homes in list(self._seen.items()):
+            for home, theirs in homes.items():
+                if home in versions and not theirs.committed:
+                    theirs.committed = True
+                    self._ask(node, functools.partial(self._neighbours.committed, node, home))
+        while self._given_up:
+            home = self._given_up.popleft()
+            for node, homes in list(self._seen.items()):
+                if homes.pop(home, None) is not None:
+                    self._ask(node, functools.partial(self._neighbours.given_up, node, home))
+
+    def _missing(self) -> list[tuple[str, Copy]]:
+        """Nodes and the objects that they should have and have not, in the order in which they are to be sent."""
+        missing, wanted, present, chosen = list[tuple[str, Copy]](), 0, 0, dict[str, None]()
+        for held in self._mine():
+            for number, part in held.parts.items():
+                if part.short or (part.line and (held.home, number) not in self._inherited):
+                    continue
+                replicas = self._degree(held, part)
+                wanted += sum(part.objects.values()) * replicas
+                line = self._node, *self._partners(replicas)
+                for partner in line[1:]:
+                    chosen[partner] = None
+                    theirs = self._seen.get(partner, {}).get(held.home, Holding(held.home)).parts.get(number, Part())
+                    present += sum(size for key, size in part.objects.items() if key in theirs.objects)
+                    if not theirs.short:
+                        missing += [(partner, copy) for copy in _lacking(held, number, theirs, line)]
+        self.progress = Progress(wanted, present, tuple(chosen))
+        return missing
+
+    def _push(self, node: str, copy: Copy) -> None:
+        data = self._tier.view(copy.home.repository, copy.key)
+        if data is None:
+            return  # replaced or given up this moment
+        self._ready = self._clock.monotonic() + data.nbytes / self._rate
+        part = self._ask(node, lambda: self._neighbours.accept(node, copy, data))
+        if part is None:
+            return
+        if part.short:
+            logger.warning("node %s has no room for a copy of version %d", node, copy.home.id)
+        part.short |= copy.key not in part.objects  # whatever the reason, until it is looked at again
+        self._seen.setdefault(node, {}).setdefault(copy.home, Holding(copy.home)).parts[copy.number] = part
+
+    def _ask(self, node: str, question: Callable[[], _Answer]) -> _Answer | None:
+        """What a node answers; None if it does not: then it is no partner for a while, and others are looked for at once."""
+        if node in self._shunned:
+            return None
+        try:
+            return question()
+        except RaystowError as error:
+            logger.warning("no copies go to a node that does not answer, for %.0f s: %s", _SHUN, error)
+            self._shunned[node] = self._clock.monotonic() + _SHUN
+            self._looked = self._counted = -math.inf
+            self._chosen.clear()
+            return None
+
+    def _partners(self, replicas: int) -> tuple[str, ...]:
+        if replicas not in self._chosen:
+            able = {node: zone for node, zone in self._zones.items() if node not in self._shunned}
+            self._chosen[replicas] = partners(able, replicas).get(self._node, ())
+        return self._chosen[replicas]
+
+    def _mine(self) -> list[Holding]:
+        return [held for repository in sorted(self._tier.repositories()) for held in self._tier.holdings(repository)]
+
+    def _report(self) -> None:
+        complete = self.progress.present >= self.progress.wanted
+        if complete != self._complete:
+            self._complete = complete
+            said = "complete" if complete else "incomplete"
+            logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.wanted)
+
+
+def _lacking(held: Holding, number: int, theirs: Part, line: tuple[str, ...]) -> Iterator[Copy]:
+    """The objects of a part that another node lacks; the fragment when it has all others, as its presence says that it has."""
+    fragment, before = held.fragment(number), list[str]()
+    for key in held.parts[number].objects:
+        if key != fragment:
+            before.append(key)
+            if key not in theirs.objects:
+                yield Copy(held.home, number, key, line)
+    if fragment in held.parts[number].objects and fragment not in theirs.objects and theirs.objects.keys() >= {*before}:
+        yield Copy(held.home, number, fragment, line, tuple(before))

@@ -1,0 +1,205 @@
+"""Inputs of some bytes that say that they are of gigabytes, and others that take long: each ends at once, in little memory."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import zlib
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import zstandard
+from fuzz.seeds import ROOT, row, value_row
+from fuzz.targets import described
+
+from raystow.storage import boxes, limits
+from raystow.storage.chunk import Coding
+from raystow.storage.manifest import SCHEMA
+
+MIB = 1 << 20
+PLAIN = {"write_statistics": False, "store_schema": False}
+SECONDS = 10
+"""Processor time that no bomb may take."""
+
+
+def table(rows: int, base: dict[str, Any], **columns: pa.Array) -> pa.Table:
+    """A row, many times, with some columns in the place of its own."""
+    one = pa.Table.from_pylist([base], SCHEMA)
+    zeros = pa.array(np.zeros(rows, np.int32))
+    return pa.table([columns.get(name, one.column(name).combine_chunks().take(zeros)) for name in SCHEMA.names], SCHEMA.names)
+
+
+def long_text_in_every_row(path: Path) -> None:
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, np.int32)), pa.array(["x" * MIB]))
+    pq.write_table(table(200_000, value_row(), value=texts), path)
+
+
+def long_text_in_every_list(path: Path) -> None:
+    texts = pa.DictionaryArray.from_arrays(pa.array(np.zeros(200_000, np.int32)), pa.array(["x" * MIB]))
+    pq.write_table(table(1, row(), codecs=pa.ListArray.from_arrays([0, 200_000], texts)), path)
+
+
+def one_list_of_all_elements(path: Path) -> None:
+    elements = pa.nulls(limits.MAX_CELLS, pa.int32())
+    pq.write_table(table(1, row(), streams=pa.ListArray.from_arrays([0, limits.MAX_CELLS], elements)), path, **PLAIN)
+
+
+def more_rows_than_allowed(path: Path) -> None:
+    rows = limits.MAX_ROWS + 1
+    pq.write_table(pa.table([pa.nulls(rows, field.type) for field in SCHEMA], schema=SCHEMA), path)
+
+
+def pages_of_text_that_expands(path: Path) -> None:
+    one = pa.Table.from_pylist([value_row(value="x" * (64 * MIB))], SCHEMA)
+    with pq.ParquetWriter(path, SCHEMA, compression="zstd", use_dictionary=False, **PLAIN) as writer:
+        for _ in range(limits.MAX_TEXT // (64 * MIB) + 1):
+            writer.write_table(one)
+
+
+def pages_without_end(path: Path) -> None:
+    many = pa.Table.from_pylist([value_row()] * (limits.MAX_PAGES // 20 + 20), SCHEMA)
+    pq.write_table(many, path, data_page_size=1, write_batch_size=1, use_dictionary=False, write_statistics=False)
+
+
+def a_name_without_end(path: Path) -> None:
+    one = pa.Table.from_pylist([row(name="x" * (64 * MIB))], SCHEMA)
+    pq.write_table(one, path, compression="zstd", use_dictionary=False, **PLAIN)
+
+
+def many_columns(path: Path) -> None:
+    pq.write_table(pa.table({f"c{i}": [1] for i in range(5_000)}), path)
+
+
+def shape_beyond_all_numbers(path: Path) -> None:
+    rows = [row(shape=[2**62] * 64, offset=[0] * 64, extent=[0] + [1] * 63), row(name="v", shape=[2**62] * 100_000)]
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
+
+
+def a_chunk_stated_to_be_huge(path: Path) -> None:
+    rows = [row(name=f"w{i}", shape=[2**26], offset=[0], extent=[2**26], stored=[2**28]) for i in range(100)]
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
+
+
+def overlapping_rows(path: Path) -> None:
+    rows = [row(shape=[4, 4], offset=[i, 0], extent=[2, 4]) for i in (0, 1)] * 5000
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
+
+
+def boxes_that_no_plane_parts(path: Path) -> None:
+    n = 30_000
+    rows = [row(shape=[n, n], offset=[i, n - 1 - i], extent=[1, 1], stored=[4]) for i in range(n)]
+    rows += [row(shape=[n, n], offset=[0, 0], extent=[n, n], stored=[4])]
+    pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
+
+
+def a_zstd_stream_that_expands(path: Path) -> None:
+    frame = zstandard.compress(bytes(256 * MIB))
+    path.write_bytes(described(Coding(False, False, ("zstd",), (len(frame),), (len(frame),), 4096), "uint8", 4096, frame))
+
+
+def a_deflate_stream_that_expands(path: Path) -> None:
+    deflater = zlib.compressobj(1, zlib.DEFLATED, -15)
+    frame = deflater.compress(bytes(64 * MIB)) + deflater.flush()
+    path.write_bytes(described(Coding(False, False, ("deflate",), (len(frame),), (len(frame),), 4096), "uint8", 4096, frame))
+
+
+def streams_of_one_byte(path: Path) -> None:
+    path.write_bytes(described(Coding(False, False, ("deflate",), (MIB,), (1,) * MIB, 1), "uint8", MIB, b"\3" * MIB))
+
+
+def many_small_objects_in_a_root(path: Path) -> None:
+    path.write_bytes(ROOT.dump().partition(b"\n")[2].rstrip(b"}\n") + b',"x":[' + b"{}," * (2 * MIB) + b"0]}")
+
+
+def many_small_lists_in_a_value(path: Path) -> None:
+    path.write_bytes(b"[" + b"[]," * (8 * MIB) + b"0]")
+
+
+def digits_of_a_value(path: Path) -> None:
+    path.write_bytes(b"1" * (8 * MIB))
+
+
+def a_key_of_a_million_digits(path: Path) -> None:
+    path.write_bytes(b"leases/" + b"1" * MIB + b"-" + b"0" * 16 + b"-" + b"0" * 16 + b".json")
+
+
+BOMBS: dict[Callable[[Path], None], tuple[str, int]] = {
+    long_text_in_every_row: ("fragment", 128),
+    long_text_in_every_list: ("fragment", 64),
+    one_list_of_all_elements: ("fragment", 32),
+    more_rows_than_allowed: ("fragment", 32),
+    pages_of_text_that_expands: ("fragment", 32),
+    pages_without_end: ("fragment", 128),
+    a_name_without_end: ("fragment", 512),
+    many_columns: ("fragment", 64),
+    shape_beyond_all_numbers: ("fragment", 64),
+    a_chunk_stated_to_be_huge: ("fragment", 64),
+    overlapping_rows: ("fragment", 128),
+    boxes_that_no_plane_parts: ("fragment", 128),
+    a_zstd_stream_that_expands: ("pack", 32),
+    a_deflate_stream_that_expands: ("pack", 32),
+    streams_of_one_byte: ("pack", 128),
+    many_small_objects_in_a_root: ("root", 32 * 6 + 32),
+    many_small_lists_in_a_value: ("value", 128),
+    digits_of_a_value: ("value", 64),
+    a_key_of_a_million_digits: ("key", 32),
+}
+"""What makes a file -> the target that gets it, and the MiB of memory that it may take at most."""
+
+
+@pytest.fixture(scope="module")
+def took(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    """What each bomb took, by its name: in a process of its own, whose memory is bounded."""
+    folder = tmp_path_factory.mktemp("bombs")
+    arguments = []
+    for make, (target, _) in BOMBS.items():
+        make(folder / make.__name__)
+        arguments += [target, str(folder / make.__name__)]
+    script = Path(__file__).parents[1] / "fuzz" / "bounded.py"
+    done = subprocess.run([sys.executable, script, *arguments], capture_output=True, text=True, timeout=300)
+    lines = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len(lines) == len(BOMBS), f"ended after {lines[-1:]}: {done.stderr[-3000:]}"
+    return {Path(line["file"]).name: line for line in lines}
+
+
+@pytest.mark.parametrize("bomb", BOMBS, ids=lambda make: make.__name__)
+def test_a_bomb_is_found_before_it_goes_off(took: dict[str, dict[str, Any]], bomb: Callable[[Path], None]) -> None:
+    found, (target, most) = took[bomb.__name__], BOMBS[bomb]
+    assert found["seconds"] < SECONDS
+    assert found["bytes"] < most * MIB
+    assert not found["whole"] or target in ("root", "key")
+
+
+def spiral(turns: int) -> list[boxes.Box]:
+    """Strips around what is left, side by side: each split peels off one box only."""
+    low, high, cut = [0, 0], [8 * turns, 8 * turns], []
+    for turn in range(4 * turns):
+        axis, extent = turn % 2, [high[0] - low[0], high[1] - low[1]]
+        extent[axis], offset = 1, list(low)
+        if turn % 4 < 2:
+            low[axis] += 1
+        else:
+            high[axis] -= 1
+            offset[axis] = high[axis]
+        cut.append((tuple(offset), tuple(extent)))
+    return [*cut, (tuple(low), (high[0] - low[0], high[1] - low[1]))]
+
+
+def test_a_tensor_cut_into_a_spiral_is_tiled() -> None:
+    """Thousands of boxes, of which no plane parts more than one: parting them by recursion ended in a RecursionError."""
+    cut, whole = spiral(2000), ((0, 0), (16_000, 16_000))
+    assert boxes.tile(cut, whole)
+    assert not boxes.tile([*cut[:-1], cut[0]], whole)
+
+
+def test_an_overlap_of_the_size_of_a_hole_is_no_tiling() -> None:
+    cut = [((0, 0), (2, 4)), ((1, 0), (2, 4)), ((2, 0), (1, 4)), ((3, 0), (1, 4))]
+    assert not boxes.tile([cut[0], cut[1]], ((0, 0), (4, 4)))
+    assert boxes.tile([cut[0], cut[2], cut[3]], ((0, 0), (4, 4)))
+    assert not boxes.tile([((), ()), ((), ())], ((), ()))

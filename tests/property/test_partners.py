@@ -1,0 +1,62 @@
+"""Who keeps copies for whom."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystow.workers.partners import partners
+
+NAMES = st.lists(st.integers(0, 1 << 64).map("node-{:x}".format), unique=True, max_size=40)
+ZONED = NAMES.flatmap(lambda names: st.fixed_dictionaries({name: st.sampled_from("abcd") for name in names}))
+
+
+def serving(chosen: dict[str, tuple[str, ...]]) -> Counter[str]:
+    return Counter(partner for partners in chosen.values() for partner in partners)
+
+
+@given(ZONED, st.integers(0, 4))
+def test_everyone_has_as_many_others_as_there_can_be(zones, replicas):
+    chosen = partners(zones, replicas)
+    assert chosen.keys() == zones.keys()
+    for node, others in chosen.items():
+        assert len({*others} - {node}) == len(others) == min(replicas, len(zones) - 1)
+
+
+@given(ZONED, st.integers(1, 4))
+def test_failure_domains_differ_as_far_as_they_can(zones, replicas):
+    for node, others in partners(zones, replicas).items():
+        assert len({zones[other] for other in (node, *others)}) == min(len(others) + 1, len(set(zones.values())))
+
+
+@given(NAMES, st.integers(1, 3))
+def test_without_zones_everyone_serves_alike(names, replicas):
+    served = serving(partners(dict.fromkeys(names, ""), replicas))
+    assert set(served.values()) <= {min(replicas, len(names) - 1)}
+
+
+@given(st.integers(1, 10), st.integers(2, 4), st.integers(1, 3), st.integers())
+def test_with_zones_of_one_size_nobody_serves_more_than_twice_its_share(nodes, zones, replicas, salt):
+    chosen = partners({f"{salt}-{i}": str(i % zones) for i in range(nodes * zones)}, replicas)
+    assert max(serving(chosen).values()) <= 2 * replicas
+
+
+@given(NAMES.filter(bool), st.integers(1, 3), st.data())
+def test_a_node_that_goes_is_replaced_where_it_served_and_nowhere_else(names, replicas, data):
+    gone = data.draw(st.sampled_from(names))
+    before = partners(dict.fromkeys(names, ""), replicas)
+    after = partners(dict.fromkeys(set(names) - {gone}, ""), replicas)
+    assert {node for node in after if after[node] != before[node]} <= {node for node in before if gone in before[node]}
+    assert all({*before[node]} - {gone} <= {*after[node]} for node in after)
+
+
+def test_with_zones_few_change_when_a_node_comes_or_goes():
+    zones = {f"node-{i}": str(i % 4) for i in range(200)}
+    before = partners(zones, 1)
+    changed = []
+    for gone in list(zones)[::10]:
+        after = partners({node: zone for node, zone in zones.items() if node != gone}, 1)
+        changed.append(sum(after[node] != before[node] for node in after))
+    assert sum(changed) <= 3 * len(changed)

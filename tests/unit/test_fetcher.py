@@ -1,0 +1,100 @@
+"""What ranks want, from the nearest place that has it, and each byte once."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+
+import pytest
+
+from raystow.storage.errors import ClusterError, NotFound
+from raystow.storage.object_store import Buffer
+from raystow.storage.stores.memory import MemoryStore
+from raystow.workers.fetcher import Fetcher, Wanted
+from raystow.workers.memory_tier import Home, MemoryTier
+
+DATA = os.urandom(1000)
+
+
+class Nodes:
+    """Other nodes: what each has in memory."""
+
+    def __init__(self, **memory: dict[str, bytes] | None) -> None:
+        self.memory = memory
+
+    def read(self, node: str, repository: str, key: str, start: int, length: int) -> Buffer | None:
+        held = self.memory[node]
+        if held is None:
+            raise ClusterError("died", subject=node)
+        return held[key][start : start + length] if key in held else None
+
+
+class World:
+    def __init__(self, nodes: Nodes, *, budget: int = 10_000) -> None:
+        self.tier = MemoryTier(10_000)
+        self.store = MemoryStore("fetcher")
+        self.fetcher = Fetcher(self.tier, nodes, budget=budget)
+        self.visit = self.fetcher.visit()
+        self.visit.__enter__()
+
+    def close(self) -> None:
+        self.visit.__exit__(None, None, None)
+
+    def get(self, key: str, *spans: tuple[int, int], near: tuple[str, ...] = ()) -> list[bytes]:
+        descriptor = self.fetcher.get(Wanted("r", key, len(DATA), spans, near), self.store)
+        with open(descriptor, "rb") as file:
+            return [os.pread(file.fileno(), end - start, start) for start, end in spans]
+
+
+@pytest.fixture
+def make() -> Callable[..., World]:
+    return World
+
+
+def test_memory_before_peers_before_the_store(make, caplog):
+    world = make(Nodes(a={"pack": DATA}, b=None, c={}))
+    assert world.get("pack", (0, 10), near=("c", "b", "a")) == [DATA[:10]]
+    assert world.fetcher.read == {"memory": 0, "peer": 10, "store": 0}
+    assert "another node: b: died" in caplog.text
+    world.store.put("pack", [DATA])
+    assert world.get("pack", (0, 20), (900, 1000)) == [DATA[:20], DATA[900:]]
+    assert world.fetcher.read == {"memory": 0, "peer": 10, "store": 110}
+    world.tier.put(Home("r", 1, "a"), 0, "pack", [DATA])
+    assert world.get("pack", (0, 1000), near=("a",)) == [DATA]
+    assert world.fetcher.read == {"memory": 1000, "peer": 10, "store": 110}
+
+
+def test_what_nobody_has_is_told(make):
+    with pytest.raises(NotFound):
+        make(Nodes()).get("pack", (0, 10))
+
+
+def test_a_peer_that_sends_too_little_is_not_believed(make):
+    world = make(Nodes(a={"pack": DATA[:5]}))
+    world.store.put("pack", [DATA])
+    assert world.get("pack", (0, 10), near=("a",)) == [DATA[:10]]
+    assert world.fetcher.read["store"] == 10
+
+
+def test_what_came_from_elsewhere_stays_within_the_budget(make):
+    world = make(Nodes(), budget=100)
+    for key in ("a", "b", "c"):
+        world.store.put(key, [DATA])
+        world.get(key, (0, 60))
+    world.get("c", (0, 60))  # still here
+    assert world.fetcher.read["store"] == 180
+    world.get("a", (0, 60))  # was let go
+    assert world.fetcher.read["store"] == 240
+
+
+def test_when_the_last_visitor_leaves_all_of_it_goes(make):
+    world = make(Nodes())
+    world.store.put("pack", [DATA])
+    with world.fetcher.visit():
+        world.get("pack", (0, 10))
+        world.close()
+        world.get("pack", (0, 10))
+        assert world.fetcher.read["store"] == 10
+    with world.fetcher.visit():
+        world.get("pack", (0, 10))
+        assert world.fetcher.read["store"] == 20

@@ -1,0 +1,166 @@
+"""A rank finds the rows it needs in the fragments in which they are to be expected, and in any others if it must."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.storage.boxes import Box, overlap
+from raystow.storage.chunk import Coding
+from raystow.storage.errors import Damaged
+from raystow.storage.finder import Finder, Found, Seeker
+from raystow.storage.manifest import TENSOR, Chunk, Fragment, Value, path_text
+from raystow.storage.selection import Selection, Sought, select
+from raystow.storage.version_record import FragmentInfo
+
+CODING = Coding(False, False, ("raw",), (4,), (), 65536)
+
+
+def part(size: int, rank: int, world: int) -> Box:
+    """What ``torch.chunk`` gives a rank."""
+    step = -(-size // world)
+    return (min(size, rank * step),), (max(0, min(size, (rank + 1) * step) - rank * step),)
+
+
+def row(name: str, size: int, box: Box, node: int, dtype: str = "uint8") -> Chunk:
+    return Chunk(name, path_text((name,)), TENSOR, dtype, (size,), *box, node, "weights", 0, 0, CODING, 0, bytes(32))
+
+
+class Saved:
+    """A version of which a test can tell what was read. ``sizes``: elements of 1-D tensors that all ranks have split."""
+
+    def __init__(self, sizes: Mapping[str, int], ranks: int, *, per_node: int = 2) -> None:
+        self.ranks, self.sizes = ranks, sizes
+        self.nodes = [range(first, min(ranks, first + per_node)) for first in range(0, ranks, per_node)]
+        self.rows: list[list[Chunk]] = [
+            [
+                row(name, size, box, node)
+                for rank in of
+                for name, size in sizes.items()
+                if (box := part(size, rank, ranks))[1] != (0,) or (size == 0 and rank == 0)
+            ]
+            for node, of in enumerate(self.nodes)
+        ]
+        self.values: list[list[Value]] = [[] for _ in self.nodes]
+        self.read: list[int] = []
+
+    def finder(self, rank: int, world: int) -> Finder:
+        infos = [FragmentInfo(node, 0, "", tuple(of), len(self.rows[node]), 0, 0) for node, of in enumerate(self.nodes)]
+        return Finder(infos, self._read, Seeker(rank, world, self.ranks))
+
+    def find(self, rank: int, world: int) -> Found:
+        sought = {name: Sought(True, (size,), part(size, rank, world)) for name, size in self.sizes.items()}
+        return self.finder(rank, world).find(sought)
+
+    def _read(self, info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
+        self.read.append(info.node)
+        data = Fragment(info.node, tuple(self.rows[info.node]), tuple(self.values[info.node])).dump()
+        return select(data, info.node, "tensors", sought)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    sizes=st.lists(st.integers(0, 300), min_size=1, max_size=4),
+    saved=st.integers(1, 40),
+    per_node=st.integers(1, 8),
+    world=st.integers(1, 40),
+    data=st.data(),
+)
+def test_it_finds_what_overlaps_and_reads_nothing_twice(
+    sizes: list[int], saved: int, per_node: int, world: int, data: st.DataObject
+) -> None:
+    version = Saved({f"t{i}": size for i, size in enumerate(sizes)}, saved, per_node=per_node)
+    rank = data.draw(st.integers(0, world - 1))
+    found = version.find(rank, world)
+    assert len(set(version.read)) == len(version.read)
+    for name, size in version.sizes.items():
+        box = part(size, rank, world)
+        wanted = {chunk.offset for rows in version.rows for chunk in rows if chunk.name == name and overlap(box, chunk.box)}
+        got = [chunk.offset for chunk in found.chunks[name] if overlap(box, chunk.box)]
+        assert (set(got), len(got)) == (wanted, len(wanted))
+        assert found.chunks[name], "not even one row that tells shape and dtype"
+
+
+def test_the_same_world_reads_its_own_fragment():
+    version = Saved({"a": 1600, "b": 3200}, 160, per_node=8)
+    version.find(43, 160)
+    assert version.read == [5]
+
+
+@pytest.mark.parametrize(("world", "most"), [(80, 2), (320, 1), (240, 2)])
+def test_another_world_of_even_parts_reads_few(world, most):
+    version = Saved({"a": 9600, "b": 19200}, 160, per_node=8)
+    version.find(world // 2, world)
+    assert len(version.read) <= most + 2  # that of the rank of the same number, and that of rank 0
+
+
+def test_where_parts_are_uneven_it_is_guessed_from_what_was_seen():
+    """Of 5,001 elements each of 2,000 ranks has three, as far as they go, and each of 1,400 has four."""
+    version = Saved({"a": 5_001}, 2_000, per_node=4)
+    found = version.find(1_200, 1_400)
+    assert sorted(chunk.offset for chunk in found.chunks["a"]) == [(4_800,), (4_803,)]
+    assert len(version.read) <= 30  # of 500
+
+
+def test_small_replicated_tensors_are_with_rank_0_and_larger_ones_with_their_holders():
+    version = Saved({"a": 1600}, 160, per_node=8)
+    version.rows[0].append(row("norm", 4, ((0,), (4,)), 0))
+    version.rows[13].append(row("replica", 4, ((0,), (4,)), 13))
+    sought = {
+        "a": Sought(True, (1600,), part(1600, 43, 160)),
+        "norm": Sought(True, (4,), ((0,), (4,))),
+        "replica": Sought(True, (4,), ((0,), (4,)), (43, 107)),
+    }
+    found = version.finder(43, 160).find(sought)
+    assert sorted(found.chunks) == ["a", "norm", "replica"]
+    assert version.read[0] == 5
+    assert len(version.read) <= 5
+
+
+def test_what_is_nowhere_is_looked_for_everywhere_and_not_found():
+    version = Saved({"a": 160}, 160, per_node=8)
+    found = version.finder(0, 160).find({"b": Sought(True, (3,), ((0,), (3,)))})
+    assert sorted(version.read) == list(range(20))
+    assert "b" not in found.chunks
+    assert found.names == {"a"}
+
+
+def test_another_shape_is_found_and_left_to_the_caller():
+    version = Saved({"a": 160}, 16)
+    found = version.finder(15, 16).find({"a": Sought(True, (320,), ((300,), (20,)))})
+    assert found.chunks["a"][0].shape == (160,)
+
+
+def test_a_tensor_of_unknown_shape_is_found_whole():
+    version = Saved({"a": 160}, 16)
+    found = version.finder(15, 16).find({"a": Sought()})
+    assert sum(chunk.extent[0] for chunk in found.chunks["a"]) == 160
+
+
+def value(name: str, thing: object, *ranks: int) -> Value:
+    return Value(name, path_text((name,)), json.dumps(thing), ranks)
+
+
+def test_a_rank_gets_its_own_values_and_a_new_rank_those_of_the_lowest():
+    version = Saved({}, 6, per_node=2)
+    version.nodes = [range(0, 6, 3), range(1, 6, 3), range(2, 6, 3)]
+    version.values = [
+        [value("epoch", 0, 0), value("epoch", 3, 3), value("seen", 30, 3)],
+        [value("epoch", 1, 1, 4), value("seen", 10, 4)],
+        [value("epoch", 2, 2, 5), value("seen", 20, 2)],
+    ]
+    wanted = {"epoch": Sought(), "seen": Sought()}
+    assert {name: v.text for name, v in version.finder(4, 6).find(wanted).values.items()} == {"epoch": "1", "seen": "10"}
+    assert version.read == [1]
+    assert {name: v.text for name, v in version.finder(7, 8).find(wanted).values.items()} == {"epoch": "0", "seen": "20"}
+
+
+def test_rows_that_contradict_each_other_are_damage():
+    version = Saved({"a": 160}, 16)
+    version.rows[7] = [row("a", 160, chunk.box, 7, dtype="int8") for chunk in version.rows[7]]
+    with pytest.raises(Damaged, match="disagree"):
+        version.find(0, 1)

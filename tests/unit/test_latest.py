@@ -1,0 +1,80 @@
+"""``raystow.latest``: one read, and no check less than by way of ``raystow.open``."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from handmade import whole, write
+
+import raystow
+from raystow.storage import keys, records
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.object_store import ObjectInfo
+from raystow.storage.repository import Repository, create_repository
+from raystow.storage.signing import Signer
+from raystow.storage.stores.local import LocalStore
+
+
+@pytest.fixture
+def repository() -> Repository:
+    return create_repository(f"memory://latest-{SYSTEM.token()}")
+
+
+def test_it_is_the_newest_version_by_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    committer = Committer(create_repository(str(tmp_path)), "me")
+    _, newest = (write(committer, {"w": whole(np.arange(5.0) + i)}) for i in range(2))
+    reads: list[str] = []
+
+    class Noting(LocalStore):
+        def get(self, key: str, *, max_bytes: int) -> bytes:
+            reads.append(key)
+            return super().get(key, max_bytes=max_bytes)
+
+        def list(self, prefix: str) -> Iterator[ObjectInfo]:
+            reads.append(prefix)
+            return super().list(prefix)
+
+    monkeypatch.setattr("raystow.storage.repository.open_store", Noting)
+    version = raystow.latest(tmp_path)
+    assert reads == [keys.ROOT]
+    monkeypatch.undo()
+    assert version == newest
+    assert np.array_equal(version.read("w"), np.arange(5.0) + 1)
+
+
+def test_no_version_and_no_repository(repository: Repository, tmp_path: Path) -> None:
+    assert raystow.latest(repository.uri) is None
+    with pytest.raises(raystow.NotARepository):
+        raystow.latest(tmp_path / "nothing")
+    repository.store.put(keys.ROOT, [b"damaged"])
+    with pytest.raises(raystow.Damaged, match="raystow repair"):
+        raystow.latest(repository.uri)
+    repository.store.delete([keys.ROOT])
+    with pytest.raises(raystow.Damaged, match="root is missing"):
+        raystow.latest(repository.uri)
+
+
+def test_what_the_repository_asks_for_is_checked_when_the_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("RAYSTOW_TRUSTED_KEYS", raising=False)
+    signer = Signer(Ed25519PrivateKey.generate())
+    repository = create_repository(f"memory://latest-{SYSTEM.token()}", signer=signer)
+    write(Committer(repository, "signs", signer), {"w": whole(np.arange(3.0))})
+    version = raystow.latest(repository.uri)
+    assert version is not None
+    repository.store.delete([keys.signature(version.id, version.attempt)])
+    with pytest.raises(raystow.Untrusted, match="not signed"):
+        version.tensors()
+
+
+def test_the_marker_of_another_repository_is_found_when_the_record_is_read(repository: Repository) -> None:
+    write(Committer(repository, "me"), {"w": whole(np.arange(3.0))})
+    repository.store.put(keys.MARKER, [records.dump({"repository": "other", "created": 0.0}, keys.MARKER)])
+    version = raystow.latest(repository.uri)
+    assert version is not None
+    with pytest.raises(raystow.Damaged, match="of repository other"):
+        version.tensors()

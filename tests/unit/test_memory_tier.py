@@ -1,0 +1,121 @@
+"""What a node keeps in its memory, and what it lets go."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from raystow.workers.memory_tier import Home, MemoryTier, Part
+
+KIB = 1 << 10
+
+
+def home(id: int, repository: str = "r") -> Home:
+    return Home(repository, id, f"{id:016x}")
+
+
+def read(tier: MemoryTier, key: str, repository: str = "r") -> bytes | None:
+    lent = tier.borrow(repository, key)
+    if lent is None:
+        return None
+    with open(lent, "rb") as file:
+        return file.read()
+
+
+def ids(tier: MemoryTier, repository: str = "r") -> list[int]:
+    return [holding.home.id for holding in tier.holdings(repository)]
+
+
+def descriptors() -> int:
+    return len(list(Path("/proc/self/fd").iterdir()))
+
+
+@pytest.fixture
+def tier():
+    before = descriptors()
+    tier = MemoryTier(10 * KIB)
+    yield tier
+    tier.close()
+    assert tier.used == 0
+    assert descriptors() == before
+
+
+def test_objects_come_back_as_they_were(tier):
+    assert tier.put(home(1), 0, "a", [b"one", bytearray(b"two"), memoryview(b"three")[1:]]) is not None
+    assert tier.put(home(1), 0, "empty", []) is not None
+    assert (read(tier, "a"), read(tier, "empty"), read(tier, "b")) == (b"onetwohree", b"", None)
+    assert read(tier, "a", "another repository") is None
+    (holding,) = tier.holdings("r")
+    assert (holding.parts, holding.committed) == ({0: Part({"a": 10, "empty": 0})}, False)
+
+
+def test_a_version_replaces_the_one_before_and_what_never_became_one(tier):
+    for id in (1, 2, 3):
+        tier.put(home(id), 0, f"pack {id}", [bytes(KIB)])
+    tier.committed(home(1))
+    tier.committed(home(3))
+    tier.put(home(4), 0, "pack 4", [bytes(KIB)])
+    assert ids(tier) == [3, 4]
+    tier.given_up(home(4))
+    assert (ids(tier), tier.used) == ([3], KIB)
+
+
+def test_the_newest_version_is_not_given_up_for_one_that_may_never_be(tier, caplog):
+    tier.put(home(1), 0, "a", [bytes(6 * KIB)])
+    tier.committed(home(1))
+    assert tier.put(home(2), 0, "b", [bytes(4 * KIB)]) is not None
+    assert tier.put(home(2), 3, "c", [bytes(1)]) is None
+    assert tier.put(home(2), 3, "d", [bytes(1)]) is None
+    assert caplog.text.count("version 2 is not kept whole in memory: 1 bytes more do not fit into 10240") == 1
+    assert [(held.home.id, list(held.parts)) for held in tier.holdings("r")] == [(1, [0]), (2, [0, 3])]
+    assert [part.short for part in tier.holdings("r")[1].parts.values()] == [False, True]
+    tier.committed(home(2))
+    assert (ids(tier), tier.used) == ([2], 4 * KIB)
+
+
+def test_more_versions_are_kept_while_there_is_room():
+    tier = MemoryTier(10 * KIB, versions=3)
+    for id in range(1, 6):
+        tier.put(home(id), 0, f"pack {id}", [bytes(2 * KIB)])
+        tier.committed(home(id))
+    assert ids(tier) == [3, 4, 5]
+    assert tier.put(home(6), 0, "pack 6", [bytes(7 * KIB)]) is not None
+    assert ids(tier) == [5, 6]
+    tier.resize(0)
+    assert ids(tier) == []
+    tier.close()
+
+
+def test_repositories_do_not_replace_each_other(tier):
+    tier.put(home(1, "r"), 0, "a", [bytes(KIB)])
+    tier.put(home(9, "s"), 0, "a", [b"other"])
+    tier.committed(home(1, "r"))
+    tier.committed(home(9, "s"))
+    assert (ids(tier, "r"), ids(tier, "s")) == ([1], [9])
+    assert read(tier, "a", "s") == b"other"
+
+
+def test_a_repository_that_nobody_saves_to_makes_room(tier):
+    for repository in ("r", "s", "t"):
+        tier.put(home(1, repository), 0, "a", [bytes(3 * KIB)])
+        tier.committed(home(1, repository))
+    tier.put(home(2, "r"), 0, "b", [bytes(KIB)])
+    assert tier.put(home(3, "t"), 0, "b", [bytes(2 * KIB)]) is not None
+    assert (ids(tier, "r"), ids(tier, "s"), ids(tier, "t")) == ([1, 2], [], [1, 3])
+
+
+def test_what_was_lent_outlives_the_tier():
+    tier = MemoryTier(KIB)
+    tier.put(home(1), 0, "a", [b"bytes"])
+    lent = tier.borrow("r", "a")
+    tier.close()
+    with open(lent, "rb") as file:
+        assert os.pread(file.fileno(), 5, 0) == b"bytes"
+
+
+def test_an_object_stored_twice_counts_once(tier):
+    tier.put(home(1), 0, "a", [bytes(KIB)])
+    tier.put(home(1), 0, "a", [bytes(2 * KIB)])
+    assert tier.used == 2 * KIB

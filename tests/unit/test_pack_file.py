@@ -1,0 +1,85 @@
+"""Objects in memory of which only some ranges are wanted: every byte is fetched once."""
+
+from __future__ import annotations
+
+import os
+import threading
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystow.workers.pack_file import PackFile, Span
+
+DATA = os.urandom(1000)
+
+
+class Origin:
+    """Where the bytes come from, and how often each was asked for."""
+
+    def __init__(self) -> None:
+        self.asked = [0] * len(DATA)
+
+    def fetch(self, start: int, target: memoryview) -> None:
+        target[:] = DATA[start : start + len(target)]
+        for i in range(start, start + len(target)):
+            self.asked[i] += 1
+
+
+def content(file: PackFile, span: Span) -> bytes:
+    with open(file.lend(), "rb") as lent:
+        return os.pread(lent.fileno(), span[1] - span[0], span[0])
+
+
+spans = st.tuples(st.integers(0, 1000), st.integers(0, 1000)).map(lambda pair: (min(pair), max(pair)))
+
+
+@given(st.lists(st.lists(spans, max_size=5), max_size=5))
+def test_every_byte_is_fetched_once(wanted):
+    file, origin = PackFile(len(DATA)), Origin()
+    for some in wanted:
+        file.ensure(some, origin.fetch)
+        for span in some:
+            assert content(file, span) == DATA[slice(*span)]
+    needed = {i for some in wanted for span in some for i in range(*span)}
+    assert origin.asked == [int(i in needed) for i in range(len(DATA))]
+    assert file.filled == len(needed)
+    file.close()
+
+
+def test_also_when_many_ask_at_once():
+    file, origin = PackFile(len(DATA)), Origin()
+    together = threading.Barrier(8)
+
+    def ask(number: int) -> bytes:
+        together.wait()
+        span = (number * 50, number * 50 + 500)
+        file.ensure([span], origin.fetch)
+        return content(file, span)
+
+    with ThreadPoolExecutor(8) as pool:
+        assert list(pool.map(ask, range(8))) == [DATA[n * 50 : n * 50 + 500] for n in range(8)]
+    assert max(origin.asked) == 1
+    file.close()
+
+
+def test_a_failed_fetch_is_told_and_can_be_tried_again():
+    file, origin = PackFile(len(DATA)), Origin()
+
+    def fail(start: int, target: memoryview) -> None:
+        raise OSError("no route")
+
+    with pytest.raises(OSError, match="no route"):
+        file.ensure([(0, 10)], fail)
+    assert file.filled == 0
+    file.ensure([(0, 10)], origin.fetch)
+    assert content(file, (0, 10)) == DATA[:10]
+    file.close()
+
+
+def test_an_empty_object():
+    file = PackFile(0)
+    file.write([])
+    file.ensure([(0, 0)], Origin().fetch)
+    file.close()

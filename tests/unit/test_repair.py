@@ -1,0 +1,393 @@
+"""Repair: what comes back, what is left out, and that nothing whole is ever replaced."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from fake_clock import FakeClock
+from handmade import empty_record, whole, write
+
+from raystow.storage import keys, records
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.digest import stored_digest
+from raystow.storage.errors import (
+    Damaged,
+    Fenced,
+    NotARepository,
+    PreconditionFailed,
+    StoreUnavailable,
+    Unsupported,
+    Untrusted,
+)
+from raystow.storage.leases import Lease
+from raystow.storage.repair import RepairPlan, State, plan_repair
+from raystow.storage.repository import Repository, create_repository, open_repository
+from raystow.storage.retention import Policy
+from raystow.storage.signing import Signer, Trust
+from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.version import Version
+
+
+@pytest.fixture
+def repository() -> Repository:
+    return create_repository(f"memory://repair-{SYSTEM.token()}")
+
+
+def commit(repository: Repository, number: int = 1) -> list[Version]:
+    committer = Committer(repository, f"owner-{SYSTEM.token()}")
+    return [write(committer, {"w": whole(np.arange(5.0) + i)}) for i in range(number)]
+
+
+def lose(repository: Repository, *names: str) -> None:
+    repository.store.delete(names or [keys.ROOT])
+
+
+def flip(repository: Repository, key: str) -> None:
+    data = bytearray(repository.store.get(key, max_bytes=1 << 20))
+    data[len(data) // 2] ^= 1
+    repository.store.put(key, [data])
+
+
+def plan(repository: Repository) -> RepairPlan:
+    return plan_repair(repository.store)
+
+
+def left_out(repair: RepairPlan) -> dict[int, str]:
+    return {f.id: f.lacks for f in repair.found if f.lacks}
+
+
+def test_a_whole_repository_needs_no_repair(repository: Repository) -> None:
+    commit(repository)
+    before = repository.root()
+    repair = plan(repository)
+    assert not repair.needed
+    assert repair.execute() == ()
+    assert repository.root() == before
+
+
+@pytest.mark.parametrize("damage", [lose, flip])
+def test_all_versions_come_back_as_they_were(repository: Repository, damage: object) -> None:
+    versions = commit(repository, 3)
+    old = repository.root()
+    damage(repository, keys.ROOT)  # type: ignore[operator]
+    with pytest.raises(Damaged, match="raystow repair"):
+        repository.versions()
+    repair = plan(repository)
+    assert repair.root.state is (State.MISSING if damage is lose else State.DAMAGED)
+    with pytest.raises(Damaged):
+        repository.versions()  # so far nothing was written
+    assert repair.execute() == (keys.ROOT,)
+    assert repository.versions() == versions
+    for version in versions:
+        repository.verify(version)
+    root = repository.root()
+    assert (root.epoch, root.next_id) == (old.epoch + 1, old.next_id)
+    assert root.owner.startswith("repair-")
+    assert not plan(repository).needed
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("damage", [lose, flip])
+def test_on_s3_the_tag_of_damaged_content_is_as_good_as_any(s3_uri: str, damage: object) -> None:
+    repository = create_repository(s3_uri)
+    versions = commit(repository, 2)
+    damage(repository, keys.ROOT)  # type: ignore[operator]
+    repair = plan(repository)
+    assert repair.execute() == (keys.ROOT,)
+    assert repository.versions() == versions
+    with pytest.raises(PreconditionFailed):
+        repair.execute()
+
+
+def test_a_coordinator_of_before_can_commit_no_more(repository: Repository) -> None:
+    commit(repository)
+    before = Committer(repository, "before")  # its epoch is in no record: the new root comes to have the same
+    pending = empty_record(before)
+    lose(repository)
+    plan(repository).execute()
+    assert repository.root().epoch == before.epoch
+    with pytest.raises(Fenced, match="repair-"):
+        before.commit(pending)
+    after = Committer(repository, "after")
+    assert after.epoch == before.epoch + 1
+    assert write(after, {"w": whole(np.zeros(3))}) == repository.latest()
+
+
+@pytest.mark.parametrize(
+    ("name", "says"),
+    [("version.json", "no version record"), ("tensors-00000.parquet", "is missing"), ("weights-00000-00000.pack", "is missing")],
+)
+def test_what_has_lost_an_object_is_left_out(repository: Repository, name: str, says: str) -> None:
+    first, second = commit(repository, 2)
+    lose(repository, keys.ROOT, keys.prefix(second.id, second.attempt) + name)
+    repair = plan(repository)
+    assert says in left_out(repair)[2]
+    repair.execute()
+    assert repository.versions() == [first]
+    assert repository.root().next_id == 3
+
+
+@pytest.mark.parametrize(
+    ("name", "says"), [("version.json", "its own digest"), ("tensors-00000.parquet", "does not match its digest")]
+)
+def test_what_has_a_flipped_bit_is_left_out(repository: Repository, name: str, says: str) -> None:
+    _, second = commit(repository, 2)
+    flip(repository, keys.prefix(second.id, second.attempt) + name)
+    lose(repository)
+    assert says in left_out(plan(repository))[2]
+
+
+def test_a_pack_that_was_cut_is_left_out(repository: Repository) -> None:
+    (version,) = commit(repository)
+    repository.store.put(keys.pack(version.id, version.attempt, 0, "weights", 0), [b"x"])
+    lose(repository)
+    assert "has 1 bytes instead of" in left_out(plan(repository))[1]
+
+
+def test_a_record_in_the_wrong_folder_is_left_out(repository: Repository) -> None:
+    (version,) = commit(repository)
+    data = repository.store.get(keys.record(version.id, version.attempt), max_bytes=1 << 20)
+    repository.store.put(keys.record(7, "f" * 16), [data])
+    lose(repository)
+    assert "another attempt" in left_out(plan(repository))[7]
+
+
+def test_of_two_attempts_with_one_id_the_higher_epoch_counts(repository: Repository) -> None:
+    commit(repository)
+    late = empty_record(Committer(repository, "late"))
+    winner = empty_record(Committer(repository, "winner"))
+    assert late.id == winner.id == 2
+    for record in (winner, late):
+        repository.store.put(record.key(), [record.dump()])
+    lose(repository)
+    repair = plan(repository)
+    assert left_out(repair) == {2: f"the id belongs to attempt {winner.attempt} of epoch {winner.epoch}"}
+    repair.execute()
+    assert [(version.id, version.attempt) for version in repository.versions()][1:] == [(2, winner.attempt)]
+
+
+def test_no_id_that_was_ever_seen_is_used_again(repository: Repository) -> None:
+    commit(repository)
+    repository.store.put(keys.pack(9, "a" * 16, 0, "weights", 0), [b"left over"])
+    lose(repository)
+    plan(repository).execute()
+    assert repository.root().next_id == 10
+    Lease(repository.store, 11, "b" * 16, SYSTEM).renew()
+    lose(repository)
+    plan(repository).execute()
+    assert Committer(repository, "next").reserve()[0] == 12
+
+
+def test_uncommitted_and_dropped_versions_come_back_and_pins_do_not(repository: Repository) -> None:
+    first, second, third = commit(repository, 3)
+    repository.pin(third, "good")
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    uncommitted = empty_record(Committer(repository, "dies"))
+    repository.store.put(uncommitted.key(), [uncommitted.dump()])
+    assert repository.versions() == [third]
+    lose(repository)
+    repair = plan(repository)
+    assert {"pins", "committed", "dropped", "coordinator"} <= set(" ".join(repair.notes).replace(",", "").split())
+    repair.execute()
+    assert [version.id for version in repository.versions()] == [1, 2, 3, 4]
+    assert repository.versions()[:2] == [first, second]
+    assert repository.root().pins == {}
+
+
+@pytest.mark.parametrize("damage", [lose, flip])
+def test_the_marker_comes_back_from_the_root(repository: Repository, damage: object) -> None:
+    commit(repository)
+    before = repository.root()
+    damage(repository, keys.MARKER)  # type: ignore[operator]
+    with pytest.raises(Damaged, match="raystow repair"):
+        open_repository(repository.uri)
+    assert plan(repository).execute() == (keys.MARKER,)
+    again = open_repository(repository.uri)
+    assert again.id == repository.id
+    assert again.root() == before
+
+
+def test_both_come_back_from_the_records(repository: Repository) -> None:
+    versions = commit(repository, 2)
+    lose(repository, keys.ROOT, keys.MARKER)
+    for open in (open_repository, create_repository):  # neither must take the place for an empty one
+        with pytest.raises(Damaged, match="raystow repair"):
+            open(repository.uri)
+    assert plan(repository).execute() == (keys.ROOT, keys.MARKER)
+    assert open_repository(repository.uri).versions() == versions
+
+
+def test_a_repair_that_died_between_root_and_marker_is_run_again(repository: Repository) -> None:
+    versions = commit(repository)
+    lose(repository, keys.ROOT, keys.MARKER)
+    plan(repository).execute()
+    lose(repository, keys.MARKER)
+    assert plan(repository).execute() == (keys.MARKER,)
+    assert open_repository(repository.uri).versions() == versions
+
+
+def test_objects_of_two_repositories_are_not_mixed(repository: Repository) -> None:
+    other = create_repository(f"memory://repair-{SYSTEM.token()}")
+    commit(repository)
+    (foreign,) = commit(other)
+    key = keys.record(foreign.id, foreign.attempt)
+    repository.store.put(key, [other.store.get(key, max_bytes=1 << 20)])
+    lose(repository)
+    with pytest.raises(Damaged) as caught:
+        plan(repository)
+    assert repository.id in str(caught.value)
+    assert other.id in str(caught.value)
+    with pytest.raises(Damaged):
+        repository.root()
+
+
+def test_root_and_marker_of_two_repositories_are_left_to_people(repository: Repository) -> None:
+    commit(repository)
+    marker = records.dump({"repository": "other", "created": 0.0}, keys.MARKER)
+    repository.store.put(keys.MARKER, [marker])
+    with pytest.raises(Damaged, match="objects of 2 repositories"):
+        plan(repository)
+
+
+def test_where_nothing_tells_nothing_is_made_up(repository: Repository) -> None:
+    with pytest.raises(NotARepository):
+        plan_repair(MemoryStore("empty"))
+    lose(repository)
+    flip(repository, keys.MARKER)
+    with pytest.raises(Damaged, match="nothing tells"):
+        plan(repository)
+
+
+def test_an_empty_repository_gets_an_empty_root(repository: Repository) -> None:
+    flip(repository, keys.ROOT)
+    plan(repository).execute()
+    assert (repository.versions(), repository.root().next_id) == ([], 1)
+
+
+@pytest.mark.parametrize("damage", [lose, flip])
+def test_a_root_that_appeared_meanwhile_is_left_alone(repository: Repository, damage: object) -> None:
+    commit(repository)
+    healthy = repository.store.get(keys.ROOT, max_bytes=1 << 20)
+    damage(repository, keys.ROOT)  # type: ignore[operator]
+    repair = plan(repository)
+    repository.store.put(keys.ROOT, [healthy])
+    with pytest.raises(PreconditionFailed, match="left alone"):
+        repair.execute()
+    assert repository.store.get(keys.ROOT, max_bytes=1 << 20) == healthy
+
+
+def test_a_root_written_between_look_and_write_is_left_alone(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(repository)
+    healthy = repository.store.get(keys.ROOT, max_bytes=1 << 20)
+    lose(repository)
+    repair = plan(repository)
+    store, put_if = repository.store, repository.store.put_if
+
+    def late(key: str, data: bytes, tag: str | None) -> str:
+        store.put(key, [healthy])
+        return put_if(key, data, tag)
+
+    monkeypatch.setattr(store, "put_if", late)
+    with pytest.raises(PreconditionFailed):
+        repair.execute()
+    assert store.get(keys.ROOT, max_bytes=1 << 20) == healthy
+
+
+def test_bytes_that_only_arrived_damaged_are_not_replaced(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    commit(repository)
+    before, get_tagged = repository.root(), repository.store.get_tagged
+    reads = itertools.count()
+
+    def noisy(key: str, *, max_bytes: int) -> object:
+        tagged = get_tagged(key, max_bytes=max_bytes)
+        return replace(tagged, data=tagged.data[:-9]) if next(reads) == 0 else tagged
+
+    monkeypatch.setattr(repository.store, "get_tagged", noisy)
+    repair = plan(repository)
+    assert repair.needed
+    with pytest.raises(PreconditionFailed):
+        repair.execute()
+    assert repository.root() == before
+
+
+@pytest.mark.parametrize("applied", [True, False])
+def test_a_lost_answer_is_settled_by_reading(repository: Repository, monkeypatch: pytest.MonkeyPatch, applied: bool) -> None:
+    versions = commit(repository)
+    lose(repository)
+    repair = plan(repository)
+    put_if = repository.store.put_if
+
+    def lost(key: str, data: bytes, tag: str | None) -> str:
+        if applied:
+            put_if(key, data, tag)
+        raise StoreUnavailable("no answer", subject=key)
+
+    monkeypatch.setattr(repository.store, "put_if", lost)
+    if applied:
+        repair.execute()
+        assert repository.versions() == versions
+    else:
+        with pytest.raises(StoreUnavailable):
+            repair.execute()
+
+
+def test_what_a_newer_raystow_wrote_is_not_judged(repository: Repository) -> None:
+    (version,) = commit(repository)
+    key = keys.record(version.id, version.attempt)
+    newer = records.dump({"repository": repository.id}, key).partition(b"\n")[2].replace(b'"format": 1', b'"format": 2')
+    repository.store.put(key, [f'{{"digest": "{stored_digest(newer).hex()}",\n'.encode() + newer])
+    lose(repository)
+    with pytest.raises(Unsupported, match="upgrade"):
+        plan(repository)
+
+
+def test_unsigned_versions_do_not_come_back_where_signatures_are_asked_for(repository: Repository) -> None:
+    signer = Signer(Ed25519PrivateKey.generate())
+    trust = Trust((signer.public,))
+    signed = write(Committer(repository, "signs", signer), {"w": whole(np.arange(3.0))})
+    (unsigned,) = commit(repository)
+    lose(repository, keys.ROOT, keys.MARKER)
+    repair = plan_repair(repository.store, trust=trust)
+    assert "not signed" in left_out(repair)[unsigned.id]
+    repair.execute()
+    again = open_repository(repository.uri)
+    assert (again.signed_by, [version.id for version in again.versions()]) == (trust.keys, [signed.id])
+    lose(repository)  # now the marker asks for it
+    assert list(left_out(plan(repository))) == [unsigned.id]
+    with pytest.raises(Untrusted):
+        Committer(again, "does not sign")
+
+
+def test_explain_tells_of_everything(repository: Repository) -> None:
+    first, second = commit(repository, 2)
+    lose(repository, keys.ROOT, keys.record(second.id, second.attempt))
+    lines = plan(repository).explain()
+    assert lines[:2] == ["root.json: missing", "raystow.json: whole"]
+    assert lines[2] == f"version 1 (attempt {first.attempt}, step 0, epoch 1): comes back"
+    assert lines[3].startswith(f"version 2 (attempt {second.attempt}): left out: no version record")
+
+
+def test_a_store_that_does_not_answer_is_no_damage(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    def silent(*_: object, **__: object) -> object:
+        raise StoreUnavailable("time-out")
+
+    commit(repository)
+    lose(repository)
+    monkeypatch.setattr(repository.store, "get", silent)
+    with pytest.raises(StoreUnavailable):
+        plan(repository)
+
+
+def test_the_store_needs_no_real_clock() -> None:
+    clock = FakeClock()
+    clock.time = 5.0
+    repository = create_repository(f"memory://repair-{SYSTEM.token()}", clock=clock)
+    commit(repository)
+    lose(repository, keys.MARKER)
+    plan_repair(repository.store, clock).execute()
+    assert records.load(repository.store.get(keys.MARKER, max_bytes=1 << 10), keys.MARKER)["created"] == 5.0

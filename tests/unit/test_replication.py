@@ -1,0 +1,336 @@
+"""Copies on other nodes: made, completed, told of, and made again where a node has died."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+
+import pytest
+from fake_clock import FakeClock
+
+from raystow.storage import keys
+from raystow.storage.errors import ClusterError
+from raystow.storage.object_store import Buffer
+from raystow.workers.copies import Copy, Guests
+from raystow.workers.memory_tier import Holding, Home, MemoryTier, Part
+from raystow.workers.partners import partners
+from raystow.workers.replication import Replicator
+
+KIB = 1 << 10
+
+
+def home(id: int) -> Home:
+    return Home("r", id, f"{id:016x}")
+
+
+class Member:
+    """One node: its memory, and what it has been sent. ``frozen``: it answers nobody."""
+
+    def __init__(self, world: World, name: str, *, budget: int, zone: str = "") -> None:
+        self.name, self.zone, self.frozen = name, zone, False
+        self.received: list[str] = []
+        self.tier = MemoryTier(budget)
+        self.guests = Guests(self.tier)
+        self.replicator = Replicator(name, self.tier, world, world.clock)
+
+    def make(self, id: int, number: int, *, packs: int = 2, size: int = KIB, sealed: bool = True) -> None:
+        """What this node, number ``number`` in the attempt, makes for a save."""
+        where = home(id)
+        for i in range(packs):
+            self.tier.put(where, number, keys.pack(id, where.attempt, number, "weights", i), [bytes([i]) * size])
+        if sealed:
+            self.tier.put(where, number, keys.fragment(id, where.attempt, number), [b"fragment"])
+
+    def whole(self, id: int) -> set[int]:
+        return next((held.whole for held in self.tier.holdings("r") if held.home == home(id)), set())
+
+
+class World:
+    """Nodes that call each other directly. Those that are dead are not in ``members``."""
+
+    def __init__(self, *names: str, budget: int = 100 * KIB, replicas: int = 1, zones: str = "") -> None:
+        self.clock = FakeClock()
+        self.members: dict[str, Member] = {}
+        for i, name in enumerate(names):
+            self.add(name, budget=budget, replicas=replicas, zone=zones[i : i + 1])
+
+    def add(self, name: str, *, budget: int = 100 * KIB, replicas: int | None = 1, zone: str = "") -> Member:
+        member = self.members[name] = Member(self, name, budget=budget, zone=zone)
+        if replicas is not None:
+            member.replicator.want("r", replicas, None)
+        return member
+
+    def settle(self, seconds: float = 120.0) -> None:
+        """Let everyone do what there is to do for so long."""
+        until = self.clock.time + seconds
+        while self.clock.time < until:
+            for member in list(self.members.values()):
+                while not member.frozen and member.replicator.step() == 0:
+                    pass
+            self.clock.time += 1.0
+
+    def holders(self, id: int, number: int) -> set[str]:
+        return {name for name, member in self.members.items() if number in member.whole(id)}
+
+    def __getitem__(self, name: str) -> Member:
+        return self.members[name]
+
+    def nodes(self) -> Mapping[str, str]:
+        return {name: member.zone for name, member in self.members.items()}
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        return self._answering(node).tier.holdings(repository)
+
+    def accept(self, node: str, copy: Copy, data: Buffer) -> Part:
+        self._answering(node).received.append(copy.key)
+        return self[node].guests.accept(copy, data)
+
+    def committed(self, node: str, home: Home) -> None:
+        self._answering(node).guests.committed(home)
+
+    def given_up(self, node: str, home: Home) -> None:
+        self._answering(node).guests.given_up(home)
+
+    def _answering(self, node: str) -> Member:
+        if node not in self.members or self.members[node].frozen:
+            raise ClusterError("does not answer", subject=node)
+        return self.members[node]
+
+
+def test_a_copy_is_whole_only_with_its_last_object_and_each_is_sent_once():
+    world = World("a", "b")
+    world["a"].make(1, 0, sealed=False)
+    world.settle()
+    assert len(world["b"].received) == 2
+    assert world.holders(1, 0) == set()
+    world["a"].make(1, 0, packs=0)
+    world.settle()
+    assert world.holders(1, 0) == {"a", "b"}
+    assert len(world["b"].received) == 3
+    assert world["b"].received[-1] == keys.fragment(1, home(1).attempt, 0)
+    assert world["a"].replicator.progress.present == world["a"].replicator.progress.wanted == 2 * KIB + 8
+    for key, size in world["a"].tier.holdings("r")[0].parts[0].objects.items():
+        assert world["b"].tier.view("r", key) == world["a"].tier.view("r", key)
+        assert size == len(world["b"].tier.view("r", key) or b"")
+
+
+def test_a_last_object_without_the_others_is_not_taken():
+    world = World("a")
+    where = home(1)
+    pack, fragment = keys.pack(1, where.attempt, 0, "weights", 0), keys.fragment(1, where.attempt, 0)
+    guests = world["a"].guests
+    assert guests.accept(Copy(where, 0, fragment, ("b", "a"), (pack,)), b"fragment").objects == {}
+    guests.accept(Copy(where, 0, pack, ("b", "a")), b"pack")
+    assert world.holders(1, 0) == set()
+    guests.accept(Copy(where, 0, fragment, ("b", "a"), (pack,)), b"fragment")
+    assert world.holders(1, 0) == {"a"}
+
+
+def test_no_replicas_no_copies():
+    world = World("a", "b", replicas=0)
+    world["a"].make(1, 0)
+    world.settle()
+    assert world["b"].received == []
+
+
+def test_copies_go_where_their_makers_go():
+    world = World("a", "b")
+    world["a"].make(1, 0)
+    world.settle()
+    world["a"].tier.committed(home(1))
+    world["a"].make(2, 0)
+    world.settle()
+    assert (world.holders(1, 0), world.holders(2, 0)) == ({"a", "b"}, {"a", "b"})
+    assert [held.committed for held in world["b"].tier.holdings("r")] == [True, False]
+    world["a"].tier.committed(home(2))
+    world.settle()
+    assert (world.holders(1, 0), world.holders(2, 0)) == (set(), {"a", "b"})
+    world["a"].make(3, 0)
+    world.settle()
+    world["a"].tier.given_up(home(3))
+    world["a"].replicator.give_up(home(3))
+    world.settle()
+    assert world["b"].tier.used == world["a"].tier.used == 2 * KIB + 8
+
+
+def test_what_a_node_has_made_itself_another_cannot_give_up():
+    world = World("a", "b")
+    world["a"].make(1, 0)
+    world["b"].make(1, 1)
+    world.settle()
+    world["a"].tier.given_up(home(1))
+    world["a"].replicator.give_up(home(1))
+    world.settle()
+    assert world["b"].whole(1) == {0, 1}
+
+
+def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
+    caplog.set_level(logging.INFO, "raystow.workers.replication")
+    world = World("a", "b", "c")
+    for number, name in enumerate("abc"):
+        world[name].make(1, number)
+    world.settle()
+    assert all(len(world.holders(1, number)) == 2 for number in range(3))
+    caplog.clear()
+    for dead in ("a", "b"):
+        del world.members[dead]
+        world.settle()
+        alive = set(world.members)
+        for number in range(3):
+            assert world.holders(1, number) <= alive
+            assert len(world.holders(1, number)) == min(2, len(alive))
+    progress = world["c"].replicator.progress
+    assert (progress.present, progress.wanted, progress.partners) == (0, 3 * (2 * KIB + 8), ())
+    assert "copies on other nodes are incomplete: 0 of 6168 bytes" in caplog.text
+    caplog.clear()
+    world.add("d")
+    world.settle()
+    assert [world.holders(1, number) for number in range(3)] == [{"c", "d"}] * 3
+    assert caplog.text.count("copies on other nodes are complete: 6168 of 6168 bytes") == 1
+
+
+def test_an_heir_that_saves_nothing_itself_makes_each_copy_once():
+    world = World("a")
+    for name in "bcd":
+        world.add(name, replicas=None)
+    world["a"].make(1, 0)
+    world.settle()
+    del world.members["a"]
+    world.settle()
+    assert len(world.holders(1, 0)) == 2
+    assert sorted(len(world[name].received) for name in "bcd") == [0, 3, 3]
+
+
+def test_a_worker_that_was_restarted_empty_has_an_heir():
+    world = World("a", "b", "c")
+    world["a"].make(1, 0)
+    world.settle()
+    (copy,) = world.holders(1, 0) - {"a"}
+    world.add("a")
+    world.settle()
+    assert copy in world.holders(1, 0)
+    assert len(world.holders(1, 0)) == 2
+    del world.members[copy]
+    world.settle()
+    assert len(world.holders(1, 0)) == 2
+
+
+def test_a_partner_that_was_restarted_empty_gets_its_copies_again():
+    world = World("a", "b")
+    world["a"].make(1, 0)
+    world.settle()
+    world.add("b")
+    world.settle()
+    assert world.holders(1, 0) == {"a", "b"}
+
+
+def test_a_partner_that_does_not_answer_is_replaced(caplog):
+    world = World("a", "b", "c")
+    (partner,) = partners(world.nodes(), 1)["a"]
+    world[partner].frozen = True
+    world["a"].make(1, 0)
+    world.settle(20)
+    assert len(world.holders(1, 0) - {partner}) == 2
+    assert caplog.text.count("no copies go to a node that does not answer") == 1
+    world[partner].frozen = False
+    world.settle()
+    assert partner in world.holders(1, 0)
+
+
+def test_two_replicas_are_in_other_zones():
+    world = World(*"abcdef", replicas=2, zones="xxyyzz")
+    world["a"].make(1, 0)
+    world.settle()
+    assert {world[name].zone for name in world.holders(1, 0)} == {"x", "y", "z"}
+
+
+def test_without_room_there_is_no_copy_and_it_is_tried_once_more_when_there_may_be(caplog):
+    world = World("a")
+    world.add("b", budget=3 * KIB)
+    world["b"].make(1, 1, packs=1)
+    world["b"].tier.committed(home(1))
+    world["a"].make(2, 0)
+    world.settle()
+    assert world.holders(2, 0) == {"a"}
+    assert caplog.text.count("node b has no room for a copy of version 2") == 1
+    assert len(world["b"].received) == 2
+    assert world["b"].tier.used == KIB + 8  # nothing of what is of no use
+    world["b"].make(2, 1, packs=0)
+    world["a"].tier.committed(home(2))
+    world["b"].tier.committed(home(2))
+    world.settle()
+    assert world.holders(2, 0) == {"a", "b"}
+
+
+def test_copies_make_room_for_what_a_node_makes_itself():
+    world = World("a")
+    world.add("b", budget=4 * KIB)
+    world["a"].make(1, 0)
+    world["a"].tier.committed(home(1))
+    world.settle()
+    assert world.holders(1, 0) == {"a", "b"}
+    world["b"].make(2, 0, packs=3)
+    assert world["b"].whole(2) == {0}
+    assert world.holders(1, 0) == {"a"}
+    sent = len(world["b"].received)
+    world.settle()
+    assert len(world["b"].received) == sent
+
+
+def test_what_did_not_fit_at_home_is_not_sent():
+    world = World("a", budget=KIB)
+    world.add("b")
+    world["a"].make(1, 0)
+    world.settle()
+    assert world["b"].received == []
+
+
+def test_what_a_newer_version_has_replaced_is_not_taken():
+    world = World("a")
+    world.add("b", replicas=0)
+    world["b"].make(2, 0)
+    world["b"].tier.committed(home(2))
+    world["a"].make(1, 0)
+    world.settle()
+    assert (world.holders(1, 0), world.holders(2, 0)) == ({"a"}, {"b"})
+
+
+def test_no_faster_than_the_rate():
+    world = World("a", "b", replicas=0)
+    world["a"].make(1, 0, packs=8)
+    world["a"].replicator.want("r", 1, rate=KIB / 10)
+    world.settle(65)
+    assert 6 <= len(world["b"].received) <= 7
+    world.settle()
+    assert world.holders(1, 0) == {"a", "b"}
+
+
+def test_an_error_nobody_thought_of_does_not_end_it(caplog):
+    world = World("a")
+    replicator = world["a"].replicator
+
+    def failing() -> Mapping[str, str]:
+        replicator.close()
+        raise ZeroDivisionError
+
+    world.nodes = failing  # type: ignore[method-assign]
+    replicator.run()
+    assert "copying to other nodes failed" in caplog.text
+
+
+@pytest.mark.parametrize("moment", ["before", "after"])
+def test_a_version_given_up_here_while_it_is_sent_is_let_go(moment):
+    world = World("a", "b")
+    world["a"].make(1, 0, packs=4)
+    world["a"].replicator.step()
+    accept = world.accept
+
+    def give_up(node: str, copy: Copy, data: Buffer) -> Part:
+        part = accept(node, copy, data) if moment == "before" else Part()
+        world["a"].tier.given_up(home(1))
+        world["a"].replicator.give_up(home(1))
+        return part if moment == "before" else accept(node, copy, data)
+
+    world.accept = give_up  # type: ignore[method-assign]
+    world.settle()
+    assert world["a"].tier.used == world["b"].tier.used == 0

@@ -1,0 +1,180 @@
+"""What a restore reads and from where, told before anything is read; and the order of sources that it follows."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+from raystow.orchestrator.agreement import Together
+from raystow.orchestrator.restore import plan_restore, restore_latest
+from raystow.orchestrator.restore_plan import MEMORY, PEER, STORE, Rates, Sources
+from raystow.orchestrator.restoring import Choice, Vote
+from raystow.orchestrator.world_plan import plan_world
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import StateError
+from raystow.storage.object_store import ObjectStore
+from raystow.storage.version import Version
+
+MIB = 1 << 20
+
+
+def state(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"a": torch.randn(3 * MIB, generator=generator), "b": torch.randn(2 * MIB, generator=generator), "lr": 0.1, "n": 7}
+
+
+class Counting:
+    """A store that counts what is read of packs."""
+
+    def __init__(self, store: ObjectStore) -> None:
+        self._store, self.read = store, 0
+
+    def get_range(self, key: str, start: int, length: int) -> Any:
+        self.read += length
+        return self._store.get_range(key, start, length)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+
+@pytest.fixture(scope="module")
+def version() -> Version:
+    with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}", nodes=2) as cluster:
+        saved = cluster.save_all([state(1), state(1)], step=1)
+        assert {chunk.node for rows in saved.chunks.values() for chunk in rows} == {0, 1}
+        return saved
+
+
+def fresh(version: Version) -> tuple[Version, Counting]:
+    store = Counting(version._store)
+    return Version(store, version.entry, version._repository), store  # type: ignore[arg-type]
+
+
+def test_a_plan_reads_no_pack_and_tells_what_executing_it_reads(version):
+    reading, store = fresh(version)
+    into = state(2)
+    before = into["a"].clone()
+    plan = plan_restore(reading, into, world_size=2)
+    assert store.read == 0
+    assert torch.equal(into["a"], before)
+    decoded: list[int] = []
+    plan.execute(decoded.append)
+    assert store.read == plan.nbytes == version.bytes
+    assert sum(decoded) == plan.raw == version.raw
+    assert all(torch.equal(into[name], state(1)[name]) for name in "ab")
+    assert (into["lr"], into["n"], plan.names) == (0.1, 7, {"a", "b"})
+
+
+def test_it_reads_no_more_than_what_is_wanted(version):
+    reading, store = fresh(version)
+    into = {"b": torch.zeros(2 * MIB)}
+    plan = plan_restore(reading, into, strict=False)
+    assert plan.nbytes == sum(row.coding.size for row in version.chunks["b"])
+    plan.execute()
+    assert store.read == plan.nbytes
+    with pytest.raises(StateError, match="saved but not in `into`: a, lr, n"):
+        plan_restore(reading, into)
+
+
+def test_it_is_priced_by_source_and_says_why(version):
+    rates = Rates(memory=4e6, peer=2e6, store=1e6)
+    plan = plan_restore(version, state(2), sources=Sources({0: ["here", "there"], 1: ["there"]}, "here", rates))
+    first, second = plan.parts
+    assert (first.source, first.holder, first.why) == (MEMORY, "here", "kept by this node")
+    assert (second.source, second.holder, second.why) == (PEER, "there", "node there keeps a copy")
+    assert (first.seconds, second.seconds) == (first.nbytes / 4e6, second.nbytes / 2e6)
+    assert plan.seconds == first.seconds + second.seconds
+    lines = plan.explain()
+    assert len(lines) == 2
+    assert f"{first.nbytes:,} bytes" in lines[0]
+    assert "from this node's memory" in lines[0]
+    assert lines[1].endswith("node there keeps a copy")
+    assert "MB from this node's memory" in plan.summary()
+    assert "MB from other nodes' memory" in plan.summary()
+
+
+def test_without_holders_it_is_the_store(version):
+    parts = plan_restore(version, state(2), sources=Sources({}, "here", Rates(store=1e6))).parts
+    assert {(part.source, part.why) for part in parts} == {(STORE, "nobody has it in memory")}
+    assert sum(part.seconds for part in parts) == pytest.approx(version.bytes / 1e6)
+
+
+def test_a_store_that_is_faster_than_peers_is_asked_at_once():
+    sources = Sources({0: ["there"], 1: ["here"]}, "here", Rates(memory=3.0, peer=1.0, store=2.0))
+    assert sources.peers(0) == ()
+    assert sources.first(0) == (STORE, "", "the store is faster than other nodes")
+    assert sources.first(1)[0] == MEMORY
+
+
+def test_nodes_ask_different_holders_first_and_never_themselves():
+    near = {0: ["a", "b", "c", "d"]}
+    orders = {here: Sources(near, here).peers(0) for here in ("a", *(f"new{i}" for i in range(20)))}
+    assert "a" not in orders["a"]
+    assert all(sorted(order) == near[0] for here, order in orders.items() if here != "a")
+    assert len({order[0] for order in orders.values()}) > 1
+    assert Sources(near, "new1").first(0)[1] == orders["new1"][0]
+
+
+def test_another_world_splits_evenly_what_was_saved_in_boxes(version):
+    plan = plan_world(version, 5, per_node=2)
+    assert [len(plan.ranks), len(plan.nodes)] == [5, 3]
+    assert sum(rank.needed for rank in plan.ranks) == pytest.approx(version.bytes, rel=1e-6)
+    assert plan.nbytes >= version.bytes
+    assert plan.amplification == pytest.approx(plan.nbytes / version.bytes, rel=1e-6)
+    assert plan.seconds(1e6) == max(node.nbytes for node in plan.nodes) / 1e6
+    for first, node in zip((0, 2, 4), plan.nodes, strict=True):
+        assert node.nbytes <= sum(rank.nbytes for rank in plan.ranks[first : first + 2])
+
+
+def test_whole_tensors_are_read_once_by_a_node(version):
+    plan = plan_world(version, 4, per_node=2, whole=True)
+    assert {rank.nbytes for rank in (*plan.ranks, *plan.nodes)} == {version.bytes}
+    assert (plan.nbytes, plan.amplification) == (2 * version.bytes, 1.0)
+
+
+def test_empty_tensors_and_scalars_are_planned():
+    with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
+        saved = cluster.save({"none": np.empty((0, 3)), "one": np.float32(2.0), "step": torch.tensor(3)}, step=1)
+    into = {"none": np.empty((0, 3)), "one": np.float32(0.0), "step": torch.tensor(0)}
+    plan_restore(saved, into).execute()
+    assert (into["one"], int(into["step"])) == (2.0, 3)
+    assert plan_world(saved, 3, per_node=1).nbytes == 3 * saved.bytes
+
+
+class Port:
+    """A coordinator that lets every rank restore one version."""
+
+    def __init__(self, choice: Choice) -> None:
+        self._choice = choice
+
+    def settle(self, vote: Vote) -> Choice | None:
+        return self._choice
+
+
+def test_a_restore_logs_its_plan_and_then_what_was_really_read_from_where(caplog):
+    """Of the two nodes that saved, this one still has its part; the other is said to have its own, but does not answer for it."""
+    caplog.set_level("INFO", logger="raystow")
+    with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}", nodes=2) as cluster:
+        saved = cluster.save_all([state(1), state(1)], step=5)
+        record = cluster.repository.store.get(saved.record_key, max_bytes=saved.entry.size)
+        near = {info.node: ["node-0" if 0 in info.ranks else "node-1"] for info in saved.record.fragments}
+        port = Port(Choice(saved.entry, near, record))
+        agreement = Together(cluster.repository, port, Vote(0, 2, "me", 1, 60.0), lambda: cluster.address(0), here="node-0")
+        into = state(2)
+        assert restore_latest(cluster.repository, into, agreement, world_size=2) == saved
+    assert all(torch.equal(into[name], state(1)[name]) for name in "ab")
+    plan, read = (entry.getMessage() for entry in caplog.records if "MB from" in entry.getMessage())
+    assert plan.startswith("restoring version 1 (step 5): ")
+    assert megabytes(plan).keys() == {"this node's memory", "other nodes' memory"}
+    mine = sum(info.stored + info.size for info in saved.record.fragments if 0 in info.ranks) / 1e6
+    others = sum(info.stored + info.size for info in saved.record.fragments if 0 not in info.ranks) / 1e6
+    assert megabytes(read) == {"this node's memory": pytest.approx(mine, abs=0.1), "the store": pytest.approx(others, abs=0.1)}
+
+
+def megabytes(text: str) -> dict[str, float]:
+    return {where: float(number) for number, where in re.findall(r"([\d.]+) MB from ([a-z']+(?: [a-z']+)+)", text)}

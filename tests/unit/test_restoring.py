@@ -1,0 +1,176 @@
+"""Rounds of restores: all ranks take one version, fall back together, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import pytest
+from fake_clock import FakeClock
+from handmade import empty_record
+
+from raystow.orchestrator.restoring import Choice, Round, Rounds, Vote
+from raystow.storage import keys
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded
+from raystow.storage.repository import create_repository
+from raystow.storage.retention import Policy
+from raystow.storage.root import Entry
+
+
+class World:
+    """Two ranks, and as many versions as are committed."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.repository = create_repository(f"memory://restoring-{SYSTEM.token()}", clock=self.clock)
+        self.committer = Committer(self.repository, "me")
+        self.damaged: list[int] = []
+        self.rounds = Rounds(self.repository, self.clock, on_fall_back=lambda: self.damaged.append(1))
+
+    def commit(self, steps: int) -> list[Entry]:
+        return [self.committer.commit(empty_record(self.committer, step)).entry for step in range(steps)]
+
+    def vote(
+        self, rank: int, tried: Entry | None = None, damage: str = "", *, number: int = 1, process: str = "a", error: str = ""
+    ) -> Round:
+        return self.rounds.vote(Vote(rank, 2, f"{process}{rank}", number, 60.0, tried, damage, error))
+
+    def leases(self) -> list[tuple[int, str] | None]:
+        return [keys.leased(info.key) for info in self.repository.store.list(keys.LEASES)]
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_an_empty_repository_has_nothing_to_restore(world):
+    assert world.vote(0).answer() is None
+    assert world.vote(1).answer() is None
+
+
+def test_a_commit_between_two_ranks_does_not_part_them(world):
+    (old,) = world.commit(1)
+    assert world.vote(0).answer() == old
+    (new,) = world.commit(1)
+    first, second = world.vote(0, old), world.vote(1)
+    assert second.answer() == old
+    assert not first.answers(old)  # until the other has restored it, too
+    world.vote(1, old)
+    assert first.answers(old)
+    assert first.answer() == old
+    assert world.vote(0, number=2).answer() == new
+
+
+def test_all_fall_back_if_one_finds_damage(world, caplog):
+    _, older, newest = world.commit(3)
+    first, _ = world.vote(0), world.vote(1)
+    world.vote(0, newest)
+    world.vote(1, newest, "versions/3/weights.pack: the object is cut")
+    assert first.answers(newest)
+    assert first.answer() == older
+    assert "VERSION 3 (step 2) IS DAMAGED, falling back to version 2 (step 1): rank 1: versions/3/weights.pack" in caplog.text
+    for rank in range(2):
+        assert world.vote(rank, older).answer() == older
+    assert first.done
+    assert len(world.damaged) == 1
+
+
+def test_if_nothing_is_whole_everyone_hears_so(world):
+    (only,) = world.commit(1)
+    world.vote(0), world.vote(1)
+    world.vote(0, only)
+    round = world.vote(1, only, "it is cut")
+    assert round.answers(only)
+    with pytest.raises(Damaged, match="no version is whole; the last, 1: rank 1: it is cut"):
+        round.answer()
+
+
+def test_what_is_being_restored_is_leased(world):
+    old, new = world.commit(2)
+    world.vote(0)
+    assert world.leases() == [(new.id, new.attempt)]
+    world.vote(1)
+    for rank in range(2):
+        world.vote(rank, new, "damaged")
+    assert world.leases() == [(old.id, old.attempt)]
+    assert world.repository.plan_retention(Policy(keep_last=1)).dropped == ()
+    for rank in range(2):
+        world.vote(rank, old)
+    assert world.leases() == []
+
+
+def test_a_rank_that_gives_up_ends_it_for_all(world):
+    world.commit(1)
+    round = world.vote(0)
+    world.vote(1, error="into: names do not match")
+    with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
+        round.answer()
+    assert world.leases() == []
+
+
+@pytest.mark.parametrize("again", [{"process": "b"}, {"number": 2}])
+def test_a_rank_that_begins_again_ends_what_the_others_wait_for(world, again):
+    (entry,) = world.commit(1)
+    old = world.vote(1, world.vote(1).answer())
+    world.vote(0)
+    new = world.vote(0, **again)
+    assert old.answers(entry)
+    with pytest.raises(ClusterError, match="rank 0 has begun another restore"):
+        old.answer()
+    assert new.answer() == entry
+
+
+def test_a_restarted_process_ends_the_round_of_its_former_one(world):
+    world.commit(1)
+    round = world.vote(0)
+    world.rounds.left(0, "a0")
+    assert not round.failure
+    world.rounds.left(0, "b0")
+    with pytest.raises(ClusterError, match="rank 0 was restarted"):
+        round.answer()
+
+
+def test_a_rank_that_never_comes_is_named_after_the_deadline(world):
+    (entry,) = world.commit(1)
+    round = world.vote(0, world.vote(0).answer())
+    world.clock.time += 59
+    world.rounds.tick()
+    assert not round.answers(entry)
+    world.clock.time += 2
+    world.rounds.tick()
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
+        round.answer()
+
+
+def test_another_world_size_ends_the_old_round(world):
+    world.commit(1)
+    round = world.vote(0)
+    world.rounds.vote(Vote(0, 3, "b0", 1, 60.0))
+    with pytest.raises(ClusterError, match="world size changed from 2 to 3"):
+        round.answer()
+
+
+def in_memory(world: World) -> Choice:
+    record = empty_record(world.committer, 9)
+    return Choice(record.entry(b"digest", 7), {0: ["node"]}, record.dump())
+
+
+def test_a_save_in_memory_comes_before_the_newest_version(world):
+    (newest,) = world.commit(1)
+    held = in_memory(world)
+    round = world.rounds.vote(Vote(0, 2, "a0", 1, 60.0), held)
+    assert round.answer() == held.entry
+    assert world.vote(1).answer() == held.entry  # though nothing is held any more when the second rank asks
+    assert world.leases() == []
+    world.vote(0, held.entry)
+    assert world.vote(1, held.entry, "the pack is missing").answer() == newest
+    assert world.leases() == [(newest.id, newest.attempt)]
+
+
+def test_only_for_who_wants_it_and_only_if_it_is_newer(world):
+    held = in_memory(world)
+    (newest,) = world.commit(1)
+    assert world.rounds.vote(Vote(0, 2, "a0", 1, 60.0), held).answer() == newest
+    held = in_memory(world)
+    assert world.rounds.vote(Vote(0, 2, "a0", 2, 60.0, allow_uncommitted=False), held).answer() == newest
+    assert world.rounds.vote(Vote(0, 2, "a0", 3, 60.0), held).answer() == held.entry

@@ -1,0 +1,404 @@
+"""Signatures: what a reader with keys takes, what it refuses, and what a coordinator without the right key must not do."""
+
+from __future__ import annotations
+
+import pickle  # noqa: TID251
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+from cryptography.hazmat.primitives.serialization import (
+    BestAvailableEncryption,
+    Encoding,
+    NoEncryption,
+    PrivateFormat,
+    PublicFormat,
+)
+from handmade import whole, write
+
+import raystow
+from raystow.storage import key_files, keys, records
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.digest import stored_digest
+from raystow.storage.errors import Damaged, RaystowError, StateError, StoreUnavailable, Untrusted
+from raystow.storage.repository import Repository, create_repository, open_repository
+from raystow.storage.signing import Signer
+from raystow.storage.version import Version
+
+ARRAY = np.arange(5.0)
+
+
+@pytest.fixture(autouse=True)
+def no_keys(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(key_files.SIGNING_KEY, raising=False)
+    monkeypatch.delenv(key_files.TRUSTED_KEYS, raising=False)
+
+
+@pytest.fixture
+def uri() -> str:
+    return f"memory://signing-{SYSTEM.token()}"
+
+
+def new_signer(path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
+    """A signer by a key in a file, as a coordinator has it."""
+    key_files.write_pair(path)
+    with monkeypatch.context() as patch:
+        patch.setenv(key_files.SIGNING_KEY, str(path))
+        signer = key_files.signer()
+    assert signer is not None
+    return signer
+
+
+@pytest.fixture
+def ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
+    return new_signer(tmp_path / "ours", monkeypatch)
+
+
+@pytest.fixture
+def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
+    return new_signer(tmp_path / "theirs", monkeypatch)
+
+
+@pytest.fixture
+def trusted(tmp_path: Path, ours: Signer) -> Path:
+    """The file with our public key."""
+    return tmp_path / "ours.pub"
+
+
+def save(repository: Repository, signer: Signer | None = None, value: float = 0.0) -> Version:
+    return write(Committer(repository, SYSTEM.token(), signer), {"w": whole(ARRAY + value)})
+
+
+def reads(version: Version) -> bool:
+    return bool(np.array_equal(version.read("w"), ARRAY))
+
+
+def put_signature(version: Version, repository: Repository, data: bytes) -> None:
+    repository.store.put(keys.signature(version.id, version.attempt), [data])
+
+
+def signature(version: Version, repository: Repository) -> bytes:
+    return repository.store.get(keys.signature(version.id, version.attempt), max_bytes=1 << 20)
+
+
+def test_a_signed_version_is_read_with_and_without_keys(uri, ours, trusted, monkeypatch):
+    repository = create_repository(uri)
+    save(repository, ours)
+    for found in (open_repository(uri), raystow.open(uri, trusted_keys=trusted)):
+        assert reads(found.latest())
+        found.verify(found.latest())
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(trusted))
+    assert reads(open_repository(uri).latest())
+
+
+def test_keys_refuse_what_nobody_has_signed(uri, trusted, monkeypatch):
+    version = save(create_repository(uri))
+    assert reads(open_repository(uri).latest())
+    found = open_repository(uri, trusted_keys=trusted).latest()
+    assert found.step == 0  # a listing tells what the root says
+    for look in (lambda: found.read("w"), lambda: found.metrics, lambda: found.tensors(), lambda: found.values()):
+        with pytest.raises(Untrusted, match=rf"{version.attempt}/version\.sig: version 1 is not signed"):
+            look()
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(trusted))
+    with pytest.raises(Untrusted):
+        open_repository(uri).latest().read("w")
+
+
+def test_a_version_that_was_made_by_hand_asks_the_environment(uri, trusted, monkeypatch):
+    repository = create_repository(uri)
+    version = Version(repository.store, save(repository).entry, repository.id)
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(trusted))
+    with pytest.raises(Untrusted):
+        version.read("w")
+
+
+def test_keys_refuse_what_another_has_signed(uri, theirs, trusted):
+    save(create_repository(uri), theirs)
+    with pytest.raises(Untrusted, match=theirs.public.id):
+        open_repository(uri, trusted_keys=trusted).latest().read("w")
+
+
+def test_a_signature_holds_for_one_version_of_one_repository(uri, ours, trusted):
+    repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
+    first, second = save(repository, ours), save(repository, ours, 1.0)
+    put_signature(first, repository, signature(second, repository))
+    with pytest.raises(Untrusted, match="not that of key"):
+        repository.version(1).read("w")
+    digest = bytes.fromhex(first.entry.digest)
+    for other in (("another", 1, first.attempt), (repository.id, 2, first.attempt), (repository.id, 1, second.attempt)):
+        put_signature(first, repository, ours.sign(*other, digest))
+        with pytest.raises(Untrusted, match="not that of key"):
+            repository.version(1).read("w")
+    put_signature(first, repository, ours.sign(repository.id, 1, first.attempt, digest))
+    assert reads(repository.version(1))
+
+
+def test_the_signature_is_that_of_the_specification():
+    signer = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
+    digest = bytes.fromhex("be553e8982d361a44ff05708f12160391f938eb97feef310b1a9eb8eea6fc18a")
+    data = signer.sign("0e334fb068ef37765c133bf665c2c68c", 1, "65c5e0a080b634de", digest)
+    fields = records.load(data, "version.sig")
+    vector = (
+        "9a4cfd6909e7cfafad493e31d2027984bd3c4775259dcde0538ae6b61986f1ea"
+        "86b081c3c6a39ff0d33acaacf83a9505692a3646c24e4ee6e6e3d3732faf8a01"
+    )
+    assert (fields["key"], fields["algorithm"], fields["signature"]) == ("98ba85304ac639f0", "ed25519", vector)
+
+
+def test_a_key_id_alone_opens_nothing(uri, ours, theirs, trusted):
+    repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
+    version = save(repository, ours)
+    forged = theirs.sign(repository.id, version.id, version.attempt, bytes.fromhex(version.entry.digest))
+    fields = {**records.load(forged, "version.sig"), "key": ours.public.id}
+    del fields["digest"]
+    put_signature(version, repository, records.dump(fields, "version.sig"))
+    with pytest.raises(Untrusted, match="not that of key"):
+        repository.latest().read("w")
+
+
+def test_no_byte_of_a_signature_can_change(uri, ours, trusted):
+    repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
+    version = save(repository, ours)
+    data = signature(version, repository)
+    for at in range(len(data)):
+        put_signature(version, repository, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
+        with pytest.raises(RaystowError):
+            _ = repository.latest().record
+    put_signature(version, repository, data)
+    assert reads(repository.latest())
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"algorithm": "none"},
+        {"signature": ""},
+        {"signature": "0" * 128},
+        {"signature": "Z" * 128},
+        {"signature": 5},
+        {"key": None},
+        {"key": "x" * 3000},
+    ],
+)
+def test_whatever_a_signature_says_is_an_error_of_ours(uri, ours, trusted, change):
+    repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
+    version = save(repository, ours)
+    fields = {**records.load(signature(version, repository), "version.sig"), **change}
+    del fields["digest"]
+    put_signature(version, repository, records.dump(fields, "version.sig"))
+    with pytest.raises(RaystowError):
+        _ = repository.latest().record
+
+
+def rewritten(repository: Repository, **change: object) -> None:
+    """Change the newest record as one who can write to the bucket would: with every digest above it made right."""
+    entry = repository.root().versions[-1]
+    fields = records.load(repository.store.get(keys.record(entry.id, entry.attempt), max_bytes=1 << 20), "version.json")
+    fields.pop("digest")
+    data = records.dump({**fields, **change}, "version.json")
+    repository.store.put(keys.record(entry.id, entry.attempt), [data])
+    forged = replace(entry, digest=stored_digest(data).hex(), size=len(data))
+    repository.register.update(lambda root: replace(root, versions=(*root.versions[:-1], forged)))
+
+
+def test_who_can_write_can_forge_the_chain_but_not_the_signature(uri, ours, trusted):
+    repository = create_repository(uri)
+    save(repository, ours)
+    rewritten(repository, metrics={"loss": 0.5})
+    assert open_repository(uri).latest().metrics == {"loss": 0.5}
+    with pytest.raises(Untrusted, match="not that of key"):
+        _ = open_repository(uri, trusted_keys=trusted).latest().metrics
+
+
+def test_the_root_cannot_give_a_version_another_step(uri, ours, trusted):
+    repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
+    save(repository, ours)
+    repository.register.update(lambda root: replace(root, versions=(replace(root.versions[0], step=7),)))
+    with pytest.raises(Damaged, match="the root says step 7"):
+        repository.latest().read("w")
+
+
+def test_there_is_no_version_without_its_signature(uri, ours, monkeypatch):
+    repository = create_repository(uri)
+    committer = Committer(repository, "me", ours)
+    put = repository.store.put
+
+    def failing(key: str, parts: object) -> None:
+        if key.endswith("version.sig"):
+            raise StoreUnavailable("no answer", subject=key)
+        put(key, parts)
+
+    monkeypatch.setattr(repository.store, "put", failing)
+    with pytest.raises(StoreUnavailable):
+        write(committer, {"w": whole(ARRAY)})
+    assert repository.versions() == []
+
+
+def test_a_repository_made_under_a_key_asks_for_it_ever_after(uri, ours, theirs):
+    repository = create_repository(uri, signer=ours)
+    save(repository, ours)
+    again = create_repository(uri)
+    for signer in (None, theirs):
+        with pytest.raises(Untrusted, match=ours.public.id):
+            Committer(again, "other", signer)
+    assert again.root().epoch == 1  # whoever was refused has fenced nobody
+    assert reads(again.latest())
+
+
+def test_who_is_trusted_here_need_not_be_so_for_the_repository(uri, tmp_path, ours, theirs, monkeypatch):
+    create_repository(uri, signer=ours)
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path / "theirs.pub"))
+    with pytest.raises(Untrusted, match=ours.public.id):
+        Committer(open_repository(uri), "me", theirs)
+
+
+def test_such_a_repository_checks_signatures_for_readers_without_keys(uri, ours):
+    repository = create_repository(uri, signer=ours)
+    save(repository, ours)
+    rewritten(repository, metrics={"loss": 0.5})
+    with pytest.raises(Untrusted):
+        _ = open_repository(uri).latest().metrics
+
+
+def test_only_the_readers_own_keys_stand_against_a_forged_marker(uri, ours, theirs, trusted):
+    repository = create_repository(uri, signer=ours)
+    version = save(repository, ours)
+    marker = {"repository": repository.id, "created": 0, "signed_by": [theirs.public.raw.hex()]}
+    repository.store.put(keys.MARKER, [records.dump(marker, keys.MARKER)])
+    rewritten(repository, metrics={"loss": 0.5})
+    digest = bytes.fromhex(repository.root().versions[0].digest)
+    put_signature(version, repository, theirs.sign(repository.id, 1, version.attempt, digest))
+    assert open_repository(uri).latest().metrics == {"loss": 0.5}
+    with pytest.raises(Untrusted, match=theirs.public.id):
+        _ = open_repository(uri, trusted_keys=trusted).latest().metrics
+
+
+def test_other_keys_may_sign_if_they_were_trusted_when_it_was_made(uri, tmp_path, ours, theirs, monkeypatch):
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # holds both public halves
+    create_repository(uri, signer=ours)
+    monkeypatch.delenv(key_files.TRUSTED_KEYS)
+    save(create_repository(uri), theirs)
+    assert reads(open_repository(uri).latest())
+
+
+@pytest.mark.parametrize("signed_by", [[], "x", None, [5], ["ab"], ["A" * 64], {"a": 1}])
+def test_a_marker_with_other_things_than_keys_is_damaged(uri, signed_by):
+    repository = create_repository(uri)
+    marker = {"repository": repository.id, "created": 0, "signed_by": signed_by}
+    repository.store.put(keys.MARKER, [records.dump(marker, keys.MARKER)])
+    with pytest.raises(Damaged, match="signed_by"):
+        open_repository(uri)
+
+
+def test_nobody_saves_what_they_would_not_read(uri, ours, theirs, trusted, monkeypatch):
+    made = create_repository(uri)
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(trusted))
+    for signer in (None, theirs):
+        with pytest.raises(Untrusted, match=ours.public.id):
+            create_repository(f"{uri}-new", signer=signer)
+        with pytest.raises(Untrusted, match=ours.public.id):
+            Committer(create_repository(uri), "me", signer)
+    with pytest.raises(raystow.NotARepository):
+        open_repository(f"{uri}-new")
+    assert made.root().epoch == 0
+    save(create_repository(uri), ours)
+
+
+def test_a_version_takes_its_trust_along(tmp_path, trusted):
+    uri = str(tmp_path / "run")
+    save(create_repository(uri))
+    sent = pickle.loads(pickle.dumps(open_repository(uri, trusted_keys=trusted).latest()))
+    with pytest.raises(Untrusted):
+        sent.read("w")
+
+
+def test_a_private_key_shows_itself_nowhere(tmp_path, ours, monkeypatch):
+    secret = (tmp_path / "ours").read_text().splitlines()[1]
+    assert secret not in repr(ours) + str(ours)
+    with pytest.raises(TypeError, match="does not leave its process"):
+        pickle.dumps(ours)
+    (tmp_path / "ours").chmod(0o640)
+    monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "ours"))
+    with pytest.raises(StateError, match=r"ours: others than its owner can use this private key: its mode is 0640") as caught:
+        key_files.signer()
+    assert secret not in str(caught.value)
+
+
+@pytest.mark.parametrize("mode", [0o610, 0o601, 0o620, 0o604])
+def test_a_key_that_others_can_use_is_refused(tmp_path, ours, mode, monkeypatch):
+    (tmp_path / "ours").chmod(mode)
+    monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "ours"))
+    with pytest.raises(StateError, match=f"{mode:04o}"):
+        key_files.signer()
+
+
+def private_pem(private: object, *, password: bytes = b"") -> bytes:
+    encryption = BestAvailableEncryption(password) if password else NoEncryption()
+    return private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
+
+
+def test_what_is_no_signing_key_is_refused(tmp_path, monkeypatch):
+    ed25519, other = Ed25519PrivateKey.generate(), rsa.generate_private_key(65537, 2048)
+    public = ed25519.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+    path = tmp_path / "key"
+    monkeypatch.setenv(key_files.SIGNING_KEY, str(path))
+    with pytest.raises(StateError, match="key cannot be read"):
+        key_files.signer()
+    for data in (b"", b"\xff" * 100, public, private_pem(other), private_pem(ed25519, password=b"x"), private_pem(ed25519)[:60]):
+        path.write_bytes(data)
+        path.chmod(0o600)
+        with pytest.raises(StateError, match="no Ed25519 private key"):
+            key_files.signer()
+    path.write_bytes(private_pem(ed25519))
+    assert key_files.signer() is not None
+
+
+def test_trusted_keys_are_a_file_of_several_or_a_folder(tmp_path, ours, theirs):
+    both = tmp_path / "both.pem"
+    both.write_bytes(b"# ours\n" + (tmp_path / "ours.pub").read_bytes() + b"\n" + (tmp_path / "theirs.pub").read_bytes())
+    for place in (both, tmp_path):  # the folder holds private keys as well, which nobody looks at
+        trust = key_files.trust(place)
+        assert trust is not None
+        assert set(trust.keys) == {ours.public, theirs.public}
+
+
+@pytest.mark.parametrize("content", [None, "", "no key", "-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"])
+def test_trusted_keys_that_are_none_are_an_error_and_never_no_check(tmp_path, uri, content, monkeypatch):
+    create_repository(uri)
+    path = tmp_path / "trusted"
+    if content is not None:
+        path.write_text(content)
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(path))
+    with pytest.raises(StateError, match="trusted"):
+        open_repository(uri)
+
+
+def test_a_private_key_is_not_trusted_as_a_public_one(tmp_path, ours):
+    with pytest.raises(StateError, match="private key"):
+        key_files.trust(tmp_path / "ours")
+
+
+def test_an_empty_folder_or_variable_is_an_error(tmp_path, monkeypatch):
+    with pytest.raises(StateError, match="no public key"):
+        key_files.trust(tmp_path)
+    for variable, look in ((key_files.TRUSTED_KEYS, key_files.trust), (key_files.SIGNING_KEY, key_files.signer)):
+        monkeypatch.setenv(variable, "")
+        with pytest.raises(StateError, match=f"{variable}: is set, but empty"):
+            look()
+
+
+def test_without_keys_cryptography_is_not_imported(tmp_path):
+    save(create_repository(str(tmp_path)))
+    code = (
+        "import sys, raystow\n"
+        f"version = raystow.open({str(tmp_path)!r}).latest()\n"
+        "assert len(version.read('w')) == 5\n"
+        "assert 'cryptography' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)

@@ -1,0 +1,160 @@
+"""A deep verification that was stopped goes on where it was, and never believes a journal that is not its own."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from handmade import whole, write
+from packed import flip, noise, pack_key, repository, write_packs
+
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Damaged, StateError
+from raystow.storage.journal import journal
+from raystow.storage.repository import Repository
+from raystow.storage.verify import verify_bytes
+from raystow.storage.version import Version
+
+
+@pytest.fixture
+def repo() -> Repository:
+    return repository()
+
+
+@pytest.fixture
+def version(repo: Repository) -> Version:
+    return write_packs(repo, {number: noise(5000 + number, number) for number in range(4)})
+
+
+@pytest.fixture
+def read(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The keys of packs, in the order in which they are read."""
+    keys = list[str]()
+    get_range = repo.store.get_range
+
+    def noted(key: str, *where: Any) -> Any:
+        keys.append(key)
+        return get_range(key, *where)
+
+    monkeypatch.setattr(repo.store, "get_range", noted)
+    return keys
+
+
+def test_what_was_done_is_not_read_again(repo: Repository, version: Version, read: list[str], tmp_path: Path) -> None:
+    path = tmp_path / "nightly.jsonl"
+    data = flip(repo, pack_key(version, 2))
+    with journal(path, repo.id) as notes, pytest.raises(Damaged, match=pack_key(version, 2)):
+        verify_bytes(version, repo.store, journal=notes, memory=1)  # one thread: packs in their order
+    repo.store.put(pack_key(version, 2), [data])
+    read.clear()
+
+    told = list[int]()
+    with journal(path, repo.id) as notes:
+        found = verify_bytes(version, repo.store, told.append, journal=notes)
+    assert sorted(read) == [pack_key(version, 2), pack_key(version, 3)]
+    assert (found.resumed, found.read) == (5000 + 5001, 5002 + 5003)
+    assert sum(told) == version.raw
+
+    read.clear()
+    with journal(path, repo.id) as notes:
+        assert repo.verify(version, journal=notes).resumed == version.bytes
+    assert read == []
+
+
+def test_a_pack_is_done_when_all_of_it_is(repo: Repository, read: list[str], tmp_path: Path) -> None:
+    """A large pack takes several reads; the damage is in the last."""
+    version = write(Committer(repo, "me"), {name: whole(noise(10 << 20)) for name in ("a", "b", "c")})
+    key = pack_key(version, 0)
+    data = bytearray(repo.store.get(key, max_bytes=1 << 30))
+    data[-1] ^= 1
+    repo.store.put(key, [data])
+    for _ in range(2):
+        with journal(tmp_path / "j", repo.id) as notes, pytest.raises(Damaged, match="'c'"):
+            verify_bytes(version, repo.store, journal=notes, memory=1)
+    assert read == 6 * [key]
+
+
+def test_a_pack_that_is_missing_is_found_whatever_the_journal_says(repo: Repository, version: Version, tmp_path: Path) -> None:
+    with journal(tmp_path / "j", repo.id) as notes:
+        repo.verify(version, journal=notes)
+        repo.store.delete([pack_key(version, 1)])
+        with pytest.raises(Damaged, match=pack_key(version, 1)):
+            repo.verify(version, journal=notes)
+
+
+def test_a_line_is_in_the_file_when_its_pack_is_done(repo: Repository, version: Version, tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with journal(path, repo.id) as notes:
+        for number in range(4):
+            notes.add(version.entry.digest, pack_key(version, number))
+            assert path.read_text().splitlines()[-1].endswith(f'"{pack_key(version, number)}"}}')
+
+
+def test_a_torn_last_line_is_forgotten(tmp_path: Path) -> None:
+    """Killed after any byte: what stands in whole lines is known, and what is added then is known later."""
+    path, entries = tmp_path / "j", [("ab", "versions/1/a.pack"), ("ab", "versions/1/b.pack"), ("cd", "versions/2/a.pack")]
+    with journal(path, "r") as notes:
+        for entry in entries:
+            notes.add(*entry)
+    whole = path.read_bytes()
+    for cut in range(len(whole) + 1):
+        path.write_bytes(whole[:cut])
+        known = max(0, whole[:cut].count(b"\n") - 1)
+        with journal(path, "r") as notes:
+            assert [entry in notes for entry in entries] == [number < known for number in range(3)]
+            notes.add(*entries[2])
+        with journal(path, "r") as notes:
+            assert [entry in notes for entry in entries] == [number < known for number in range(2)] + [True]
+
+
+def test_lines_that_make_no_sense_count_as_not_done(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with journal(path, "r") as notes:
+        notes.add("ab", "a.pack")
+    with path.open("ab") as file:
+        file.write(b'\0\0\n[]\n{"record": 1}\n{"record": "ab", "pa{"record": "ab", "pack": "b.pack"}\n')
+    with journal(path, "r") as notes:
+        notes.add("ab", "c.pack")
+    with journal(path, "r") as notes:
+        assert [("ab", name) in notes for name in ("a.pack", "b.pack", "c.pack")] == [True, False, True]
+
+
+def test_a_pack_under_another_record_is_not_done(repo: Repository, version: Version, read: list[str], tmp_path: Path) -> None:
+    with journal(tmp_path / "j", repo.id) as notes:
+        notes.add("0" * 64, pack_key(version, 0))
+        assert repo.verify(version, journal=notes).resumed == 0
+    assert pack_key(version, 0) in read
+
+
+def test_the_journal_of_another_repository_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "j"
+    with journal(path, "one") as notes:
+        notes.add("ab", "a.pack")
+    before = path.read_bytes()
+    with (
+        pytest.raises(StateError, match=r"/j: the file is of repository one, not of two \(name a new file\)"),
+        journal(path, "two"),
+    ):
+        pass
+    assert path.read_bytes() == before
+
+
+@pytest.mark.parametrize("content", [b"dear diary", b"{}\n", b"\n", b"\xff\xfe\n{}\n", b'{"journal": "x"}\n', b"[1]\n"])
+def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "mine"
+    path.write_bytes(content)
+    with pytest.raises(StateError, match="mine: the file was not written by"), journal(path, "r"):
+        pass
+    assert path.read_bytes() == content
+
+
+def test_two_verifications_do_not_share_a_journal(tmp_path: Path) -> None:
+    with (
+        journal(tmp_path / "j", "r"),
+        pytest.raises(StateError, match="another verification is writing to it"),
+        journal(tmp_path / "j", "r"),
+    ):
+        pass
+    with journal(tmp_path / "j", "r"):  # it is free again
+        pass
