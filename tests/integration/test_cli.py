@@ -13,28 +13,16 @@ import pytest
 import torch
 from local_cluster import LocalCluster
 from safetensors.torch import load_file
-from typer.testing import CliRunner, Result
+from shell import flip_byte, run, run_json
 
 from raystow import __version__
 from raystow.orchestrator.cli import export, safetensors_file
-from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.cli.checks import hardware, software
 from raystow.storage import values
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import Damaged, UnsafeStore
-from raystow.storage.repository import Repository, create_repository, open_repository
+from raystow.storage.repository import create_repository, open_repository
 from raystow.storage.version import TensorInfo
-
-
-def run(*words: object) -> Result:
-    return CliRunner().invoke(build(), [str(word) for word in words], env={"COLUMNS": "80", "NO_COLOR": "1"})
-
-
-def run_json(*words: object, code: int = 0) -> dict[str, Any]:
-    result = run(*words, "--json")
-    assert result.exit_code == code, result.output
-    fields: dict[str, Any] = json.loads(result.stdout)
-    return fields
 
 
 def state(seed: int) -> dict[str, Any]:
@@ -76,12 +64,6 @@ def own_folder(tmp_path: Path) -> Path:
         for step in (1, 2):
             local.save({"w": torch.randn(100, 100), "optim": {"m": torch.randn(50)}}, step=step)
     return tmp_path / "run"
-
-
-def flip_byte(path: Path) -> None:
-    data = bytearray(path.read_bytes())
-    data[len(data) // 2] ^= 1
-    path.write_bytes(data)
 
 
 # ls
@@ -176,57 +158,6 @@ def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
     shown = run("show", tmp_path).stdout
     assert "\x1b" not in shown
     assert "\\x1b[31m[bold]evil[/bold]\\n" in shown
-
-
-# verify
-
-
-def test_verify_reads_every_byte(run_folder: Path) -> None:
-    result = run("verify", run_folder)
-    assert result.exit_code == 0
-    assert "version 3 (step 300): whole" in result.stdout
-    report = run_json("verify", run_folder, "--all")
-    assert [(row["id"], row["outcome"]) for row in report["versions"]] == [(1, "whole"), (2, "whole"), (3, "whole")]
-    stored = [version.bytes for version in open_repository(str(run_folder)).versions()]
-    assert [row["stored"] for row in report["versions"]] == stored
-    assert "error" not in report
-
-
-def test_verify_names_the_pack_with_a_flipped_byte(own_folder: Path) -> None:
-    pack = next(own_folder.glob("versions/00000001-*/weights-*.pack"))
-    flip_byte(pack)
-    key = str(pack.relative_to(own_folder))
-
-    result = run("verify", own_folder, 1)
-    assert result.exit_code == 3
-    assert "version 1 (step 1): DAMAGED" in result.stdout
-    assert key in result.stderr
-    assert "'w'" in result.stderr
-    assert len(result.stderr.splitlines()) == 2
-    assert run("verify", own_folder).exit_code == 0  # the newest is whole
-
-    report = run_json("verify", own_folder, "--all", code=3)
-    assert [row["outcome"] for row in report["versions"]] == ["damaged", "whole"]
-    assert report["error"] == report["versions"][0]["error"]
-    assert (report["error"]["kind"], report["error"]["subject"]) == ("Damaged", key)
-
-
-@pytest.mark.parametrize("name", ["version.json", "tensors-*.parquet"])
-def test_verify_names_a_damaged_record_or_fragment(own_folder: Path, name: str) -> None:
-    path = next(own_folder.glob(f"versions/00000002-*/{name}"))
-    flip_byte(path)
-    result = run("verify", own_folder)
-    assert result.exit_code == 3
-    assert path.name in result.stderr
-
-
-def test_a_version_removed_during_its_verification_is_not_damaged(own_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def verify_after_removal(self: Repository, version: Any, progress: Any) -> None:
-        self.register.update(lambda root: type(root)(**{**vars(root), "versions": ()}) if root.versions else root)
-        raise Damaged("the pack is missing")
-
-    monkeypatch.setattr(Repository, "verify", verify_after_removal)
-    assert [row["outcome"] for row in run_json("verify", own_folder)["versions"]] == ["removed"]
 
 
 # restore

@@ -1,0 +1,99 @@
+"""Many trials: which, one after the other, and what came of them."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+import pytest
+from trial import ACTS, Missed, Stage
+from tripwire import Point, Target
+from world import CLUSTER
+
+TABLE: dict[tuple[str, str, str, str], Counter[str]] = {}
+"""Store, act, phase, process -> points, trials, and trials that missed their point."""
+
+Victims = Callable[[str], Sequence[tuple[str, ...]]]
+"""For the process at a point, whom to kill: one trial for each answer."""
+
+_ONLY = "RAYSTOW_CRASH"
+"""The variable that names the one trial to run."""
+_TRIES, _MOST_FAILURES, _MISSED_SHARE = 4, 3, 0.1
+_numbers = itertools.count(1)
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A trial to be; as text, what ``RAYSTOW_CRASH`` takes."""
+
+    act: str
+    point: Point
+    victims: tuple[str, ...]
+
+    def __str__(self) -> str:
+        return f"{self.act} | {self.point.process} | {self.point.name} | {','.join(self.victims)}"
+
+
+def itself(process: str) -> Sequence[tuple[str, ...]]:
+    """The process at the point."""
+    return [(process,)]
+
+
+def everyone(process: str) -> Sequence[tuple[str, ...]]:
+    """All processes at once, as when the machine goes down."""
+    return [tuple(CLUSTER)]
+
+
+def another(process: str) -> Sequence[tuple[str, ...]]:
+    """Each of the others, while the process at the point stands still, and then goes on."""
+    return [(other,) for other in CLUSTER if other != process]
+
+
+@functools.lru_cache
+def points(stage: Stage, act: str) -> tuple[Point, ...]:
+    """The points of an act, found by a run without a kill."""
+    found = stage.count(ACTS[act])
+    for point in found:
+        _row(stage, act, point)["points"] += 1
+    return tuple(found)
+
+
+def run(stage: Stage, act: str, victims: Victims, *, most: int | None = None) -> None:
+    """Play all trials of an act, or ``most`` of them, spread evenly; fail with the traces of those that fail."""
+    trials = [Trial(act, point, who) for point in points(stage, act) for who in victims(point.process)]
+    if (only := os.environ.get(_ONLY)) is not None:
+        trials = [trial for trial in trials if str(trial) == only]
+    elif most is not None and len(trials) > most:
+        stride = len(trials) // most
+        trials = [trials[i * len(trials) // most + i % stride] for i in range(most)]  # not always the same of the victims
+    if not trials:
+        pytest.skip(f"not the trial that {_ONLY} names")
+    failures = list(itertools.islice(_failures(stage, trials), _MOST_FAILURES))
+    assert not failures, "\n\n".join(failures)
+    missed = sum(_row(stage, act, trial.point)["missed"] for trial in {trial.point.process: trial for trial in trials}.values())
+    assert missed <= max(2, _MISSED_SHARE * len(trials)), f"{missed} trials did not come by their points"
+
+
+def _failures(stage: Stage, trials: Sequence[Trial]) -> Iterator[str]:
+    for trial in trials:
+        row = _row(stage, trial.act, trial.point)
+        row["trials"] += 1
+        target = Target(trial.point.process, trial.point.name, trial.victims)
+        try:
+            for left in reversed(range(_TRIES)):
+                try:
+                    stage.trial(ACTS[trial.act], f"trial-{next(_numbers)}", target)
+                    break
+                except Missed:
+                    row["missed"] += not left
+        except Exception:
+            yield f"alone again with {_ONLY}='{trial}'\n{traceback.format_exc()}"
+
+
+def _row(stage: Stage, act: str, point: Point) -> Counter[str]:
+    return TABLE.setdefault((stage.place.name, act, point.phase, point.process), Counter())

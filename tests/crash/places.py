@@ -1,0 +1,113 @@
+"""Where the repository of a trial lies, and what is in it: all that a crash can leave behind, not only objects."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+from raystow.storage import keys
+from raystow.storage.repository import Repository
+from raystow.storage.stores import open_store
+from raystow.storage.stores.local import LOCK
+
+_AGO = 2 * 3600.0  # seconds
+_AT_ONCE = 8
+
+
+class Place(Protocol):
+    """A store that trials run on."""
+
+    name: str
+
+    def empty(self, name: str) -> str:
+        """The address of a repository to be."""
+
+    def copy(self, uri: str, name: str) -> str:
+        """Copy a repository; the address of the copy."""
+
+    def everything(self, uri: str) -> set[str]:
+        """The keys of all that lies there, other than what the documentation says stays."""
+
+    def remove(self, uri: str) -> None:
+        """Delete all of a repository."""
+
+    def age_leases(self, uri: str) -> None:
+        """Let the leases of readers that were killed be so old that they have ended."""
+
+
+@dataclass(frozen=True)
+class Folders:
+    """Repositories in folders below ``base``."""
+
+    base: Path
+    name = "local"
+
+    def empty(self, name: str) -> str:
+        return (self.base / name).as_uri()
+
+    def copy(self, uri: str, name: str) -> str:
+        if self._folder(uri).exists():
+            shutil.copytree(self._folder(uri), self.base / name)
+        return (self.base / name).as_uri()
+
+    def everything(self, uri: str) -> set[str]:
+        folder = self._folder(uri)
+        return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file() and path.name != LOCK}
+
+    def remove(self, uri: str) -> None:
+        shutil.rmtree(self._folder(uri))
+
+    def age_leases(self, uri: str) -> None:
+        for path in (self._folder(uri) / keys.LEASES).glob("*"):
+            then = path.stat().st_mtime - _AGO
+            os.utime(path, (then, then))
+
+    def _folder(self, uri: str) -> Path:
+        return Path(uri.removeprefix("file://"))
+
+
+@dataclass(frozen=True)
+class Prefixes:
+    """Repositories in a bucket, below the prefix ``base``."""
+
+    base: str
+    name = "s3"
+
+    def empty(self, name: str) -> str:
+        return f"{self.base}/{name}"
+
+    def copy(self, uri: str, name: str) -> str:
+        source, target = open_store(uri), open_store(self.empty(name))
+        with ThreadPoolExecutor(_AT_ONCE) as pool:
+            list(pool.map(lambda info: target.put(info.key, [source.get(info.key, max_bytes=1 << 30)]), source.list("")))
+        return target.uri
+
+    def everything(self, uri: str) -> set[str]:
+        store = open_store(uri)
+        return {info.key for info in store.list("")} | {write.key for write in store.unfinished()}
+
+    def remove(self, uri: str) -> None:
+        store = open_store(uri)
+        store.delete([info.key for info in store.list("")])
+
+    def age_leases(self, uri: str) -> None:
+        store = open_store(uri)  # a server does not let anyone turn its clock: as if an hour had passed, and they were collected
+        store.delete([info.key for info in store.list(keys.LEASES)])
+
+
+def belonging(repository: Repository) -> set[str]:
+    """The keys of all objects that make up the live versions, and of marker and root."""
+    return {keys.MARKER, keys.ROOT, *_of_versions(repository)}
+
+
+def _of_versions(repository: Repository) -> Iterable[str]:
+    for version in repository.versions():
+        record = version.record
+        yield record.key()
+        yield from (keys.fragment(record.id, record.attempt, fragment.node) for fragment in record.fragments)
+        yield from (keys.pack(record.id, record.attempt, pack.node, pack.group, pack.number) for pack in record.packs)

@@ -1,0 +1,81 @@
+"""Every process is killed (SIGKILL) at every point of a save, a commit, retention, collection, and the making of a repository.
+
+After each kill the last committed version has every bit, nothing half is to be seen, the next save works without help, and a
+collection leaves exactly the live versions. ``make test`` takes a spread of the points, ``make soak`` all of them. A trial that
+failed says how to run it alone:
+
+    RAYSTOW_CRASH='save | coordinator | rename root.json #2 | coordinator' pytest tests/crash
+"""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+from campaign import another, everyone, itself, points, run
+from places import belonging
+from trial import ACTS, Act, Stage
+
+from raystow.storage import keys
+from raystow.storage.clock import SYSTEM
+from raystow.storage.repository import open_repository
+
+SPREAD = {"create": 10, "save": 50, "prune": 8, "gc": 12}
+SPREAD_S3 = {"create": 1, "save": 5, "prune": 1, "gc": 2}
+REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
+
+
+@pytest.mark.parametrize("act", ACTS)
+def test_killed_alone(on_disk: Stage, act: str) -> None:
+    run(on_disk, act, itself, most=SPREAD[act])
+
+
+def test_all_killed_at_once(on_disk: Stage) -> None:
+    run(on_disk, "save", everyone, most=20)
+
+
+def test_another_killed(on_disk: Stage) -> None:
+    run(on_disk, "save", another, most=20)
+
+
+@pytest.mark.s3
+@pytest.mark.parametrize("act", ACTS)
+def test_killed_alone_on_s3(on_s3: Stage, act: str) -> None:
+    run(on_s3, act, itself, most=SPREAD_S3[act] * (5 if REAL else 1))
+
+
+@pytest.mark.s3
+def test_all_killed_at_once_on_s3(on_s3: Stage) -> None:
+    run(on_s3, "save", everyone, most=10 if REAL else 1)
+
+
+@pytest.mark.s3
+def test_killed_in_the_middle_of_an_upload(on_s3: Stage) -> None:
+    act = Act("upload", "two", lambda world: [])
+    with on_s3.world(act, "upload") as world:
+        repository, token = open_repository(world.uri), SYSTEM.token()
+        key = keys.pack(9, token, 0, "weights", 0)
+        while not any(write.key == key for write in repository.store.unfinished()):  # the last one may just have been completed
+            world.start("writer", key=key, size=64 << 20)  # again and again, until it is seen in the middle of one
+            while not any(write.key == key for write in repository.store.unfinished()):
+                pass
+            world.end()
+        assert key in on_s3.place.everything(world.uri)
+        repository.plan_collection(grace=0.0).execute()
+        assert on_s3.place.everything(world.uri) == belonging(repository)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("act", ACTS)
+def test_killed_alone_at_every_point(on_disk: Stage, act: str) -> None:
+    run(on_disk, act, itself)
+
+
+@pytest.mark.slow
+def test_all_killed_at_once_at_every_point(on_disk: Stage) -> None:
+    run(on_disk, "save", everyone)
+
+
+@pytest.mark.slow
+def test_another_killed_at_every_point(on_disk: Stage) -> None:
+    run(on_disk, "save", another, most=len(points(on_disk, "save")))

@@ -1,0 +1,91 @@
+"""Counts the points that a process passes, and stops it at the one that a trial is about.
+
+A point is named by what is about to happen there, or has just happened, and by how often it has been passed: ``before put
+root.json #2``. The process that reaches its target says so and stops, all its threads at once, until the harness has killed
+whom it wants.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import queue
+import signal
+import socket
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+Message = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Point:
+    """A point that a process has passed. ``phase``: what was going on, as far as the harness knew when it heard of it."""
+
+    phase: str
+    process: str
+    name: str
+
+
+@dataclass(frozen=True)
+class Target:
+    """Where to kill: when ``process`` is at the point of this ``name``. Whom: ``victims``."""
+
+    process: str
+    name: str
+    victims: tuple[str, ...]
+
+
+class Control:
+    """A process's line to the harness. When the harness is gone, so is the process."""
+
+    def __init__(self, end: socket.socket) -> None:
+        self._end = end
+        self._inbox: queue.SimpleQueue[Message] = queue.SimpleQueue()
+        self._go = threading.Event()
+        threading.Thread(target=self._hear, daemon=True).start()
+
+    def send(self, **message: Any) -> None:
+        self._end.send(json.dumps(message).encode())
+
+    def receive(self) -> Message:
+        return self._inbox.get()
+
+    def ask(self, **question: Any) -> Message:
+        self.send(**question)
+        return self.receive()
+
+    def halt(self, **message: Any) -> None:
+        """Say it, and stand still until told to go."""
+        self.send(**message)
+        os.kill(os.getpid(), signal.SIGSTOP)
+        self._go.wait()
+
+    def _hear(self) -> None:
+        while data := self._end.recv(1 << 16):
+            message = json.loads(data)
+            if "go" in message:
+                self._go.set()
+            else:
+                self._inbox.put(message)
+        os._exit(1)
+
+
+class Tripwire:
+    """Told of every point by its label. ``target``: the name of the point to stop at; ``record``: tell the harness of all."""
+
+    def __init__(self, control: Control, *, target: str = "", record: bool = False) -> None:
+        self._control, self._target, self._record = control, target, record
+        self._passed: Counter[str] = Counter()
+        self._lock = threading.Lock()
+
+    def __call__(self, label: str) -> None:
+        with self._lock:
+            self._passed[label] += 1
+            name = f"{label} #{self._passed[label]}" if self._passed[label] > 1 else label
+        if self._record:
+            self._control.send(point=name)
+        if name == self._target:
+            self._control.halt(at=name)

@@ -1,0 +1,248 @@
+"""Ranks that train one small model under any parallelism, save what they have, and restore what others had."""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import importlib
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+from torch import nn
+
+import raystow
+from raystow.storage.reader import Reader, Run
+
+STEPS = 2
+PATIENCE = datetime.timedelta(seconds=30)
+GAP = 64 << 10  # bytes: a hole in a pack that is cheaper to read than to skip
+SIDES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2), 8: (4, 2)}
+
+
+class Net(nn.Module):
+    """Sizes that 3 and 8 do not divide, layers with fewer rows than ranks, one that no plan parallelizes, and a buffer."""
+
+    def __init__(self, wide: int = 40) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(24)
+        self.up = nn.Linear(24, wide)
+        self.down = nn.Linear(wide, 22)
+        self.thin = nn.Linear(22, 3)
+        self.odd = nn.Linear(3, 7, bias=False)
+        self.register_buffer("seen", torch.rand(5, 2))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.odd(self.thin(self.down(self.up(self.norm(x)).relu())))
+
+
+def build(layout: str, n: int, seed: int, tag: str) -> tuple[nn.Module, torch.optim.Optimizer]:
+    """The model on ranks 0 to n - 1 in a line, a grid or a cube. ``tag``: for names of meshes, which must differ from one group
+    of processes to the next: torch remembers the groups of a mesh beyond their end."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+    from torch.distributed.tensor import Replicate
+    from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+    torch.manual_seed(seed)
+    model: nn.Module = Net()
+    if layout == "ddp":
+        model = nn.parallel.DistributedDataParallel(model)
+    elif layout != "plain":
+        outer, inner = SIDES[n]
+        sides = {
+            "fsdp": {"dp": n},
+            "hsdp": {"copies": outer, "dp": inner},
+            "tp": {"tp": n},
+            "tp_beside_dp": {"dp": outer, "tp": inner},
+            "fsdp_tp": {"dp": outer, "tp": inner},
+            "fsdp_tp_wide": {"dp": inner, "tp": outer},
+            "hsdp_tp": {"copies": outer // 2, "dp": 2, "tp": inner},
+        }[layout]
+        mesh = init_device_mesh("cpu", tuple(sides.values()), mesh_dim_names=tuple(name + tag for name in sides))
+        if "tp" in sides:
+            plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
+            if sides["tp"] <= 3:  # torch's AdamW takes no tensor with fewer rows than ranks
+                plan["thin"] = ColwiseParallel(output_layouts=Replicate())
+            parallelize_module(model, mesh["tp" + tag], plan)
+        if "fsdp" in layout or "hsdp" in layout:
+            within = mesh[tuple(name + tag for name in sides if name != "tp")]
+            fully_shard(model.up, mesh=within)
+            fully_shard(model, mesh=within)
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)  # its parameters lie on several meshes
+
+
+def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[str]:
+    """Take real steps on the same data on every rank; the losses, bit for bit."""
+    losses = []
+    for step in range(steps):
+        x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
+        loss = model(x).square().mean()
+        loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        losses.append(loss.item().hex())
+    return losses
+
+
+def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool = True) -> dict[str, Any]:
+    from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict
+
+    weights, moments = get_state_dict(model, optimizer, options=StateDictOptions(flatten_optimizer_state_dict=flat))
+    return {"model": weights, "optim": moments}
+
+
+def whole(node: Any, name: str = "") -> dict[str, Any]:
+    """Every leaf by name: of tensors the bytes of the whole."""
+    from torch.distributed.tensor import DTensor
+
+    if isinstance(node, dict | list):
+        items = node.items() if isinstance(node, dict) else enumerate(node)
+        return {leaf: value for key, child in items for leaf, value in whole(child, f"{name}.{key}").items()}
+    if not isinstance(node, torch.Tensor):
+        return {name: node}
+    full = (node.full_tensor() if isinstance(node, DTensor) else node).detach().contiguous()
+    raw = full.reshape(-1).view(torch.uint8).numpy().tobytes()
+    return {name: (str(full.dtype), tuple(full.shape), hashlib.blake2b(raw).hexdigest())}
+
+
+class Reads:
+    """The ranges of packs that restores in this process ask for, wherever the bytes come from."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[str, int, int]] = []
+        fetch = Reader.fetch
+
+        def spied(reader: Reader, run: Run, *args: Any) -> Any:
+            self.ranges.append((run.key, run.start, run.length))
+            return fetch(reader, run, *args)
+
+        Reader.fetch = spied  # type: ignore[method-assign]
+
+
+class Member:
+    """A process that can be any rank of any world."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        self.reads = Reads()
+
+    def ready(self) -> None:
+        """Import what takes long."""
+        for module in ("checkpoint.state_dict", "fsdp", "tensor.parallel"):
+            importlib.import_module(f"torch.distributed.{module}")
+
+    @contextlib.contextmanager
+    def group(self, where: str, rank: int, n: int) -> Iterator[None]:
+        import torch.distributed as dist
+
+        dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=n, timeout=PATIENCE)
+        try:
+            yield
+        finally:
+            dist.destroy_process_group()
+
+    def save(self, where: str, rank: int, n: int, uri: str, layout: str, flat: bool) -> dict[str, Any]:
+        """Train, save, and tell what the whole state is; then go on training, and tell the losses."""
+        with self.group(where, rank, n), raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
+            model, optimizer = build(layout, n, 1, Path(where).name)
+            train(model, optimizer, STEPS)
+            state = state_of(model, optimizer, flat=flat)
+            pending = checkpointer.save(state, step=STEPS)
+            told = whole(state)
+            checkpointer.fence()
+            after = train(model, optimizer, STEPS)
+            pending.result(60)
+            return {"whole": told, "after": after}
+
+    def restore(self, where: str, rank: int, n: int, uri: str, layout: str, flat: bool, steps: int) -> dict[str, Any]:
+        """Make another model, fill it from the newest version, and tell what the whole state is and what was read; then train for
+        some steps, and tell the losses."""
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
+
+        with self.group(where, rank, n), raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
+            model, optimizer = build(layout, n, 2, Path(where).name)
+            state = state_of(model, optimizer, flat=flat)
+            self.reads.ranges.clear()
+            decoded: list[int] = []
+            version = checkpointer.restore_latest(into=state, progress=decoded.append)
+            ranges, wanted = list(self.reads.ranges), overlapping(version, state)
+            options = StateDictOptions(flatten_optimizer_state_dict=flat)
+            set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"], options=options)
+            told = whole(state_of(model, optimizer, flat=flat))
+            check_reads(ranges, wanted)
+            assert sum(decoded) == sum(chunk.nbytes for chunk in wanted)
+            return {"whole": told, "read": sum(decoded), "after": train(model, optimizer, steps)}
+
+    def do(self, where: str, rank: int, n: int, what: Any, *args: Any) -> Any:
+        """Call ``what(rank, n, *args)`` in a process group."""
+        with self.group(where, rank, n):
+            return what(rank, n, *args)
+
+
+def overlapping(version: Any, state: dict[str, Any]) -> list[Any]:
+    """The chunks of a version that overlap this rank's part of a state, by torch's own reckoning."""
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+    from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
+    from torch.distributed.checkpoint.resharding import _check_shard_metadata_pair_overlap
+
+    from raystow.orchestrator.state import flatten
+
+    found = []
+    for leaf in flatten(state):
+        if leaf.is_tensor:
+            (mine,) = _create_chunk_list(leaf.value)
+            for chunk in version.chunks[leaf.name]:
+                saved = ChunkStorageMetadata(torch.Size(chunk.offset), torch.Size(chunk.extent))
+                if 0 not in mine.sizes and _check_shard_metadata_pair_overlap(saved, mine):
+                    found.append(chunk)
+    return found
+
+
+def check_reads(ranges: list[tuple[str, int, int]], wanted: list[Any]) -> None:
+    """Of the packs, the wanted chunks were read once, and between them nothing but small holes."""
+    packs: dict[str, list[tuple[int, int]]] = {}
+    for chunk in wanted:
+        if chunk.coding.size:
+            key = f"{chunk.group}-{chunk.node:05d}-{chunk.pack:05d}.pack"
+            packs.setdefault(key, []).append((chunk.start, chunk.start + chunk.coding.size))
+    read: dict[str, list[tuple[int, int]]] = {}
+    for key, start, length in ranges:
+        read.setdefault(key.rsplit("/", 1)[1], []).append((start, start + length))
+    assert read.keys() == packs.keys(), f"read {ranges}"
+    for key, spans in read.items():
+        for start, end in spans:
+            inside = sorted(span for span in packs[key] if start <= span[0] and span[1] <= end)
+            assert (start, end) == (inside[0][0], inside[-1][1])
+            assert all(after[0] - before[1] <= GAP for before, after in itertools.pairwise(inside))
+        ends = sorted(spans)
+        assert all(before[1] <= after[0] for before, after in itertools.pairwise(ends)), "a byte was read twice"
+        assert all(any(start <= a and b <= end for start, end in spans) for a, b in packs[key])
+
+
+class World:
+    """Eight processes, of which the first n form a group for as long as a call takes."""
+
+    def __init__(self, folder: Any) -> None:
+        actor = ray.remote(Member)
+        nodes = ("node_a", "node_b")
+        self._members = [actor.options(num_cpus=0, resources={nodes[i % 2]: 1}).remote() for i in range(8)]
+        self._folder, self._calls = folder, 0
+        ray.get([member.ready.remote() for member in self._members], timeout=180)
+
+    def call(self, method: str, n: int, *args: Any, timeout: float = 120) -> list[Any]:
+        """Call a method on the first ``n``; what each rank answers."""
+        self._calls += 1
+        where = str(self._folder / f"group-{self._calls}")
+        return ray.get(
+            [getattr(member, method).remote(where, rank, n, *args) for rank, member in enumerate(self._members[:n])],
+            timeout=timeout,
+        )
+
+    def close(self) -> None:
+        for member in self._members:
+            ray.kill(member)

@@ -1,0 +1,123 @@
+"""``raystow keygen``, and what its key does in a cluster and at a shell."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import ray
+from typer.testing import CliRunner, Result
+
+import raystow
+from raystow.orchestrator.cli.app import build
+from raystow.orchestrator.coordinator_actor import coordinator_actor
+from raystow.storage.key_files import SIGNING_KEY, TRUSTED_KEYS
+
+
+def run(*words: object, **environment: str) -> Result:
+    return CliRunner().invoke(build(), [str(w) for w in words], env={"COLUMNS": "80", "NO_COLOR": "1", **environment})
+
+
+def run_json(*words: object, code: int = 0, **environment: str) -> dict[str, Any]:
+    result = run(*words, "--json", **environment)
+    assert result.exit_code == code, result.output
+    fields: dict[str, Any] = json.loads(result.stdout)
+    return fields
+
+
+def test_it_writes_a_pair_and_says_what_to_set(tmp_path: Path) -> None:
+    key = tmp_path / "a key.pem"
+    result = run("keygen", key)
+    assert result.exit_code == 0, result.output
+    assert key.stat().st_mode & 0o777 == 0o600
+    secret = key.read_text().splitlines()[1]
+    assert secret not in result.output
+    shell = "\n".join(line for line in result.stdout.splitlines() if line.startswith("  export"))
+    told = subprocess.run(
+        ["sh", "-c", f'{shell}\nprintf "%s\n" "${SIGNING_KEY}" "${TRUSTED_KEYS}"'], capture_output=True, text=True
+    )
+    assert told.stdout.splitlines() == [str(key), f"{key}.pub"]
+
+
+def test_help_teaches_by_an_example() -> None:
+    result = run("keygen", "--help")
+    assert "Example:  raystow keygen ~/" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+def test_it_overwrites_nothing(tmp_path: Path) -> None:
+    key, public = tmp_path / "key", tmp_path / "key.pub"
+    run_json("keygen", key)
+    before = key.read_bytes(), public.read_bytes()
+    error = run_json("keygen", key, code=2)["error"]
+    assert (error["kind"], error["subject"]) == ("StateError", str(key))
+    assert (key.read_bytes(), public.read_bytes()) == before
+    key.unlink()
+    assert run_json("keygen", key, code=2)["error"]["subject"] == str(public)
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pub"]  # no private half without its public one
+
+
+def test_openssl_knows_the_files(tmp_path: Path) -> None:
+    told = run_json("keygen", tmp_path / "key")
+    public = subprocess.run(["openssl", "pkey", "-in", told["private"], "-pubout"], capture_output=True, text=True)
+    if public.returncode:
+        pytest.skip(f"this openssl cannot: {public.stderr}")
+    assert public.stdout == Path(told["public"]).read_text()
+
+
+def save(uri: str) -> int:
+    with raystow.Checkpointer(uri, rank=0, world_size=1) as checkpointer:
+        return checkpointer.save({"w": np.arange(5.0)}, step=1, metrics={"loss": 0.5}).result(120).id
+
+
+def in_cluster(uri: str, key: Path) -> int:
+    """Save once from a job with this signing key; the version's id."""
+    task = ray.remote(save).options(runtime_env={"env_vars": {SIGNING_KEY: str(key)}})
+    try:
+        id: int = ray.get(task.remote(uri), timeout=180)
+    finally:
+        ray.kill(coordinator_actor(uri))
+    return id
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_run_that_signs_is_read_by_whom_has_the_key(tmp_path: Path) -> None:
+    ours, theirs = run_json("keygen", tmp_path / "ours"), run_json("keygen", tmp_path / "theirs")
+    uri = (tmp_path / "run").as_uri()
+    assert in_cluster(uri, Path(ours["private"])) == 1
+    assert run("verify", uri, "--deep", **{TRUSTED_KEYS: ours["public"]}).exit_code == 0
+    version = raystow.open(uri, trusted_keys=ours["public"]).latest()
+    assert version is not None
+    assert (version.read("w") == np.arange(5.0)).all()
+
+    other = {TRUSTED_KEYS: theirs["public"]}
+    for words in (("show", uri), ("verify", uri), ("verify", uri, "--all"), ("restore", uri, "--to", tmp_path / "out")):
+        error = run_json(*words, code=6, **other)["error"]
+        assert error["kind"] == "Untrusted"
+        assert ours["key"] in error["what"]
+        assert theirs["key"] in error["what"]
+    assert not (tmp_path / "out").exists()
+    state = {"w": np.zeros(5)}
+    os.environ[TRUSTED_KEYS] = theirs["public"]
+    try:
+        with pytest.raises(raystow.Untrusted):
+            raystow.restore_latest(uri, into=state)
+    finally:
+        del os.environ[TRUSTED_KEYS]
+    assert not state["w"].any()
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_key_that_cannot_be_used_stops_the_run_before_it_begins(tmp_path: Path) -> None:
+    key = run_json("keygen", tmp_path / "key")["private"]
+    Path(key).chmod(0o644)
+    uri = (tmp_path / "run").as_uri()
+    with pytest.raises(raystow.StateError, match="mode is 0644") as caught:
+        in_cluster(uri, Path(key))
+    assert Path(key).read_text().splitlines()[1] not in str(caught.value)
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,71 @@
+"""``raystow plan`` as an operator types it, on a repository of two nodes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+from shell import run, run_json
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two versions of a tensor of five chunks, a small one and a value. Not to be changed."""
+    folder = tmp_path_factory.mktemp("runs") / "llama"
+    state = {"big": torch.randn(10, 1 << 19), "small": torch.randn(1000), "lr": 0.1}
+    with LocalCluster(str(folder), nodes=2) as local:
+        local.repository.pin(local.save_all([state, state], step=100), "first")
+        local.save_all([state, state], step=200)
+    return folder
+
+
+def test_it_tells_what_each_rank_would_read(folder):
+    facts = run_json("plan", folder, "--world", 4, "--per-node", 2)
+    assert (facts["version"], facts["step"], facts["saved_by"], facts["world"]) == (2, 200, 2, 4)
+    assert facts["assumption"].startswith("a tensor saved in several boxes")
+    # Of ten rows, two in each chunk, torch.chunk gives three ranks three and the last one; all ranks read the small tensor.
+    assert [rank["chunks"] for rank in facts["ranks"]] == [3, 3, 3, 2]
+    assert [node["chunks"] for node in facts["nodes"]] == [4, 3]
+    assert facts["bytes"] == sum(node["bytes"] for node in facts["nodes"])
+    assert facts["amplification"] == 1.0
+    assert facts["seconds"] == round(max(node["bytes"] for node in facts["nodes"]) / 1e9, 3)
+
+
+def test_chunks_that_two_nodes_share_are_read_twice(folder):
+    facts = run_json("plan", folder, "first", "--world", 10, "--per-node", 1, "--rate", "1MB")
+    assert facts["version"] == 1
+    assert facts["amplification"] == pytest.approx(2, rel=0.01)  # one row for each node, and two in each chunk
+    wide = run_json("plan", folder, "--world", 2, "--per-node", 1, "--replicated")
+    assert [node["bytes"] for node in wide["nodes"]] == [wide["stored"]] * 2
+    assert wide["assumption"] == "every rank reads every tensor whole"
+
+
+def test_for_people_it_is_a_table_with_the_assumption(folder):
+    told = run("plan", folder, "--world", 3, "--per-node", 2).stdout
+    assert "version 2 (step 200) onto 3 ranks, 2 on a node" in told
+    assert "saved by 2 ranks; assumed: a tensor saved in several boxes" in told
+    assert "each rank  bytes" in told
+    assert "1.000 times what is needed" in told
+
+
+def test_by_default_it_is_the_world_that_saved(folder):
+    assert run_json("plan", folder)["world"] == 2
+
+
+def test_what_cannot_be_is_refused(folder):
+    assert run("plan", folder, "--world", 0).exit_code == 2
+    assert run("plan", folder, "--rate", "0").exit_code == 2
+    assert run("plan", folder, "--rate", "fast").exit_code == 2
+    assert run_json("plan", folder, "7", code=4)["error"]["kind"] == "NotFound"
+
+
+def test_nothing_of_the_packs_is_read(folder, tmp_path):
+    copy = tmp_path / "copy"
+    for path in folder.rglob("*"):
+        if path.is_file() and path.suffix != ".pack":
+            target = copy / path.relative_to(folder)
+            target.parent.mkdir(parents=True, exist_ok=True)
+            target.write_bytes(path.read_bytes())
+    assert run_json("plan", copy, "--world", 4)["bytes"] > 0

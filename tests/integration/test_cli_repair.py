@@ -1,0 +1,130 @@
+"""``raystow repair``, run as a user runs it, on a real repository."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+from typer.testing import CliRunner, Result
+
+import raystow
+from raystow.orchestrator.cli.app import build
+from raystow.storage import keys
+
+
+def run(*words: object, input: str | None = None) -> Result:
+    return CliRunner().invoke(build(), [str(w) for w in words], input=input, env={"COLUMNS": "120", "NO_COLOR": "1"})
+
+
+def run_json(*words: object, code: int = 0) -> dict[str, Any]:
+    result = run(*words, "--json")
+    assert result.exit_code == code, result.output
+    fields: dict[str, Any] = json.loads(result.stdout)
+    return fields
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("repair") / "run"
+    with LocalCluster(str(folder)) as local:
+        for step in (100, 200, 300):
+            local.save({"w": torch.full((100,), step)}, step=step)
+    return folder
+
+
+@pytest.fixture
+def folder(made: Path, tmp_path: Path) -> Path:
+    """A repository of three versions that has lost its root and the second version's pack."""
+    shutil.copytree(made, tmp_path / "run")
+    version = raystow.open(tmp_path / "run").version(2)
+    (tmp_path / "run" / keys.pack(2, version.attempt, 0, "weights", 0)).unlink()
+    (tmp_path / "run" / "root.json").unlink()
+    return tmp_path / "run"
+
+
+def steps(folder: Path) -> list[int]:
+    return [version.step for version in raystow.open(folder).versions()]
+
+
+def test_it_shows_what_it_found_and_asks(folder: Path) -> None:
+    refused = run("repair", folder, input="n\n")
+    assert refused.exit_code == 0, refused.output
+    lines = [line.rstrip() for line in refused.stdout.splitlines()]
+    assert lines[:2] == ["root.json: missing", "raystow.json: whole"]
+    assert [line.split()[0] for line in lines[3:6]] == ["1", "2", "3"]
+    assert lines[3].endswith("back")
+    assert lines[4].endswith("left out  weights-00000-00000.pack is missing")
+    assert lines[6].startswith("note: pins are lost")
+    assert lines[-1] == "nothing was written"
+    assert "write root.json, with 2 versions? [y/N]" in refused.stderr
+    assert not (folder / "root.json").exists()
+    agreed = run("repair", folder, input="y\n")
+    assert (agreed.exit_code, "written: root.json" in agreed.stdout) == (0, True)
+    assert steps(folder) == [100, 300]
+    assert run("verify", folder, "--all", "--deep").exit_code == 0
+    target = {"w": torch.zeros(100, dtype=torch.int64)}
+    assert raystow.restore_latest(folder, into=target).step == 300
+    assert torch.equal(target["w"], torch.full((100,), 300))
+
+
+def test_a_dry_run_writes_nothing(folder: Path) -> None:
+    result = run("repair", folder, "--dry-run")
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert not (folder / "root.json").exists()
+
+
+def test_json_writes_only_with_yes(folder: Path) -> None:
+    facts = run_json("repair", folder)
+    assert (facts["written"], facts["dry_run"], facts["root"]) == ([], False, {"state": "missing", "why": ""})
+    assert [(row["id"], row["back"]) for row in facts["found"]] == [(1, True), (2, False), (3, True)]
+    assert set(facts["found"][0]) == {"id", "attempt", "epoch", "step", "created", "stored", "back", "why"}
+    assert not (folder / "root.json").exists()
+    assert run_json("repair", folder, "--yes", "--dry-run")["written"] == []
+    facts = run_json("repair", folder, "--yes")
+    assert (facts["written"], facts["repository"]) == (["root.json"], raystow.open(folder).id)
+    assert steps(folder) == [100, 300]
+
+
+def test_where_nobody_answers_nothing_is_written(folder: Path) -> None:
+    result = run("repair", folder)
+    assert (result.exit_code, "nothing was written" in result.stderr) == (2, True)
+    assert not (folder / "root.json").exists()
+
+
+def test_a_whole_repository_is_left_alone(made: Path) -> None:
+    before = (made / "root.json").read_bytes()
+    result = run("repair", made)
+    assert (result.exit_code, "nothing to repair" in result.stdout) == (0, True)
+    facts = run_json("repair", made, "--yes")
+    assert (facts["root"]["state"], facts["found"], facts["written"]) == ("whole", [], [])
+    assert (made / "root.json").read_bytes() == before
+
+
+@pytest.mark.parametrize("name", ["root.json", "raystow.json"])
+@pytest.mark.parametrize("damage", ["cut", "gone"])
+def test_whoever_meets_the_damage_is_sent_to_repair(made: Path, tmp_path: Path, name: str, damage: str) -> None:
+    folder = tmp_path / "run"
+    shutil.copytree(made, folder)
+    (folder / name).write_bytes((folder / name).read_bytes()[:100]) if damage == "cut" else (folder / name).unlink()
+    for words in (["ls"], ["gc", "--yes"], ["prune", "--keep-last", "1", "--yes"], ["verify"]):
+        result = run(words[0], folder, *words[1:])
+        assert (result.exit_code, "try: `raystow repair URI`" in result.stderr) == (3, True), result.output
+    with pytest.raises(raystow.Damaged, match="raystow repair"):
+        LocalCluster(str(folder))
+    assert run("repair", folder, "--yes").exit_code == 0
+    assert steps(folder) == [100, 200, 300]
+    with LocalCluster(str(folder)) as local:
+        assert local.save({"w": torch.zeros(100)}, step=400).id == 4
+
+
+def test_nowhere_is_no_repository(tmp_path: Path) -> None:
+    assert run("repair", tmp_path / "nothing").exit_code == 4
+
+
+def test_help_teaches_by_an_example() -> None:
+    assert "Example:  raystow repair s3://" in run("repair", "--help").stdout

@@ -1,0 +1,259 @@
+"""``raystow verify``, as an operator or a nightly job runs it."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+from rich.console import Console
+from shell import flip_byte, run, run_json
+
+from raystow.orchestrator.cli import progress
+from raystow.storage.errors import Damaged, StoreError, StoreUnavailable, Unsupported, Untrusted
+from raystow.storage.repository import Repository, create_repository, open_repository
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A repository of three versions, of two packs each."""
+    with LocalCluster(str(tmp_path / "run")) as local:
+        for step in (10, 20, 30):
+            local.save({"w": torch.randn(100, 100), "optim": {"m": torch.randn(50)}}, step=step)
+    return tmp_path / "run"
+
+
+def pack(folder: Path, version: int) -> Path:
+    return next(folder.glob(f"versions/{version:08d}-*/weights-*.pack"))
+
+
+def outcomes(report: dict[str, Any]) -> list[str]:
+    return [row["outcome"] for row in report["versions"]]
+
+
+def verified(folder: Path) -> int:
+    return open_repository(str(folder)).root().verified
+
+
+# quick
+
+
+def test_the_quick_one_tells_what_it_did_not_do(folder: Path) -> None:
+    flip_byte(pack(folder, 3))
+    result = run("verify", folder)
+    assert result.exit_code == 0
+    lines = result.stdout.splitlines()
+    assert lines[0].startswith("version 3 (step 30): whole, 2 tensors, 2 chunks, ")
+    assert lines[1] == "1 whole; no pack was read: --deep reads them"
+    assert max(map(len, lines)) <= 80
+    (row,) = run_json("verify", folder)["versions"]
+    assert (row["mode"], row["packs"], row["read"], row["resumed"]) == ("quick", 2, 0, 0)
+
+
+def test_the_quick_one_finds_a_pack_that_was_cut(folder: Path) -> None:
+    path = pack(folder, 3)
+    path.write_bytes(path.read_bytes()[:-1])
+    result = run("verify", folder)
+    assert result.exit_code == 3
+    assert path.name in result.stderr
+
+
+@pytest.mark.parametrize("name", ["version.json", "tensors-*.parquet"])
+def test_a_damaged_record_or_fragment_is_named(folder: Path, name: str) -> None:
+    path = next(folder.glob(f"versions/00000003-*/{name}"))
+    flip_byte(path)
+    result = run("verify", folder)
+    assert result.exit_code == 3
+    assert path.name in result.stderr
+
+
+def test_the_quick_one_is_no_proof(folder: Path) -> None:
+    assert run_json("verify", folder, "--all")["recorded"] is None
+    assert verified(folder) == 0
+
+
+# deep
+
+
+def test_the_deep_one_reads_every_byte(folder: Path) -> None:
+    result = run("verify", folder, "--deep")
+    assert result.exit_code == 0
+    assert "version 3 (step 30): whole" in result.stdout
+    report = run_json("verify", folder, "--deep", "--all")
+    assert outcomes(report) == ["whole"] * 3
+    stored = [version.bytes for version in open_repository(str(folder)).versions()]
+    assert [row["stored"] for row in report["versions"]] == [row["read"] for row in report["versions"]] == stored
+    assert {row["mode"] for row in report["versions"]} == {"deep"}
+    sums = report["summary"]
+    assert (sums["versions"], sums["whole"], sums["damaged"], sums["read"]) == (3, 3, 0, sum(stored))
+    assert "error" not in report
+
+
+def test_a_flipped_byte_is_named_and_the_rest_is_verified_all_the_same(folder: Path) -> None:
+    path = pack(folder, 1)
+    flip_byte(path)
+    key = str(path.relative_to(folder))
+
+    result = run("verify", folder, 1, "--deep")
+    assert result.exit_code == 3
+    assert "version 1 (step 10): DAMAGED" in result.stdout
+    assert key in result.stderr
+    assert "'w'" in result.stderr
+    assert len(result.stderr.splitlines()) == 2
+    assert run("verify", folder, "--deep").exit_code == 0  # the newest is whole
+
+    report = run_json("verify", folder, "--deep", "--all", code=3)
+    assert outcomes(report) == ["damaged", "whole", "whole"]
+    assert report["error"] == report["versions"][0]["error"]
+    assert (report["error"]["kind"], report["error"]["subject"]) == ("Damaged", key)
+    assert (report["summary"]["whole"], report["summary"]["damaged"]) == (2, 1)
+
+    result = run("verify", folder, "--deep", "--all")
+    assert result.exit_code == 3
+    assert "2 whole, 1 damaged; " in result.stdout
+
+
+def test_the_newest_whole_version_is_noted_in_the_root(folder: Path) -> None:
+    flip_byte(pack(folder, 3))
+    assert run_json("verify", folder, "--deep", code=3)["recorded"] is None
+    assert verified(folder) == 0
+    assert run_json("verify", folder, "--deep", "--all", code=3)["recorded"] == 2
+    assert verified(folder) == 2
+
+
+def test_a_store_that_cannot_be_written_is_verified_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(self: Repository, version: Any) -> None:
+        raise StoreError("Access Denied", subject="root.json")
+
+    monkeypatch.setattr(Repository, "record_verified", refuse)
+    result = run("verify", folder, "--deep")
+    assert result.exit_code == 0
+    assert result.stderr.splitlines() == ["note: not noted in the root as verified: root.json: Access Denied"]
+    report = run_json("verify", folder, "--deep")
+    assert (report["recorded"], report["warning"]["what"]) == (None, "Access Denied")
+
+
+# what comes between
+
+
+def fail_on(monkeypatch: pytest.MonkeyPatch, version_id: int, error: Exception) -> None:
+    whole = Repository.verify
+
+    def verify(self: Repository, version: Any, *rest: Any, **options: Any) -> Any:
+        if version.id == version_id:
+            raise error
+        return whole(self, version, *rest, **options)
+
+    monkeypatch.setattr(Repository, "verify", verify)
+
+
+def test_a_version_removed_during_its_verification_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def verify_after_removal(self: Repository, version: Any, *_: Any, **__: Any) -> None:
+        self.register.update(lambda root: type(root)(**{**vars(root), "versions": ()}) if root.versions else root)
+        raise Damaged("the pack is missing")
+
+    monkeypatch.setattr(Repository, "verify", verify_after_removal)
+    assert outcomes(run_json("verify", folder)) == ["removed"]
+
+
+def test_after_the_store_has_failed_what_was_found_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_on(monkeypatch, 2, StoreUnavailable("no answer"))
+    report = run_json("verify", folder, "--deep", "--all", code=1)
+    assert outcomes(report) == ["whole", "unchecked"]
+    assert (report["error"]["kind"], report["recorded"]) == ("StoreUnavailable", 1)
+
+    flip_byte(pack(folder, 1))
+    report = run_json("verify", folder, "--deep", "--all", code=3)  # damage is what the job must learn of
+    assert outcomes(report) == ["damaged", "unchecked"]
+    assert report["error"]["kind"] == "Damaged"
+
+
+def test_a_version_that_cannot_be_decoded_here_stops_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_on(monkeypatch, 1, Unsupported("codec 'ans' is decoded on a GPU only"))
+    result = run("verify", folder, "--deep", "--all")
+    assert result.exit_code == 1
+    assert "version 1 (step 10): UNCHECKED" in result.stdout
+    assert "2 whole, 1 unchecked; " in result.stdout
+    assert "'ans'" in result.stderr
+
+
+def test_a_version_that_nobody_trusted_has_signed_is_told_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_on(monkeypatch, 2, Untrusted("no signature by a trusted key"))
+    report = run_json("verify", folder, "--all", code=6)
+    assert outcomes(report) == ["whole", "untrusted", "whole"]
+    pack(folder, 1).unlink()
+    assert outcomes(run_json("verify", folder, "--all", code=3)) == ["damaged", "untrusted", "whole"]
+
+
+# --resume
+
+
+def test_a_verification_that_was_stopped_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.jsonl"
+    flip_byte(pack(folder, 3))
+    assert outcomes(run_json("verify", folder, "--deep", "--all", "--resume", notes, code=3)) == ["whole", "whole", "damaged"]
+    flip_byte(pack(folder, 3))
+
+    report = run_json("verify", folder, "--deep", "--all", "--resume", notes)
+    assert outcomes(report) == ["whole"] * 3
+    versions = report["versions"]
+    assert [row["resumed"] for row in versions[:2]] == [row["stored"] for row in versions[:2]]
+    assert versions[2]["read"] >= pack(folder, 3).stat().st_size
+    assert report["summary"]["resumed"] + report["summary"]["read"] == report["summary"]["stored"]
+    assert report["recorded"] == 3
+
+    result = run("verify", folder, "--deep", "--resume", notes)
+    assert result.exit_code == 0
+    told = result.stdout.replace("\n", "")
+    assert "1 whole; 0 B read, " in told
+    assert f" taken from {notes}" in told
+
+
+def test_notes_on_another_repository_are_refused(folder: Path, tmp_path: Path) -> None:
+    notes = tmp_path / "notes.jsonl"
+    other = create_repository(str(tmp_path / "other"))
+    assert run("verify", other.uri, "--deep", "--all", "--resume", notes).exit_code == 0
+    error = run_json("verify", folder, "--deep", "--resume", notes, code=2)["error"]
+    assert (error["kind"], error["subject"]) == ("StateError", str(notes))
+    assert other.id in error["what"]
+
+
+def test_what_does_not_go_together_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
+    assert run("verify", folder, 1, "--all").exit_code == 2
+    assert run("verify", folder, "--resume", tmp_path / "notes").exit_code == 2
+    assert run("verify", folder, "--deep", "--resume", tmp_path).exit_code == 2
+    assert list(tmp_path.iterdir()) == [folder]
+
+
+@pytest.mark.s3
+def test_on_s3(s3_uri: str, tmp_path: Path) -> None:
+    with LocalCluster(s3_uri) as local:
+        version = local.save({"w": torch.randn(100, 100), "optim": {"m": torch.randn(50)}}, step=1)
+    assert outcomes(run_json("verify", s3_uri)) == ["whole"]
+    for done in (0, version.bytes):
+        (row,) = run_json("verify", s3_uri, "--deep", "--resume", tmp_path / "notes")["versions"]
+        assert (row["outcome"], row["resumed"], row["read"]) == ("whole", done, version.bytes - done)
+    key = next(info.key for info in local.repository.store.list("versions/") if info.key.endswith(".pack"))
+    local.repository.store.delete([key])
+    assert run_json("verify", s3_uri, code=3)["error"]["subject"] == key
+
+
+# the bar
+
+
+@pytest.mark.parametrize("words", [("--all",), ("--all", "--deep")])
+def test_the_bar_counts_versions(folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+    screen = io.StringIO()
+    monkeypatch.setattr(progress, "err", Console(file=screen, force_terminal=True, width=100))
+    result = run("verify", folder, *words)
+    assert result.exit_code == 0
+    assert len(result.stdout.splitlines()) == 4  # the bar is not among what is told
+    shown = screen.getvalue()
+    assert "1 of 3 versions done" in shown
+    assert "3 of 3 versions done" in shown
+    assert ("117.8/117.8 KiB" in shown) == ("--deep" in words)
+    run("verify", folder, *words, "--json")
+    assert screen.getvalue() == shown

@@ -1,0 +1,110 @@
+"""``raystow gc``, run as a user runs it, on real repositories."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+from typer.testing import CliRunner, Result
+
+from raystow.orchestrator.cli.app import build
+from raystow.storage import keys
+from raystow.storage.repository import open_repository
+
+
+def run(*words: object, input: str | None = None) -> Result:
+    return CliRunner().invoke(build(), [str(w) for w in words], input=input, env={"COLUMNS": "120", "NO_COLOR": "1"})
+
+
+def run_json(*words: object, code: int = 0) -> dict[str, Any]:
+    result = run(*words, "--json")
+    assert result.exit_code == code, result.output
+    fields: dict[str, Any] = json.loads(result.stdout)
+    return fields
+
+
+def files(folder: Path) -> set[str]:
+    return {str(path.relative_to(folder)) for path in folder.rglob("*") if path.is_file()}
+
+
+def live(folder: Path) -> set[str]:
+    """The files that a repository needs."""
+    homes = tuple(keys.prefix(version.id, version.attempt) for version in open_repository(str(folder)).versions())
+    return {keys.MARKER, keys.ROOT, ".raystow.lock"} | {name for name in files(folder) if name.startswith(homes)}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A repository of four versions of which two are dropped, and leftovers of killed writers."""
+    folder = tmp_path / "run"
+    with LocalCluster(str(folder)) as local:
+        for step in range(4):
+            local.save({"w": torch.randn(100, 100)}, step=step)
+    assert run("prune", folder, "--keep-last", 2, "--yes").exit_code == 0
+    attempt = folder / keys.prefix(9, "0123456789abcdef")
+    attempt.mkdir()
+    (attempt / "weights-00000-00000.pack").write_bytes(b"half a save")
+    (attempt / ".raystow.tmp-0123456789abcdef").write_bytes(b"half a pack")
+    return folder
+
+
+def test_everything_is_left_alone_for_an_hour(folder: Path) -> None:
+    before = files(folder)
+    result = run("gc", folder)
+    assert (result.exit_code, result.stderr) == (0, "")
+    assert result.stdout.count("the grace period ends in") == 3
+    assert files(folder) == before
+
+
+def test_a_dry_run_deletes_nothing_and_gc_brings_the_store_back(folder: Path) -> None:
+    before = files(folder)
+    result = run("gc", folder, "--grace", "0s", "--dry-run")
+    assert result.exit_code == 0, result.output
+    assert [line.split()[2] for line in result.stdout.splitlines()[1:4]] == ["dropped", "dropped", "may"]
+    assert max(map(len, result.stdout.splitlines())) <= 120
+    assert files(folder) == before
+    facts = run_json("gc", folder, "--grace", "0s")
+    assert [(row["id"], row["kind"], row["kept"]) for row in facts["garbage"]] == [
+        (1, "dropped", ""),
+        (2, "dropped", ""),
+        (9, "open", ""),
+    ]
+    assert facts["deleted"]["attempts"] == 3
+    assert facts["deleted"]["scraps"] == 1
+    assert files(folder) == live(folder)
+    assert run("verify", folder, "--all", "--deep").exit_code == 0
+    assert "nothing to collect" in run("gc", folder, "--grace", "0s").stdout
+
+
+def test_it_asks_before_it_deletes(folder: Path) -> None:
+    before = files(folder)
+    refused = run("gc", folder, "--grace", "0s", input="n\n")
+    assert (refused.exit_code, files(folder)) == (0, before)
+    assert "delete" in refused.stderr
+    unanswered = run("gc", folder, "--grace", "0s")
+    assert (unanswered.exit_code, files(folder)) == (2, before)
+    assert "nothing was deleted" in unanswered.stderr
+    agreed = run("gc", folder, "--grace", "0s", input="y\n")
+    assert agreed.exit_code == 0
+    assert agreed.stdout.splitlines()[-1].startswith("deleted 7 objects, ")
+    assert files(folder) == live(folder)
+
+
+def test_a_damaged_root_is_refused(folder: Path) -> None:
+    root = folder / keys.ROOT
+    root.write_bytes(root.read_bytes()[:-3])
+    before = files(folder)
+    result = run("gc", folder, "--grace", "0s", "--yes")
+    assert (result.exit_code, files(folder)) == (3, before)
+    assert "root.json" in result.stderr
+    assert "raystow repair" in result.stderr
+
+
+def test_bad_times_are_refused(folder: Path) -> None:
+    result = run("gc", folder, "--grace", "soon")
+    assert result.exit_code == 2
+    assert "duration" in result.stderr

@@ -1,0 +1,175 @@
+"""What N ranks saved, M ranks restore: bit for bit, under any parallelism, each rank reading what overlaps its part."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from layouts import STEPS, Reads, World, check_reads, overlapping
+from ray.cluster_utils import Cluster
+
+import raystow
+from raystow.orchestrator.planner import plan_save
+
+WORLDS = (1, 2, 3, 4, 8)
+
+
+@pytest.fixture(scope="module")
+def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
+    world = World(tmp_path_factory.mktemp("groups"))
+    yield world
+    world.close()
+
+
+@pytest.fixture(scope="module")
+def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """One run's repository: what is newest was saved by the test at hand."""
+    return str(tmp_path_factory.mktemp("run"))
+
+
+def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    """What the ranks tell of the whole state, which is the same for all."""
+    assert all(answer["whole"] == answers[0]["whole"] for answer in answers)
+    return answers[0]["whole"]
+
+
+def check(world: World, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]], flat: bool = True) -> None:
+    told = world.call("save", saved[1], uri, saved[0], flat)
+    expected = alike(told)
+    assert sum("exp_avg" in name for name in expected) == 18
+    latest = raystow.open(uri).latest()
+    assert latest is not None
+    assert latest.raw == sum(info.nbytes for info in latest.tensors().values())  # each element once
+    for layout, n in restored:
+        got = world.call("restore", n, uri, layout, flat, STEPS if (layout, n) == saved else 0)
+        assert alike(got) == expected, (layout, n)
+        assert all(answer["read"] <= latest.raw for answer in got)
+        if (layout, n) == saved:
+            assert [answer["after"] for answer in got] == [answer["after"] for answer in told]
+
+
+@pytest.mark.parametrize("n", WORLDS)
+def test_fsdp_onto_any_number_of_ranks(world: World, uri: str, n: int) -> None:
+    check(world, uri, ("fsdp", n), [("fsdp", m) for m in WORLDS])
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored"),
+    [
+        (("plain", 1), [("ddp", 3), ("hsdp", 4), ("fsdp_tp", 8)]),
+        (("ddp", 2), [("ddp", 2), ("ddp", 4), ("plain", 1), ("fsdp", 3)]),
+        (("hsdp", 4), [("hsdp", 4), ("hsdp", 8), ("hsdp", 2), ("fsdp", 3), ("plain", 1)]),
+        (("hsdp", 8), [("hsdp", 4), ("hsdp", 3), ("ddp", 2)]),
+        (("tp", 2), [("tp", 2), ("tp", 4), ("tp", 8), ("plain", 1)]),
+        (("tp", 8), [("tp", 3), ("tp", 1), ("fsdp", 4)]),
+        (("tp_beside_dp", 4), [("tp_beside_dp", 8), ("fsdp", 2)]),
+        (("fsdp_tp", 4), [("fsdp_tp", 4), ("plain", 1), ("fsdp_tp", 8), ("fsdp_tp_wide", 8), ("hsdp_tp", 8), ("tp", 3)]),
+        (("fsdp_tp_wide", 8), [("fsdp_tp", 4), ("fsdp", 3), ("hsdp", 4)]),
+        (("hsdp_tp", 8), [("hsdp_tp", 8), ("fsdp_tp", 4), ("ddp", 2)]),
+    ],
+    ids=lambda case: "-".join(map(str, case)) if isinstance(case, tuple) else "",
+)
+def test_between_layouts(world: World, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]) -> None:
+    check(world, uri, saved, restored)
+
+
+def test_the_optimizers_own_nesting(world: World, uri: str) -> None:
+    """Without flat names: ``optim.state.<name>.exp_avg`` and a list of groups."""
+    check(world, uri, ("fsdp", 4), [("fsdp", 4), ("fsdp", 3), ("tp", 2)], flat=False)
+
+
+def save_rows(rank: int, n: int, uri: str, tag: str) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(tag,))
+    state = {
+        "rows": distribute_tensor(rows(), mesh, [Shard(0)]),
+        "halves": distribute_tensor(rows()[:9].bfloat16(), mesh, [Shard(1)]),
+        "everywhere": rows()[0],
+        "step": 7,
+    }
+    with raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
+        checkpointer.save(state, step=7).result(60)
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(1000, 250, generator=torch.Generator().manual_seed(3))
+
+
+def restore_rows(rank: int, n: int, uri: str, tag: str) -> int:
+    """Into other shapes of the world, other dtypes and fewer names; the bytes read."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
+
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(tag,))
+    reads = Reads()
+    with raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
+        mine = zeros(1000, 250, device_mesh=mesh, placements=[Shard(0)])
+        version = checkpointer.restore_latest(into={"rows": mine}, strict=False)
+        assert torch.equal(mine.full_tensor(), rows())
+        wanted = overlapping(version, {"rows": mine})
+        check_reads(reads.ranges, wanted)
+        read = sum(length for _, _, length in reads.ranges)
+        assert read == sum(chunk.coding.size for chunk in wanted)  # each is larger than a hole that would be read across
+
+        into = {
+            "rows": zeros(1000, 250, device_mesh=mesh, placements=[Shard(1)], dtype=torch.bfloat16),
+            "halves": distribute_tensor(torch.zeros(9, 250), mesh, [Replicate()]),
+            "everywhere": zeros(250, device_mesh=mesh, placements=[Shard(0)], dtype=torch.float64),
+        }
+        with pytest.raises(raystow.StateError) as error:
+            checkpointer.restore_latest(into=into, strict=False)
+        assert "bfloat16 (1000, 250), but version" in str(error.value)
+        assert "holds float32 (1000, 250)" in str(error.value)
+        checkpointer.restore_latest(into=into, strict=False, cast=True)
+        assert torch.equal(into["rows"].full_tensor(), rows().bfloat16())
+        assert torch.equal(into["halves"].full_tensor(), rows()[:9].bfloat16().float())
+        assert torch.equal(into["everywhere"].full_tensor(), rows()[0].double())
+
+        with pytest.raises(raystow.StateError) as error:
+            checkpointer.restore_latest(into={"rows": mine, "columns": mine, "step": 0})
+        assert "in `into` but not saved: columns; saved but not in `into`: everywhere, halves" in str(error.value)
+    return read
+
+
+def test_parts_of_a_state_in_other_dtypes_and_not_a_byte_more(world: World, uri: str) -> None:
+    world.call("do", 4, save_rows, uri, "a")
+    reads = world.call("do", 3, restore_rows, uri, "b")
+    latest = raystow.open(uri).latest()
+    assert latest is not None
+    stored = latest.tensors()["rows"].stored
+    assert max(reads) < 0.6 * stored  # two of four shards
+    assert sum(reads) < 1.6 * stored
+
+
+def refuse(rank: int, n: int, tag: str) -> list[str]:
+    """Placements that leave a rank more than a box, or none that torch knows of."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Partial, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    grid = init_device_mesh("cpu", (2, 2), mesh_dim_names=(f"outer{tag}", f"inner{tag}"))
+    line = init_device_mesh("cpu", (4,), mesh_dim_names=(f"line{tag}",))
+    whole = {"shape": torch.Size((8, 3)), "stride": (3, 1)}
+    strided = DTensor.from_local(torch.ones(2, 3), grid, [Shard(0), _StridedShard(0, split_factor=2)], **whole)
+    combed = DTensor.from_local(torch.ones(2, 3), line, [_StridedShard(0, split_factor=2)], **whole)
+    uneven = DTensor.from_local(torch.ones(rank % 2 * 2 + 1, 3), line, [Shard(0)], **whole)
+    partial = DTensor.from_local(torch.ones(8, 3), line, [Partial()])
+    told = []
+    for tensor in (strided, combed, uneven, partial):
+        with pytest.raises(raystow.StateError) as error:
+            plan_save({"a": {"b": tensor}}, rank=rank, world_size=n)
+        told.append(str(error.value))
+    return told
+
+
+def test_what_is_not_one_box_is_refused_by_name(world: World) -> None:
+    for strided, combed, uneven, partial in world.call("do", 4, refuse, "c"):
+        for told in (strided, combed, partial):
+            assert told.startswith('state["a"]["b"]: DTensors placed as ')
+        assert "_StridedShard(dim=0, sf=2)" in strided
+        assert "ranks hold more than one box" in combed
+        assert uneven.startswith('state["a"]["b"]: this rank holds ')

@@ -1,0 +1,38 @@
+"""An S3 server behind a proxy that injects faults; everything of raystow's in this process speaks to the proxy, in a hurry."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from urllib.parse import urlsplit
+
+import pytest
+from local_cluster import LocalCluster
+from s3_faults.proxy import FaultProxy
+from s3_faults.sample import HURRY
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.stores.s3 import S3Store
+
+
+@pytest.fixture(scope="module")
+def line(s3_endpoint: str) -> Iterator[FaultProxy]:
+    """Clients that are made by the tests of one file lead through it."""
+    server = urlsplit(s3_endpoint)
+    with FaultProxy(server.hostname or "", server.port or 80) as running, pytest.MonkeyPatch.context() as patch:
+        patch.setitem(S3Store.__init__.__kwdefaults__, "limits", HURRY)
+        patch.setenv("AWS_ENDPOINT_URL", running.endpoint)
+        yield running
+
+
+@pytest.fixture
+def proxy(line: FaultProxy) -> Iterator[FaultProxy]:
+    """The same, without faults at the beginning and at the end of a test."""
+    yield line
+    line.heal()
+
+
+@pytest.fixture(scope="module")
+def cluster(line: FaultProxy, s3_bucket: str) -> Iterator[LocalCluster]:
+    """One run that all tests of a file save to, one after the other."""
+    with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run") as running:
+        yield running

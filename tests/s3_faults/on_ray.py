@@ -1,0 +1,95 @@
+"""A training process on a Ray cluster of its own, whose S3 server gets into trouble: what became of its saves, as JSON.
+
+python on_ray.py s3://bucket/prefix        # with AWS_ENDPOINT_URL and credentials in the environment
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+import torch
+from s3_faults.faults import Fault
+from s3_faults.proxy import FaultProxy
+from s3_faults.sample import check, state
+
+import raystow
+from raystow.storage.clock import SYSTEM
+
+PACK = ("PUT|POST", r"versions/.*\.pack")
+TIMEOUT = 4.0
+FOR_EVER = 10_000
+
+
+def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    checkpointer = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=TIMEOUT, max_failures=3)
+
+    def failing(saver: raystow.Checkpointer, step: int) -> dict[str, Any]:
+        begun = SYSTEM.monotonic()
+        pending = saver.save(state(step), step=step)
+        try:
+            pending.result(60)
+        except raystow.SaveFailed as error:
+            counts = [saver.failures.total, saver.failures.in_a_row]
+            return {"error": str(error), "seconds": SYSTEM.monotonic() - begun, "failures": counts}
+        raise AssertionError(f"the save of step {step} did not fail")
+
+    def saving(step: int) -> list[int]:
+        version = checkpointer.save(state(step), step=step).result(60)
+        check(version, step)
+        return [version.id, checkpointer.failures.total, checkpointer.failures.in_a_row]
+
+    saving(1)  # the processes have started: from here on it is the store alone that takes time
+    proxy.inject(Fault.SLOW_DOWN, *PACK)
+    proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json")
+    found["troubled"] = saving(2)
+    proxy.inject(Fault.STALL_REQUEST, *PACK)
+    found["stalled"] = failing(checkpointer, 3)
+    found["after"] = saving(4)
+    proxy.inject(Fault.SLOW_DOWN, *PACK, times=FOR_EVER)
+    found["refused"] = [failing(checkpointer, step) for step in (5, 6, 7)]
+    try:
+        checkpointer.save(state(8), step=8)
+    except raystow.SaveFailed as error:
+        found["too many"] = str(error)
+    proxy.heal()
+    found["recovered"] = saving(9)
+
+    proxy.inject(Fault.STALL_REQUEST, *PACK, times=FOR_EVER)
+    begun = SYSTEM.monotonic()
+    checkpointer.save(state(10), step=10)
+    checkpointer.fence()
+    checkpointer.close()
+    found["closed after"] = SYSTEM.monotonic() - begun
+
+    with raystow.Checkpointer(uri, rank=0, world_size=1, timeout=TIMEOUT, on_failure="raise") as strict:
+        found["strict"] = failing(strict, 11)
+        try:
+            strict.fence()
+        except raystow.SaveFailed as error:
+            found["raised"] = str(error)
+        proxy.heal()
+        into = state(0)
+        version = strict.restore_latest(into=into)
+        assert version is not None
+        found["restored"] = [version.step, torch.equal(into["model"]["w"], state(9)["model"]["w"])]
+    found["steps"] = [version.step for version in raystow.open(uri).versions()]
+    return found
+
+
+def main() -> None:
+    server = urlsplit(os.environ["AWS_ENDPOINT_URL"])
+    with FaultProxy(server.hostname or "", server.port or 80) as proxy:
+        os.environ["AWS_ENDPOINT_URL"] = proxy.endpoint
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False)
+        print(json.dumps(run(sys.argv[1], proxy)))
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,101 @@
+"""A store that stays away: a save fails by name and in time, and the next one is not harmed."""
+
+from __future__ import annotations
+
+import itertools
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+
+import pytest
+from local_cluster import LocalCluster
+from s3_faults.faults import Fault
+from s3_faults.proxy import FaultProxy
+from s3_faults.sample import HURRY, cases, check, state
+
+import raystow
+from raystow.storage.clock import SYSTEM
+from raystow.storage.stores.s3 import S3Store
+
+pytestmark = pytest.mark.s3
+FAULTS = [Fault.SLOW_DOWN, Fault.RESET_REQUEST, Fault.STALL_REQUEST, Fault.LOSE_ANSWER]
+AWAY = 10_000  # requests: for as long as the test lasts
+WRITES = "PUT|POST"
+PACK = r"versions/.*\.pack"
+_steps = itertools.count(1)
+
+
+def save(cluster: LocalCluster, *, timeout: float = 60) -> raystow.Version:
+    step = next(_steps)
+    version = cluster.save(state(step), step=step, timeout=timeout)
+    check(version, step)
+    return version
+
+
+@pytest.mark.parametrize("fault", cases(FAULTS, Fault.SLOW_DOWN))
+@pytest.mark.parametrize("path", [PACK, r"/tensors-.*\.parquet", r"/version\.json"])
+def test_a_save_names_what_could_not_be_stored_and_why(proxy: FaultProxy, cluster: LocalCluster, path: str, fault: Fault) -> None:
+    proxy.inject(fault, WRITES, path, times=AWAY)
+    begun = SYSTEM.monotonic()
+    with pytest.raises(raystow.SaveFailed, match=path) as caught:
+        save(cluster)
+    assert SYSTEM.monotonic() - begun < 30  # of the store's own deadlines, not of the save's
+    text = str(caught.value)
+    assert "rank" in text or "the commit failed" in text
+    assert ("503" if fault is Fault.SLOW_DOWN else "failed") in text
+    proxy.heal()
+    save(cluster)
+
+
+def test_uploads_that_hang_end_with_the_attempt_and_not_with_their_own_deadline(
+    proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patient = replace(HURRY, request_seconds=20, retry_seconds=15)
+    monkeypatch.setitem(S3Store.__init__.__kwdefaults__, "limits", patient)
+    with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run") as cluster:
+        stalled = proxy.inject(Fault.STALL_REQUEST, WRITES, PACK, times=1)
+        begun = SYSTEM.monotonic()
+        with pytest.raises(raystow.SaveFailed, match=rf"ranks \[0\] could not be stored: {PACK}: .* in time"):
+            save(cluster, timeout=3)
+        assert stalled.hits == 1
+        assert SYSTEM.monotonic() - begun < 6
+        save(cluster)  # while the old upload still hangs
+
+
+def test_a_store_that_takes_nothing_while_ranks_are_staging_is_what_the_error_says(
+    proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The budget of coded bytes is full, so the ranks cannot deliver: that is not their fault."""
+    with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run", memory=16 << 20) as cluster:
+        proxy.inject(Fault.STALL_REQUEST, WRITES, PACK, times=AWAY)
+        with pytest.raises(raystow.SaveFailed, match=rf"could not be stored: .*{PACK}"):
+            save(cluster, timeout=3)
+        proxy.heal()
+        save(cluster)
+
+
+@pytest.mark.parametrize("times", cases([1, 2, 3], 2))
+def test_a_commit_whose_answers_are_lost_counts_once(proxy: FaultProxy, cluster: LocalCluster, times: int) -> None:
+    before = [version.id for version in cluster.repository.versions()]
+    lost = proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json", times=times)
+    versions = [save(cluster) for _ in range(times + 1)]
+    assert lost.hits == times
+    after = [version.id for version in cluster.repository.versions()]
+    assert after == before + [version.id for version in versions]
+
+
+def test_commits_beside_other_writers_of_the_root_count_once_though_answers_are_lost(
+    proxy: FaultProxy, cluster: LocalCluster
+) -> None:
+    before = len(cluster.repository.versions())
+    lost = proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json", times=4, skip=1)
+    first = save(cluster)
+    with ThreadPoolExecutor(2) as others:
+        pins = [others.submit(cluster.repository.pin, first, f"pin-{number}") for number in range(4)]
+        versions = [save(cluster) for _ in range(3)]
+        for pin in pins:
+            pin.result()
+    assert lost.hits == 4
+    root = raystow.open(cluster.uri).root()
+    assert len(root.versions) == before + 4
+    assert {entry.id for entry in root.versions[-3:]} == {version.id for version in versions}
+    assert {f"pin-{number}" for number in range(4)} <= set(root.pins)

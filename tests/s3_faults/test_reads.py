@@ -1,0 +1,76 @@
+"""A fault in each kind of request of a restore: it succeeds after a retry, or says what is wrong; never a wrong tensor."""
+
+from __future__ import annotations
+
+import pytest
+from local_cluster import LocalCluster
+from s3_faults.faults import Fault
+from s3_faults.proxy import FaultProxy
+from s3_faults.sample import cases, check, state
+
+import raystow
+from raystow.storage.clock import SYSTEM
+
+pytestmark = pytest.mark.s3
+
+OBJECTS = {
+    "marker": r"/raystow\.json",
+    "root": r"/root\.json",
+    "record": r"/version\.json",
+    "fragment": r"/tensors-.*\.parquet",
+    "pack": r"/optimizer-.*\.pack",
+}
+FAULTS = [
+    Fault.SLOW_DOWN,
+    Fault.RESET_ANSWER,
+    Fault.LOSE_ANSWER,
+    Fault.STALL_REQUEST,
+    Fault.STALL_ANSWER,
+    Fault.DELAY,
+    Fault.CORRUPT_ANSWER,
+]
+
+
+@pytest.fixture(scope="module")
+def uri(cluster: LocalCluster) -> str:
+    """A run with one version."""
+    cluster.save(state(1), step=1)
+    return cluster.uri
+
+
+def restored(uri: str) -> raystow.Version:
+    version = raystow.open(uri).latest()
+    assert version is not None
+    check(version, 1)
+    return version
+
+
+@pytest.mark.parametrize("fault", cases(FAULTS, Fault.RESET_ANSWER, Fault.CORRUPT_ANSWER))
+@pytest.mark.parametrize("object", OBJECTS)
+def test_a_restore_survives_it(proxy: FaultProxy, uri: str, object: str, fault: Fault) -> None:
+    rule = proxy.inject(fault, "GET", OBJECTS[object])
+    restored(uri)
+    assert rule.hits == 1
+
+
+@pytest.mark.parametrize("fault", cases(FAULTS[:5], Fault.STALL_ANSWER))
+@pytest.mark.parametrize("object", ["root", "pack"])
+def test_a_store_that_stays_away_is_an_error_that_names_the_object(
+    proxy: FaultProxy, uri: str, object: str, fault: Fault
+) -> None:
+    proxy.inject(fault, "GET", OBJECTS[object], times=1000)
+    begun = SYSTEM.monotonic()
+    with pytest.raises(raystow.RaystowError, match=OBJECTS[object].lstrip("/")) as caught:
+        restored(uri)
+    assert type(caught.value).__name__ == "StoreUnavailable"
+    assert SYSTEM.monotonic() - begun < 20
+    proxy.heal()
+    restored(uri)
+
+
+@pytest.mark.parametrize("object", OBJECTS)
+def test_what_arrives_changed_every_time_is_damaged_and_never_believed(proxy: FaultProxy, uri: str, object: str) -> None:
+    proxy.inject(Fault.CORRUPT_ANSWER, "GET", OBJECTS[object], times=1000)
+    with pytest.raises(raystow.RaystowError, match=OBJECTS[object].lstrip("/")) as caught:
+        restored(uri)
+    assert type(caught.value).__name__ in ("Damaged", "StoreUnavailable")
