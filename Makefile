@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak bench bench-gpu picture clean
+.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak fuzz bench bench-control bench-restore bench-gpu picture clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -12,7 +12,7 @@ PORTS := import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in ran
 	print(a, b - 1000); socket.create_server(("127.0.0.1", b - 1000)).close()
 
 help:  ## this list
-	@sed -nE 's/^([a-z0-9-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 18
+	@sed -nE 's/^([a-z0-9-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
 
 venv: $(READY)  ## the virtual environment in .venv, made once and after a change of dependencies
 
@@ -58,8 +58,21 @@ test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 soak: $(READY)  ## the tests that take minutes
 	$(BIN)/pytest -m slow
 
+FUZZ_SECONDS ?= 60
+FUZZ_TARGETS ?= any_record marker root record fragment pack value key
+
+fuzz: $(READY)  ## fuzz every parser of stored bytes, FUZZ_SECONDS each (60)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[fuzz]"
+	for target in $(FUZZ_TARGETS); do $(BIN)/python tests/fuzz/campaign.py $$target $(FUZZ_SECONDS) || exit; done
+
 bench: $(READY)  ## how fast this machine codes and decodes
 	$(BIN)/python benchmarks/cpu_codec.py
+
+bench-control: $(READY)  ## what commits cost, the coordinator of 2,048 nodes, and opening 10,000 versions (some minutes)
+	$(BIN)/python benchmarks/control_plane.py
+
+bench-restore: $(READY)  ## how fast a state comes back from each place, and planning for 16,384 ranks (some minutes)
+	$(BIN)/python benchmarks/restore.py
 
 bench-gpu: $(READY)  ## what a save costs training on a GPU, and how fast it comes back
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"

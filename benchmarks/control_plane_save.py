@@ -1,0 +1,233 @@
+"""A save by many nodes, as their coordinator sees it: what the nodes say is made here, what it costs the coordinator measured.
+
+The coordinator is the actor's own class on an event loop of its own process, with the real committer on a real store; only Ray is
+left out. The nodes are played by this process: each builds its fragment of real ``Chunk`` rows, a few write theirs as Parquet.
+What they report crosses a pipe, pickled, as it would cross the network.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import multiprocessing
+import time
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
+from dataclasses import dataclass, replace
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from raystow.orchestrator import coordinator_actor
+from raystow.storage import keys
+from raystow.storage.chunk import Coding
+from raystow.storage.digest import stored_digest
+from raystow.storage.manifest import TENSOR, Chunk, Fragment, path_text
+from raystow.storage.repository import Repository, create_repository
+from raystow.storage.version_record import FragmentInfo, PackInfo
+from raystow.workers.packer import PACK
+from raystow.workers.port import MODULUS, Begin, Ticket, coverage
+
+RANKS, TENSORS = 8, 1000
+SAMPLE = 4
+"""Nodes that write their fragment as Parquet."""
+
+_KINDS = (  # what a rank holds of each kind of tensor: 1 MiB. Group, dtype, shard, codecs and stored bytes of its planes
+    ("weights", "bfloat16", (512, 1024), ("raw", "zstd"), (524288, 172032)),
+    ("optimizer", "float32", (256, 1024), ("raw", "raw", "pack7", "zstd"), (262144, 262144, 229376, 86016)),
+    ("optimizer", "float32", (256, 1024), ("raw", "raw", "raw", "zstd"), (262144, 262144, 262144, 90112)),
+)
+
+
+@dataclass(frozen=True)
+class Report:
+    """What one node tells of its part: the coverage of each of its ranks, its fragment and its packs."""
+
+    covered: tuple[int, ...]
+    info: FragmentInfo
+    packs: tuple[PackInfo, ...]
+
+
+def tensor(i: int, nodes: int) -> tuple[str, str, str, tuple[int, int], tuple[int, int], Coding]:
+    """Tensor ``i`` of the model: name, group, dtype, global shape, the shape of a shard, and how a shard is coded."""
+    group, dtype, shard, codecs, stored = _KINDS[i % len(_KINDS)]
+    coded = stored[-1]
+    streams = (coded // 4,) * 4
+    shape = (shard[0] * RANKS * nodes, shard[1])
+    name = f"{'model' if group == 'weights' else 'optimizer.state'}.layers.{i // 12}.{i % 12}"
+    return name, group, dtype, shape, shard, Coding(True, dtype == "float32", codecs, stored, streams, 65536)
+
+
+def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
+    """The rows of one node, and its report but for the size and digest of the file."""
+    chunks: list[Chunk] = []
+    covered = [0] * RANKS
+    digests = memoryview(np.random.default_rng(node).bytes(32 * RANKS * TENSORS))
+    ends: dict[str, tuple[int, int]] = {}  # group -> the pack that is being filled, and where it ends
+    for i in range(TENSORS):
+        name, group, dtype, shape, shard, coding = tensor(i, nodes)
+        path, part = path_text(tuple(name.split("."))), coverage(name, dtype, shape, shard[0] * shard[1])
+        for local in range(RANKS):
+            pack, start = ends.get(group, (0, 0))
+            if start + coding.size > PACK:
+                pack, start = pack + 1, 0
+            offset = ((node * RANKS + local) * shard[0], 0)
+            digest = bytes(digests[32 * len(chunks) :][:32])
+            raw = int.from_bytes(digest[:8], "little")
+            chunks.append(Chunk(name, path, TENSOR, dtype, shape, offset, shard, node, group, pack, start, coding, raw, digest))
+            ends[group] = pack, start + coding.size
+            covered[local] += part
+    ranks = tuple(range(node * RANKS, (node + 1) * RANKS))
+    raw_bytes, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.coding.size for chunk in chunks)
+    packs = tuple(
+        PackInfo(node, group, number, PACK if number < last else end)
+        for group, (last, end) in ends.items()
+        for number in range(last + 1)
+    )
+    info = FragmentInfo(node, 0, "", ranks, len(chunks), raw_bytes, stored)
+    return Fragment(node, tuple(chunks), ()), Report(tuple(c % MODULUS for c in covered), info, packs)
+
+
+def report(node: int, nodes: int) -> tuple[Report, bytes]:
+    """What a node reports, and its fragment as Parquet if it is one of the sample."""
+    made, told = fragment(node, nodes)
+    data = made.dump() if node % max(1, nodes // SAMPLE) == 0 else b""
+    digest = stored_digest(data or f"node {node}".encode()).hex()
+    return replace(told, info=replace(told.info, size=len(data), digest=digest)), data
+
+
+def coordinate(pipe: Connection, uri: str, nodes: int) -> None:
+    """The coordinator's process."""
+    logging.disable(logging.CRITICAL)
+    asyncio.run(_coordinate(pipe, uri, nodes))
+
+
+async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
+    alive = [{"NodeID": f"node-{node}", "Alive": True} for node in range(nodes)]
+    coordinator_actor.ray.nodes = lambda: alive
+    actor = coordinator_actor.CoordinatorActor(uri)
+    await actor.start()
+    pipe.send(_peak())
+    start = time.process_time()
+    for rank in range(nodes * RANKS):
+        await _call(actor.join(rank, f"process-{rank}"))
+    pipe.send(time.process_time() - start)
+    while (saves := pipe.recv()) is not None:
+        wall, start = time.perf_counter(), time.process_time()
+        reports = [(*pipe.recv(), pipe.recv()) for _ in range(nodes)]
+        version = await _save(actor, reports)
+        pipe.send((saves, version.id, time.process_time() - start, time.perf_counter() - wall, _peak()))
+
+
+async def _save(actor: Any, reports: Sequence[tuple[list[Begin], Report, Report]]) -> Any:
+    """Every call of a save, in an order that leaves as many as possible waiting at once.
+
+    A node tells of its part twice: when it is in memory, and when it is durable.
+    """
+    tickets: list[Ticket] = []
+    for begins, _, _ in reports:
+        tickets += [await _call(actor.begin(begin)) for begin in begins][:1]
+    waiting = [asyncio.create_task(actor.wait_complete(ticket)) for ticket in tickets]
+    for ticket, (begins, told, _) in zip(tickets, reports, strict=True):
+        for begin, covered in zip(begins, told.covered, strict=True):
+            await _call(actor.finished(ticket, begin.rank, covered))
+    await asyncio.gather(*waiting)
+    for ticket, (_, told, _) in zip(tickets, reports, strict=True):
+        await _call(actor.staged(ticket, told.info, told.packs))
+    sealed = [
+        asyncio.create_task(actor.fragment(ticket, told.info, told.packs))
+        for ticket, (_, _, told) in zip(tickets, reports, strict=True)
+    ]
+    return (await asyncio.gather(*sealed))[0]
+
+
+async def _call(coroutine: Any) -> Any:
+    """As Ray calls an actor: as a task of its own, so that whoever the call wakes up gets a turn before the next call."""
+    return await asyncio.create_task(coroutine)
+
+
+def _peak() -> int:
+    """The most memory that this process ever had, bytes."""
+    # Not getrusage: what it tells goes on from that of the process that started this one.
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
+    """Save ``saves`` times with so many nodes; the most that one of the saves has cost the coordinator.
+
+    ``cpu``: seconds of all threads of its process, from the first byte of the nodes' reports to the committed version. ``peak``:
+    bytes of its process after the last of the saves; it had ``empty`` before the first rank joined.
+    """
+    repository = create_repository(uri)
+    start = time.perf_counter()
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(2, context) as pool:
+        made = list(pool.map(report, range(nodes), [nodes] * nodes, chunksize=4))
+    built = time.perf_counter() - start
+    whole = sum(
+        coverage(name, dtype, shape, shape[0] * shape[1])
+        for name, _, dtype, shape, _, _ in (tensor(i, nodes) for i in range(TENSORS))
+    )
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=coordinate, args=(theirs, uri, nodes))
+    process.start()
+    empty, joining = pipe.recv(), pipe.recv()
+    costs = []
+    for save in range(1, saves + 1):
+        pipe.send(save)
+        for node, (told, _) in enumerate(made):
+            pipe.send((_begins(node, nodes, save, whole % MODULUS), told))
+            pipe.send(told)
+        costs.append(pipe.recv())
+    pipe.send(None)
+    process.join()
+    return {
+        "nodes": nodes,
+        "ranks": nodes * RANKS,
+        "chunk rows": nodes * RANKS * TENSORS,
+        "packs": sum(len(told.packs) for told, _ in made),
+        "cpu": max(cpu for _, _, cpu, _, _ in costs),
+        "wall": max(wall for *_, wall, _ in costs),
+        "cpu of joining": joining,
+        "peak": max(peak for *_, peak in costs),
+        "empty": empty,
+        "building the fragments": built,
+        "fragment": max(len(data) for _, data in made),
+        **_checked(repository, [(told, data) for told, data in made if data], saves, nodes),
+    }
+
+
+def _begins(node: int, nodes: int, save: int, whole: int) -> list[Begin]:
+    return [
+        Begin(
+            rank,
+            nodes * RANKS,
+            f"process-{rank}",
+            save,
+            f"node-{node}",
+            save * 100,
+            600.0,
+            0,
+            0 if rank else whole,
+            {"loss": 2.1},
+        )
+        for rank in range(node * RANKS, (node + 1) * RANKS)
+    ]
+
+
+def _checked(repository: Repository, sample: Sequence[tuple[Report, bytes]], saves: int, nodes: int) -> dict[str, Any]:
+    """The size of the newest record, after a look whether it says what the nodes have reported."""
+    version = repository.latest()
+    assert version is not None
+    record = version.record
+    assert (len(repository.versions()), len(record.fragments), record.world_size) == (saves, nodes, nodes * RANKS)
+    by_ranks = {info.ranks: info for info in record.fragments}
+    for told, data in sample:
+        info = by_ranks[told.info.ranks]
+        assert (info.digest, info.size) == (stored_digest(data).hex(), len(data))
+        key = keys.fragment(version.id, version.attempt, info.node)
+        assert len(Fragment.load(data, info.node, key).chunks) == info.chunks == RANKS * TENSORS
+    return {"record": version.entry.size}

@@ -1,0 +1,309 @@
+"""How fast a state comes back, from each place it can come from; and how long a rank of a very large run plans that.
+
+*Restoring.* One rank, or four, hold a state of DTensors split over them and save it; as many, or three, restore it in place.
+One run measures all of them side by side: raystow from the memory of the node that saved, from that of another node, from a
+local folder and from an S3 server, ``torch.distributed.checkpoint.load`` from a local folder, and ``torch.load`` of one file
+for each rank, which is copied into the tensors (with the same number of ranks only). Ranks are actors on a Ray cluster of two
+nodes on this machine, in gloo process groups. The data are normal random numbers, as fp32 and as bf16, of which raystow stores
+four fifths.
+
+How it is measured. The contestants take turns in every round, in rotating order; a cell is the median over the rounds. Before
+each restore the tensors are filled with zeros and all ranks meet at a barrier; the clock of rank 0 runs from there to the next
+barrier. Outside it every tensor is compared bit for bit. Rates are of raw bytes of all ranks together. Files have been written
+a moment ago: they are read from the page cache. The bytes that come from the store are counted by the node worker, which gets
+each byte once for all ranks of its node; they are held against the stored bytes of the version, all of which the ranks want
+together. raystow holds every chunk against two digests and decodes it; the other two do neither.
+
+*Planning*: see ``restore_planning``.
+
+The S3 server is the one that RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL names, with credentials in the environment; without one it is
+moto, a single Python process, whose speed is not that of a real server.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from datetime import datetime, timezone
+from importlib.metadata import version
+from pathlib import Path
+from typing import Annotated, Any
+
+import ray
+import torch
+import typer
+from control_plane import machine, s3, table
+from ray.cluster_utils import Cluster
+from restore_planning import MEMORY, SECONDS, planning
+from rich.console import Console
+from rich.table import Table
+
+import raystow
+from raystow.orchestrator.world_plan import plan_world
+from raystow.workers.borrowing import Borrowing
+
+CASES = ((1, 1), (4, 4), (4, 3))
+OURS = ("memory", "peer", "folder", "s3")
+WAYS = (*OURS, "dcp", "torch.load")
+TITLES = {
+    "memory": "raystow, this node's memory",
+    "peer": "raystow, another node's memory",
+    "folder": "raystow, local folder",
+    "s3": "raystow, S3",
+    "dcp": "dcp.load, local folder",
+    "torch.load": "torch.load, local folder",
+}
+SHAPES = ((4096, 1024), (1024, 1024), (3072, 1024), (1, 1024)) * 7
+KEPT = 2 << 30
+AMPLIFICATION = 1.05
+
+
+def whole(number: int, shape: tuple[int, int]) -> torch.Tensor:
+    """Tensor ``number`` of the state, of which every third is bf16."""
+    drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.02
+    return drawn.bfloat16() if number % 3 == 0 else drawn
+
+
+class Rank:
+    """A process that can be any rank of any world. ``near`` its node worker keeps what is saved, ``far`` it does not."""
+
+    def __init__(self) -> None:
+        torch.set_num_threads(1)
+        logging.getLogger("raystow").setLevel(logging.ERROR)
+        self.read = Counter[str]()
+        self._checkpointers: dict[str, raystow.Checkpointer] = {}
+        close = Borrowing.close
+
+        def counted(borrowing: Borrowing) -> None:
+            self.read.update(borrowing.read)
+            close(borrowing)
+
+        Borrowing.close = counted  # type: ignore[method-assign]
+
+    def join(self, where: str, rank: int, world: int) -> int:
+        """Become a rank of a world, and make the state; its bytes of raw data."""
+        import torch.distributed as dist
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.tensor import Shard, distribute_tensor
+
+        dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
+        mesh = init_device_mesh("cpu", (world,))
+        self.rank, self.world = rank, world
+        self.state = {"step": 7, "model": {}}
+        self.kept = {}
+        for number, shape in enumerate(SHAPES):
+            tensor = distribute_tensor(whole(number, shape), mesh, [Shard(0)], src_data_rank=None)
+            self.state["model"][f"layers.{number}.weight"] = tensor
+            self.kept[f"layers.{number}.weight"] = tensor.to_local().clone()
+        return sum(tensor.nbytes for tensor in self.kept.values())
+
+    def leave(self) -> None:
+        """Leave the world."""
+        import torch.distributed as dist
+
+        for checkpointer in self._checkpointers.values():
+            checkpointer.close()
+        self._checkpointers.clear()
+        dist.destroy_process_group()
+
+    def save(self, way: str, place: str) -> None:
+        """Save the state as one of the contestants does."""
+        import torch.distributed.checkpoint as dcp
+
+        if way in OURS:
+            with raystow.Checkpointer(place, keep_in_memory=KEPT if way == "memory" else 0, replicas=0) as checkpointer:
+                checkpointer.save(self.state, step=1).result(120)
+        elif way == "dcp":
+            dcp.save(self.state, checkpoint_id=place)
+        else:
+            torch.save({"step": 7, "model": self.kept}, f"{place}-{self.rank}.pt")
+
+    def restore(self, way: str, place: str) -> tuple[float, dict[str, int]]:
+        """Restore once; seconds until all ranks are through, and stored bytes that this rank had read, by source."""
+        import torch.distributed as dist
+
+        for tensor in self.state["model"].values():
+            tensor.to_local().zero_()
+        if way in OURS and place not in self._checkpointers:
+            self._checkpointers[place] = raystow.Checkpointer(place, replicas=0)
+        self.read.clear()
+        dist.barrier()
+        start = time.perf_counter()
+        self._load(way, place)
+        dist.barrier()
+        seconds = time.perf_counter() - start
+        for name, tensor in self.state["model"].items():
+            if not torch.equal(tensor.to_local(), self.kept[name]):
+                raise SystemExit(f"{way} did not give back {name}")
+        return seconds, dict(self.read)
+
+    def _load(self, way: str, place: str) -> None:
+        import torch.distributed.checkpoint as dcp
+
+        if way in OURS:
+            assert self._checkpointers[place].restore_latest(into=self.state) is not None
+        elif way == "dcp":
+            dcp.load(self.state, checkpoint_id=place)
+        else:
+            loaded = torch.load(f"{place}-{self.rank}.pt")
+            for name, tensor in self.state["model"].items():
+                tensor.to_local().copy_(loaded["model"][name])
+
+
+@contextlib.contextmanager
+def nodes() -> Iterator[dict[str, list[Any]]]:
+    """Four processes on each of two nodes of a Ray cluster: ``near`` and ``far``."""
+    here = Path(__file__).parent
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent / "tests"), os.environ.get("PYTHONPATH", "")])
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
+    for node in ("near", "far"):
+        cluster.add_node(num_cpus=4, resources={node: 100})
+    ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    try:
+        actor = ray.remote(Rank)
+        yield {
+            node: [actor.options(num_cpus=0, resources={node: 1}).remote() for _ in range(4)]  # type: ignore[attr-defined]
+            for node in ("near", "far")
+        }
+    finally:
+        ray.shutdown()
+        cluster.shutdown()
+
+
+def every(ranks: Sequence[Any], method: str, *args: Any) -> list[Any]:
+    """Call a method of all ranks at once."""
+    return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=600)
+
+
+def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int, int], rounds: int) -> dict[str, Any]:
+    """Save with ``case[0]`` ranks, restore with ``case[1]``, by each way and in each round."""
+    saved, restored = case
+    name = f"{saved}-{restored}"
+    places = {way: f"{folder}/{name}-{way}" for way in WAYS} | {"s3": f"{bucket}/{name}"}
+    places["peer"] = places["memory"]
+    ways = [way for way in WAYS if way != "torch.load" or saved == restored]
+    sizes = [join(ranks[:saved], folder) for ranks in on.values()]
+    for way in ways:
+        if way != "peer":
+            every(on["near" if way == "memory" else "far"][:saved], "save", way, places[way])
+    for ranks in on.values():
+        every(ranks[:saved], "leave")
+        join(ranks[:restored], folder)
+    seconds: dict[str, list[float]] = {way: [] for way in ways}
+    read: dict[str, dict[str, int]] = {}
+    for turn in range(-1, rounds):  # the first of all makes connections, starts node workers and compiles
+        for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
+            told = every(on["near" if way == "memory" else "far"][:restored], "restore", way, places[way])
+            if turn >= 0:
+                seconds[way].append(told[0][0])
+                read[way] = dict(sum((Counter(of) for _, of in told), Counter[str]()))
+    for ranks in on.values():
+        every(ranks[:restored], "leave")
+    newest = raystow.open(places["folder"]).latest()
+    assert newest is not None
+    return {
+        "saved by": saved,
+        "restored by": restored,
+        "raw": sizes[0],
+        "stored": newest.bytes,
+        "one rank on each node": plan_world(newest, restored, per_node=1).amplification,
+        "ways": {
+            way: {
+                "seconds": statistics.median(times),
+                "GB/s": sizes[0] / 1e9 / statistics.median(times),
+                "all seconds": times,
+                "read": read.get(way, {}),
+                **({"store/needed": read[way].get("store", 0) / newest.bytes} if way in OURS else {}),
+            }
+            for way, times in seconds.items()
+        },
+    }
+
+
+def join(ranks: Sequence[Any], folder: Path) -> int:
+    """Make the ranks a world; the raw bytes of its state."""
+    where = tempfile.mktemp(dir=folder, prefix="group-")
+    return sum(ray.get([rank.join.remote(where, i, len(ranks)) for i, rank in enumerate(ranks)], timeout=300))
+
+
+def claims(cases: list[dict[str, Any]], plans: dict[str, Any]) -> dict[str, bool]:
+    """What is promised, and whether this run bears it out."""
+    from_store = [case["ways"][way]["store/needed"] for case in cases for way in ("folder", "s3")]
+    beside = [case["ways"][way] for case in cases for way in ("memory", "peer")]
+    one = plans["same"], plans["half"]
+    return {
+        f"bytes from the store at most {AMPLIFICATION} times what is needed": max(from_store) <= AMPLIFICATION,
+        "nothing from the store while nodes have it in memory": all(not way["read"].get("store") for way in beside),
+        f"2,048 nodes: a rank plans in less than {SECONDS:.0f} s of CPU time": max(plan["cpu"] for plan in one) < SECONDS,
+        f"2,048 nodes: in a process of less than {MEMORY >> 30} GiB": max(plan["peak"] for plan in one) < MEMORY,
+    }
+
+
+def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table]:
+    """One for each case, and one for the plans."""
+    for case in cases:
+        title = f"{case['saved by']} -> {case['restored by']} ranks, {case['raw'] / 1e6:.0f} MB raw"
+        grid = table(title, "", ">s", ">slowest", ">GB/s", ">MB: memory", ">peer", ">store", ">by needed")
+        for way, told in case["ways"].items():
+            read = [f"{told['read'].get(source, 0) / 1e6:.1f}" if way in OURS else "" for source in ("memory", "peer", "store")]
+            ratio = f"{told['store/needed']:.4f}" if way in OURS else ""
+            times = f"{told['seconds']:.2f}", f"{max(told['all seconds']):.2f}", f"{told['GB/s']:.2f}"
+            grid.add_row(TITLES[way], *times, *read, ratio)
+        yield grid
+    title = "planning: saved by 2,048 nodes of 8 ranks, 1,000 tensors"
+    grid = table(title, "", ">ranks", ">s", ">CPU s", ">fragments", ">MiB", ">grown by")
+    for name in ("same", "half"):
+        plan = plans[name]
+        sizes = f"{plan['peak'] / (1 << 20):.0f}", f"{plan['grown'] / (1 << 20):.0f}"
+        numbers = f"{plan['ranks']:,}", f"{plan['seconds']:.2f}", f"{plan['cpu']:.2f}", str(plan["fragments"])
+        grid.add_row(f"{name} world", *numbers, *sizes)
+    yield grid
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
+    folder: Annotated[Path | None, typer.Option(help="where the local store's files go for the time of the run")] = None,
+    rounds: Annotated[int, typer.Option(min=3, help="rounds that count")] = 5,
+) -> None:
+    """Measure restoring and planning."""
+    for name in ("RAYSTOW_TRUSTED_KEYS", "RAYSTOW_SIGNING_KEY"):
+        os.environ.pop(name, None)
+    console = Console(width=120)
+    about = {
+        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "machine": machine(),
+        "versions": {"python": platform.python_version()}
+        | {name: version(name) for name in ("raystow", "ray", "torch", "obstore", "boto3", "pyarrow")},
+        "rounds": rounds,
+        "state": {"tensors": len(SHAPES), "elements": sum(map(math.prod, SHAPES))},
+    }
+    plans = planning(rounds)
+    with tempfile.TemporaryDirectory(dir=folder) as place, s3() as (bucket, server):
+        about["S3 server"] = server
+        with nodes() as on:
+            cases = [measure(on, Path(place), bucket, case, rounds) for case in CASES]
+    held = claims(cases, plans)
+    console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}; S3: {server}")
+    for grid in tables(cases, plans):
+        console.print(grid)
+    for claim, holds in held.items():
+        console.print(f"{'pass' if holds else 'MISS'}: {claim}", style="green" if holds else "bold red")
+    out.mkdir(parents=True, exist_ok=True)
+    file = out / f"restore-{about['date'][:10]}.json"
+    file.write_text(json.dumps({**about, "restoring": cases, "planning": plans, "claims": held}, indent=1) + "\n")
+    console.print(f"written to {file}")
+
+
+if __name__ == "__main__":
+    sys.path.append(str(Path(__file__).parents[1] / "tests"))
+    typer.run(main)

@@ -1,0 +1,181 @@
+"""How long a rank of a very large run plans its restore, and in how much memory.
+
+2,048 nodes of 8 ranks have saved 1,000 tensors, each split over all ranks, and 300 small ones that all ranks hold. The record
+is that of such a version, with every fragment and every pack in it. Fragments are made by the classes that make them in a save,
+those of the nodes that a rank may look at first; if it asked for any other, the run would end. What is measured, in a process
+of its own, is what ``Checkpointer.restore_latest`` does before it reads the first pack; the state is one of DTensors on a mesh
+of all ranks, of which torch's fake process group plays the others.
+"""
+
+from __future__ import annotations
+
+import logging
+import multiprocessing
+import statistics
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from control_plane_save import RANKS, TENSORS, fragment, tensor
+
+from raystow.storage import keys
+from raystow.storage.chunk import Coding
+from raystow.storage.digest import stored_digest
+from raystow.storage.manifest import TENSOR, Chunk, Fragment, path_text
+from raystow.storage.root import Entry
+from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+
+NODES, SMALL = 2048, 300
+REPOSITORY, ATTEMPT = "5e" * 16, "65c5e0a080b634de"
+SECONDS, MEMORY = 2.0, 1 << 30
+
+
+def make(folder: Path, sample: set[int]) -> Entry:
+    """Write the record, and the fragments of some nodes; the root's entry."""
+    infos, packs = list[FragmentInfo](), list[PackInfo]()
+    _, pattern = fragment(0, NODES)
+    for node in range(NODES):
+        info = replace(
+            pattern.info, node=node, size=363_000, digest="5e" * 32, ranks=tuple(range(node * RANKS, (node + 1) * RANKS))
+        )
+        if node in sample:
+            made, _ = fragment(node, NODES)
+            rows = (*made.chunks, *(small_row(i) for i in range(SMALL))) if node == 0 else made.chunks
+            data = Fragment(node, rows, ()).dump()
+            folder.joinpath(str(node)).write_bytes(data)
+            extra = len(rows) - len(made.chunks)
+            info = replace(info, size=len(data), digest=stored_digest(data).hex(), chunks=len(rows), raw=info.raw + 4 * extra)
+        infos.append(info)
+        packs += [replace(pack, node=node) for pack in pattern.packs]
+    record = VersionRecord(REPOSITORY, 1, ATTEMPT, 1, 100, 1.5, NODES * RANKS, fragments=tuple(infos), packs=tuple(packs))
+    data = record.dump()
+    folder.joinpath("record").write_bytes(data)
+    return record.entry(stored_digest(data), len(data))
+
+
+def small(i: int) -> str:
+    """The name of a tensor that all ranks hold."""
+    return f"optimizer.state.layers.{i}.step"
+
+
+def small_row(i: int) -> Chunk:
+    """Its chunk, with the first holder."""
+    name, coding = small(i), Coding(False, False, ("raw",), (4,), (), 65536)
+    return Chunk(
+        name, path_text(tuple(name.split("."))), TENSOR, "float32", (), (), (), 0, "optimizer", 0, 4 * i, coding, 0, bytes(32)
+    )
+
+
+class Sample:
+    """The store: objects of the sample."""
+
+    uri = "memory://sample"
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self.asked = folder, list[str]()
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """An object; an end to the run if it is none of the sample."""
+        self.asked.append(key)
+        name = key.rpartition("/")[2]
+        parts = keys.place_of(key)
+        if parts is not None:
+            name = str(parts[0])
+        return self._folder.joinpath(name).read_bytes()
+
+    def get_range(self, key: str, start: int, length: int) -> bytes:
+        """As ``get``."""
+        return self.get(key, max_bytes=length)[start : start + length]
+
+
+class Coordinator:
+    """Says what to restore, as the coordinator's actor does: with the record, and who has what in memory."""
+
+    def __init__(self, entry: Entry, record: bytes) -> None:
+        self._entry, self._record = entry, record
+
+    def settle(self, vote: Any) -> Any:
+        """See ``agreement.Settling``."""
+        from raystow.orchestrator.restoring import Choice
+
+        return Choice(self._entry, {node: [f"node-{node}"] for node in range(0, NODES, 2)}, self._record)
+
+
+def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
+    """In a process of its own: plan once, and tell what it took."""
+    import torch
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    from raystow.orchestrator.agreement import Together
+    from raystow.orchestrator.restore import plan_restore
+    from raystow.orchestrator.restoring import Vote
+    from raystow.storage.repository import Repository
+
+    logging.disable(logging.CRITICAL)
+    torch.set_num_threads(1)
+    dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
+    mesh = DeviceMesh("cpu", torch.arange(world), mesh_dim_names=("shard",))
+    into: dict[str, Any] = {small(i): torch.empty(()) for i in range(SMALL)}
+    for i in range(TENSORS):
+        name, _, dtype, shape, _, _ = tensor(i, NODES)
+        local = torch.empty((shape[0] // world, shape[1]), dtype=getattr(torch, dtype))  # memory that nobody touches takes none
+        into[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
+    store = Sample(Path(folder))
+
+    repository = Repository(store, REPOSITORY)  # type: ignore[arg-type]
+    coordinator = Coordinator(entry, Path(folder, "record").read_bytes())
+    before, wall, cpu = peak(), time.perf_counter(), time.process_time()
+    vote = Vote(rank, world, "process", 1, 600.0)
+    agreement = Together(repository, coordinator, vote, lambda: "nobody", here=f"node-{rank // RANKS}")
+    chosen = agreement.settle(None, "")
+    assert chosen is not None
+    made = plan_restore(agreement.version(chosen), into, rank=rank, world_size=world, sources=agreement.sources)
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    assert made.raw == sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in into.values())
+    told = {"seconds": wall, "cpu": cpu, "peak": peak(), "grown": peak() - before, "fragments": len(set(store.asked))}
+    pipe.send({**told, "chunks": sum(part.chunks for part in made.parts), "plan": made.explain()})
+
+
+def peak() -> int:
+    """The most memory that this process ever had, bytes."""
+    lines = Path("/proc/self/status").read_text().splitlines()
+    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+
+
+def planning(rounds: int) -> dict[str, Any]:
+    """Plans of a rank in the middle, at the same world size and at half of it."""
+    context = multiprocessing.get_context("spawn")
+    worlds = {"same": NODES * RANKS, "half": NODES * RANKS // 2}
+    results: dict[str, Any] = {name: {"ranks": world, "rounds": []} for name, world in worlds.items()}
+    with tempfile.TemporaryDirectory() as folder:
+        sample = {0, *(node for world in worlds.values() for node in around(world // 3, world))}
+        entry = make(Path(folder), sample)
+        for turn in range(rounds):
+            for name in sorted(worlds, reverse=bool(turn % 2)):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=plan, args=(folder, entry, worlds[name] // 3, worlds[name], theirs))
+                process.start()
+                theirs.close()
+                results[name]["rounds"].append(ours.recv())
+                process.join()
+    for result in results.values():
+        for what in ("seconds", "cpu"):
+            result[what] = statistics.median(one[what] for one in result["rounds"])
+        for what in ("peak", "grown", "fragments", "chunks"):
+            result[what] = max(one[what] for one in result["rounds"])
+        result["plan"] = result["rounds"][0]["plan"]
+        for one in result["rounds"]:
+            del one["plan"]
+    return {**results, "record": entry.size, "chunk rows": NODES * RANKS * TENSORS + SMALL}
+
+
+def around(rank: int, world: int) -> set[int]:
+    """The nodes of the save in whose fragments a rank of ``world`` looks first."""
+    saved = NODES * RANKS
+    first = rank * saved // world // RANKS
+    return {min(rank // RANKS, NODES - 1), *range(first - 1, first + 3)}
