@@ -102,8 +102,10 @@ class Together:
         self._borrowing: Borrowing | None = None
 
     def settle(self, tried: Entry | None, damage: str) -> Entry | None:
-        self._let_go()
-        self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage))
+        try:  # the node worker lets go of what was read when nobody reads any more: not before all ranks are through
+            self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage))
+        finally:
+            self._let_go()
         return None if self._choice is None else self._choice.entry
 
     def version(self, entry: Entry) -> Version:

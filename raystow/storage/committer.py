@@ -79,12 +79,13 @@ class Committer:
     def discard(self, id: int, attempt: str) -> None:
         """Delete the objects of an attempt that this epoch gave up; one that is or was a version is left alone.
 
-        Safe, since only the epoch that reserved an attempt can commit it, and it decides once. It may have been a version although
-        its commit raised ``Fenced``: if no answer came, and another epoch has committed and dropped before the root was read
-        again. Then a collection deletes it, when nobody reads it any more.
+        Safe, since only the epoch that reserved an attempt can commit it, and it decides once. It may have been a version though
+        its commit raised ``Fenced``: if no answer came, and newer epochs had committed and dropped by the time that the root was
+        read again. Then a collection deletes it, when nobody reads it any more.
         """
         root = self.repository.root()
-        if any((known.id, known.attempt) == (id, attempt) for known in (*root.versions, *root.dropped)):
+        were = [(entry.id, entry.attempt) for entry in root.versions] + [(d.id, d.attempt) for d in root.dropped]
+        if (id, attempt) in were:
             return
         store = self.repository.store
         store.delete([info.key for info in store.list(keys.prefix(id, attempt))])

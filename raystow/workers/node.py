@@ -61,9 +61,9 @@ class Node:
         threads: int | None = None,
     ) -> None:
         self._node, self._connect = node, connect
-        budget = memory_limit() // 4
-        self._tier = MemoryTier(budget)
-        self._fetcher = Fetcher(self._tier, peers or NoPeers(), budget=budget // 4)
+        self._keep = memory_limit() // 4
+        self._tier = MemoryTier(self._keep)
+        self._fetcher = Fetcher(self._tier, peers or NoPeers(), budget=self._keep // 4)
         self.guests, self.replicator = Guests(self._tier), Replicator(node, self._tier, neighbours or Nobody(), SYSTEM)
         self._workshop = Workshop(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code"),
@@ -105,9 +105,9 @@ class Node:
         elif received is not None:
             Session(connection, self, self._node).serve(received[0])
 
-    def keep_in_memory(self, nbytes: int) -> None:
+    def keep_in_memory(self, nbytes: int | None) -> None:
         """See ``session.Host``."""
-        self._tier.resize(nbytes)
+        self._tier.resize(self._keep if nbytes is None else nbytes)
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """See ``session.Host``."""

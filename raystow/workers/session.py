@@ -35,8 +35,8 @@ class Host(Protocol):
     def grow(self, nbytes: int) -> None:
         """Adapt the budget of coded bytes by a process's share."""
 
-    def keep_in_memory(self, nbytes: int) -> None:
-        """Keep the newest version in so many bytes of this node's memory."""
+    def keep_in_memory(self, nbytes: int | None) -> None:
+        """Keep the newest version in so many bytes of this node's memory; None: as many as it thinks right."""
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """Copy what is kept of a repository into the memory of so many other nodes, at ``rate`` bytes per second at most."""
@@ -74,8 +74,7 @@ class Session:
         """Handle messages until the connection ends. ``hello``: the first."""
         try:
             self._hello = hello
-            if self._hello.get("keep_in_memory") is not None:
-                self._host.keep_in_memory(int(self._hello["keep_in_memory"]))
+            self._host.keep_in_memory(self._hello.get("keep_in_memory"))
             if self._hello.get("replicas") is not None:
                 self._host.replicate(self._hello["repository"], self._hello["replicas"], self._hello["replica_rate"])
             coded = int(self._hello["coded"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -178,3 +180,37 @@ def test_a_restore_logs_its_plan_and_then_what_was_really_read_from_where(caplog
 
 def megabytes(text: str) -> dict[str, float]:
     return {where: float(number) for number, where in re.findall(r"([\d.]+) MB from ([a-z']+(?: [a-z']+)+)", text)}
+
+
+class Meeting(Port):
+    """Answers a rank that is through when both are, as the coordinator does."""
+
+    def __init__(self, choice: Choice) -> None:
+        super().__init__(choice)
+        self.first, self.both = threading.Event(), threading.Barrier(2, timeout=60)
+
+    def settle(self, vote: Vote) -> Choice | None:
+        if vote.tried is not None:
+            self.first.set()
+            self.both.wait()
+        return super().settle(vote)
+
+
+def test_what_a_rank_has_read_stays_for_those_of_its_node_that_are_slower(caplog):
+    caplog.set_level("INFO", logger="raystow.orchestrator.agreement")
+    uri = f"memory://restore-plan-{SYSTEM.token()}"
+    with LocalCluster(uri) as cluster:
+        saved = cluster.save(state(1), step=5)
+    with LocalCluster(uri) as restarted, ThreadPoolExecutor(1) as beside:  # its node worker has nothing in memory
+        port = Meeting(Choice(saved.entry))
+
+        def restore(rank: int) -> None:
+            agreement = Together(restarted.repository, port, Vote(rank, 2, f"{rank}", 1, 60.0), lambda: restarted.address(0))
+            assert restore_latest(restarted.repository, state(2), agreement, rank=rank, world_size=2) == saved
+
+        quick = beside.submit(restore, 0)
+        assert port.first.wait(60)
+        restore(1)
+        quick.result(60)
+    read = sorted(entry.getMessage() for entry in caplog.records if "has read" in entry.getMessage())
+    assert [megabytes(text).keys() for text in read] == [{"the store"}, set()]

@@ -103,6 +103,9 @@ class FakeHost:
     def grow(self, nbytes: int) -> None:
         self.budget += nbytes
 
+    def keep_in_memory(self, nbytes: int | None) -> None:
+        pass
+
     def store_rate(self, uri: str) -> float:
         return 0.0
 

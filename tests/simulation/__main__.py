@@ -1,0 +1,22 @@
+"""``python -m tests.simulation SEED`` plays one seed; ``python -m tests.simulation FIRST LAST`` some, until one fails."""
+
+from __future__ import annotations
+
+import sys
+
+from .run import play
+
+
+def main() -> int:
+    """Play; 1 if an invariant was broken."""
+    first, last = int(sys.argv[1]), int(sys.argv[-1])
+    for seed in range(first, last + 1):
+        outcome = play(seed)
+        if outcome.broken:
+            print(outcome.report)
+            return 1
+    print(f"seeds {first} to {last}: nothing broken; the last had {outcome.versions} versions, digest {outcome.digest}")
+    return 0
+
+
+sys.exit(main())

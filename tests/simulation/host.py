@@ -1,0 +1,198 @@
+"""A coordinator's host: does with the real state machine what ``orchestrator.coordinator_actor`` does, without Ray."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
+from raystow.orchestrator.housekeeping import Housekeeping
+from raystow.storage.committer import Committer
+from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
+from raystow.storage.repository import create_repository
+from raystow.storage.retention import Policy
+from raystow.storage.root import Entry
+from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.workers.port import Begin, Ticket
+
+from .invariants import Role
+from .journal import Violation
+
+if TYPE_CHECKING:
+    from .world import World
+
+_TICK = 60.0  # seconds; the actor's are shorter, which costs a simulation time and changes nothing
+_PATIENCE = 3600.0
+_FOR_EVER = 1e9
+
+
+class Host:
+    """One coordinator. Each of its methods is what the actor's method of that name is."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+        self._role = Role("coordinator")
+        self.process = world.process("host", self._role)
+        self._clock = world.clock(self.process)
+        self._core: Coordinator | None = None
+        self._told = 0
+        self._keeping_house = False
+        self.deleting = False
+        """Whether it may be about to delete objects, by a look at the root that it has taken already."""
+        self._tickets: dict[str, Ticket] = {}
+        self.process.spawn(self._main)
+
+    def join(self, rank: int, incarnation: str) -> None:
+        self._apply(lambda core: core.join(rank, incarnation))
+
+    def begin(self, begin: Begin) -> Ticket:
+        ticket: Ticket = self._apply(lambda core: core.begin(begin))
+        self._tickets[ticket.attempt] = ticket
+        return ticket
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        self._apply(lambda core: core.finished(ticket, rank, covered))
+
+    def wait_complete(self, ticket: Ticket) -> None:
+        self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
+
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        self._apply(lambda core: core.staged(ticket, info, packs))
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry | None:
+        self._apply(lambda core: core.fragment(ticket, info, packs))
+        return self._until(ticket, lambda attempt: attempt.phase.over).entry
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        self._apply(lambda core: core.failed(ticket, reason))
+
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
+
+    def gone(self, rank: int, incarnation: str, reason: str) -> None:
+        self._apply(lambda core: core.gone(rank, incarnation, reason))
+
+    @property
+    def in_charge(self) -> bool:
+        """Whether it has taken an epoch."""
+        return self._core is not None
+
+    def check_ended(self) -> None:
+        """Every attempt that this coordinator has opened is over."""
+        if self._core is not None:
+            for attempt in self._open():
+                raise Violation("every attempt ends", f"{self.process} still has {attempt.attempt}: {attempt.phase.value}")
+
+    def _main(self) -> None:
+        core = self._start()
+        while True:
+            while (attempt := core.next_commit()) is not None:
+                core.settled(attempt, self._commit(core.record(attempt)))
+                self._tell()
+                if attempt.phase is Phase.COMMITTED:
+                    self._check_order(attempt)
+                    if attempt.retention is not None:
+                        self._keep_house(attempt.retention)
+            core.tick()
+            self._check_deadlines()
+            core.nodes_alive(self._world.nodes_alive())
+            self._tell()
+            for id, token in core.abandoned():
+                self.deleting = True
+                self._discard(id, token)
+                self.deleting = self._keeping_house
+            self.process.wait(lambda: core.next_commit() is not None, _TICK)
+
+    def _start(self) -> Coordinator:
+        while self._core is None:
+            try:
+                repository = create_repository(self._world.uri, clock=self._clock)
+                self._committer = Committer(repository, f"{self.process}-{self._clock.token()}")
+            except RaystowError:
+                self._clock.sleep(5.0)  # the next call starts it again
+                continue
+            self._role.epoch, self._role.owner = self._committer.epoch, self._committer.owner
+            self._housekeeping = Housekeeping(self._committer)
+            self._core = Coordinator(self._committer, self._clock, writer={"raystow": "simulated"})
+            self._world.note(self.process, f"is in charge, epoch {self._committer.epoch}")
+            self.process.tell()
+        return self._core
+
+    def _apply(self, change: Callable[[Coordinator], Any]) -> Any:
+        if not self.process.wait(lambda: self._core is not None, _PATIENCE):
+            raise ClusterError("the coordinator does not start")
+        assert self._core is not None
+        try:
+            return change(self._core)
+        finally:
+            self._tell()
+
+    def _tell(self) -> None:
+        assert self._core is not None
+        if self._core.changes != self._told:
+            self._told = self._core.changes
+            self.process.tell()
+
+    def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
+        attempt: Attempt = self._apply(lambda core: core.attempt(ticket))
+        self.process.wait(lambda: reached(attempt), _FOR_EVER)
+        if attempt.phase is Phase.ABORTED:
+            raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}")
+        return attempt
+
+    def _keep_house(self, policy: Policy) -> None:
+        def run() -> None:
+            self._role.since, self._role.keep_last = self._world.model.now, policy.keep_last or 0
+            self._housekeeping.run(policy)
+            self._keeping_house = self.deleting = False
+
+        if not self._keeping_house:
+            self._keeping_house = self.deleting = True
+            self.process.spawn(run)
+
+    def _commit(self, record: VersionRecord) -> Entry | RaystowError:
+        watch = self._world.watch
+        try:
+            entry = self._committer.commit(record).entry
+        except RaystowError as error:
+            if isinstance(error, SaveFailed | Fenced):
+                watch.says_never((record.id, record.attempt))
+            self._world.note(self.process, f"did not commit {record.id}: {error}")
+            return error
+        watch.says_committed((record.id, record.attempt))
+        self._world.note(self.process, f"committed {record.id}, step {record.step}")
+        return entry
+
+    def _discard(self, id: int, attempt: str) -> None:
+        try:
+            self._committer.discard(id, attempt)
+        except RaystowError:
+            pass  # stays until the next collection
+
+    def _open(self) -> list[Attempt]:
+        """The attempts that are not over."""
+        found = []
+        for token, ticket in list(self._tickets.items()):
+            try:
+                assert self._core is not None
+                attempt = self._core.attempt(ticket)
+            except SaveFailed:  # over, and forgotten
+                del self._tickets[token]
+                continue
+            if attempt.phase.over:
+                del self._tickets[token]
+            else:
+                found.append(attempt)
+        return found
+
+    def _check_deadlines(self) -> None:
+        for attempt in self._open():
+            if attempt.phase is not Phase.READY and attempt.deadline <= self._clock.monotonic():
+                raise Violation("every attempt ends", f"{self.process} lets {attempt.attempt} live past its deadline")
+
+    def _check_order(self, committed: Attempt) -> None:
+        for attempt in self._open():
+            if attempt.id < committed.id:
+                raise Violation(
+                    "versions come in the order of saves", f"{committed.id} was committed, {attempt.id} is {attempt.phase.value}"
+                )

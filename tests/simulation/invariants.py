@@ -1,0 +1,296 @@
+"""What must hold after every change of the store, whoever made it.
+
+Looks at the true store, and shares no code with what it checks. The harness tells it what only the actors know: who is who
+(``roles``), which bytes belong where (``expected``), who reads what under a lease, and when an operator began to look.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import dataclass, field
+from typing import Any
+
+from blake3 import blake3
+
+from .journal import Violation
+from .model_store import STALE, Change, ModelStore
+
+LEASE = 3600.0
+_ATTEMPT = re.compile(r"versions/(\d+)-([0-9a-f]{16})/(.+)")
+_LEASE = re.compile(r"leases/(\d+)-([0-9a-f]{16})-[0-9a-f]{16}\.json")
+
+Attempt = tuple[int, str]
+Json = dict[str, Any]
+
+
+@dataclass
+class Role:
+    """What a process is doing, as far as it must keep to something.
+
+    ``grace``: what it collects with, in seconds. ``since``: the store's time at which it began to look, for a plan that it is
+    carrying out. ``asked``: when it last asked the store what time it is. ``keep_last``: of the policy it applies. ``epoch``,
+    ``owner``: of a coordinator.
+    """
+
+    kind: str
+    grace: float = LEASE
+    since: float = 0.0
+    asked: float = 0.0
+    keep_last: int = 0
+    epoch: int = -1
+    owner: str = ""
+
+
+@dataclass
+class Lease:
+    """A lease in the store. ``first``: number of the change that put it there, at the time ``began``. ``guards``: whoever holds
+    it was told that its version is live, by a look at the root after that, and it has counted ever since."""
+
+    who: str
+    attempt: Attempt
+    first: int
+    began: float
+    modified: float
+    guards: bool = False
+
+
+@dataclass
+class Watch:
+    """Raises ``Violation`` from within the change that breaks an invariant."""
+
+    model: ModelStore
+    roles: dict[str, Role] = field(default_factory=dict)
+    expected: dict[str, bytes] = field(default_factory=dict)
+    root: Json | None = None
+    committed: dict[Attempt, int] = field(default_factory=dict)
+    refused: set[Attempt] = field(default_factory=set)
+    leases: dict[str, Lease] = field(default_factory=dict)
+    owners: dict[str, str] = field(default_factory=dict)
+    lost: bool = False
+    """Whether the root is lost at the moment, by the world's will."""
+
+    def __call__(self, change: Change) -> None:
+        """The store has changed."""
+        if change.key == "root.json":
+            self._root_changed(change)
+        elif match := _ATTEMPT.fullmatch(change.key):
+            attempt = int(match[1]), match[2]
+            if change.new is None:
+                self._deleted(change, attempt)
+            else:
+                self._written(change, attempt)
+        elif match := _LEASE.fullmatch(change.key):
+            self._lease_changed(change, (int(match[1]), match[2]))
+        elif change.key.startswith("probe/") and change.who in self.roles:
+            self.roles[change.who].asked = self.model.now
+        elif change.key == "raystow.json" and change.old is not None:
+            raise Violation("the marker never changes", f"{change.who} has replaced or deleted it")
+
+    def guards(self, who: str, attempt: Attempt, looked: int, *, written: bool) -> None:
+        """A reader was told that the version it leased is live; it last looked at the root after the ``looked``-th change.
+        ``written``: it knows that its lease was."""
+        for lease in self.leases.values():
+            if (lease.who, lease.attempt) == (who, attempt) and self._counts(lease):
+                lease.guards = lease.first <= looked
+                if written and not lease.guards:
+                    raise Violation("a lease is confirmed after it is written", f"{who} has not looked at the root since")
+
+    def says_never(self, attempt: Attempt) -> None:
+        """A commit was refused for good: the attempt must never be a version from now on."""
+        if self.root is not None and attempt in _live(self.root):
+            raise Violation("a refused commit is no version", f"attempt {attempt} was refused, and the root lists it")
+        self.refused.add(attempt)
+
+    def says_committed(self, attempt: Attempt) -> None:
+        """A commit was reported as done."""
+        if attempt not in self.committed:
+            raise Violation("a reported commit is a version", f"attempt {attempt} was never in the root")
+
+    def whole(self) -> None:
+        """Every live version is complete, byte for byte."""
+        for entry in self.root["versions"] if self.root is not None else ():
+            self._check_whole(entry)
+
+    def _root_changed(self, change: Change) -> None:
+        if self.lost:
+            self._repaired(change)
+            return
+        if change.new is None:
+            raise Violation("the root is never deleted", change.who)
+        old, new = self.root, json.loads(change.new.data)
+        new.setdefault("dropped", [])
+        new.setdefault("verified", 0)
+        self.root = new
+        if old is None:
+            if (new["epoch"], new["next_id"], new["versions"]) != (0, 1, []):
+                raise Violation("a repository begins empty", f"{change.who} wrote {new}")
+            return
+        if new["next_id"] < old["next_id"]:
+            raise Violation("ids never go back", f"{change.who} lowered next_id from {old['next_id']} to {new['next_id']}")
+        if new["epoch"] < old["epoch"]:
+            raise Violation("epochs never go back", f"{change.who} lowered the epoch from {old['epoch']} to {new['epoch']}")
+        kinds = {
+            name
+            for name in ("epoch", "next_id", "pins", "versions", "dropped", "verified", "repository", "owner")
+            if old[name] != new[name]
+        }
+        role = self.roles.get(change.who, Role("nobody"))
+        before, after = _live(old), _live(new)
+        if kinds == {"epoch", "owner"}:
+            self._took(change, role, old, new)
+        elif kinds == {"next_id", "versions"} and new["versions"][:-1] == old["versions"]:
+            self._committed(change, role, old, new)
+        elif kinds == {"versions", "dropped"} and after < before:
+            self._dropped(change, role, old, new)
+        elif kinds == {"pins"}:
+            self._pinned(change, old, new)
+        elif kinds == {"verified"}:
+            if new["verified"] < old["verified"] or new["verified"] not in {id for id, _ in after}:
+                raise Violation("what is verified is live", f"{change.who} set verified to {new['verified']}")
+        elif kinds == {"next_id"}:
+            self._spent(change, role, old, new)
+        elif kinds == {"dropped"}:
+            self._forgotten(change, old, new)
+        else:
+            raise Violation(
+                "a root write changes only what its kind of update may change", f"{change.who} changed {sorted(kinds)}"
+            )
+
+    def _repaired(self, change: Change) -> None:
+        """The root is there again: it lists what it listed before, and is a root that nobody else knows."""
+        assert change.new is not None
+        assert self.root is not None
+        old, new = self.root, json.loads(change.new.data)
+        if not _live(old) <= _live(new):
+            raise Violation("a repair brings back what was live", f"{_live(old) - _live(new)} are lost")
+        if new["owner"] in self.owners or any(id >= new["next_id"] for id, _ in self.committed):
+            raise Violation("a repaired root is a new one", f"next_id {new['next_id']}, owner {new['owner']}")
+        self.owners[new["owner"]] = change.who
+        new.setdefault("dropped", [])
+        new.setdefault("verified", 0)
+        self.root, self.lost = new, False
+        for attempt in _live(new):
+            self.committed.setdefault(attempt, self.model.changes)
+        self.refused -= _live(new)
+        self.whole()
+
+    def _took(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        # Who has lost an epoch before it was told that it had it takes another one.
+        again = self.owners.setdefault(new["owner"], change.who) == change.who and role.epoch < 0
+        if new["epoch"] != old["epoch"] + 1 or not again:
+            raise Violation("an epoch is taken once", f"{change.who} took epoch {new['epoch']} as {new['owner']}")
+
+    def _committed(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        entry = new["versions"][-1]
+        attempt = entry["id"], entry["attempt"]
+        if not old["next_id"] <= entry["id"] == new["next_id"] - 1:
+            raise Violation("ids never repeat", f"{change.who} committed id {entry['id']}, the next was {old['next_id']}")
+        if attempt in self.committed or attempt in self.refused:
+            raise Violation("an attempt is decided once", f"{change.who} committed {attempt} again, or after it was refused")
+        if role.owner != new["owner"] or role.epoch != new["epoch"]:
+            raise Violation(
+                "at most one coordinator's writes win",
+                f"{change.who} of epoch {role.epoch} committed version {entry['id']} in epoch {new['epoch']} of {new['owner']}",
+            )
+        self.committed[attempt] = self.model.changes
+        self._check_whole(entry)
+
+    def _dropped(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        gone = [e for e in old["versions"] if (e["id"], e["attempt"]) not in _live(new)]
+        noted = [(d["id"], d["attempt"]) for d in new["dropped"][len(old["dropped"]) :]]
+        if noted != [(e["id"], e["attempt"]) for e in gone] or new["dropped"][: len(old["dropped"])] != old["dropped"]:
+            raise Violation("what is dropped is noted", f"{change.who} dropped {gone} and noted {noted}")
+        ids = {e["id"] for e in gone}
+        if old["versions"][-1]["id"] in ids:
+            raise Violation("the newest version stays", f"{change.who} dropped version {old['versions'][-1]['id']}")
+        if ids & {*old["pins"].values(), old["verified"]}:
+            raise Violation("pinned and verified versions stay", f"{change.who} dropped {ids}")
+        if role.kind == "coordinator" and (role.owner, role.epoch) != (new["owner"], new["epoch"]):
+            raise Violation("at most one coordinator's writes win", f"{change.who} of epoch {role.epoch} dropped {ids}")
+        newer = sum(id > max(ids) for id, _ in self.committed)
+        if newer < role.keep_last:
+            raise Violation("a policy is kept", f"{change.who} dropped {ids} of the last {role.keep_last}")
+        for lease in self.leases.values():
+            if lease.guards and lease.attempt[0] in ids and self._counts(lease) and lease.began < role.since - STALE:
+                raise Violation("leased versions are not dropped", f"{change.who} dropped {lease.attempt}, leased by {lease.who}")
+
+    def _pinned(self, change: Change, old: Json, new: Json) -> None:
+        added = {name: id for name, id in new["pins"].items() if old["pins"].get(name) != id}
+        if not set(added.values()) <= {id for id, _ in _live(new)}:
+            raise Violation("a pin names a live version", f"{change.who} pinned {added}")
+
+    def _spent(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        """An attempt in flight may lose its id only if it was idle."""
+        for key, held in self.model.objects.items():
+            recent = role.asked - role.grace < held.modified < role.asked - STALE
+            if recent and (match := _ATTEMPT.fullmatch(key)) and old["next_id"] <= int(match[1]) < new["next_id"]:
+                raise Violation("attempts in flight keep their ids", f"{change.who} spent id {int(match[1])} of {match[2]}")
+
+    def _forgotten(self, change: Change, old: Json, new: Json) -> None:
+        rest = [d for d in old["dropped"] if d in new["dropped"]]
+        if rest != new["dropped"]:
+            raise Violation("a root write changes only what its kind of update may change", f"{change.who} added to 'dropped'")
+
+    def _deleted(self, change: Change, attempt: Attempt) -> None:
+        root, role = self.root, self.roles.get(change.who, Role("nobody"))
+        if root is None:
+            return
+        if attempt in _live(root):
+            raise Violation("no object of a live version is deleted", f"{change.who} deleted {change.key}")
+        for lease in self.leases.values():
+            if lease.guards and lease.attempt == attempt and self._counts(lease):
+                raise Violation("no object under a lease is deleted", f"{change.who} deleted {change.key}, leased by {lease.who}")
+        if attempt in self.committed:
+            at = next((d["at"] for d in root["dropped"] if (d["id"], d["attempt"]) == attempt), None)
+            if at is not None and self.model.now < at + role.grace:
+                raise Violation(
+                    "dropped versions have a grace period",
+                    f"{change.who} deleted {change.key}, dropped {self.model.now - at:.0f} s ago",
+                )
+        if role.kind == "gc" and attempt[0] >= root["next_id"]:
+            raise Violation("only spent attempts are collected", f"{change.who} deleted {change.key}, which may be committed yet")
+
+    def _written(self, change: Change, attempt: Attempt) -> None:
+        assert change.new is not None
+        if change.old is not None and change.old.data != change.new.data:
+            raise Violation("objects are written once", f"{change.who} wrote other bytes to {change.key}")
+
+    def _lease_changed(self, change: Change, attempt: Attempt) -> None:
+        lease = self.leases.get(change.key)
+        if change.new is None:
+            if lease is not None and lease.who != change.who and self._counts(lease):
+                raise Violation("a lease that counts is not deleted", f"{change.who} deleted {change.key} of {lease.who}")
+            self.leases.pop(change.key, None)
+        elif lease is None:
+            self.leases[change.key] = Lease(change.who, attempt, self.model.changes, self.model.now, self.model.now)
+        else:
+            lease.guards = lease.guards and self._counts(lease)  # one that has ended guards nothing, also if it is renewed
+            lease.modified = self.model.now
+
+    def _counts(self, lease: Lease) -> bool:
+        return self.model.now < lease.modified + LEASE
+
+    def _check_whole(self, entry: Json) -> None:
+        folder = f"versions/{entry['id']:08d}-{entry['attempt']}/"
+        record = self._bytes(folder + "version.json")
+        if blake3(record).hexdigest() != entry["digest"] or len(record) != entry["size"]:
+            raise Violation("a version is whole", f"{folder}version.json is not what the root says")
+        fields = json.loads(record)
+        names = [f"tensors-{f['node']:05d}.parquet" for f in fields["fragments"]]
+        names += [f"{p['group']}-{p['node']:05d}-{p['number']:05d}.pack" for p in fields["packs"]]
+        if sorted({f["node"] for f in fields["fragments"]}) != list(range(fields["world_size"])):
+            raise Violation("a version is whole", f"{folder} has the fragments of {len(fields['fragments'])} nodes")
+        for name in names:
+            if self._bytes(folder + name) != self.expected.get(folder + name):
+                raise Violation("a version is whole", f"{folder}{name} is not what was saved")
+
+    def _bytes(self, key: str) -> bytes:
+        held = self.model.objects.get(key)
+        if held is None:
+            raise Violation("a version is whole", f"{key} is missing")
+        return held.data
+
+
+def _live(root: Json) -> set[Attempt]:
+    return {(entry["id"], entry["attempt"]) for entry in root["versions"]}

@@ -1,0 +1,101 @@
+"""Calls between processes as Ray carries them: at least once, late, twice, or not at all within the time the caller gives."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+from raystow.storage.errors import ClusterError, RaystowError
+from raystow.storage.root import Entry
+from raystow.storage.version_record import FragmentInfo, PackInfo
+from raystow.workers.port import Begin, Ticket
+
+from .scheduler import Process
+
+if TYPE_CHECKING:
+    from .host import Host
+    from .world import World
+
+_ANSWER = 60.0
+
+
+class SimPort:
+    """``raystow.workers.port.Port``, to one coordinator; to the one in charge after it has died."""
+
+    def __init__(self, world: World, caller: Process) -> None:
+        self._world, self._caller = world, caller
+        self._host = world.some_host()
+
+    def begin(self, begin: Begin) -> Ticket:
+        return self._call("begin", _ANSWER, begin)
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        self._call("finished", _ANSWER, ticket, rank, covered)
+
+    def wait_complete(self, ticket: Ticket) -> None:
+        self._call("wait_complete", ticket.timeout + _ANSWER, ticket)
+
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        self._call("staged", _ANSWER, ticket, info, packs)
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
+        return self._call("fragment", ticket.timeout + 2 * _ANSWER, ticket, info, packs)
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        self._call("failed", _ANSWER, ticket, reason)
+
+    def gone(self, rank: int, incarnation: str, reason: str) -> None:
+        self._call("gone", _ANSWER, rank, incarnation, reason)
+
+    def join(self, rank: int, incarnation: str) -> None:
+        self._call("join", _ANSWER, rank, incarnation)
+
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
+
+    def _call(self, method: str, timeout: float, *args: object) -> Any:
+        world, caller, answers = self._world, self._caller, list[Any]()
+        end = world.scheduler.time + timeout
+
+        def answer(value: object) -> None:
+            """Carries it back, unless it gets lost."""
+
+            def arrive() -> None:
+                answers.append(value)
+                caller.tell()
+
+            if not world.dice.chance(world.weather.lost_message):
+                world.scheduler.after(self._delay(), arrive)
+
+        self._send(method, args, answer)
+        while not caller.wait(lambda: bool(answers), min(30.0, end - world.scheduler.time)):
+            if world.scheduler.time >= end:
+                raise ClusterError(f"no answer to {method!r} in {timeout:.0f} s")
+            if not self._host.process.alive:
+                self._host = world.some_host()
+                self._send(method, args, answer)
+        if isinstance(answers[0], RaystowError):
+            raise answers[0]
+        return answers[0]
+
+    def _send(self, method: str, args: tuple[object, ...], answer: Callable[[object], None]) -> None:
+        world, host = self._world, self._host
+        copies = 2 if world.dice.chance(world.weather.doubled_message) else 1
+        for _ in range(copies):
+            if not world.dice.chance(world.weather.lost_message):
+                world.scheduler.after(self._delay(), lambda: _deliver(host, method, args, answer))
+
+    def _delay(self) -> float:
+        dice = self._world.dice
+        return dice.between(60.0, 1500.0) if dice.chance(self._world.weather.late_message) else dice.around(0.01)
+
+
+def _deliver(host: Host, method: str, args: tuple[object, ...], answer: Callable[[object], None]) -> None:
+    def handle() -> None:
+        try:
+            answer(getattr(host, method)(*args))
+        except RaystowError as error:
+            answer(error)
+
+    if host.process.alive:
+        host.process.spawn(handle)

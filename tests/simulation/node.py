@@ -1,0 +1,136 @@
+"""A node with one rank: does with a save what ``workers.attempt.NodeAttempt`` does, in that order, with bytes made beforehand."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from raystow.storage import keys
+from raystow.storage.errors import ClusterError, RaystowError, StoreError
+from raystow.workers.port import Begin, Ticket
+
+from . import payload
+from .invariants import Role
+from .network import SimPort
+from .payload import GROUP
+
+if TYPE_CHECKING:
+    from .world import World
+
+_TIMEOUT = 600.0
+
+
+class Node:
+    """A node worker and the training process of one rank on it."""
+
+    def __init__(self, world: World, rank: int) -> None:
+        self._world, self.rank = world, rank
+        self.process = world.process(f"node{rank}", Role("node"))
+        self.store, self.clock = world.store(self.process), world.clock(self.process)
+        self.incarnation = ""
+        self.saving = 0
+
+    def join(self) -> None:
+        """The training process is started anew."""
+        former, self.incarnation = self.incarnation, self.clock.token()
+        incarnation = self.incarnation
+
+        def tell() -> None:
+            try:
+                port = SimPort(self._world, self.process)
+                if former:
+                    port.gone(self.rank, former, "it went away before it saved")
+                port.join(self.rank, incarnation)
+            except RaystowError:
+                pass  # the coordinator learns it with the first save
+
+        self.process.spawn(tell)
+
+    def save(self, step: int, number: int) -> None:
+        """Begin to save a step."""
+        self.process.spawn(lambda: self._save(step, number))
+
+    def _save(self, step: int, number: int) -> None:
+        world, incarnation = self._world, self.incarnation
+        self.saving += 1
+        port = SimPort(world, self.process)
+        begin = Begin(
+            rank=self.rank,
+            world_size=world.ranks,
+            incarnation=incarnation,
+            save=number,
+            node=self.process.name,
+            step=step,
+            timeout=_TIMEOUT,
+            replicated=0,
+            expected=0,
+            metrics={"loss": float(step % 7)},
+            retention=world.policy,
+        )
+        try:
+            ticket = port.begin(begin)
+        except RaystowError as error:
+            self._end(step, error)
+            try:
+                port.save_failed(self.rank, incarnation, number, step, str(error))
+            except RaystowError:
+                pass
+            return
+        try:
+            self._store_and_wait(port, ticket)
+        except RaystowError as error:
+            self._end(step, error)
+        else:
+            self._end(step, None)
+
+    def _store_and_wait(self, port: SimPort, ticket: Ticket) -> None:
+        part = payload.part(ticket.node, ticket.id % payload.KINDS)
+        pack = keys.pack(ticket.id, ticket.attempt, ticket.node, GROUP, 0)
+        fragment = keys.fragment(ticket.id, ticket.attempt, ticket.node)
+        self._world.watch.expected |= {pack: part.pack, fragment: part.fragment}
+        uploads: list[RaystowError | None] = []
+
+        def upload() -> None:
+            outcome: RaystowError | None = None
+            try:
+                self.store.put(pack, [part.pack])
+            except StoreError as error:
+                outcome = error
+                self._tell_failed(port, ticket, error)
+            uploads.append(outcome)
+            self.process.tell()
+
+        self.clock.sleep(self._world.dice.around(3.0))
+        self.process.spawn(upload)
+        reported = False
+        try:
+            port.finished(ticket, self.rank, 0)
+            port.wait_complete(ticket)
+            port.staged(ticket, part.info, part.packs)
+            if not self.process.wait(lambda: bool(uploads), ticket.timeout):
+                raise ClusterError("a pack could not be stored in time")
+            if uploads[0] is not None:
+                raise uploads[0]
+            self.store.put(fragment, [part.fragment])
+            reported = True
+            port.fragment(ticket, part.info, part.packs)
+        except RaystowError as error:
+            self._tell_failed(port, ticket, error)
+            if not reported:
+                self._discard(pack)
+            raise
+
+    def _tell_failed(self, port: SimPort, ticket: Ticket, error: RaystowError) -> None:
+        try:
+            port.failed(ticket, str(error))
+        except RaystowError:
+            pass
+
+    def _discard(self, pack: str) -> None:
+        try:
+            self.store.delete([pack])
+        except StoreError:
+            pass
+
+    def _end(self, step: int, error: RaystowError | None) -> None:
+        self.saving -= 1
+        self._world.note(self.process, f"save of step {step} {f'failed: {error}' if error else 'done'}")

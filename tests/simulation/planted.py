@@ -1,0 +1,220 @@
+"""Bugs that the simulation must find: each is put into a throw-away copy of the package, and seeds are played until one fails.
+
+``python -m tests.simulation.planted`` prints the table of docs/design/008-simulation.md.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+_ROOT = Path(__file__).parents[2]
+SEEDS = 2000
+"""Within which every planted bug is found."""
+
+
+@dataclass(frozen=True)
+class Edit:
+    """In ``file`` of the package, ``old`` (which stands there once) becomes ``new``."""
+
+    file: str
+    old: str
+    new: str
+
+
+@dataclass(frozen=True)
+class Bug:
+    """What a tired programmer might have written."""
+
+    name: str
+    edits: tuple[Edit, ...]
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The first seed that fails, and what it says. ``seed`` is None if none did."""
+
+    bug: Bug
+    seed: int | None
+    broken: str
+
+
+def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
+    return Bug(name, tuple(Edit(*edit) for edit in edits))
+
+
+_ROOT_PY, _COMMITTER, _COLLECT = "storage/root.py", "storage/committer.py", "storage/collect.py"
+_PLAN, _RETENTION, _REPOSITORY = "storage/retention_plan.py", "storage/retention.py", "storage/repository.py"
+_COORDINATOR = "orchestrator/coordinator.py"
+_ERRORS = "from .errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
+_EITHER = "            except (PreconditionFailed, StoreUnavailable) as error:\n"
+_GIVES_UP = '                raise SaveFailed("lost", subject=keys.ROOT) from error\n'
+
+BUGS = (
+    _bug(
+        "commits do not check the epoch",
+        (_COMMITTER, "if (root.epoch, root.owner) != (self.epoch, self.owner):", "if False:"),
+    ),
+    _bug(
+        "commits check the epoch, not its owner",
+        (_COMMITTER, "if (root.epoch, root.owner) != (self.epoch, self.owner):", "if root.epoch != self.epoch:"),
+    ),
+    _bug("a coordinator takes charge without a new epoch", (_COMMITTER, "epoch=root.epoch + 1, owner=owner", "owner=owner")),
+    _bug(
+        "a refused swap is believed, though it may be one's own",
+        (_ROOT_PY, _ERRORS, _ERRORS.replace("PreconditionFailed,", "PreconditionFailed, SaveFailed,")),
+        (
+            _ROOT_PY,
+            _EITHER,
+            f"            except PreconditionFailed as error:\n{_GIVES_UP}            except StoreUnavailable as error:\n",
+        ),
+    ),
+    _bug(
+        "a lost answer counts as a failure: no read-back",
+        (_ROOT_PY, _ERRORS, _ERRORS.replace("PreconditionFailed,", "PreconditionFailed, SaveFailed,")),
+        (
+            _ROOT_PY,
+            _EITHER,
+            f"            except StoreUnavailable as error:\n{_GIVES_UP}            except PreconditionFailed as error:\n",
+        ),
+    ),
+    _bug(
+        "one's own write is not recognized when it is read back",
+        (_ROOT_PY, "if root.write_id in ours:", "if False:"),
+        (_COMMITTER, "if entry in root.versions:", "if False:"),
+    ),
+    _bug(
+        "the root is swapped before the record is written",
+        (_COMMITTER, "        self.repository.store.put(record.key(), [data])\n", ""),
+        (
+            _COMMITTER,
+            "        self.repository.register.update(add)\n",
+            "        self.repository.register.update(add)\n        self.repository.store.put(record.key(), [data])\n",
+        ),
+    ),
+    _bug(
+        "a version that was dropped meanwhile is discarded with what was given up",
+        (_COMMITTER, " + [(d.id, d.attempt) for d in root.dropped]", ""),
+    ),
+    _bug(
+        "objects are discarded although nobody knows what became of the commit",
+        (_COORDINATOR, "attempt.swept = not isinstance(outcome, SaveFailed)", "attempt.swept = False"),
+    ),
+    _bug(
+        "a version is committed when the first fragment is there",
+        (_COORDINATOR, "if len(attempt.stored) == len(attempt.nodes):", "if attempt.stored:"),
+    ),
+    _bug(
+        "whatever is complete is committed, out of order",
+        (
+            _COORDINATOR,
+            "oldest = min((a for a in self._attempts.values() if not a.phase.over), key=lambda a: a.id, default=None)",
+            "oldest = next((a for a in self._attempts.values() if a.phase is Phase.READY), None)",
+        ),
+    ),
+    _bug("deadlines are not looked at", (_COORDINATOR, "if now < attempt.deadline:", "if True:")),
+    _bug(
+        "objects are deleted before the version is dropped",
+        (
+            _PLAN,
+            "        at = store_clock.now(self.store, self.clock)\n",
+            "        at = store_clock.now(self.store, self.clock)\n"
+            "        for entry in doomed:\n"
+            '            self.store.delete(i.key for i in self.store.list(f"versions/{entry.id:08d}-{entry.attempt}/"))\n',
+        ),
+    ),
+    _bug(
+        "a drop lowers next_id",
+        (_PLAN, "                root, versions=", "                root, next_id=root.versions[-1].id + 1, versions="),
+    ),
+    _bug(
+        "retention may drop the newest",
+        (_RETENTION, "for entry in entries[-1:]:", "for entry in ():"),
+        (_PLAN, "for entry in root.versions[:-1] if", "for entry in root.versions if"),
+    ),
+    _bug(
+        "retention does not look at the pins again",
+        (_PLAN, "kept = {*root.pins.values(), root.verified}", "kept = {root.verified}"),
+    ),
+    _bug(
+        "retention does not look for leases",
+        (_REPOSITORY, "decisions = decide(leases.held(", "decisions = decide(() and leases.held("),
+    ),
+    _bug(
+        "a reader does not look at the root after it wrote its lease",
+        (_REPOSITORY, "if version.entry not in self.root().versions:", "if False:"),
+    ),
+    _bug("collection knows no grace period", (_COLLECT, "elif g.since < grace:", "elif False:")),
+    _bug(
+        "collection does not spend ids",
+        (
+            _COLLECT,
+            "root = self.register.update(lambda root: root if root.next_id >= past else replace(root, next_id=past))",
+            "root = self.register.read()",
+        ),
+    ),
+    _bug(
+        "collection trusts an old plan",
+        (_COLLECT, "return [g for g in due if (g.id, g.attempt) not in live]", "return due"),
+    ),
+    _bug(
+        "collection ignores leases",
+        (_COLLECT, "due = [g for g in due if (g.id, g.attempt) not in held]", "pass"),
+        (_COLLECT, "        if (g.id, g.attempt) in held:", "        if False:"),
+    ),
+    _bug(
+        "ages are judged by the machine's own clock",
+        ("storage/store_clock.py", '    key = f"{PREFIX}{clock.token()}"\n', '    return clock.now()\n    key = ""\n'),
+    ),
+)
+
+
+def plant(bug: Bug, folder: Path) -> None:
+    """Make a copy of the package and of the simulation below ``folder``, with this bug in it."""
+    ignored = shutil.ignore_patterns("__pycache__")
+    shutil.copytree(_ROOT / "raystow", folder / "raystow", ignore=ignored)
+    shutil.copytree(_ROOT / "tests" / "simulation", folder / "tests" / "simulation", ignore=ignored)
+    for edit in bug.edits:
+        path = folder / "raystow" / edit.file
+        text = path.read_text()
+        assert text.count(edit.old) == 1, (
+            f"{bug.name}: {edit.file} has changed, {edit.old!r} stands there {text.count(edit.old)} times"
+        )
+        path.write_text(text.replace(edit.old, edit.new))
+
+
+def find(bug: Bug, seeds: int = SEEDS) -> Finding:
+    """Play seeds from 0 on with a bug, until one fails."""
+    with tempfile.TemporaryDirectory(prefix="raystow-planted-") as folder:
+        plant(bug, Path(folder))
+        done = subprocess.run(
+            [sys.executable, "-m", "tests.simulation", "0", str(seeds - 1)],
+            cwd=folder,
+            env={**os.environ, "PYTHONPATH": folder},
+            capture_output=True,
+            text=True,
+        )
+    if done.returncode == 0:
+        return Finding(bug, None, "")
+    first = done.stdout.partition("\n")[0]
+    assert first.startswith("seed "), done.stdout + done.stderr
+    seed, _, broken = first.removeprefix("seed ").partition(": ")
+    return Finding(bug, int(seed), broken)
+
+
+def find_all(workers: int = 2) -> list[Finding]:
+    """Every bug."""
+    with ThreadPoolExecutor(workers) as pool:
+        return list(pool.map(find, BUGS))
+
+
+if __name__ == "__main__":
+    print("| planted bug | seed | what the simulation says |\n| --- | --- | --- |")
+    for finding in find_all():
+        print(f"| {finding.bug.name} | {finding.seed} | {finding.broken} |")

@@ -1,0 +1,44 @@
+"""Playing seeds, and telling what came of them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from .journal import Violation
+from .stand_ins import stand_ins
+from .world import World
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What became of a seed. ``broken``: the invariant, empty if all held; ``report``: what a person wants to know of it."""
+
+    seed: int
+    digest: str
+    events: int
+    versions: int
+    broken: str = ""
+    report: str = ""
+
+
+def play(seed: int) -> Outcome:
+    """Play one seed. Also an error that nobody expected is an outcome."""
+    world = World(seed)
+    with stand_ins(world):
+        broken = what = ""
+        try:
+            world.play()
+        except Violation as violation:
+            broken, what = violation.invariant, violation.what
+        except Exception as error:
+            broken, what = "nothing crashes", repr(error)
+            if error.__traceback__ is not None:
+                at = error.__traceback__
+                while at.tb_next is not None:
+                    at = at.tb_next
+                what += f" at {at.tb_frame.f_code.co_filename.rpartition('/')[2]}:{at.tb_lineno}"
+    report = ""
+    if broken:
+        last = "\n".join(world.journal.lines())
+        report = f"seed {seed}: {broken}: {what}\n\nThe last events:\n{last}\n\nAgain: python -m tests.simulation {seed}\n"
+    return Outcome(seed, world.journal.digest, world.journal.events, len(world.watch.committed), broken, report)
