@@ -46,11 +46,12 @@ class Node:
         self.process.spawn(tell)
 
     def save(self, step: int, number: int) -> None:
-        """Begin to save a step."""
-        self.process.spawn(lambda: self._save(step, number))
+        """Begin to save a step; if the node stands still, it does so later, still for the process that there is now."""
+        incarnation = self.incarnation
+        self.process.spawn(lambda: self._save(step, number, incarnation))
 
-    def _save(self, step: int, number: int) -> None:
-        world, incarnation = self._world, self.incarnation
+    def _save(self, step: int, number: int, incarnation: str) -> None:
+        world = self._world
         self.saving += 1
         port = SimPort(world, self.process)
         begin = Begin(
