@@ -24,7 +24,7 @@ from ..storage.manifest import path_text
 from ..workers.port import MODULUS, coverage
 from ..workers.ring import SLOT
 from .shards import Shard, shard_of
-from .state import flatten, show
+from .state import Path, flatten, show
 
 MAX_VALUES = 64 << 20
 """Bytes of plain values that one rank may save; more belongs into arrays."""
@@ -77,16 +77,11 @@ class Piece:
 
     def describe(self) -> dict[str, Any]:
         """The fields of its manifest row that are known before coding."""
-        shard = self.shard
+        shard, leaf = self.shard, self.shard.leaf
         return {
-            "name": shard.leaf.name,
-            "path": path_text(shard.leaf.path),
-            "kind": shard.kind,
-            "dtype": shard.dtype,
-            "shape": shard.shape,
+            **_of_tensor(leaf.name, leaf.path, shard.kind, shard.dtype, shard.shape),
             "offset": [a + b for a, b in zip(shard.offset, self.box[0], strict=True)],
             "extent": self.box[1],
-            "group": group(shard.leaf.name),
         }
 
     def copy(self, out: Bytes) -> None:
@@ -215,6 +210,12 @@ def share(pieces: list[Piece], holders: tuple[int, ...], rank: int) -> list[Piec
         if holder == rank:
             mine.append(piece)
     return mine
+
+
+@functools.lru_cache(maxsize=1 << 14)
+def _of_tensor(name: str, path: Path, kind: str, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
+    """What all chunks of a tensor say, in all saves."""
+    return {"name": name, "path": path_text(path), "kind": kind, "dtype": dtype, "shape": shape, "group": group(name)}
 
 
 def group(name: str) -> str:

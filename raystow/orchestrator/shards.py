@@ -62,10 +62,10 @@ class Shard:
     def place(self) -> tuple[int, tuple[int, ...]] | None:
         """On a device: the address of the first element, and the bytes from one to the next in each dimension; None if elements
         are scattered."""
-        if not self.bits.is_contiguous():
+        local = self.local
+        if not local.is_contiguous() or local.is_conj() or local.is_neg():
             return None
-        size = self.bits.element_size()
-        return int(self.bits.data_ptr()), tuple(step * size for step in self.bits.stride()[: len(self.extent)])
+        return int(local.data_ptr()), tuple(step * self.itemsize for step in local.stride())
 
 
 def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:

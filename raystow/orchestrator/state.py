@@ -71,7 +71,7 @@ def _items(node: Any, path: Path, what: str) -> list[tuple[Any, Any]]:
     for key in node:
         if type(key) not in (str, int):
             raise StateError(f"key {key!r} is neither a string nor an integer", subject=show(path, what))
-        if isinstance(key, str) and any("\ud800" <= c <= "\udfff" for c in key):
+        if isinstance(key, str) and not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
             raise StateError(f"key {key!r} holds half of a surrogate pair, which no file can name", subject=show(path, what))
     return list(node.items())
 

@@ -28,13 +28,13 @@ def signer() -> Signer | None:
 
     ``StateError`` unless the file can be read by its owner alone and holds an Ed25519 key (PEM, PKCS 8, without a password).
     """
+    path = _named(SIGNING_KEY)
+    if path is None:
+        return None
     from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
     from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
-    path = _named(SIGNING_KEY)
-    if path is None:
-        return None
     data = _read(path, forbidden=0o077)
     try:
         private = load_pem_private_key(data, None)

@@ -303,7 +303,7 @@ def draft(fields: dict[str, Any], node: int) -> Chunk:
     coding = Coding(False, False, (), ())
     if "coding" in fields:
         planes, rotated, codecs, stored, stream = fields["coding"]
-        sizes = np.frombuffer(bytes.fromhex(fields["streams"]), "<i4").tolist()
+        sizes = np.frombuffer(fields["streams"], "<i4").tolist()
         coding = Coding(planes, rotated, tuple(codecs), tuple(stored), tuple(sizes), stream)
     return Chunk(
         name=fields["name"],

@@ -1,4 +1,4 @@
-"""Messages between a training process and its node worker: JSON with a length before it, over a Unix socket.
+"""Messages between a training process and its node worker: msgpack with a length before it, over a Unix socket.
 
 A socket, because its end is the one sure sign that the other process is gone, and because it can hand over an open file: the
 staging ring has no name in the file system that a crash could leave behind.
@@ -7,7 +7,6 @@ staging ring has no name in the file system that a crash could leave behind.
 from __future__ import annotations
 
 import array
-import json
 import logging
 import os
 import queue
@@ -15,6 +14,8 @@ import socket
 import struct
 import threading
 from typing import Any
+
+import msgpack
 
 from ..storage.errors import ClusterError
 
@@ -85,7 +86,7 @@ class Connection:
 
     def send(self, message: Message, *, fd: int | None = None) -> None:
         """Send a message, with an open file beside it if ``fd`` is given. ``ClusterError`` if the other side is gone."""
-        body = json.dumps(message).encode()
+        body = msgpack.packb(message)
         if len(body) > MAX_MESSAGE:
             raise ClusterError(f"a message of {len(body)} bytes is too long")
         ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
@@ -127,7 +128,7 @@ class Connection:
                 return None
         except OSError:
             return None
-        message: Message = json.loads(body)
+        message: Message = msgpack.unpackb(body)
         return message, fds[0] if fds else None
 
     def _exactly(self, length: int) -> bytes:

@@ -1,10 +1,10 @@
 from __future__ import annotations
 
-import json
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
+import msgpack
 import numpy as np
 
 from raystow.storage.chunk import Coding
@@ -51,9 +51,9 @@ def test_what_a_gpu_has_coded_is_understood() -> None:
         "extent": [40_000],
         "group": "weights",
         "coding": [True, True, ["raw", "deflate"], [40_000, 75_001], 16_384],
-        "streams": sizes.astype("<i4").tobytes().hex(),
+        "streams": sizes.astype("<i4").tobytes(),
         "digest": 2**64 - 1,
     }
-    chunk = draft(json.loads(json.dumps(announced)), 3)
+    chunk = draft(msgpack.unpackb(msgpack.packb(announced)), 3)
     assert chunk.coding == Coding(True, True, ("raw", "deflate"), (40_000, 75_001), (5000, 70_000, 1), 16_384)
     assert (chunk.node, chunk.raw_digest, chunk.shape, chunk.nbytes) == (3, 2**64 - 1, (40_000,), 80_000)

@@ -40,6 +40,11 @@ class Outbox:
         """Bytes of all slots."""
         return int(self._memory.numel())
 
+    @property
+    def held(self) -> int:
+        """Bytes of the slots in which something is still to be announced, or to be written."""
+        return len(self._open) * self._ring.slot_size
+
     def write(self, source: torch.Tensor, pieces: list[tuple[int, int]], relieve: Callable[[], None]) -> list[list[Part]]:
         """Enqueue a copy of ``source`` (uint8, contiguous) on the current stream.
 

@@ -47,8 +47,7 @@ class Workbench:
 
         def emit(coded: list[Coded]) -> None:
             announce([_row(chunk) for chunk in coded])
-            for chunk in coded:
-                self._outbox.announced(chunk.parts)
+            self._outbox.announced(part for chunk in coded for part in chunk.parts)
 
         if device not in self._encoders:
             codec = self.choice(device).codec
@@ -75,6 +74,6 @@ def _row(chunk: Coded) -> dict[str, Any]:
         **chunk.source.describe(),
         "parts": chunk.parts,
         "coding": [coding.planes, coding.rotated, coding.codecs, coding.stored, coding.stream],
-        "streams": chunk.sizes.astype("<i4").tobytes().hex(),
+        "streams": chunk.sizes.astype("<i4").tobytes(),
         "digest": chunk.digest,
     }

@@ -1,0 +1,206 @@
+"""What an encoder does with a set of chunks, worked out once: a training saves the same tensors again and again.
+
+Nothing in it depends on what the chunks hold, only on where they lie: which are read together, where their planes go, and what
+must have left before. So its tables lie in device memory, and a save that is like the one before starts at once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from ...storage.chunk import SMALL
+from . import kernels
+from .jobs import Job, Source
+
+ROWS = 512
+"""Chunks in a batch, at most."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """``batch``: raw bytes that are read by one launch, and ``plane`` those of each of their planes, if one of them is to be
+    coded. ``group``: raw bytes whose highest planes are coded by one call, and
+    ``streams`` their number, at most. ``stream``: bytes of a plane in a stream; 0 if nothing is coded."""
+
+    batch: int
+    plane: int
+    group: int
+    streams: int
+    stream: int
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Jobs ``first`` to ``last`` (without), which are read by one launch.
+
+    ``base``: where their planes begin in the memory of those that leave as they are: ``low`` bytes of lowest planes, then
+    ``middle`` bytes. ``after``: batches that must have left it before. ``group``: what their highest planes are coded with, -1 if
+    they are not. ``after_group``: groups that must have been packed before those planes have room. ``rotate``, ``width``,
+    ``packed``, ``largest``: what ``kernels.split`` wants to know.
+    """
+
+    first: int
+    last: int
+    width: int
+    rotate: bool
+    scattered: bool
+    packed: bool
+    largest: int
+    base: int
+    low: int
+    middle: int
+    after: int
+    group: int
+    after_group: int
+
+
+@dataclass(frozen=True)
+class Group:
+    """Jobs ``first`` to ``last`` (without), coded by one call: its streams by number, and the number of each job's."""
+
+    first: int
+    last: int
+    first_stream: int
+    last_stream: int
+    counts: Any
+    batches: int
+
+
+class Circle:
+    """Regions one behind the other in ``size`` bytes of memory that begin at ``base``, over and over again."""
+
+    def __init__(self, base: int, size: int) -> None:
+        self._base, self._size = base, size
+        self._placed: list[tuple[int, int]] = []
+        self._free = 0  # regions that must be free by now
+
+    def place(self, nbytes: int) -> tuple[int, int]:
+        """The address of a new region, and how many of those before it must be free by then."""
+        nbytes = -(-nbytes // 512) * 512
+        if nbytes > self._size:
+            raise ValueError(f"{nbytes} bytes do not go into {self._size}")
+        start = self._placed[-1][1] if self._placed else 0
+        if start + nbytes > self._size:
+            start = 0
+        for i in range(self._free, len(self._placed)):
+            if self._placed[i][0] < start + nbytes and start < self._placed[i][1]:
+                self._free = i + 1
+        self._placed.append((start, start + nbytes))
+        return self._base + start, self._free
+
+
+class Program:
+    """``jobs`` in the order in which they are read, ``batches`` and ``groups`` of them, and their tables: ``table`` for the
+    kernels (int64 [jobs, COLUMNS]) and ``cuts`` for the coder (int64 [2, streams]: address, bytes), on the device ``chunks`` and
+    ``streams``."""
+
+    def __init__(self, sources: Sequence[Source], limits: Limits, *, kept: torch.Tensor, tops: torch.Tensor) -> None:
+        self.key = key(sources)
+        found = [_job(i, source, limits.stream) for i, source in enumerate(sources)]
+        self.jobs = sorted(found, key=_kind)
+        self.batches: list[Batch] = []
+        self.groups: list[Group] = []
+        self._limits = limits
+        table = np.zeros((len(self.jobs), kernels.COLUMNS), np.int64)
+        table[:, 0] = [job.address or 0 for job in self.jobs]
+        table[:, 1] = [job.nbytes // job.width for job in self.jobs]
+        self._lay_out(table, Circle(kept.data_ptr(), kept.numel()), Circle(tops.data_ptr(), tops.numel()))
+        self.table, self.cuts = table, self._cut(table)
+        self.chunks, self.streams = (torch.from_numpy(rows).to(kept.device) for rows in (self.table, self.cuts))
+
+    def _lay_out(self, table: Any, kept: Circle, tops: Circle) -> None:
+        """Place the planes of all batches, and put the groups together."""
+        group_of: list[int] = []  # of each region in ``tops``
+        begun, raw, streams = 0, 0, 0  # the group that is being put together
+        for first, last in self._cuts():
+            jobs = self.jobs[first:last]
+            head = jobs[0]
+            rooms = np.array([job.room for job in jobs])
+            planes, width = int(rooms.sum()), head.width
+            starts = np.cumsum(rooms) - rooms
+            low = planes if width > 1 or not head.coded else 0
+            middle = planes * max(0, width - 2)
+            base, after = kept.place(low + middle)
+            if low:
+                table[first:last, 2] = base + starts
+            for p in range(1, width - 1):
+                table[first:last, 2 + p] = base + low + starts * (width - 2) + (p - 1) * np.array([job.plane for job in jobs])
+            group, after_group = -1, 0
+            if head.coded:
+                more, size = sum(job.streams for job in jobs), sum(job.nbytes for job in jobs)
+                if begun < len(group_of) and (raw + size > self._limits.group or streams + more > self._limits.streams):
+                    begun, raw, streams = len(group_of), 0, 0
+                    self._close_group(first)
+                group = len(self.groups)
+                address, regions = tops.place(planes)
+                table[first:last, 1 + width] = address + starts
+                after_group = group_of[regions - 1] + 1 if regions else 0
+                assert after_group <= group, "a group must fit into half of the memory for highest planes"
+                group_of.append(group)
+                raw, streams = raw + size, streams + more
+            largest = max(job.nbytes for job in jobs)
+            packed = kernels.can_pack(table[first:last], width)
+            self.batches.append(
+                Batch(
+                    *(first, last, width, head.coded and head.dtype.rotate, head.address is None, packed),
+                    *(largest, base, low, middle, after, group, after_group),
+                )
+            )
+        self._close_group(len(self.jobs))
+
+    def _close_group(self, last: int) -> None:
+        """All coded jobs that are in no group yet, up to ``last``, are one."""
+        first = self.groups[-1].last if self.groups else 0
+        coded = [i for i in range(first, last) if self.jobs[i].coded]
+        if coded:
+            counts = np.array([self.jobs[i].streams for i in coded])
+            stream = self.groups[-1].last_stream if self.groups else 0
+            batches = sum(batch.group == len(self.groups) for batch in self.batches)
+            self.groups.append(Group(coded[0], coded[-1] + 1, stream, stream + int(counts.sum()), counts, batches))
+
+    def _cuts(self) -> Iterator[tuple[int, int]]:
+        """Chunks of one kind (all of one width; all with a plane to code, or all without) in numbers that one launch takes."""
+        first, position = 0, 0
+        for _, alike in itertools.groupby(self.jobs, _kind):
+            size = planes = streams = 0
+            for job in alike:
+                size, planes, streams = size + job.nbytes, planes + job.plane, streams + job.streams
+                wide = job.coded and (planes > self._limits.plane or streams > self._limits.streams)
+                if position > first and (size > self._limits.batch or wide or position - first == ROWS):
+                    yield first, position
+                    first, size, planes, streams = position, job.nbytes, job.plane, job.streams
+                position += 1
+            yield first, position
+            first = position
+
+    def _cut(self, table: Any) -> Any:
+        """Address and bytes of every stream, group after group."""
+        stream = self._limits.stream
+        rows = [np.empty((2, 0), np.int64)]
+        for group in self.groups:
+            jobs, planes = self.jobs[group.first : group.last], table[group.first : group.last]
+            owner = np.repeat(np.arange(len(jobs)), group.counts)
+            at = (np.arange(len(owner)) - np.repeat(np.cumsum(group.counts) - group.counts, group.counts)) * stream
+            tops = planes[np.arange(len(jobs)), [1 + job.width for job in jobs]]
+            sizes = np.array([job.plane for job in jobs])
+            rows.append(np.stack([tops[owner] + at, np.minimum(stream, sizes[owner] - at)]))
+        return np.ascontiguousarray(np.concatenate(rows, axis=1))
+
+
+def key(sources: Sequence[Source]) -> list[tuple[int | None, int, str, str]]:
+    """What a program depends on: two sets of chunks with equal keys can use the same."""
+    return [(source.address, source.nbytes, source.dtype.name, source.name) for source in sources]
+
+
+def _kind(job: Job) -> Any:
+    return job.kind
+
+
+def _job(index: int, source: Source, stream: int) -> Job:
+    return Job(index, source.name, source.address, source.nbytes, source.dtype, stream if source.nbytes >= SMALL else 0)
