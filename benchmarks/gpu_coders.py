@@ -52,7 +52,7 @@ class Pipeline:
         self._even = False
 
     def _table(self, words: Tensor) -> Tensor:
-        from raystow.workers.cuda.kernels import COLUMNS
+        from raystow.workers.cuda.tables import COLUMNS
 
         first = torch.arange(self.chunks) * self.words_each
         table = torch.zeros((self.chunks, COLUMNS), dtype=torch.int64)

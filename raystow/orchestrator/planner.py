@@ -9,10 +9,9 @@ import functools
 import heapq
 import itertools
 import math
-import operator
 from collections import defaultdict
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -38,19 +37,32 @@ SMALL = 64 << 10
 _OPTIMIZER = {"opt", "optim", "optimizer", "optimizers", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"}
 
 
+class Cut(NamedTuple):
+    """A box of a shard, in the shard's own coordinates, and its bytes. ``start``: the first of them, where the shard's elements
+    lie one behind the other."""
+
+    box: Box
+    nbytes: int
+    start: int
+
+
 @dataclass(frozen=True)
 class Piece:
-    """A chunk that this rank stores: a box of the shard, in the shard's own coordinates. ``device``: the CUDA device that codes
-    it; None if the node worker does."""
+    """A chunk that this rank stores. ``device``: the CUDA device that codes it; None if the node worker does."""
 
     shard: Shard
-    box: Box
+    cut: Cut
     device: int | None = None
+
+    @property
+    def box(self) -> Box:
+        """See ``Cut``."""
+        return self.cut.box
 
     @property
     def nbytes(self) -> int:
         """Bytes: at most ``SLOT``, or ``DEVICE_CHUNK`` where a GPU codes it."""
-        return math.prod(self.box[1]) * self.shard.itemsize
+        return self.cut.nbytes
 
     @property
     def name(self) -> str:
@@ -66,7 +78,7 @@ class Piece:
     def address(self) -> int | None:
         """Where its words lie on the device, one behind the other; None if they are scattered."""
         place = self.shard.place
-        return None if place is None else place[0] + sum(map(operator.mul, self.box[0], place[1]))
+        return None if place is None else place + self.cut.start
 
     def gather(self) -> Any:
         """A contiguous copy of its words, made on the current stream of the device."""
@@ -74,6 +86,12 @@ class Piece:
 
     def _bits(self) -> Any:
         return self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
+
+    @property
+    def identity(self) -> Any:
+        """Equal for pieces that ``describe`` says the same of."""
+        shard = self.shard
+        return shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, self.cut.box
 
     def describe(self) -> dict[str, Any]:
         """The fields of its manifest row that are known before coding."""
@@ -134,7 +152,7 @@ class SavePlan:
         for shard in self.shards:
             device = self._coder(shard)
             limit = SLOT if device is None else DEVICE_CHUNK
-            alike[shard.holders or everyone] += [Piece(shard, box, device) for box in boxes(shard, limit)]
+            alike[shard.holders or everyone] += [Piece(shard, cut, device) for cut in cuts(shard, limit)]
         return tuple(piece for holders, found in alike.items() for piece in share(found, holders, self.rank))
 
     def _coder(self, shard: Shard) -> int | None:
@@ -169,29 +187,31 @@ def _record_event(device: int) -> Any:
     return torch.cuda.current_stream(device).record_event()
 
 
-def boxes(shard: Shard, limit: int) -> tuple[Box, ...]:
+def cuts(shard: Shard, limit: int) -> tuple[Cut, ...]:
     """Cut a shard into boxes of at most ``limit`` bytes, each contiguous in row-major order. An empty shard has none, unless
     the tensor itself is empty: that one has a single empty box, so that the manifest names it."""
     if 0 in shard.extent:
-        return (((0,) * len(shard.extent), shard.extent),) if 0 in shard.shape else ()
+        return (Cut(((0,) * len(shard.extent), shard.extent), 0, 0),) if 0 in shard.shape else ()
     return _cut(shard.extent, shard.itemsize, limit)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(extent: tuple[int, ...], itemsize: int, limit: int) -> tuple[Box, ...]:
+def _cut(extent: tuple[int, ...], itemsize: int, limit: int) -> tuple[Cut, ...]:
     whole = len(extent)  # dimensions from here on are taken whole
     row = itemsize
     while whole and row * extent[whole - 1] <= limit:
         whole -= 1
         row *= extent[whole]
     if not whole:
-        return (((0,) * len(extent), extent),)
-    step, cut = max(1, limit // row), whole - 1
-    return tuple(
-        ((*outer, start, *(0,) * (len(extent) - whole)), (*(1,) * cut, min(step, extent[cut] - start), *extent[whole:]))
-        for outer in itertools.product(*(range(n) for n in extent[:cut]))
-        for start in range(0, extent[cut], step)
-    )
+        return (Cut(((0,) * len(extent), extent), row, 0),)
+    step, cut, end, found = max(1, limit // row), whole - 1, 0, list[Cut]()
+    for outer in itertools.product(*(range(n) for n in extent[:cut])):
+        for start in range(0, extent[cut], step):
+            rows = min(step, extent[cut] - start)
+            box = (*outer, start, *(0,) * (len(extent) - whole)), (*(1,) * cut, rows, *extent[whole:])
+            found.append(Cut(box, rows * row, end))
+            end += rows * row
+    return tuple(found)
 
 
 def share(pieces: list[Piece], holders: tuple[int, ...], rank: int) -> list[Piece]:

@@ -59,27 +59,24 @@ class Shard:
         return math.prod(self.extent) * self.itemsize
 
     @functools.cached_property
-    def place(self) -> tuple[int, tuple[int, ...]] | None:
-        """On a device: the address of the first element, and the bytes from one to the next in each dimension; None if elements
-        are scattered."""
+    def place(self) -> int | None:
+        """On a device: the address of the first element; None if elements do not lie one behind the other as they are."""
         local = self.local
-        if not local.is_contiguous() or local.is_conj() or local.is_neg():
-            return None
-        return int(local.data_ptr()), tuple(step * self.itemsize for step in local.stride())
+        return int(local.data_ptr()) if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
 
 
 def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
     """The shard of a tensor leaf. ``StateError`` for a tensor of a kind that is not plain bytes in memory."""
-    where, value = show(leaf.path, what), leaf.value
+    value = leaf.value
     if isinstance(value, np.ndarray | np.generic):
         kind = manifest.ARRAY if isinstance(value, np.ndarray) else manifest.SCALAR
         array = np.asarray(value)
-        dtype, shape = numpy_dtype(array, where), tuple(array.shape)
+        dtype, shape = numpy_dtype(array, show(leaf.path, what)), tuple(array.shape)
         return Shard(leaf, kind, dtype, shape, (0,) * len(shape), shape, (), 0, array)
-    return _torch_shard(leaf, where)
+    return _torch_shard(leaf, what)
 
 
-def _torch_shard(leaf: Leaf, where: str) -> Shard:
+def _torch_shard(leaf: Leaf, what: str) -> Shard:
     import torch
 
     tensor = leaf.value
@@ -88,18 +85,20 @@ def _torch_shard(leaf: Leaf, where: str) -> Shard:
     holders: tuple[int, ...] = ()
     distributed = sys.modules.get("torch.distributed.tensor")
     if distributed is not None and isinstance(tensor, distributed.DTensor):
-        place, local = placed(tensor, where), tensor.to_local()
+        place, local = placed(tensor, show(leaf.path, what)), tensor.to_local()
         (offset, extent), holders, first = place.box, place.holders, place.first
     elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
-        raise StateError(f"tensors of class {type(tensor).__name__} cannot be stored", subject=where, remedy="save its parts")
+        raise StateError(
+            f"tensors of class {type(tensor).__name__} cannot be stored", subject=show(leaf.path, what), remedy="save its parts"
+        )
     if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
         kind = (
             "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
         )
-        raise StateError(f"{kind} tensors cannot be stored", subject=where, remedy="save dense tensors")
+        raise StateError(f"{kind} tensors cannot be stored", subject=show(leaf.path, what), remedy="save dense tensors")
     dtype = _dtype_name(tensor.dtype)
     if dtype not in dtypes.DTYPES:
-        raise StateError(f"dtype {dtype} cannot be stored", subject=where)
+        raise StateError(f"dtype {dtype} cannot be stored", subject=show(leaf.path, what))
     return Shard(
         leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, local.device.index if local.is_cuda else None
     )

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 from ..storage import values
 from ..storage.errors import RaystowError, SaveFailed
 from ..storage.retention import Policy
+from .arrival import Layout
 from .attempt import NodeAttempt, Outcome, draft
 from .port import Begin
 from .ring import Ring
@@ -67,6 +68,7 @@ class Session:
         self._slots: Slots | None = None
         self._coder: GpuCoder | None = None
         self._hello: Message = {}
+        self._layouts: dict[int, Layout] = {}  # of the chunks on each device
         self._attempt: NodeAttempt | None = None
         self._number = 0
 
@@ -106,6 +108,8 @@ class Session:
                 self._begin(message["begin"])
             elif "chunks" in message:
                 self._chunks(message["chunks"])
+            elif "coded" in message:
+                self._coded(**message["coded"])
             elif "on_device" in message and self._coder is not None:
                 self._coder.code(message["on_device"], self._attempt, self._number)
             elif "device" in message:
@@ -172,6 +176,13 @@ class Session:
                 attempt.add_coded(self._hello["rank"], chunk, parts, done)
             else:
                 attempt.add(self._hello["rank"], chunk, parts[0], done)
+
+    def _coded(self, device: int, layout: Message | None = None, arrived: Sequence[Message] = ()) -> None:
+        """Take over chunks of a device that were coded by the training process; ``layout`` says of which it will speak."""
+        if layout is not None:
+            self._layouts[device] = Layout(layout)
+        for message in arrived:
+            self._chunks(list(self._layouts[device].rows(message)))
 
     def _gpu_coder(self, ring: Ring) -> GpuCoder | None:
         """What codes on this node's GPUs; None, with a warning, if this process lacks what that takes. Loads torch and Triton."""

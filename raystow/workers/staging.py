@@ -163,7 +163,7 @@ class Staging:
                 [piece for piece in plan.pieces if piece.device == device],
                 after=plan.ready[device],
                 on_read=_nothing if host or device != devices[-1] else order.on_staged,
-                announce=functools.partial(self._announce, order),
+                announce=functools.partial(self._announce_coded, order),
                 urgent=order.urgent,
             )
         if host:
@@ -189,11 +189,18 @@ class Staging:
             if slot >= 0:
                 self._release(slot)
 
-    def _announce(self, order: Order, chunks: list[dict[str, Any]], *, on_device: Message | None = None) -> None:
-        """Tell the node worker of chunks in slots; ``on_device``: the one slot of device memory in which all of them are."""
+    def _announce(self, order: Order, chunks: list[dict[str, Any]]) -> None:
+        """Tell the node worker of chunks in slots, as they are."""
+        self._post(order, {"chunks": chunks})
+
+    def _announce_coded(self, order: Order, message: Message) -> None:
+        """Tell it of chunks on a GPU that are coded, and in slots, or that are still on the device (see ``RemoteWorkbench``)."""
+        self._post(order, message if "on_device" in message else {"coded": message})
+
+    def _post(self, order: Order, message: Message) -> None:
         if order.failed:
             raise SaveFailed("it has failed already", subject=f"save of step {order.begin['step']}")
-        self._connection.post({"chunks": chunks} if on_device is None else {"on_device": {**on_device, "chunks": chunks}})
+        self._connection.post(message)
 
     def _bench(self) -> Any:
         if self._workbench is None and self._compress_in == "node":

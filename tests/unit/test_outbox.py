@@ -10,7 +10,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.workers.cuda.outbox import Outbox, Part
+from raystow.workers.arrival import parts
+from raystow.workers.cuda.outbox import Outbox, Run
 from raystow.workers.ring import Ring
 
 SLOT = 64
@@ -18,15 +19,15 @@ Runs = list[list[tuple[int, int]]]
 
 
 class Desk:
-    """Both ends of an outbox: keeps the free slots, and announces pieces when it is asked for one and has none."""
+    """Both ends of an outbox: keeps the free slots, and announces runs when it is asked for one and has none."""
 
     def __init__(self, slots: int, data: st.DataObject) -> None:
         self.ring = Ring.create(slots * SLOT, SLOT)
         self.outbox = Outbox(self.ring, take=self.take, release=self.release)
         self.free = list(range(slots))
         self.released: list[int] = []  # with the node worker, which has not freed them yet
-        self.held: Counter[int] = Counter()  # slot -> parts in it that were written and not announced
-        self.waiting: list[tuple[bytes, list[Part]]] = []
+        self.held: Counter[int] = Counter()  # slot -> spans in it that were written and not announced
+        self.waiting: list[tuple[bytes, Run]] = []
         self.relieved = 0
         self._data = data
 
@@ -40,15 +41,16 @@ class Desk:
         self.released.append(slot)
 
     def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
-        parts = self.outbox.write(torch.tensor(list(source), dtype=torch.uint8), pieces, self.relieve)
-        assert len(parts) == len(pieces)
-        for (start, nbytes), where in zip(pieces, parts, strict=True):
+        run = self.outbox.write(torch.tensor(list(source), dtype=torch.uint8), self.relieve)
+        for start, nbytes in pieces:
+            where = parts(run.spans, start, nbytes)
+            assert b"".join(bytes(self.ring.slot(slot)[at : at + n]) for slot, at, n in where) == source[start : start + nbytes]
             assert all(size > 0 and at >= 0 and at + size <= SLOT for _, at, size in where)
-            self.held.update(slot for slot, _, _ in where)
-            self.waiting.append((source[start : start + nbytes], where))
+        self.held.update(slot for _, slot, _, _ in run.spans)
+        self.waiting.append((source, run))
 
     def relieve(self) -> None:
-        """The node worker frees what it has, or else some piece is announced."""
+        """The node worker frees what it has, or else some run is announced."""
         self.relieved += 1
         assert self.released or self.waiting, "there is no progress to be made"
         self.free += self.released
@@ -57,11 +59,11 @@ class Desk:
             self.announce()
 
     def announce(self) -> None:
-        """Any of the waiting pieces: its bytes are where its parts say."""
-        expected, parts = self.waiting.pop(self._data.draw(st.integers(0, len(self.waiting) - 1)))
-        assert b"".join(bytes(self.ring.slot(slot)[at : at + size]) for slot, at, size in parts) == expected
-        self.held.subtract(slot for slot, _, _ in parts)
-        self.outbox.announced(parts)
+        """Any of the waiting runs: its bytes are where its spans say."""
+        expected, run = self.waiting.pop(self._data.draw(st.integers(0, len(self.waiting) - 1)))
+        assert b"".join(bytes(self.ring.slot(slot)[at : at + size]) for _, slot, at, size in run.spans) == expected
+        self.held.subtract(slot for _, slot, _, _ in run.spans)
+        self.outbox.announced([run])
 
     def all_back(self) -> bool:
         return sorted(self.free + self.released) == list(range(self.ring.slots))

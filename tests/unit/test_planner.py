@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.planner import SMALL, Piece, boxes, plan_save, share
+from raystow.orchestrator.planner import SMALL, Cut, Piece, cuts, plan_save, share
 from raystow.orchestrator.shards import Shard
 from raystow.orchestrator.state import Leaf
 
@@ -25,7 +25,7 @@ def shard(extent: tuple[int, ...], dtype: str = "uint8", *, shape: tuple[int, ..
     limit=st.sampled_from([16, 24, 100, 1000]),
 )
 def test_boxes_tile_the_shard(extent: tuple[int, ...], dtype: str, limit: int) -> None:
-    cut = list(boxes(shard(extent, dtype), limit))
+    cut = [box for box, _, _ in cuts(shard(extent, dtype), limit)]
     times = np.zeros(extent, int)
     places = np.arange(times.size).reshape(extent)
     for offset, size in cut:
@@ -39,8 +39,8 @@ def test_boxes_tile_the_shard(extent: tuple[int, ...], dtype: str, limit: int) -
 
 
 def test_an_empty_tensor_is_named_and_an_empty_shard_of_another_is_not() -> None:
-    assert list(boxes(shard((3, 0)), 16)) == [((0, 0), (3, 0))]
-    assert list(boxes(shard((0, 4), shape=(8, 4)), 16)) == []
+    assert cuts(shard((3, 0)), 16) == (Cut(((0, 0), (3, 0)), 0, 0),)
+    assert cuts(shard((0, 4), shape=(8, 4)), 16) == ()
 
 
 @settings(max_examples=100, deadline=None)
@@ -50,7 +50,7 @@ def test_an_empty_tensor_is_named_and_an_empty_shard_of_another_is_not() -> None
     holders=st.sets(st.integers(0, 50), min_size=1, max_size=7).map(lambda s: tuple(sorted(s))),
 )
 def test_a_share_is_disjoint_complete_and_balanced(large: list[int], small: list[int], holders: tuple[int, ...]) -> None:
-    pieces = [Piece(shard((n,), name=f"t{i}"), ((0,), (n,))) for i, n in enumerate((*large, *small))]
+    pieces = [Piece(shard((n,), name=f"t{i}"), Cut(((0,), (n,)), n, 0)) for i, n in enumerate((*large, *small))]
     shares = {rank: share(pieces, holders, rank) for rank in holders}
     taken = [id(piece) for mine in shares.values() for piece in mine]
     assert sorted(taken) == sorted(map(id, pieces))

@@ -17,7 +17,7 @@ from ...storage import dtypes, values
 from ...storage.boxes import Box
 from ...storage.reader import Request
 from ...storage.version import Version
-from ..planner import boxes
+from ..planner import cuts
 from ..shards import Shard
 from ..state import Leaf
 from .new_folder import durable_file
@@ -52,7 +52,7 @@ def _slabs(tensors: Iterable[Placed]) -> Iterator[list[tuple[Placed, Box, int]]]
         info = placed.info
         leaf = Leaf((), placed.name, None, True)
         whole = Shard(leaf, info.kind, info.dtype, info.shape, (0,) * len(info.shape), info.shape, (), 0, None)
-        for box in boxes(whole, SLAB // 2):
+        for box, _, _ in cuts(whole, SLAB // 2):
             nbytes = math.prod(box[1]) * whole.itemsize
             if used + nbytes > SLAB:
                 yield slab

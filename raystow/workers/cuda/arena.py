@@ -45,6 +45,11 @@ class Arena:
         self._taken.append((start, start + nbytes))
         return start
 
+    def shrink(self, nbytes: int) -> None:
+        """Give back all but the first ``nbytes`` of the newest region."""
+        start, end = self._taken.pop()
+        self._taken.append((start, min(end, start + max(1, -(-nbytes // 512)) * 512)))
+
     def give_back(self) -> None:
         """Free the oldest region."""
         self._taken.popleft()

@@ -22,7 +22,7 @@ from ...storage.digest import finish, raw_digest
 from ...storage.errors import Damaged
 from ...storage.object_store import Buffer
 from ...storage.reader import Piece, Reader, Request, Run
-from . import kernels
+from . import kernels, tables
 from .nvcomp import ALIGN, Codec
 
 _LANES, _FETCHING = 7, 5  # in all, and of these at most being filled: as many requests at a time as a reader has threads
@@ -134,7 +134,7 @@ class Decoder:
                 table = np.array(plan.unpacks, np.int64)
                 kernels.unpack7(self._upload(table), int(table[:, 2].max()))
             for (width, rotated), rows in plan.joins.items():
-                table = np.zeros((len(rows), kernels.COLUMNS), np.int64)
+                table = np.zeros((len(rows), tables.COLUMNS), np.int64)
                 for row, (target, planes) in zip(table, rows, strict=True):
                     row[0], row[1] = target, planes[0]
                     row[2 : 1 + len(planes)] = planes[1:]
@@ -144,7 +144,7 @@ class Decoder:
                     int(table[:, 1].max()) * width,
                     width=width,
                     rotate=rotated,
-                    packed=kernels.can_pack(table, width),
+                    packed=tables.can_pack(table, width),
                     digests=digests,
                 )
                 lane.results.append(("digests", (width, rotated), _to_host(digests)))

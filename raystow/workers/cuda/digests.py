@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from . import kernels
+from . import kernels, tables
 
 
 def digests(sources: Sequence[Any], device: torch.device) -> torch.Tensor:
@@ -21,12 +21,12 @@ def digests(sources: Sequence[Any], device: torch.device) -> torch.Tensor:
         some = list(alike)
         for part in ([i] for i in some) if scattered else (some,):  # one at a time, where copies are needed
             copies = [sources[i].gather() for i in part] if scattered else []
-            rows = np.zeros((len(part), kernels.COLUMNS), np.int64)
+            rows = np.zeros((len(part), tables.COLUMNS), np.int64)
             rows[:, 0] = [copy.data_ptr() for copy in copies] or [sources[i].address for i in part]
             rows[:, 1] = [sources[i].nbytes // width for i in part]
             got = torch.zeros(len(part), dtype=torch.int64, device=device)
             largest = int(rows[:, 1].max()) * width
-            kernels.digest(_upload(rows, device), largest, width=width, packed=kernels.can_pack(rows, width), digests=got)
+            kernels.digest(_upload(rows, device), largest, width=width, packed=tables.can_pack(rows, width), digests=got)
             sums[_upload(np.array(part), device)] = got
             del copies  # their memory is used again on this stream only
     return torch.empty(len(sources), dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)

@@ -4,12 +4,13 @@ Every chunk goes through these stages, each on a stream of its own, many chunks 
 
 1. *read*: one kernel takes its words apart into planes and adds up its digest. From here on the tensor may change.
 2. *leave*: planes that are not worth coding are copied to pinned host memory.
-3. *code*: nvCOMP codes the highest planes of several batches in one call, since it is the faster the more streams it sees.
-4. *pack*: coded streams are put together densely, and wait in device memory until everything has been read: the link to the host
-   moves a fiftieth of what the GPU's memory does, so what need not leave before ``fence`` returns does not.
-5. *leave*: they are copied to the host too.
+3. *code*: nvCOMP codes the highest planes of several batches in one call, since it is the faster the more streams it sees. Coded
+   streams are put together densely, and wait in device memory until everything has been read: the link to the host moves a
+   fiftieth of what the GPU's memory does, so what need not leave before ``fence`` returns does not.
+4. *leave*: they are copied to the host too.
 
-What is to be done depends on where the chunks lie, not on what is in them: it is worked out once (``program``).
+What is to be done depends on where the chunks lie, not on what is in them: it is worked out once (``program``). Nor is anything
+said of what has arrived before all has been read. The training waits for this thread, and shares an interpreter with it.
 """
 
 from __future__ import annotations
@@ -17,60 +18,70 @@ from __future__ import annotations
 import itertools
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...storage.chunk import ANS, DEFLATE, ZSTD
-from ...storage.digest import finish
 from ...storage.errors import SaveFailed
 from . import kernels
 from .arena import Arena
-from .jobs import Coded, Passage, Sink, Source
+from .jobs import Sink, Source
 from .nvcomp import STREAM, Codec
+from .outbox import Run
 from .program import Batch, Group, Limits, Program, key
 
 MEMORY = 1344 << 20
 """Bytes of device memory that an encoder takes by default."""
 
 _GROUP = {DEFLATE: 64 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that are coded by one call
-_BATCH, _PLANE = 128 << 20, 32 << 20  # raw bytes that are read by one launch, and bytes of each of their planes
-_LAP = 2  # groups that are being coded, and batches whose sevens are being packed, at a time
-_SOON, _HASTE = -1, -5  # priorities: reading and packing free memory, coding may come later; the highest there is
-
-Pieces = list[tuple[Passage, str, int, int]]
-"""Of a run of device memory: a chunk, which part of it, start in the run, bytes."""
+_BATCH, _PLANE = 128 << 20, 64 << 20  # raw bytes that are read by one launch, and bytes of each of their planes
+_SEVENS = 4  # batches whose sevens are being packed, or are leaving, at a time
+_SOON, _HASTE = -1, -5  # priorities: reading frees the training, coding may come later; the highest there is
 
 
 @dataclass
-class _Reading:
-    """A batch that is being read."""
-
-    batch: Batch
-    done: Any
-    copies: list[torch.Tensor]
-
-
-@dataclass
-class _Coding:
-    """A group that is being coded."""
+class ReadBatch:
+    """A batch that is being read (until the event ``read``), is leaving, or has left. ``found``: int64 [3, jobs] in host memory,
+    what ``kernels.split`` has found. For ``runs`` and ``lows`` see ``arrival.Layout.rows``."""
 
     number: int
-    group: Group
-    results: torch.Tensor
-    done: Any
+    batch: Batch
+    read: Any
+    found: torch.Tensor
+    copies: list[torch.Tensor]
+    runs: list[Run] = field(default_factory=list)
+    lows: list[tuple[int, int, bool]] = field(default_factory=list)
+
+    def said(self) -> list[Any]:
+        """What is said of it in a message."""
+        return [self.number, self.found[0].numpy().tobytes(), [run.spans for run in self.runs], self.lows]
 
 
 @dataclass
-class _Packed:
-    """The coded streams of a group, which lie densely in device memory at ``start`` and may leave when they are ``there``."""
+class CodedGroup:
+    """A group that is being coded (until the event ``coded``), and then lies densely in ``size`` bytes at ``start`` in device
+    memory. ``results``: int64 [2, streams] in host memory, bytes of each and, as int32, the coder's status. ``run``: all its
+    planes, on their way."""
 
+    group: Group
+    batches: list[ReadBatch]
     start: int
-    size: int
-    pieces: Pieces
-    there: Any
+    results: torch.Tensor
+    coded: Any
+    size: int = 0
+    run: Run = field(default_factory=Run)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Chunks that are in host memory, all of whose bytes are in these ``runs``, and what is said of them: see
+    ``arrival.Layout.rows``."""
+
+    runs: list[Run]
+    message: dict[str, Any]
 
 
 class Encoder:
@@ -80,26 +91,26 @@ class Encoder:
         self._device, self._sink = device, sink
         with torch.cuda.device(device):
             self._reading, self._packing = (torch.cuda.Stream(device, priority=_SOON) for _ in range(2))
-            self._coding_stream, self._leaving = (torch.cuda.Stream(device) for _ in range(2))
             self._hasty = torch.cuda.Stream(device, priority=_HASTE)
+            self._coding_stream, self._leaving = (torch.cuda.Stream(device) for _ in range(2))
             self._codec = Codec(codec, STREAM[codec]) if codec else None
-            stream = streams = out = scratch = tops = sevens = 0
+            stride = stream = streams = scratch = tops = sevens = 0
             batch = min(_BATCH, memory // 10, sink.capacity // 8)
             if self._codec:
-                stream = self._codec.stream
+                stream, stride = self._codec.stream, self._codec.stride
                 streams = min(_GROUP[self._codec.name], memory // 16) // stream
                 streams += max(64, streams // 8)  # of many small chunks
-                out, scratch = streams * self._codec.stride, self._codec.coding_scratch(streams)
-                tops, sevens = 3 * streams * stream, _PLANE // 8 * 7 + (1 << 20)
+                scratch = self._codec.coding_scratch(streams)
+                tops, sevens = 3 * streams * stream, batch // 32 * 7 + (1 << 20)  # the lowest of four planes, packed
             self._limits = Limits(batch, _PLANE, max(batch, sink.capacity // 4), streams, stream)
-            rest = memory - tops - scratch - _LAP * (out + sevens)
-            self._scratch, self._tops = self._room(scratch), self._room(tops)
-            self._outs, self._sevens = ([self._room(size) for _ in range(_LAP)] for size in (out, sevens))
-            stride = self._codec.stride if self._codec else 1
-            self._targets = [out.data_ptr() + torch.arange(streams, device=device) * stride for out in self._outs]
+            rest = memory - tops - scratch - streams * stride - _SEVENS * sevens
+            self._scratch, self._tops, self._out = (self._room(size) for size in (scratch, tops, streams * stride))
+            self._sevens = [self._room(sevens) for _ in range(_SEVENS)]
+            self._dense = Arena(rest * 2 // 5 if codec else 0, device)
+            self._kept = self._room(rest - self._dense.size)
+            self._targets = self._out.data_ptr() + torch.arange(streams, device=device) * stride
+            self._sizes = torch.empty(streams, dtype=torch.int64, device=device)
             torch.cuda.current_stream(device).synchronize()
-            self._packed = Arena(rest * 2 // 5 if codec else 0, device)
-            self._kept = self._room(rest - self._packed.size)
         self._program: Program | None = None
         self._reset()
 
@@ -107,30 +118,35 @@ class Encoder:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _reset(self) -> None:
-        self._reads: deque[_Reading] = deque()
-        self._codings: deque[_Coding] = deque()
-        self._there: deque[_Packed] = deque()  # packed, and not on their way yet
+        groups = len(self._program.groups) if self._program else 0
+        self._reads: deque[ReadBatch] = deque()
+        self._coding: CodedGroup | None = None
+        self._coded: deque[CodedGroup] = deque()  # and not on their way yet
         self._leaves: deque[tuple[Any, Callable[[], None]]] = deque()
         self._left: list[Any] = []  # for each batch that is on its way, when it has left
-        self._moved: list[Any] = []  # for each group that is packed, when that is done
-        self._seven_left: list[Any] = [None] * _LAP
+        self._done: list[Any] = []  # for each group whose coding has begun, when that is done
+        self._batches_of: list[list[ReadBatch]] = [[] for _ in range(groups)]  # of each group, which have been read
+        self._complete_groups = 0  # that have arrived
+        self._seven_left: list[Any] = [None] * _SEVENS
         self._seven = 0
-        self._passages: dict[int, Passage] = {}  # by number of the job: chunks that have been read, and not arrived
-        self._read_of = [0] * (len(self._program.groups) if self._program else 0)  # batches of each group that have been read
-        self._begun = self._complete_groups = 0  # groups whose coding has begun; that have arrived
         self._all_read = False
-        self._arrived: list[Passage] = []
+        self._arrived: list[Arrived] = []
         self._sources: Sequence[Source] = ()
-        self._emit: Callable[[list[Coded]], None] = lambda coded: None
+        self._emit: Callable[[list[Arrived]], None] = lambda coded: None
         self._urgent: Callable[[], bool] = lambda: False
         self._samples: Any = None
         self._results: Any = None
         self._found: Any = None
 
+    @property
+    def program(self) -> Program | None:
+        """What is done with the chunks that were given last."""
+        return self._program
+
     def close(self) -> None:
         """Give the device memory back."""
         torch.cuda.synchronize(self._device)
-        del self._scratch, self._tops, self._outs, self._sevens, self._packed, self._kept
+        del self._scratch, self._tops, self._out, self._sevens, self._dense, self._kept, self._targets, self._sizes
         self._program = None
         self._reset()
 
@@ -140,7 +156,7 @@ class Encoder:
         *,
         after: Any,
         on_read: Callable[[], None],
-        emit: Callable[[list[Coded]], None],
+        emit: Callable[[list[Arrived]], None],
         urgent: Callable[[], bool] = lambda: False,
     ) -> None:
         """Code all sources. ``emit`` gets what has arrived, bit by bit and in any order; ``on_read`` is called when everything
@@ -157,11 +173,11 @@ class Encoder:
                 for stream in (self._reading, self._hasty):
                     stream.wait_event(after)
                 self._take_samples(program)
-                for batch in program.batches:
-                    self._read(program, batch)
+                for number, batch in enumerate(program.batches):
+                    self._read(program, number, batch)
                     self._turn()
                 for reading in self._reads:
-                    reading.done.synchronize()
+                    reading.read.synchronize()
                 self._all_read = True
                 on_read()
                 while self._reads or self._complete_groups < len(program.groups) or self._leaves:
@@ -171,17 +187,15 @@ class Encoder:
                 torch.cuda.synchronize(self._device)
                 raise
             finally:
-                self._packed.clear()
+                self._dense.clear()
                 self._reset()
 
     def _prepare(self, sources: Sequence[Source]) -> Program:
         """The program for these chunks: the last one, if they lie where those did."""
         if self._program is None or self._program.key != key(sources):
             self._program = None
-            with torch.cuda.stream(self._reading):
-                self._program = Program(sources, self._limits, kept=self._kept, tops=self._tops)
-            self._hasty.wait_stream(self._reading)
-            self._coding_stream.wait_stream(self._reading)
+            self._program = Program(sources, self._limits, kept=self._kept, tops=self._tops)
+            torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device
         self._reset()
         return self._program
 
@@ -203,7 +217,7 @@ class Encoder:
                     table, copies = self._gathered(program, i, i + 1)
                     kernels.sample(table, job.nbytes, width=job.width, packed=False, samples=samples[i : i + 1])
                     del copies
-            self._samples = torch.empty(n, dtype=torch.int64, pin_memory=True).copy_(samples, non_blocking=True)
+            self._samples = self._tell(samples)
             self._found = torch.empty(3 * n, dtype=torch.int64, pin_memory=True)
             sampled = self._reading.record_event()
         self._hasty.wait_event(sampled)
@@ -219,23 +233,32 @@ class Encoder:
         """An array of int64 on the device, by way of pinned memory, on the current stream."""
         return torch.from_numpy(rows).pin_memory().to(self._device, non_blocking=True)
 
+    def _tell(self, found: torch.Tensor) -> torch.Tensor:
+        """A copy in host memory, there when the current stream is through."""
+        told = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
+        kernels.tell(found, told)
+        return told
+
     def _turn(self) -> bool:
         """Take up whatever is done, without waiting; whether there was anything."""
         moved = False
-        while self._reads and self._reads[0].done.query():
+        while self._reads and self._reads[0].read.query():
             self._let_leave(self._reads.popleft())
             moved = True
-        if self._codings and self._codings[0].done.query():
-            self._pack(self._codings.popleft())
+        if self._coding and self._coding.coded.query():
+            self._finish_coding()
             moved = True
         if self._can_code():
-            self._code()
-            moved = True
+            if self._code():
+                moved = True
+            elif self._coded:
+                self._let_coded_leave()
+                moved = True
         while self._leaves and self._leaves[0][0].query():
             self._complete()
             moved = True
-        if self._there and (self._all_read or not self._leaves):
-            self._let_packed_leave()
+        if self._coded and (self._all_read or not self._leaves):
+            self._let_coded_leave()
             moved = True
         return moved
 
@@ -250,121 +273,124 @@ class Encoder:
         elif self._reads:
             self._let_leave(self._reads.popleft())
         else:
-            self._pack(self._codings.popleft())
+            self._finish_coding()
 
-    def _read(self, program: Program, batch: Batch) -> None:
+    def _read(self, program: Program, number: int, batch: Batch) -> None:
         """Launch the kernel that takes a batch apart, when the memory for its planes will be free."""
-        while len(self._left) < batch.after or len(self._moved) < batch.after_group:
+        while len(self._left) < batch.after or len(self._done) < batch.after_group:
             self._wait()
         stream = self._hasty if self._urgent() else self._reading
         if batch.after:
             stream.wait_event(self._left[batch.after - 1])
         if batch.after_group:
-            stream.wait_event(self._moved[batch.after_group - 1])
+            stream.wait_event(self._done[batch.after_group - 1])
         some = slice(3 * batch.first, 3 * batch.last)
         with torch.cuda.stream(stream):
             table, copies = program.chunks[batch.first : batch.last], list[torch.Tensor]()
             if batch.scattered:
                 table, copies = self._gathered(program, batch.first, batch.last)
-            results = self._results[some].view(3, -1)
+            results, found = self._results[some].view(3, -1), self._found[some].view(3, -1)
             kernels.split(table, batch.largest, width=batch.width, rotate=batch.rotate, packed=batch.packed, results=results)
-            self._found[some].copy_(self._results[some], non_blocking=True)
-            self._reads.append(_Reading(batch, stream.record_event(), copies))
+            kernels.tell(results, found)
+            self._reads.append(ReadBatch(number, batch, stream.record_event(), found, copies))
 
-    def _let_leave(self, reading: _Reading) -> None:
+    def _let_leave(self, read: ReadBatch) -> None:
         """When a batch has been read: compare its digests, and let the planes go that stay as they are."""
-        reading.done.synchronize()
-        program, batch = self._program, reading.batch
+        read.read.synchronize()
+        read.copies.clear()
+        batch, program = read.batch, self._program
         assert program is not None
-        reading.copies.clear()
-        digests, samples, odds = self._found[3 * batch.first : 3 * batch.last].view(3, -1).numpy()
-        jobs = program.jobs[batch.first : batch.last]
+        _, samples, odds = read.found.numpy()
         changed = np.flatnonzero(samples != self._samples[batch.first : batch.last].numpy())
         if len(changed):
             raise SaveFailed(
                 "the tensor changed while it was being saved",
-                subject=jobs[changed[0]].name,
+                subject=program.jobs[batch.first + changed[0]].name,
                 remedy="call fence() before anything changes it, or guard(optimizer)",
             )
-        passages = [
-            Passage(job, self._sources[job.index], finish(digest, job.nbytes))
-            for job, digest in zip(jobs, digests.tolist(), strict=True)
-        ]
-        if batch.rotate:
-            for passage, odd in zip(passages, odds.tolist(), strict=True):
-                passage.packed = not odd and passage.job.plane % 8 == 0  # no word is negative: the lowest bit of all is zero
         self._keep_within_sink(batch)
-        runs, ready = self._runs(batch, passages, reading.done)
         with torch.cuda.stream(self._leaving):
-            self._leaving.wait_event(ready)
-            for run, pieces in runs:
-                self._write(run, pieces)
+            if batch.rotate and self._can_pack(batch, odds):
+                self._write_packed(read, odds.tolist())
+            elif batch.low:
+                self._leaving.wait_event(read.read)
+                at = batch.base - self._kept.data_ptr()
+                read.runs.append(self._sink.write(self._kept[at : at + batch.low + batch.middle], self._relieve))
             event = self._leaving.record_event()
         self._left.append(event)
-        if any(passage.packed for passage in passages):
-            self._seven_left[self._seven] = event
-            self._seven = (self._seven + 1) % _LAP
         if batch.group >= 0:
-            self._passages.update(zip(range(batch.first, batch.last), passages, strict=True))
-            self._read_of[batch.group] += 1
-        self._leaves.append((event, lambda: self._arrived.extend(passages) if batch.group < 0 else None))
+            self._batches_of[batch.group].append(read)
 
-    def _runs(self, batch: Batch, passages: list[Passage], read: Any) -> tuple[list[tuple[torch.Tensor, Pieces]], Any]:
-        """The planes of a batch that leave as they are, in few runs of device memory, and the event after which they lie there.
-        Lowest planes that are even are packed first."""
-        base, end, seven = batch.base - self._kept.data_ptr(), 0, 0
-        lows, middles, sevens = Pieces(), Pieces(), Pieces()
-        packs = list[tuple[int, int, int]]()
-        runs = list[tuple[torch.Tensor, Pieces]]()
-        for packed, some in itertools.groupby(passages if batch.low else (), lambda passage: passage.packed):
-            start, lows = end, []
-            for passage in some:
-                plane = passage.job.plane
-                if packed:
-                    packs.append((batch.base + end, self._sevens[self._seven].data_ptr() + seven, plane // 8))
-                    sevens.append((passage, "low", seven, plane // 8 * 7))
-                    seven += -(-(plane // 8 * 7) // 16) * 16
-                else:
-                    lows.append((passage, "low", end - start, plane))
-                end += passage.job.room
-            if lows:
-                runs.append((self._kept[base + start : base + end], lows))
+        def left() -> None:
+            if batch.group < 0:
+                self._arrived.append(Arrived(read.runs, {"read": [read.said()], "coded": []}))
+
+        self._leaves.append((event, left))
+
+    def _can_pack(self, batch: Batch, odds: Any) -> bool:
+        """Whether there are enough lowest planes of which every last bit is zero, since no word is negative. A few are not worth
+        the copies that a run is broken into."""
+        assert self._program is not None
+        even = np.flatnonzero(odds == 0)
+        return bool(sum(self._program.jobs[batch.first + i].plane for i in even) > batch.low // 4)
+
+    def _write_packed(self, read: ReadBatch, odds: list[int]) -> None:
+        """Let a batch go of which some lowest planes can be packed, by run."""
+        batch, program = read.batch, self._program
+        assert program is not None
+        jobs, starts = program.jobs[batch.first : batch.last], program.starts[batch.first : batch.last].tolist()
+        base, room = batch.base - self._kept.data_ptr(), self._sevens[self._seven]
+        rows, used, places = list[tuple[int, int, int]](), 0, list[int | None]()  # where each packed plane begins
+        for job, start, odd in zip(jobs, starts, odds, strict=True):
+            size = -(-(job.plane // 8 * 7) // 16) * 16
+            if odd or job.plane % 8 or used + size > room.numel():
+                places.append(None)
+                continue
+            rows.append((batch.base + start, room.data_ptr() + used, job.plane // 8))
+            places.append(used)
+            used += size
+        packed = self._pack(rows, read.read) if rows else None
+        self._leaving.wait_event(read.read)
         if batch.middle:
-            end = 0
-            for passage in passages:
-                middles.append((passage, "middle", end, passage.job.plane * (batch.width - 2)))
-                end += passage.job.room * (batch.width - 2)
-            runs.append((self._kept[base + batch.low : base + batch.low + batch.middle], middles))
-        if not packs:
-            return runs, read
-        stream = self._hasty if self._urgent() else self._reading
+            between = self._kept[base + batch.low : base + batch.low + batch.middle]
+            read.runs.append(self._sink.write(between, self._relieve))
+        if packed is not None:
+            self._leaving.wait_event(packed)
+            sevens = len(read.runs)
+            read.runs.append(self._sink.write(room[:used], self._relieve))
+            self._seven_left[self._seven] = self._leaving.record_event()
+            self._seven = (self._seven + 1) % _SEVENS
+        for alone, some in itertools.groupby(zip(jobs, starts, places, strict=True), lambda row: row[2] is None):
+            row = list(some)
+            if alone:
+                first, end = row[0][1], row[-1][1] + row[-1][0].room
+                read.lows += [(len(read.runs), start - first, False) for _, start, _ in row]
+                read.runs.append(self._sink.write(self._kept[base + first : base + end], self._relieve))
+            else:
+                read.lows += [(sevens, place, True) for _, _, place in row if place is not None]
+
+    def _pack(self, rows: list[tuple[int, int, int]], read: Any) -> Any:
+        """Pack planes into the sevens' next memory, when that is free; the event after which they lie there."""
+        stream = self._hasty if self._urgent() else self._packing
         stream.wait_event(read)
         if (left := self._seven_left[self._seven]) is not None:
             stream.wait_event(left)
         with torch.cuda.stream(stream):
-            kernels.pack7(self._upload(np.array(packs, np.int64)), max(pack[2] for pack in packs))
-            return [*runs, (self._sevens[self._seven][:seven], sevens)], stream.record_event()
+            kernels.pack7(self._upload(np.array(rows, np.int64)), max(groups for _, _, groups in rows))
+            return stream.record_event()
 
     def _keep_within_sink(self, batch: Batch) -> None:
         """Chunks that are not complete cannot be handed on: they must never fill the sink, or nothing would move any more. There
         must always be room for all the coded planes that they wait for."""
-        need = batch.low + batch.middle + self._tops.numel() + self._packed.size
+        need = batch.low + batch.middle + self._tops.numel() + self._dense.size
         while self._complete_groups < batch.group and self._sink.held + need > self._sink.capacity:
-            if self._there:
-                self._let_packed_leave()
-            elif self._codings:
-                self._pack(self._codings.popleft())
-            elif self._can_code():
-                self._code()
-            else:
+            if self._coded:
+                self._let_coded_leave()
+            elif self._coding:
+                self._finish_coding()
+            elif not (self._can_code() and self._code()):
                 self._complete()
             self._flush()
-
-    def _write(self, source: torch.Tensor, pieces: Pieces) -> None:
-        """Let a run of device memory go, and note for each piece of it where it will lie."""
-        parts = self._sink.write(source, [(start, nbytes) for _, _, start, nbytes in pieces], self._relieve)
-        for (passage, what, _, _), found in zip(pieces, parts, strict=True):
-            passage.parts[what] = found
 
     def _relieve(self) -> None:
         if self._leaves:
@@ -372,80 +398,64 @@ class Encoder:
         self._flush()
 
     def _can_code(self) -> bool:
-        """Whether the next group has been read, and there is room for what will become of it."""
+        """Whether the next group has been read."""
         assert self._program is not None
-        groups, next_one = self._program.groups, self._begun
-        return next_one < len(groups) and len(self._codings) < _LAP and self._read_of[next_one] == groups[next_one].batches
+        groups, number = self._program.groups, len(self._done)
+        return self._coding is None and number < len(groups) and len(self._batches_of[number]) == groups[number].batches
 
-    def _code(self) -> None:
-        """Start to code the next group."""
+    def _code(self) -> bool:
+        """Code the next group, and put what comes of it together densely; False if there is no room for that now."""
         assert self._codec is not None
         assert self._program is not None
-        number, stream = self._begun, self._coding_stream
+        number = len(self._done)
         group = self._program.groups[number]
-        sources, sizes = self._program.streams[:, group.first_stream : group.last_stream]
-        n = len(sources)
-        if number >= _LAP:
-            stream.wait_event(self._moved[number - _LAP])
-        with torch.cuda.stream(stream):
-            results = torch.empty((2, n), dtype=torch.int64, device=self._device)
-            status = results[1].view(torch.int32)[:n]
-            status.fill_(1)
-            targets = self._targets[number % _LAP][:n]
-            self._codec.compress(sources, sizes, targets, results[0], scratch=self._scratch, status=status)
-            found = torch.empty(results.shape, dtype=torch.int64, pin_memory=True).copy_(results, non_blocking=True)
-            self._codings.append(_Coding(number, group, found, stream.record_event()))
-        self._begun += 1
+        start = self._dense.take(group.nbytes)
+        if start is None:
+            return False
+        cuts = self._program.cuts[:, group.streams]
+        n = cuts.shape[1]
+        with torch.cuda.stream(self._coding_stream):
+            results = torch.ones((2, n), dtype=torch.int64, device=self._device)
+            sizes, status = self._sizes[:n], results[1].view(torch.int32)[:n]
+            self._codec.compress(cuts[0], cuts[1], self._targets[:n], sizes, scratch=self._scratch, status=status)
+            base = self._dense.memory.data_ptr() + start
+            streams = kernels.Streams(self._out, self._codec.stride, sizes)
+            kernels.condense(group.owners, cuts, streams, base, largest=group.largest, lengths=results[0])
+            found = self._tell(results)
+            event = self._coding_stream.record_event()
+        self._done.append(event)
+        self._coding = CodedGroup(group, self._batches_of[number], start, found, event)
+        return True
 
-    def _pack(self, coding: _Coding) -> None:
-        """When a group has been coded: put its streams together densely. A plane that did not get smaller stays as it is."""
-        assert self._codec is not None
-        assert self._program is not None
-        coding.done.synchronize()
-        group, program = coding.group, self._program
-        sizes, status = coding.results.numpy()[0], coding.results.numpy()[1].view(np.int32)[: coding.results.shape[1]]
+    def _finish_coding(self) -> None:
+        """When a group has been coded: give back what it did not need."""
+        coding, self._coding = self._coding, None
+        assert coding is not None
+        coding.coded.synchronize()
+        lengths, status = coding.results.numpy()[0], coding.results.numpy()[1].view(np.int32)[: coding.results.shape[1]]
         if status.any():
-            raise RuntimeError(f"nvCOMP could not code {np.count_nonzero(status)} of {len(sizes)} streams (code {status.max()})")
-        jobs = program.jobs[group.first : group.last]
-        first_of = np.cumsum(group.counts) - group.counts
-        totals, planes = np.add.reduceat(sizes, first_of), np.array([job.plane for job in jobs])
-        gains = np.repeat(totals < planes, group.counts)
-        raw = program.cuts[:, group.first_stream : group.last_stream]
-        out = self._outs[coding.number % _LAP].data_ptr() + np.arange(len(sizes)) * self._codec.stride
-        lengths = np.where(gains, sizes, raw[1])
-        ends = np.cumsum(lengths)
-        total = int(ends[-1])
-        while (start := self._packed.take(total)) is None:
-            self._let_packed_leave() if self._there else self._complete()
-        target = self._packed.memory.data_ptr() + start + ends - lengths
-        with torch.cuda.stream(self._packing):
-            self._packing.wait_event(coding.done)
-            rows = np.stack([np.where(gains, out, raw[0]), target, lengths], axis=1)
-            kernels.move(self._upload(rows), int(lengths.max()))
-            moved = self._packing.record_event()
-        self._moved.append(moved)
-        pieces, at = Pieces(), 0
-        cut = np.split(sizes, first_of[1:])
-        for number, mine, size, plane in zip(range(group.first, group.last), cut, totals.tolist(), planes.tolist(), strict=True):
-            passage = self._passages.pop(number)
-            if size < plane:
-                passage.codec, passage.sizes = self._codec.name, mine
-            pieces.append((passage, "top", at, min(size, plane)))
-            at += min(size, plane)
-        self._there.append(_Packed(start, total, pieces, moved))
+            raise RuntimeError(
+                f"nvCOMP could not code {np.count_nonzero(status)} of {len(lengths)} streams (code {status.max()})"
+            )
+        coding.size = int(lengths.sum())
+        self._dense.shrink(coding.size)
+        self._coded.append(coding)
 
-    def _let_packed_leave(self) -> None:
-        """Let the oldest packed group go."""
-        packed = self._there.popleft()
+    def _let_coded_leave(self) -> None:
+        """Let the oldest coded group go."""
+        coding = self._coded.popleft()
         with torch.cuda.stream(self._leaving):
-            self._leaving.wait_event(packed.there)
-            self._write(self._packed.memory[packed.start : packed.start + packed.size], packed.pieces)
+            run = self._dense.memory[coding.start : coding.start + coding.size]
+            coding.run = self._sink.write(run, self._relieve)
             event = self._leaving.record_event()
 
         def left() -> None:
-            self._packed.give_back()
+            assert self._codec is not None
+            self._dense.give_back()
             self._complete_groups += 1
-            self._arrived.extend(passage for passage, _, _, _ in packed.pieces)
+            lengths = coding.results[0].numpy().astype("<i4").tobytes()
+            said = {"read": [read.said() for read in coding.batches], "coded": [coding.run.spans, lengths, self._codec.name]}
+            self._arrived.append(Arrived([coding.run, *(run for read in coding.batches for run in read.runs)], said))
 
         self._leaves.append((event, left))
 
@@ -457,9 +467,9 @@ class Encoder:
 
     def _flush(self) -> None:
         """Hand on what has arrived."""
-        if self._arrived:
-            arrived, self._arrived = self._arrived, []
-            self._emit([passage.coded() for passage in arrived])
+        arrived, self._arrived = self._arrived, []
+        if arrived:
+            self._emit(arrived)
 
 
 def _sampled_alike(batch: Batch) -> tuple[bool, int, bool]:

@@ -1,18 +1,16 @@
-"""What the encoder works on: chunks on their way from a tensor to host memory."""
+"""What an encoder works on, and where what it makes goes to."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Protocol
 
-import numpy as np
 import torch
 
-from ...storage.chunk import PACK7, RAW, Coding
 from ...storage.dtypes import DType
-from .outbox import Part
+from .outbox import Run
 
 
 class Source(Protocol):
@@ -34,6 +32,13 @@ class Source(Protocol):
     def address(self) -> int | None:
         """Where the words are, if they lie one behind the other."""
 
+    @property
+    def identity(self) -> Any:
+        """Equal for chunks of which the same is said: see ``describe``."""
+
+    def describe(self) -> dict[str, Any]:
+        """What is said of it, apart from what it holds and how that is coded: see ``workers.attempt.draft``."""
+
     def gather(self) -> torch.Tensor:
         """A contiguous copy, made on the current stream."""
 
@@ -49,20 +54,8 @@ class Sink(Protocol):
     def held(self) -> int:
         """Bytes of the slots in which something is still to be announced, or to be written."""
 
-    def write(self, source: torch.Tensor, pieces: list[tuple[int, int]], relieve: Callable[[], None]) -> list[list[Part]]:
+    def write(self, source: torch.Tensor, relieve: Callable[[], None]) -> Run:
         """See ``outbox.Outbox.write``."""
-
-
-@dataclass
-class Coded:
-    """A chunk that has arrived in host memory: ``parts`` in the order in which its bytes lie in a pack. ``sizes``: of its
-    streams, int64; they are not in ``coding``."""
-
-    source: Any
-    coding: Coding
-    sizes: Any
-    digest: int
-    parts: list[Part]
 
 
 @dataclass(frozen=True)
@@ -106,33 +99,3 @@ class Job:
     def kind(self) -> tuple[int, bool, bool, bool, str]:
         """Chunks of one kind are read together. The last part of the name puts tensors together that are never negative."""
         return self.width, self.coded, self.dtype.rotate, self.address is None, self.name.rpartition(".")[2]
-
-
-@dataclass
-class Passage:
-    """A job on its way through one save. ``packed``: its lowest plane was. ``sizes``: of the streams of its highest plane, if it
-    became smaller by being coded with ``codec``. ``parts``: where its ``low``, ``middle`` and ``top`` planes lie."""
-
-    job: Job
-    source: Source
-    digest: int
-    packed: bool = False
-    codec: str = RAW
-    sizes: Any = field(default_factory=lambda: np.empty(0, np.int64))
-    parts: dict[str, list[Part]] = field(default_factory=dict)
-
-    def coded(self) -> Coded:
-        """The chunk, when all its parts have arrived: planes that are stored raw come first, the others behind them."""
-        job = self.job
-        codecs, stored = [RAW] * job.width, [job.plane] * job.width
-        order = ["low", "middle", "top"]
-        if self.packed:
-            codecs[0], stored[0] = PACK7, job.plane // 8 * 7
-            order = ["middle", "low", "top"]
-        if len(self.sizes):
-            codecs[-1], stored[-1] = self.codec, int(self.sizes.sum())
-        elif self.packed:
-            order = ["middle", "top", "low"]
-        planes = job.width > 1
-        coding = Coding(planes, planes and job.dtype.rotate, tuple(codecs), tuple(stored), stream=max(1, job.stream))
-        return Coded(self.source, coding, self.sizes, self.digest, [part for name in order for part in self.parts.get(name, [])])

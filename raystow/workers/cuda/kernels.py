@@ -7,6 +7,7 @@ thousands of chunks, and a launch for each would cost the training process more 
 from __future__ import annotations
 
 import functools
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -16,14 +17,10 @@ import triton.language as tl
 
 from ...storage.digest import BLOCK, WORD_KEYS, block_key
 
-COLUMNS = 10
-"""A row of ``split`` and ``join``: address of the words, number of words, addresses of up to eight planes."""
-
 _SLICE = 1024  # 32-bit words: what a program takes of a digest block at a time, always with the same keys
 _GROUP = 16  # digest blocks that a program goes through
 _REACH = BLOCK * 4 * _GROUP  # bytes that the programs of one group cover together
 _SPAN = 16384  # bytes that one program moves
-_ADDRESSES = np.arange(COLUMNS) != 1
 
 
 @triton.jit
@@ -164,6 +161,46 @@ def _move(table, SPAN: tl.constexpr):
 
 
 @triton.jit
+def _tell(source, target, n, MOST: tl.constexpr):
+    at = tl.program_id(0) * MOST + tl.arange(0, MOST)
+    tl.store(target.to(tl.pointer_type(tl.int64)) + at, tl.load(source + at, mask=at < n, other=0), mask=at < n)
+
+
+@triton.jit
+def _choose(owners, addresses, planes, out, sizes, table, lengths, STRIDE: tl.constexpr, MOST: tl.constexpr, TIMES: tl.constexpr):
+    """For the streams of one plane: what to move, the coded ones or the plane as it was."""
+    owner = owners + 2 * tl.program_id(0)
+    first = tl.load(owner)
+    plane = tl.load(owner + 1)
+    end = tl.load(owner + 2)
+    sums = tl.zeros((MOST,), tl.int64)
+    for i in range(TIMES):
+        stream = first + i * MOST + tl.arange(0, MOST)
+        sums += tl.load(sizes + stream, mask=stream < end, other=0)
+    gains = tl.sum(sums) < plane
+    for i in range(TIMES):
+        stream = first + i * MOST + tl.arange(0, MOST)
+        inside = stream < end
+        coded = tl.load(sizes + stream, mask=inside, other=0)
+        length = tl.where(gains, coded, tl.load(planes + stream, mask=inside, other=0))
+        source = tl.where(gains, out + stream * STRIDE, tl.load(addresses + stream, mask=inside, other=0))
+        tl.store(table + 3 * stream, source, mask=inside)
+        tl.store(table + 3 * stream + 2, length, mask=inside)
+        tl.store(lengths + stream, length, mask=inside)
+
+
+@triton.jit
+def _line_up(table, base, streams, MOST: tl.constexpr, TIMES: tl.constexpr):
+    """One behind the other, from ``base`` on."""
+    at = base
+    for i in range(TIMES):
+        stream = i * MOST + tl.arange(0, MOST)
+        length = tl.load(table + 3 * stream + 2, mask=stream < streams, other=0)
+        tl.store(table + 3 * stream + 1, at + tl.cumsum(length, 0) - length, mask=stream < streams)
+        at += tl.sum(length)
+
+
+@triton.jit
 def _pack7(table, SPAN: tl.constexpr):
     row = table + tl.program_id(1) * 3
     groups = tl.load(row + 2)
@@ -206,7 +243,7 @@ def _keys(device: int) -> tuple[torch.Tensor, torch.Tensor]:
 def split(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, results: torch.Tensor) -> None:
     """Take apart the words of each chunk into its planes, on the current stream.
 
-    ``table``: int64 [chunks, COLUMNS]. ``largest``: bytes of the largest chunk. ``packed``: see ``can_pack``. ``results``: int64
+    ``table``: int64 [chunks, tables.COLUMNS]. ``largest``: bytes of the largest chunk. ``packed``: see ``tables.can_pack``. ``results``: int64
     [3, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of ``sample``, and 1 where the lowest bit of
     any rotated word is set.
     """
@@ -231,12 +268,6 @@ def sample(table: torch.Tensor, largest: int, *, width: int, packed: bool, sampl
     _run(table, largest, nothing, samples, nothing, W=width, ROTATE=False, PACKED=packed, SPLIT=False, JOIN=False, SAMPLE=True)
 
 
-def can_pack(rows: Any, width: int) -> bool:
-    """Whether words of one or two bytes can be read four or two at a time: every address in the table (int64 numpy [chunks,
-    COLUMNS]) and every chunk's size must be a multiple of 4."""
-    return width < 4 and not (((rows % 4).any(axis=0) & _ADDRESSES).any() or (rows[:, 1] * width % 4).any())
-
-
 def _run(
     table: torch.Tensor,
     largest: int,
@@ -255,10 +286,48 @@ def _run(
         _pass[grid](table, keys, block_keys, digests, samples, odds, SAMPLE=SAMPLE, **sizes, **what)
 
 
+def tell(found: torch.Tensor, told: torch.Tensor) -> None:
+    """Write what was ``found`` on the device to host memory that is pinned (both int64, contiguous). By a kernel: a copy would
+    wait for all large ones that were enqueued before it, on whatever stream, since there is one engine for that direction."""
+    n = found.numel()
+    _tell[(triton.cdiv(n, 1024),)](found, told.data_ptr(), n, MOST=1024)
+
+
 def move(table: torch.Tensor, largest: int) -> None:
     """Copy bytes: ``table`` int64 [pieces, 3] of source address, target address, bytes; ``largest`` of the latter."""
     if len(table):
         _move[(max(1, triton.cdiv(largest, _SPAN)), len(table))](table, SPAN=_SPAN)
+
+
+@dataclass(frozen=True)
+class Streams:
+    """Coded streams in the order in which a coder got them: each begins ``stride`` bytes behind the one before in ``memory``, and
+    is as long as ``sizes`` (int64 [streams]) says."""
+
+    memory: torch.Tensor
+    stride: int
+    sizes: torch.Tensor
+
+
+def condense(
+    owners: torch.Tensor, cuts: torch.Tensor, streams: Streams, base: int, *, largest: int, lengths: torch.Tensor
+) -> None:
+    """Put the streams of some planes together densely, from the address ``base`` on, without asking the host how long they are.
+    A plane that did not get smaller is taken as it was.
+
+    ``owners``: int64 [planes + 1, 2]: the number of each plane's first stream, and its bytes; at last the number of streams.
+    ``cuts``: int64 [2, streams]: where each stream lies as it was, and its bytes. ``largest``: streams of the largest plane.
+    ``lengths``: int64 [streams], gets the bytes of what was taken.
+    """
+    addresses, planes = cuts
+    table = torch.empty((len(addresses), 3), dtype=torch.int64, device=cuts.device)
+    out, stride = streams.memory.data_ptr(), streams.stride
+    times = triton.next_power_of_2(triton.cdiv(largest, 256))
+    _choose[(len(owners) - 1,)](
+        owners, addresses, planes, out, streams.sizes, table, lengths, STRIDE=stride, MOST=256, TIMES=times
+    )
+    _line_up[(1,)](table, base, len(table), MOST=1024, TIMES=triton.next_power_of_2(triton.cdiv(len(table), 1024)))
+    move(table, stride)
 
 
 def pack7(table: torch.Tensor, largest: int) -> None:

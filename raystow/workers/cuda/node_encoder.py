@@ -21,6 +21,7 @@ from ...storage import dtypes
 from ...storage.chunk import RAW
 from ...storage.digest import finish
 from ...storage.errors import ClusterError, RaystowError, SaveFailed
+from ..arrival import Layout
 from ..attempt import NodeAttempt, draft
 from ..ring import Ring
 from ..slots import Slots
@@ -51,6 +52,10 @@ class _Chunk:
     @property
     def nbytes(self) -> int:
         return int(self.fields["nbytes"])
+
+    @property
+    def identity(self) -> dict[str, Any]:
+        return self.fields
 
     def gather(self) -> torch.Tensor:
         raise AssertionError("chunks in a slot are contiguous")
@@ -92,6 +97,7 @@ class NodeEncoder:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # lent slots
         self._bench: Workbench | None = None
         self._work: deque[_Work] = deque()
+        self._layout: Layout | None = None  # of the chunks that are being coded
         self._attempt: NodeAttempt | None = None  # that of the slots which are being coded
         self._failed: NodeAttempt | None = None
 
@@ -204,9 +210,14 @@ class NodeEncoder:
             announce=functools.partial(self._announce, attempt, works[0].number),
         )
 
-    def _announce(self, attempt: NodeAttempt, number: int, coded: list[dict[str, Any]]) -> None:
+    def _announce(self, attempt: NodeAttempt, number: int, message: Message) -> None:
         """Hand chunks on that lie in host memory now, if they are what the training process has read."""
+        if "layout" in message:
+            self._layout = Layout(message["layout"])
+            return
         assert self._slots is not None
+        assert self._layout is not None
+        coded = [row for arrived in message["arrived"] for row in self._layout.rows(arrived)]
         if attempt.over:
             raise SaveFailed("it has failed already")
         for fields in coded:

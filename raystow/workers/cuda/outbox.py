@@ -4,14 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 
 import torch
 
 from ...storage.errors import ClusterError
 from ..ring import Ring
 
-Part = tuple[int, int, int]
-"""Slot, start in the slot, bytes."""
+
+@dataclass
+class Run:
+    """Bytes on their way: ``spans`` of them (first byte in the run, slot, start in the slot, bytes)."""
+
+    spans: list[tuple[int, int, int, int]] = field(default_factory=list)
 
 
 class Outbox:
@@ -32,7 +37,7 @@ class Outbox:
                     remedy="pass a smaller memory= to Checkpointer",
                 )
         self._slot, self._used = -1, ring.slot_size
-        self._parts: Counter[int] = Counter()  # slot -> parts in it that were not announced
+        self._runs: Counter[int] = Counter()  # slot -> spans in it of runs that were not announced
         self._open: set[int] = set()  # slots that were taken and not released
 
     @property
@@ -45,37 +50,29 @@ class Outbox:
         """Bytes of the slots in which something is still to be announced, or to be written."""
         return len(self._open) * self._ring.slot_size
 
-    def write(self, source: torch.Tensor, pieces: list[tuple[int, int]], relieve: Callable[[], None]) -> list[list[Part]]:
+    def write(self, source: torch.Tensor, relieve: Callable[[], None]) -> Run:
         """Enqueue a copy of ``source`` (uint8, contiguous) on the current stream.
 
-        Where the bytes of each piece of it (start, bytes; ascending) will lie. ``relieve`` is called while there is no free slot:
-        it sees to it that what has arrived is announced.
+        ``relieve`` is called while there is no free slot: it sees to it that what has arrived is announced.
         """
-        parts: list[list[Part]] = [[] for _ in pieces]
-        done = k = 0
-        while done < source.numel():
+        run, done, total = Run(), 0, source.numel()
+        while done < total:
             if self._used == self._ring.slot_size:
                 self._next_slot(relieve)
-            size = min(self._ring.slot_size - self._used, source.numel() - done)
+            size = min(self._ring.slot_size - self._used, total - done)
             at = self._slot * self._ring.slot_size + self._used
             self._memory[at : at + size].copy_(source[done : done + size], non_blocking=True)
-            while k < len(pieces) and pieces[k][0] < done + size:
-                start, end = pieces[k][0], sum(pieces[k])
-                first = max(start, done)
-                if min(end, done + size) > first:
-                    parts[k].append((self._slot, self._used + first - done, min(end, done + size) - first))
-                    self._parts[self._slot] += 1
-                if end > done + size:
-                    break
-                k += 1
+            run.spans.append((done, self._slot, self._used, size))
+            self._runs[self._slot] += 1
             done += size
             self._used += size
-        return parts
+        return run
 
-    def announced(self, parts: Iterable[Part]) -> None:
-        """The node worker knows these parts."""
-        for slot, _, _ in parts:
-            self._parts[slot] -= 1
+    def announced(self, runs: Iterable[Run]) -> None:
+        """The node worker knows of all that is in these."""
+        for run in runs:
+            for _, slot, _, _ in run.spans:
+                self._runs[slot] -= 1
         self._settle()
 
     def end(self) -> None:
@@ -85,7 +82,7 @@ class Outbox:
 
     def abandon(self) -> None:
         """Nothing more of this save will be announced."""
-        self._parts.clear()
+        self._runs.clear()
         self.end()
 
     def close(self) -> None:
@@ -103,7 +100,7 @@ class Outbox:
         self._open.add(slot)
 
     def _settle(self) -> None:
-        for slot in [slot for slot in self._open if slot != self._slot and not self._parts[slot]]:
+        for slot in [slot for slot in self._open if slot != self._slot and not self._runs[slot]]:
             self._open.remove(slot)
-            del self._parts[slot]
+            del self._runs[slot]
             self._release(slot)

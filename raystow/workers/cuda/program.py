@@ -15,7 +15,8 @@ import numpy as np
 import torch
 
 from ...storage.chunk import SMALL
-from . import kernels
+from ..arrival import layout
+from . import tables
 from .jobs import Job, Source
 
 ROWS = 512
@@ -62,14 +63,19 @@ class Batch:
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs ``first`` to ``last`` (without), coded by one call: its streams by number, and the number of each job's."""
+    """Jobs ``first`` to ``last`` (without), of so many ``batches``, coded by one call. ``streams``: their numbers. ``starts``: of
+    each job's first stream, within the group; ``largest``: streams of the job that has most. ``planes``: bytes of each job's
+    highest plane, ``nbytes`` all together. ``owners``: what ``kernels.condense`` wants to know, on the device."""
 
     first: int
     last: int
-    first_stream: int
-    last_stream: int
-    counts: Any
     batches: int
+    streams: slice
+    starts: Any
+    planes: Any
+    nbytes: int
+    largest: int
+    owners: torch.Tensor
 
 
 class Circle:
@@ -96,9 +102,9 @@ class Circle:
 
 
 class Program:
-    """``jobs`` in the order in which they are read, ``batches`` and ``groups`` of them, and their tables: ``table`` for the
-    kernels (int64 [jobs, COLUMNS]) and ``cuts`` for the coder (int64 [2, streams]: address, bytes), on the device ``chunks`` and
-    ``streams``."""
+    """``jobs`` in the order in which they are read, ``batches`` and ``groups`` of them. ``starts``: where each job's lowest plane
+    begins among those of its batch. Tables: ``chunks`` for the kernels (int64 [jobs, COLUMNS]; in host memory ``table``), and for
+    the coder ``cuts`` (int64 [2, streams]: address, bytes)."""
 
     def __init__(self, sources: Sequence[Source], limits: Limits, *, kept: torch.Tensor, tops: torch.Tensor) -> None:
         self.key = key(sources)
@@ -106,13 +112,24 @@ class Program:
         self.jobs = sorted(found, key=_kind)
         self.batches: list[Batch] = []
         self.groups: list[Group] = []
-        self._limits = limits
-        table = np.zeros((len(self.jobs), kernels.COLUMNS), np.int64)
+        self._limits, self._device = limits, kept.device
+        table = np.zeros((len(self.jobs), tables.COLUMNS), np.int64)
         table[:, 0] = [job.address or 0 for job in self.jobs]
         table[:, 1] = [job.nbytes // job.width for job in self.jobs]
+        self.starts = np.zeros(len(self.jobs), np.int64)
         self._lay_out(table, Circle(kept.data_ptr(), kept.numel()), Circle(tops.data_ptr(), tops.numel()))
-        self.table, self.cuts = table, self._cut(table)
-        self.chunks, self.streams = (torch.from_numpy(rows).to(kept.device) for rows in (self.table, self.cuts))
+        self.table = table
+        self.chunks, self.cuts = (torch.from_numpy(rows).to(self._device) for rows in (table, self._cut(table)))
+
+    def layout(self, sources: Sequence[Source]) -> dict[str, Any]:
+        """What can be said of the chunks once for all saves."""
+        return layout(
+            [sources[job.index].describe() for job in self.jobs],
+            nbytes=[job.nbytes for job in self.jobs],
+            streams=[job.stream for job in self.jobs],
+            starts=self.starts,
+            batches=[(batch.first, batch.last, batch.low) for batch in self.batches],
+        )
 
     def _lay_out(self, table: Any, kept: Circle, tops: Circle) -> None:
         """Place the planes of all batches, and put the groups together."""
@@ -124,6 +141,7 @@ class Program:
             rooms = np.array([job.room for job in jobs])
             planes, width = int(rooms.sum()), head.width
             starts = np.cumsum(rooms) - rooms
+            self.starts[first:last] = starts
             low = planes if width > 1 or not head.coded else 0
             middle = planes * max(0, width - 2)
             base, after = kept.place(low + middle)
@@ -145,7 +163,7 @@ class Program:
                 group_of.append(group)
                 raw, streams = raw + size, streams + more
             largest = max(job.nbytes for job in jobs)
-            packed = kernels.can_pack(table[first:last], width)
+            packed = tables.can_pack(table[first:last], width)
             self.batches.append(
                 Batch(
                     *(first, last, width, head.coded and head.dtype.rotate, head.address is None, packed),
@@ -156,13 +174,18 @@ class Program:
 
     def _close_group(self, last: int) -> None:
         """All coded jobs that are in no group yet, up to ``last``, are one."""
-        first = self.groups[-1].last if self.groups else 0
-        coded = [i for i in range(first, last) if self.jobs[i].coded]
-        if coded:
-            counts = np.array([self.jobs[i].streams for i in coded])
-            stream = self.groups[-1].last_stream if self.groups else 0
-            batches = sum(batch.group == len(self.groups) for batch in self.batches)
-            self.groups.append(Group(coded[0], coded[-1] + 1, stream, stream + int(counts.sum()), counts, batches))
+        before = self.groups[-1] if self.groups else None
+        jobs = [i for i in range(before.last if before else 0, last) if self.jobs[i].coded]
+        if not jobs:
+            return
+        counts = np.array([self.jobs[i].streams for i in jobs])
+        planes = np.array([self.jobs[i].plane for i in jobs])
+        starts, begin = np.cumsum(counts) - counts, before.streams.stop if before else 0
+        owners = np.append(np.stack([starts, planes], axis=1), [[counts.sum(), 0]], axis=0)
+        batches = sum(batch.group == len(self.groups) for batch in self.batches)
+        streams = slice(begin, begin + int(counts.sum()))
+        nbytes, largest, on_device = int(planes.sum()), int(counts.max()), torch.from_numpy(owners).to(self._device)
+        self.groups.append(Group(jobs[0], jobs[-1] + 1, batches, streams, starts, planes, nbytes, largest, on_device))
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
         """Chunks of one kind (all of one width; all with a plane to code, or all without) in numbers that one launch takes."""
@@ -184,18 +207,18 @@ class Program:
         stream = self._limits.stream
         rows = [np.empty((2, 0), np.int64)]
         for group in self.groups:
-            jobs, planes = self.jobs[group.first : group.last], table[group.first : group.last]
-            owner = np.repeat(np.arange(len(jobs)), group.counts)
-            at = (np.arange(len(owner)) - np.repeat(np.cumsum(group.counts) - group.counts, group.counts)) * stream
-            tops = planes[np.arange(len(jobs)), [1 + job.width for job in jobs]]
-            sizes = np.array([job.plane for job in jobs])
-            rows.append(np.stack([tops[owner] + at, np.minimum(stream, sizes[owner] - at)]))
+            jobs = self.jobs[group.first : group.last]
+            n = group.streams.stop - group.streams.start
+            owner = np.searchsorted(group.starts, np.arange(n), side="right") - 1
+            at = (np.arange(n) - group.starts[owner]) * stream
+            tops = table[np.arange(group.first, group.last), [1 + job.width for job in jobs]]
+            rows.append(np.stack([tops[owner] + at, np.minimum(stream, group.planes[owner] - at)]))
         return np.ascontiguousarray(np.concatenate(rows, axis=1))
 
 
-def key(sources: Sequence[Source]) -> list[tuple[int | None, int, str, str]]:
+def key(sources: Sequence[Source]) -> list[tuple[int | None, int, Any]]:
     """What a program depends on: two sets of chunks with equal keys can use the same."""
-    return [(source.address, source.nbytes, source.dtype.name, source.name) for source in sources]
+    return [(source.address, source.nbytes, source.identity) for source in sources]
 
 
 def _kind(job: Job) -> Any:

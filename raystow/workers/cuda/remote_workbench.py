@@ -18,7 +18,7 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -32,13 +32,9 @@ from .workbench import Workbench
 
 logger = logging.getLogger(__name__)
 
+Announce = Callable[[Message], None]
+
 _FIRST = -5  # the highest priority: these few milliseconds are what the training's fence waits for
-
-
-class Announce(Protocol):
-    """Tells the node worker of chunks in a slot of device memory, or raises because the save has failed."""
-
-    def __call__(self, chunks: list[dict[str, Any]], *, on_device: Message | None = None) -> None: ...
 
 
 @dataclass(frozen=True)
@@ -132,7 +128,12 @@ class RemoteWorkbench:
             self._local.close()
 
     def _fill(
-        self, mapped: _Mapped, pieces: Sequence[Any], batch: list[tuple[int, int]], sums: torch.Tensor, announce: Announce
+        self,
+        mapped: _Mapped,
+        pieces: Sequence[Any],
+        batch: list[tuple[int, int]],
+        sums: torch.Tensor,
+        announce: Announce,
     ) -> None:
         """Copy the chunks of a batch (number, place in the slot) into a slot, and announce them when they are there."""
         slot = self._take(mapped)
@@ -144,7 +145,7 @@ class RemoteWorkbench:
                 mapped.ring.write(start + at, source if copy is None else copy.data_ptr(), pieces[i].nbytes)
             mapped.stream.synchronize()
             rows = [{**pieces[i].describe(), "at": at, "nbytes": pieces[i].nbytes, "sum": int(sums[i])} for i, at in batch]
-            announce(rows, on_device={"device": mapped.uuid, "slot": slot})
+            announce({"on_device": {"device": mapped.uuid, "slot": slot, "chunks": rows}})
         except BaseException:
             mapped.free.append(slot)
             raise

@@ -10,9 +10,9 @@ import torch
 from ...storage.chunk import RAW
 from ..ring import Ring
 from .choice import Choice, choose
-from .encoder import Encoder
-from .jobs import Coded
+from .encoder import Arrived, Encoder
 from .outbox import Outbox
+from .program import Program
 
 
 class Workbench:
@@ -26,6 +26,7 @@ class Workbench:
         self._outbox = Outbox(ring, take=take, release=release)
         self._encoders: dict[int, Encoder] = {}
         self._choices: dict[int, Choice] = {}
+        self._said: dict[int, Program] = {}  # whose layout was announced last, by device
 
     def choice(self, device: int) -> Choice:
         """What chunks of a device are coded with."""
@@ -40,14 +41,20 @@ class Workbench:
         *,
         after: Any,
         on_read: Callable[[], None],
-        announce: Callable[[list[dict[str, Any]]], None],
+        announce: Callable[[dict[str, Any]], None],
         urgent: Callable[[], bool] = lambda: False,
     ) -> None:
-        """See ``Encoder.encode``; ``announce`` gets what the node worker must know of chunks whose bytes have arrived."""
+        """See ``Encoder.encode``. ``announce`` gets what the node worker must know: the ``layout`` of the chunks of a ``device``,
+        where it is new, and what has ``arrived`` of them (see ``workers.arrival``)."""
 
-        def emit(coded: list[Coded]) -> None:
-            announce([_row(chunk) for chunk in coded])
-            self._outbox.announced(part for chunk in coded for part in chunk.parts)
+        def emit(arrived: list[Arrived]) -> None:
+            encoder = self._encoders[device]
+            if encoder.program is not self._said.get(device):
+                assert encoder.program is not None
+                announce({"device": device, "layout": encoder.program.layout(pieces)})
+                self._said[device] = encoder.program
+            announce({"device": device, "arrived": [one.message for one in arrived]})
+            self._outbox.announced(run for one in arrived for run in one.runs)
 
         if device not in self._encoders:
             codec = self.choice(device).codec
@@ -65,15 +72,3 @@ class Workbench:
             encoder.close()
         self._encoders.clear()
         self._outbox.close()
-
-
-def _row(chunk: Coded) -> dict[str, Any]:
-    """What ``attempt.draft`` takes; the sizes of streams are many, so they go as bytes."""
-    coding = chunk.coding
-    return {
-        **chunk.source.describe(),
-        "parts": chunk.parts,
-        "coding": [coding.planes, coding.rotated, coding.codecs, coding.stored, coding.stream],
-        "streams": chunk.sizes.astype("<i4").tobytes(),
-        "digest": chunk.digest,
-    }

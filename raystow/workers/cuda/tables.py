@@ -1,0 +1,18 @@
+"""What the kernels are told: a table in device memory with a row for each chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+COLUMNS = 10
+"""A row of ``kernels.split`` and ``join``: address of the words, number of words, addresses of up to eight planes."""
+
+_ADDRESSES = np.arange(COLUMNS) != 1
+
+
+def can_pack(rows: Any, width: int) -> bool:
+    """Whether words of one or two bytes can be read four or two at a time: every address in the table (int64 numpy [chunks,
+    COLUMNS]) and every chunk's size must be a multiple of 4."""
+    return width < 4 and not (((rows % 4).any(axis=0) & _ADDRESSES).any() or (rows[:, 1] * width % 4).any())
