@@ -20,8 +20,8 @@ from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.repository import open_repository
 
-SPREAD = {"create": 10, "save": 50, "prune": 8, "gc": 12}
-SPREAD_S3 = {"create": 1, "save": 5, "prune": 1, "gc": 2}
+SPREAD = {"create": 8, "save": 40, "prune": 8, "gc": 12}
+SPREAD_S3 = {"create": 1, "save": 3, "prune": 1, "gc": 2}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
 
 
@@ -31,17 +31,17 @@ def test_killed_alone(on_disk: Stage, act: str) -> None:
 
 
 def test_all_killed_at_once(on_disk: Stage) -> None:
-    run(on_disk, "save", everyone, most=20)
+    run(on_disk, "save", everyone, most=16)
 
 
 def test_another_killed(on_disk: Stage) -> None:
-    run(on_disk, "save", another, most=20)
+    run(on_disk, "save", another, most=16)
 
 
 @pytest.mark.s3
 @pytest.mark.parametrize("act", ACTS)
 def test_killed_alone_on_s3(on_s3: Stage, act: str) -> None:
-    run(on_s3, act, itself, most=SPREAD_S3[act] * (5 if REAL else 1))
+    run(on_s3, act, itself, most=SPREAD_S3[act] * (8 if REAL else 1))
 
 
 @pytest.mark.s3

@@ -47,7 +47,7 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
     assert all(not repository.orphans() for repository in repositories)
 
 
-@pytest.mark.parametrize("moment", ["durable", "restored"])
+@pytest.mark.parametrize("moment", ["durable", pytest.param("restored", marks=pytest.mark.slow)])
 def test_ctrl_c_leaves_no_process_and_no_half_version(tmp_path: Path, moment: str) -> None:
     environment = {**os.environ, "RAYSTOW_TEST_MARKER": str(tmp_path)}
     command = [*DEMO, "--steps", "8", "--every", "2"]

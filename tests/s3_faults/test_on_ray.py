@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from s3_faults.on_ray import TIMEOUT
 
-pytestmark = pytest.mark.s3
+pytestmark = [pytest.mark.s3, pytest.mark.slow]
 
 
 def test_training_outlives_its_store(s3_uri: str) -> None:
@@ -35,7 +35,8 @@ def test_training_outlives_its_store(s3_uri: str) -> None:
     assert found["recovered"][1:] == [4, 0]
     assert found["closed after"] < TIMEOUT + 2
     assert found["raised"] == found["strict"]["error"]
-    assert found["restored"] == [9, True]
+    assert found["durable"] == [9, True]
+    assert found["newest"] == [11, True]  # it is in the node's memory
     assert found["steps"] == [1, 2, 4, 9]
     for line in ("step 3 failed (1 in a row, 1 in all)", "step 7 failed (3 in a row, 4 in all)"):
         assert ended.stderr.count(line) == 1

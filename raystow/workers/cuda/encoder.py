@@ -33,7 +33,7 @@ from .nvcomp import STREAM, Codec
 from .outbox import Run
 from .program import Batch, Group, Limits, Program, key
 
-MEMORY = 1344 << 20
+MEMORY = 1440 << 20
 """Bytes of device memory that an encoder takes by default."""
 
 _GROUP = {DEFLATE: 64 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that are coded by one call

@@ -96,6 +96,8 @@ class Job:
         return -(-self.plane // self.stream) if self.coded else 0
 
     @property
-    def kind(self) -> tuple[int, bool, bool, bool, str]:
-        """Chunks of one kind are read together. The last part of the name puts tensors together that are never negative."""
-        return self.width, self.coded, self.dtype.rotate, self.address is None, self.name.rpartition(".")[2]
+    def kind(self) -> tuple[bool, int, bool, bool, str]:
+        """Chunks of one kind are read together, in the order of this. First those that need no coding, and at last those of which
+        most does: it lags behind the reading, until that is through. The last part of the name puts tensors together that are
+        never negative."""
+        return self.coded, -self.width, self.dtype.rotate, self.address is None, self.name.rpartition(".")[2]

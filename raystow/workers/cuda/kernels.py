@@ -243,9 +243,9 @@ def _keys(device: int) -> tuple[torch.Tensor, torch.Tensor]:
 def split(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, results: torch.Tensor) -> None:
     """Take apart the words of each chunk into its planes, on the current stream.
 
-    ``table``: int64 [chunks, tables.COLUMNS]. ``largest``: bytes of the largest chunk. ``packed``: see ``tables.can_pack``. ``results``: int64
-    [3, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of ``sample``, and 1 where the lowest bit of
-    any rotated word is set.
+    ``table``: int64 [chunks, COLUMNS], see ``tables``; ``packed``: what ``can_pack`` says of it. ``largest``: bytes of the
+    largest chunk. ``results``: int64 [3, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of
+    ``sample``, and 1 where the lowest bit of any rotated word is set.
     """
     _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, JOIN=False, SAMPLE=False)
 
