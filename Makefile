@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak fuzz bench bench-control bench-restore bench-gpu picture clean
+.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu picture clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -57,6 +57,9 @@ test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 
 soak: $(READY)  ## the tests that take minutes
 	$(BIN)/pytest -m slow
+
+drills: $(READY)  ## kill and freeze everything on real clusters, and put what became of it into docs/failures.md (ten minutes)
+	$(BIN)/pytest tests/drills --drill-table=docs/failures.md
 
 FUZZ_SECONDS ?= 60
 FUZZ_TARGETS ?= any_record marker root record fragment pack value key

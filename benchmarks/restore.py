@@ -1,17 +1,18 @@
 """How fast a state comes back, from each place it can come from; and how long a rank of a very large run plans that.
 
 *Restoring.* One rank, or four, hold a state of DTensors split over them and save it; as many, or three, restore it in place.
-One run measures all of them side by side: raystow from the memory of the node that saved, from that of another node, from a
-local folder and from an S3 server, ``torch.distributed.checkpoint.load`` from a local folder, and ``torch.load`` of one file
-for each rank, which is copied into the tensors (with the same number of ranks only). Ranks are actors on a Ray cluster of two
-nodes on this machine, in gloo process groups. The data are normal random numbers, as fp32 and as bf16, of which raystow stores
+In one case more, all ranks hold all of it. One run measures all of them side by side: raystow from the memory of the node that
+saved, from that of another node, from a local folder, the same with each rank on a node of its own, and from an S3 server,
+``torch.distributed.checkpoint.load`` from a local folder, and ``torch.load`` of one file for each rank, which is copied into the
+tensors (with the same number of ranks only). Ranks are actors on a Ray cluster of four nodes on this machine, in gloo process
+groups. The data are normal random numbers, as fp32 and as bf16, of which raystow stores
 four fifths.
 
 How it is measured. The contestants take turns in every round, in rotating order; a cell is the median over the rounds. Before
 each restore the tensors are filled with zeros and all ranks meet at a barrier; the clock of rank 0 runs from there to the next
 barrier. Outside it every tensor is compared bit for bit. Rates are of raw bytes of all ranks together. Files have been written
-a moment ago: they are read from the page cache. The bytes that come from the store are counted by the node worker, which gets
-each byte once for all ranks of its node; they are held against the stored bytes of the version, all of which the ranks want
+a moment ago: they are read from the page cache. The bytes that come from the store are counted by the node workers, which get
+each byte once for all ranks of all nodes; they are held against the stored bytes of the version, all of which the ranks want
 together. raystow holds every chunk against two digests and decodes it; the other two do neither.
 
 *Planning*: see ``restore_planning``.
@@ -52,13 +53,15 @@ import raystow
 from raystow.orchestrator.world_plan import plan_world
 from raystow.workers.borrowing import Borrowing
 
-CASES = ((1, 1), (4, 4), (4, 3))
-OURS = ("memory", "peer", "folder", "s3")
+CASES = ((1, 1, False), (4, 4, False), (4, 3, False), (4, 3, True))
+"""Ranks that save, ranks that restore, and whether each holds all of the state."""
+OURS = ("memory", "peer", "folder", "apart", "s3")
 WAYS = (*OURS, "dcp", "torch.load")
 TITLES = {
     "memory": "raystow, this node's memory",
     "peer": "raystow, another node's memory",
     "folder": "raystow, local folder",
+    "apart": "the same, a node for each rank",
     "s3": "raystow, S3",
     "dcp": "dcp.load, local folder",
     "torch.load": "torch.load, local folder",
@@ -75,7 +78,7 @@ def whole(number: int, shape: tuple[int, int]) -> torch.Tensor:
 
 
 class Rank:
-    """A process that can be any rank of any world. ``near`` its node worker keeps what is saved, ``far`` it does not."""
+    """A process that can be any rank of any world."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -90,11 +93,11 @@ class Rank:
 
         Borrowing.close = counted  # type: ignore[method-assign]
 
-    def join(self, where: str, rank: int, world: int) -> int:
+    def join(self, where: str, rank: int, world: int, replicated: bool) -> int:
         """Become a rank of a world, and make the state; its bytes of raw data."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.tensor import Shard, distribute_tensor
+        from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
         dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
         mesh = init_device_mesh("cpu", (world,))
@@ -102,7 +105,8 @@ class Rank:
         self.state = {"step": 7, "model": {}}
         self.kept = {}
         for number, shape in enumerate(SHAPES):
-            tensor = distribute_tensor(whole(number, shape), mesh, [Shard(0)], src_data_rank=None)
+            placement = Replicate() if replicated else Shard(0)
+            tensor = distribute_tensor(whole(number, shape), mesh, [placement], src_data_rank=None)
             self.state["model"][f"layers.{number}.weight"] = tensor
             self.kept[f"layers.{number}.weight"] = tensor.to_local().clone()
         return sum(tensor.nbytes for tensor in self.kept.values())
@@ -162,18 +166,20 @@ class Rank:
 
 @contextlib.contextmanager
 def nodes() -> Iterator[dict[str, list[Any]]]:
-    """Four processes on each of two nodes of a Ray cluster: ``near`` and ``far``."""
+    """Four processes on one node of a Ray cluster, ``near``, whose worker keeps what is saved; four on another, ``far``; and one
+    on each of four nodes, ``apart``."""
     here = Path(__file__).parent
     os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent / "tests"), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    for node in ("near", "far"):
+    for node in ("near", "far", "third", "fourth"):
         cluster.add_node(num_cpus=4, resources={node: 100})
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     try:
         actor = ray.remote(Rank)
+        where = {"near": ["near"] * 4, "far": ["far"] * 4, "apart": ["far", "third", "fourth", "near"]}
         yield {
-            node: [actor.options(num_cpus=0, resources={node: 1}).remote() for _ in range(4)]  # type: ignore[attr-defined]
-            for node in ("near", "far")
+            group: [actor.options(num_cpus=0, resources={node: 1}).remote() for node in on]  # type: ignore[attr-defined]
+            for group, on in where.items()
         }
     finally:
         ray.shutdown()
@@ -185,25 +191,27 @@ def every(ranks: Sequence[Any], method: str, *args: Any) -> list[Any]:
     return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=600)
 
 
-def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int, int], rounds: int) -> dict[str, Any]:
+def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int, int, bool], rounds: int) -> dict[str, Any]:
     """Save with ``case[0]`` ranks, restore with ``case[1]``, by each way and in each round."""
-    saved, restored = case
-    name = f"{saved}-{restored}"
+    saved, restored, replicated = case
+    name = f"{saved}-{restored}{'-whole' * replicated}"
     places = {way: f"{folder}/{name}-{way}" for way in WAYS} | {"s3": f"{bucket}/{name}"}
-    places["peer"] = places["memory"]
+    places["peer"], places["apart"] = places["memory"], places["folder"]
+    groups = {way: {"memory": "near", "apart": "apart"}.get(way, "far") for way in WAYS}
     ways = [way for way in WAYS if way != "torch.load" or saved == restored]
-    sizes = [join(ranks[:saved], folder) for ranks in on.values()]
+    for ranks in on.values():
+        join(ranks[:saved], folder, replicated)
     for way in ways:
-        if way != "peer":
-            every(on["near" if way == "memory" else "far"][:saved], "save", way, places[way])
+        if way not in ("peer", "apart"):
+            every(on[groups[way]][:saved], "save", way, places[way])
     for ranks in on.values():
         every(ranks[:saved], "leave")
-        join(ranks[:restored], folder)
+        raw = join(ranks[:restored], folder, replicated)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     read: dict[str, dict[str, int]] = {}
     for turn in range(-1, rounds):  # the first of all makes connections, starts node workers and compiles
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
-            told = every(on["near" if way == "memory" else "far"][:restored], "restore", way, places[way])
+            told = every(on[groups[way]][:restored], "restore", way, places[way])
             if turn >= 0:
                 seconds[way].append(told[0][0])
                 read[way] = dict(sum((Counter(of) for _, of in told), Counter[str]()))
@@ -214,37 +222,43 @@ def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int
     return {
         "saved by": saved,
         "restored by": restored,
-        "raw": sizes[0],
+        "replicated": replicated,
+        "raw": raw,
         "stored": newest.bytes,
-        "one rank on each node": plan_world(newest, restored, per_node=1).amplification,
+        "planned, a node for each rank": plan_world(newest, restored, per_node=1, whole=replicated).amplification,
         "ways": {
             way: {
                 "seconds": statistics.median(times),
-                "GB/s": sizes[0] / 1e9 / statistics.median(times),
+                "GB/s": raw / 1e9 / statistics.median(times),
                 "all seconds": times,
                 "read": read.get(way, {}),
-                **({"store/needed": read[way].get("store", 0) / newest.bytes} if way in OURS else {}),
+                **({"store/needed": from_store(read[way]) / newest.bytes} if way in OURS else {}),
             }
             for way, times in seconds.items()
         },
     }
 
 
-def join(ranks: Sequence[Any], folder: Path) -> int:
+def from_store(read: dict[str, int]) -> int:
+    """Bytes, also those that another node was to send."""
+    return read.get("store", 0) + read.get("instead", 0)
+
+
+def join(ranks: Sequence[Any], folder: Path, replicated: bool) -> int:
     """Make the ranks a world; the raw bytes of its state."""
     where = tempfile.mktemp(dir=folder, prefix="group-")
-    return sum(ray.get([rank.join.remote(where, i, len(ranks)) for i, rank in enumerate(ranks)], timeout=300))
+    return sum(ray.get([rank.join.remote(where, i, len(ranks), replicated) for i, rank in enumerate(ranks)], timeout=300))
 
 
 def claims(cases: list[dict[str, Any]], plans: dict[str, Any]) -> dict[str, bool]:
     """What is promised, and whether this run bears it out."""
-    from_store = [case["ways"][way]["store/needed"] for case in cases for way in ("folder", "s3")]
+    asked = [case["ways"][way]["store/needed"] for case in cases for way in ("folder", "apart", "s3")]
     beside = [case["ways"][way] for case in cases for way in ("memory", "peer")]
     one = plans["same"], plans["half"]
     return {
-        f"bytes from the store at most {AMPLIFICATION} times what is needed": max(from_store) <= AMPLIFICATION,
-        "nothing from the store while nodes have it in memory": all(not way["read"].get("store") for way in beside),
-        f"2,048 nodes: a rank plans in less than {SECONDS:.0f} s of CPU time": max(plan["cpu"] for plan in one) < SECONDS,
+        f"bytes from the store at most {AMPLIFICATION} times what is needed": max(asked) <= AMPLIFICATION,
+        "nothing from the store while nodes have it in memory": all(not from_store(way["read"]) for way in beside),
+        f"2,048 nodes: a rank plans in less than {SECONDS:.0f} s": max(plan["seconds"] for plan in one) < SECONDS,
         f"2,048 nodes: in a process of less than {MEMORY >> 30} GiB": max(plan["peak"] for plan in one) < MEMORY,
     }
 
@@ -252,10 +266,13 @@ def claims(cases: list[dict[str, Any]], plans: dict[str, Any]) -> dict[str, bool
 def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table]:
     """One for each case, and one for the plans."""
     for case in cases:
-        title = f"{case['saved by']} -> {case['restored by']} ranks, {case['raw'] / 1e6:.0f} MB raw"
+        held = "each holds all" if case["replicated"] else "split"
+        title = f"{case['saved by']} -> {case['restored by']} ranks, {held}, {case['raw'] / 1e6:.0f} MB raw"
         grid = table(title, "", ">s", ">slowest", ">GB/s", ">MB: memory", ">peer", ">store", ">by needed")
         for way, told in case["ways"].items():
-            read = [f"{told['read'].get(source, 0) / 1e6:.1f}" if way in OURS else "" for source in ("memory", "peer", "store")]
+            of = told["read"]
+            sums = of.get("memory", 0), of.get("peer", 0), from_store(of)
+            read = [f"{nbytes / 1e6:.1f}" if way in OURS else "" for nbytes in sums]
             ratio = f"{told['store/needed']:.4f}" if way in OURS else ""
             times = f"{told['seconds']:.2f}", f"{max(told['all seconds']):.2f}", f"{told['GB/s']:.2f}"
             grid.add_row(TITLES[way], *times, *read, ratio)
@@ -288,10 +305,12 @@ def main(
         "state": {"tensors": len(SHAPES), "elements": sum(map(math.prod, SHAPES))},
     }
     plans = planning(rounds)
+    about["load after planning"] = os.getloadavg()[0]
     with tempfile.TemporaryDirectory(dir=folder) as place, s3() as (bucket, server):
         about["S3 server"] = server
         with nodes() as on:
             cases = [measure(on, Path(place), bucket, case, rounds) for case in CASES]
+    about["load after restoring"] = os.getloadavg()[0]
     held = claims(cases, plans)
     console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}; S3: {server}")
     for grid in tables(cases, plans):

@@ -5,11 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from hypothesis import HealthCheck, settings
 from s3_server import make_bucket, s3_server
 
 from raystow.storage.clock import SYSTEM
 
 _BUCKET = "raystow-tests"
+
+# Nothing is asserted of time, also not by Hypothesis: a busy machine is no fault of the code.
+settings.register_profile("raystow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("raystow")
 
 
 @pytest.fixture(scope="session")

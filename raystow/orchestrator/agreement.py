@@ -96,7 +96,8 @@ class Together:
     def __init__(
         self, repository: Repository, port: Settling, opening: Vote, address: Callable[[], str], *, here: str = ""
     ) -> None:
-        self._repository, self._port, self._opening, self._address = repository, port, opening, address
+        self._repository, self._port, self._address = repository, port, address
+        self._opening = replace(opening, node=here)
         self._here, self.sources = here, Sources()
         self._choice: Choice | None = None
         self._borrowing: Borrowing | None = None
@@ -119,15 +120,19 @@ class Together:
             return self._repository.at(entry)
         version = self._repository.at(entry, store=self._borrowing)
         self._borrowing.given = {version.record_key: self._choice.record} if self._choice.record else {}
-        self.sources = sources = Sources(self._choice.near, self._here)
+        self._borrowing.place = {version.record_key: Place(entry.size)}.get  # else once for all ranks of the node
+        self.sources = sources = Sources(self._choice.near, self._here, company=self._choice.company)
+        company = self._choice.company
         # By what keys are made of: a large version has hundreds of thousands of packs, of which a rank reads a few.
-        packs = {pack.place: pack.size for pack in version.record.packs}
+        packs = version.record.pack_sizes
         fragments = {info.node: info.size for info in version.record.fragments}
 
         def place(key: str) -> Place | None:
             parts = keys.place_of(key)
             size = None if parts is None else fragments.get(parts[0]) if len(parts) == 1 else packs.get(parts)
-            return None if parts is None or size is None else Place(size, sources.peers(parts[0]))
+            if parts is None or size is None:
+                return None
+            return Place(size, sources.peers(parts[0]), company.round, company.desk(key))
 
         self._borrowing.place = place
         return version
@@ -139,6 +144,7 @@ class Together:
 
     def _let_go(self) -> None:
         if self._borrowing is not None:
-            logger.info("this rank's restore has read %s", told(self._borrowing.read))
+            read = self._borrowing.read
+            logger.info("this rank's restore has read %s", told(read), extra={"bytes_read": dict(read)})
             self._borrowing.close()
             self._borrowing = None

@@ -8,10 +8,10 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from ..storage import values
+from ..storage import key_files, values
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
-from ..storage.repository import open_repository
+from ..storage.repository import Repository
 from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.stores import open_store
@@ -101,7 +101,8 @@ class Checkpointer:
         self._saves, self._restores = itertools.count(1), itertools.count(1)
         self._pending: list[Pending] = []
         self._staging: Staging | None = None
-        self._repository_id = cluster.call(coordinator_actor(self.uri).start.remote(), _START, f"coordinator of {self.uri}")
+        coordinator = coordinator_actor(self.uri).start.remote()
+        self._repository_id, self._signed_by = cluster.call(coordinator, _START, f"coordinator of {self.uri}")
         self._port = RayPort(self.uri)
         node_actor(RayPort)  # starts while the caller goes on, and is ready when the first save attaches
         self._port.join(self.rank, self._incarnation)
@@ -185,14 +186,15 @@ class Checkpointer:
         """Fill ``into`` from the newest version; that version, or None if there is none. See ``restore.restore``.
 
         From the memory of the nodes where that has it, else from the store. With ``allow_uncommitted``, also a save that is still
-        being uploaded, if all of it is in memory. Every rank calls this. All of them restore the same version: if it is damaged
-        for one, the error log says so and all take the one before. Raises ``Damaged`` if no version is whole,
-        ``DeadlineExceeded`` if a rank is not heard of for ``timeout``.
+        being uploaded, or that could not be, if all of it is in memory. Every rank calls this. All of them restore the same
+        version: if it is damaged for one, the error log says so and all take the one before. Raises ``Damaged`` if no version is
+        whole, ``DeadlineExceeded`` if a rank is not heard of for ``timeout``.
         """
         self.fence()
         number = next(self._restores)
         vote = Vote(*(self.rank, self.world_size, self._incarnation, number, self._timeout), allow_uncommitted=allow_uncommitted)
-        repository = open_repository(self.uri)
+        # Not opened, which reads the marker: what is in memory can be restored while the store is down.
+        repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
         agreement = Together(repository, self._port, vote, self._node_worker, here=cluster.node_here())
         who = {"rank": self.rank, "world_size": self.world_size}
         return restore_latest(repository, into, agreement, **who, strict=strict, cast=cast, progress=progress)

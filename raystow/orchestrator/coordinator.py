@@ -95,6 +95,7 @@ class Coordinator:
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its save that failed there, and why
         self._generation = 0
         self._attempts: dict[str, Attempt] = {}
+        self._lost: VersionRecord | None = None  # of the newest attempt that was given up when all of it was staged
         self.changes = 0
         """How often any attempt has entered another phase: all that anyone waits for."""
 
@@ -165,14 +166,12 @@ class Coordinator:
         if len(attempt.staged) == len(attempt.nodes):
             attempt.created = self._clock.now()
 
-    def held(self) -> VersionRecord | None:
-        """What the record of the newest attempt will be of which all is staged, but not all durable: it may be in memory."""
-        newest = max((a for a in self._open(Phase.SEALING, Phase.READY) if a.created), key=lambda a: a.id, default=None)
-        if newest is None:
-            return None
-        if newest.promised is None:  # asked for by every rank that restores
-            newest.promised = self.record(newest)
-        return newest.promised
+    def held(self) -> list[VersionRecord]:
+        """What the records are, or would have been, of attempts that are no versions, but of which all was staged: it may be in
+        memory. The newest first; of those that were given up only the newest, until a newer one is a version."""
+        staged = [self._promise(attempt) for attempt in self._open(Phase.SEALING, Phase.READY) if attempt.created]
+        staged += [self._lost] if self._lost is not None else []
+        return sorted(staged, key=lambda record: record.id, reverse=True)
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         """A node's packs and fragment are durable."""
@@ -263,6 +262,8 @@ class Coordinator:
         if isinstance(outcome, Entry):
             attempt.entry = outcome
             self._enter(attempt, Phase.COMMITTED)
+            if self._lost is not None and self._lost.id < attempt.id:
+                self._lost = None
             logger.info("version %d, step %d: %d bytes stored of %d", outcome.id, outcome.step, outcome.stored, outcome.raw)
             return
         if isinstance(outcome, Fenced):
@@ -332,6 +333,12 @@ class Coordinator:
                 self._abort(attempt, reason)
                 return
 
+    def _promise(self, attempt: Attempt) -> VersionRecord:
+        """What its record will be; made once, since every rank that restores asks for it."""
+        if attempt.promised is None:
+            attempt.promised = self.record(attempt)
+        return attempt.promised
+
     def _enter(self, attempt: Attempt, phase: Phase) -> None:
         attempt.phase = phase
         self.changes += 1
@@ -340,6 +347,8 @@ class Coordinator:
 
     def _abort(self, attempt: Attempt, reason: str) -> None:
         attempt.reason = reason
+        if attempt.created and (self._lost is None or self._lost.id < attempt.id):
+            self._lost = self._promise(attempt)
         self._enter(attempt, Phase.ABORTED)
         logger.warning("the save of step %d was given up: %s", attempt.step, reason)
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
 import platform
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -19,12 +21,14 @@ from ..storage.errors import RaystowError, SaveFailed
 from ..storage.repository import create_repository
 from ..storage.retention import Policy
 from ..storage.root import Entry
+from ..storage.signing import PublicKey
 from ..storage.version_record import FragmentInfo, PackInfo, VersionRecord
 from ..workers.node_actor import NAMESPACE, holders
 from ..workers.port import Begin, Ticket
 from .cluster import call, counter
 from .coordinator import Attempt, Coordinator, Phase
 from .housekeeping import Housekeeping
+from .known import Known
 from .restoring import Choice, Rounds, Vote
 
 logger = logging.getLogger(__name__)
@@ -43,23 +47,26 @@ class CoordinatorActor:
         self._changed = asyncio.Condition()
         self._told = (0, 0)
         self._restoring = asyncio.Lock()
-        self._surveyed: tuple[Entry | None, dict[int, list[str]]] = (None, {})
+        self._offers: tuple[int, dict[str, Choice]] = (0, {})
         self._keeper: asyncio.Task[None] | None = None
         self._chores: asyncio.Task[None] | None = None
 
-    async def start(self) -> str:
-        """Make or open the repository and take the next epoch; the repository's id. Only the first call does anything."""
+    async def start(self) -> tuple[str, tuple[PublicKey, ...]]:
+        """Make or open the repository and take the next epoch; the repository's id, and whose signatures it asks for. Only the
+        first call does anything."""
         async with self._starting:
             if self._core is None:
                 signer = key_files.signer()
                 repository = await asyncio.to_thread(create_repository, self._uri, signer=signer)
                 self._committer = await asyncio.to_thread(Committer, repository, f"{platform.node()}-{SYSTEM.token()}", signer)
                 writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
-                self._core = Coordinator(self._committer, SYSTEM, writer=writer)
-                self._rounds = Rounds(repository, SYSTEM, on_fall_back=self._count_damage)
+                self._known = Known(repository)
+                await asyncio.to_thread(self._known.versions)  # while the store answers
+                self._rounds = Rounds(repository, SYSTEM, self._known, on_fall_back=self._count_damage)
                 self._housekeeping = Housekeeping(self._committer)
+                self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep())
-        return self._committer.repository.id
+        return self._committer.repository.id, self._committer.repository.signed_by
 
     async def join(self, rank: int, incarnation: str) -> None:
         """See ``Coordinator.join``."""
@@ -116,26 +123,30 @@ class CoordinatorActor:
         if entry is None or entry == vote.tried:
             return None if entry is None else Choice(entry)
         if round.held is not None and entry == round.held.entry:
-            return round.held
+            return replace(round.held, company=round.company)
         async with self._restoring:
-            return Choice(entry, await self._near(entry), self._committer.record(entry))
+            choice = await self._offer(entry.attempt, lambda: (entry, self._committer.record(entry)))
+            return replace(choice, company=round.company)
 
-    async def _near(self, entry: Entry) -> dict[int, list[str]]:
-        """Who has what of a version in memory: asked once for all ranks."""
-        if entry != self._surveyed[0]:
-            self._surveyed = entry, await holders(self._committer.repository.id, entry.attempt)
-        return self._surveyed[1]
+    async def _offer(self, attempt: str, describe: Callable[[], tuple[Entry, bytes]]) -> Choice:
+        """What could be restored of an attempt, which has this entry and record. Who has what of it in memory is asked once for
+        all ranks, and again when a round of theirs has gone on."""
+        if self._offers[0] != self._rounds.changes:
+            self._offers = self._rounds.changes, {}
+        offers = self._offers[1]
+        if attempt not in offers:
+            entry, record = describe()
+            offers[attempt] = Choice(entry, await holders(self._committer.repository.id, attempt), record)
+        return offers[attempt]
 
     async def _held(self) -> Choice | None:
-        """A save that is not durable yet, if all of it is in the memory of nodes that are alive."""
+        """The newest save that is no version, but of which all is in the memory of nodes that are alive."""
         assert self._core is not None
-        record = self._core.held()
-        if record is None or self._committer.signs:
-            return None
-        data = record.dump()
-        entry = record.entry(stored_digest(data), len(data))
-        near = await self._near(entry)
-        return Choice(entry, near, data) if all(info.node in near for info in record.fragments) else None
+        for record in () if self._committer.signs else self._core.held():
+            choice = await self._offer(record.attempt, functools.partial(_promised, record))
+            if all(info.node in choice.near for info in record.fragments):
+                return choice
+        return None
 
     async def _apply(self, change: Callable[[Coordinator], Any]) -> Any:
         await self.start()
@@ -173,6 +184,8 @@ class CoordinatorActor:
                 while (attempt := core.next_commit()) is not None:
                     core.settled(attempt, await asyncio.to_thread(self._commit, core.record(attempt)))
                     await self._tell()
+                    if attempt.entry is not None:
+                        self._known.committed(attempt.entry)
                     if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
                         self._keep_house(attempt.retention)
                 core.tick()
@@ -209,6 +222,11 @@ class CoordinatorActor:
             self._committer.discard(id, attempt)
         except RaystowError as error:
             logger.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
+
+
+def _promised(record: VersionRecord) -> tuple[Entry, bytes]:
+    data = record.dump()
+    return record.entry(stored_digest(data), len(data)), data
 
 
 class RayPort:

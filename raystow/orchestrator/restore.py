@@ -98,12 +98,12 @@ def plan_restore(
                 continue
             request = Request(leaf.name, chunks, box, shard.bits)
             (in_memory if shard.device is None else on_gpu[shard.device]).append(request)
-    reader = version.reader()
+    reader = version.reader(turn=rank / world_size)
 
     def fill(progress: Progress) -> None:
         reader.fill(in_memory, progress)
         for device, requests in on_gpu.items():
-            _fill_on_gpu(reader, device, requests, progress)
+            fill_on_gpu(reader, device, requests, progress)
         for shard, chunks in to_cast:
             _fill_and_cast(reader, shard, chunks, progress)
         replace(into, new)
@@ -154,7 +154,7 @@ def _convert(raw: Any, saved: str, target: Any) -> None:
     target.detach().copy_(numbers)
 
 
-def _fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: Progress) -> None:
+def fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: Progress) -> None:
     """Fill tensors of a GPU by decoding there, or without nvCOMP tensor by tensor through host memory."""
     import torch
 

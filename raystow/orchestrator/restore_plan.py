@@ -11,13 +11,19 @@ from dataclasses import dataclass, field
 
 from ..storage.digest import stored_digest
 from ..storage.reader import Run
+from ..workers.claims import ALONE, Company
 
 MEMORY, PEER, STORE = "memory", "peer", "store"
 """Sources: this node's memory, that of another node, and the store."""
 
 Progress = Callable[[int], None]
 
-_WHERE = {MEMORY: "this node's memory", PEER: "other nodes' memory", STORE: "the store"}
+_WHERE = {
+    MEMORY: "this node's memory",
+    PEER: "other nodes' memory",
+    STORE: "the store",
+    "instead": "the store, in place of nodes that did not send it",
+}
 
 
 @dataclass(frozen=True)
@@ -26,7 +32,7 @@ class Rates:
     ``benchmarks/restore.py`` on two cores, the store being an S3 server on the same machine."""
 
     memory: float = 1e9
-    peer: float = 3e8
+    peer: float = 5e8
     store: float = 1.2e8
 
     def of(self, source: str) -> float:
@@ -37,11 +43,13 @@ class Rates:
 @dataclass(frozen=True)
 class Sources:
     """Where stored bytes can be had. ``near``: number of a node of the save -> the nodes that have all of its objects in memory.
-    ``here``: this node's id; empty where there is no node worker, and so no memory either."""
+    ``here``: this node's id; empty where there is no node worker, and so no memory either. ``company``: the nodes that restore
+    together, and read from the store what several of them want only once."""
 
     near: Mapping[int, Sequence[str]] = field(default_factory=dict)
     here: str = ""
     rates: Rates = Rates()
+    company: Company = ALONE
 
     def peers(self, node: int) -> tuple[str, ...]:
         """The other nodes to ask for the objects of node number ``node``, in this order, before the store: none where the store
@@ -58,7 +66,9 @@ class Sources:
             return MEMORY, self.here, "kept by this node"
         if peers := self.peers(node):
             return PEER, peers[0], f"node {peers[0][:8]} keeps a copy" + (f", {len(peers) - 1} more do" if peers[1:] else "")
-        return STORE, "", "the store is faster than other nodes" if self.near.get(node) else "nobody has it in memory"
+        why = "the store is faster than other nodes" if self.near.get(node) else "nobody has it in memory"
+        nodes = len(self.company.nodes)
+        return STORE, "", why + (f"; what several of {nodes} nodes want one of them reads" if nodes > 1 else "")
 
 
 FROM_STORE = Sources()

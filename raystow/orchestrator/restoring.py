@@ -15,6 +15,8 @@ from ..storage.clock import Clock
 from ..storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
 from ..storage.repository import Repository
 from ..storage.root import Entry
+from ..workers.claims import ALONE, Company
+from .known import Known
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +25,8 @@ logger = logging.getLogger(__name__)
 class Vote:
     """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
     None at first; ``damage``: what was wrong with it, empty if it is restored. ``error``: why this rank gives up altogether.
-    ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do."""
+    ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do. ``node``: the one
+    it runs on, if that has a node worker."""
 
     rank: int
     world_size: int
@@ -34,35 +37,45 @@ class Vote:
     damage: str = ""
     error: str = ""
     allow_uncommitted: bool = True
+    node: str = ""
 
 
 @dataclass(frozen=True)
 class Choice:
     """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
-    ``record``: the version's record, where the coordinator still has it."""
+    ``record``: the version's record, where the coordinator still has it. ``company``: the nodes of all ranks."""
 
     entry: Entry
     near: Mapping[int, Sequence[str]] = field(default_factory=dict)
     record: bytes = b""
+    company: Company = ALONE
 
 
 @dataclass
 class Round:
     """One restore of all ranks. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it.
-    ``held``: a candidate that is no version yet."""
+    ``held``: a candidate that is no version. ``blind``: the store did not answer, and would take no lease either. ``nodes``:
+    where the ranks are; once all have ``come``, that is the ``company``."""
 
     world_size: int
     candidates: list[Entry]
     deadline: float
+    nodes: dict[int, str] = field(default_factory=dict)
+    come: bool = False
+    company: Company = ALONE
     members: dict[int, tuple[str, int]] = field(default_factory=dict)
     votes: dict[int, str] = field(default_factory=dict)
     held: Choice | None = None
+    blind: bool = False
     lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     done: bool = False
     failure: RaystowError | None = None
 
     def answers(self, tried: Entry | None) -> bool:
-        """Whether a rank that has ``tried`` this version can be told what comes now."""
+        """Whether a rank that has ``tried`` this version can be told what comes now: at first not before all have come, since
+        they share what they read."""
+        if tried is None and self.candidates and not self.come and self.failure is None:
+            return False
         return self.done or self.failure is not None or tried not in self.candidates[:1]
 
     def answer(self) -> Entry | None:
@@ -73,10 +86,12 @@ class Round:
 
 
 class Rounds:
-    """The rounds of one repository. Not for several threads at once; may wait for the store."""
+    """The rounds of one repository. Not for several threads at once; may wait for the store, for as long as ``known`` does."""
 
-    def __init__(self, repository: Repository, clock: Clock, *, on_fall_back: Callable[[], None] = lambda: None) -> None:
-        self._repository, self._clock, self._on_fall_back = repository, clock, on_fall_back
+    def __init__(
+        self, repository: Repository, clock: Clock, known: Known, *, on_fall_back: Callable[[], None] = lambda: None
+    ) -> None:
+        self._repository, self._clock, self._known, self._on_fall_back = repository, clock, known, on_fall_back
         self._open: list[Round] = []
         self.changes = 0
         """How often any round has come to another version or to its end: all that anyone waits for."""
@@ -84,10 +99,14 @@ class Rounds:
     def vote(self, vote: Vote, held: Choice | None = None) -> Round:
         """Take a rank's word, and go on to the next version when all have tried one that is damaged for some.
 
-        ``held``: a save of which all is in the memory of nodes, though it is no version yet; a new round begins with it.
+        ``held``: a save of which all is in the memory of nodes, though it is no version; a new round begins with it.
         """
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
         round.members[vote.rank] = vote.incarnation, vote.number
+        round.nodes[vote.rank] = vote.node
+        if not round.come and len(round.members) == round.world_size:
+            round.come, round.company = True, Company(self._clock.token(), sorted({*round.nodes.values()} - {""}))
+            self.changes += 1
         round.deadline = self._clock.monotonic() + vote.timeout
         if vote.error:
             self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
@@ -114,7 +133,8 @@ class Rounds:
         """Fail the rounds in which nobody was heard of for too long."""
         for round in list(self._open):
             if self._clock.monotonic() > round.deadline:
-                waiting = sorted(set(range(round.world_size)) - set(round.votes))
+                heard = round.votes if round.come else round.members
+                waiting = sorted(set(range(round.world_size)) - set(heard))
                 self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
 
     def _round_of(self, vote: Vote, held: Choice | None) -> Round:
@@ -126,7 +146,8 @@ class Rounds:
                 return round
             else:
                 self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
-        round = Round(vote.world_size, list(reversed(self._repository.root().versions)), 0.0)
+        versions, said = self._known.versions()
+        round = Round(vote.world_size, list(reversed(versions)), 0.0, blind=not said)
         if held is not None and all(held.entry.id > entry.id for entry in round.candidates):
             round.held = held
             round.candidates.insert(0, held.entry)
@@ -153,6 +174,8 @@ class Rounds:
 
     def _lease(self, round: Round) -> None:
         """Keep the first candidate from being collected; pass over those that were dropped meanwhile."""
+        if round.blind:
+            return
         while round.candidates and not (round.held and round.candidates[0] == round.held.entry):  # nobody collects that
             version = self._repository.at(round.candidates[0])
             try:

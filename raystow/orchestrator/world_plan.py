@@ -6,54 +6,56 @@ dimension is split evenly along the first such dimension again, as ``torch.chunk
 
 from __future__ import annotations
 
-from collections import defaultdict
-from collections.abc import Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..storage.manifest import Chunk
 from ..storage.reader import Reader
 from ..storage.version import Version
+from .restore_plan import Rates
 
 _Share = dict[int, float]  # number of a chunk -> the part of its elements that are wanted
 
 
 @dataclass(frozen=True)
 class Reads:
-    """What someone reads: ``nbytes`` stored bytes of ``chunks`` in so many ``requests``; ``needed``: for the elements wanted."""
+    """What someone reads: ``nbytes`` stored bytes of ``chunks`` in so many ``requests``; ``needed``: for the elements wanted.
+    ``passed_on``: how many of the bytes another node will have read from the store."""
 
     nbytes: int
     chunks: int
     requests: int
     needed: float
+    passed_on: int = 0
 
 
 @dataclass(frozen=True)
 class WorldPlan:
-    """``ranks``: what each would read if it were alone. ``nodes``: what the ranks of each read together, every byte once."""
+    """``ranks``: what each would read if it were alone. ``nodes``: what the ranks of each read together, every byte once.
+    ``store``: what all nodes together read from the store, every byte once."""
 
     ranks: tuple[Reads, ...]
     nodes: tuple[Reads, ...]
-
-    @property
-    def nbytes(self) -> int:
-        """Stored bytes that all nodes read."""
-        return sum(node.nbytes for node in self.nodes)
+    store: Reads
 
     @property
     def amplification(self) -> float:
-        """Bytes read by the nodes for each that they need: chunks are read whole, also where only a part of them is wanted."""
-        needed = sum(node.needed for node in self.nodes)
-        return self.nbytes / needed if needed else 1.0
+        """Bytes read from the store for each that is needed: chunks are read whole, also where only a part of them is wanted."""
+        return self.store.nbytes / self.store.needed if self.store.needed else 1.0
 
-    def seconds(self, rate: float) -> float:
-        """Until the last node is through, if each reads ``rate`` bytes a second."""
-        return max((node.nbytes for node in self.nodes), default=0) / rate
+    def seconds(self, rates: Rates) -> float:
+        """Until the last node is through, if each reads from the store and takes from other nodes at these rates."""
+        return max(
+            ((node.nbytes - node.passed_on) / rates.store + node.passed_on / rates.peer for node in self.nodes), default=0.0
+        )
 
 
 def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool = False) -> WorldPlan:
     """The plan for so many ranks, ``per_node`` of them on each node. ``whole``: every rank reads every tensor whole.
 
-    Reads the manifest, and raises what reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.
+    Of a chunk that several nodes want, each is taken to read an equal part from the store. Reads the manifest, and raises what
+    reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.
     """
     chunks = [chunk for rows in version.chunks.values() for chunk in rows]
     numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
@@ -63,8 +65,13 @@ def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool 
             for rank, part in wanted.items():
                 shares[rank][numbers[id(chunk)]] = part
     nodes = [_together(shares[first : first + per_node]) for first in range(0, world_size, per_node)]
+    askers = Counter(number for node in nodes for number in node)
     reader = version.reader()
-    return WorldPlan(*(tuple(_reads(reader, chunks, share) for share in of) for of in (shares, nodes)))
+    return WorldPlan(
+        tuple(_reads(reader, chunks, share) for share in shares),
+        tuple(_reads(reader, chunks, share, askers) for share in nodes),
+        _reads(reader, chunks, _together(nodes)),
+    )
 
 
 def _split(rows: Sequence[Chunk]) -> int | None:
@@ -83,7 +90,7 @@ def _wanted(rows: Sequence[Chunk], world_size: int, dim: int | None) -> Iterator
             yield row, {r: (min(first + size, (r + 1) * step) - max(first, r * step)) / size for r in ranks}
 
 
-def _together(shares: Sequence[_Share]) -> _Share:
+def _together(shares: Iterable[_Share]) -> _Share:
     parts: _Share = defaultdict(float)
     for share in shares:
         for number, part in share.items():
@@ -91,7 +98,9 @@ def _together(shares: Sequence[_Share]) -> _Share:
     return parts
 
 
-def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share) -> Reads:
+def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share, askers: Mapping[int, int] | None = None) -> Reads:
+    """``askers``: how many nodes want each chunk."""
     runs = reader.whole(chunks[number] for number in share)
     needed = sum(chunks[number].coding.size * part for number, part in share.items())
-    return Reads(sum(run.length for run in runs), len(share), len(runs), needed)
+    passed = sum(chunks[number].coding.size * (1 - 1 / askers[number]) for number in share) if askers else 0.0
+    return Reads(sum(run.length for run in runs), len(share), len(runs), needed, round(passed))

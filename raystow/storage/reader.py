@@ -80,10 +80,11 @@ class Run:
 
 
 class Reader:
-    """Reads from the packs of one version. ``threads``: requests and decodings at a time."""
+    """Reads from the packs of one version. ``threads``: requests and decodings at a time. ``turn``: what part of the runs, from 0
+    to 1, comes last instead of first: ranks that want the same and share it begin with different parts of it."""
 
-    def __init__(self, store: ObjectStore, version: int, attempt: str, *, threads: int | None = None) -> None:
-        self._store, self._version, self._attempt = store, version, attempt
+    def __init__(self, store: ObjectStore, version: int, attempt: str, *, threads: int | None = None, turn: float = 0.0) -> None:
+        self._store, self._version, self._attempt, self._turn = store, version, attempt, turn
         self.threads = threads or min(16, 2 * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -140,11 +141,13 @@ class Reader:
         packs: dict[tuple[int, str, int], list[Piece]] = defaultdict(list)
         for piece in pieces:
             packs[piece.chunk.node, piece.chunk.group, piece.chunk.pack].append(piece)
-        return [
+        runs = [
             run
             for (node, group, pack), of in sorted(packs.items())
             for run in _coalesced(keys.pack(self._version, self._attempt, node, group, pack), of)
         ]
+        first = int(len(runs) * self._turn)
+        return runs[first:] + runs[:first]
 
     def _decode(self, runs: Sequence[Run], progress: Callable[[int], None], threads: int) -> Iterator[Run]:
         if not runs:

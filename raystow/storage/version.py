@@ -186,9 +186,9 @@ class Version:
         array = array[rest] if rest else array
         return array[()] if first.kind == manifest.SCALAR else array
 
-    def reader(self, *, threads: int | None = None) -> Reader:
-        """A reader of this version's packs."""
-        return Reader(self._store, self.id, self.attempt, threads=threads)
+    def reader(self, *, threads: int | None = None, turn: float = 0.0) -> Reader:
+        """A reader of this version's packs; see there."""
+        return Reader(self._store, self.id, self.attempt, threads=threads, turn=turn)
 
     def _checked(self, key: str, size: int, digest: str, limit: int) -> bytes:
         if size > limit:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -39,6 +40,31 @@ class PackInfo:
         return self.node, self.group, self.number
 
 
+class Packs(Collection[PackInfo]):
+    """The packs of a version, field by field. There may be hundreds of thousands: as objects that stay, they would keep the
+    garbage collector busy for longer than it takes to read them."""
+
+    def __init__(self, nodes: Sequence[int], groups: Sequence[str], numbers: Sequence[int], sizes: Sequence[int]) -> None:
+        self._nodes, self._groups, self._numbers, self._sizes = nodes, groups, numbers, sizes
+
+    def __len__(self) -> int:
+        return len(self._sizes)
+
+    def __iter__(self) -> Iterator[PackInfo]:
+        return map(PackInfo, self._nodes, self._groups, self._numbers, self._sizes)
+
+    def __contains__(self, pack: object) -> bool:
+        return pack in tuple(self)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Collection) and tuple(self) == tuple(other)
+
+    @property
+    def sizes(self) -> dict[tuple[int, str, int], int]:
+        """The size of each by its place."""
+        return dict(zip(zip(self._nodes, self._groups, self._numbers, strict=True), self._sizes, strict=True))
+
+
 @dataclass(frozen=True)
 class VersionRecord:
     """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software.
@@ -54,8 +80,13 @@ class VersionRecord:
     metrics: dict[str, Any] = field(default_factory=dict)
     writer: dict[str, str] = field(default_factory=dict)
     fragments: tuple[FragmentInfo, ...] = ()
-    packs: tuple[PackInfo, ...] = ()
+    packs: Collection[PackInfo] = ()
     coding: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def pack_sizes(self) -> dict[tuple[int, str, int], int]:
+        """Bytes of each pack, by what its key is made of."""
+        return self.packs.sizes if isinstance(self.packs, Packs) else {pack.place: pack.size for pack in self.packs}
 
     @property
     def raw(self) -> int:
@@ -95,10 +126,8 @@ class VersionRecord:
                 )
                 for f in get("fragments", list)
             )
-            packs = tuple(
-                PackInfo(get("node", int, p), get("group", str, p), get("number", int, p), get("size", int, p))
-                for p in get("packs", list)
-            )
+            listed, kinds = get("packs", list), {"node": int, "group": str, "number": int, "size": int}
+            packs = Packs(*(records.column(listed, name, kind, key) for name, kind in kinds.items()))
         except (AttributeError, TypeError, ValueError) as error:
             raise Damaged(f"not a version record: {error}", subject=key) from error
         return VersionRecord(

@@ -6,30 +6,36 @@ import logging
 import mmap
 import os
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..storage.errors import ClusterError
+from ..storage.errors import ClusterError, StoreUnavailable
 from ..storage.object_store import Buffer, ObjectStore
 from .wire import Connection
 
 logger = logging.getLogger(__name__)
 
+_MAPPED = 32  # objects that stay mapped: what the node worker lets go of must not be held here
+
 
 @dataclass(frozen=True)
 class Place:
-    """The size of an object in bytes, and the nodes that may have it in memory, the nearest first."""
+    """The size of an object in bytes, the nodes that may have it in memory, the nearest first; ``round`` and ``desk`` as in
+    ``fetcher.Wanted``."""
 
     size: int
     near: Sequence[str] = ()
+    round: str = ""
+    desk: str = ""
 
 
 class Borrowing:
     """An ``ObjectStore`` for reading, from any thread. Objects that have a ``place`` are mapped from the node worker at
-    ``address``, those of ``given`` are known already; all others, and all if the node worker fails, are read from the store.
-    ``read``: bytes by where they came from, without what another rank of the node had asked for before."""
+    ``address``, those of ``given`` are known already; all others, and all if the node worker fails, are read from the store. So
+    is what is asked for a second time: the first was wrong. ``read``: bytes by where they came from, without what another rank of
+    the node had asked for before."""
 
     def __init__(self, store: ObjectStore, address: str, repository: str) -> None:
         self._store, self._address, self._repository = store, address, repository
@@ -38,7 +44,8 @@ class Borrowing:
         self.read = Counter[str]()
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
-        self._mapped: dict[str, tuple[int, mmap.mmap]] = {}  # key -> inode and mapping
+        self._answered = set[tuple[str, int, int]]()
+        self._mapped: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()  # key -> inode and mapping
 
     @property
     def uri(self) -> str:
@@ -56,10 +63,13 @@ class Borrowing:
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         """As the protocol says; a view of memory that is shared, not a copy."""
-        place = self.place(key)
+        place, asked = self.place(key), (key, start, length)
         if place is None or start + length > place.size or not length:
             return self._store.get_range(key, start, length)
         try:
+            if asked in self._answered:
+                raise ClusterError("what it gave is asked for again: it must have been wrong", subject=self._address)
+            self._answered.add(asked)
             return memoryview(self._borrow(key, place, start, length))[start : start + length]
         except ClusterError as error:
             logger.warning("%s is read past the node worker: %s", key, error)
@@ -90,6 +100,8 @@ class Borrowing:
             "size": place.size,
             "spans": [[start, start + length]],
             "near": list(place.near),
+            "round": place.round,
+            "desk": place.desk,
         }
         return self._talk(lambda connection: self._ask(connection, key, place, wanted))
 
@@ -100,6 +112,8 @@ class Borrowing:
             raise ClusterError("the node worker ended the conversation", subject=self._address)
         message, descriptor = answer
         if descriptor is None:
+            if message["store_is_down"]:  # it has tried for minutes: so would this process
+                raise StoreUnavailable(f"the node worker waited for the store in vain: {message['error']}", subject=key)
             raise ClusterError(f"the node worker could not get it: {message['error']}", subject=self._address)
         with self._lock:
             self.read.update(message["read"])
@@ -109,7 +123,7 @@ class Borrowing:
             os.close(descriptor)
 
     def _map(self, key: str, place: Place, descriptor: int) -> mmap.mmap:
-        """One mapping for each object, as long as the node worker lends the same memory."""
+        """One mapping for each object that was asked for lately, as long as the node worker lends the same memory."""
         status = os.fstat(descriptor)
         if status.st_size < place.size:
             raise ClusterError(f"the node worker lent {status.st_size} bytes instead of {place.size}", subject=self._address)
@@ -117,6 +131,9 @@ class Borrowing:
             known = self._mapped.get(key)
             if known is None or known[0] != status.st_ino:
                 known = self._mapped[key] = status.st_ino, mmap.mmap(descriptor, place.size, prot=mmap.PROT_READ)
+            self._mapped.move_to_end(key)
+            if len(self._mapped) > _MAPPED:
+                self._mapped.popitem(last=False)
             return known[1]
 
     def _talk(self, work: Callable[[Connection], mmap.mmap]) -> mmap.mmap:

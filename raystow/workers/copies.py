@@ -28,7 +28,8 @@ class Guests:
 
     def accept(self, copy: Copy, data: Buffer) -> Part:
         """Keep an object if there is room; what is here of its part now."""
-        if any(other.committed and other.home.id > copy.home.id for other in self._tier.holdings(copy.home.repository)):
+        newer = (other for other in self._tier.holdings(copy.home.repository) if other.home.id > copy.home.id)
+        if any(other.committed or other.given_up for other in newer):
             return Part()  # replaced already: it would stay until the version after that
         held = self._part(copy) or Part(line=copy.line)
         if held.line and not held.short and copy.key not in held.objects and held.objects.keys() >= {*copy.after}:

@@ -1,8 +1,9 @@
 """Gets stored bytes for all ranks of a node, each byte once, from the nearest place that has them.
 
-First the memory tier, then the memory of other nodes, then the store. What comes from elsewhere stays for a while, since ranks of
-one node often want the same: a rank that asks for bytes that are on their way waits for them. Nothing here is believed: whoever
-decodes the bytes holds them against their digests.
+First the memory tier, then the memory of other nodes, then the store; and of what several nodes read from the store when they
+restore together, each byte is read by one of them and sent on. What comes from elsewhere stays for a while, since ranks of
+one node, and other nodes, often want the same: who asks for bytes that are on their way waits for them. Nothing here is believed:
+whoever decodes the bytes holds them against their digests.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..storage.errors import RaystowError
-from ..storage.object_store import Buffer, ObjectStore
+from ..storage.errors import DeadlineExceeded, RaystowError
+from ..storage.object_store import ObjectStore
+from .claims import Claim, Claims
 from .memory_tier import MemoryTier
 from .pack_file import PackFile, Span
 
@@ -25,40 +27,53 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Wanted:
-    """Spans of an object of ``size`` bytes. ``near``: nodes that may have it in memory, the nearest first."""
+    """Spans of an object of ``size`` bytes. ``near``: nodes that may have it in memory, the nearest first. ``desk``: the node at
+    which those that restore together, in this ``round``, claim what they read of the object; empty if there is only one."""
 
     repository: str
     key: str
     size: int
     spans: Sequence[Span]
     near: Sequence[str] = ()
+    round: str = ""
+    desk: str = ""
 
 
-class Peers(Protocol):
-    """The other nodes' memory."""
+class Others(Protocol):
+    """The other nodes' workers; see ``peers.Peers``. ``ClusterError`` if a node does not answer."""
 
-    def read(self, node: str, repository: str, key: str, start: int, length: int) -> Buffer | None:
-        """``length`` bytes of an object from ``start``; None if the node does not have it in memory. ``ClusterError`` if the node
-        does not answer."""
+    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
+        """Fill ``target`` with an object's bytes from ``start``; whether the node has them in memory, or had them soon."""
+
+    def claim(self, desk: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
+        """See ``Claims.claim``: at another node's desk."""
 
 
-class NoPeers:
+class Nowhere:
     """There are no other nodes."""
 
-    def read(self, node: str, repository: str, key: str, start: int, length: int) -> Buffer | None:
-        return None
+    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
+        return False
+
+    def claim(self, desk: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
+        return [(*span, node)]
 
 
 class Fetcher:
-    """From any thread, during a ``visit``. ``budget``: bytes from elsewhere that stay meanwhile; ``read``: bytes by source."""
+    """From any thread, during a ``visit``. ``node``: this one. ``budget``: bytes from elsewhere that stay meanwhile.
 
-    def __init__(self, tier: MemoryTier, peers: Peers, *, budget: int) -> None:
-        self._tier, self._peers, self._budget = tier, peers, budget
+    ``read``: bytes by source; "instead" is the store, asked because the node that was to read them did not send them.
+    """
+
+    def __init__(self, tier: MemoryTier, others: Others, *, budget: int, node: str = "") -> None:
+        self._tier, self._others, self._budget, self._node = tier, others, budget, node
+        self.claims = Claims()
         self._lock = threading.Lock()
         self._files: OrderedDict[tuple[str, str], PackFile] = OrderedDict()
         self._busy: Counter[PackFile] = Counter()
+        self._claimed = set[tuple[str, str]]()  # files of which other nodes count on a part
         self._visitors = 0
-        self.read: dict[str, int] = {"memory": 0, "peer": 0, "store": 0}
+        self.read: dict[str, int] = {"memory": 0, "peer": 0, "store": 0, "instead": 0}
 
     def get(self, wanted: Wanted, store: ObjectStore, read: Counter[str] | None = None) -> int:
         """A descriptor of memory in which the spans are filled, for the caller to close. Raises what the store raises.
@@ -70,14 +85,28 @@ class Fetcher:
         if kept is not None:
             self._count(read, "memory", sum(end - start for start, end in wanted.spans))
             return kept
-        file = self._take(wanted)
-        try:
+        with self._file(wanted) as file:
             file.ensure(wanted.spans, lambda start, target: self._fetch(wanted, store, read, start, target))
             return file.lend()
+
+    def lend(self, repository: str, key: str, span: Span, seconds: float) -> int | None:
+        """A descriptor of memory in which a span is filled, for another node; None if it is not here. What is being fetched is
+        waited for: ``DeadlineExceeded`` if that takes longer than ``seconds``."""
+        kept = self._tier.borrow(repository, key)
+        if kept is not None:
+            return kept
+        with self._lock:
+            file = self._files.get((repository, key))
+            if file is None:
+                return None
+            self._busy[file] += 1
+        try:
+            arrived = file.arrives(span, seconds)
+            if arrived is None:
+                raise DeadlineExceeded(f"bytes {span} are on their way", subject=key)
+            return file.lend() if arrived else None
         finally:
-            with self._lock:
-                self._busy[file] -= 1
-                self._make_room()
+            self._leave(file)
 
     @contextlib.contextmanager
     def visit(self) -> Iterator[None]:
@@ -89,24 +118,49 @@ class Fetcher:
         finally:
             with self._lock:
                 self._visitors -= 1
-                while self._files and not self._visitors:
-                    self._files.popitem()[1].close()
+                self._make_room()
 
     def _fetch(self, wanted: Wanted, store: ObjectStore, read: Counter[str], start: int, target: memoryview) -> None:
         for node in wanted.near:
-            try:
-                data = self._peers.read(node, wanted.repository, wanted.key, start, target.nbytes)
-            except RaystowError as error:
-                logger.warning("%s is not read from the memory of another node: %s", wanted.key, error)
-                continue
-            if data is not None and memoryview(data).nbytes == target.nbytes:
-                target[:] = memoryview(data).cast("B")
+            if self._from_node(node, wanted, start, target):
                 self._count(read, "peer", target.nbytes)
                 return
-        store.get_range_into(wanted.key, start, target)
-        self._count(read, "store", target.nbytes)
+        span = start, start + target.nbytes
+        for first, end, node in self._claim(wanted, span):
+            part = target[first - start : end - start]
+            if node == self._node:
+                self._claimed.add((wanted.repository, wanted.key))
+                store.get_range_into(wanted.key, first, part)
+                self._count(read, "store", part.nbytes)
+            elif self._from_node(node, wanted, first, part):
+                self._count(read, "peer", part.nbytes)
+            else:
+                told = (wanted.key, first, end, node)
+                logger.warning("%s, bytes %d to %d: read from the store, since node %s did not send them", *told)
+                self._claim(wanted, (first, end), lost=[node])  # so that the next one asks here
+                store.get_range_into(wanted.key, first, part)
+                self._count(read, "instead", part.nbytes)
 
-    def _take(self, wanted: Wanted) -> PackFile:
+    def _from_node(self, node: str, wanted: Wanted, start: int, target: memoryview) -> bool:
+        try:
+            return self._others.read(node, wanted.repository, wanted.key, start, target)
+        except RaystowError as error:
+            logger.warning("%s is not read from the memory of another node: %s", wanted.key, error)
+            return False
+
+    def _claim(self, wanted: Wanted, span: Span, *, lost: Sequence[str] = ()) -> list[Claim]:
+        """What this node is to read from the store, and what others read; all of it, if nobody can be asked."""
+        if wanted.desk == self._node:
+            return self.claims.claim(wanted.round, wanted.key, span, self._node, lost=lost)
+        if wanted.desk:
+            try:
+                return self._others.claim(wanted.desk, wanted.round, wanted.key, span, self._node, lost=lost)
+            except RaystowError as error:
+                logger.warning("%s may be read from the store more than once: %s", wanted.key, error)
+        return [(*span, self._node)]
+
+    @contextlib.contextmanager
+    def _file(self, wanted: Wanted) -> Iterator[PackFile]:
         with self._lock:
             where = wanted.repository, wanted.key
             file = self._files.pop(where, None)
@@ -114,17 +168,27 @@ class Fetcher:
                 file = PackFile(wanted.size)
             self._files[where] = file  # the newest
             self._busy[file] += 1
-            return file
+        try:
+            yield file
+        finally:
+            self._leave(file)
+
+    def _leave(self, file: PackFile) -> None:
+        with self._lock:
+            self._busy[file] -= 1
+            self._make_room()
 
     def _make_room(self) -> None:
-        """Let go of what was wanted longest ago and is not being filled."""
+        """Let go of what does not fit, and without visitors of everything, unless somebody is at it: first of what other nodes
+        will not ask for, and of that first what was wanted longest ago."""
+        self._busy += Counter()  # forgets those at zero
         filled = {where: file.filled for where, file in self._files.items()}
-        excess = sum(filled.values()) - self._budget
-        for where, nbytes in filled.items():
+        excess = sum(filled.values()) - (self._budget if self._visitors else -1)
+        for where in sorted(filled, key=lambda where: where in self._claimed):
             if excess > 0 and not self._busy[self._files[where]]:
                 self._files.pop(where).close()
-                excess -= nbytes
-        self._busy += Counter()  # forgets those at zero
+                self._claimed.discard(where)
+                excess -= filled[where]
 
     def _count(self, read: Counter[str], source: str, nbytes: int) -> None:
         with self._lock:

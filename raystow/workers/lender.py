@@ -7,7 +7,7 @@ import os
 from collections import Counter
 from collections.abc import Callable
 
-from ..storage.errors import RaystowError
+from ..storage.errors import RaystowError, StoreUnavailable
 from ..storage.object_store import ObjectStore
 from .fetcher import Fetcher, Wanted
 from .wire import Connection, Message
@@ -26,11 +26,13 @@ def lend(connection: Connection, first: Message, fetcher: Fetcher, store_of: Cal
                 size=message["size"],
                 spans=[(start, end) for start, end in message["spans"]],
                 near=message["near"],
+                round=message["round"],
+                desk=message["desk"],
             )
             read = Counter[str]()
             descriptor = fetcher.get(wanted, store_of(message["uri"]), read)
         except RaystowError as error:
-            connection.send({"error": str(error)})
+            connection.send({"error": str(error), "store_is_down": isinstance(error, StoreUnavailable)})
         else:
             try:
                 connection.send({"read": read}, fd=descriptor)

@@ -10,7 +10,7 @@ import copy
 import itertools
 import logging
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..storage import keys
@@ -42,11 +42,12 @@ class Part:
 @dataclass
 class Holding:
     """What is kept of an attempt. ``parts``: by the number of the node in the attempt that made it. ``committed``: it is a
-    version."""
+    version. ``given_up``: it will not be one, but may be restored until there is a newer one."""
 
     home: Home
     parts: dict[int, Part] = field(default_factory=dict)
     committed: bool = False
+    given_up: bool = False
 
     @property
     def whole(self) -> set[int]:
@@ -93,6 +94,9 @@ class MemoryTier:
             self._writes[home.repository] = next(self._numbers)
             if not line:
                 self._make_room(size, home.repository)
+            else:
+                older = (old for old in self._given_up() if old.repository == home.repository and old.id < home.id)
+                self._drop_while_needed(size, older)
             if self._used + size > self._budget:
                 self._refuse(home, part, size)
                 return None
@@ -117,15 +121,24 @@ class MemoryTier:
         """The attempt is a version: those that it replaces go, and copies that there was no room for may come again."""
         with self._lock:
             holding = self._holdings.setdefault(home, Holding(home))
-            holding.committed = True
+            holding.committed, holding.given_up = True, False
             holding.parts = {number: part for number, part in holding.parts.items() if not (part.line and part.short)}
             for old in self._superseded():
                 self._drop(old)
 
     def given_up(self, home: Home) -> None:
-        """The attempt will never be a version."""
+        """The attempt will never be a version. Parts of which all is here stay, since a part that is whole was staged whole:
+        if all of the attempt is alive somewhere, it is the newest state there is. One such attempt of a repository is enough."""
         with self._lock:
-            self._drop(home)
+            holding = self._holdings.get(home)
+            if holding is None or holding.committed:
+                return
+            for number in holding.parts.keys() - holding.whole:
+                self._empty(home, holding.parts.pop(number))
+            holding.given_up = True
+            same = [old for old in self._given_up() if old.repository == home.repository and self._holdings[old].parts]
+            for old in {home, *same} - {*same[-1:]}:
+                self._drop(old)
 
     def holdings(self, repository: str) -> list[Holding]:
         """What is kept of a repository, oldest first."""
@@ -165,17 +178,24 @@ class MemoryTier:
         part.short = True
 
     def _make_room(self, size: int, repository: str) -> None:
-        """Drop what is replaced, then what belongs to other repositories, those first that nothing was stored in for longest; at
-        last copies, the oldest first."""
+        """Drop what is replaced, then what was given up, then what belongs to other repositories, those first that nothing was
+        stored in for longest; at last copies, the oldest first."""
         others = [home for home in self._holdings if home.repository != repository]
         others.sort(key=lambda home: (self._writes[home.repository], home.id))
-        for old in (*self._superseded(keep=1), *others):
-            if self._used + size > self._budget:
-                self._drop(old)
+        self._drop_while_needed(size, (*self._superseded(keep=1), *self._given_up(), *others))
         for holding in sorted(self._holdings.values(), key=lambda holding: holding.home.id):
             for part in holding.parts.values():
                 if part.line and self._used + size > self._budget:
                     self._refuse(holding.home, part, size)
+
+    def _drop_while_needed(self, size: int, homes: Iterable[Home]) -> None:
+        for old in homes:
+            if self._used + size > self._budget:
+                self._drop(old)
+
+    def _given_up(self) -> list[Home]:
+        """Attempts that will be no versions, the oldest first."""
+        return sorted((home for home, held in self._holdings.items() if held.given_up), key=lambda home: home.id)
 
     def _superseded(self, keep: int | None = None) -> list[Home]:
         """Committed versions that newer ones have replaced, and older attempts with them; the oldest first."""
@@ -184,7 +204,8 @@ class MemoryTier:
             ids = sorted(h.home.id for h in self._holdings.values() if h.committed and h.home.repository == repository)
             newest = ids[-(keep or self._versions) :]
             if newest:
-                old += [home for home in self._holdings if home.repository == repository and home.id < newest[0]]
+                of = (held for held in self._holdings.values() if held.home.repository == repository)
+                old += [h.home for h in of if h.home.id < newest[0] or (h.given_up and h.home.id <= newest[-1])]
         return sorted(old, key=lambda home: home.id)
 
     def _drop(self, home: Home) -> None:

@@ -17,10 +17,12 @@ from ..storage.stores import open_store
 from .attempt import NodeAttempt, Outcome, Workshop, warm_up
 from .budget import Budget
 from .copies import Guests
-from .fetcher import Fetcher, NoPeers, Peers
+from .exchange import Exchange
+from .fetcher import Fetcher, Nowhere, Others
 from .host_memory import memory_limit
 from .keeping import keeper
 from .lender import lend
+from .line import Contact
 from .memory_tier import Holding, Home, MemoryTier
 from .metered import Metered
 from .port import Begin, Port
@@ -46,7 +48,8 @@ class _Repository:
 class Node:
     """Accepts training processes of this machine and stores what they stage.
 
-    ``connect(uri)`` gives the port to the coordinator of a repository. Memory: for each training process the ring and the coded
+    ``connect(uri)`` gives the port to the coordinator of a repository. ``host``: the address at which other nodes reach this one,
+    with what ``contact`` says; ``others``: how this one reaches them. Memory: for each training process the ring and the coded
     bytes that it asked for, and about 9 MiB of scratch for each coding thread; a quarter of the machine's for the newest version,
     unless ``keep_in_memory`` says otherwise, and a quarter of that for what restoring processes read from elsewhere.
     """
@@ -56,15 +59,17 @@ class Node:
         node: str,
         connect: Callable[[str], Port],
         *,
-        peers: Peers | None = None,
+        others: Others | None = None,
         neighbours: Neighbours | None = None,
+        host: str = "127.0.0.1",
         threads: int | None = None,
     ) -> None:
         self._node, self._connect = node, connect
         self._keep = memory_limit() // 4
         self._tier = MemoryTier(self._keep)
-        self._fetcher = Fetcher(self._tier, peers or NoPeers(), budget=self._keep // 4)
+        self._fetcher = Fetcher(self._tier, others or Nowhere(), budget=self._keep // 4, node=node)
         self.guests, self.replicator = Guests(self._tier), Replicator(node, self._tier, neighbours or Nobody(), SYSTEM)
+        self._exchange = Exchange(host, self._fetcher, self.guests)
         self._workshop = Workshop(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code"),
             uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload"),
@@ -85,9 +90,15 @@ class Node:
         """Where training processes of this machine connect to."""
         return self._listener.name
 
+    @property
+    def contact(self) -> Contact:
+        """Where other nodes connect to."""
+        return self._exchange.contact
+
     def close(self) -> None:
         """Accept no more processes; those that are connected are served to their end."""
         self._listener.close()
+        self._exchange.close()
         self.replicator.close()
         self._workshop.coders.shutdown(wait=False)
         self._workshop.uploads.shutdown(wait=False)
@@ -116,14 +127,6 @@ class Node:
     def holdings(self, repository: str) -> list[Holding]:
         """What this node's memory has of a repository."""
         return self._tier.holdings(repository)
-
-    def read(self, repository: str, key: str, start: int, length: int) -> bytes | None:
-        """A range of an object, if it is in this node's memory."""
-        descriptor = self._tier.borrow(repository, key)
-        if descriptor is None:
-            return None
-        with open(descriptor, "rb") as file:
-            return os.pread(file.fileno(), length, start)
 
     def grow(self, nbytes: int) -> None:
         """See ``session.Host``."""

@@ -7,22 +7,23 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import ray
 from ray.exceptions import RayError
 
+from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError
 from ..storage.object_store import Buffer
 from .copies import Copy
+from .line import Contact
 from .memory_tier import Holding, Home, Part
 from .node import Node
+from .peers import Peers
 from .port import Port
 from .replication import Progress
 
 NAMESPACE = "raystow"
 _SURVEY = 5.0  # seconds in which a node must say what it has in memory
-_PEER = 60.0  # seconds within which another node must send a range
-_TAKEN = 30.0  # seconds within which another node must have taken an object
+_START = 30.0  # seconds within which another node's worker must have started
 _ANSWER = 10.0  # seconds within which another node must answer a question about its copies
 _ZONES = ("zone", "ray.io/availability-zone", "topology.kubernetes.io/zone")  # labels that say which failure domain a node is in
 _AT_ONCE = 16  # calls that a node worker serves at a time
@@ -30,26 +31,24 @@ _SEES_GPUS = (2, 56)  # from this version of Ray on, an actor that asks for no G
 
 
 class NodeActor:
-    """Holds a ``Node``; shards never pass through the actor's methods."""
+    """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str], Port]) -> None:
-        self._node = Node(ray.get_runtime_context().get_node_id(), connect, peers=RayPeers(), neighbours=RayNeighbours())
+        peers = Peers(lambda node: _ask(node, "contact", _START), SYSTEM)
+        here, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        self._node = Node(here, connect, others=peers, neighbours=RayNeighbours(peers), host=host)
 
     def address(self) -> str:
         """Where training processes of this node connect to."""
         return self._node.address
 
+    def contact(self) -> Contact:
+        """Where other nodes connect to."""
+        return self._node.contact
+
     def holdings(self, repository: str) -> list[Holding]:
         """See ``Node.holdings``."""
         return self._node.holdings(repository)
-
-    def read(self, repository: str, key: str, start: int, length: int) -> bytes | None:
-        """See ``Node.read``."""
-        return self._node.read(repository, key, start, length)
-
-    def accept(self, copy: Copy, data: Any) -> Part:
-        """See ``Guests.accept``. ``data`` is a view of Ray's object store."""
-        return self._node.guests.accept(copy, memoryview(data))
 
     def committed(self, home: Home) -> None:
         """See ``Guests.committed``."""
@@ -64,17 +63,11 @@ class NodeActor:
         return self._node.replicator.progress
 
 
-class RayPeers:
-    """The other nodes' workers. What they send goes from node to node, through Ray's object store."""
-
-    def read(self, node: str, repository: str, key: str, start: int, length: int) -> Buffer | None:
-        """See ``fetcher.Peers``."""
-        data: bytes | None = _ask(node, "read", _PEER, repository, key, start, length)
-        return data
-
-
 class RayNeighbours:
-    """The other nodes' workers, as the replicator sees them."""
+    """The other nodes' workers, as the replicator sees them. Questions go through Ray, objects do not."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
 
     def nodes(self) -> Mapping[str, str]:
         """See ``replication.Neighbours``."""
@@ -91,9 +84,8 @@ class RayNeighbours:
         return held
 
     def accept(self, node: str, copy: Copy, data: Buffer) -> Part:
-        """See ``replication.Neighbours``. Ray sends an array from where it lies; bytes it would copy once more on either side."""
-        part: Part = _ask(node, "accept", _TAKEN, copy, np.frombuffer(data, np.uint8))
-        return part
+        """See ``replication.Neighbours``."""
+        return self._peers.accept(node, copy, data)
 
     def committed(self, node: str, home: Home) -> None:
         """See ``replication.Neighbours``."""

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
+
+_PARTS = 512  # that one call writes; the kernel takes 1,024
 
 Span = tuple[int, int]
 """First byte, and the byte after the last."""
@@ -32,9 +36,14 @@ class PackFile:
 
     def write(self, parts: Sequence[memoryview]) -> None:
         """Fill it whole with the concatenation of ``parts``."""
-        if self._map is not None:
-            for part in parts:
-                self._map.write(part)
+        left, at = deque(part for part in parts if part.nbytes), 0
+        while left:  # as a file: a mapping would be filled page by page, and with the lock of the interpreter held
+            written = os.pwritev(self._descriptor, list(itertools.islice(left, _PARTS)), at)
+            at += written
+            while left and written >= left[0].nbytes:
+                written -= left.popleft().nbytes
+            if written:
+                left[0] = left[0][written:]
         with self._changed:
             self._present = [(0, self.size)]
 
@@ -55,6 +64,12 @@ class PackFile:
                             self._present = _merged([*self._present, claimed])
                         self._changed.notify_all()
 
+    def arrives(self, span: Span, seconds: float) -> bool | None:
+        """Whether a span is here, waited for while it is being fetched; None if it still is after so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_coming(span), seconds)
+            return None if self._is_coming(span) else not without(span, self._present)
+
     @property
     def content(self) -> memoryview:
         """All of it. The memory stays as long as a view of it is held."""
@@ -73,12 +88,16 @@ class PackFile:
             except BufferError:
                 pass  # it is being written or stored this moment: that view closes the mapping when it goes
 
+    def _is_coming(self, span: Span) -> bool:
+        missing = without(span, self._present)
+        return bool(missing) and not any(without(part, self._coming) for part in missing)
+
     def _claim(self, wanted: Span) -> Span | None:
         """A missing part of ``wanted`` that nobody fetches, now the caller's to fetch; None once all of it is here."""
         with self._changed:
-            while missing := _without(wanted, self._present):
+            while missing := without(wanted, self._present):
                 for span in missing:
-                    if free := _without(span, self._coming):
+                    if free := without(span, self._coming):
                         self._coming.append(free[0])
                         return free[0]
                 self._changed.wait()
@@ -96,7 +115,7 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
     return merged
 
 
-def _without(wanted: Span, spans: Sequence[Span]) -> list[Span]:
+def without(wanted: Span, spans: Sequence[Span]) -> list[Span]:
     """The parts of ``wanted`` that none of ``spans`` holds, ascending."""
     parts, begin = list[Span](), wanted[0]
     for start, end in sorted(spans):

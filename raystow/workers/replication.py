@@ -188,15 +188,19 @@ class Replicator:
 
     def _tell(self) -> None:
         """Pass on what has become of attempts. Who does not hear it finds out when the next version replaces this one."""
-        versions = {held.home for held in self._mine() if held.committed}
+        mine = {held.home: held for held in self._mine()}
         for node, homes in list(self._seen.items()):
             for home, theirs in homes.items():
-                if home in versions and not theirs.committed:
+                held = mine.get(home, Holding(home))
+                if held.committed and not theirs.committed:
                     theirs.committed = True
                     self._ask(node, functools.partial(self._neighbours.committed, node, home))
+                elif held.given_up and not (theirs.committed or theirs.given_up):
+                    theirs.given_up = True
+                    self._ask(node, functools.partial(self._neighbours.given_up, node, home))
         while self._given_up:
             home = self._given_up.popleft()
-            for node, homes in list(self._seen.items()):
+            for node, homes in list(self._seen.items()) if home not in mine else ():
                 if homes.pop(home, None) is not None:
                     self._ask(node, functools.partial(self._neighbours.given_up, node, home))
 

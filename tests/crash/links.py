@@ -65,12 +65,12 @@ class NodePeers:
         """Where a node answers."""
         return f"{self._port}-{node}"
 
-    def read(self, node: str, repository: str, key: str, start: int, length: int) -> bytes | None:
+    def contact(self, node: str) -> Any:
+        """Where a node takes the calls of others."""
         try:
-            data: bytes | None = RemotePort(self.at(node)).read(repository, key, start, length)
+            return RemotePort(self.at(node)).contact()
         except (OSError, EOFError) as error:
             raise ClusterError(f"does not answer: {error}", subject=f"node {node}") from error
-        return data
 
     async def holdings(self, node: str, repository: str) -> list[Any]:
         try:

@@ -26,12 +26,14 @@ from tripwire import Control, Message, Tripwire
 from raystow.orchestrator import client, cluster, coordinator_actor
 from raystow.orchestrator.cli import app
 from raystow.orchestrator.housekeeping import Housekeeping
+from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError
 from raystow.storage.retention import Policy
 from raystow.storage.stores import open_store
 from raystow.workers import node_actor
 from raystow.workers.node import Node
+from raystow.workers.peers import Peers
 from raystow.workers.ring import SLOT
 
 
@@ -91,9 +93,10 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
 
 
 def _node(request: Message, control: Control, trip: Tripwire) -> None:
-    peers = NodePeers(request["port"])
-    node = Node(request["name"], lambda uri: CoordinatorPort(request["port"], trip), peers=peers, threads=1)
-    PortServer(node, peers.at(request["name"]))
+    nodes = NodePeers(request["port"])
+    others = Peers(nodes.contact, SYSTEM)
+    node = Node(request["name"], lambda uri: CoordinatorPort(request["port"], trip), others=others, threads=1)
+    PortServer(SimpleNamespace(holdings=node.holdings, contact=lambda: node.contact), nodes.at(request["name"]))
     control.send(ready={"address": node.address})
     signal.pause()
 

@@ -28,17 +28,23 @@ def test_it_tells_what_each_rank_would_read(folder):
     # Of ten rows, two in each chunk, torch.chunk gives three ranks three and the last one; all ranks read the small tensor.
     assert [rank["chunks"] for rank in facts["ranks"]] == [3, 3, 3, 2]
     assert [node["chunks"] for node in facts["nodes"]] == [4, 3]
-    assert facts["bytes"] == sum(node["bytes"] for node in facts["nodes"])
+    assert facts["bytes"] == facts["stored"]
     assert facts["amplification"] == 1.0
     assert facts["seconds"] == round(max(node["bytes"] for node in facts["nodes"]) / 1e9, 3)
 
 
-def test_chunks_that_two_nodes_share_are_read_twice(folder):
-    facts = run_json("plan", folder, "first", "--world", 10, "--per-node", 1, "--rate", "1MB")
+def test_chunks_that_two_nodes_share_are_read_once_and_passed_on(folder):
+    facts = run_json("plan", folder, "first", "--world", 10, "--per-node", 1, "--rate", "1MB", "--peer-rate", "2MB")
     assert facts["version"] == 1
-    assert facts["amplification"] == pytest.approx(2, rel=0.01)  # one row for each node, and two in each chunk
+    assert facts["amplification"] == pytest.approx(1, rel=0.01)  # one row for each node, and two in each chunk
+    assert facts["passed_on"] == pytest.approx(facts["stored"], rel=0.01)
+    assert sum(node["bytes"] for node in facts["nodes"]) == pytest.approx(facts["bytes"] + facts["passed_on"], abs=10)
+    node = max(facts["nodes"], key=lambda node: node["bytes"])
+    seconds = (node["bytes"] - node["passed_on"]) / 1e6 + node["passed_on"] / 2e6
+    assert facts["seconds"] == pytest.approx(seconds, rel=0.01)
     wide = run_json("plan", folder, "--world", 2, "--per-node", 1, "--replicated")
     assert [node["bytes"] for node in wide["nodes"]] == [wide["stored"]] * 2
+    assert (wide["bytes"], wide["passed_on"]) == (wide["stored"], pytest.approx(wide["stored"], abs=2))
     assert wide["assumption"] == "every rank reads every tensor whole"
 
 
@@ -58,6 +64,7 @@ def test_what_cannot_be_is_refused(folder):
     assert run("plan", folder, "--world", 0).exit_code == 2
     assert run("plan", folder, "--rate", "0").exit_code == 2
     assert run("plan", folder, "--rate", "fast").exit_code == 2
+    assert run("plan", folder, "--peer-rate", "0").exit_code == 2
     assert run_json("plan", folder, "7", code=4)["error"]["kind"] == "NotFound"
 
 

@@ -74,10 +74,11 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
         except raystow.SaveFailed as error:
             found["raised"] = str(error)
         proxy.heal()
-        into = state(0)
-        version = strict.restore_latest(into=into)
-        assert version is not None
-        found["restored"] = [version.step, torch.equal(into["model"]["w"], state(9)["model"]["w"])]
+        for what, allow in (("durable", False), ("newest", True)):
+            into = state(0)
+            version = strict.restore_latest(into=into, allow_uncommitted=allow)
+            assert version is not None
+            found[what] = [version.step, torch.equal(into["model"]["w"], state(version.step)["model"]["w"])]
     found["steps"] = [version.step for version in raystow.open(uri).versions()]
     return found
 

@@ -260,31 +260,65 @@ def test_what_is_staged_everywhere_is_held_until_it_is_a_version(world: World) -
         world.core.finished(ticket, rank, 7 if rank == 0 else 0)
     infos = [FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0) for ticket in tickets]
     world.core.staged(tickets[0], infos[0], [])
-    assert world.core.held() is None
+    assert world.core.held() == []
     world.clock.time += 5
     world.core.staged(tickets[1], infos[1], [])
-    held = world.core.held()
-    assert held is not None
+    (held,) = world.core.held()
     assert (held.step, held.fragments) == (1, tuple(infos))
     world.clock.time += 5
     for ticket, info in zip(tickets, infos, strict=True):
         world.core.fragment(ticket, info, [])
-    assert world.core.held() == held
+    assert world.core.held() == [held]
     world.commit()
-    assert world.core.held() is None
+    assert world.core.held() == []
     latest = world.committer.repository.latest()
     assert latest is not None
     assert latest.record == held  # also when it was created
 
 
-def test_what_is_given_up_is_not_held(world: World) -> None:
-    tickets = [world.begin(0), world.begin(1)]
+def stage(world: World, step: int, *, nodes: int = 2) -> list[Ticket]:
+    """Let both ranks save, and so many nodes tell that their part is staged."""
+    tickets = [world.begin(0, step, save=step), world.begin(1, step, save=step)]
     for rank, ticket in enumerate(tickets):
         world.core.finished(ticket, rank, 7 if rank == 0 else 0)
-    for ticket in tickets:
+    world.clock.time += 1
+    for ticket in tickets[:nodes]:
         world.core.staged(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
-    world.core.failed(tickets[0], "the store is full")
-    assert world.core.held() is None
+    return tickets
+
+
+def test_what_was_staged_is_held_though_a_node_has_died_with_it(world: World) -> None:
+    tickets = stage(world, 1)
+    (promised,) = world.core.held()
+    world.core.nodes_alive({"node-0"})
+    assert world.phase(tickets[0]) is Phase.ABORTED
+    assert world.core.held() == [promised]
+    assert [info.node for info in promised.fragments] == [0, 1]
+
+
+def test_a_node_that_dies_before_all_was_staged_takes_the_save_with_it(world: World) -> None:
+    stage(world, 1, nodes=1)
+    world.core.nodes_alive({"node-0"})
+    assert world.core.held() == []
+
+
+def test_of_saves_that_were_given_up_only_the_newest_is_held_and_others_beside_it(world: World) -> None:
+    for step in (1, 2):
+        world.core.failed(stage(world, step)[0], "the store is full")
+    assert [record.step for record in world.core.held()] == [2]
+    stage(world, 3)
+    assert [record.step for record in world.core.held()] == [3, 2]
+
+
+def test_a_version_ends_the_holding_of_what_was_given_up_before(world: World) -> None:
+    world.core.failed(stage(world, 1)[0], "the store is full")
+    world.core.tick()
+    assert [record.step for record in world.core.held()] == [1]
+    tickets = stage(world, 2)
+    for ticket in tickets:
+        world.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+    world.commit()
+    assert world.core.held() == []
 
 
 def test_a_tensor_on_two_meshes_makes_no_version(world: World) -> None:

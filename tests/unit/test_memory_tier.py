@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 
+from raystow.storage import keys
 from raystow.workers.memory_tier import Home, MemoryTier, Part
 
 KIB = 1 << 10
@@ -60,6 +61,55 @@ def test_a_version_replaces_the_one_before_and_what_never_became_one(tier):
     assert ids(tier) == [3, 4]
     tier.given_up(home(4))
     assert (ids(tier), tier.used) == ([3], KIB)
+
+
+def staged(tier: MemoryTier, id: int, *, size: int = KIB) -> None:
+    """All that node 0 makes for an attempt."""
+    where = home(id)
+    tier.put(where, 0, keys.pack(id, where.attempt, 0, "weights", 0), [bytes(size)])
+    tier.put(where, 0, keys.fragment(id, where.attempt, 0), [b"fragment"])
+
+
+def test_what_was_staged_whole_outlives_its_save_until_there_is_a_newer_version(tier):
+    staged(tier, 1)
+    tier.put(home(1), 3, "a part that is not whole", [bytes(KIB)])
+    tier.given_up(home(1))
+    (holding,) = tier.holdings("r")
+    assert (holding.whole, set(holding.parts), holding.given_up) == ({0}, {0}, True)
+    assert tier.used == KIB + 8
+    staged(tier, 2)
+    assert ids(tier) == [1, 2]
+    tier.committed(home(2))
+    assert ids(tier) == [2]
+
+
+def test_of_what_was_given_up_only_the_newest_stays(tier):
+    for id in (1, 3, 2):
+        staged(tier, id)
+        tier.given_up(home(id))
+    assert ids(tier) == [3]
+    tier.put(home(4), 0, "half", [bytes(KIB)])
+    tier.given_up(home(4))
+    assert ids(tier) == [3]
+
+
+def test_what_was_given_up_makes_room_for_what_comes(tier):
+    staged(tier, 1, size=4 * KIB)
+    tier.committed(home(1))
+    staged(tier, 2, size=4 * KIB)
+    tier.given_up(home(2))
+    tier.put(home(3), 1, "a copy", [bytes(KIB)], line=("b", "a"))
+    assert ids(tier) == [1, 2, 3]
+    tier.put(home(3), 1, "a larger one", [bytes(2 * KIB)], line=("b", "a"))
+    assert ids(tier) == [1, 3]
+    assert not any(part.short for held in tier.holdings("r") for part in held.parts.values())
+
+
+def test_a_version_is_not_given_up_by_who_did_not_hear_of_it(tier):
+    staged(tier, 1)
+    tier.committed(home(1))
+    tier.given_up(home(1))
+    assert [(held.committed, held.given_up) for held in tier.holdings("r")] == [(True, False)]
 
 
 def test_the_newest_version_is_not_given_up_for_one_that_may_never_be(tier, caplog):

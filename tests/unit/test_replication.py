@@ -41,6 +41,11 @@ class Member:
         if sealed:
             self.tier.put(where, number, keys.fragment(id, where.attempt, number), [b"fragment"])
 
+    def give_up(self, id: int) -> None:
+        """What this node does when it hears that an attempt will never be a version."""
+        self.tier.given_up(home(id))
+        self.replicator.give_up(home(id))
+
     def whole(self, id: int) -> set[int]:
         return next((held.whole for held in self.tier.holdings("r") if held.home == home(id)), set())
 
@@ -145,10 +150,9 @@ def test_copies_go_where_their_makers_go():
     world["a"].tier.committed(home(2))
     world.settle()
     assert (world.holders(1, 0), world.holders(2, 0)) == (set(), {"a", "b"})
-    world["a"].make(3, 0)
+    world["a"].make(3, 0, sealed=False)
     world.settle()
-    world["a"].tier.given_up(home(3))
-    world["a"].replicator.give_up(home(3))
+    world["a"].give_up(3)
     world.settle()
     assert world["b"].tier.used == world["a"].tier.used == 2 * KIB + 8
 
@@ -158,10 +162,44 @@ def test_what_a_node_has_made_itself_another_cannot_give_up():
     world["a"].make(1, 0)
     world["b"].make(1, 1)
     world.settle()
-    world["a"].tier.given_up(home(1))
-    world["a"].replicator.give_up(home(1))
+    world["a"].give_up(1)
     world.settle()
     assert world["b"].whole(1) == {0, 1}
+    assert [held.given_up for held in world["b"].tier.holdings("r")] == [False]
+
+
+def test_what_was_staged_whole_is_copied_on_though_it_is_given_up():
+    world = World("a", "b", "c")
+    for number, name in enumerate("abc"):
+        world[name].make(1, number)
+    world.settle()
+    del world.members["c"]
+    for name in "ab":
+        world[name].give_up(1)
+    world.settle()
+    assert [world.holders(1, number) for number in range(3)] == [{"a", "b"}] * 3
+    world.add("d")
+    world["b"].tier.close()
+    del world.members["b"]
+    world.settle()
+    assert [world.holders(1, number) for number in range(3)] == [{"a", "d"}] * 3
+    assert [held.given_up for held in world["d"].tier.holdings("r")] == [True]
+    world["a"].make(2, 0)
+    world["a"].tier.committed(home(2))
+    world.settle()
+    assert world.holders(1, 2) == set()
+    assert world.holders(2, 0) == {"a", "d"}
+
+
+def test_what_a_newer_lost_attempt_has_replaced_is_not_sent_again_and_again():
+    world = World("a")
+    world.add("b", replicas=0)
+    world["b"].make(2, 0)
+    world["b"].give_up(2)
+    world["a"].make(1, 0)
+    world["a"].give_up(1)
+    world.settle()
+    assert (world.holders(1, 0), world.holders(2, 0)) == ({"a"}, {"b"})
 
 
 def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
@@ -321,14 +359,13 @@ def test_an_error_nobody_thought_of_does_not_end_it(caplog):
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_version_given_up_here_while_it_is_sent_is_let_go(moment):
     world = World("a", "b")
-    world["a"].make(1, 0, packs=4)
+    world["a"].make(1, 0, packs=4, sealed=False)
     world["a"].replicator.step()
     accept = world.accept
 
     def give_up(node: str, copy: Copy, data: Buffer) -> Part:
         part = accept(node, copy, data) if moment == "before" else Part()
-        world["a"].tier.given_up(home(1))
-        world["a"].replicator.give_up(home(1))
+        world["a"].give_up(1)
         return part if moment == "before" else accept(node, copy, data)
 
     world.accept = give_up  # type: ignore[method-assign]

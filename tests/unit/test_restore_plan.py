@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import threading
+from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -17,6 +19,7 @@ from raystow.orchestrator.restore import plan_restore, restore_latest
 from raystow.orchestrator.restore_plan import MEMORY, PEER, STORE, Rates, Sources
 from raystow.orchestrator.restoring import Choice, Vote
 from raystow.orchestrator.world_plan import plan_world
+from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import StateError
 from raystow.storage.object_store import ObjectStore
@@ -126,17 +129,23 @@ def test_another_world_splits_evenly_what_was_saved_in_boxes(version):
     plan = plan_world(version, 5, per_node=2)
     assert [len(plan.ranks), len(plan.nodes)] == [5, 3]
     assert sum(rank.needed for rank in plan.ranks) == pytest.approx(version.bytes, rel=1e-6)
-    assert plan.nbytes >= version.bytes
-    assert plan.amplification == pytest.approx(plan.nbytes / version.bytes, rel=1e-6)
-    assert plan.seconds(1e6) == max(node.nbytes for node in plan.nodes) / 1e6
+    assert plan.store.nbytes == version.bytes
+    assert plan.amplification == pytest.approx(1.0)
+    shared = sum(node.nbytes for node in plan.nodes) - version.bytes
+    assert shared > 0
+    assert sum(node.passed_on for node in plan.nodes) == pytest.approx(shared, abs=len(plan.nodes))
+    slow_store = max(node.nbytes - node.passed_on for node in plan.nodes) / 1e6
+    assert plan.seconds(Rates(peer=1e12, store=1e6)) == pytest.approx(slow_store, rel=1e-3)
+    assert plan.seconds(Rates(peer=1e3, store=1e12)) == pytest.approx(max(node.passed_on for node in plan.nodes) / 1e3, rel=1e-3)
     for first, node in zip((0, 2, 4), plan.nodes, strict=True):
         assert node.nbytes <= sum(rank.nbytes for rank in plan.ranks[first : first + 2])
 
 
-def test_whole_tensors_are_read_once_by_a_node(version):
+def test_whole_tensors_are_read_once_and_sent_on(version):
     plan = plan_world(version, 4, per_node=2, whole=True)
     assert {rank.nbytes for rank in (*plan.ranks, *plan.nodes)} == {version.bytes}
-    assert (plan.nbytes, plan.amplification) == (2 * version.bytes, 1.0)
+    assert (plan.store.nbytes, plan.amplification) == (version.bytes, 1.0)
+    assert [node.passed_on for node in plan.nodes] == [pytest.approx(version.bytes / 2, abs=1)] * 2
 
 
 def test_empty_tensors_and_scalars_are_planned():
@@ -145,7 +154,7 @@ def test_empty_tensors_and_scalars_are_planned():
     into = {"none": np.empty((0, 3)), "one": np.float32(0.0), "step": torch.tensor(0)}
     plan_restore(saved, into).execute()
     assert (into["one"], int(into["step"])) == (2.0, 3)
-    assert plan_world(saved, 3, per_node=1).nbytes == 3 * saved.bytes
+    assert sum(node.nbytes for node in plan_world(saved, 3, per_node=1).nodes) == 3 * saved.bytes
 
 
 class Port:
@@ -176,6 +185,53 @@ def test_a_restore_logs_its_plan_and_then_what_was_really_read_from_where(caplog
     mine = sum(info.stored + info.size for info in saved.record.fragments if 0 in info.ranks) / 1e6
     others = sum(info.stored + info.size for info in saved.record.fragments if 0 not in info.ranks) / 1e6
     assert megabytes(read) == {"this node's memory": pytest.approx(mine, abs=0.1), "the store": pytest.approx(others, abs=0.1)}
+    (fields,) = (entry.bytes_read for entry in caplog.records if hasattr(entry, "bytes_read"))
+    assert {source: nbytes / 1e6 for source, nbytes in fields.items()} == {
+        "memory": pytest.approx(mine, abs=0.1),
+        "store": pytest.approx(others, abs=0.1),
+    }
+
+
+def test_ranks_of_a_node_read_the_record_once_if_the_coordinator_does_not_have_it():
+    uri = f"memory://restore-plan-{SYSTEM.token()}"
+    with LocalCluster(uri) as cluster:
+        saved = cluster.save(state(1), step=5)
+    with LocalCluster(uri) as restarted:
+        read = Counter[str]()
+        ranks = [
+            Together(restarted.repository, Port(Choice(saved.entry)), Vote(i, 2, f"{i}", 1, 60.0), lambda: restarted.address(0))
+            for i in range(2)
+        ]
+        for rank in ranks:
+            rank.settle(None, "")
+            assert rank.version(saved.entry).record == saved.record
+            assert rank._borrowing is not None
+            read.update(rank._borrowing.read)
+        for rank in ranks:
+            rank.give_up("enough")
+    assert read == {"store": saved.entry.size}
+
+
+def test_what_is_wrong_in_memory_is_read_from_the_store(caplog):
+    with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
+        saved = cluster.save(state(1), step=5)
+        spoil(cluster, saved)
+        agreement = Together(cluster.repository, Port(Choice(saved.entry)), Vote(0, 1, "me", 1, 60.0), lambda: cluster.address(0))
+        into = state(2)
+        assert restore_latest(cluster.repository, into, agreement) == saved
+    assert all(torch.equal(into[name], state(1)[name]) for name in "ab")
+    assert "is read past the node worker" in caplog.text
+
+
+def spoil(cluster: LocalCluster, saved: Version) -> None:
+    """Flip a bit of a chunk in the node worker's memory."""
+    row = saved.chunks["a"][0]
+    key = keys.pack(saved.id, saved.attempt, row.node, row.group, row.pack)
+    descriptor = cluster._nodes[0]._tier.borrow(cluster.repository.id, key)  # type: ignore[union-attr]
+    assert descriptor is not None
+    with open(descriptor, "r+b", buffering=0) as file:
+        (byte,) = os.pread(file.fileno(), 1, row.start)
+        os.pwrite(file.fileno(), bytes([byte ^ 1]), row.start)
 
 
 def megabytes(text: str) -> dict[str, float]:

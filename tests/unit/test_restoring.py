@@ -6,14 +6,16 @@ import pytest
 from fake_clock import FakeClock
 from handmade import empty_record
 
+from raystow.orchestrator.known import Known
 from raystow.orchestrator.restoring import Choice, Round, Rounds, Vote
 from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded
+from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, StoreUnavailable
 from raystow.storage.repository import create_repository
 from raystow.storage.retention import Policy
 from raystow.storage.root import Entry
+from raystow.storage.stores.memory import MemoryStore
 
 
 class World:
@@ -24,7 +26,8 @@ class World:
         self.repository = create_repository(f"memory://restoring-{SYSTEM.token()}", clock=self.clock)
         self.committer = Committer(self.repository, "me")
         self.damaged: list[int] = []
-        self.rounds = Rounds(self.repository, self.clock, on_fall_back=lambda: self.damaged.append(1))
+        self.known = Known(self.repository)
+        self.rounds = Rounds(self.repository, self.clock, self.known, on_fall_back=lambda: self.damaged.append(1))
 
     def commit(self, steps: int) -> list[Entry]:
         return [self.committer.commit(empty_record(self.committer, step)).entry for step in range(steps)]
@@ -59,6 +62,36 @@ def test_a_commit_between_two_ranks_does_not_part_them(world):
     assert first.answers(old)
     assert first.answer() == old
     assert world.vote(0, number=2).answer() == new
+
+
+def test_nobody_begins_before_all_have_come_and_then_all_know_where_they_are(world):
+    (entry,) = world.commit(1)
+    round = world.rounds.vote(Vote(0, 3, "a0", 1, 60.0, node="node b"))
+    world.rounds.vote(Vote(1, 3, "a1", 1, 60.0, node="node b"))
+    changes = world.rounds.changes
+    assert not round.answers(None)
+    world.rounds.vote(Vote(2, 3, "a2", 1, 60.0, node="node a"))
+    assert round.answers(None)
+    assert world.rounds.changes > changes
+    assert round.company.nodes == ["node a", "node b"]
+    for rank in range(3):
+        world.rounds.vote(Vote(rank, 3, f"a{rank}", 1, 60.0, entry))
+    again = world.rounds.vote(Vote(0, 3, "a0", 2, 60.0, node="node c"))
+    assert not again.answers(None)
+    for rank in (1, 2):
+        world.rounds.vote(Vote(rank, 3, f"a{rank}", 2, 60.0, node="node c"))
+    assert again.company.nodes == ["node c"]
+    assert again.company.round != round.company.round
+
+
+def test_who_never_comes_is_named_too(world):
+    world.commit(1)
+    round = world.vote(0)
+    world.clock.time += 61
+    world.rounds.tick()
+    assert round.answers(None)
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
+        round.answer()
 
 
 def test_all_fall_back_if_one_finds_damage(world, caplog):
@@ -174,3 +207,26 @@ def test_only_for_who_wants_it_and_only_if_it_is_newer(world):
     held = in_memory(world)
     assert world.rounds.vote(Vote(0, 2, "a0", 2, 60.0, allow_uncommitted=False), held).answer() == newest
     assert world.rounds.vote(Vote(0, 2, "a0", 3, 60.0), held).answer() == held.entry
+
+
+def test_without_the_store_what_is_known_is_restored_and_not_leased(world, monkeypatch):
+    (old,) = world.commit(1)
+    assert world.vote(0).answer() == old
+    (new,) = world.commit(1)
+    world.known.committed(new)
+
+    def down(*_: object, **__: object) -> None:
+        raise StoreUnavailable("503", subject="root.json")
+
+    def put(self: MemoryStore, key: str, parts: object) -> None:
+        raise AssertionError(f"{key} is waited for in vain, for minutes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "get_tagged", down)
+        patch.setattr(MemoryStore, "put", put)
+        round = world.vote(0, number=2)
+        assert round.answer() == new
+        world.vote(1)
+        world.vote(0, new, number=2)
+        world.vote(1, new, "a pack is missing")
+        assert round.answer() == old

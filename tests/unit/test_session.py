@@ -32,7 +32,7 @@ HELLO = {
 }
 BEGIN = {"save": 5, "step": 9, "timeout": 60, "replicated": 0, "expected": 0, "metrics": {}, "values": []}
 ROW = {"path": "[]", "kind": "tensor", "dtype": "uint8", "shape": [4], "offset": [0], "extent": [4], "group": "weights"}
-CODING = {"coding": [False, False, ["raw"], [4], 1], "streams": "", "digest": 1}
+CODING = {"coding": [False, False, ["raw"], [4], 1], "streams": b"", "digest": 1}
 
 
 @dataclass

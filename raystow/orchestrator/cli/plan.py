@@ -30,6 +30,9 @@ def plan(
     rate: Annotated[
         int, typer.Option(parser=nbytes, metavar="SIZE", help="What a node reads from the store in a second.")
     ] = "1GB",  # type: ignore[assignment]
+    peer_rate: Annotated[
+        int, typer.Option(parser=nbytes, metavar="SIZE", help="What a node takes from other nodes in a second.")
+    ] = "1GB",  # type: ignore[assignment]
     replicated: Annotated[bool, typer.Option("--replicated", help="Every rank reads every tensor whole, as with DDP.")] = False,
     json: Json = False,
 ) -> None:
@@ -40,10 +43,11 @@ def plan(
 
     Example:  raystow plan s3://bucket/runs/llama --world 64
     """
+    from ..restore_plan import Rates
     from ..world_plan import plan_world
 
-    if not rate:
-        raise typer.BadParameter("--rate must be more than nothing")
+    if not (rate and peer_rate):
+        raise typer.BadParameter("--rate and --peer-rate must be more than nothing")
     target = open_target(uri)
     chosen = target.version(version)
     ranks = world or chosen.world_size
@@ -57,10 +61,12 @@ def plan(
         "per_node": per_node,
         "assumption": _WHOLE if replicated else _SPLIT,
         "stored": chosen.bytes,
-        "bytes": made.nbytes,
+        "bytes": made.store.nbytes,
+        "passed_on": sum(node.passed_on for node in made.nodes),
         "amplification": round(made.amplification, 4),
         "rate": rate,
-        "seconds": round(made.seconds(rate), 3),
+        "peer_rate": peer_rate,
+        "seconds": round(made.seconds(Rates(peer=peer_rate, store=rate)), 3),
         "nodes": [_fields(node) for node in made.nodes],
         "ranks": [_fields(rank) for rank in made.ranks],
     }
@@ -73,9 +79,10 @@ def plan(
     rows = [row for who, of in (("each rank", made.ranks), ("each node", made.nodes)) for row in _spread(who, of)]
     out.print(table("", ["", "", ">MIN", ">MEDIAN", ">MAX"], rows))
     out.print()
-    total = f"{size(made.nbytes)} from the store, {made.amplification:.3f} times what is needed, for {size(chosen.bytes)} stored"
-    out.print(f"in all {total}", soft_wrap=True)
-    out.print(f"about {facts['seconds']:,.1f} s at {size(rate)} a second for each node", soft_wrap=True)
+    total = f"{size(made.store.nbytes)} from the store, {made.amplification:.3f} times what is needed, for {size(chosen.bytes)}"
+    out.print(f"in all {total} stored; {size(facts['passed_on'])} passed on from node to node", soft_wrap=True)
+    speeds = f"{size(rate)} a second for each node from the store, and {size(peer_rate)} from other nodes"
+    out.print(f"about {facts['seconds']:,.1f} s at {speeds}", soft_wrap=True)
 
 
 def _fields(reads: Reads) -> dict[str, Any]:

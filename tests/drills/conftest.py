@@ -1,0 +1,75 @@
+"""A stage and a training for each drill, and a table of what all drills came to (``--drill-table=FILE``)."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+import ray
+from record import Drill, write_table
+from s3_faults.proxy import FaultProxy
+from stage import Stage
+from training import Training
+
+HERE = Path(__file__).parent
+DRILLS = pytest.StashKey[list[Drill]]()
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--drill-table", metavar="FILE", type=Path, help="write what the drills came to into a file, as Markdown")
+
+
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    path, drills = session.config.getoption("--drill-table", None), session.config.stash.get(DRILLS, [])
+    if path is not None and drills:
+        write_table(path, drills)
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.path.is_relative_to(HERE):
+            item.add_marker(pytest.mark.drill)
+
+
+@pytest.fixture
+def report(request: pytest.FixtureRequest) -> Callable[[Drill], None]:
+    """Call it with the drill's outcome: a line of the table, and of the test's output."""
+
+    def keep(drill: Drill) -> None:
+        request.config.stash.setdefault(DRILLS, []).append(drill)
+        print(drill.line(), end="")
+
+    return keep
+
+
+@pytest.fixture
+def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+    """A head, and no nodes yet."""
+    if ray.is_initialized():
+        ray.shutdown()
+    # Ranks import the modules of this folder, and what those import.
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    stage = Stage()
+    try:
+        yield stage
+    finally:
+        stage.close()
+
+
+@pytest.fixture
+def training(stage: Stage, tmp_path: Path) -> Training:
+    """No rank yet, and an empty repository."""
+    return Training(stage, tmp_path)
+
+
+@pytest.fixture
+def line(s3_endpoint: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[FaultProxy]:
+    """The way to an S3 server, on which faults can happen. Name it before ``stage``: all of its processes shall go that way."""
+    server = urlsplit(s3_endpoint)
+    with FaultProxy(server.hostname or "", server.port or 80) as running:
+        monkeypatch.setenv("AWS_ENDPOINT_URL", running.endpoint)
+        yield running

@@ -1,0 +1,97 @@
+"""A node that stands still, is replaced, and wakes up: what it still wanted to do must do no harm."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import ray
+import torch
+from ray.exceptions import RayError
+from record import Drill, Stopwatch
+from stage import Stage, alive, until, wake
+from training import Rank, Training
+
+import raystow
+from raystow.storage.clock import SYSTEM
+
+pytestmark = pytest.mark.slow
+
+HEALTH = {"initial_delay_ms": 0, "period_ms": 1000, "timeout_ms": 2000, "failure_threshold": 3}
+"""A frozen node is called dead after some 9 s, instead of a minute."""
+
+
+@pytest.fixture(autouse=True)
+def quick_to_notice(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, value in HEALTH.items():
+        monkeypatch.setenv(f"RAY_health_check_{name}", str(value))
+
+
+def saving_for_ever(rank: Rank, folder: Path) -> None:
+    """Train and save at every step; and once more, when it is woken, whatever has become of the other ranks by then."""
+
+    def save_once_more() -> None:
+        while not (folder / "woken").exists():
+            SYSTEM.sleep(0.1)
+        try:
+            said = f"version {rank.checkpointer.save({'stale': torch.ones(1000)}, step=10_000).result(60).id}"
+        except raystow.RaystowError as error:
+            said = str(error)
+        (folder / "writing").write_text(said)
+        (folder / "writing").rename(folder / "said")
+
+    if rank.rank == 1:
+        threading.Thread(target=save_once_more, daemon=True).start()
+    while True:
+        rank.train(rank.step + 1)
+        rank.save()
+
+
+def test_a_node_is_frozen_replaced_and_woken(
+    stage: Stage, training: Training, tmp_path: Path, report: Callable[[Drill], None]
+) -> None:
+    stage.add("a", "b", "c")
+    training.start("a", "b")
+    training.rehearse(*range(2, 30))
+    training.save_at(2)
+    stage.copied(training.uri)
+    running = [rank.do.remote(saving_for_ever, tmp_path) for rank in training.ranks]
+    until(lambda: max(training.steps()) >= 4, "it saves at every step")  # so that it is frozen in the midst of saves
+    ours = [*stage.actors("b", "Rank"), stage.node_worker("b")]
+    watch = Stopwatch()
+    stopped = stage.freeze("b")
+    (first,), _ = ray.wait(running, num_returns=1, timeout=60)
+    with pytest.raises(RayError):
+        ray.get(first, timeout=10)
+    detected, reached = watch.seconds(), max(training.steps())
+    training.end()
+
+    training.start("a", "c")
+    step, read, _ = training.restore()
+    training.each("check", 2)
+    training.each("train", step + 1)
+    report(Drill("node, frozen and later woken", detected, "memory of the others", watch.seconds(), reached - step, read))
+    assert not read["store"]
+    training.save_at(step + 2)
+    before = raystow.open(training.uri).versions()
+
+    wake(*stopped)
+    (tmp_path / "woken").touch()
+    until((tmp_path / "said").exists, "the woken rank has tried to save")
+    assert "a newer process has taken up this rank" in (tmp_path / "said").read_text()
+    node = stage.nodes.pop("b")
+
+    def out_of_it() -> bool:
+        node.live_processes()  # buries its raylet: as long as that is not done, Ray's workers take it to be alive
+        return not any(map(alive, ours))
+
+    until(out_of_it, "the woken node has seen that it is dead for the others")
+    stage.cluster.remove_node(node, allow_graceful=False)
+    after = raystow.open(training.uri)
+    assert after.versions() == before
+    for version in before:
+        after.verify(version)
+    training.goes_on(step + 4)
+    assert raystow.open(training.uri).versions()[:-1] == before

@@ -1,0 +1,80 @@
+"""The head is lost and started again, with Ray's own fault tolerance: its state lies in RocksDB, on a disk that outlives it."""
+
+from __future__ import annotations
+
+import logging
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import ray
+from ray._private import services
+from record import Drill, Stopwatch
+from stage import Stage, send
+from training import Training
+
+import raystow
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(autouse=True)
+def fault_tolerance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Of Ray's: see its guide on the fault tolerance of the GCS."""
+    for name, value in {
+        "gcs_storage": "rocksdb",
+        "gcs_storage_path": str(tmp_path / "gcs"),
+        "health_check_initial_delay_ms": "0",
+        "health_check_period_ms": "1000",
+        "health_check_timeout_ms": "2000",
+        "health_check_failure_threshold": "3",
+    }.items():
+        monkeypatch.setenv(f"RAY_{name}", value)
+
+
+def stand_beside(stage: Stage, name: str) -> None:
+    """Make this process part of a node, since it would end with the head that it is part of otherwise."""
+    ray.shutdown()
+    node = stage.nodes[name].node_id
+    with mock.patch.object(services, "find_node_ids", return_value=[node]):  # of those on this machine Ray would take the head
+        ray.init(address=stage.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+    assert ray.get_runtime_context().get_node_id() == node
+
+
+def lose_and_restart(stage: Stage) -> None:
+    """Kill all that runs on the head, and start a head again with the same address."""
+    head = stage.cluster.head_node
+    port = int(head.gcs_address.rpartition(":")[2])
+    send(signal.SIGKILL, *stage.processes("head"))
+    stage.cluster.remove_node(head, allow_graceful=False)
+    stage.cluster.add_node(num_cpus=0, include_dashboard=False, object_store_memory=80 << 20, gcs_server_port=port)
+
+
+def test_the_head_is_restarted(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
+    stage.add("a", "b")
+    stand_beside(stage, "a")
+    training.start("a", "b")
+    training.rehearse(4, 6, 8, 10)
+    training.save_at(4)
+    root = raystow.open(training.uri).root()
+    lasting = [process for name in ("a", "b") for process in (*stage.actors(name, "Rank"), stage.node_worker(name))]
+    watch = Stopwatch()
+    lose_and_restart(stage)
+    training.each("train", 6)
+    training.each("check", 2)
+    detected = watch.seconds()
+    assert training.save_at(8) > root.versions[-1].id
+    assert raystow.open(training.uri).root().epoch > root.epoch
+    report(Drill("head, restarted with RocksDB", detected, "nothing to restore", watch.seconds()))
+    assert all(process.is_running() for process in lasting)
+
+    stage.actors("b", "Rank")[0].kill()
+    training.end()
+    training.start("a", "b")
+    step, read, _ = training.restore()
+    assert step == 8
+    assert set(read) == {"memory"}
+    training.each("check", 2)
+    training.goes_on(10)

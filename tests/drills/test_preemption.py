@@ -1,0 +1,136 @@
+"""A node is going to be taken away, and Ray says so: training saves in time, and loses no step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+import torch.distributed as dist
+from rank import Rank
+from record import Drill, Stopwatch
+from stage import DEADLINE, Stage, until
+from training import Training
+
+import raystow
+from raystow.storage.clock import SYSTEM
+
+pytestmark = pytest.mark.slow
+
+NOTICE = 60.0
+"""Seconds between the notice and the end of the node."""
+
+
+def drain(address: str, node: str) -> None:
+    """What a cloud's notice comes to: ``ray drain-node`` does this call."""
+    reason = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    deadline = int((SYSTEM.now() + NOTICE) * 1000)
+    accepted, why = ray._raylet.GcsClient(address=address).drain_node(node, reason, "spot instance", deadline)
+    assert accepted, why
+
+
+def train_until_notice(rank: Rank) -> int:
+    """Train; when rank 0 sees that a node is to go, save on all ranks, and return the step when that is durable."""
+    while True:
+        rank.train(rank.step + 1)
+        notice = torch.tensor(float(rank.rank == 0 and bool(ray._private.state.state.get_draining_nodes())))
+        dist.all_reduce(notice)
+        if notice.item():
+            rank.save()
+            rank.result()
+            return rank.step
+
+
+def test_a_notice_is_used_to_save_in_time(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
+    stage.add("a", "b", "c")
+    training.start("a", "b")
+    training.rehearse(2)
+    training.save_at(2)
+    running: list[Any] = [rank.do.remote(train_until_notice) for rank in training.ranks]
+    until(lambda: min(training.steps()) >= 4, "it trains")
+    watch = Stopwatch()
+    drain(stage.cluster.address, stage.nodes["b"].node_id)
+    (step,) = set(ray.get(running, timeout=NOTICE))
+    detected = watch.seconds()
+    newest = raystow.open(training.uri).latest()
+    assert newest is not None
+    assert newest.step == step > 2
+    stage.copied(training.uri)
+
+    stage.kill("b")
+    watch = Stopwatch()
+    training.end()
+    training.start("a", "c")
+    restored, read, _ = training.restore()
+    assert restored == step
+    assert not read["store"]
+    training.each("train", step + 1)
+    told = f"version {newest.id}, saved on notice, memory of the others"
+    report(Drill("node, with notice", detected, told, watch.seconds(), 0, read))
+
+    training.each("start_over")
+    training.rehearse(step, step + 4)
+    training.restore()
+    training.each("check", 2)
+    training.goes_on(step + 4)
+
+
+def train_in_ray_train(config: dict[str, Any]) -> None:
+    """Count. What Ray Train's workers do when ``get_preemption_info`` tells of a notice."""
+    import ray.train
+
+    folder, notified = Path(config["folder"]), False
+    with raystow.Checkpointer(config["uri"], timeout=60.0) as checkpointer:
+        state = {"w": torch.zeros(1000), "step": 0}
+        if checkpointer.restore_latest(into=state) is None:
+            checkpointer.save(state, step=0).result(60)  # the node worker is there: on a node that is to go, none is started
+        if checkpointer.rank == 1:
+            (folder / f"from-{state['step']}-on-{ray.get_runtime_context().get_node_id()}").touch()
+        while state["step"] < config["last"]:
+            checkpointer.fence()
+            state["w"] += 1
+            state["step"] += 1
+            SYSTEM.sleep(config["seconds"])
+            if not notified and ray.train.get_preemption_info() is not None:
+                notified = True
+                checkpointer.save(state, step=state["step"]).result(60)
+        checkpointer.save(state, step=state["step"]).result(60)
+    ray.train.report({})
+
+
+def test_ray_train_tells_its_workers(stage: Stage, tmp_path: Path) -> None:
+    from ray.train import FailureConfig, RunConfig, ScalingConfig
+    from ray.train.torch import TorchConfig, TorchTrainer
+
+    def started() -> list[list[str]]:
+        return sorted(path.name.split("-")[1::2] for path in tmp_path.glob("from-*"))
+
+    stage.add("a", "b", "c")
+    uri = str(tmp_path / "run")
+    trainer = TorchTrainer(
+        train_in_ray_train,
+        train_loop_config={"uri": uri, "folder": str(tmp_path), "last": 80, "seconds": 0.2},
+        torch_config=TorchConfig(backend="gloo"),
+        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
+        run_config=RunConfig(name="drill", storage_path=str(tmp_path / "ray"), failure_config=FailureConfig(max_failures=1)),
+    )
+    with ThreadPoolExecutor(1) as pool:
+        running = pool.submit(trainer.fit)
+        until(lambda: bool(started()), "it trains")
+        ((_, node),) = started()
+        drain(stage.cluster.address, node)
+        until(lambda: len(raystow.open(uri).versions()) == 2, "it has saved on notice")
+        _, version = raystow.open(uri).versions()
+        stage.kill(next(name for name, running_on in stage.nodes.items() if running_on.node_id == node))
+        running.result(2 * DEADLINE)
+    (_, first), (again, second) = sorted(started(), key=lambda told: int(told[0]))
+    assert int(again) == version.step > 0
+    assert first != second
+    newest = raystow.open(uri).latest()
+    assert newest is not None
+    assert newest.step == 80
+    assert torch.equal(newest.read("w"), torch.full((1000,), 80.0))

@@ -1,0 +1,114 @@
+"""Single processes die: of training, node workers in mid-training and in mid-save, the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import psutil
+import pytest
+import ray
+from record import Drill, Stopwatch, source
+from stage import Stage, frozen, until
+from training import Training
+
+import raystow
+
+
+def test_a_training_process_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
+    stage.add("a", "b")
+    training.start("a", "b")
+    training.rehearse(4, 8)
+    version = training.save_at(4)
+    training.go_on(past=6)
+    watch = Stopwatch()
+    training.process(1).kill()
+    training.wait_for_failure()
+    detected, reached = watch.seconds(), max(training.steps())
+    training.end()
+    training.start("a", "b")
+    step, read, _ = training.restore()
+    assert step == 4
+    assert read["memory"]
+    assert read.keys() == {"memory"}
+    training.each("check", 2)
+    training.each("train", step + 1)
+    lost = reached - step
+    report(Drill("training process", detected, source(version, read), watch.seconds(), lost, read))
+    training.goes_on(8)
+
+
+def test_the_coordinator_is_killed_in_a_save(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
+    stage.add("a", "b")
+    training.start("a", "b")
+    training.rehearse(8, 10)
+    training.save_at(4)
+    epoch = raystow.open(training.uri).root().epoch
+    training.each("train", 6)
+    with frozen(stage.node_worker("b")):  # so that the save cannot be complete
+        training.each("save")
+        ray.get(training.ranks[0].fence.remote(), timeout=60)
+        watch, coordinator = Stopwatch(), stage.coordinator()
+        coordinator.kill()
+    failures = training.each("failure")
+    detected = watch.seconds()
+    assert any("coordinator" in failure for failure in failures), failures
+    training.save_at(8)
+    assert raystow.open(training.uri).root().epoch > epoch
+    report(Drill("coordinator, in a save", detected, "nothing to restore; the save was given up", watch.seconds()))
+    training.each("check", 2)
+    training.goes_on(10)
+
+
+@pytest.mark.slow
+def test_a_node_worker_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
+    stage.add("a", "b")
+    training.start("a", "b")
+    training.rehearse(8, 10, 12)
+    training.save_at(4)
+    stage.copied(training.uri)
+    watch = Stopwatch()
+    worker = stage.node_worker("a")
+    worker.kill()
+    until(lambda: _another(stage, "a", worker), "another node worker on a")
+    detected = watch.seconds()
+    training.each("train", 6)
+    training.save_at(8)  # by the same training processes
+    report(Drill("node worker", detected, "nothing to restore", watch.seconds()))
+    training.each("check", 2)
+    stage.copied(training.uri)
+    training.goes_on(10)
+    training.goes_on(12)
+
+
+@pytest.mark.slow
+def test_a_node_worker_is_killed_in_a_save_and_training_with_it(
+    stage: Stage, training: Training, report: Callable[[Drill], None]
+) -> None:
+    stage.add("a", "b")
+    training.start("a", "b")
+    training.rehearse(4, 8)
+    version = training.save_at(4)
+    stage.copied(training.uri)
+    training.each("train", 6)
+    with frozen(stage.node_worker("b")):  # so that the save cannot be complete
+        training.each("save")
+        ray.get(training.ranks[0].fence.remote(), timeout=60)
+        watch = Stopwatch()
+        stage.node_worker("a").kill()
+        failure = ray.get(training.ranks[0].failure.remote(), timeout=60)
+        detected = watch.seconds()
+    assert "node worker" in failure
+    training.end()
+    training.start("a", "b")
+    step, read, _ = training.restore()
+    assert step == 4
+    training.each("check", 2)
+    assert not read["store"]  # the other node has the dead one's part, and may have given it to its successor already
+    training.each("train", step + 1)
+    drill = "node worker in a save, then training"
+    report(Drill(drill, detected, source(version, read), watch.seconds(), 6 - step, read))
+    training.goes_on(8)
+
+
+def _another(stage: Stage, name: str, former: psutil.Process) -> bool:
+    return any(worker != former for worker in stage.actors(name, "NodeActor"))

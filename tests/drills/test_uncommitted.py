@@ -1,0 +1,87 @@
+"""A save that is in the memory of nodes and cannot become durable: restored all the same, also after a node's death."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+from rank import Rank
+from record import Drill, Stopwatch
+from s3_faults.faults import Fault
+from s3_faults.proxy import FaultProxy
+from stage import Stage, until
+from training import Training
+
+import raystow
+from raystow.workers.memory_tier import Holding
+
+pytestmark = pytest.mark.slow
+
+FOR_EVER = 1_000_000
+
+
+def without_uncommitted(rank: Rank) -> int:
+    """Restore the newest version; its step."""
+    state: dict[str, Any] = rank.state()
+    version = rank.checkpointer.restore_latest(into=state, allow_uncommitted=False)
+    assert version is not None
+    rank.put(state)
+    return version.step
+
+
+def kept(stage: Stage, uri: str) -> list[Holding]:
+    """What each node has of the newest attempt, which is no version."""
+    repository = raystow.open(uri)
+    newest = [stage.holdings(name, repository.id)[-1:] for name in stage.nodes]
+    return [one for held in newest for one in held if not one.committed]
+
+
+def test_a_save_that_is_not_durable_outlives_a_process_and_a_node(
+    line: FaultProxy, stage: Stage, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
+) -> None:
+    stage.add("a", "b")
+    training = Training(stage, tmp_path, timeout=300.0)
+    training.uri = s3_uri
+    training.start("a", "b")
+    training.rehearse(2, 4, 6)
+    training.save_at(2)
+    line.inject(Fault.SLOW_DOWN, "PUT|POST", r"\.pack", times=FOR_EVER)
+    training.each("train", 4)
+    training.each("save")
+    training.each("fence")
+    until(lambda: [held.whole for held in kept(stage, s3_uri)] == [{0, 1}] * 2, "a save in the memory of both nodes")
+
+    watch = Stopwatch()
+    stage.actors("b", "Rank")[0].kill()
+    training.end()
+    training.start("a", "b")
+    assert training.each("do", without_uncommitted) == [2, 2]
+    training.each("check", 2)
+    step, read, _ = training.restore()
+    assert (step, set(read)) == (4, {"memory"})
+    training.each("check", 2)
+    assert [version.step for version in raystow.open(s3_uri).versions()] == [2]
+    report(Drill("training process, a save not durable", 0.0, "that save, memory of its node", watch.seconds(), 0, read))
+
+    watch = Stopwatch()
+    stage.kill("b")
+    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "Ray calls the node dead, so the save is given up")
+    detected = watch.seconds()
+    training.end()
+    stage.add("c")
+    training.start("a", "c")
+    assert training.each("do", without_uncommitted) == [2, 2]
+    step, read, _ = training.restore()
+    assert step == 4
+    assert not read["store"]
+    training.each("check", 2)
+    assert [version.step for version in raystow.open(s3_uri).versions()] == [2]
+    report(Drill("node, a save not durable", detected, "that save, memory of the others", watch.seconds(), 0, read))
+
+    line.heal()
+    training.goes_on(6)
+    assert [version.step for version in raystow.open(s3_uri).versions()] == [2, 6]  # it was given up
+    until(lambda: not kept(stage, s3_uri), "the new version has replaced it in memory")

@@ -1,0 +1,109 @@
+"""The launcher of a training on a ``Stage``."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from rank import Place, Rank, check_same, wanted
+from ray.exceptions import RayError
+from safetensors.torch import load_file
+from stage import DEADLINE, Stage, until
+
+import raystow
+
+FOR_EVER = 1 << 30  # steps
+START = 180.0  # seconds in which ranks must have started: they load torch, all at once
+
+
+class Training:
+    """What a launcher does: starts ranks on nodes, sees that one has died, ends the others, starts them again."""
+
+    def __init__(self, stage: Stage, folder: Path, **options: Any) -> None:
+        self.uri, self._stage, self.folder = str(folder / "run"), stage, folder
+        self._options = {"memory": 64 << 20, "timeout": 60.0, **options}
+        self._group, self._running, self._notes = 0, list[Any](), list[Path]()
+        self.ranks: list[Any] = []
+        self._processes: list[psutil.Process] = []
+        self.places: tuple[str, ...] = ()
+
+    def start(self, *nodes: str) -> None:
+        """A rank on each of these nodes (several, if one is named several times), each with a Checkpointer."""
+        self._group, self.places = self._group + 1, nodes
+        places = [Place(self.folder, self._group, rank, len(nodes)) for rank in range(len(nodes))]
+        self.ranks = [
+            ray.remote(Rank).options(num_cpus=0, resources={node: 1}).remote(place, self.uri, self._options)
+            for place, node in zip(places, nodes, strict=True)
+        ]
+        self._notes = [place.note for place in places]
+        self._processes = [psutil.Process(pid) for pid in self.each("pid", timeout=START)]
+
+    def each(self, method: str, *args: Any, timeout: float = DEADLINE) -> list[Any]:
+        """Call a method of all ranks at once, and wait for all."""
+        return ray.get([getattr(rank, method).remote(*args) for rank in self.ranks], timeout=timeout)
+
+    def rehearse(self, *steps: int, since: str | None = None) -> None:
+        """Learn what the states of these steps must be, before anything has happened; see ``Rank.rehearse``."""
+        self.each("rehearse", steps, since)
+
+    def save_at(self, step: int) -> int:
+        """Train up to a step, save, and wait until that is durable; the version's id."""
+        self.each("train", step)
+        self.each("save")
+        (version,) = set(self.each("result"))
+        return int(version)
+
+    def go_on(self, past: int) -> None:
+        """Let all ranks train for ever; return when all have done ``past`` steps and are in the midst of it."""
+        self._running = [rank.train.remote(FOR_EVER) for rank in self.ranks]
+        until(lambda: min(self.steps()) >= past, f"{past} steps")
+
+    def steps(self) -> list[int]:
+        """The steps that each rank has done, dead or alive."""
+        return [int.from_bytes(note.read_bytes(), "little") for note in self._notes]
+
+    def wait_for_failure(self, seconds: float = DEADLINE) -> None:
+        """Return when the launcher sees that a rank has died, or has lost the others."""
+        done, _ = ray.wait(self._running, num_returns=1, timeout=seconds)
+        assert done, f"nobody has noticed within {seconds:.0f} s"
+        try:
+            ray.get(done, timeout=10)
+        except RayError:
+            return
+        raise AssertionError("a rank has come to the end of all training")
+
+    def end(self) -> None:
+        """What a launcher does when a rank is dead: end the others, too."""
+        for rank in self.ranks:
+            ray.kill(rank)
+
+    def process(self, rank: int) -> psutil.Process:
+        """That of a rank, also when it is busy."""
+        return self._processes[rank]
+
+    def restore(self, timeout: float = DEADLINE) -> tuple[int, Counter[str], float]:
+        """Restore on all ranks; the step, the bytes read by source, and the seconds that the slowest took."""
+        told = self.each("restore", timeout=timeout)
+        (step,) = {step for step, _, _ in told}
+        read = Counter[str]()
+        for _, part, _ in told:
+            read.update({"store" if source == "instead" else source: nbytes for source, nbytes in part.items()})
+        assert read.total(), "it is not known what was read"
+        return step, read, max(seconds for _, _, seconds in told)
+
+    def goes_on(self, step: int) -> None:
+        """Train up to a step and save: the state is right, and so is what the version has of it, read from the store by someone
+        else; and nothing is left of the dead."""
+        version = self.save_at(step)
+        self.each("check", len(self.ranks))
+        repository = raystow.open(self.uri)
+        newest = repository.latest()
+        assert newest is not None
+        assert newest.id == version
+        repository.verify(newest)
+        got = {name: newest.read(name) for name in newest.tensors()}
+        check_same(got, load_file(wanted(self.folder, len(self.ranks), step)))
+        self._stage.check_nothing_left(self.uri, Counter(self.places))

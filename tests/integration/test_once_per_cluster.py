@@ -1,0 +1,124 @@
+"""What several nodes restore from the store is read once, and sent on; whatever happens to one of them."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from ranks import Rank, every, start
+from ray.cluster_utils import Cluster
+
+import raystow
+
+NODES = ("node_a", "node_b", "node_c")
+
+
+@pytest.fixture(scope="module", autouse=True)
+def third(cluster: Cluster) -> Iterator[None]:
+    node = cluster.add_node(num_cpus=2, resources={"node_c": 100})
+    yield
+    cluster.remove_node(node)
+
+
+def whole(seed: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer{i}": torch.randn((3072, 1024), generator=generator) for i in range(4)}
+
+
+def split(self: Rank, where: str, seed: int) -> None:
+    """The state as DTensors over all ranks."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    rank, world = self.checkpointer.rank, self.checkpointer.world_size
+    dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
+    mesh = init_device_mesh("cpu", (world,))
+    self.state = {n: distribute_tensor(t, mesh, [Shard(0)], src_data_rank=None) for n, t in whole(seed).items()}
+
+
+def restore(self: Rank, kills: bool = False) -> tuple[int, dict[str, int]]:
+    """The step, and the bytes that this rank has had read, by source. ``kills``: its node worker dies on the way."""
+    read = Counter[str]()
+
+    class Told(logging.Handler):
+        def emit(self, record: logging.LogRecord) -> None:
+            read.update(getattr(record, "bytes_read", {}))
+
+    doomed = self.node_worker_pids() if kills else []
+    assert len(doomed) == kills
+
+    def begun(nbytes: int) -> None:
+        while doomed:
+            os.kill(doomed.pop(), signal.SIGKILL)
+
+    logger, told = logging.getLogger("raystow.orchestrator.agreement"), Told()
+    logger.setLevel(logging.INFO)
+    logger.addHandler(told)
+    version = self.checkpointer.restore_latest(into=self.state, progress=begun)
+    logger.removeHandler(told)
+    assert version is not None
+    assert not doomed
+    return version.step, dict(read)
+
+
+def is_whole(self: Rank, seed: int) -> bool:
+    """Whether every tensor is, or is this rank's part of, what was saved."""
+    wanted = whole(seed)
+    for name, got in self.state.items():
+        rows = (
+            wanted[name].chunk(self.checkpointer.world_size)[self.checkpointer.rank] if hasattr(got, "to_local") else wanted[name]
+        )
+        assert torch.equal(got.to_local() if hasattr(got, "to_local") else got, rows)
+    return True
+
+
+def save(folder: Path, ranks: list[Any], step: int) -> raystow.Version:
+    every(ranks, "save", step)
+    version: raystow.Version = every(ranks, "result")[0]
+    return version
+
+
+def stored(version: raystow.Version) -> int:
+    """Bytes of the packs and of the manifest."""
+    return version.bytes + sum(info.size for info in version.record.fragments)
+
+
+@pytest.mark.parametrize("workers_die", [False, True])
+def test_a_replicated_state_on_three_nodes(tmp_path: Path, workers_die: bool) -> None:
+    ranks = start(str(tmp_path), 3, nodes=NODES, keep_in_memory=0, replicas=0)
+    every(ranks, "set", whole, 1)
+    version = save(tmp_path, ranks, 1)
+    every(ranks, "set", whole, 2)
+    told = ray.get([rank.do.remote(restore, workers_die and i == 2) for i, rank in enumerate(ranks)], timeout=120)
+    assert [step for step, _ in told] == [1, 1, 1]
+    assert every(ranks, "do", is_whole, 1) == [True] * 3
+    read = sum((Counter(of) for _, of in told), Counter[str]())
+    if not workers_die:
+        assert read["store"] <= 1.05 * stored(version)
+        assert read["instead"] == 0
+        assert read["peer"] == pytest.approx(2 * version.bytes, rel=0.05)
+
+
+def test_four_ranks_become_three_with_one_on_a_node(tmp_path: Path) -> None:
+    uri = str(tmp_path / "runs")
+    ranks = start(uri, 4, nodes=NODES, keep_in_memory=0, replicas=0)
+    every(ranks, "do", split, str(tmp_path / "four"), 1)
+    version = save(tmp_path, ranks, 5)
+    for rank in ranks:
+        ray.kill(rank)
+    ranks = start(uri, 3, nodes=NODES, keep_in_memory=0, replicas=0)
+    every(ranks, "do", split, str(tmp_path / "three"), 2)
+    told = every(ranks, "do", restore)
+    assert every(ranks, "do", is_whole, 1) == [True] * 3
+    read = sum((Counter(of) for _, of in told), Counter[str]())
+    assert read["store"] + read["instead"] <= 1.05 * stored(version)
+    assert read["peer"] > 0.2 * version.bytes  # the chunks that two of them want

@@ -1,0 +1,66 @@
+"""Who reads what from the store, when several nodes want it."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystow.workers.claims import Claims, Company
+from raystow.workers.pack_file import Span
+
+spans = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
+
+
+def test_it_is_for_the_first_that_asks():
+    claims = Claims()
+    assert claims.claim("r", "pack", (10, 20), "a") == [(10, 20, "a")]
+    assert claims.claim("r", "pack", (15, 25), "b") == [(15, 20, "a"), (20, 25, "b")]
+    assert claims.claim("r", "pack", (0, 30), "c") == [(0, 10, "c"), (10, 20, "a"), (20, 25, "b"), (25, 30, "c")]
+    assert claims.claim("r", "pack", (10, 20), "a") == [(10, 20, "a")]  # an answer may be lost
+    assert claims.claim("r", "other", (10, 20), "b") == [(10, 20, "b")]
+    assert claims.claim("another restore", "pack", (10, 20), "b") == [(10, 20, "b")]
+
+
+def test_what_a_node_does_not_have_passes_to_who_found_that_out():
+    claims = Claims()
+    claims.claim("r", "pack", (0, 30), "a")
+    assert claims.claim("r", "pack", (10, 20), "b", lost=["a"]) == [(10, 20, "b")]
+    assert claims.claim("r", "pack", (0, 30), "c") == [(0, 10, "a"), (10, 20, "b"), (20, 30, "a")]
+
+
+@given(st.lists(st.tuples(spans, st.sampled_from("abc")), max_size=12))
+def test_every_byte_is_read_by_one_node(asked):
+    claims, readers = Claims(), Counter[int]()
+    for span, node in asked:
+        before = dict(readers)
+        answer = claims.claim("r", "pack", span, node)
+        assert covered(answer) == list(range(*span))
+        for start, end, who in answer:
+            if who == node:
+                readers.update(i for i in range(start, end) if i not in before)
+            else:
+                assert all(i in before for i in range(start, end))
+    assert set(readers.values()) <= {1}
+
+
+def covered(answer: list[tuple[int, int, str]]) -> list[int]:
+    parts: list[Span] = [(start, end) for start, end, _ in answer]
+    return [i for start, end in parts for i in range(start, end)]
+
+
+def test_old_restores_are_forgotten():
+    claims = Claims()
+    claims.claim("first", "pack", (0, 10), "a")
+    for i in range(20):
+        claims.claim(f"later {i}", "pack", (0, 10), "a")
+    assert claims.claim("first", "pack", (0, 10), "b") == [(0, 10, "b")]
+
+
+def test_each_object_has_a_desk_and_all_nodes_serve():
+    company = Company("r", ["a", "b", "c"])
+    desks = Counter(company.desk(f"pack {i}") for i in range(300))
+    assert desks.keys() == {"a", "b", "c"}
+    assert min(desks.values()) > 50
+    assert Company("r", ["a"]).desk("pack") == Company().desk("pack") == ""

@@ -1,0 +1,264 @@
+"""Node workers that talk to each other, over real sockets of this machine."""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import TimeoutError as FuturesTimeout
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from fake_clock import FakeClock
+
+from raystow.storage.errors import ClusterError, StoreUnavailable
+from raystow.storage.stores.memory import MemoryStore
+from raystow.workers import exchange, line, peers
+from raystow.workers.claims import Company
+from raystow.workers.copies import Copy, Guests
+from raystow.workers.exchange import Exchange
+from raystow.workers.fetcher import Fetcher, Wanted
+from raystow.workers.line import Contact, Line
+from raystow.workers.memory_tier import Home, MemoryTier
+from raystow.workers.peers import Peers
+
+DATA = os.urandom(3_000_000)
+HOME = Home("r", 1, "a" * 16)
+
+
+class Worker:
+    """What a node worker is to others, and others to it."""
+
+    def __init__(self, name: str, find: Callable[[str], Contact], clock: FakeClock, *, budget: int = 1 << 30) -> None:
+        self.tier = MemoryTier(1 << 30)
+        self.peers = Peers(find, clock)
+        self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
+        self.exchange = Exchange("127.0.0.1", self.fetcher, Guests(self.tier))
+        self._visit = self.fetcher.visit()
+        self._visit.__enter__()
+
+    def close(self) -> None:
+        self._visit.__exit__(None, None, None)
+        self.exchange.close()
+        self.peers.close()
+
+
+class Cluster:
+    """Node workers by name; ``find`` is Ray."""
+
+    def __init__(self) -> None:
+        self.clock, self.workers = FakeClock(), dict[str, Worker]()
+        self.asked = Counter[str]()
+
+    def find(self, node: str) -> Contact:
+        self.asked[node] += 1
+        if node not in self.workers:
+            raise ClusterError("there is no such node", subject=node)
+        return self.workers[node].exchange.contact
+
+    def start(self, *names: str, budget: int = 1 << 30) -> None:
+        for name in names:
+            self.workers[name] = Worker(name, self.find, self.clock, budget=budget)
+
+    def kill(self, name: str) -> None:
+        self.workers.pop(name).close()
+
+    def __getitem__(self, name: str) -> Worker:
+        return self.workers[name]
+
+
+@pytest.fixture
+def cluster() -> Iterator[Cluster]:
+    cluster = Cluster()
+    cluster.start("a", "b", "c")
+    yield cluster
+    for name in list(cluster.workers):
+        cluster.kill(name)
+
+
+def read(cluster: Cluster, by: str, node: str, key: str, start: int, length: int) -> bytes | None:
+    target = bytearray(length)
+    return bytes(target) if cluster[by].peers.read(node, "r", key, start, memoryview(target)) else None
+
+
+def test_a_range_of_what_another_node_has_in_memory(cluster):
+    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
+    assert read(cluster, "b", "a", "pack", 7, 2_000_000) == DATA[7:2_000_007]
+    assert read(cluster, "b", "a", "pack", 0, len(DATA)) == DATA
+    assert read(cluster, "b", "a", "another", 0, 10) is None
+    assert cluster.asked == {"a": 1}
+
+
+def test_many_threads_at_a_time(cluster):
+    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
+    with ThreadPoolExecutor(8) as threads:
+        got = list(threads.map(lambda i: read(cluster, "b", "a", "pack", i, 100_000), range(0, 2_000_000, 20_000)))
+    assert got == [DATA[i : i + 100_000] for i in range(0, 2_000_000, 20_000)]
+
+
+def test_a_copy_is_kept_as_it_was(cluster):
+    copy = Copy(HOME, 3, "pack", ("b", "a"))
+    part = cluster["b"].peers.accept("a", copy, memoryview(DATA))
+    assert (part.objects, part.line, part.short) == ({"pack": len(DATA)}, ("b", "a"), False)
+    assert cluster["a"].tier.view("r", "pack") == DATA
+    too_early = replace(copy, key="fragment", after=("pack", "another pack"))
+    assert cluster["b"].peers.accept("a", too_early, b"x").objects.keys() == {"pack"}
+
+
+def test_who_does_not_know_the_secret_is_sent_nothing(cluster):
+    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
+    wrong = replace(cluster["a"].exchange.contact, secret="00" * 32)
+    with pytest.raises(OSError, match="not the node worker"):
+        Line.call(wrong)
+    with socket.create_connection((wrong.host, wrong.port), 10) as caller:
+        caller.settimeout(10)
+        caller.sendall(bytes(16))
+        assert len(caller.recv(48, socket.MSG_WAITALL)) == 48
+        caller.sendall(bytes(32))
+        assert caller.recv(1) == b""  # hung up
+
+
+def test_a_dead_node_is_not_asked_again_for_a_while(cluster):
+    cluster.kill("a")
+    for _ in range(3):
+        with pytest.raises(ClusterError, match="node a"):
+            read(cluster, "b", "a", "pack", 0, 10)
+    assert cluster.asked == {"a": 1}
+    cluster.start("a")
+    cluster.clock.time += 31
+    assert read(cluster, "b", "a", "pack", 0, 10) is None
+
+
+def test_a_worker_that_was_started_anew_is_found_at_once(cluster):
+    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
+    assert read(cluster, "b", "a", "pack", 0, 10) == DATA[:10]
+    cluster.kill("a")
+    cluster.start("a")
+    assert read(cluster, "b", "a", "pack", 0, 10) is None
+    assert cluster.asked == {"a": 2}
+
+
+def test_a_frozen_node_is_waited_for_within_bounds(cluster, monkeypatch):
+    monkeypatch.setattr(line, "_STALL", 0.2)
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel takes the call, nobody answers
+        cluster.workers["a"].exchange.contact = Contact("127.0.0.1", frozen.getsockname()[1], "00" * 32)
+        with pytest.raises(ClusterError, match="timed out"):
+            read(cluster, "b", "a", "pack", 0, 10)
+
+
+class Counting(MemoryStore):
+    """Counts what is read, and lets nobody read before ``open`` is set."""
+
+    def __init__(self, *objects: str) -> None:
+        super().__init__("peers")
+        self.read, self.begun, self.open = Counter[str](), threading.Event(), threading.Event()
+        self.open.set()
+        for key in objects:
+            self.put(key, [DATA])
+
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        self.begun.set()
+        assert self.open.wait(60)
+        self.read[key] += target.nbytes
+        super().get_range_into(key, start, target)
+
+
+def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, company: Company | None = None) -> bytes:
+    company = company or Company("restore", sorted(cluster.workers))
+    wanted = Wanted("r", key, len(DATA), [(span[0], span[1])], round=company.round, desk=company.desk(key))
+    with open(cluster[by].fetcher.get(wanted, store), "rb") as file:
+        return os.pread(file.fileno(), span[1] - span[0], span[0])
+
+
+def test_what_all_nodes_want_is_read_from_the_store_once(cluster):
+    objects = [f"pack{i}" for i in range(6)]
+    store = Counting(*objects)
+    with ThreadPoolExecutor(18) as threads:
+        wanted = [(node, key) for i, node in enumerate("abc") for key in (*objects[2 * i :], *objects[: 2 * i])]
+        got = list(threads.map(lambda one: get(cluster, one[0], store, one[1], 0, len(DATA)), wanted))
+    assert all(data == DATA for data in got)
+    assert store.read == dict.fromkeys(objects, len(DATA))
+    told = [cluster[node].fetcher.read for node in "abc"]
+    assert sum(read["store"] for read in told) == 6 * len(DATA)
+    assert sum(read["peer"] for read in told) == 12 * len(DATA)
+    assert sum(read["instead"] for read in told) == 0
+
+
+def test_ranges_that_overlap_are_shared_in_part(cluster):
+    store = Counting("pack")
+    wanted = ("a", 0, 1_000_000), ("b", 900_000, 2_000_000), ("c", 1_900_000, 3_000_000), ("a", 500, 2_999_000)
+    for node, start, end in wanted:
+        assert get(cluster, node, store, "pack", start, end) == DATA[start:end]
+    assert store.read == {"pack": len(DATA)}
+
+
+def test_bytes_that_another_node_is_reading_are_waited_for(cluster, monkeypatch):
+    monkeypatch.setattr(exchange, "_WAIT", 0.05)
+    store = Counting("pack")
+    store.open.clear()
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(get, cluster, "a", store, "pack", 0, len(DATA))
+        assert store.begun.wait(60)
+        second = threads.submit(get, cluster, "b", store, "pack", 0, len(DATA))
+        with pytest.raises(FuturesTimeout):
+            second.result(0.3)  # longer than one question is waited for
+        store.open.set()
+        assert first.result(60) == second.result(60) == DATA
+    assert store.read == {"pack": len(DATA)}
+
+
+def test_who_reads_too_slowly_is_not_waited_for_any_longer(cluster, monkeypatch, caplog):
+    monkeypatch.setattr(exchange, "_WAIT", 0.01)
+    monkeypatch.setattr(peers, "_LATE", -1.0)
+    slow, quick = Counting("pack"), Counting("pack")
+    slow.open.clear()
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(get, cluster, "a", slow, "pack", 0, 1000)
+        assert slow.begun.wait(60)
+        assert get(cluster, "b", quick, "pack", 0, 1000) == DATA[:1000]
+        slow.open.set()
+        first.result(60)
+    assert cluster["b"].fetcher.read["instead"] == 1000
+    assert "since node a did not send them" in caplog.text
+    assert get(cluster, "c", quick, "pack", 0, 1000) == DATA[:1000]  # from b, which has it instead
+    assert cluster["c"].fetcher.read["peer"] == 1000
+
+
+@pytest.mark.parametrize("dead", ["a", "b", "c"])
+def test_a_node_that_dies_leaves_its_part_to_the_others(cluster, dead):
+    """Whichever it is: the one at whose desk the claims are, the one that has read, or neither."""
+    store, company = Counting("pack"), Company("restore", ["a", "b", "c"])
+    reader = "a" if dead != "b" else "b"
+    assert get(cluster, reader, store, "pack", 0, 1000, company=company) == DATA[:1000]
+    cluster.kill(dead)
+    for node in cluster.workers:
+        assert get(cluster, node, store, "pack", 0, 2000, company=company) == DATA[:2000]
+    assert 2000 <= store.read["pack"] <= 5000
+
+
+def test_what_the_one_cannot_read_the_other_tries(cluster):
+    class Down(Counting):
+        def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+            raise StoreUnavailable("503", subject=key)
+
+    with pytest.raises(StoreUnavailable):
+        get(cluster, "a", Down("pack"), "pack", 0, 1000)
+    assert get(cluster, "b", Counting("pack"), "pack", 0, 1000) == DATA[:1000]
+
+
+def test_what_others_count_on_is_let_go_of_last():
+    cluster, store = Cluster(), Counting("pack1", "pack2", "pack3")
+    cluster.start("a", "b", budget=2 * len(DATA))
+    get(cluster, "a", store, "pack1", 0, len(DATA))
+    get(cluster, "b", store, "pack2", 0, len(DATA))
+    get(cluster, "b", store, "pack3", 0, len(DATA))
+    for key in ("pack2", "pack3", "pack1"):
+        get(cluster, "a", store, key, 0, len(DATA))
+    get(cluster, "b", store, "pack1", 0, len(DATA))
+    assert sum(store.read.values()) == 3 * len(DATA)
+    for name in list(cluster.workers):
+        cluster.kill(name)
