@@ -103,12 +103,18 @@ class Repository:
         live = {(entry.id, entry.attempt) for entry in self.root().versions}
         return [info.key for info in self.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in live]
 
-    def pin(self, version: Version, name: str) -> None:
-        """Give a version a name under which it is kept for good. A name holds one version: the last one pinned to it."""
+    def pin(self, version: Version, name: str, *, move: bool = True) -> None:
+        """Give a version a name under which it is kept for good. A name holds one version: the last one pinned to it.
+
+        ``move=False``: ``StateError`` if the name holds another version already.
+        """
 
         def change(root: Root) -> Root:
             if all(entry.id != version.id for entry in root.versions):
-                raise StateError(f"there is no version {version.id} to pin", subject=self.uri)
+                remedy = "`raystow ls` lists what there is"
+                raise StateError(f"there is no version {version.id} to pin", subject=self.uri, remedy=remedy)
+            if not move and (held := root.pins.get(name, version.id)) != version.id:
+                raise StateError(f"{name!r} is version {held}", subject=self.uri, remedy="--move lets it go and moves the name")
             return root if root.pins.get(name) == version.id else replace(root, pins={**root.pins, name: version.id})
 
         self.register.update(change)

@@ -28,6 +28,17 @@ def size(nbytes: float) -> str:
     return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
 
 
+def billed(nbytes: float) -> str:
+    """Bytes in decimal units with three digits, as stores bill them and links are sold: ``782 GB``."""
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in ("kB", "MB", "GB", "TB", "PB"):
+        nbytes /= 1000
+        if nbytes < 999.5 or unit == "PB":
+            break
+    return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
+
+
 def ratio(stored: int, raw: int) -> float | None:
     """Stored bytes for each raw one, to four digits; None where there are none."""
     return round(stored / raw, 4) if raw else None

@@ -33,6 +33,16 @@ def best(text: str) -> tuple[str, str, int]:
     raise typer.BadParameter(f"{text!r} is not a metric with min or max and a number, as loss:min:3")
 
 
+def stored_ratio(text: str) -> float:
+    """Stored bytes for each raw one, more than 0 and at most 1: ``0.8``; or the inverse, as others write it: ``1.25x``."""
+    found = _NUMBER.fullmatch(text.strip().lower())
+    number = float(found[1]) if found is not None and found[2] in ("", "x") else 0.0
+    ratio = 1 / number if number and found is not None and found[2] else number
+    if not 0 < ratio <= 1:
+        raise typer.BadParameter(f"{text!r} is not stored bytes by raw bytes, as 0.8, nor how many times smaller, as 1.25x")
+    return ratio
+
+
 def _quantity(text: str, units: dict[str, int], what: str) -> float:
     found = _NUMBER.fullmatch(text.strip().lower())
     if found is None or found[2] not in units:

@@ -19,6 +19,7 @@ EXIT_CODES = {
     4: "not there",
     5: "the store is unsafe",
     6: "not signed by a trusted key",
+    7: "different (`diff --exit-code`)",
     130: "interrupted",
 }
 """What each exit code means."""

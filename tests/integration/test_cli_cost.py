@@ -1,0 +1,135 @@
+"""``raystow cost``: a month's bill from the user's prices."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+from shell import run, run_json
+
+from raystow.storage.repository import create_repository, open_repository
+
+# "Cut Checkpoint Costs with About 30 Lines of Python and NVIDIA nvCOMP", NVIDIA Technical Blog, April 2026: a 70B model has
+# checkpoints of 782 GB, one every 30 minutes, written at 5 GB/s while 8 B200 at $4.40 an hour wait. Dense models get 1.27 times
+# smaller. The article counts no price of storage.
+SAVES = ("--state", "782GB", "--ratio", "1.27x", "--every", "30m", "--write-rate", "5GB")
+ARTICLE = (*SAVES, "--gpu-price", 4.40, "--store-price", 0)
+
+
+def test_the_70b_example_of_nvidias_article():
+    without = run_json("cost", *ARTICLE, "--gpus", 8)["without"]
+    assert without["stall"] == pytest.approx(156.4)  # "782 GB / 5 GB/s = 156.4 seconds"
+    assert without["written"] / without["stored"] == pytest.approx(1440)  # "48 checkpoints per day", for 30 days
+    assert round(without["written"] / 1e15, 2) == 1.13  # "1.13 PB"
+    assert without["gpu_dollars"] == pytest.approx(156.4 / 3600 * 8 * 4.40 * 1440)
+    assert 2200 < without["gpu_dollars"] < 2210  # "over $2,200 a month"
+    assert 17_500 < run_json("cost", *ARTICLE, "--gpus", 64)["without"]["gpu_dollars"] < 17_700  # "over $17,500"
+    large = run_json("cost", *ARTICLE, "--state", f"{782 * 405 / 70}GB", "--gpus", 128)  # "can cost $200,000"
+    assert 200_000 < large["without"]["gpu_dollars"] < 205_000
+
+
+def test_the_article_for_people():
+    result = run("cost", *ARTICLE, "--gpus", 8)
+    assert result.exit_code == 0, result.output
+    told = {line[:17].strip(): line[17:].split() for line in result.stdout.splitlines()}
+    assert told["stall of a save"] == ["156", "s", "123", "s", "33.3", "s"]
+    assert told["written a month"] == ["1.13", "PB", "887", "TB", "239", "TB"]
+    assert told["GPUs, a month"] == ["$2,202", "$1,734", "$468.17"]
+    assert "compression saves $468.17 a month, 21.3 %" in result.stdout
+    assumed = " ".join(result.stdout.split())
+    for words in ("30 days", "1,440 saves", "782 GB", "at 5.00 GB a second", "8 GPUs at $4.40 an hour", "costs $0.00 a month"):
+        assert words in assumed
+    assert max(map(len, result.stdout.splitlines())) <= 80
+
+
+HABIT = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h", "--state", "100GB", "--ratio", 0.75, "--keep", 5)
+
+
+def test_the_store_and_the_gpus_are_added_up():
+    facts = run_json("cost", *HABIT, "--stall", 10, "--stall-compressed", 4)
+    without, coded, saved = facts["without"], facts["with"], facts["saved"]
+    assert (without["kept"], coded["kept"], saved["kept"]) == (500e9, 375e9, 125e9)
+    assert (without["store_dollars"], coded["store_dollars"]) == (pytest.approx(10.0), pytest.approx(7.5))
+    assert (without["stalled"], coded["stalled"]) == (7200, 2880)
+    assert (without["gpu_hours"], coded["gpu_hours"]) == (pytest.approx(16), pytest.approx(6.4))
+    assert saved["dollars"] == pytest.approx(2.5 + 9.6 * 4)
+    assert facts["pays"] is True
+
+
+def test_it_says_when_compression_does_not_pay():
+    slower = ("--stall", 1, "--stall-compressed", 3)
+    result = run("cost", *HABIT, *slower)
+    told = " ".join(result.stdout.split())
+    assert "compression does not pay: it saves $2.50 of storage and costs $12.80 of GPU time a month" in told
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    facts = run_json("cost", *HABIT, *slower)
+    assert (facts["pays"], facts["saved"]["dollars"]) == (False, pytest.approx(-10.3))
+    # Two more seconds of each save cost 12.80, so what the store saves pays for 0.39 of a second.
+    assert facts["break_even"] == pytest.approx(2 * 2.5 / 12.8)
+    assert "the store alone pays for 0.391 s more stall in each save" in result.stdout
+    assert run_json("cost", *HABIT, "--stall", 1, "--stall-compressed", 1.39)["pays"] is True
+    assert run_json("cost", *HABIT, "--stall", 1, "--stall-compressed", 1.40)["pays"] is False
+    assert run_json("cost", *ARTICLE, "--gpus", 8, "--code-rate", "4GB")["pays"] is False
+    nothing = run("cost", *HABIT, "--stall", 1, "--stall-compressed", 1, "--ratio", 1)
+    assert "compression does not pay: it saves nothing" in nothing.stdout
+
+
+def test_slow_compression_is_what_a_save_waits_for():
+    def stalls(*words: object) -> tuple[float, float]:
+        facts = run_json("cost", *HABIT, "--write-rate", "5GB", *words)
+        return facts["without"]["stall"], facts["with"]["stall"]
+
+    assert stalls() == (20, 15)
+    assert stalls("--code-rate", "50GB") == (20, 15)
+    assert stalls("--code-rate", "2GB") == (20, 50)
+
+
+PRICES = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h", "--write-rate", "5GB")
+
+
+def test_state_ratio_and_versions_come_from_a_repository(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path)) as local:
+        for step, size in ((1, 100), (2, 300)):
+            local.save({"w": torch.randn(size, 100).bfloat16()}, step=step)
+    newest = open_repository(str(tmp_path)).version(2)
+    facts = run_json("cost", tmp_path, *PRICES)
+    assert (facts["uri"], facts["version"]) == (tmp_path.as_uri(), 2)
+    assert (facts["without"]["stored"], facts["without"]["kept"]) == (newest.raw, 2 * newest.raw)
+    assert facts["with"]["stored"] == pytest.approx(newest.bytes)
+    own = run_json("cost", tmp_path, *PRICES, "--state", "1GB", "--ratio", "2x", "--keep", 1)
+    assert (own["without"]["kept"], own["with"]["kept"]) == (1e9, 5e8)
+
+
+def test_an_empty_repository_has_no_size(tmp_path: Path) -> None:
+    create_repository(str(tmp_path))
+    assert run_json("cost", tmp_path, *PRICES, code=4)["error"]["kind"] == "NotFound"
+
+
+@pytest.mark.parametrize(
+    ("words", "remedy"),
+    [
+        (PRICES, "--state 782GB"),
+        ((*PRICES, "--state", 0, "--ratio", 1), "--state 782GB"),
+        ((*HABIT, "--gpu-price", "inf", "--write-rate", "5GB"), "finite"),
+        ((*HABIT, "--stall", 1), "--stall-compressed"),
+        ((*HABIT, "--stall", 1, "--stall-compressed", 1, "--write-rate", "5GB"), "--write-rate"),
+        ((*HABIT, "--write-rate", "0"), "--write-rate"),
+        ((*HABIT, "--write-rate", "10MB"), "save less often"),
+        ((*HABIT, "--ratio", "1.27", "--write-rate", "5GB"), "1.25x"),
+        ((*HABIT, "--ratio", "0", "--write-rate", "5GB"), "1.25x"),
+        ((*HABIT, "--every", "0s", "--write-rate", "5GB"), "save less often"),
+        (HABIT[2:], "--gpus"),
+    ],
+)
+def test_what_is_missing_or_cannot_be_is_told(words: tuple[Any, ...], remedy: str) -> None:
+    result = run("cost", *words)
+    assert (result.exit_code, remedy in " ".join(result.stderr.replace("│", " ").split())) == (2, True), result.stderr
+
+
+def test_help_teaches_by_an_example() -> None:
+    result = run("cost", "--help")
+    assert "Example:  raystow cost s3://" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80

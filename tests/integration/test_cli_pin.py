@@ -1,0 +1,87 @@
+"""``raystow pin`` and ``raystow unpin``, on a real repository."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+from shell import run, run_json
+
+from raystow.storage.errors import StateError
+from raystow.storage.repository import open_repository
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """A repository of three versions."""
+    with LocalCluster(str(tmp_path / "run")) as local:
+        for step in (100, 200, 300):
+            local.save({"w": torch.randn(10)}, step=step)
+    return tmp_path / "run"
+
+
+def pins(folder: Path) -> dict[str, int]:
+    return open_repository(str(folder)).root().pins
+
+
+def test_a_pinned_version_outlives_pruning_until_it_is_unpinned(folder):
+    result = run("pin", folder, 1, "paper")
+    assert (result.exit_code, result.stdout) == (0, "version 1 (step 100) is pinned as paper\n")
+    assert run_json("show", folder, "paper")["id"] == 1
+    assert run_json("prune", folder, "--keep-last", 1)["dropped"] == [2]
+    result = run("unpin", folder, "paper")
+    assert (result.exit_code, result.stdout) == (0, "version 1 is not pinned as paper any more; retention may drop it now\n")
+    assert run_json("prune", folder, "--keep-last", 1)["dropped"] == [1]
+
+
+def test_a_name_moves_only_if_told_to(folder):
+    run("pin", folder, 1, "best")
+    error = run_json("pin", folder, "latest", "best", code=2)["error"]
+    assert (error["kind"], error["what"]) == ("StateError", "'best' is version 1")
+    assert "--move" in error["remedy"]
+    assert pins(folder) == {"best": 1}
+    assert run("pin", folder, 1, "best").exit_code == 0  # where it is already
+    result = run("pin", folder, "latest", "best", "--move")
+    assert (result.exit_code, pins(folder)) == (0, {"best": 3})
+    assert result.stdout == "version 3 (step 300) is pinned as best; version 1 was it before\n"
+
+
+def test_a_name_that_another_took_meanwhile_is_not_moved(folder):
+    mine, other = open_repository(str(folder)), open_repository(str(folder))
+    chosen = mine.version(2)
+    other.pin(other.version(3), "best")
+    with pytest.raises(StateError, match="'best' is version 3"):
+        mine.pin(chosen, "best", move=False)
+    assert pins(folder) == {"best": 3}
+
+
+def test_several_names(folder):
+    run("pin", folder, 2, "a")
+    facts = run_json("pin", folder, "a", "b")
+    assert facts == {"uri": folder.as_uri(), "name": "b", "version": 2, "step": 200, "before": None}
+    assert run("unpin", folder, "a").stdout == "version 2 is not pinned as a any more; it is still pinned as b\n"
+    assert run_json("unpin", folder, "b") == {"uri": folder.as_uri(), "name": "b", "version": 2}
+    assert pins(folder) == {}
+
+
+def test_what_is_not_there(folder):
+    assert run_json("pin", folder, 9, "best", code=4)["error"]["kind"] == "NotFound"
+    assert run_json("unpin", folder, "best", code=4)["error"]["remedy"] == "`raystow ls` lists versions and pins"
+    run("pin", folder, 1, "good")
+    assert run_json("unpin", folder, "godo", code=4)["error"]["remedy"] == "there are good"
+    assert pins(folder) == {"good": 1}
+
+
+@pytest.mark.parametrize("name", ["latest", "7", "", " ", "a\x1b[31m", "x" * 101])
+def test_names_that_no_command_would_find_are_refused(folder, name):
+    assert run("pin", folder, 1, name).exit_code == 2
+    assert pins(folder) == {}
+
+
+@pytest.mark.parametrize("command", ["pin", "unpin"])
+def test_help_teaches_by_an_example(command):
+    result = run(command, "--help")
+    assert f"Example:  raystow {command} s3://" in result.stdout
+    assert max(map(len, result.stdout.splitlines())) <= 80
