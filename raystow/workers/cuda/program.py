@@ -134,7 +134,7 @@ class Program:
     def _lay_out(self, table: Any, kept: Circle, tops: Circle) -> None:
         """Place the planes of all batches, and put the groups together."""
         group_of: list[int] = []  # of each region in ``tops``
-        begun, raw, streams = 0, 0, 0  # the group that is being put together
+        raw, streams = 0, 0  # of the group that is being put together
         for first, last in self._cuts():
             jobs = self.jobs[first:last]
             head = jobs[0]
@@ -152,8 +152,10 @@ class Program:
             group, after_group = -1, 0
             if head.coded:
                 more, size = sum(job.streams for job in jobs), sum(job.nbytes for job in jobs)
-                if begun < len(group_of) and (raw + size > self._limits.group or streams + more > self._limits.streams):
-                    begun, raw, streams = len(group_of), 0, 0
+                if more > self._limits.streams:  # of a single chunk: batches are cut before
+                    raise ValueError(f"{more} streams are more than the {self._limits.streams} that are coded by one call")
+                if raw + size > self._limits.group or streams + more > self._limits.streams:
+                    raw, streams = 0, 0
                     self._close_group(first)
                 group = len(self.groups)
                 address, regions = tops.place(planes)

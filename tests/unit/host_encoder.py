@@ -1,0 +1,151 @@
+"""What a GPU makes of chunks, made on memory of the host: planes at the places that the real program gives them, and what the
+real encoder says of them. The kernels' place is taken by those of the storage floor, and nvCOMP's by zlib."""
+
+from __future__ import annotations
+
+import itertools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from raystow.storage import dtypes, kernels
+from raystow.storage.chunk import DEFLATE
+from raystow.storage.digest import BLOCK, WORD_KEYS, block_key
+from raystow.storage.kernels import Bytes
+from raystow.workers.cuda.jobs import Job
+from raystow.workers.cuda.outbox import Outbox, Run
+from raystow.workers.cuda.program import Batch, Group, Limits, Program
+
+
+@dataclass(frozen=True)
+class HostSource:
+    """A chunk in host memory. ``scattered``: it does not say where."""
+
+    name: str
+    dtype: dtypes.DType
+    raw: Bytes
+    scattered: bool = False
+    identity: Any = None
+
+    @property
+    def nbytes(self) -> int:
+        return self.raw.size
+
+    @property
+    def address(self) -> int | None:
+        return None if self.scattered else self.raw.ctypes.data
+
+    def gather(self) -> torch.Tensor:
+        return torch.from_numpy(self.raw)
+
+    def describe(self) -> dict[str, Any]:
+        n = [self.nbytes // self.dtype.itemsize]
+        said = {"name": self.name, "path": "[]", "kind": "tensor", "group": "weights"}
+        return said | {"dtype": self.dtype.name, "shape": n, "offset": [0], "extent": n}
+
+
+@dataclass(frozen=True)
+class Places:
+    """What is in a batch's message besides its sums: see ``arrival.Layout.rows``."""
+
+    runs: list[Run] = field(default_factory=list)
+    lows: list[tuple[int, int, bool]] = field(default_factory=list)
+
+
+class HostEncoder:
+    """``room``: bytes for the packed planes of a batch; None if nothing is to be packed. ``packed``: names of those that were."""
+
+    def __init__(self, sources: list[HostSource], limits: Limits, outbox: Outbox, *, room: int | None) -> None:
+        most = max([limits.batch, *(source.nbytes for source in sources)])
+        sizes = most + 8 * 16 * len(sources) + 512, 3 * limits.streams * limits.stream
+        self._memory = [np.zeros(size, np.uint8) for size in sizes]
+        kept, tops = map(torch.from_numpy, self._memory)
+        self.program = Program(sources, limits, kept=kept, tops=tops)
+        self.packed: set[str] = set()
+        self._sources, self._outbox, self._room = sources, outbox, room
+
+    def messages(self) -> Iterator[dict[str, Any]]:
+        """Everything, batch by batch and group by group."""
+        numbered = enumerate(self.program.batches)
+        for group, batches in itertools.groupby(numbered, lambda at: at[1].group if at[1].group >= 0 else ~at[0]):
+            read = [self._read(number, batch) for number, batch in batches]
+            yield {"read": read, "coded": self._code(self.program.groups[group]) if group >= 0 else []}
+
+    def _at(self, address: int, nbytes: int) -> Bytes:
+        (memory,) = (m for m in self._memory if 0 <= address - m.ctypes.data <= m.size - nbytes)
+        start = address - memory.ctypes.data
+        return memory[start : start + nbytes]
+
+    def _write(self, run: Bytes) -> Run:
+        return self._outbox.write(torch.from_numpy(run), lambda: None)
+
+    def _read(self, number: int, batch: Batch) -> list[Any]:
+        jobs, sums, places = self.program.jobs[batch.first : batch.last], list[int](), Places()
+        for job, row in zip(jobs, self.program.table[batch.first : batch.last].tolist(), strict=True):
+            raw = self._sources[job.index].raw
+            planes = tuple(self._at(address, job.plane) for address in row[2 : 2 + job.width])
+            if job.width > 1:
+                kernels.split(raw.view(kernels.WORDS[job.width]), batch.rotate, planes)
+            else:
+                planes[0][:] = raw
+            sums.append(weighed(raw))
+        if batch.rotate and self._room is not None:
+            self._write_packed(batch, jobs, places, self._room)
+        elif batch.low:
+            places.runs.append(self._write(self._at(batch.base, batch.low + batch.middle)))
+        return [number, np.array(sums, "<u8").tobytes(), [run.spans for run in places.runs], places.lows]
+
+    def _write_packed(self, batch: Batch, jobs: list[Job], places: Places, room: int) -> None:
+        """The planes between; the packed ones; then every stretch of lowest planes that are left as they are."""
+        sevens, used, packed_at = np.zeros(room, np.uint8), 0, list[int | None]()
+        starts = self.program.starts[batch.first : batch.last].tolist()
+        for job, start in zip(jobs, starts, strict=True):
+            plane, size = self._at(batch.base + start, job.plane), job.plane // 8 * 7
+            if np.bitwise_or.reduce(plane) & 1 or job.plane % 8 or used + size > room:
+                packed_at.append(None)
+                continue
+            kernels.pack7(plane, sevens[used : used + size])
+            self.packed.add(job.name)
+            packed_at.append(used)
+            used = -(-(used + size) // 16) * 16
+        if batch.middle:
+            places.runs.append(self._write(self._at(batch.base + batch.low, batch.middle)))
+        if used:
+            places.runs.append(self._write(sevens[:used]))
+        packed = len(places.runs) - 1
+        for alone, some in itertools.groupby(zip(jobs, starts, packed_at, strict=True), lambda row: row[2] is None):
+            rows = list(some)
+            if alone:
+                first, end = rows[0][1], rows[-1][1] + rows[-1][0].room
+                places.lows.extend((len(places.runs), start - first, False) for _, start, _ in rows)
+                places.runs.append(self._write(self._at(batch.base + first, end - first)))
+            else:
+                places.lows.extend((packed, at, True) for _, _, at in rows if at is not None)
+
+    def _code(self, group: Group) -> list[Any]:
+        """Of each highest plane its streams if they are smaller; one behind the other."""
+        plain = [self._at(*cut).tobytes() for cut in self.program.cuts[:, group.streams].T.tolist()]
+        dense = list[bytes]()
+        for (first, plane), (last, _) in itertools.pairwise(group.owners.tolist()):
+            coded = [deflated(stream) for stream in plain[first:last]]
+            dense += coded if sum(map(len, coded)) < plane else plain[first:last]
+        run = self._write(np.array(bytearray(b"".join(dense))))
+        return [run.spans, np.array([len(stream) for stream in dense], "<i4").tobytes(), DEFLATE]
+
+
+def deflated(stream: bytes) -> bytes:
+    """Without any header."""
+    coder = zlib.compressobj(wbits=-15)
+    return coder.compress(stream) + coder.flush()
+
+
+def weighed(raw: Bytes) -> int:
+    """What ``raw_digest`` adds up."""
+    words = np.append(raw, np.zeros(-raw.size % 4, np.uint8)).view(np.uint32)
+    sums = np.zeros(-(-words.size // BLOCK), np.uint64)
+    kernels.weighted_sums(words, WORD_KEYS, sums)
+    return sum(int(s) * block_key(b) for b, s in enumerate(sums)) % 2**64

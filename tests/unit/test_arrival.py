@@ -1,0 +1,130 @@
+"""What is said of chunks that a GPU has coded leads back to their bytes."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+
+import msgpack
+import numpy as np
+import pytest
+from host_encoder import HostEncoder, HostSource, deflated
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.storage import dtypes, kernels
+from raystow.storage.chunk import DEFLATE, PACK7, RAW, SMALL, decode
+from raystow.storage.digest import raw_digest
+from raystow.workers.arrival import Layout, parts
+from raystow.workers.attempt import draft
+from raystow.workers.cuda.outbox import Outbox
+from raystow.workers.cuda.program import Limits
+from raystow.workers.ring import Ring
+
+DTYPES = ("float8_e5m2", "uint8", "bfloat16", "int16", "float32", "complex64", "float64")
+SLOT = 4096
+STREAM = 512
+Codecs = tuple[str, ...]
+
+
+def random_source(name: str, dtype: str, elements: int, *, codable: bool, positive: bool, scattered: bool = False) -> HostSource:
+    """``codable``: its highest plane gets smaller. ``positive``: no word is negative."""
+    of, seed = dtypes.dtype(dtype), list(name.encode())
+    words = np.random.default_rng(seed).integers(0, 256, elements * of.itemsize, np.uint8).view(kernels.WORDS[of.width])
+    signs = np.zeros_like(words) if positive else words << (8 * of.width - 1)
+    return HostSource(name, of, (words >> (5 if codable else 1) | signs).view(np.uint8), scattered)
+
+
+def expected(source: HostSource, stream: int, *, packed: bool) -> Codecs:
+    """What does not get smaller is stored as it is."""
+    if source.nbytes < SMALL or not stream:
+        return (RAW,)
+    width = source.dtype.width
+    words = source.raw.view(kernels.WORDS[width])
+    rotated = (words << 1) | (words >> (8 * width - 1)) if source.dtype.rotate else words
+    highest = rotated.view(np.uint8)[width - 1 :: width].tobytes()
+    size = sum(len(deflated(highest[i : i + stream])) for i in range(0, len(highest), stream))
+    lower = [PACK7 if packed else RAW, *[RAW] * (width - 2)] if width > 1 else []
+    return (*lower, DEFLATE if size < len(highest) else RAW)
+
+
+def round_trip(sources: Sequence[HostSource], *, room: int | None, stream: int = STREAM) -> set[Codecs]:
+    """Every chunk comes back from the slots as it was, once; what they were coded with."""
+    most = max((source.nbytes for source in sources), default=0)
+    limits = Limits(16 << 10, 8 << 10, 24 << 10, max(32, -(-most // stream)) if stream else 0, stream)
+    slots = 2 + sum(source.nbytes + 8 * 16 for source in sources) // SLOT
+    ring, free = Ring.create(slots * SLOT, SLOT), list(range(slots))
+    outbox = Outbox(ring, take=free.pop, release=free.append)
+    encoder = HostEncoder(list(sources), limits, outbox, room=room)
+    said = msgpack.packb([encoder.program.layout(sources), *encoder.messages()])
+    layout, *messages = msgpack.unpackb(said)
+    rows = [row for message in reversed(messages) for row in Layout(layout).rows(message)]
+    assert sorted(row["name"] for row in rows) == sorted(source.name for source in sources)
+    named, codecs = {source.name: source for source in sources}, set[Codecs]()
+    for row in rows:
+        chunk, source = draft(row, 0), named[row["name"]]
+        stored = np.concatenate([ring.slot(slot)[at : at + size] for slot, at, size in row["parts"]])
+        raw = np.empty(source.nbytes, np.uint8)
+        decode(chunk.coding, source.dtype, stored, raw)
+        assert raw.tobytes() == source.raw.tobytes()
+        assert chunk.raw_digest == raw_digest(source.raw)
+        assert chunk.coding.codecs == expected(source, stream, packed=chunk.name in encoder.packed)
+        codecs.add(chunk.coding.codecs)
+    outbox.close()
+    ring.close()
+    return codecs
+
+
+@st.composite
+def several(draw: st.DrawFn) -> list[HostSource]:
+    def one(number: int) -> HostSource:
+        elements = draw(st.one_of(st.integers(1, 64), st.integers(65, 4000), st.integers(9, 500).map(lambda n: 8 * n)))
+        codable, positive, scattered = (draw(st.booleans()) for _ in range(3))
+        name = f"{number}.{draw(st.sampled_from('ab'))}"
+        dtype = draw(st.sampled_from(DTYPES))
+        return random_source(name, dtype, elements, codable=codable, positive=positive, scattered=scattered)
+
+    return [one(number) for number in range(draw(st.integers(0, 12)))]
+
+
+@settings(max_examples=100, deadline=None)
+@given(several())
+def test_chunks_arrive_whose_planes_all_left_in_one_run(sources: list[HostSource]) -> None:
+    codecs = round_trip(sources, room=None)
+    assert not any(PACK7 in some for some in codecs)
+
+
+@settings(max_examples=150, deadline=None)
+@given(several(), st.sampled_from([0, 1000, 5000, 1 << 20]))
+def test_chunks_arrive_of_which_some_lowest_planes_were_packed(sources: list[HostSource], room: int) -> None:
+    round_trip(sources, room=room)
+
+
+@settings(max_examples=30, deadline=None)
+@given(several())
+def test_chunks_arrive_without_a_codec(sources: list[HostSource]) -> None:
+    assert round_trip(sources, room=None, stream=0) <= {(RAW,)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_chunk_is_stored_in_whatever_way_is_smallest(dtype: str) -> None:
+    """For every type all the ways there are; and large ones, of several digest blocks and more streams than the others."""
+    of = dtypes.dtype(dtype)
+    flavours = list(itertools.product((True, False), (True, False)))
+    sizes = [1, 3, SMALL // of.itemsize, 1601, 4000, 40_000]
+    sources = [
+        random_source(f"{n}.{codable}.{positive}", dtype, n, codable=codable, positive=positive)
+        for n, (codable, positive) in itertools.product(sizes, flavours)
+    ]
+    lowest = [RAW, PACK7] if of.rotate else [RAW]
+    planes = [lowest, *[[RAW]] * (of.width - 2), [RAW, DEFLATE]] if of.width > 1 else [[RAW, DEFLATE]]
+    assert round_trip(sources, room=1 << 20) == {(RAW,), *itertools.product(*planes)}
+
+
+def test_parts_are_found_in_whatever_slots_a_run_lies() -> None:
+    spans = [(0, 7, 90, 10), (10, 2, 0, 100), (110, 5, 0, 30)]
+    assert parts(spans, 0, 140) == [(7, 90, 10), (2, 0, 100), (5, 0, 30)]
+    assert parts(spans, 9, 2) == [(7, 99, 1), (2, 0, 1)]
+    assert parts(spans, 10, 100) == [(2, 0, 100)]
+    assert parts(spans, 60, 51) == [(2, 50, 50), (5, 0, 1)]
+    assert parts(spans, 110, 0) == []

@@ -1,0 +1,208 @@
+"""What an encoder works out once: it depends on where chunks lie, not on what they hold, and needs no GPU."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.storage import dtypes
+from raystow.storage.chunk import SMALL
+from raystow.workers.cuda.program import ROWS, Batch, Circle, Limits, Program, key
+
+Interval = tuple[int, int]
+NAMES = ("float8_e4m3fn", "uint8", "bfloat16", "int16", "float32", "int32", "complex64", "float64", "int64")
+DTYPES = [dtypes.dtype(name) for name in NAMES]
+
+
+@dataclass(frozen=True)
+class Chunk:
+    """A source that only says where it lies: nobody asks it for more."""
+
+    name: str
+    dtype: dtypes.DType
+    nbytes: int
+    address: int | None
+    identity: int = 0
+    describe = gather = None
+
+
+@dataclass(frozen=True)
+class Case:
+    sources: list[Chunk]
+    limits: Limits
+    kept: Interval
+    tops: Interval
+    program: Program
+
+    def lying(self, batches: Iterable[Batch], *, high: bool) -> list[Interval]:
+        """Where in memory the highest planes of these batches lie that are to be coded, or else all their others."""
+        found = []
+        for i in [i for batch in batches for i in range(batch.first, batch.last)]:
+            job = self.program.jobs[i]
+            starts = self.program.table[i, 2 : 2 + job.width].tolist()
+            split = len(starts) - job.coded
+            found += [(start, start + job.plane) for start in (starts[split:] if high else starts[:split])]
+        return found
+
+
+def case(sources: list[Chunk], limits: Limits, spare: int = 0) -> Case:
+    """With as little memory for planes as will do, and some to ``spare``; for the highest ones as much as an encoder has."""
+    largest = max([limits.batch, *(source.nbytes for source in sources)])
+    rounding = 8 * 16 * min(len(sources), ROWS) + 512
+    kept = torch.empty(largest + rounding + spare, dtype=torch.uint8)
+    tops = torch.empty(3 * limits.streams * limits.stream, dtype=torch.uint8)
+    spans = [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in (kept, tops)]
+    return Case(sources, limits, *spans, Program(sources, limits, kept=kept, tops=tops))
+
+
+@st.composite
+def chunks(draw: st.DrawFn, most: int, of: Sequence[dtypes.DType] = DTYPES) -> Chunk:
+    """Of at most so many words."""
+    dtype = draw(st.sampled_from(of))
+    words = draw(st.one_of(st.integers(1, most), st.integers(1, min(most, SMALL)), st.just(most)))
+    address = draw(st.one_of(st.none(), *[st.integers(1, 1 << 47)] * 3))
+    return Chunk(draw(st.sampled_from(["w", "a.w", "a.b"])), dtype, words * dtype.width, address, draw(st.integers()))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    stream = draw(st.sampled_from([0, 512, 1024, 4096]))
+    streams = draw(st.integers(1, 12)) if stream else 0
+    some = st.one_of(st.integers(1, 1 << 16), st.just(1 << 20))
+    limits = Limits(draw(some), draw(some), draw(some), streams, stream)
+    few = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
+    sources = draw(st.lists(chunks(streams * stream or 10_000, few), max_size=30))
+    return case(sources, limits, draw(st.integers(0, 1 << 16)))
+
+
+def apart(intervals: list[Interval]) -> bool:
+    return all(end <= start for (_, end), (start, _) in itertools.pairwise(sorted(intervals)))
+
+
+def inside(intervals: list[Interval], start: int, end: int) -> bool:
+    return all(start <= first <= last <= end for first, last in intervals)
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_every_chunk_is_read_once_with_others_of_its_kind_within_the_limits(it: Case) -> None:
+    program, limits = it.program, it.limits
+    assert sorted(job.index for job in program.jobs) == list(range(len(it.sources)))
+    for job, (address, words) in zip(program.jobs, program.table[:, :2].tolist(), strict=True):
+        source = it.sources[job.index]
+        assert (job.name, job.address, job.nbytes, job.dtype) == (source.name, source.address, source.nbytes, source.dtype)
+        assert (address, words * job.width) == (source.address or 0, source.nbytes)
+        assert job.coded == (limits.stream > 0 and source.nbytes >= SMALL)
+    edges = [0, *(batch.last for batch in program.batches)]
+    assert edges[-1] == len(program.jobs)
+    for first, batch in zip(edges, program.batches, strict=False):
+        jobs = program.jobs[batch.first : batch.last]
+        assert batch.first == first < batch.last <= first + ROWS
+        assert {job.width for job in jobs} == {batch.width}
+        assert {job.coded and job.dtype.rotate for job in jobs} == {batch.rotate}
+        assert {job.address is None for job in jobs} == {batch.scattered}
+        assert len({(job.coded, job.name.rpartition(".")[2]) for job in jobs}) == 1
+        assert batch.largest == max(job.nbytes for job in jobs)
+        assert len(jobs) == 1 or sum(job.nbytes for job in jobs) <= limits.batch
+        assert len(jobs) == 1 or not jobs[0].coded or sum(job.plane for job in jobs) <= limits.plane
+        assert sum(job.streams for job in jobs) <= limits.streams
+
+
+@settings(max_examples=300, deadline=None)
+@given(cases())
+def test_no_plane_lies_where_another_may_still_be(it: Case) -> None:
+    batches = it.program.batches
+    for number, batch in enumerate(batches):
+        end = batch.base + batch.low + batch.middle
+        assert inside([(batch.base, end)], *it.kept)
+        assert inside(it.lying([batch], high=False), batch.base, end)
+        assert inside(it.lying([batch], high=True), *it.tops)
+        assert not (it.program.starts[batch.first : batch.last] % 16).any(), "the kernels read several bytes at a time"
+        assert 0 <= batch.after <= number
+        assert 0 <= batch.after_group <= max(0, batch.group), "it would wait for itself"
+        waiting = [other for other in batches[:number] if other.group >= batch.after_group]
+        assert apart(it.lying(batches[batch.after : number + 1], high=False))
+        assert apart(it.lying([*waiting, batch], high=True))
+
+
+@settings(max_examples=200, deadline=None)
+@given(cases())
+def test_groups_take_all_that_is_coded_and_their_streams_tile_it(it: Case) -> None:
+    program, limits = it.program, it.limits
+    assert [i for group in program.groups for i in range(group.first, group.last)] == [
+        i for i, job in enumerate(program.jobs) if job.coded
+    ]
+    begin = 0
+    for number, group in enumerate(program.groups):
+        jobs, batches = program.jobs[group.first : group.last], [b for b in program.batches if b.group == number]
+        assert (batches[0].first, batches[-1].last, len(batches)) == (group.first, group.last, group.batches)
+        assert len(batches) == 1 or sum(job.nbytes for job in jobs) <= limits.group
+        assert group.streams.start == begin
+        starts = [0, *itertools.accumulate(job.streams for job in jobs)]
+        begin += starts[-1]
+        assert group.streams.stop == begin <= group.streams.start + limits.streams
+        assert group.starts.tolist() == starts[:-1]
+        assert group.planes.tolist() == [job.plane for job in jobs]
+        assert (group.nbytes, group.largest) == (sum(job.plane for job in jobs), max(job.streams for job in jobs))
+        assert group.owners.tolist() == [*([start, job.plane] for start, job in zip(starts, jobs, strict=False)), [starts[-1], 0]]
+        addresses, sizes = program.cuts[:, group.streams].tolist()
+        for (first, last), (start, end) in zip(itertools.pairwise(starts), it.lying(batches, high=True), strict=True):
+            assert addresses[first:last] == list(range(start, end, limits.stream))
+            assert [a + n for a, n in zip(addresses, sizes, strict=True)][first:last] == [*addresses[first + 1 : last], end]
+            assert max(sizes[first:last]) <= limits.stream
+    assert program.cuts.shape == (2, begin)
+    assert np.array_equal(program.chunks.numpy(), program.table)
+
+
+def test_only_what_differs_in_kind_is_read_apart() -> None:
+    """Here fp8 and bytes do not, nor do complex numbers and the floats that they are made of."""
+    ways = itertools.product(DTYPES, (None, 4096), ("a.w", "b.w", "a.v"), range(2))
+    sources = [Chunk(name, dtype, SMALL * dtype.width, address) for dtype, address, name, _ in ways]
+    program = case(sources, Limits(1 << 20, 1 << 20, 1 << 20, 500, 512)).program
+    assert len(program.batches) == (len(DTYPES) - 2) * 2 * 2
+    assert [group.batches for group in program.groups] == [len(program.batches)]
+
+
+def test_a_launch_takes_no_more_rows_than_its_table_has() -> None:
+    tiny = [Chunk("w", DTYPES[0], 1, 4096 + i) for i in range(2 * ROWS + 1)]
+    batches = case(tiny, Limits(1 << 20, 1 << 20, 1 << 20, 4, 512)).program.batches
+    assert [(batch.first, batch.last) for batch in batches] == [(0, ROWS), (ROWS, 2 * ROWS), (2 * ROWS, 2 * ROWS + 1)]
+
+
+@settings(max_examples=300, deadline=None)
+@given(base=st.integers(0, 1 << 40), size=st.integers(0, 12_000), wanted=st.lists(st.integers(0, 13_000), max_size=60))
+def test_a_circle_never_gives_memory_away_twice(base: int, size: int, wanted: list[int]) -> None:
+    circle, placed, before = Circle(base, size), list[Interval](), 0
+    for nbytes in wanted:
+        room = -(-nbytes // 512) * 512
+        if room > size:
+            with pytest.raises(ValueError, match="do not go into"):
+                circle.place(nbytes)
+            continue
+        start, free = circle.place(nbytes)
+        placed.append((start, start + nbytes))
+        assert inside(placed[-1:], base, base + size)
+        assert (start - base) % 512 == 0
+        assert before <= free < len(placed), "it would wait for itself"
+        assert apart([region for region in placed[free:] if region[0] < region[1]])
+        assert free == 0 or sum(-(-(last - first) // 512) * 512 for first, last in placed) > size, "there was room"
+        before = free
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(chunks(5000), min_size=1, max_size=8), st.data())
+def test_a_program_is_used_again_for_the_same_chunks_only(sources: list[Chunk], data: st.DataObject) -> None:
+    assert key(sources) == key([dataclasses.replace(source) for source in sources])
+    i = data.draw(st.integers(0, len(sources) - 1))
+    for field in ("address", "nbytes", "identity"):
+        other = dataclasses.replace(sources[i], **{field: (getattr(sources[i], field) or 0) + 8})
+        assert key([*sources[:i], other, *sources[i + 1 :]]) != key(sources)
+    assert key(sources[:-1]) != key(sources)
