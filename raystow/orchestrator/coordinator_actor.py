@@ -48,6 +48,7 @@ class CoordinatorActor:
         self._told = (0, 0)
         self._restoring = asyncio.Lock()
         self._offers: tuple[int, dict[str, Choice]] = (0, {})
+        self._shared: tuple[bytes, ray.ObjectRef | None] = (b"", None)
         self._keeper: asyncio.Task[None] | None = None
         self._chores: asyncio.Task[None] | None = None
 
@@ -110,8 +111,17 @@ class CoordinatorActor:
         """See ``Coordinator.gone``."""
         await self._apply(lambda core: core.gone(rank, incarnation, reason))
 
-    async def settle(self, vote: Vote) -> Choice | None:
-        """Take a rank's word on the version that all restore; the one to restore, or that all have restored."""
+    async def settle(self, vote: Vote) -> tuple[Choice | None, ray.ObjectRef | None]:
+        """Take a rank's word on the version that all restore; the one to restore, or that all have restored. Its record, if it is
+        known here, goes through the object store: once to each node, and not to each rank."""
+        choice = await self._settle(vote)
+        if choice is None or not choice.record:
+            return choice, None
+        if choice.record is not self._shared[0]:
+            self._shared = choice.record, ray.put(choice.record)
+        return replace(choice, record=b""), self._shared[1]
+
+    async def _settle(self, vote: Vote) -> Choice | None:
         await self.start()
         async with self._restoring:
             held = await self._held() if vote.tried is None else None
@@ -271,8 +281,11 @@ class RayPort:
 
     def settle(self, vote: Vote) -> Choice | None:
         """See ``restoring``. Waits for the other ranks."""
-        choice: Choice | None = self._call("settle", vote.timeout + 2 * _ANSWER, vote)
-        return choice
+        choice: Choice | None
+        choice, record = self._call("settle", vote.timeout + 2 * _ANSWER, vote)
+        if choice is None or record is None:
+            return choice
+        return replace(choice, record=call(record, _ANSWER, f"coordinator of {self._uri}"))
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
         """See ``Coordinator.save_failed``."""
