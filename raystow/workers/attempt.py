@@ -174,7 +174,7 @@ class NodeAttempt:
                 if self.over:
                     budget.release(acquired)
                     return
-                digest, coding, stored = _encode(chunk.dtype, raw)
+                digest, coding, stored = encode(chunk.dtype, raw)
             except BaseException:
                 budget.release(acquired)
                 raise
@@ -283,7 +283,7 @@ class NodeAttempt:
         return keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node), data, info
 
 
-def _encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:
+def encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:
     """The digest of the raw bytes, the coding, and the coded bytes."""
     encoder = getattr(_scratch, "encoder", None)
     if encoder is None:
@@ -295,7 +295,7 @@ def _encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:
 def warm_up() -> None:
     """Load what a coding thread needs, so that the first save does not wait for it."""
     for dtype in ("bfloat16", "float32", "float64"):
-        _encode(dtype, np.zeros(64 << 10, np.uint8))
+        encode(dtype, np.zeros(64 << 10, np.uint8))
 
 
 def draft(fields: dict[str, Any], node: int) -> Chunk:

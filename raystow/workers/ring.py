@@ -58,8 +58,9 @@ class Ring:
     def close(self) -> None:
         """Give the memory back. Views that are still held keep the mapping until they go."""
         os.close(self.fd)
-        del self.memory
+        mapping = self._map
+        del self.memory, self._map  # whoever still knows this ring does not keep its memory
         try:
-            self._map.close()
+            mapping.close()
         except BufferError:
             pass  # a chunk is being read this moment: its view closes the mapping when it goes

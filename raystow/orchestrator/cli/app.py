@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+from keyword import iskeyword
 from typing import Annotated
 
 import typer
@@ -17,6 +18,7 @@ _COMMANDS = {
     "diff": ".diff",
     "verify": ".verify",
     "restore": ".restore",
+    "import": ".importing",
     "plan": ".plan",
     "pin": ".pin",
     "unpin": ".pin",
@@ -27,7 +29,7 @@ _COMMANDS = {
     "keygen": ".keygen",
     "doctor": ".doctor",
 }
-"""Command -> the module that holds the function of that name, in the order of the help."""
+"""Command -> the module that holds the function of that name, in the order of the help; ``import_`` for a keyword."""
 
 
 def build() -> typer.Typer:
@@ -42,7 +44,7 @@ def build() -> typer.Typer:
         epilog="Exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     )
     for name, home in _COMMANDS.items():
-        app.command(name)(reporting(getattr(importlib.import_module(home, __package__), name)))
+        app.command(name)(reporting(getattr(importlib.import_module(home, __package__), name + "_" * iskeyword(name))))
     return app
 
 

@@ -8,12 +8,15 @@ implementation writes them, so that each is aligned for its type.
 from __future__ import annotations
 
 import json
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 from ...storage import dtypes
 from ...storage.errors import StateError
+from ...storage.limits import MAX_DIMENSIONS
 from ...storage.version import TensorInfo
 
 _SAME = {
@@ -33,6 +36,7 @@ _PAIRS = {"complex128": "F64", "complex32": "F16"}  # a last dimension of 2 is a
 _FP4 = "float4_e2m1fn_x2"  # two elements in a byte: torch's shape counts bytes, the file's counts elements
 _OPAQUE = {1: "U8", 2: "U16"}
 _RESERVED = "__metadata__"
+_MAX_HEADER = 100_000_000  # bytes; the reference implementation takes no more
 
 
 @dataclass(frozen=True)
@@ -119,3 +123,58 @@ def _form(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
     if info.dtype == _FP4 and info.shape:
         return "F4", (*info.shape[:-1], 2 * info.shape[-1])
     return _OPAQUE[dtypes.dtype(info.dtype).itemsize], info.shape
+
+
+@dataclass(frozen=True)
+class Listed:
+    """A tensor of a file that is read: its own dtype by torch's name, its shape, and its bytes, counted from the file's begin."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int
+    end: int
+
+
+def header_size(begin: bytes, nbytes: int) -> int:
+    """The bytes of the header after the first 8, of a file of ``nbytes``; ``StateError`` if it cannot be such a file."""
+    size = struct.unpack("<Q", begin)[0] if len(begin) == 8 else 0
+    if not 2 <= size <= min(_MAX_HEADER, nbytes - 8):
+        raise StateError("is not a safetensors file")
+    return int(size)
+
+
+def listed(header: bytes, nbytes: int) -> list[Listed]:
+    """The tensors of a file of ``nbytes`` in the order of their bytes, as ``File.header`` has written them; ``StateError`` unless
+    they fill the file."""
+    try:
+        fields = json.loads(header)
+        about = fields.pop(_RESERVED, {})
+        mapped = json.loads(about.get("raystow.dtypes", "{}"))
+        found = [_listed(name, entry, mapped.get(name), 8 + len(header)) for name, entry in fields.items()]
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
+        raise StateError(f"the header of the file makes no sense: {error!r:.200}") from error
+    found.sort(key=lambda tensor: (tensor.start, tensor.end))
+    ends = [8 + len(header), *(tensor.end for tensor in found)]
+    if [tensor.start for tensor in found] != ends[:-1] or ends[-1] != nbytes:
+        raise StateError("the tensors that the header lists do not fill the file", remedy="copy it again: it may have been cut")
+    return found
+
+
+def _listed(name: str, entry: Mapping[str, Any], mapped: str | None, base: int) -> Listed:
+    form, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+    if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
+        raise ValueError(f"shape {shape!r:.80}")
+    if mapped in _PAIRS and form == _PAIRS[mapped] and shape[-1:] == [2]:
+        own, shape = mapped, shape[:-1]
+    elif mapped is not None:
+        own = mapped
+    elif form == "F4" and shape:
+        own, shape = _FP4, [*shape[:-1], shape[-1] // 2]
+    else:
+        own = {file: ours for ours, file in _SAME.items()}.get(str(form), "")
+    if own not in dtypes.DTYPES or type(start) is not int or type(end) is not int:
+        raise ValueError(f"dtype {form!r:.40} of {name!r:.80} is not known")
+    if end - start != math.prod(shape) * dtypes.dtype(own).itemsize:
+        raise ValueError(f"{name!r:.80} does not fill its bytes")
+    return Listed(name, own, tuple(shape), base + start, base + end)

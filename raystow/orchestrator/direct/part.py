@@ -1,0 +1,157 @@
+"""What one rank stores of a version: coded and uploaded by its own process.
+
+It stands for a node of its own: its packs and its manifest fragment bear the number of the rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ...storage import keys, values
+from ...storage.digest import stored_digest
+from ...storage.errors import SaveFailed
+from ...storage.manifest import Chunk, Fragment, Value, path_text
+from ...storage.object_store import ObjectStore
+from ...storage.version_record import FragmentInfo, PackInfo
+from ...workers.attempt import draft, encode
+from ...workers.budget import Budget
+from ...workers.packer import Packer
+from ...workers.port import MODULUS, Ticket, coverage
+from ...workers.ring import SLOT
+from ..planner import Piece, cuts
+from ..shards import Shard
+from ..state import Leaf
+
+_UPLOADS = 4
+
+
+@dataclass(frozen=True)
+class Part:
+    """``covered``: the sum of ``workers.port.coverage`` over what was stored and counted."""
+
+    info: FragmentInfo
+    packs: tuple[PackInfo, ...]
+    covered: int
+
+
+class Storing:
+    """One rank's share of an attempt. ``ticket.node`` is the rank. ``memory``: bytes of chunks under way and not uploaded yet."""
+
+    def __init__(self, store: ObjectStore, ticket: Ticket, *, memory: int, threads: int) -> None:
+        self._store, self._ticket = store, ticket
+        self._budget = Budget(memory)
+        self._coders = ThreadPoolExecutor(threads, "raystow-code")
+        self._uploads = ThreadPoolExecutor(_UPLOADS, "raystow-upload")
+        self._packer = Packer(store, ticket, uploads=self._uploads, on_error=self._fail)
+        self._lock = threading.Lock()
+        self._chunks: list[Chunk] = []
+        self._values: list[Value] = []
+        self._covered = 0
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def under_way(self) -> Iterator[Storing]:
+        """Add and finish within. Whatever is raised there ends the attempt, and this rank's packs are deleted."""
+        try:
+            yield self
+        except BaseException:
+            self._coders.shutdown(wait=True, cancel_futures=True)
+            self._packer.discard(delete=True)
+            raise
+        finally:
+            self._coders.shutdown(wait=True)
+            self._uploads.shutdown(wait=True)
+
+    def add(self, shard: Shard, *, counted: bool = True) -> None:
+        """Store a box of a tensor; waits for the budget. Its memory must not change. ``counted``: it adds to ``Part.covered``."""
+        for cut in cuts(shard, SLOT):
+            piece = Piece(shard, cut)
+            self._budget.acquire(piece.nbytes, self._relieve)
+            self._coders.submit(self._code, piece, counted)
+
+    def add_value(self, leaf: Leaf, ranks: Iterable[int]) -> None:
+        """Store a plain value, which these ranks hold."""
+        self._values.append(Value(leaf.name, path_text(leaf.path), values.dumps(leaf.value), tuple(ranks)))
+
+    def finish(self) -> Part:
+        """Make all of it durable. Raises what coding or the store raised, ``DeadlineExceeded`` if the store takes too long."""
+        self._coders.shutdown(wait=True)
+        self._check()
+        packs = self._packer.seal()
+        self._packer.finish(self._ticket.timeout)
+        info, data = self._fragment()
+        self._store.put(keys.fragment(self._ticket.id, self._ticket.attempt, info.node), [data])
+        return Part(info, tuple(packs), self._covered % MODULUS)
+
+    def _code(self, piece: Piece, counted: bool) -> None:
+        held = piece.nbytes
+        try:
+            if self._error is not None:
+                return
+            raw = np.empty(piece.nbytes, np.uint8)
+            piece.copy(raw)
+            chunk = draft(piece.describe(), self._ticket.node)
+            digest, coding, stored = encode(chunk.dtype, raw)
+            self._budget.release(held - len(stored))
+            held, size = 0, len(stored)
+            pack, start = self._packer.add(chunk.group, [stored], lambda: self._budget.release(size))
+            chunk = replace(chunk, coding=coding, raw_digest=digest, pack=pack, start=start, stored_digest=stored_digest(stored))
+            with self._lock:
+                self._chunks.append(chunk)
+                if counted:
+                    elements = math.prod(chunk.extent)
+                    self._covered += coverage(chunk.name, chunk.dtype, chunk.shape, elements)
+        except BaseException as error:
+            self._fail(error)
+        finally:
+            self._budget.release(held)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _relieve(self) -> None:
+        """Let the budget shrink, unless that is no longer worth waiting for."""
+        self._check()
+        self._packer.flush()
+
+    def _fragment(self) -> tuple[FragmentInfo, bytes]:
+        node = self._ticket.node
+        data = Fragment(node, tuple(self._chunks), tuple(self._values)).dump()
+        info = FragmentInfo(
+            node=node,
+            size=len(data),
+            digest=stored_digest(data).hex(),
+            ranks=(node,),
+            chunks=len(self._chunks),
+            raw=sum(chunk.nbytes for chunk in self._chunks),
+            stored=sum(chunk.coding.size for chunk in self._chunks),
+        )
+        return info, data
+
+
+def cores() -> int:
+    """The cores that one rank of this machine may use to code."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")  # set by torchrun
+    return max(1, here // max(1, int(ranks) if ranks.isdigit() else 1))
+
+
+def check_same(found: str, wanted: str, uri: str) -> None:
+    """``SaveFailed`` unless this rank sees the repository that the coordinator rank has opened."""
+    if found != wanted:
+        raise SaveFailed(
+            "this rank sees another folder there than the rank that commits", subject=uri, remedy="use one all nodes share"
+        )

@@ -1,0 +1,209 @@
+"""``Writer``: saves what DCP saves, as a version of a raystow repository."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, TensorStorageMetadata
+from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
+from torch.futures import Future
+
+from ....storage import values
+from ....storage.errors import SaveFailed, StateError
+from ....storage.repository import open_repository
+from ....storage.retention import Policy
+from ....storage.stores import open_store
+from ....storage.version import Version
+from ....workers.port import Ticket, coverage
+from ...direct.committing import Committing
+from ...direct.part import Part, Storing, check_same, cores
+from ...shards import Shard, shard_of
+from ...state import Leaf, flatten
+from .keys import path_of, step_of
+from .placing import check_placed
+
+_WHAT = "state_dict"
+_MEMORY = 512 << 20
+
+
+@dataclass(frozen=True)
+class _Task:
+    """What the coordinator rank tells each rank with its plan. ``holders``: the ranks that hold each value that it stores."""
+
+    repository: str
+    ticket: Ticket
+    holders: Mapping[str, tuple[int, ...]]
+
+
+class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
+    """For ``dcp.save(state, storage_writer=Writer(uri, step=step))`` and ``dcp.async_save``: one for each save, on every rank.
+
+    ``uri``: the repository, made when it does not exist. ``step``: by default that of ``checkpoint_id``, if one is given and ends
+    in a number, else one more than the newest version's. ``metrics``: plain values by name; the coordinator rank's are kept.
+    ``retention``: what to keep; applied after the save. ``timeout``: seconds that the store may take for what a rank uploads.
+    ``memory``: bytes of chunks that are being coded or uploaded at a time, on each rank. ``threads``: that code, on each rank; by
+    default its share of the machine's cores.
+
+    ``save`` raises ``CheckpointException`` on every rank if it fails on one; its ``failures`` hold the ``RaystowError``s by rank:
+    ``StateError`` naming the key of what cannot be stored, ``Fenced`` if another writer has taken the repository over.
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        step: int | None = None,
+        metrics: Mapping[str, Any] | None = None,
+        retention: Policy | None = None,
+        timeout: float = 600.0,
+        memory: int = _MEMORY,
+        threads: int | None = None,
+    ) -> None:
+        bad = [name for name, value in (metrics or {}).items() if not isinstance(name, str) or not values.is_plain(value)]
+        if bad or not (step is None or (type(step) is int and step >= 0)):
+            raise StateError(f"step {step!r}, metrics {bad}: a step is an integer >= 0, metrics are plain values by name")
+        self.uri, self.step = os.fspath(uri), step
+        self.version: Version | None = None
+        """What was saved, on the coordinator rank; None before."""
+        self._metrics, self._retention = dict(metrics or {}), retention
+        self._timeout, self._memory, self._threads = timeout, memory, threads
+        self._committing: Committing | None = None
+
+    def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
+        """A new save begins; ``checkpoint_id`` may name its step."""
+        if checkpoint_id is not None:
+            self.step = step_of(checkpoint_id)
+        self._committing = self.version = None
+
+    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+        """Refuse to save without the other ranks."""
+        if not kwargs.get("use_collectives", True):
+            remedy = "leave out use_collectives=False"
+            raise StateError("a version of all ranks cannot be committed without them", subject=self.uri, remedy=remedy)
+
+    def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
+        """Note which values this rank holds, before DCP leaves each to one rank."""
+        held = tuple(item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO)
+        return replace(plan, storage_data=held)
+
+    def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
+        """Open an attempt, on the coordinator rank, and tell each rank of it."""
+        self._committing = attempt = Committing(self.uri, self.step)
+        found: dict[str, list[int]] = defaultdict(list)
+        for rank, plan in enumerate(plans):
+            for key in plan.storage_data or ():
+                found[key].append(rank)
+        alike: dict[tuple[int, ...], tuple[int, ...]] = {}
+        holders = {key: alike.setdefault(tuple(ranks), tuple(ranks)) for key, ranks in found.items()}
+        told = []
+        for rank, plan in enumerate(plans):
+            mine = {item.index.fqn: holders.get(item.index.fqn, (rank,)) for item in _of_values(plan)}
+            ticket = Ticket(attempt.id, attempt.attempt, rank, self._timeout)
+            told.append(replace(plan, storage_data=_Task(attempt.repository.id, ticket, mine)))
+        return told
+
+    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
+        """Code and upload this rank's part. What cannot be stored is found before a byte is."""
+        _check_planner(planner)
+        task: _Task = plan.storage_data
+        check_same(open_repository(self.uri).id, task.repository, self.uri)
+        mappings = getattr(planner, "mappings", {})
+        leaves = [(item.index.fqn, leaf) for item in _of_values(plan) for leaf in _leaves(item, planner, mappings)]
+        within = [_whole(leaf) for _, leaf in leaves if leaf.is_tensor]
+        tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
+        for item in tensors:
+            _shard(item, planner, mappings)
+        storing = Storing(open_store(self.uri), task.ticket, memory=self._memory, threads=self._threads or cores())
+        with storing.under_way():
+            for key, leaf in leaves:
+                if not leaf.is_tensor:
+                    storing.add_value(leaf, task.holders[key])
+            for shard in within:
+                storing.add(shard, counted=False)
+            for item in tensors:
+                shard = _shard(item, planner, mappings)
+                if shard.device is not None:
+                    torch.cuda.current_stream(shard.device).synchronize()  # what computes it comes first
+                storing.add(shard)
+            part = storing.finish()
+        future: Future[list[WriteResult]] = Future()
+        future.set_result([WriteResult(MetadataIndex(f"rank {task.ticket.node}"), part.info.stored, part)])
+        return future
+
+    def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
+        """Commit, on the coordinator rank: now, and not before, there is a version."""
+        if self._committing is None:
+            raise SaveFailed("DCP has planned nothing with this Writer", subject=self.uri)
+        parts: Sequence[Part] = [result.storage_data for of_rank in results for result in of_rank]
+        self.version = self._committing.commit(parts, _expected(metadata), self._metrics, {"torch": str(torch.__version__)})
+        if self._retention is not None:
+            self._committing.keep_house(self._retention)
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
+        """Whether it names a step."""
+        try:
+            return step_of(checkpoint_id) >= 0
+        except StateError:
+            return False
+
+
+def _of_values(plan: SavePlan) -> list[WriteItem]:
+    return [item for item in plan.items if item.type is WriteItemType.BYTE_IO]
+
+
+def _check_planner(planner: SavePlanner) -> None:
+    """``StateError`` for planners that give values as pickles only, or that reuse what was told with an earlier plan."""
+    if not isinstance(planner, DefaultSavePlanner):
+        what = f"planner {type(planner).__name__} gives values that are no tensors as pickles, which are not stored"
+        raise StateError(what, remedy="derive it from DefaultSavePlanner: values are taken as its lookup_object gives them")
+    if getattr(planner, "_enable_plan_caching", False):
+        raise StateError("plans cannot be cached: each names its own attempt", remedy="leave out enable_plan_caching=True")
+
+
+def _leaves(item: WriteItem, planner: Any, mappings: Mapping[str, Sequence[str | int]]) -> list[Leaf]:
+    """What a value that is not a tensor consists of; ``StateError`` naming its key if it is of no plain kind."""
+    key, path = item.index.fqn, path_of(item.index.fqn, mappings)
+    found = flatten({key: planner.lookup_object(item.index)}, what=_WHAT)
+    return [replace(leaf, path=path + leaf.path[1:]) for leaf in found]
+
+
+def _whole(leaf: Leaf) -> Shard:
+    """An array, or a tensor within a tuple, which DCP takes for a value."""
+    shard = _named(leaf)
+    if shard.holders:
+        raise StateError("a DTensor in a tuple cannot be stored by DCP", subject=leaf.name, remedy="use a list or a dict")
+    return shard
+
+
+def _named(leaf: Leaf) -> Shard:
+    """Errors name it as DCP does, by its key."""
+    return replace(shard_of(replace(leaf, path=(leaf.name,)), what=_WHAT), leaf=leaf)
+
+
+def _shard(item: WriteItem, planner: SavePlanner, mappings: Mapping[str, Sequence[str | int]]) -> Shard:
+    """The box of a tensor that an item speaks of."""
+    key, data = item.index.fqn, item.tensor_data
+    check_placed(planner, key)
+    local = _named(Leaf(path_of(key, mappings), key, planner.resolve_data(item).detach(), True))
+    if local.shape != tuple(data.chunk.sizes) or local.dtype != _dtype(data.properties.dtype):
+        what = f"{local.dtype} {local.shape} where the plan says {_dtype(data.properties.dtype)} {tuple(data.chunk.sizes)}"
+        raise StateError(what, subject=f'{_WHAT}["{key}"]', remedy="let the planner's plan and data agree")
+    return replace(local, shape=tuple(data.size), offset=tuple(data.chunk.offsets))
+
+
+def _expected(metadata: Metadata) -> int:
+    tensors = {k: data for k, data in metadata.state_dict_metadata.items() if isinstance(data, TensorStorageMetadata)}
+    return sum(coverage(k, _dtype(d.properties.dtype), tuple(d.size), math.prod(d.size)) for k, d in tensors.items())
+
+
+def _dtype(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -1,0 +1,86 @@
+"""Ranks of plain process groups, as torchrun starts them: processes of their own that talk by gloo. No Ray."""
+
+from __future__ import annotations
+
+import datetime
+import multiprocessing
+import os
+import signal
+import traceback
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from typing import Any
+
+PATIENCE = datetime.timedelta(seconds=60)
+_METHODS = multiprocessing.get_context("forkserver")
+_METHODS.set_forkserver_preload(["gloo_preload"])
+
+
+class RankFailed(Exception):
+    """What a rank raised, as text; or that it died."""
+
+
+def _serve(pipe: Connection) -> None:
+    import torch
+    import torch.distributed as dist
+
+    torch.set_num_threads(1)
+    while True:
+        try:
+            where, rank, n, what, args = pipe.recv()
+        except EOFError:
+            return
+        dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=n, timeout=PATIENCE)
+        try:
+            pipe.send((True, what(rank, n, *args)))
+        except BaseException:
+            pipe.send((False, traceback.format_exc()))
+        finally:
+            dist.destroy_process_group()
+
+
+class Ranks:
+    """Processes, of which the first n form a group for as long as a call takes. A call starts those that it lacks."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._calls = folder, 0
+        self._members: list[tuple[Any, Connection]] = []
+
+    def call(self, n: int, what: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
+        """``what(rank, n, *args)`` on each of ``n`` ranks; what each returns. ``RankFailed`` with all that failed."""
+        self._members = [member for member in self._members if member[0].is_alive()]
+        while len(self._members) < n:
+            here, there = _METHODS.Pipe()
+            process = _METHODS.Process(target=_serve, args=(there,), daemon=True)
+            process.start()
+            there.close()
+            self._members.append((process, here))
+        self._calls += 1
+        where = str(self._folder / f"group-{self._calls}")
+        for rank, (_, pipe) in enumerate(self._members[:n]):
+            pipe.send((where, rank, n, what, args))
+        answers = [self._answer(rank, pipe, timeout) for rank, (_, pipe) in enumerate(self._members[:n])]
+        if bad := [text for good, text in answers if not good]:
+            raise RankFailed("\n".join(bad))
+        return [answer for _, answer in answers]
+
+    @staticmethod
+    def _answer(rank: int, pipe: Connection, timeout: float) -> tuple[bool, Any]:
+        if not pipe.poll(timeout):
+            return False, f"rank {rank} says nothing for {timeout} s"
+        try:
+            return pipe.recv()
+        except (EOFError, ConnectionResetError):
+            return False, f"rank {rank} died"
+
+    def close(self) -> None:
+        for process, pipe in self._members:
+            pipe.close()
+            process.kill()
+            process.join()
+
+
+def die() -> None:
+    """As the operating system kills a process."""
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,108 @@
+"""``raystow import``: files that Hugging Face's tools and ``raystow restore`` have written, as versions."""
+
+from __future__ import annotations
+
+import json
+import struct
+from pathlib import Path
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+from safetensors.torch import save_file
+from shell import run, run_json
+
+import raystow
+
+TENSORS = {
+    "model.embed": torch.randn(600, 100).bfloat16(),
+    "model.bias": torch.randn(3_000_000),
+    "model.none": torch.empty(0, 3),
+    "model.scale": torch.tensor(1.5, dtype=torch.float64),
+    "model.fp8": torch.randn(7, 3).to(torch.float8_e4m3fn),
+    "optimizer.mask": torch.tensor([True, False, True]),
+}
+
+
+def check(version: raystow.Version | None, tensors: dict[str, torch.Tensor]) -> None:
+    assert version is not None
+    assert version.tensors().keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        read = version.read(name)
+        assert read.dtype == tensor.dtype
+        assert read.shape == tensor.shape
+        assert read.reshape(-1).view(torch.uint8).equal(tensor.reshape(-1).view(torch.uint8))
+
+
+def test_a_file_becomes_a_version(tmp_path: Path) -> None:
+    save_file(TENSORS, tmp_path / "model.safetensors")
+    facts = run_json("import", tmp_path / "model.safetensors", tmp_path / "run", "--step", 40)
+    repository = raystow.open(tmp_path / "run")
+    (version,) = repository.versions()
+    check(version, TENSORS)
+    repository.verify(version)
+    assert (facts["version"], facts["step"], facts["tensors"], facts["stored"]) == (1, 40, 6, version.bytes)
+    assert facts["nbytes"] == version.raw
+    into = {"model": {"embed": torch.zeros(600, 100, dtype=torch.bfloat16)}}
+    raystow.restore_latest(str(tmp_path / "run"), into=into, strict=False)
+    assert torch.equal(into["model"]["embed"], TENSORS["model.embed"])
+    result = run("import", tmp_path, tmp_path / "run")
+    assert result.exit_code == 0, result.output
+    assert result.output.startswith("version 2 (step 41): 6 tensors, 11.6 MiB, stored in ")
+
+
+def test_what_restore_has_written_comes_back(tmp_path: Path) -> None:
+    """Also in several files with an index, and dtypes that the files have no name for."""
+    state = {**TENSORS, "z": torch.randn(4, dtype=torch.complex128), "wide": torch.randn(300_000)}
+    with LocalCluster(str(tmp_path / "run")) as cluster:
+        cluster.save(state, step=1)
+    assert run("restore", tmp_path / "run", "--to", tmp_path / "out", "--max-file-mib", 1).exit_code == 0
+    assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
+    run_json("import", tmp_path / "out", tmp_path / "again")
+    check(raystow.open(tmp_path / "again").latest(), state)
+    (index,) = (tmp_path / "out").glob("weights*.index.json")
+    run_json("import", index, tmp_path / "weights")
+    check(raystow.open(tmp_path / "weights").latest(), {k: v for k, v in state.items() if not k.startswith("optimizer")})
+
+
+def header(fields: object, rest: bytes = b"") -> bytes:
+    text = json.dumps(fields).encode()
+    return struct.pack("<Q", len(text)) + text + rest
+
+
+@pytest.mark.parametrize(
+    ("data", "told"),
+    [
+        (b"", "is not a safetensors file"),
+        (b"\xff" * 40, "is not a safetensors file"),
+        (header([]), "makes no sense"),
+        (header({"a": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}}, b"1234"), "do not fill the file"),
+        (header({"a": {"dtype": "F32", "shape": [3], "data_offsets": [0, 8]}}, b"12345678"), "makes no sense"),
+        (header({"a": {"dtype": "F32", "shape": [-2], "data_offsets": [0, -8]}}), "makes no sense"),
+        (header({"a": {"dtype": "O", "shape": [2], "data_offsets": [0, 8]}}, b"12345678"), "makes no sense"),
+        (
+            header({n: {"dtype": "U8", "shape": [8], "data_offsets": [0, 8]} for n in "ab"}, b"12345678"),
+            "do not fill the file",
+        ),
+    ],
+    ids=["empty", "no header", "a list", "cut", "too small", "negative", "objects", "overlapping"],
+)
+def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
+    (tmp_path / "model.safetensors").write_bytes(data)
+    fields = run_json("import", tmp_path, tmp_path / "run", code=run("import", tmp_path, tmp_path / "run").exit_code)
+    assert told in json.dumps(fields)
+    assert "model.safetensors" in json.dumps(fields)
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+    save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
+    for where, told in (({"b": "x.safetensors"}, "not where the index says"), ({"a": "../x.safetensors"}, "is not an index")):
+        (tmp_path / "m.safetensors.index.json").write_text(json.dumps({"weight_map": where}))
+        result = run("import", tmp_path / "m.safetensors.index.json", tmp_path / "run")
+        assert result.exit_code != 0
+        assert told in " ".join(result.output.split())
+    (tmp_path / "m.safetensors.index.json").unlink()
+    save_file({"a": torch.ones(2)}, tmp_path / "y.safetensors")
+    assert "both have a tensor 'a'" in " ".join(run("import", tmp_path, tmp_path / "run").output.split())
+    assert not (tmp_path / "run").exists()

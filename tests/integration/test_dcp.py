@@ -1,0 +1,426 @@
+"""The door for torch's DCP, on real gloo process groups without Ray, and both ways with the Checkpointer."""
+
+from __future__ import annotations
+
+import queue
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from gloo import RankFailed, Ranks, die
+from layouts import STEPS, Reads, build, state_of, train, whole
+from local_cluster import LocalCluster
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
+from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
+from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
+
+import raystow
+from raystow.dcp import Reader, Writer
+from raystow.orchestrator.planner import plan_save
+from raystow.storage.errors import RaystowError
+from raystow.storage.root import Entry
+from raystow.workers.staging import Order, Staging
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    ranks = Ranks(tmp_path_factory.mktemp("groups"))
+    yield ranks
+    ranks.close()
+
+
+@pytest.fixture
+def uri(tmp_path: Path) -> str:
+    return str(tmp_path / "run")
+
+
+def trained(layout: str, n: int, seed: int) -> dict[str, Any]:
+    model, optimizer = build(layout, n, seed, f"m{n}{layout}{seed}x{next(_CALLS)}")
+    if seed == 1:
+        train(model, optimizer, STEPS)
+    state = state_of(model, optimizer, flat=False)
+    return {**state, "step": 7 * seed, "lr": [0.1 * seed, float("nan")], "betas": (0.9, seed), "rng": bytes([seed])}
+
+
+_CALLS = iter(range(1 << 30))
+
+
+def save(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
+    state = trained(layout, n, 1)
+    dcp.save(state, storage_writer=Writer(uri, step=7, metrics={"loss": 2.5}))
+    return comparable(state)
+
+
+def save_soon(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
+    """By ``async_save``; the tensors change at once."""
+    state = trained(layout, n, 1)
+    told = comparable(state)
+    future = dcp.async_save(state, storage_writer=Writer(uri, step=7))
+    for tensor in state["model"].values():
+        tensor.detach().zero_()
+    future.result()
+    return told
+
+
+def load(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
+    state = trained(layout, n, 2)
+    dcp.load(state, storage_reader=Reader(uri))
+    return comparable(state)
+
+
+def restore(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
+    """As the Checkpointer restores, strictly."""
+    state = trained(layout, n, 2)
+    version = raystow.restore_latest(uri, into=state)
+    assert version is not None
+    return comparable(state)
+
+
+def stage(rank: int, n: int, address: str, hellos: list[dict[str, Any]], layout: str) -> dict[str, Any]:
+    """As the Checkpointer saves: through a node worker, which is another process."""
+    state = trained(layout, n, 1)
+    plan, ended = plan_save(state, rank=rank, world_size=n), queue.SimpleQueue[Entry | RaystowError]()
+    begin = {"save": 1, "step": 7, "timeout": 60.0, "metrics": {}, "values": plan.values}
+    staging = Staging(address, hellos[rank])
+    staging.submit(Order(1, begin, plan, on_staged=lambda: None, on_end=ended.put))
+    outcome = ended.get(timeout=60)
+    staging.close()
+    assert isinstance(outcome, Entry), outcome
+    return comparable(state)
+
+
+def comparable(state: dict[str, Any]) -> dict[str, Any]:
+    return {name: repr(value) for name, value in whole(state).items()}
+
+
+def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
+    assert all(answer == answers[0] for answer in answers)
+    assert sum("exp_avg" in name for name in answers[0]) == 18
+    return answers[0]
+
+
+@pytest.mark.parametrize(
+    ("saved", "loaded"),
+    [
+        (("fsdp", 2), [("fsdp", 3), ("ddp", 2), ("plain", 1)]),
+        (("fsdp", 3), [("fsdp", 2), ("fsdp", 3)]),
+        (("ddp", 2), [("ddp", 3), ("fsdp", 2)]),
+    ],
+    ids=lambda case: "-".join(map(str, case)) if isinstance(case, tuple) else "",
+)
+def test_dcp_saves_and_both_load(ranks: Ranks, uri: str, saved: tuple[str, int], loaded: list[tuple[str, int]]) -> None:
+    expected = alike(ranks.call(saved[1], save, uri, saved[0]))
+    repository = raystow.open(uri)
+    (version,) = repository.versions()
+    assert (version.step, version.world_size, version.metrics) == (7, saved[1], {"loss": 2.5})
+    assert version.raw == sum(info.nbytes for info in version.tensors().values())  # each element once
+    assert repository.orphans() == []
+    repository.verify(version)
+    for layout, n in loaded:
+        assert alike(ranks.call(n, load, uri, layout)) == expected, (layout, n)
+    assert alike(ranks.call(loaded[0][1], restore, uri, loaded[0][0])) == expected
+
+
+def test_async_save_stores_what_was_there_when_it_was_called(ranks: Ranks, uri: str) -> None:
+    expected = alike(ranks.call(2, save_soon, uri, "fsdp"))
+    assert alike(ranks.call(2, load, uri, "fsdp")) == expected
+
+
+@pytest.mark.parametrize("saved", [("fsdp", 2), ("ddp", 2)], ids=lambda case: "-".join(map(str, case)))
+def test_the_checkpointer_saves_and_dcp_loads(ranks: Ranks, uri: str, saved: tuple[str, int]) -> None:
+    layout, n = saved
+    with LocalCluster(uri) as cluster:
+        hellos = [cluster.hello(rank, n) for rank in range(n)]
+        expected = alike(ranks.call(n, stage, cluster.address(0), hellos, layout))
+    assert alike(ranks.call(3, load, uri, "fsdp")) == expected
+    assert alike(ranks.call(1, load, uri, "plain")) == expected
+
+
+class Dying(DefaultSavePlanner):
+    """Dies when some tensors have been handed over."""
+
+    stored = 0
+
+    def resolve_data(self, item: Any) -> Any:
+        self.stored += 1
+        if self.stored > 30:  # each is looked at before the first is stored
+            die()
+        return super().resolve_data(item)
+
+
+def save_and_die(rank: int, n: int, uri: str) -> None:
+    state = {f"t{i}": torch.full((1000,), float(i)) for i in range(40)}
+    dcp.save(state, storage_writer=Writer(uri, step=8), planner=Dying() if rank == 1 else None)
+
+
+def test_a_killed_writer_leaves_the_last_version(uri: str, tmp_path: Path, ranks: Ranks) -> None:
+    expected = alike(ranks.call(2, save, uri, "fsdp"))
+    others = Ranks(tmp_path)
+    try:
+        with pytest.raises(RankFailed, match="rank 1 died"):
+            others.call(2, save_and_die, uri)
+        repository = raystow.open(uri)
+        assert [version.step for version in repository.versions()] == [7]
+        assert alike(ranks.call(2, load, uri, "fsdp")) == expected
+        assert alike(others.call(2, save, uri, "fsdp")) == expected  # the next save is not harmed
+    finally:
+        others.close()
+    assert [version.step for version in repository.versions()] == [7, 7]
+    assert repository.orphans()
+    repository.plan_collection(grace=0).execute()
+    assert repository.orphans() == []
+    for version in repository.versions():
+        repository.verify(version)
+
+
+def refuse(rank: int, n: int, uri: str) -> list[str]:
+    told = []
+    for odd in (object(), {1, 2}, torch.ones(2).to_sparse(), np.array(["a"]), lambda: 0):
+        state = {"w": torch.ones(3), "of": {"rank": torch.ones(2), "kind": odd}}
+        with pytest.raises(dcp.api.CheckpointException) as error:
+            dcp.save(state, storage_writer=Writer(uri, step=1))
+        told += [str(next(iter(error.value.failures.values()))[0])]
+        assert all(isinstance(failure[0], raystow.StateError) for failure in error.value.failures.values())
+    return told
+
+
+def test_what_cannot_be_stored_is_refused_by_its_key(ranks: Ranks, uri: str) -> None:
+    for told in ranks.call(2, refuse, uri):
+        assert len(told) == 5
+        assert all(text.startswith('state_dict["of.kind"]: ') for text in told), told
+        assert "object is not a tensor" in told[0]
+    assert raystow.open(uri).versions() == []
+
+
+def each_its_own(rank: int, n: int, uri: str) -> tuple[Any, ...]:
+    """What a rank alone has: other keys than the others."""
+    state = {"common": "c", "loader": {f"rank{rank}": {"seen": rank + 1, "order": [[rank], []]}}}
+    dcp.save(state, storage_writer=Writer(uri))
+    blank = {"common": "", "loader": {f"rank{rank}": {"seen": 0, "order": None}}}
+    dcp.load(blank, storage_reader=Reader(uri))
+    into = {"common": "", "loader": {f"rank{rank}": {"seen": 0, "order": [[0], []]}}}
+    raystow.restore_latest(uri, into=into)
+    return state, blank, into
+
+
+def test_values_of_single_ranks(ranks: Ranks, uri: str) -> None:
+    for saved, loaded, restored in ranks.call(3, each_its_own, uri):
+        assert loaded == saved
+        assert restored == saved
+
+
+def read_rows(rank: int, n: int, uri: str) -> tuple[int, list[str]]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, zeros
+
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(f"rows{next(_CALLS)}",))
+    into = {"rows": zeros(4000, 1000, device_mesh=mesh, placements=[Shard(0)])}
+    reads = Reads()
+    dcp.load(into, storage_reader=Reader(uri))
+    assert torch.equal(into["rows"].full_tensor(), rows())
+    return sum(length for _, _, length in reads.ranges), [key for key, _, _ in reads.ranges]
+
+
+def rows() -> torch.Tensor:
+    return torch.randn(4000, 1000, generator=torch.Generator().manual_seed(3))
+
+
+def test_a_rank_reads_what_overlaps(uri: str, tmp_path: Path) -> None:
+    with LocalCluster(uri) as cluster:
+        version = cluster.save({"rows": rows(), "other": torch.randn(1000, 1000)}, step=1)
+    reader = Ranks(tmp_path)
+    try:
+        reads = reader.call(2, read_rows, uri)
+    finally:
+        reader.close()
+    stored = version.tensors()["rows"].stored
+    assert all(read <= 0.8 * stored for read, _ in reads)  # half of it, and the chunk across the middle
+    assert all(len(keys) <= 2 for _, keys in reads)  # neighbours are read together
+
+
+ODD = {
+    "empty": torch.empty(0, 3),
+    "scalar": torch.tensor(3, dtype=torch.int16),
+    "complex": torch.tensor([1 + 2j, complex("nan")], dtype=torch.complex128),
+    "fp8": torch.arange(16).to(torch.float8_e4m3fn),
+    "turned": torch.arange(12.0).reshape(3, 4).T,
+    "large": torch.arange(3_000_000, dtype=torch.float32).reshape(3, -1),
+    "nested": [{"a": [torch.ones(2, dtype=torch.bfloat16), 5]}, [], ()],
+    "tuple": (1, [2.5, {"x": b"\0"}], torch.arange(3), ()),
+    "array": np.arange(6, dtype=np.uint16).reshape(2, 3),
+    "number": np.float32(1.5),
+    "plain": {"none": None, "yes": True, "big": 1 << 80, "text": "ü"},
+}
+
+
+def blank(node: Any) -> Any:
+    if isinstance(node, torch.Tensor):
+        return torch.zeros_like(node)
+    if isinstance(node, dict):
+        return {key: blank(child) for key, child in node.items()}
+    if isinstance(node, list | tuple):
+        return type(node)(map(blank, node))
+    return np.zeros_like(node) if isinstance(node, np.ndarray) else type(node)(0) if isinstance(node, np.generic) else None
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, torch.Tensor | np.ndarray | np.generic):
+        as_bytes = [torch.as_tensor(np.asarray(x)) if not isinstance(x, torch.Tensor) else x for x in (a, b)]
+        raw = [x.contiguous().reshape(-1).view(torch.uint8) for x in as_bytes]
+        return type(a) is type(b) and a.dtype == b.dtype and tuple(a.shape) == tuple(b.shape) and torch.equal(*raw)
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    if isinstance(a, list | tuple):
+        return type(a) is type(b) and len(a) == len(b) and all(map(same, a, b))
+    return type(a) is type(b) and a == b
+
+
+@pytest.mark.parametrize("by", ["dcp", "checkpointer"])
+def test_every_kind_of_value_without_a_pickle(uri: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("save", "load"):
+        monkeypatch.delattr(torch, name)
+    if by == "dcp":
+        dcp.save(ODD, storage_writer=Writer(uri), no_dist=True)
+    else:
+        with LocalCluster(uri) as cluster:
+            cluster.save(ODD, step=0)
+    loaded = blank(ODD)
+    dcp.load(loaded, storage_reader=Reader(uri), no_dist=True)
+    assert same(loaded, ODD), loaded
+    assert same(_load_state_dict_from_keys(storage_reader=Reader(uri)), ODD)  # without knowing what there is
+    restored = blank(ODD)
+    raystow.restore_latest(uri, into=restored)
+    assert same(restored, ODD), restored
+
+
+@pytest.mark.s3
+def test_on_s3(s3_uri: str) -> None:
+    dcp.save(ODD, storage_writer=Writer(s3_uri, memory=1 << 20, threads=2), no_dist=True)
+    loaded = blank(ODD)
+    dcp.load(loaded, storage_reader=raystow.dcp.Reader(s3_uri, threads=2), no_dist=True)
+    assert same(loaded, ODD), loaded
+
+
+def test_dtypes_are_converted_as_dcp_does(uri: str) -> None:
+    dcp.save({"w": torch.arange(9.0)}, storage_writer=Writer(uri), no_dist=True)
+    into = {"w": torch.zeros(9, dtype=torch.bfloat16)}
+    dcp.load(into, storage_reader=Reader(uri), no_dist=True)
+    assert torch.equal(into["w"], torch.arange(9.0).bfloat16())
+
+
+def test_steps_versions_and_metadata(uri: str) -> None:
+    for step in (5, None):
+        dcp.save({"w": torch.full((3, 2), 1.0), "n": step}, storage_writer=Writer(uri, step=step), no_dist=True)
+    writer = Writer(uri)
+    metadata = dcp.save({"w": torch.full((3, 2), 2.0), "n": 9}, storage_writer=writer, checkpoint_id="run/step-90", no_dist=True)
+    assert writer.version == raystow.open(uri).latest()
+    assert [version.step for version in raystow.open(uri).versions()] == [5, 6, 90]
+    found = Reader(uri).read_metadata().state_dict_metadata
+    assert found["w"] == metadata.state_dict_metadata["w"]
+    assert isinstance(found["w"], TensorStorageMetadata)
+    assert isinstance(found["n"], BytesStorageMetadata)
+    for reader, at in ((Reader(uri), {}), (Reader(uri, version=1), {}), (Reader(uri), {"checkpoint_id": 6})):
+        into = {"w": torch.zeros(3, 2), "n": 0}
+        dcp.load(into, storage_reader=reader, no_dist=True, **at)
+        assert reader.version is not None
+        assert {1: 5, 2: None, 3: 9}[reader.version.id] == into["n"]
+    with pytest.raises(dcp.api.CheckpointException, match="holds no version of step 7"):
+        dcp.load({"n": 0}, storage_reader=Reader(uri), checkpoint_id="7", no_dist=True)
+
+
+class Own(DefaultLoadPlanner):
+    def load_bytes(self, read_item: Any, value: Any) -> None:
+        raise AssertionError("never called")
+
+
+def test_what_would_take_pickles_or_other_plans_is_refused(uri: str) -> None:
+    state = {"w": torch.ones(3), "n": 1}
+    with pytest.raises(dcp.api.CheckpointException, match="plans cannot be cached"):
+        dcp.save(state, storage_writer=Writer(uri), planner=DefaultSavePlanner(enable_plan_caching=True), no_dist=True)
+    with pytest.raises(raystow.StateError, match="cannot be committed without them"):
+        dcp.save(state, storage_writer=Writer(uri), no_dist=True, use_collectives=False)
+    dcp.save(state, storage_writer=Writer(uri), no_dist=True)
+    with pytest.raises(dcp.api.CheckpointException, match="n: planner Own takes values as pickles only"):
+        dcp.load(state, storage_reader=Reader(uri), planner=Own(), no_dist=True)
+    dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(uri), planner=Own(), no_dist=True)
+
+
+def refuse_placements(rank: int, n: int, uri: str) -> list[str]:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Shard
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    grid = init_device_mesh("cpu", (n, 1), mesh_dim_names=(f"outer{next(_CALLS)}", f"inner{next(_CALLS)}"))
+    whole = {"shape": torch.Size((4, 3)), "stride": (3, 1)}
+    dcp.save({"a": torch.ones(4, 3)}, storage_writer=Writer(uri))
+    strided = DTensor.from_local(torch.ones(2, 3), grid, [_StridedShard(0, split_factor=2), Shard(1)], **whole)
+    with pytest.raises(dcp.api.CheckpointException):  # DCP's planner sees it as well, or the Writer does
+        dcp.save({"a": strided}, storage_writer=Writer(uri))
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.load({"a": strided}, storage_reader=Reader(uri))
+    return [str(failure[0]) for failure in error.value.failures.values()]
+
+
+def test_placements_that_dcp_gets_wrong_are_refused(ranks: Ranks, uri: str) -> None:
+    for told in ranks.call(2, refuse_placements, uri):
+        assert len(told) == 2
+        assert all("ranks hold more than one box" in text and text.startswith('state_dict["a"]: ') for text in told), told
+    assert len(raystow.open(uri).versions()) == 1
+
+
+def load_each_another(rank: int, n: int, uri: str) -> str:
+    dcp.save({"a": torch.ones(4)}, storage_writer=Writer(uri))
+    dcp.save({"a": torch.ones(4)}, storage_writer=Writer(uri))
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.load({"a": torch.zeros(4)}, storage_reader=Reader(uri, version=rank + 1))
+    return str(error.value.failures[0][0])
+
+
+def test_ranks_do_not_mix_versions(ranks: Ranks, uri: str) -> None:
+    assert all("different newest versions: 1, 2" in told for told in ranks.call(2, load_each_another, uri))
+
+
+def save_a_part(rank: int, n: int, uri: str) -> str:
+    """Rank 0 alone saves what lies on two ranks."""
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import Shard, distribute_tensor
+
+    mesh = init_device_mesh("cpu", (n,), mesh_dim_names=(f"part{next(_CALLS)}",))
+    state = {"w": distribute_tensor(torch.ones(6), mesh, [Shard(0)])}
+    if rank:
+        return ""
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.save(state, storage_writer=Writer(uri), no_dist=True)
+    return str(error.value.failures[0][0])
+
+
+def test_parts_of_tensors_are_no_version(ranks: Ranks, uri: str) -> None:
+    assert "does not add up to whole tensors" in ranks.call(2, save_a_part, uri)[0]
+    assert raystow.open(uri).versions() == []
+
+
+def test_a_newer_writer_fences_the_older_process(ranks: Ranks, uri: str) -> None:
+    ranks.call(2, each_its_own, uri)
+    dcp.save({"w": torch.ones(3)}, storage_writer=Writer(uri), no_dist=True)
+    with pytest.raises(RankFailed, match="Fenced"):
+        ranks.call(2, each_its_own, uri)
+    assert len(raystow.open(uri).versions()) == 2
+
+
+def test_retention_and_damage(uri: str) -> None:
+    policy = raystow.Policy(keep_last=2)
+    for step in range(4):
+        dcp.save({"w": torch.full((5000,), float(step))}, storage_writer=Writer(uri, step=step, retention=policy), no_dist=True)
+    repository = raystow.open(uri)
+    assert [version.step for version in repository.versions()] == [2, 3]
+    pack = next(Path(uri).glob("versions/00000004-*/*.pack"))
+    pack.write_bytes(b"\xff" * pack.stat().st_size)
+    with pytest.raises(dcp.api.CheckpointException, match="do not match their digest"):
+        dcp.load({"w": torch.zeros(5000)}, storage_reader=Reader(uri), no_dist=True)
+    into = {"w": torch.zeros(5000)}
+    dcp.load(into, storage_reader=Reader(uri, version=3), no_dist=True)
+    assert torch.equal(into["w"], torch.full((5000,), 2.0))

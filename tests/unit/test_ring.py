@@ -1,0 +1,26 @@
+"""The memory of a ring goes with the last who needs it."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from raystow.workers.ring import SLOT, Ring
+
+
+def mapped(inode: int) -> bool:
+    lines = Path("/proc/self/maps").read_text().splitlines()
+    return any(line.split()[4] == str(inode) for line in lines if "raystow-ring" in line)
+
+
+def test_a_closed_ring_that_is_still_known_holds_no_memory_once_its_last_chunk_is_read():
+    ring = Ring.create(2 * SLOT)
+    inode = os.fstat(ring.fd).st_ino
+    chunk = ring.slot(1)[:100]
+    chunk[:] = 7
+    ring.close()
+    assert mapped(inode)
+    assert (chunk == 7).all()
+    del chunk
+    assert not mapped(inode)
+    assert isinstance(ring, Ring)  # it is still known here
