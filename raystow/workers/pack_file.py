@@ -82,9 +82,10 @@ class PackFile:
     def close(self) -> None:
         """Let go of the memory."""
         os.close(self._descriptor)
-        if self._map is not None:
+        mapping, self._map = self._map, None
+        if mapping is not None:
             try:
-                self._map.close()
+                mapping.close()
             except BufferError:
                 pass  # it is being written or stored this moment: that view closes the mapping when it goes
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
 from urllib.parse import urlsplit
 
@@ -34,12 +34,21 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.drill)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(item: pytest.Item) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """Only what has passed to its end comes into the table."""
+    report = yield
+    if report.when == "call" and report.passed:
+        item.config.stash.setdefault(DRILLS, []).extend(item.stash.get(DRILLS, []))
+    return report
+
+
 @pytest.fixture
 def report(request: pytest.FixtureRequest) -> Callable[[Drill], None]:
     """Call it with the drill's outcome: a line of the table, and of the test's output."""
 
     def keep(drill: Drill) -> None:
-        request.config.stash.setdefault(DRILLS, []).append(drill)
+        request.node.stash.setdefault(DRILLS, []).append(drill)
         print(drill.line(), end="")
 
     return keep
