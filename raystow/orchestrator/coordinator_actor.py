@@ -111,17 +111,18 @@ class CoordinatorActor:
         """See ``Coordinator.gone``."""
         await self._apply(lambda core: core.gone(rank, incarnation, reason))
 
-    async def settle(self, vote: Vote) -> tuple[Choice | None, ray.ObjectRef | None]:
-        """Take a rank's word on the version that all restore; the one to restore, or that all have restored. Its record, if it is
-        known here, goes through the object store: once to each node, and not to each rank."""
-        choice = await self._settle(vote)
+    async def settle_by_node(self, vote: Vote) -> tuple[Choice | None, ray.ObjectRef | None]:
+        """As ``settle``, but the record, if it is known here, comes through the object store: once to each node, and not to each
+        rank."""
+        choice = await self.settle(vote)
         if choice is None or not choice.record:
             return choice, None
         if choice.record is not self._shared[0]:
             self._shared = choice.record, ray.put(choice.record)
         return replace(choice, record=b""), self._shared[1]
 
-    async def _settle(self, vote: Vote) -> Choice | None:
+    async def settle(self, vote: Vote) -> Choice | None:
+        """Take a rank's word on the version that all restore; the one to restore, or that all have restored."""
         await self.start()
         async with self._restoring:
             held = await self._held() if vote.tried is None else None
@@ -282,7 +283,7 @@ class RayPort:
     def settle(self, vote: Vote) -> Choice | None:
         """See ``restoring``. Waits for the other ranks."""
         choice: Choice | None
-        choice, record = self._call("settle", vote.timeout + 2 * _ANSWER, vote)
+        choice, record = self._call("settle_by_node", vote.timeout + 2 * _ANSWER, vote)
         if choice is None or record is None:
             return choice
         return replace(choice, record=call(record, _ANSWER, f"coordinator of {self._uri}"))

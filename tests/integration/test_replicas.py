@@ -90,6 +90,7 @@ def check_restored(ranks: list[Any], seed: int) -> None:
         assert all(torch.equal(got[name], tensor) for name, tensor in state(seed).items())
 
 
+@pytest.mark.slow
 def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add("a", "b")
     ranks = start(str(tmp_path), 2, nodes=("a", "b"))
