@@ -115,6 +115,7 @@ def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes,
     check_restored(start(str(tmp_path), 2, nodes=("c",)), 2)
 
 
+@pytest.mark.slow
 def test_a_node_and_its_partner_die_and_the_store_has_all(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add("a", "b")
     ranks = start(str(tmp_path), 2, nodes=("a", "b"))
