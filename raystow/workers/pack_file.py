@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -23,7 +24,7 @@ class PackFile:
         self.size = size
         self._descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
         os.ftruncate(self._descriptor, size)
-        self._map = mmap.mmap(self._descriptor, size) if size else None
+        self._map: mmap.mmap | bytes = mmap.mmap(self._descriptor, size) if size else b""
         self._changed = threading.Condition()
         self._present: list[Span] = []
         self._coming: list[Span] = []
@@ -54,7 +55,7 @@ class PackFile:
             while (claimed := self._claim(wanted)) is not None:
                 arrived = False
                 try:
-                    with memoryview(self._map or b"")[claimed[0] : claimed[1]] as target:
+                    with memoryview(self._map)[claimed[0] : claimed[1]] as target:
                         fetch(claimed[0], target)
                     arrived = True
                 finally:
@@ -73,7 +74,7 @@ class PackFile:
     @property
     def content(self) -> memoryview:
         """All of it. The memory stays as long as a view of it is held."""
-        return memoryview(self._map or b"").toreadonly()
+        return memoryview(self._map).toreadonly()
 
     def lend(self) -> int:
         """A descriptor of the memory, for the caller to close."""
@@ -82,12 +83,12 @@ class PackFile:
     def close(self) -> None:
         """Let go of the memory."""
         os.close(self._descriptor)
-        mapping, self._map = self._map, None
-        if mapping is not None:
-            try:
+        self._descriptor = -1  # the number may be another file's soon
+        mapping = self._map
+        del self._map  # a view of it that is still held closes the mapping when it goes
+        if isinstance(mapping, mmap.mmap):
+            with contextlib.suppress(BufferError):
                 mapping.close()
-            except BufferError:
-                pass  # it is being written or stored this moment: that view closes the mapping when it goes
 
     def _is_coming(self, span: Span) -> bool:
         missing = without(span, self._present)

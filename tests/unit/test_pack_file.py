@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 from hypothesis import given
@@ -83,3 +84,29 @@ def test_an_empty_object():
     file.write([])
     file.ensure([(0, 0)], Origin().fetch)
     file.close()
+
+
+def test_the_memory_of_a_closed_one_goes_with_the_last_view():
+    file = PackFile(len(DATA))
+    file.write([memoryview(DATA)])
+    view, inode = file.content, os.fstat(descriptor := file.lend()).st_ino
+    os.close(descriptor)
+    file.close()
+    assert view == DATA
+    assert mapped(inode)
+    del view
+    assert not mapped(inode)
+    with pytest.raises(OSError, match="descriptor"):  # and not that of whatever file was opened since
+        file.lend()
+
+
+def test_a_closed_one_is_not_filled():
+    file, origin = PackFile(len(DATA)), Origin()
+    file.close()
+    with pytest.raises(AttributeError):
+        file.ensure([(0, 10)], origin.fetch)
+    assert file.filled == 0
+
+
+def mapped(inode: int) -> bool:
+    return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
