@@ -97,7 +97,7 @@ class NodeEncoder:
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # lent slots
         self._bench: Workbench | None = None
         self._work: deque[_Work] = deque()
-        self._layout: Layout | None = None  # of the chunks that are being coded
+        self._layouts: dict[int, Layout] = {}  # of the chunks of each device that were coded last
         self._attempt: NodeAttempt | None = None  # that of the slots which are being coded
         self._failed: NodeAttempt | None = None
 
@@ -213,11 +213,11 @@ class NodeEncoder:
     def _announce(self, attempt: NodeAttempt, number: int, message: Message) -> None:
         """Hand chunks on that lie in host memory now, if they are what the training process has read."""
         if "layout" in message:
-            self._layout = Layout(message["layout"])
+            self._layouts[message["device"]] = Layout(message["layout"])
             return
         assert self._slots is not None
-        assert self._layout is not None
-        coded = [row for arrived in message["arrived"] for row in self._layout.rows(arrived)]
+        layout = self._layouts[message["device"]]
+        coded = [row for arrived in message["arrived"] for row in layout.rows(arrived)]
         if attempt.over:
             raise SaveFailed("it has failed already")
         for fields in coded:
