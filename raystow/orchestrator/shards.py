@@ -96,7 +96,7 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
             "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
         )
         raise StateError(f"{kind} tensors cannot be stored", subject=show(leaf.path, what), remedy="save dense tensors")
-    dtype = _dtype_name(tensor.dtype)
+    dtype = dtype_name(tensor.dtype)
     if dtype not in dtypes.DTYPES:
         raise StateError(f"dtype {dtype} cannot be stored", subject=show(leaf.path, what))
     return Shard(
@@ -105,7 +105,8 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
 
 
 @functools.cache
-def _dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: Any) -> str:
+    """The format's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
 
 

@@ -20,9 +20,11 @@ import pyarrow.parquet as pq
 from . import dtypes, parquet
 from .boxes import Box
 from .chunk import Coding
+from .digest import stored_digest
 from .errors import Damaged, StateError, Unsupported
 from .limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
 from .records import shown
+from .version_record import FragmentInfo
 
 TENSOR, ARRAY, SCALAR, VALUE = "tensor", "array", "scalar", "value"
 """Kinds of rows: a torch tensor, a numpy array, a numpy scalar, and a plain Python value."""
@@ -121,6 +123,18 @@ class Fragment:
         except Damaged as error:
             raise StateError(f"the manifest of one node would be too large: {error.what}", remedy="save less in one") from error
         return data
+
+    def info(self, data: bytes, ranks: Iterable[int]) -> FragmentInfo:
+        """What the version record says of the fragment, which was dumped to ``data`` and describes the shards of ``ranks``."""
+        return FragmentInfo(
+            node=self.node,
+            size=len(data),
+            digest=stored_digest(data).hex(),
+            ranks=tuple(sorted(ranks)),
+            chunks=len(self.chunks),
+            raw=sum(chunk.nbytes for chunk in self.chunks),
+            stored=sum(chunk.coding.size for chunk in self.chunks),
+        )
 
     @staticmethod
     def load(data: bytes, node: int, key: str) -> Fragment:

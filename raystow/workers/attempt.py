@@ -270,17 +270,10 @@ class NodeAttempt:
     def _fragment(self) -> tuple[str, bytes, FragmentInfo]:
         """Key, bytes and description of this node's part of the manifest."""
         values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
-        data = Fragment(self._ticket.node, tuple(self._chunks), tuple(values)).dump()
-        info = FragmentInfo(
-            node=self._ticket.node,
-            size=len(data),
-            digest=stored_digest(data).hex(),
-            ranks=tuple(sorted(self._ranks)),
-            chunks=len(self._chunks),
-            raw=sum(chunk.nbytes for chunk in self._chunks),
-            stored=sum(chunk.coding.size for chunk in self._chunks),
-        )
-        return keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node), data, info
+        fragment = Fragment(self._ticket.node, tuple(self._chunks), tuple(values))
+        data = fragment.dump()
+        key = keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node)
+        return key, data, fragment.info(data, self._ranks)
 
 
 def encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:

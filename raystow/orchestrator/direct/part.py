@@ -87,9 +87,11 @@ class Storing:
         self._check()
         packs = self._packer.seal()
         self._packer.finish(self._ticket.timeout)
-        info, data = self._fragment()
-        self._store.put(keys.fragment(self._ticket.id, self._ticket.attempt, info.node), [data])
-        return Part(info, tuple(packs), self._covered % MODULUS)
+        node = self._ticket.node
+        fragment = Fragment(node, tuple(self._chunks), tuple(self._values))
+        data = fragment.dump()
+        self._store.put(keys.fragment(self._ticket.id, self._ticket.attempt, node), [data])
+        return Part(fragment.info(data, [node]), tuple(packs), self._covered % MODULUS)
 
     def _code(self, piece: Piece, counted: bool) -> None:
         held = piece.nbytes
@@ -126,20 +128,6 @@ class Storing:
         """Let the budget shrink, unless that is no longer worth waiting for."""
         self._check()
         self._packer.flush()
-
-    def _fragment(self) -> tuple[FragmentInfo, bytes]:
-        node = self._ticket.node
-        data = Fragment(node, tuple(self._chunks), tuple(self._values)).dump()
-        info = FragmentInfo(
-            node=node,
-            size=len(data),
-            digest=stored_digest(data).hex(),
-            ranks=(node,),
-            chunks=len(self._chunks),
-            raw=sum(chunk.nbytes for chunk in self._chunks),
-            stored=sum(chunk.coding.size for chunk in self._chunks),
-        )
-        return info, data
 
 
 def cores() -> int:

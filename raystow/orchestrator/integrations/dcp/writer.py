@@ -25,7 +25,7 @@ from ....storage.version import Version
 from ....workers.port import Ticket, coverage
 from ...direct.committing import Committing
 from ...direct.part import Part, Storing, check_same, cores
-from ...shards import Shard, shard_of
+from ...shards import Shard, dtype_name, shard_of
 from ...state import Leaf, flatten
 from .keys import path_of, step_of
 from .placing import check_placed
@@ -194,16 +194,12 @@ def _shard(item: WriteItem, planner: SavePlanner, mappings: Mapping[str, Sequenc
     key, data = item.index.fqn, item.tensor_data
     check_placed(planner, key)
     local = _named(Leaf(path_of(key, mappings), key, planner.resolve_data(item).detach(), True))
-    if local.shape != tuple(data.chunk.sizes) or local.dtype != _dtype(data.properties.dtype):
-        what = f"{local.dtype} {local.shape} where the plan says {_dtype(data.properties.dtype)} {tuple(data.chunk.sizes)}"
+    if local.shape != tuple(data.chunk.sizes) or local.dtype != dtype_name(data.properties.dtype):
+        what = f"{local.dtype} {local.shape} where the plan says {dtype_name(data.properties.dtype)} {tuple(data.chunk.sizes)}"
         raise StateError(what, subject=f'{_WHAT}["{key}"]', remedy="let the planner's plan and data agree")
     return replace(local, shape=tuple(data.size), offset=tuple(data.chunk.offsets))
 
 
 def _expected(metadata: Metadata) -> int:
     tensors = {k: data for k, data in metadata.state_dict_metadata.items() if isinstance(data, TensorStorageMetadata)}
-    return sum(coverage(k, _dtype(d.properties.dtype), tuple(d.size), math.prod(d.size)) for k, d in tensors.items())
-
-
-def _dtype(dtype: torch.dtype) -> str:
-    return str(dtype).removeprefix("torch.")
+    return sum(coverage(k, dtype_name(d.properties.dtype), tuple(d.size), math.prod(d.size)) for k, d in tensors.items())
