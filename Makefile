@@ -19,6 +19,7 @@ venv: $(READY)  ## the virtual environment in .venv, made once and after a chang
 # torch first and pinned: left to itself, the resolver may try several versions of it, at gigabytes each.
 $(READY): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.version_info >= (3, 10) or sys.exit("raystow needs Python 3.10 or newer; set PYTHON=python3.x")'
+	@echo "Setting up .venv: some minutes, the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,dev]"
