@@ -141,10 +141,12 @@ class LocalCluster:
         world_size: int = 1,
         metrics: dict[str, Any] | None = None,
         timeout: float = 60.0,
+        stall: float | None = None,
     ) -> Version:
         """Save one rank's state and wait for the version. With ``world_size`` > 1, every rank calls it on its own thread.
 
-        ``SaveFailed`` if there will be no version; it is given up ``timeout`` seconds after the first rank began.
+        ``SaveFailed`` if there will be no version; it is given up ``timeout`` seconds after the first rank began. ``stall``: the
+        seconds for which it is said to have held up the training.
         """
         plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu")
         begin = {
@@ -155,7 +157,7 @@ class LocalCluster:
             "values": plan.values,
         }
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        order = Order(number, begin, plan, on_staged=lambda: None, on_end=outcomes.put)
+        order = Order(number, begin, plan, on_staged=lambda: None, on_end=outcomes.put, stall=lambda: stall)
         self._staging(rank, world_size).submit(order)
         outcome = outcomes.get(timeout=timeout + 30)
         if isinstance(outcome, RaystowError):

@@ -103,8 +103,9 @@ class Together:
         self._borrowing: Borrowing | None = None
 
     def settle(self, tried: Entry | None, damage: str) -> Entry | None:
+        read = dict(self._borrowing.read) if self._borrowing is not None else {}
         try:  # the node worker lets go of what was read when nobody reads any more: not before all ranks are through
-            self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage))
+            self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage, read=read))
         finally:
             self._let_go()
         return None if self._choice is None else self._choice.entry

@@ -144,13 +144,14 @@ class Checkpointer:
             on_end=lambda outcome: self._ended(pending, number, outcome),
             on_warning=pending._warn,
             urgent=pending._urgent.is_set,
+            stall=lambda: pending.stall,
         )
-        try:
-            self._attached(plan).submit(order)
-            self._pending.append(pending)
-        except RaystowError as error:
-            self._ended(pending, number, error)
-        pending.stall += SYSTEM.monotonic() - start
+        with pending._holding_up(start):
+            try:
+                self._attached(plan).submit(order)
+                self._pending.append(pending)
+            except RaystowError as error:
+                self._ended(pending, number, error)
         return pending
 
     def fence(self) -> None:
@@ -163,11 +164,11 @@ class Checkpointer:
         for pending in [p for p in self._pending if not p.staged(0)]:
             pending._urgent.set()
             left = max(0.0, start + self._timeout - SYSTEM.monotonic())
-            if not pending.staged(left):
-                what = f"nothing staged within {self._timeout:.0f} s: the node worker takes no data"
-                self._conclude(pending, ClusterError(what, subject=f"save of step {pending.step}"))
-                self._detach(patience=0)
-            pending.stall += SYSTEM.monotonic() - start
+            with pending._holding_up(start):
+                if not pending.staged(left):
+                    what = f"nothing staged within {self._timeout:.0f} s: the node worker takes no data"
+                    self._conclude(pending, ClusterError(what, subject=f"save of step {pending.step}"))
+                    self._detach(patience=0)
         self.failures.check()
 
     def guard(self, optimizer: Any) -> None:

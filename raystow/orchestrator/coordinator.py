@@ -17,12 +17,13 @@ from ..storage.committer import Committer
 from ..storage.errors import Fenced, RaystowError, SaveFailed
 from ..storage.retention import Policy
 from ..storage.root import Entry
-from ..storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from ..storage.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from ..workers.port import MODULUS, Begin, Ticket
 
 logger = logging.getLogger(__name__)
 
 _MISSED = 16  # steps of which failed saves are remembered
+_RESTORES = 16  # that the next version tells of
 
 
 class Phase(enum.Enum):
@@ -48,7 +49,8 @@ Part = tuple[FragmentInfo, tuple[PackInfo, ...]]
 class Attempt:
     """One try to make a version. ``ranks``: rank -> the node that serves it. ``saves``: rank -> the number of its save.
     ``vouched``: DTensor -> the first rank of its mesh. ``nodes``: node -> its number here. ``staged`` and ``stored``: what nodes,
-    by number, have made, and made durable. ``created``: when all was staged; ``promised``: the record that it will have.
+    by number, have made, and made durable. ``created``: when all was staged; ``promised``: the record that it will have;
+    ``restores``: those that it will tell of.
     ``opened``, ``deadline``: monotonic seconds."""
 
     id: int
@@ -69,6 +71,7 @@ class Attempt:
     nodes: dict[str, int] = field(default_factory=dict)
     staged: dict[int, Part] = field(default_factory=dict)
     created: float = 0.0
+    restores: tuple[RestoreInfo, ...] = ()
     promised: VersionRecord | None = None
     expected: int = 0
     covered: dict[int, int] = field(default_factory=dict)
@@ -95,6 +98,7 @@ class Coordinator:
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its save that failed there, and why
         self._generation = 0
         self._attempts: dict[str, Attempt] = {}
+        self._restores: tuple[RestoreInfo, ...] = ()  # that no version tells of yet
         self._lost: VersionRecord | None = None  # of the newest attempt that was given up when all of it was staged
         self.changes = 0
         """How often any attempt has entered another phase: all that anyone waits for."""
@@ -165,6 +169,11 @@ class Coordinator:
         attempt.staged[ticket.node] = info, tuple(packs)
         if len(attempt.staged) == len(attempt.nodes):
             attempt.created = self._clock.now()
+            attempt.restores, self._restores = self._restores, ()
+
+    def restored(self, restores: Sequence[RestoreInfo]) -> None:
+        """The run has restored versions: its next version tells of it."""
+        self._restores = (*self._restores, *restores)[-_RESTORES:]
 
     def held(self) -> list[VersionRecord]:
         """What the records are, or would have been, of attempts that are no versions, but of which all was staged: it may be in
@@ -255,6 +264,7 @@ class Coordinator:
             writer=self._writer,
             fragments=tuple(info for _, (info, _) in parts),
             packs=tuple(pack for _, (_, packs) in parts for pack in packs),
+            restores=attempt.restores,
         )
 
     def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
@@ -349,6 +359,7 @@ class Coordinator:
         attempt.reason = reason
         if attempt.created and (self._lost is None or self._lost.id < attempt.id):
             self._lost = self._promise(attempt)
+        self._restores = (*attempt.restores, *self._restores)[-_RESTORES:]
         self._enter(attempt, Phase.ABORTED)
         logger.warning("the save of step %d was given up: %s", attempt.step, reason)
 

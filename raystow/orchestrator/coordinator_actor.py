@@ -124,9 +124,11 @@ class CoordinatorActor:
     async def settle(self, vote: Vote) -> Choice | None:
         """Take a rank's word on the version that all restore; the one to restore, or that all have restored."""
         await self.start()
+        assert self._core is not None
         async with self._restoring:
             held = await self._held() if vote.tried is None else None
             round = await asyncio.to_thread(self._rounds.vote, vote, held)
+            self._core.restored(self._rounds.restored())
         await self._tell()
         async with self._changed:
             await self._changed.wait_for(lambda: round.answers(vote.tried))

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import concurrent.futures
+import contextlib
 import logging
 import threading
+from collections.abc import Iterator
 
 from ..storage.clock import SYSTEM
 from ..storage.errors import DeadlineExceeded, RaystowError
@@ -20,10 +22,9 @@ class Pending:
         self.step = step
         self.begun = SYSTEM.monotonic()
         """When ``save`` was called, in monotonic seconds."""
-        self.stall = 0.0
-        """Seconds that ``save`` and ``fence`` have held the caller up for this save so far."""
         self.warnings: tuple[str, ...] = ()
         """What the node worker found odd in what was saved; complete when the save is done, and logged."""
+        self._held: tuple[float, float | None] = 0.0, None  # seconds so far, and since when the caller is held up
         self._staged = threading.Event()
         self._urgent = threading.Event()
         self._outcome: concurrent.futures.Future[Version] = concurrent.futures.Future()
@@ -31,6 +32,12 @@ class Pending:
     def __repr__(self) -> str:
         state = "failed" if self.done() and self._outcome.exception() else "durable" if self.done() else "in flight"
         return f"Pending(step={self.step}, {state})"
+
+    @property
+    def stall(self) -> float:
+        """Seconds that ``save`` and ``fence`` have held the caller up for this save so far."""
+        before, since = self._held
+        return before if since is None else before + SYSTEM.monotonic() - since
 
     def done(self) -> bool:
         """Whether the save is durable or has failed."""
@@ -46,6 +53,16 @@ class Pending:
             return self._outcome.result(timeout)
         except concurrent.futures.TimeoutError:
             raise DeadlineExceeded(f"not durable after {timeout:g} s", subject=f"save of step {self.step}") from None
+
+    @contextlib.contextmanager
+    def _holding_up(self, since: float) -> Iterator[None]:
+        """The caller waits for this save, and has done so ``since`` (monotonic seconds)."""
+        before = self._held[0]
+        self._held = before, since
+        try:
+            yield
+        finally:
+            self._held = before + SYSTEM.monotonic() - since, None
 
     def _set_staged(self) -> None:
         self._staged.set()

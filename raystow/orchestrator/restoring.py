@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +16,7 @@ from ..storage.clock import Clock
 from ..storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
 from ..storage.repository import Repository
 from ..storage.root import Entry
+from ..storage.version_record import RestoreInfo
 from ..workers.claims import ALONE, Company
 from .known import Known
 
@@ -26,7 +28,7 @@ class Vote:
     """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
     None at first; ``damage``: what was wrong with it, empty if it is restored. ``error``: why this rank gives up altogether.
     ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do. ``node``: the one
-    it runs on, if that has a node worker."""
+    it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where they came from."""
 
     rank: int
     world_size: int
@@ -38,6 +40,7 @@ class Vote:
     error: str = ""
     allow_uncommitted: bool = True
     node: str = ""
+    read: Mapping[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -55,11 +58,14 @@ class Choice:
 class Round:
     """One restore of all ranks. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it.
     ``held``: a candidate that is no version. ``blind``: the store did not answer, and would take no lease either. ``nodes``:
-    where the ranks are; once all have ``come``, that is the ``company``."""
+    where the ranks are; once all have ``come``, that is the ``company``. ``begun``: when the first came, in monotonic seconds.
+    ``read``: what each has read."""
 
     world_size: int
     candidates: list[Entry]
     deadline: float
+    begun: float
+    read: dict[int, Mapping[str, int]] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
     come: bool = False
     company: Company = ALONE
@@ -95,6 +101,7 @@ class Rounds:
         self._open: list[Round] = []
         self.changes = 0
         """How often any round has come to another version or to its end: all that anyone waits for."""
+        self._restored: list[RestoreInfo] = []
 
     def vote(self, vote: Vote, held: Choice | None = None) -> Round:
         """Take a rank's word, and go on to the next version when all have tried one that is damaged for some.
@@ -113,15 +120,20 @@ class Rounds:
         if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
             return round
         round.votes[vote.rank] = vote.damage
+        round.read[vote.rank] = vote.read
         if len(round.votes) < round.world_size:
             return round
         damage = {rank: text for rank, text in sorted(round.votes.items()) if text}
         if not damage:
-            round.done = True
-            self._close(round)
+            self._succeed(round, vote.tried)
         else:
             self._fall_back(round, vote.tried, damage)
         return round
+
+    def restored(self) -> list[RestoreInfo]:
+        """The restores that have succeeded since the last call."""
+        found, self._restored = self._restored, []
+        return found
 
     def left(self, rank: int, incarnation: str) -> None:
         """A new process has taken up a rank: what its former one was part of has failed."""
@@ -147,7 +159,7 @@ class Rounds:
             else:
                 self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
         versions, said = self._known.versions()
-        round = Round(vote.world_size, list(reversed(versions)), 0.0, blind=not said)
+        round = Round(vote.world_size, list(reversed(versions)), 0.0, self._clock.monotonic(), blind=not said)
         if held is not None and all(held.entry.id > entry.id for entry in round.candidates):
             round.held = held
             round.candidates.insert(0, held.entry)
@@ -156,11 +168,21 @@ class Rounds:
             self._open.append(round)
         return round
 
+    def _succeed(self, round: Round, entry: Entry) -> None:
+        seconds = self._clock.monotonic() - round.begun
+        read = Counter[str]()
+        for part in round.read.values():
+            read.update(part)
+        self._restored.append(RestoreInfo(entry.id, entry.step, self._clock.now(), round.world_size, seconds, dict(read)))
+        round.done = True
+        self._close(round)
+
     def _fall_back(self, round: Round, entry: Entry, damage: dict[int, str]) -> None:
         texts = "; ".join(f"rank {rank}: {text}" for rank, text in damage.items())
         round.candidates.pop(0)
         self.changes += 1
         round.votes.clear()
+        round.read.clear()
         round.lease.close()
         self._on_fall_back()
         if round.candidates:

@@ -124,7 +124,7 @@ class Fragment:
             raise StateError(f"the manifest of one node would be too large: {error.what}", remedy="save less in one") from error
         return data
 
-    def info(self, data: bytes, ranks: Iterable[int]) -> FragmentInfo:
+    def info(self, data: bytes, ranks: Iterable[int], stall: float | None = None) -> FragmentInfo:
         """What the version record says of the fragment, which was dumped to ``data`` and describes the shards of ``ranks``."""
         return FragmentInfo(
             node=self.node,
@@ -134,6 +134,7 @@ class Fragment:
             chunks=len(self.chunks),
             raw=sum(chunk.nbytes for chunk in self.chunks),
             stored=sum(chunk.coding.size for chunk in self.chunks),
+            stall=stall,
         )
 
     @staticmethod

@@ -14,7 +14,9 @@ from .root import Entry
 
 @dataclass(frozen=True)
 class FragmentInfo:
-    """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. Sizes in bytes."""
+    """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. Sizes in bytes.
+    ``stall``: seconds for which saving has held up the training loop of these ranks, of the one that waited longest; None if
+    nobody told."""
 
     node: int
     size: int
@@ -23,6 +25,20 @@ class FragmentInfo:
     chunks: int
     raw: int
     stored: int
+    stall: float | None = None
+
+
+@dataclass(frozen=True)
+class RestoreInfo:
+    """One restore of all ranks: which version, ``at`` what time (seconds since 1970), by how many ``ranks``, in how many
+    ``seconds`` from the first rank's call to the last one's success. ``read``: stored bytes by where they came from."""
+
+    version: int
+    step: int
+    at: float
+    ranks: int
+    seconds: float
+    read: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -68,7 +84,8 @@ class Packs(Collection[PackInfo]):
 @dataclass(frozen=True)
 class VersionRecord:
     """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software.
-    ``coding``: which codec tensors on GPUs were coded with, and why; empty if there were none."""
+    ``coding``: which codec tensors on GPUs were coded with, and why; empty if there were none. ``restores``: what the run has
+    restored since its version before; for people, as are ``writer``, ``coding`` and the stalls."""
 
     repository: str
     id: int
@@ -82,6 +99,12 @@ class VersionRecord:
     fragments: tuple[FragmentInfo, ...] = ()
     packs: Collection[PackInfo] = ()
     coding: dict[str, str] = field(default_factory=dict)
+    restores: tuple[RestoreInfo, ...] = ()
+
+    @property
+    def stall(self) -> float | None:
+        """The seconds for which the save has held up the training, which waits for its slowest rank; None if nobody told."""
+        return max((f.stall for f in self.fragments if f.stall is not None), default=None)
 
     @property
     def pack_sizes(self) -> dict[tuple[int, str, int], int]:
@@ -101,7 +124,11 @@ class VersionRecord:
     def dump(self) -> bytes:
         """The bytes of ``version.json``."""
         # Not asdict: it copies every number of hundreds of thousands of packs.
-        parts = {"fragments": [vars(f) for f in self.fragments], "packs": [vars(p) for p in self.packs]}
+        parts = {
+            "fragments": [{name: value for name, value in vars(f).items() if value is not None} for f in self.fragments],
+            "packs": [vars(p) for p in self.packs],
+            "restores": [vars(r) for r in self.restores],
+        }
         metrics = {name: values.encode(value) for name, value in self.metrics.items()}
         return records.dump({**vars(self), "metrics": metrics, **parts}, self.key())
 
@@ -123,8 +150,20 @@ class VersionRecord:
                     chunks=get("chunks", int, f),
                     raw=get("raw", int, f),
                     stored=get("stored", int, f),
+                    stall=records.time(f, "stall", key) if "stall" in f else None,
                 )
                 for f in get("fragments", list)
+            )
+            restores = tuple(
+                RestoreInfo(
+                    version=get("version", int, r),
+                    step=get("step", int, r),
+                    at=records.time(r, "at", key),
+                    ranks=get("ranks", int, r),
+                    seconds=records.time(r, "seconds", key),
+                    read={name: get(name, int, r["read"]) for name in get("read", dict, r)},
+                )
+                for r in (get("restores", list) if "restores" in fields else ())
             )
             listed, kinds = get("packs", list), {"node": int, "group": str, "number": int, "size": int}
             packs = Packs(*(records.column(listed, name, kind, key) for name, kind in kinds.items()))
@@ -143,6 +182,7 @@ class VersionRecord:
             coding=_texts(get("coding", dict)) if "coding" in fields else {},
             fragments=fragments,
             packs=packs,
+            restores=restores,
         )
 
     def entry(self, digest: bytes, size: int) -> Entry:

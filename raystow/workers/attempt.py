@@ -76,6 +76,7 @@ class NodeAttempt:
         self._covered: dict[int, int] = defaultdict(int)
         self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
         self._ranks: set[int] = set()
+        self._stall: float | None = None
         self._staged: set[int] = set()
         self._listeners: list[Listener] = []
         self._ended: tuple[Outcome, Sequence[str]] | None = None
@@ -135,6 +136,12 @@ class NodeAttempt:
     def press(self) -> None:
         """Memory is short: upload what lies in packs that are not full."""
         self._packer.flush()
+
+    def stalled(self, seconds: float | None) -> None:
+        """For how long the save has held a rank of this node up; None if that is not known."""
+        with self._lock:
+            if seconds is not None:
+                self._stall = max(seconds, self._stall or 0.0)
 
     def finished(self, rank: int) -> None:
         """The rank has handed over all its chunks."""
@@ -273,7 +280,7 @@ class NodeAttempt:
         fragment = Fragment(self._ticket.node, tuple(self._chunks), tuple(values))
         data = fragment.dump()
         key = keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node)
-        return key, data, fragment.info(data, self._ranks)
+        return key, data, fragment.info(data, self._ranks, self._stall)
 
 
 def encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:

@@ -122,6 +122,7 @@ class Session:
                 self._attempt.fail(message["abort"])
                 self._attempt = None
             elif "end" in message and self._attempt is not None:
+                self._attempt.stalled(message.get("stall"))
                 if self._coder is not None:
                     self._coder.end(self._attempt)
                 else:

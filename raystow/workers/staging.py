@@ -69,7 +69,7 @@ class Plan(Protocol):
 @dataclass
 class Order:
     """One save: what to announce, what to stage, and whom to tell. Callbacks run on threads of the staging. ``urgent``: whether
-    the training waits for the staging."""
+    the training waits for the staging. ``stall``: for how many seconds it has done so; None where nobody counts."""
 
     save: int
     begin: dict[str, Any]
@@ -78,6 +78,7 @@ class Order:
     on_end: Callable[[Entry | RaystowError], None]
     on_warning: Callable[[str], None] = logger.warning
     urgent: Callable[[], bool] = lambda: False
+    stall: Callable[[], float | None] = lambda: None
     failed: bool = False
 
 
@@ -144,7 +145,7 @@ class Staging:
                 more = {"replicated": replicated, "expected": expected, "vouched": vouched, "coding": coding}
                 self._connection.post({"begin": {**order.begin, **more}})
                 self._hand_over(order, order.plan, devices)
-                self._connection.post({"end": order.save})
+                self._connection.post({"end": order.save, "stall": order.stall()})
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=subject))
             except Exception as error:

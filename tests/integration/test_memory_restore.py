@@ -64,6 +64,11 @@ def test_what_is_not_in_memory_comes_from_the_store(tmp_path: Path) -> None:
     save(tmp_path, ranks, 4)
     check_restored(ranks, 4)
     save(tmp_path, ranks, 5)
+    before, newest = raystow.open(tmp_path).versions()
+    (restored,) = newest.record.restores
+    assert (restored.version, restored.step, restored.ranks) == (before.id, 4, 2)
+    assert set(restored.read) == {"store"}
+    assert restored.read["store"] >= before.bytes
     lose_all_objects(tmp_path)
     with pytest.raises(raystow.Damaged):
         every(ranks, "restore")

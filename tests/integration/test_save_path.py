@@ -86,8 +86,9 @@ def test_save_returns_before_the_bytes_are_coded_and_the_guard_fences(tmp_path: 
         weight.grad = torch.ones_like(weight)
         optimizer.step()
         staged = pending.staged(0)
-        pending.result(120)
+        version = pending.result(120)
         assert torch.equal(raystow.open(self.checkpointer.uri).latest().read("w"), before)
+        assert 0 < version.record.stall <= pending.stall  # told when all was staged, a moment before the step went on
         assert not torch.equal(weight, before)
         return unstaged, staged
 

@@ -12,7 +12,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
 from raystow.storage.repository import create_repository
-from raystow.storage.version_record import FragmentInfo
+from raystow.storage.version_record import FragmentInfo, RestoreInfo
 from raystow.workers.port import Begin, Ticket
 
 
@@ -319,6 +319,22 @@ def test_a_version_ends_the_holding_of_what_was_given_up_before(world: World) ->
         world.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
     world.commit()
     assert world.core.held() == []
+
+
+def test_the_next_version_tells_what_was_restored(world: World) -> None:
+    before, late = (RestoreInfo(1, 5, float(at), 2, 0.5, {"store": 9}) for at in range(2))
+    world.core.restored([before])
+    world.core.failed(stage(world, 1)[0], "the store is full")  # was to tell of it, and will not
+    tickets = stage(world, 2)
+    promised = world.core.held()[0]
+    world.core.restored([late])  # what is held has a digest by now
+    for of in (tickets, stage(world, 3)):
+        for ticket in of:
+            world.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+    world.commit()
+    records = [version.record for version in world.committer.repository.versions()]
+    assert [record.restores for record in records] == [(before,), (late,)]
+    assert records[0] == promised
 
 
 def test_a_tensor_on_two_meshes_makes_no_version(world: World) -> None:

@@ -8,7 +8,7 @@ from raystow.storage import keys, records
 from raystow.storage.digest import stored_digest
 from raystow.storage.errors import Damaged, Unsupported
 from raystow.storage.root import Entry, Root
-from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 
 SPEC = (Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md").read_text()
 ENTRY = Entry(1, "0" * 16, "ab" * 32, 663, 100, 1.25, 24, 20)
@@ -44,8 +44,8 @@ def test_a_root_comes_back():
     assert Root.load(ROOT.dump()) == ROOT
 
 
-def test_a_version_record_comes_back():
-    record = VersionRecord(
+def whole_record() -> VersionRecord:
+    return VersionRecord(
         "cafe",
         1,
         "0" * 16,
@@ -55,11 +55,37 @@ def test_a_version_record_comes_back():
         2,
         {"loss": float("inf"), "n": 2**70, "raw": b"\0"},
         {"raystow": "1"},
-        (FragmentInfo(0, 10, "ab" * 32, (0, 1), 3, 24, 20),),
+        (FragmentInfo(0, 10, "ab" * 32, (0, 1), 3, 24, 20, 0.25), FragmentInfo(1, 10, "cd" * 32, (2,), 3, 24, 20)),
         (PackInfo(0, "weights", 0, 20),),
         {"deflate": "asked for"},
+        (RestoreInfo(7, 90, 1.5, 2, 3.25, {"memory": 20, "store": 4}), RestoreInfo(7, 90, 2.5, 2, 0.0)),
     )
+
+
+def test_a_version_record_comes_back():
+    record = whole_record()
     assert VersionRecord.load(record.dump(), record.key()) == record
+    assert record.stall == 0.25
+
+
+def test_a_record_of_before_stalls_and_restores_were_told_is_read():
+    record = whole_record()
+    fields = json.loads(record.dump())
+    del fields["restores"], fields["fragments"][0]["stall"]
+    assert "stall" not in fields["fragments"][1]  # unknown: left out, instead of a null that readers would have to know
+    old = VersionRecord.load(sealed(fields), record.key())
+    assert (old.restores, old.stall) == ((), None)
+
+
+@pytest.mark.parametrize("wrong", [None, "x", -1, True, [1]])
+def test_a_stall_or_a_restore_that_makes_no_sense_is_damage(wrong):
+    record = whole_record()
+    fields = json.loads(record.dump())
+    stalled = {**fields, "fragments": [{**fields["fragments"][0], "stall": wrong}]}
+    restored = [{**fields, "restores": [{**fields["restores"][0], name: wrong}]} for name in fields["restores"][0]]
+    for odd in (stalled, *restored, {**fields, "restores": wrong}, {**fields, "restores": [wrong]}):
+        with pytest.raises(Damaged):
+            VersionRecord.load(sealed(odd), record.key())
 
 
 def test_unknown_fields_are_ignored():

@@ -33,9 +33,17 @@ class World:
         return [self.committer.commit(empty_record(self.committer, step)).entry for step in range(steps)]
 
     def vote(
-        self, rank: int, tried: Entry | None = None, damage: str = "", *, number: int = 1, process: str = "a", error: str = ""
+        self,
+        rank: int,
+        tried: Entry | None = None,
+        damage: str = "",
+        *,
+        number: int = 1,
+        process: str = "a",
+        error: str = "",
+        read: dict[str, int] | None = None,
     ) -> Round:
-        return self.rounds.vote(Vote(rank, 2, f"{process}{rank}", number, 60.0, tried, damage, error))
+        return self.rounds.vote(Vote(rank, 2, f"{process}{rank}", number, 60.0, tried, damage, error, read=read or {}))
 
     def leases(self) -> list[tuple[int, str] | None]:
         return [keys.leased(info.key) for info in self.repository.store.list(keys.LEASES)]
@@ -230,3 +238,19 @@ def test_without_the_store_what_is_known_is_restored_and_not_leased(world, monke
         world.vote(0, new, number=2)
         world.vote(1, new, "a pack is missing")
         assert round.answer() == old
+
+
+def test_a_restore_is_told_once_with_what_all_ranks_have_read(world):
+    old, new = world.commit(2)
+    world.vote(0)
+    world.vote(1)
+    world.clock.time += 2
+    world.vote(0, new, "a flipped bit", read={"store": 1000})
+    world.vote(1, new, read={"store": 1000})  # of a version that was not restored in the end
+    world.vote(0, old, read={"memory": 7, "store": 5})
+    assert world.rounds.restored() == []  # not before all have it
+    world.vote(1, old, read={"store": 5})
+    (told,) = world.rounds.restored()
+    assert (told.version, told.step, told.ranks, told.read) == (old.id, old.step, 2, {"memory": 7, "store": 10})
+    assert (told.at, told.seconds) == (world.clock.now(), 2)
+    assert world.rounds.restored() == []

@@ -79,6 +79,9 @@ class FakeAttempt:
     def release(self, name: str) -> None:
         self.done.pop(name)()
 
+    def stalled(self, seconds: float | None) -> None:
+        pass
+
     def finished(self, rank: int) -> None:
         self.ended.append("finished")
 
