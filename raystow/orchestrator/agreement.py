@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ..storage import keys
 from ..storage.errors import Damaged, NotFound, RaystowError
+from ..storage.metrics import RESTORED, record
 from ..storage.repository import Repository
 from ..storage.root import Entry
 from ..storage.version import Version
@@ -147,5 +148,7 @@ class Together:
         if self._borrowing is not None:
             read = self._borrowing.read
             logger.info("this rank's restore has read %s", told(read), extra={"bytes_read": dict(read)})
+            for source, nbytes in read.items():
+                record(RESTORED, nbytes, repository=self._repository.uri, source=source)
             self._borrowing.close()
             self._borrowing = None

@@ -11,11 +11,13 @@ from typing import Any
 from ..storage import key_files, values
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
+from ..storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
 from ..storage.repository import Repository
 from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.stores import open_store
 from ..storage.version import Version
+from ..workers import ray_metrics
 from ..workers.host_memory import memory_limit
 from ..workers.node_actor import node_actor
 from ..workers.ring import SLOT, slot_size
@@ -77,6 +79,7 @@ class Checkpointer:
         replica_rate: float | None = None,
     ) -> None:
         cluster.connect()
+        ray_metrics.export()
         found_rank, found_world = placement()
         self.rank, self.world_size = found_rank if rank is None else rank, found_world if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
@@ -140,7 +143,7 @@ class Checkpointer:
             number,
             begin,
             plan,
-            on_staged=pending._set_staged,
+            on_staged=lambda: self._staged(pending),
             on_end=lambda outcome: self._ended(pending, number, outcome),
             on_warning=pending._warn,
             urgent=pending._urgent.is_set,
@@ -152,6 +155,7 @@ class Checkpointer:
                 self._pending.append(pending)
             except RaystowError as error:
                 self._ended(pending, number, error)
+        record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
         return pending
 
     def fence(self) -> None:
@@ -161,7 +165,8 @@ class Checkpointer:
         any more. Raises ``SaveFailed`` as ``save`` does; the tensors may change then, too.
         """
         start = SYSTEM.monotonic()
-        for pending in [p for p in self._pending if not p.staged(0)]:
+        waited = [p for p in self._pending if not p.staged(0)]
+        for pending in waited:
             pending._urgent.set()
             left = max(0.0, start + self._timeout - SYSTEM.monotonic())
             with pending._holding_up(start):
@@ -169,6 +174,8 @@ class Checkpointer:
                     what = f"nothing staged within {self._timeout:.0f} s: the node worker takes no data"
                     self._conclude(pending, ClusterError(what, subject=f"save of step {pending.step}"))
                     self._detach(patience=0)
+        if waited:
+            record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
         self.failures.check()
 
     def guard(self, optimizer: Any) -> None:
@@ -192,13 +199,17 @@ class Checkpointer:
         whole, ``DeadlineExceeded`` if a rank is not heard of for ``timeout``.
         """
         self.fence()
+        begun = SYSTEM.monotonic()
         number = next(self._restores)
         vote = Vote(*(self.rank, self.world_size, self._incarnation, number, self._timeout), allow_uncommitted=allow_uncommitted)
         # Not opened, which reads the marker: what is in memory can be restored while the store is down.
         repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
         agreement = Together(repository, self._port, vote, self._node_worker, here=cluster.node_here())
         who = {"rank": self.rank, "world_size": self.world_size}
-        return restore_latest(repository, into, agreement, **who, strict=strict, cast=cast, progress=progress)
+        version = restore_latest(repository, into, agreement, **who, strict=strict, cast=cast, progress=progress)
+        if version is not None:
+            record(RESTORE, SYSTEM.monotonic() - begun, repository=self.uri)
+        return version
 
     def close(self) -> None:
         """Wait until the saves under way are durable or have failed, and let go of the node worker.
@@ -241,10 +252,15 @@ class Checkpointer:
             self.failures.failed(pending.step, outcome)
         else:
             self.failures.succeeded()
+            record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
+
+    def _staged(self, pending: Pending) -> None:
+        if not pending.staged(0):
+            record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
+        pending._set_staged()
 
     def _count_failure(self) -> None:
-        counter = cluster.counter("raystow_failed_saves", "Saves that became no version, for each rank.")
-        counter.inc(tags={"repository": self.uri})
+        record(FAILED_SAVES, repository=self.uri)
 
     def _attached(self, plan: SavePlan) -> Staging:
         """The connection to this node's worker, made to measure for the first plan; a new one if the worker has died since."""

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import socket
 from typing import Any
 
 import ray
 from ray._private.services import get_ray_address_from_environment
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
-from ray.util.metrics import Counter
 
 from ..storage.errors import ClusterError, RaystowError
 
@@ -50,12 +48,6 @@ def call(ref: Any, timeout: float, who: str) -> Any:
         raise ClusterError(f"died: {str(error).strip().splitlines()[-1]}", subject=who) from error
     except RayError as error:
         raise ClusterError(str(error), subject=who) from error
-
-
-@functools.cache
-def counter(name: str, what: str) -> Any:
-    """A metric of Ray's that only grows, tagged with a repository; Ray exports it as ``ray_<name>``."""
-    return Counter(name, description=what, tag_keys=("repository",))
 
 
 def node_here() -> str:

@@ -15,6 +15,7 @@ from typing import Any
 from ..storage.clock import Clock
 from ..storage.committer import Committer
 from ..storage.errors import Fenced, RaystowError, SaveFailed
+from ..storage.metrics import ABORTED, RATIO, RAW, STORED, VERSIONS, record
 from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
@@ -51,7 +52,7 @@ class Attempt:
     ``vouched``: DTensor -> the first rank of its mesh. ``nodes``: node -> its number here. ``staged`` and ``stored``: what nodes,
     by number, have made, and made durable. ``created``: when all was staged; ``promised``: the record that it will have;
     ``restores``: those that it will tell of.
-    ``opened``, ``deadline``: monotonic seconds."""
+    ``opened``, ``deadline``, ``ended``: monotonic seconds."""
 
     id: int
     attempt: str
@@ -79,6 +80,7 @@ class Attempt:
     entry: Entry | None = None
     swept: bool = False
     generation: int = 0
+    ended: float = 0.0
 
     def forget_parts(self) -> None:
         """Let go of all that ranks and nodes have told: of thousands of nodes it is 100 MB, and the newest attempts are kept."""
@@ -102,6 +104,13 @@ class Coordinator:
         self._lost: VersionRecord | None = None  # of the newest attempt that was given up when all of it was staged
         self.changes = 0
         """How often any attempt has entered another phase: all that anyone waits for."""
+        self.aborted_in_a_row = 0
+        """Attempts given up since the newest version was made."""
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """Those under way, and the newest of those that are over."""
+        return list(self._attempts.values())
 
     def join(self, rank: int, incarnation: str) -> None:
         """A process has taken up a rank. What waits for the rank's former process, or holds a part of it, is given up.
@@ -142,7 +151,8 @@ class Coordinator:
             self._vouch(attempt, begin)
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
         self._abort_if_missed(attempt)
-        return Ticket(attempt.id, attempt.attempt, number, max(0.0, attempt.deadline - self._clock.monotonic()))
+        left = max(0.0, attempt.deadline - self._clock.monotonic())
+        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step)
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """A rank's shards are all coded on its node."""
@@ -271,7 +281,9 @@ class Coordinator:
         """What the commit of an attempt came to: the root's entry, or why there is none."""
         if isinstance(outcome, Entry):
             attempt.entry = outcome
+            self.aborted_in_a_row = 0
             self._enter(attempt, Phase.COMMITTED)
+            self._measure(outcome)
             if self._lost is not None and self._lost.id < attempt.id:
                 self._lost = None
             logger.info("version %d, step %d: %d bytes stored of %d", outcome.id, outcome.step, outcome.stored, outcome.raw)
@@ -353,6 +365,7 @@ class Coordinator:
         attempt.phase = phase
         self.changes += 1
         if phase.over:
+            attempt.ended = self._clock.monotonic()
             attempt.forget_parts()
 
     def _abort(self, attempt: Attempt, reason: str) -> None:
@@ -361,7 +374,17 @@ class Coordinator:
             self._lost = self._promise(attempt)
         self._restores = (*attempt.restores, *self._restores)[-_RESTORES:]
         self._enter(attempt, Phase.ABORTED)
+        self.aborted_in_a_row += 1
+        record(ABORTED, repository=self._committer.repository.uri)
         logger.warning("the save of step %d was given up: %s", attempt.step, reason)
+
+    def _measure(self, entry: Entry) -> None:
+        run = self._committer.repository.uri
+        record(VERSIONS, repository=run)
+        record(RAW, entry.raw, repository=run)
+        record(STORED, entry.stored, repository=run)
+        if entry.raw:
+            record(RATIO, entry.stored / entry.raw, repository=run)
 
 
 def _of_node(attempt: Attempt, node: str) -> list[int]:

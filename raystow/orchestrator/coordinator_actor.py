@@ -18,17 +18,20 @@ from ..storage.clock import SYSTEM
 from ..storage.committer import Committer
 from ..storage.digest import stored_digest
 from ..storage.errors import RaystowError, SaveFailed
+from ..storage.metrics import ABORTED_IN_A_ROW, COMMIT, DAMAGED, NEWEST, OPEN, record
 from ..storage.repository import create_repository
 from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.signing import PublicKey
 from ..storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from ..workers import ray_metrics
 from ..workers.node_actor import NAMESPACE, holders
 from ..workers.port import Begin, Ticket
-from .cluster import call, counter
+from .cluster import call
 from .coordinator import Attempt, Coordinator, Phase
 from .housekeeping import Housekeeping
 from .known import Known
+from .overview import Overview, failures, under_way
 from .restoring import Choice, Rounds, Vote
 
 logger = logging.getLogger(__name__)
@@ -41,7 +44,8 @@ class CoordinatorActor:
     """Lets calls wait for the state machine, and does its store operations beside the event loop."""
 
     def __init__(self, uri: str) -> None:
-        self._uri = uri
+        ray_metrics.export()
+        self._uri, self._began = uri, SYSTEM.now()
         self._core: Coordinator | None = None
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
@@ -68,6 +72,16 @@ class CoordinatorActor:
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep())
         return self._committer.repository.id, self._committer.repository.signed_by
+
+    async def overview(self) -> Overview | None:
+        """What it is at; None if it has not begun, and this does not make it begin."""
+        core, newest = self._core, self._known.newest if self._core is not None else None
+        if core is None:
+            return None
+        now, age = SYSTEM.monotonic(), None if newest is None else SYSTEM.now() - newest.created
+        attempts = under_way(core.attempts, now), failures(core.attempts, now)
+        repository, epoch = self._committer.repository.id, self._committer.epoch
+        return Overview(self._uri, repository, epoch, newest, age, core.aborted_in_a_row, *attempts)
 
     async def join(self, rank: int, incarnation: str) -> None:
         """See ``Coordinator.join``."""
@@ -208,6 +222,7 @@ class CoordinatorActor:
                 await self._tell()
                 for id, token in core.abandoned():
                     await asyncio.to_thread(self._discard, id, token)
+                self._measure(core)
             except Exception:
                 logger.exception("the coordinator's upkeep failed; it goes on")
             async with self._changed:
@@ -222,13 +237,23 @@ class CoordinatorActor:
             self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy))
 
     def _count_damage(self) -> None:
-        counter("raystow_damaged_versions", "Versions that a restore found damaged.").inc(tags={"repository": self._uri})
+        metrics.record(metrics.DAMAGED, repository=self._uri)
 
-    def _commit(self, record: VersionRecord) -> Entry | RaystowError:
+    def _measure(self, core: Coordinator) -> None:
+        """What a scrape in the next seconds is to see."""
+        newest = self._known.newest
+        metrics.record(metrics.NEWEST, self._began if newest is None else newest.created, repository=self._uri)
+        metrics.record(metrics.OPEN, sum(not attempt.phase.over for attempt in core.attempts), repository=self._uri)
+        metrics.record(metrics.ABORTED_IN_A_ROW, core.aborted_in_a_row, repository=self._uri)
+
+    def _commit(self, version: VersionRecord) -> Entry | RaystowError:
+        begun = SYSTEM.monotonic()
         try:
-            return self._committer.commit(record).entry
+            return self._committer.commit(version).entry
         except RaystowError as error:
             return error
+        finally:
+            metrics.record(metrics.COMMIT, SYSTEM.monotonic() - begun, repository=self._uri)
 
     def _discard(self, id: int, attempt: str) -> None:
         try:

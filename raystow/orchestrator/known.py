@@ -21,6 +21,11 @@ class Known:
         self._pool = ThreadPoolExecutor(1, "raystow-root")
         self._last: tuple[Entry, ...] | None = None
 
+    @property
+    def newest(self) -> Entry | None:
+        """The newest version that was heard of."""
+        return self._last[-1] if self._last else None
+
     def committed(self, entry: Entry) -> None:
         """A version was made just now."""
         if self._last is not None:

@@ -30,6 +30,7 @@ from .packer import NOT_IN_TIME, Packer
 from .port import MODULUS, Port, Ticket, coverage
 from .ring import SLOT
 from .staleness import OptimizerWatch
+from .status import AttemptStatus, Stage
 
 logger = logging.getLogger(__name__)
 
@@ -80,6 +81,10 @@ class NodeAttempt:
         self._staged: set[int] = set()
         self._listeners: list[Listener] = []
         self._ended: tuple[Outcome, Sequence[str]] | None = None
+        self._reported = False  # that all is stored
+        self._coded = 0
+        self.raw = 0
+        """Bytes of the chunks that are coded."""
         self.over = False
         timeout = ticket.timeout - min(_SOONER, ticket.timeout / 10)
         self._until = SYSTEM.monotonic() + timeout
@@ -132,6 +137,18 @@ class NodeAttempt:
         with self._lock:
             self._coding[rank] += 1
         self._workshop.coders.submit(self._seal, rank, chunk, parts, done)
+
+    def status(self) -> AttemptStatus:
+        """What this node is at."""
+        with self._lock:
+            ranks = {rank: self._stage(rank) for rank in sorted(self._ranks)}
+            ticket, uri = self._ticket, self._store.uri
+            return AttemptStatus(uri, ticket.id, ticket.attempt, ticket.step, ranks, self.raw, self._coded, self._reported)
+
+    def _stage(self, rank: int) -> Stage:
+        if rank not in self._staged:
+            return Stage.STAGING
+        return Stage.CODING if self._coding[rank] else Stage.CODED
 
     def press(self) -> None:
         """Memory is short: upload what lies in packs that are not full."""
@@ -207,6 +224,8 @@ class NodeAttempt:
         with self._lock:
             self._chunks.append(replace(chunk, pack=pack, start=start, stored_digest=digest))
             self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, elements)
+            self.raw += chunk.nbytes
+            self._coded += chunk.coding.size
 
     @contextlib.contextmanager
     def _worker_of(self, rank: int, chunk: Chunk) -> Iterator[None]:
@@ -233,7 +252,6 @@ class NodeAttempt:
 
     def _drive(self) -> None:
         """Wait until every rank has finished, make the node's part durable, report it, and wait for the commit."""
-        reported = False
         try:
             self._port.wait_complete(self._ticket)
             packs = self._packer.seal()
@@ -242,7 +260,7 @@ class NodeAttempt:
             self._port.staged(self._ticket, info, packs)
             self._packer.finish(self._left())
             self._store_fragment(key, data)
-            reported = True
+            self._reported = True
             outcome: Outcome = self._port.fragment(self._ticket, info, packs)
         except (StoreError, DeadlineExceeded) as error:
             outcome = SaveFailed(self._not_stored(error), subject=f"attempt {self._ticket.id}")
@@ -263,7 +281,7 @@ class NodeAttempt:
             self._tell_failed(str(outcome))
             # Once the fragment is reported the attempt may have become a version although we were told otherwise (a lost
             # answer): from then on only the coordinator, which looks at the root, may delete.
-            self._packer.discard(delete=not reported)
+            self._packer.discard(delete=not self._reported)
 
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:

@@ -13,6 +13,16 @@ class Budget:
         self._total, self._used = total, 0
         self._changed = threading.Condition()
 
+    @property
+    def used(self) -> int:
+        """Bytes that are held."""
+        return self._used
+
+    @property
+    def total(self) -> int:
+        """Bytes that may be."""
+        return self._total
+
     def grow(self, nbytes: int) -> None:
         """Add to the budget (or take from it, if negative)."""
         with self._changed:

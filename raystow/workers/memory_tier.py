@@ -75,6 +75,11 @@ class MemoryTier:
         """Bytes that are kept, or being copied."""
         return self._used
 
+    @property
+    def budget(self) -> int:
+        """Bytes that may be kept."""
+        return self._budget
+
     def resize(self, budget: int) -> None:
         """Change the budget; the oldest versions go if they do not fit any more."""
         with self._lock:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from ..storage.clock import Clock
+from ..storage.metrics import UPLOADED, record
 from ..storage.object_store import Buffer, ObjectStore
 
 
@@ -26,6 +27,16 @@ class Metered:
         with self._lock:
             return self._bytes / self._busy if self._busy else 0.0
 
+    @property
+    def nbytes(self) -> int:
+        """Bytes stored so far."""
+        return self._bytes
+
+    @property
+    def under_way(self) -> int:
+        """Objects that are being stored."""
+        return self._under_way
+
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says."""
         size = sum(memoryview(part).nbytes for part in parts)
@@ -37,6 +48,7 @@ class Metered:
         try:
             self._store.put(key, parts)
             stored = size
+            record(UPLOADED, size, repository=self._store.uri)
         finally:
             with self._lock:
                 self._under_way -= 1

@@ -42,13 +42,14 @@ class Begin:
 
 @dataclass(frozen=True)
 class Ticket:
-    """The attempt that a save belongs to. ``node`` is the number of the asking node within the attempt; ``timeout`` the seconds
-    that are left until the coordinator gives the attempt up."""
+    """The attempt that a save of ``step`` belongs to. ``node`` is the number of the asking node within the attempt; ``timeout``
+    the seconds that are left until the coordinator gives the attempt up."""
 
     id: int
     attempt: str
     node: int
     timeout: float
+    step: int
 
 
 class Port(Protocol):

@@ -14,6 +14,7 @@ from collections.abc import Iterable
 from ..storage import dtypes
 from ..storage.digest import stored_digest
 from ..storage.manifest import Chunk
+from ..storage.metrics import STALE, record
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,7 @@ class OptimizerWatch:
             "Either the optimizer has not stepped in between, or a stale copy of its state was saved"
         )
         logger.warning("%s: %s", self._uri, text)
+        record(STALE, repository=self._uri)
         return (text,)
 
 

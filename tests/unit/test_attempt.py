@@ -31,7 +31,7 @@ def test_a_rank_that_joins_too_late_hears_so() -> None:
     first = threading.Event()
     with ThreadPoolExecutor(1) as pool:
         port: Any = GivenUp()
-        ticket = Ticket(1, "0123456789abcdef", 0, 60.0)
+        ticket = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
         attempt = NodeAttempt(MemoryStore("late"), port, ticket, Workshop(pool, pool, Budget()), OptimizerWatch("memory://late"))
         attempt.join(0, [], lambda outcome, _: first.set())
         assert first.wait(10)

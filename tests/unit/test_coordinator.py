@@ -211,7 +211,7 @@ def test_an_unanswered_commit_keeps_its_objects_and_a_fence_ends_everything(worl
 
 def test_a_coordinator_that_was_restarted_says_so(world: World) -> None:
     with pytest.raises(SaveFailed, match="the coordinator was restarted"):
-        world.core.finished(Ticket(9, "f" * 16, 0, 60.0), 0, 0)
+        world.core.finished(Ticket(9, "f" * 16, 0, 60.0, 1), 0, 0)
 
 
 def test_nobody_waits_for_a_rank_whose_save_has_failed_before_it_began(world: World) -> None:

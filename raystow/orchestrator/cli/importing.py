@@ -45,7 +45,7 @@ def import_(
     tensors = [tensor for of in files.values() for tensor in of]
     total = sum(tensor.end - tensor.start for tensor in tensors)
     attempt = Committing(uri, step)
-    ticket = Ticket(attempt.id, attempt.attempt, 0, _PATIENCE)
+    ticket = Ticket(attempt.id, attempt.attempt, 0, _PATIENCE, attempt.step)
     storing = Storing(open_store(uri), ticket, memory=_MEMORY, threads=cores())
     with byte_bar(str(source), total, quiet=json) as advance, storing.under_way():
         for path, of in files.items():

@@ -16,6 +16,7 @@ import obstore
 from obstore.exceptions import BaseError
 
 from ..errors import NotFound, StoreUnavailable
+from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks
 from .s3_clients import DEFAULT_LIMITS, S3Clients, S3Limits, connect, refuse_forked
@@ -82,6 +83,7 @@ class S3Store:
             except (BaseError, OSError) as error:
                 if not spoilt(error):
                     raise
+                record(RETRIES, repository=self.uri)
                 self._send(self._below + key, views)  # safe: whatever the first one has come to, this replaces it by the same
 
     def _send(self, path: str, views: list[memoryview]) -> None:
@@ -115,6 +117,7 @@ class S3Store:
                 except StoreUnavailable:  # boto3 tries again by itself only as long as there is no body
                     if not left:
                         raise
+                    record(RETRIES, repository=self.uri)
         raise AssertionError("unreachable")
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
@@ -176,7 +179,13 @@ class S3Store:
         with self._lock:
             if self._made is None:
                 self._made = connect(self._bucket, self._limits)
+                self._made.decide.meta.events.register("request-created.s3", self._count_retry)
             return self._made
+
+    def _count_retry(self, request: Any, **_: object) -> None:
+        """botocore is about to send a request: once more, if that was tried before."""
+        if request.context["retries"]["attempt"] > 1:
+            record(RETRIES, repository=self.uri)
 
     def _subject(self, key: str) -> str:
         return f"{self.uri}/{checks.checked_key(key)}"

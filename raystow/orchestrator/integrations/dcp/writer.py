@@ -106,7 +106,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         told = []
         for rank, plan in enumerate(plans):
             mine = {item.index.fqn: holders.get(item.index.fqn, (rank,)) for item in _of_values(plan)}
-            ticket = Ticket(attempt.id, attempt.attempt, rank, self._timeout)
+            ticket = Ticket(attempt.id, attempt.attempt, rank, self._timeout, attempt.step)
             told.append(replace(plan, storage_data=_Task(attempt.repository.id, ticket, mine)))
         return told
 

@@ -1,0 +1,119 @@
+"""What raystow measures about itself: each metric by name, and the one way to record a value.
+
+Nothing is kept here. Values go to the recorder that the process was given, as a Ray process is (``workers.ray_metrics``), and
+nowhere without one. Recording never raises: measuring must not harm what is measured.
+"""
+
+from __future__ import annotations
+
+import enum
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+logger = logging.getLogger(__name__)
+
+_SHORT = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
+_LONG = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
+
+
+class Kind(enum.Enum):
+    """How values of a metric add up."""
+
+    COUNTER = "counter"  # to a sum that only grows
+    GAUGE = "gauge"  # not at all: the last one counts
+    HISTOGRAM = "histogram"  # to numbers of values below bounds
+
+
+@dataclass(frozen=True)
+class Metric:
+    """``name`` ends in its unit, except where things are counted. ``tags``: the names of what is told with each value.
+    ``bounds``: those of a histogram's buckets."""
+
+    name: str
+    kind: Kind
+    what: str
+    tags: tuple[str, ...] = ("repository",)
+    bounds: tuple[float, ...] = ()
+
+
+class Recorder(Protocol):
+    """Takes values to where metrics are kept."""
+
+    def record(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
+        """Take one value; whoever calls does not wait, and from any thread."""
+
+
+def _counter(name: str, what: str, *tags: str) -> Metric:
+    return Metric(name, Kind.COUNTER, what, ("repository", *tags))
+
+
+def _gauge(name: str, what: str, *tags: str) -> Metric:
+    return Metric(name, Kind.GAUGE, what, tags or ("repository",))
+
+
+def _seconds(name: str, what: str, bounds: tuple[float, ...]) -> Metric:
+    return Metric(name, Kind.HISTOGRAM, what, bounds=bounds)
+
+
+# Training processes.
+STALL = _counter("raystow_stall_seconds", "Time for which save and fence have held up the training loop.", "call")
+STAGED = _seconds("raystow_staged_seconds", "From save until the tensors may change.", _LONG)
+DURABLE = _seconds("raystow_durable_seconds", "From save until there is a version.", _LONG)
+FAILED_SAVES = _counter("raystow_failed_saves", "Saves of a rank that became no version.")
+RESTORE = _seconds("raystow_restore_seconds", "From restore_latest until the state of a rank is filled.", _LONG)
+RESTORED = _counter("raystow_restored_bytes", "Stored bytes that restores have read, by where from.", "source")
+
+# Node workers.
+UPLOADED = _counter("raystow_uploaded_bytes", "Bytes that the store has taken from a node.")
+RETRIES = _counter("raystow_store_retries", "Requests to the store that were sent again.")
+STALE = _counter("raystow_stale_saves", "Saves with the same optimizer state as the one before.")
+UPLOADS = _gauge("raystow_uploads_in_flight", "Objects on their way from a node to the store.", "node")
+QUEUE = _gauge("raystow_queue_bytes", "Bytes being coded, or coded and not uploaded yet.", "node")
+QUEUE_LIMIT = _gauge("raystow_queue_limit_bytes", "What the queue may grow to; then saves wait.", "node")
+MEMORY_TIER = _gauge("raystow_memory_tier_bytes", "Bytes kept in a node's memory to restore from.", "node")
+MEMORY_TIER_LIMIT = _gauge("raystow_memory_tier_limit_bytes", "What keep_in_memory allows.", "node")
+REPLICAS_WANTED = _gauge(
+    "raystow_replicas_wanted_bytes", "Copies on other nodes that a node sees to: what there should be.", "node"
+)
+REPLICAS_PRESENT = _gauge("raystow_replicas_present_bytes", "The part of them that is there.", "node")
+RANKS = _gauge("raystow_connected_ranks", "Training processes that are connected to a node's worker.", "repository", "node")
+
+# Coordinators.
+VERSIONS = _counter("raystow_versions", "Versions committed.")
+RAW = _counter("raystow_raw_bytes", "Bytes of the tensors in versions committed.")
+STORED = _counter("raystow_stored_bytes", "What they take in the store.")
+RATIO = _gauge("raystow_stored_ratio", "Stored bytes by raw bytes of the newest version.")
+COMMIT = _seconds("raystow_commit_seconds", "Writing the record of a version and swapping the root.", _SHORT)
+ABORTED = _counter("raystow_aborted_attempts", "Attempts given up.")
+ABORTED_IN_A_ROW = _gauge("raystow_aborted_attempts_in_a_row", "Attempts given up since the newest version.")
+OPEN = _gauge("raystow_open_attempts", "Attempts under way.")
+NEWEST = _gauge(
+    "raystow_newest_version_timestamp_seconds",
+    "When the newest version was made, since 1970; without one, when the coordinator began.",
+)
+DAMAGED = _counter("raystow_damaged_versions", "Versions that a restore found damaged.")
+
+METRICS = tuple(value for value in list(vars().values()) if isinstance(value, Metric))
+"""All of them."""
+
+_recorder: Recorder | None = None
+
+
+def record_with(recorder: Recorder | None) -> None:
+    """Send what this process records from now on to ``recorder``; None: nowhere."""
+    global _recorder
+    _recorder = recorder
+
+
+def record(metric: Metric, value: float = 1.0, **tags: str) -> None:
+    """Record one value of a metric, with all its tags. From any thread; costs microseconds, and never raises."""
+    recorder = _recorder
+    if recorder is None:
+        return
+    try:
+        recorder.record(metric, value, tags)
+    except Exception:
+        record_with(None)  # said once, and not with each save
+        logger.exception("metrics are not recorded any more: %s could not be", metric.name)
