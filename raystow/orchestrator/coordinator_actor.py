@@ -13,12 +13,11 @@ from typing import Any
 import ray
 
 from .. import __version__
-from ..storage import key_files
+from ..storage import key_files, metrics
 from ..storage.clock import SYSTEM
 from ..storage.committer import Committer
 from ..storage.digest import stored_digest
 from ..storage.errors import RaystowError, SaveFailed
-from ..storage.metrics import ABORTED_IN_A_ROW, COMMIT, DAMAGED, NEWEST, OPEN, record
 from ..storage.repository import create_repository
 from ..storage.retention import Policy
 from ..storage.root import Entry
