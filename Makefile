@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu picture clean
+.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu picture docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -22,7 +22,7 @@ $(READY): pyproject.toml constraints.txt
 	@echo "Setting up .venv: some minutes, the first time"
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,dev]"
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,report,dev]"
 	touch $@
 
 demo: $(READY)  ## train on a real cluster, lose a node in mid-save, get every bit back (two minutes)
@@ -86,6 +86,17 @@ bench-gpu: $(READY)  ## what a save costs training on a GPU, and how fast it com
 picture: $(READY)  ## the picture in the README, from a real run of the demo
 	$(BIN)/python tools/record_demo.py docs/images/demo.svg
 
+docs: $(READY)  ## the documents as a site in site/, built strictly: a broken link or anchor fails
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
+	$(BIN)/mkdocs build --strict
+
+chromium: $(READY)  ## a Chromium for the test that opens reports in it: Debian's where we are root, else Playwright's own
+	@command -v chromium >/dev/null || if [ "$$(id -u)" = 0 ] && command -v apt-get >/dev/null; then \
+		apt-get update -qq && apt-get install -y -qq --no-install-recommends chromium; \
+	else \
+		$(BIN)/playwright install --only-shell chromium; \
+	fi
+
 clean:  ## remove caches, builds and what the demo left; .venv stays
-	rm -rf raystow-demo build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
+	rm -rf raystow-demo site build dist *.egg-info .mypy_cache .ruff_cache .pytest_cache .hypothesis .import_linter_cache
 	find . -name __pycache__ -not -path './.venv/*' -prune -exec rm -rf {} +

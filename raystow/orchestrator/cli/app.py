@@ -26,6 +26,7 @@ _COMMANDS = {
     "gc": ".gc",
     "repair": ".repair",
     "cost": ".cost",
+    "report": ".report.command",
     "keygen": ".keygen",
     "doctor": ".doctor",
 }

@@ -9,7 +9,7 @@ import typer
 
 from ...storage.errors import NotFound
 from .bill import DAYS, Bill, Habit, Prices, break_even
-from .present import billed, count, emit, out, table
+from .present import billed, count, emit, out, price, table
 from .quantities import duration, nbytes, stored_ratio
 from .target import Json, open_target
 
@@ -114,8 +114,8 @@ def _assumptions(plain: Bill, ratio: float, how: str) -> list[str]:
         f"a month of {DAYS} days, with a save every {habit.every / 60:,g} minutes: {habit.saves:,.0f} saves",
         f"a version has {billed(plain.stored)}, and {ratio:.3f} of that compressed; {count(habit.keep, 'version')} kept",
         how,
-        f"{count(habit.gpus, 'GPU')} at {_price(prices.gpu_hour)} an hour; all wait while the loop does",
-        f"a GB (10^9 bytes) costs {_price(prices.gb_month)} a month; requests and transfer cost nothing",
+        f"{count(habit.gpus, 'GPU')} at {price(prices.gpu_hour)} an hour; all wait while the loop does",
+        f"a GB (10^9 bytes) costs {price(prices.gb_month)} a month; requests and transfer cost nothing",
     ]
 
 
@@ -152,11 +152,6 @@ def _verdict(plain: Bill, coded: Bill) -> str:
 def _three(plain: float, coded: float, show: Any) -> list[str]:
     saved = plain - coded
     return [show(plain), show(coded), f"-{show(-saved)}" if saved < 0 else show(saved)]
-
-
-def _price(dollars: float) -> str:
-    """As it was given, but at least with cents."""
-    return f"${dollars:,.2f}" if round(dollars, 2) == dollars else f"${dollars:,g}"
 
 
 def _dollars(amount: float) -> str:

@@ -60,6 +60,11 @@ def moment(created: float) -> str:
     return datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
+def price(dollars: float) -> str:
+    """As it was given, but at least with cents."""
+    return f"${dollars:,.2f}" if round(dollars, 2) == dollars else f"${dollars:,g}"
+
+
 def count(number: int, noun: str) -> str:
     """``1 tensor``, ``1,024 tensors``."""
     return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

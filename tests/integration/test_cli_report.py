@@ -1,0 +1,235 @@
+"""``raystow report``: what the page tells, and how it looks in a browser."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from chromium import chromium
+from local_cluster import LocalCluster
+from shell import run, run_json
+
+from raystow.storage import keys
+from raystow.storage.clock import SYSTEM
+from raystow.storage.repository import create_repository, open_repository
+from raystow.storage.version_record import RestoreInfo
+
+PRICES = ("--store-price", 0.023, "--gpu-price", 4.4, "--gpus", 8)
+PLOTS = ("bytes", "ratio", "stall", "restores", "cost")
+STALLS = (0.03, 0.05, None, 1.5)
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Four versions; the third tells no stall, the last tells of a restore of the second."""
+    folder = tmp_path_factory.mktemp("runs") / "llama"
+    generator = torch.Generator().manual_seed(0)
+    with LocalCluster(str(folder)) as cluster:
+        for number, stall in enumerate(STALLS, 1):
+            if number == 4:
+                read = {"memory": 3 << 20, "peer": 2 << 20, "store": 1 << 20}
+                cluster.coordinator.restored([RestoreInfo(2, 200, SYSTEM.now(), 8, 2.5, read)])
+            state = {"w": torch.randn(number * 10_000, generator=generator), "zeros": torch.zeros(10_000)}
+            cluster.save(state, step=100 * number, stall=stall)
+    repository = open_repository(str(folder))
+    repository.pin(repository.versions()[1], "<b>best")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def whole(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The page of that run, with all its plots."""
+    path = tmp_path_factory.mktemp("page") / "r.html"
+    page_of(run_dir, path, *PRICES)
+    return path
+
+
+def page_of(folder: Path, to: Path, *words: object) -> str:
+    result = run("report", folder, "-o", to, *words)
+    assert result.exit_code == 0, result.output
+    return to.read_text()
+
+
+def cells(page: str, table: str) -> list[list[str]]:
+    """The rows of a table of the page, as text."""
+    body = page[page.index(f'aria-labelledby="{table}"') :]
+    body = body[body.index("<tbody>") : body.index("</tbody>")]
+    return [
+        [html.unescape(re.sub("<[^>]*>", "", cell)).strip() for cell in re.findall(r"<td.*?</td>", row, re.DOTALL)]
+        for row in body.split("<tr>")[1:]
+    ]
+
+
+def test_the_figures_are_those_of_the_repository(run_dir: Path, tmp_path: Path) -> None:
+    facts = run_json("report", run_dir, "-o", tmp_path / "r.html", *PRICES)
+    versions = open_repository(str(run_dir)).versions()
+    assert [(v["id"], v["step"], v["raw"], v["stored"]) for v in facts["versions"]] == [
+        (v.id, v.step, v.raw, v.bytes) for v in versions
+    ]
+    assert [v["stall"] for v in facts["versions"]] == list(STALLS)
+    assert [v["pins"] for v in facts["versions"]] == [[], ["<b>best"], [], []]
+    (restore,) = facts["restores"]
+    assert (restore["version"], restore["ranks"], restore["read"]["peer"]) == (2, 8, 2 << 20)
+    assert facts["stored"] == sum(v.bytes for v in versions)
+    last = facts["versions"][-1]
+    assert last["dollars"]["stall"] == pytest.approx(1.5 / 3600 * 8 * 4.4)
+    months = (facts["made"] - last["created"]) / (30 * 86400)
+    assert last["dollars"]["store"] == pytest.approx(last["stored"] / 1e9 * 0.023 * months)
+    assert last["dollars"]["raw_store"] == pytest.approx(last["raw"] / 1e9 * 0.023 * months)
+
+
+def test_every_plot_has_words_and_a_table_beside_it(whole: Path) -> None:
+    page = whole.read_text()
+    for name in PLOTS:
+        assert re.search(f'<svg id="plot-{name}" role="img" aria-label="[^"]{{20,}}"', page)
+    assert "3 versions, steps 100 to 400: stall 30 ms to 1.5 s, median 50 ms." in page
+    assert "Not known of 1 of 4 versions." in page
+    rows = cells(page, "versions")
+    assert [row[:2] + row[7:8] for row in rows] == [
+        ["1", "100", "30 ms"],
+        ["2", "200", "50 ms"],
+        ["3", "300", "-"],
+        ["4", "400", "1.5 s"],
+    ]
+    assert rows[1][-1] == "<b>best"
+    assert [row[2:] for row in cells(page, "restores")] == [["2", "200", "8", "2.5 s", "3.00 MiB", "2.00 MiB", "1.00 MiB", "0 B"]]
+    assert "&lt;b&gt;best" in page
+    assert "<b>best" not in page
+
+
+def test_without_prices_the_page_says_how_to_give_them(run_dir: Path, tmp_path: Path) -> None:
+    page = page_of(run_dir, tmp_path / "r.html")
+    assert "No prices were given: --store-price" in page
+    assert "plot-cost" not in page
+    assert run("report", run_dir, "--gpus", 8, "-o", tmp_path / "no.html").exit_code == 2
+    assert not (tmp_path / "no.html").exists()
+
+
+def test_only_the_newest_are_looked_at_if_asked_for(run_dir: Path, tmp_path: Path) -> None:
+    page = page_of(run_dir, tmp_path / "r.html", "--newest", 2)
+    assert [row[0] for row in cells(page, "versions")] == ["3", "4"]
+    assert "The newest 2 of its 4 versions" in page
+
+
+def test_an_empty_repository_makes_a_page(tmp_path: Path) -> None:
+    create_repository(str(tmp_path / "run"))
+    assert "There is no version yet." in page_of(tmp_path / "run", tmp_path / "r.html")
+
+
+def test_a_version_of_which_nobody_told_anything_makes_a_page(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path / "run")) as cluster:
+        cluster.save({"n": 1}, step=0)  # no tensor: no bytes, no ratio, no stall, no restore
+    page = page_of(tmp_path / "run", tmp_path / "r.html", *PRICES)
+    assert [name for name in PLOTS if f"plot-{name}" in page] == ["bytes", "cost"]
+    assert "No version holds any bytes." in page
+
+
+def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path / "run")) as cluster:
+        damaged, _ = (cluster.save({"w": torch.ones(1000)}, step=step, stall=0.5) for step in (1, 2))
+    record = tmp_path / "run" / keys.record(damaged.id, damaged.attempt)
+    record.write_bytes(record.read_bytes().replace(b"world_size", b"World_size"))
+    result = run("report", tmp_path / "run", "-o", tmp_path / "r.html")
+    assert result.exit_code == 0
+    assert "warning: the record of version 1 cannot be read: Damaged" in result.stderr
+    page = (tmp_path / "r.html").read_text()
+    assert "The record of version 1 cannot be read: Damaged" in page
+    assert [row[7] for row in cells(page, "versions")] == ["-", "500 ms"]
+
+
+def test_what_was_there_is_replaced_by_a_whole_page_only(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "r.html").write_text("of yesterday")
+    assert run("report", tmp_path / "nowhere", "-o", tmp_path / "r.html").exit_code == 4
+    assert run("report", run_dir, "-o", tmp_path / "no" / "r.html").exit_code == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
+    assert (tmp_path / "r.html").read_text() == "of yesterday"
+    page_of(run_dir, tmp_path / "r.html")
+    assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
+
+
+def test_without_its_libraries_the_error_names_the_extra(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = importlib.util.find_spec
+    monkeypatch.setattr(
+        "raystow.orchestrator.cli.report.command.find_spec", lambda name: None if name == "matplotlib" else real(name)
+    )
+    error = run_json("report", run_dir, "-o", tmp_path / "r.html", code=1)["error"]
+    assert (error["kind"], error["what"]) == ("Unsupported", "a report needs matplotlib")
+    assert error["remedy"] == 'pip install "raystow[report]"'
+
+
+def test_no_other_command_loads_them() -> None:
+    code = (
+        "import sys; from raystow.orchestrator.cli.app import build; build(); print({'matplotlib', 'jinja2'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
+
+
+# From here on: in a browser.
+
+_LEGIBLE = """() => {
+  const rgb = color => color.match(/[\\d.]+/g).slice(0, 3).map(Number);
+  const light = color => rgb(color).map(c => c / 255).map(c => c <= 0.04045 ? c / 12.92 : ((c + 0.055) / 1.055) ** 2.4)
+    .reduce((sum, c, i) => sum + c * [0.2126, 0.7152, 0.0722][i], 0);
+  const contrast = (a, b) => (Math.max(light(a), light(b)) + 0.05) / (Math.min(light(a), light(b)) + 0.05);
+  const paper = getComputedStyle(document.body).backgroundColor;
+  const least = (selector, property) => Math.min(...[...document.querySelectorAll(selector)]
+    .map(node => getComputedStyle(node)[property]).filter(color => color.startsWith('rgb')).map(color => contrast(color, paper)));
+  return {paper, text: Math.min(least('svg text', 'fill'), least('p, td, th, h1, h2', 'color')),
+    series: Math.min(least('svg [style*="fill: var(--series"]', 'fill'), least('svg [style*="stroke: var(--series"]', 'stroke'))};
+}"""
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1280, 390])
+def test_in_a_browser(browser: Any, whole: Path, width: int, scheme: str) -> None:
+    context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
+    try:
+        page, told, asked = context.new_page(), list[str](), list[str]()
+        page.on("console", lambda message: told.append(message.text))
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+        page.goto(whole.as_uri())
+        assert told == []
+        assert [url for url in asked if not url.startswith("data:")] == [whole.as_uri()]
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
+        for name in PLOTS:
+            box = page.locator(f"#plot-{name}").bounding_box()
+            assert box["width"] > 300
+            assert box["height"] > 150
+            assert page.locator(f"#plot-{name} text").count() > 4
+        assert page.get_by_role("img", name=re.compile("version|restore")).count() == len(PLOTS)
+        looks = page.evaluate(_LEGIBLE)
+        assert looks["text"] >= 4.5  # WCAG 2.2, 1.4.3
+        assert looks["series"] >= 3  # and 1.4.11
+        assert looks["paper"] == ("rgb(255, 255, 255)" if scheme == "light" else "rgb(20, 23, 27)")
+        ids = page.evaluate("[...document.querySelectorAll('[id]')].map(node => node.id)")
+        assert len(ids) == len(set(ids))
+    finally:
+        context.close()
+
+
+def test_on_paper(browser: Any, whole: Path) -> None:
+    context = browser.new_context(color_scheme="dark")
+    try:
+        page = context.new_page()
+        page.goto(whole.as_uri())
+        page.emulate_media(media="print")
+        assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
+        assert page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+        assert page.pdf(format="A4").startswith(b"%PDF-")
+    finally:
+        context.close()
