@@ -12,13 +12,13 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskErro
 from ..storage.errors import ClusterError, RaystowError
 
 
-def connect() -> None:
-    """Connect this process to the Ray cluster it runs on, unless it is; ``ClusterError`` if there is none."""
+def connect(address: str = "auto") -> None:
+    """Connect this process to a Ray cluster, by default the one it runs on, unless it is; ``ClusterError`` if there is none."""
     if ray.is_initialized():
         return
     try:
-        _knock()
-        ray.init(address="auto", log_to_driver=False, logging_level="warning")
+        _knock(address)
+        ray.init(address=address, log_to_driver=False, logging_level="warning")
     except (OSError, RayError) as error:
         raise ClusterError(
             f"no Ray cluster is running here: {error}",
@@ -26,11 +26,11 @@ def connect() -> None:
         ) from error
 
 
-def _knock() -> None:
+def _knock(address: str) -> None:
     """``OSError`` if nobody listens where a cluster was last seen: Ray itself would go on asking there for minutes."""
-    address = get_ray_address_from_environment("auto", None) or ""
-    host, _, port = address.rpartition(":")
-    if host and port.isdecimal() and "://" not in address:
+    where = (get_ray_address_from_environment("auto", None) or "") if address == "auto" else address
+    host, _, port = where.rpartition(":")
+    if host and port.isdecimal() and "://" not in where:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 

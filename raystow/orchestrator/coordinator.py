@@ -15,7 +15,7 @@ from typing import Any
 from ..storage.clock import Clock
 from ..storage.committer import Committer
 from ..storage.errors import Fenced, RaystowError, SaveFailed
-from ..storage.metrics import ABORTED, RATIO, RAW, STORED, VERSIONS, record
+from ..storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ..storage.retention import Policy
 from ..storage.root import Entry
 from ..storage.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
@@ -383,8 +383,6 @@ class Coordinator:
         record(VERSIONS, repository=run)
         record(RAW, entry.raw, repository=run)
         record(STORED, entry.stored, repository=run)
-        if entry.raw:
-            record(RATIO, entry.stored / entry.raw, repository=run)
 
 
 def _of_node(attempt: Attempt, node: str) -> list[int]:

@@ -35,6 +35,9 @@ from .restoring import Choice, Rounds, Vote
 
 logger = logging.getLogger(__name__)
 
+COORDINATOR = "coordinator-"
+"""What the names of coordinators begin with."""
+
 _TICK = 0.5  # seconds between looks at deadlines and at the nodes alive
 _ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
 
@@ -239,8 +242,10 @@ class CoordinatorActor:
         metrics.record(metrics.DAMAGED, repository=self._uri)
 
     def _measure(self, core: Coordinator) -> None:
-        """What a scrape in the next seconds is to see."""
+        """Gauges, which Ray forgets some seconds after they were told."""
         newest = self._known.newest
+        if newest is not None and newest.raw:
+            metrics.record(metrics.RATIO, newest.stored / newest.raw, repository=self._uri)
         metrics.record(metrics.NEWEST, self._began if newest is None else newest.created, repository=self._uri)
         metrics.record(metrics.OPEN, sum(not attempt.phase.over for attempt in core.attempts), repository=self._uri)
         metrics.record(metrics.ABORTED_IN_A_ROW, core.aborted_in_a_row, repository=self._uri)
@@ -322,12 +327,17 @@ class RayPort:
         return call(getattr(self._actor, method).remote(*args), timeout, f"coordinator of {self._uri}")
 
 
+def coordinator_name(uri: str) -> str:
+    """The name of the coordinator of the repository at ``uri``, as the store writes that."""
+    return f"{COORDINATOR}{stored_digest(uri.encode()).hex()[:16]}"
+
+
 def coordinator_actor(uri: str) -> Any:
     """The handle to the coordinator of the repository at ``uri``, started on the head node if there is none."""
     return (
         ray.remote(CoordinatorActor)
         .options(
-            name=f"coordinator-{stored_digest(uri.encode()).hex()[:16]}",
+            name=coordinator_name(uri),
             namespace=NAMESPACE,
             lifetime="detached",
             get_if_exists=True,

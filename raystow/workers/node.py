@@ -29,11 +29,13 @@ from .port import Begin, Port
 from .replication import Neighbours, Nobody, Replicator
 from .session import Session
 from .staleness import OptimizerWatch
+from .status import NodeStatus, measure
 from .wire import Connection, Listener
 
 logger = logging.getLogger(__name__)
 
 _UPLOADS = max(4, min(16, os.cpu_count() or 1))
+_MEASURE = 5.0  # seconds from one value of a gauge to the next
 
 
 @dataclass(frozen=True)
@@ -78,12 +80,15 @@ class Node:
         self._lock = threading.Lock()
         self._repositories: dict[str, _Repository] = {}  # by URI
         self._attempts: dict[tuple[str, str], NodeAttempt] = {}
+        self._raw = 0  # bytes coded in attempts that are over
+        self._closed = threading.Event()
         self._shared: set[tuple[str, str]] = set()  # repositories by URI and id, seen from here to be what others see
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
         for _ in range(threads or os.cpu_count() or 1):
             self._workshop.coders.submit(warm_up)
         threading.Thread(target=self._accept, name="raystow-accept", daemon=True).start()
         threading.Thread(target=self.replicator.run, name="raystow-copies", daemon=True).start()
+        threading.Thread(target=self._measure, name="raystow-measure", daemon=True).start()
 
     @property
     def address(self) -> str:
@@ -97,6 +102,7 @@ class Node:
 
     def close(self) -> None:
         """Accept no more processes; those that are connected are served to their end."""
+        self._closed.set()
         self._listener.close()
         self._exchange.close()
         self.replicator.close()
@@ -115,6 +121,31 @@ class Node:
                 lend(connection, received[0], self._fetcher, lambda uri: self._repository(uri).store)
         elif received is not None:
             Session(connection, self, self._node).serve(received[0])
+
+    def status(self) -> NodeStatus:
+        """What this node is at."""
+        with self._lock:
+            stores = {uri: known.store for uri, known in self._repositories.items()}
+            attempts = list(self._attempts.values())
+            raw = self._raw + sum(attempt.raw for attempt in attempts)
+        return NodeStatus(
+            node=self._node,
+            at=SYSTEM.monotonic(),
+            raw=raw,
+            uploaded={uri: store.nbytes for uri, store in stores.items()},
+            uploads=sum(store.under_way for store in stores.values()),
+            queue=self._workshop.budget.used,
+            queue_limit=self._workshop.budget.total,
+            memory=self._tier.used,
+            memory_limit=self._tier.budget,
+            copies=self.replicator.progress,
+            ranks=self._saves.connected(),
+            attempts=tuple(attempt.status() for attempt in attempts if not attempt.over),
+        )
+
+    def _measure(self) -> None:
+        while not self._closed.wait(_MEASURE):
+            measure(self.status())
 
     def keep_in_memory(self, nbytes: int | None) -> None:
         """See ``session.Host``."""
@@ -166,6 +197,7 @@ class Node:
             self._shared.add((uri, repository))
         ticket = here.port.begin(begin)
         with self._lock:
+            self._raw += sum(attempt.raw for attempt in self._attempts.values() if attempt.over)
             self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}
             key = uri, ticket.attempt
             if key not in self._attempts:

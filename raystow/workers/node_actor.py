@@ -13,6 +13,7 @@ from ray.exceptions import RayError
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError
 from ..storage.object_store import Buffer
+from . import ray_metrics
 from .copies import Copy
 from .line import Contact
 from .memory_tier import Holding, Home, Part
@@ -20,8 +21,12 @@ from .node import Node
 from .peers import Peers
 from .port import Port
 from .replication import Progress
+from .status import NodeStatus
 
 NAMESPACE = "raystow"
+NODE = "node-"
+"""What the names of node workers begin with; the node's id follows."""
+
 _SURVEY = 5.0  # seconds in which a node must say what it has in memory
 _START = 30.0  # seconds within which another node's worker must have started
 _ANSWER = 10.0  # seconds within which another node must answer a question about its copies
@@ -34,6 +39,7 @@ class NodeActor:
     """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
 
     def __init__(self, connect: Callable[[str], Port]) -> None:
+        ray_metrics.export()
         peers = Peers(lambda node: _ask(node, "contact", _START), SYSTEM)
         here, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         self._node = Node(here, connect, others=peers, neighbours=RayNeighbours(peers), host=host)
@@ -61,6 +67,10 @@ class NodeActor:
     def copies(self) -> Progress:
         """How far the copies are that this node sees to."""
         return self._node.replicator.progress
+
+    def status(self) -> NodeStatus:
+        """See ``Node.status``."""
+        return self._node.status()
 
 
 class RayNeighbours:
@@ -160,7 +170,7 @@ def _zone(labels: Mapping[str, str]) -> str:
 
 
 def _name(node: str) -> str:
-    return f"node-{node}"
+    return f"{NODE}{node}"
 
 
 def _environment(version: str) -> dict[str, Any] | None:

@@ -28,6 +28,7 @@ _COMMANDS = {
     "cost": ".cost",
     "report": ".report.command",
     "keygen": ".keygen",
+    "top": ".top",
     "doctor": ".doctor",
 }
 """Command -> the module that holds the function of that name, in the order of the help; ``import_`` for a keyword."""

@@ -1,0 +1,49 @@
+"""``raystow top`` on a real cluster."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import ray
+from ranks import every, start
+from shell import run, run_json
+
+from raystow.orchestrator.coordinator_actor import coordinator_actor
+from raystow.storage.clock import SYSTEM
+from raystow.storage.stores import open_store
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def state(seed: int) -> dict[str, object]:
+    import torch
+
+    return {f"layer{i}": torch.full((300_000,), float(seed)) for i in range(4)}
+
+
+def test_it_tells_who_is_waited_for_and_outlives_the_coordinator(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, keep_in_memory=64 << 20)
+    every(ranks, "set", state, 1)
+    every(ranks, "save", 1)
+    every(ranks, "result")
+    ray.get(ranks[0].save.remote(2), timeout=60)  # rank 1 does not save that
+    ray.get(ranks[0].fence.remote(), timeout=60)
+    end = SYSTEM.monotonic() + 60
+    while not (facts := run_json("top", tmp_path))["saves"] or not any(n["answers"] and n["saves"] for n in facts["nodes"]):
+        assert SYSTEM.monotonic() < end, facts
+    (save,) = facts["saves"]
+    assert (facts["uri"], facts["newest"]["id"], facts["newest"]["step"]) == (tmp_path.as_uri(), 1, 1)
+    assert (save["step"], save["phase"], save["begun"], save["world_size"]) == (2, "waiting for ranks", 1, 2)
+    nodes = [node for node in facts["nodes"] if node["answers"]]
+    assert sum(node["ranks"] for node in nodes) == 2
+    assert sum(node["memory"] for node in nodes) > 0
+    (held,) = [held for node in nodes for held in node["saves"]]
+    assert sorted(rank for at in held["ranks"].values() for rank in at) == [0]
+    shown = run("top", tmp_path, "--once").stdout.splitlines()
+    assert max(map(len, shown)) <= 80 or tmp_path.as_uri() in max(shown, key=len)
+    assert any("waiting for" not in line and "ranks" in line and "1/2" in line for line in shown)
+
+    ray.kill(coordinator_actor(open_store(str(tmp_path)).uri), no_restart=False)
+    facts = run_json("top", tmp_path)
+    assert [node["answers"] for node in facts["nodes"] if node.get("ranks")] == [True, True]
