@@ -79,10 +79,13 @@ _HOMES = {
     "Version": "storage.version",
 }
 
+_DOORS = ("dcp", "lightning", "ray_train", "transformers")
+"""Modules of their own for those who use other tools, since each needs its tool."""
+
 
 def __getattr__(name: str) -> Any:
-    if name == "dcp":  # the plug-in for torch's DCP; a module of its own, since it needs torch
-        return importlib.import_module(".dcp", __name__)
+    if name in _DOORS:
+        return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module 'raystow' has no attribute {name!r}")
     return getattr(importlib.import_module(f".{_HOMES.get(name, 'storage.errors')}", __name__), name)

@@ -167,6 +167,21 @@ class Repository:
             decisions = decide(leases.held(self.store, store_clock.now(self.store, self.clock)))
         return RetentionPlan(self.register, self.store, self.clock, decisions)
 
+    def plan_release(self, names: Collection[str]) -> RetentionPlan:
+        """What nothing keeps but the pins of these ``names``, to be dropped together with them; what anything else keeps stays,
+        and so do its pins. Changes nothing before ``execute()`` is called."""
+        root = self.root()
+        released = frozenset(names)
+        doomed = {id for name, id in root.pins.items() if name in released}
+        leased = leases.held(self.store, store_clock.now(self.store, self.clock)) if doomed else set()
+        decisions = tuple(
+            retention.Decision(entry, False, ("released",))
+            if entry.id in doomed and (entry.id, entry.attempt) not in leased
+            else retention.Decision(entry, True, ("leased" if entry.id in doomed else "not released",))
+            for entry in root.versions
+        )
+        return RetentionPlan(self.register, self.store, self.clock, decisions, released)
+
     def plan_collection(self, *, grace: float = collect.GRACE, dropped_only: bool = False) -> CollectionPlan:
         """What lies in the store and belongs to no version; changes nothing before ``execute()`` is called.
 

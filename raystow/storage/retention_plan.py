@@ -14,12 +14,14 @@ from .root import Dropped, Entry, Register, Root
 
 @dataclass(frozen=True)
 class RetentionPlan:
-    """Decisions on the versions that there were when it was made, oldest first."""
+    """Decisions on the versions that there were when it was made, oldest first. ``released``: the names of pins that do not
+    keep a version; they go with it."""
 
     register: Register
     store: ObjectStore
     clock: Clock
     decisions: tuple[Decision, ...]
+    released: frozenset[str] = frozenset()
 
     @property
     def dropped(self) -> tuple[Entry, ...]:
@@ -45,14 +47,17 @@ class RetentionPlan:
         def drop(root: Root) -> Root:
             # Judged on the very root that is replaced. What was committed since the plan is not doomed, and ``next_id`` stays, so
             # that no id comes back. The newest stays: a commit whose answer was lost looks for its version in the root.
-            kept = {*root.pins.values(), root.verified}
+            kept = {root.verified, *(id for name, id in root.pins.items() if name not in self.released)}
             going = {entry for entry in root.versions[:-1] if entry in doomed and entry.id not in kept}
             if not going:
                 return root
             check(root)
-            gone = tuple(Dropped(entry.id, entry.attempt, at) for entry in root.versions if entry in going)
+            ids = {entry.id for entry in going}
             return replace(
-                root, versions=tuple(entry for entry in root.versions if entry not in going), dropped=(*root.dropped, *gone)
+                root,
+                versions=tuple(entry for entry in root.versions if entry not in going),
+                dropped=(*root.dropped, *(Dropped(entry.id, entry.attempt, at) for entry in root.versions if entry in going)),
+                pins={name: id for name, id in root.pins.items() if id not in ids},
             )
 
         live = set(self.register.update(drop).versions)
