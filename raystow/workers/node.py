@@ -26,6 +26,7 @@ from .line import Contact
 from .memory_tier import Holding, Home, MemoryTier
 from .metered import Metered
 from .port import Begin, Port
+from .progress import Saves, SavesHere
 from .replication import Neighbours, Nobody, Replicator
 from .session import Session
 from .staleness import OptimizerWatch
@@ -82,6 +83,7 @@ class Node:
         self._attempts: dict[tuple[str, str], NodeAttempt] = {}
         self._raw = 0  # bytes coded in attempts that are over
         self._closed = threading.Event()
+        self._saves = SavesHere()
         self._shared: set[tuple[str, str]] = set()  # repositories by URI and id, seen from here to be what others see
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
         for _ in range(threads or os.cpu_count() or 1):
@@ -120,7 +122,8 @@ class Node:
             with contextlib.closing(connection), contextlib.suppress(ClusterError), self._fetcher.visit():
                 lend(connection, received[0], self._fetcher, lambda uri: self._repository(uri).store)
         elif received is not None:
-            Session(connection, self, self._node).serve(received[0])
+            with self._saves.rank(received[0]["uri"]):
+                Session(connection, self, self._node).serve(received[0])
 
     def status(self) -> NodeStatus:
         """What this node is at."""
@@ -158,6 +161,10 @@ class Node:
     def holdings(self, repository: str) -> list[Holding]:
         """What this node's memory has of a repository."""
         return self._tier.holdings(repository)
+
+    def saves(self) -> dict[str, Saves]:
+        """How far the saves are of the ranks connected, by the URI of the repository."""
+        return self._saves.now()
 
     def grow(self, nbytes: int) -> None:
         """See ``session.Host``."""
@@ -204,13 +211,15 @@ class Node:
                 home = Home(repository, ticket.id, ticket.attempt)
                 keep = keeper(self._tier, home, ticket.node, self.replicator.wake)
                 attempt = self._attempts[key] = NodeAttempt(here.store, here.port, ticket, self._workshop, here.watch, keep)
-                attempt.on_end(lambda outcome, _: self._settle(home, outcome))
+                number = self._saves.begin(uri)
+                attempt.on_end(lambda outcome, _: self._settle(uri, number, home, outcome))
             return self._attempts[key], ticket.node
 
-    def _settle(self, home: Home, outcome: Outcome) -> None:
+    def _settle(self, uri: str, number: int, home: Home, outcome: Outcome) -> None:
         if isinstance(outcome, RaystowError):
             self._tier.given_up(home)
             self.replicator.give_up(home)
         else:
+            self._saves.settle(uri, number)
             self._tier.committed(home)
             self.replicator.wake()
