@@ -7,8 +7,11 @@ from typing import Any
 
 import ray
 from ray._private.services import get_ray_address_from_environment
+from ray._raylet import GcsClient  # type: ignore[attr-defined]
+from ray.core.generated.autoscaler_pb2 import DrainNodeReason
 from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
 
+from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, RaystowError
 
 
@@ -59,6 +62,21 @@ def gpus_here() -> int:
     """The GPUs of this node, as Ray counts them: those of all its workers, however few of them this process sees."""
     here = ray.get_runtime_context().get_node_id()
     return int(next((node["Resources"].get("GPU", 0) for node in ray.nodes() if node["NodeID"] == here), 0))
+
+
+def announce_end(node: str, seconds: float, reason: str) -> None:
+    """Tell Ray that a node will be gone in ``seconds``: what its hidden command ``ray drain-node`` does, as a preemption. Ray
+    starts nothing there any more, and ends nothing. ``ClusterError`` if no such node is alive."""
+    if not any(known["NodeID"] == node and known["Alive"] for known in ray.nodes()):  # Ray takes a notice for any id
+        raise ClusterError("no such node is alive", subject=f"node {node}", remedy="`ray list nodes` lists them")
+    gcs = GcsClient(address=ray.get_runtime_context().gcs_address)
+    preemption = DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
+    try:
+        accepted, why = gcs.drain_node(node, preemption, reason, int((SYSTEM.now() + seconds) * 1000))
+    except RayError as error:
+        raise ClusterError(f"Ray does not take the notice: {error}", subject=f"node {node}") from error
+    if not accepted:
+        raise ClusterError(f"Ray does not take the notice: {why}", subject=f"node {node}")
 
 
 def survey() -> dict[str, float]:

@@ -22,18 +22,23 @@ class Drained:
     left: tuple[str, ...]
 
 
-def drain(saves: Callable[[], Mapping[str, Saves]], announce: Callable[[], None], clock: Clock, *, seconds: float) -> Drained:
+def drain(
+    saves: Callable[[], Mapping[str, Saves] | None], announce: Callable[[], None], clock: Clock, *, seconds: float
+) -> Drained:
     """Announce the end of a node, and return when what its ranks work on is in versions that were begun after that.
 
-    ``saves``: see ``Node.saves``. A rank that has not saved yet is not connected to the node worker: where none is, one has 30 s
-    to begin. Raises ``DeadlineExceeded`` after ``seconds``, and what ``saves`` and ``announce`` raise.
+    ``saves``: see ``Node.saves``; None where there is no node worker, so that nobody can save. A rank that has not saved yet is
+    not connected to it: where none is, one has 30 s to begin. Raises ``DeadlineExceeded`` after ``seconds``, and what ``saves``
+    and ``announce`` raise.
     """
     before = saves()  # first: what begins from here on is as good as a save on notice
     start = clock.monotonic()
     announce()
+    if before is None:
+        return Drained((), ())
     seen, durable = {*before}, set[str]()
     while True:
-        now = saves()
+        now = saves() or {}
         seen |= {*now}
         durable |= {uri for uri, state in now.items() if state.durable > _told(before.get(uri, Saves()), state)}
         waiting, waited = {*now} - durable, clock.monotonic() - start

@@ -20,6 +20,7 @@ from .memory_tier import Holding, Home, Part
 from .node import Node
 from .peers import Peers
 from .port import Port
+from .progress import Saves
 from .replication import Progress
 from .status import NodeStatus
 
@@ -63,6 +64,10 @@ class NodeActor:
     def given_up(self, home: Home) -> None:
         """See ``Guests.given_up``."""
         self._node.guests.given_up(home)
+
+    def saves(self) -> dict[str, Saves]:
+        """See ``Node.saves``."""
+        return self._node.saves()
 
     def copies(self) -> Progress:
         """How far the copies are that this node sees to."""
@@ -138,6 +143,16 @@ def node_actor(connect: Callable[[str], Port]) -> Any:
         )
         .remote(connect)
     )
+
+
+def saves_on(node: str) -> dict[str, Saves] | None:
+    """See ``Node.saves``; None where there is no node worker. ``ClusterError`` if it does not answer."""
+    try:
+        _worker(node)
+    except ValueError:
+        return None
+    saves: dict[str, Saves] = _ask(node, "saves", _ANSWER)
+    return saves
 
 
 async def holders(repository: str, attempt: str) -> dict[int, list[str]]:

@@ -63,6 +63,12 @@ def test_a_rank_that_has_not_saved_yet_has_half_a_minute_to_begin() -> None:
     assert clock.time == 30
 
 
+def test_where_there_is_no_node_worker_nobody_saves() -> None:
+    clock = FakeClock()
+    assert drain(lambda: None, nothing, clock, seconds=300) == Drained(durable=(), left=())
+    assert clock.time == 0
+
+
 def test_a_node_worker_that_was_restarted_counts_anew() -> None:
     states = looks({"run": Saves(7, 7)}, {"run": Saves(1, 0)}, {"run": Saves(1, 1)})
     assert drain(states, nothing, FakeClock(), seconds=60).durable == ("run",)

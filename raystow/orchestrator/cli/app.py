@@ -27,6 +27,7 @@ _COMMANDS = {
     "repair": ".repair",
     "cost": ".cost",
     "report": ".report.command",
+    "drain": ".drain",
     "keygen": ".keygen",
     "top": ".top",
     "doctor": ".doctor",

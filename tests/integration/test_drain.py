@@ -1,0 +1,51 @@
+"""A node is going to be taken away: ``drain`` waits for what its ranks save on notice. With Ray Train: ``tests/drills``."""
+
+from __future__ import annotations
+
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import ray
+import torch
+from ranks import Rank, every, start
+from ray.cluster_utils import Cluster
+
+import raystow
+from raystow.orchestrator.cluster import announce_end
+from raystow.orchestrator.draining import Drained, drain
+from raystow.storage.clock import SYSTEM
+from raystow.workers.node_actor import saves_on
+
+
+def save_on_notice(rank: Rank, node: str) -> None:
+    """What a training loop does that asks Ray whether its node is going to be taken away."""
+    end = SYSTEM.monotonic() + 60
+    while node not in ray._private.state.state.get_draining_nodes():
+        assert SYSTEM.monotonic() < end, "nobody says that the node goes"
+        SYSTEM.sleep(0.1)
+    rank.save(2)
+
+
+def test_what_is_saved_on_notice_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
+    leaving = cluster.add_node(num_cpus=1, resources={"leaving": 100})
+    try:
+        (rank,) = start(str(tmp_path), 1, nodes=("leaving",))
+        every([rank], "set", dict, {"w": torch.ones(1000)})
+        every([rank], "save", 1)
+        every([rank], "result")
+        told = rank.do.remote(save_on_notice, leaving.node_id)
+        with ThreadPoolExecutor(1) as hook:
+            done = hook.submit(
+                drain,
+                lambda: saves_on(leaving.node_id),
+                lambda: announce_end(leaving.node_id, 60, "a test"),
+                SYSTEM,
+                seconds=60,
+            )
+            assert done.result(90) == Drained(durable=(raystow.open(tmp_path).uri,), left=())
+        newest = raystow.open(tmp_path).latest()
+        assert newest is not None
+        assert newest.step == 2
+        ray.get(told, timeout=30)
+    finally:
+        cluster.remove_node(leaving)
