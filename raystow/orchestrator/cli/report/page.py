@@ -17,7 +17,7 @@ _BARS = 12  # restores that are drawn: the latest
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SOURCES = {
     "memory": "own node's memory",
-    "peer": "other nodes' memory",
+    "peer": "other nodes",
     "store": "store",
     "instead": "store, instead of a node",
 }

@@ -1,0 +1,72 @@
+"""Safetensors files become versions, and versions files, in memory that does not grow with them."""
+
+from __future__ import annotations
+
+import json
+import struct
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import numpy as np
+import psutil
+import pytest
+from shell import run
+
+from raystow.orchestrator.cli import export, importing
+
+MIB = 1 << 20
+STATE = 320 * MIB
+ALLOWED = 160 * MIB  # 32 that import is allowed, or slabs of 16, and what threads and libraries take beside it
+
+
+def model(path: Path) -> None:
+    """One tensor in a file, as large as the state: random numbers, which hardly code, again and again."""
+    header = json.dumps({"w": {"dtype": "F32", "shape": [STATE // 4], "data_offsets": [0, STATE]}}).encode()
+    header += b" " * (-len(header) % 8)
+    tile = np.random.default_rng(0).standard_normal(4 * MIB, np.float32).tobytes()
+    with path.open("wb") as file:
+        file.write(struct.pack("<Q", len(header)) + header)
+        for _ in range(STATE // len(tile)):
+            file.write(tile)
+
+
+@contextmanager
+def bounded(most: int) -> Iterator[None]:
+    """Fails if this process ever holds ``most`` bytes more than at the beginning. Pages of files do not count: the system takes
+    them back when it likes."""
+
+    def held() -> int:
+        info = psutil.Process().memory_info()
+        return int(info.rss - info.shared)
+
+    before, peak, over = held(), 0, threading.Event()
+
+    def watch() -> None:
+        nonlocal peak
+        while not over.wait(0.005):
+            peak = max(peak, held())
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
+    assert 0 < peak - before < most, f"{(peak - before) / MIB:.0f} MiB"
+
+
+def test_a_large_file_goes_in_and_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importing, "_MEMORY", 32 * MIB)
+    monkeypatch.setattr(export, "SLAB", 16 * MIB)
+    model(tmp_path / "model.safetensors")
+    with bounded(ALLOWED):
+        assert run("import", tmp_path / "model.safetensors", tmp_path / "run").exit_code == 0
+    with bounded(ALLOWED):
+        assert run("restore", tmp_path / "run", "--to", tmp_path / "out").exit_code == 0
+    files = [
+        np.memmap(path, np.uint8, "r")[-STATE:] for path in (tmp_path / "model.safetensors", tmp_path / "out/weights.safetensors")
+    ]
+    assert all(np.array_equal(files[0][at : at + 16 * MIB], files[1][at : at + 16 * MIB]) for at in range(0, STATE, 16 * MIB))
