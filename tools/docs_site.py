@@ -1,0 +1,76 @@
+"""What the site needs beyond the documents: the files outside docs/ that they link to, each as a page of its own.
+
+The documents are read in three places: in a checkout, where the source is hosted, and on the site. In the first two a link to
+``../examples/read_without_ray.py`` opens that file. On the site it opens a page with the file's text, which this hook makes:
+so the links work wherever the site lies, also in a folder, and show the source that the documents were written for.
+"""
+
+from __future__ import annotations
+
+import posixpath
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.config.defaults import MkDocsConfig
+from mkdocs.structure.files import File, Files, InclusionLevel
+
+_LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
+_NAMED_FENCE = re.compile(r"^```(\w+) ([\w.-]+)$", re.MULTILINE)  # ```json root.json, by which tests find examples
+_PAGES = "source"  # where they are on the site
+
+
+def on_files(files: Files, config: MkDocsConfig) -> Files:
+    """Add a page for each file and folder outside docs/ that a document links to, and for what those link to in turn."""
+    root = Path(config.docs_dir).parent
+    pending = [(path, (root / path).read_text()) for path in (f"docs/{file.src_uri}" for file in files.documentation_pages())]
+    while pending:
+        path, text = pending.pop()
+        for linked in _outside(path, text):
+            if files.get_file_from_path(_page(linked)) is None and (root / linked).exists():
+                content = _content(root, linked)
+                page = File.generated(config, _page(linked), content=content, inclusion=InclusionLevel.NOT_IN_NAV)
+                files.append(page)
+                if linked.endswith(".md") or (root / linked).is_dir():
+                    pending.append((linked, content))
+    return files
+
+
+def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
+    """Point links that leave docs/ to those pages, and give examples that have a name that name as a title."""
+    uri = page.file.src_uri
+    path = uri.removeprefix(f"{_PAGES}/") if uri.startswith(f"{_PAGES}/") else f"docs/{uri}"
+
+    def pointed(found: re.Match[str]) -> str:
+        target = _resolved(path, found[1])
+        site = target.removeprefix("docs/") if target.startswith("docs/") else _page(target)
+        known = files.get_file_from_path(site) is not None
+        return f"]({posixpath.relpath(site, posixpath.dirname(uri))}{found[2] or ''})" if known else found[0]
+
+    return _NAMED_FENCE.sub(r'```\1 title="\2"', _LINK.sub(pointed, markdown))
+
+
+def _outside(path: str, text: str) -> list[str]:
+    return [linked for found in _LINK.finditer(text) if not (linked := _resolved(path, found[1])).startswith("docs/")]
+
+
+def _resolved(path: str, link: str) -> str:
+    """What a link in a file means, from the top of the checkout."""
+    return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
+
+
+def _page(path: str) -> str:
+    return f"{_PAGES}/{path}" if path.endswith(".md") else f"{_PAGES}/{path}.md"
+
+
+def _content(root: Path, path: str) -> str:
+    if (root / path).is_dir():
+        inside = sorted(
+            str(file.relative_to(root)) for file in (root / path).rglob("*") if file.is_file() and file.suffix != ".pyc"
+        )
+        return f"# {path}\n\n" + "".join(f"- [{file}]({posixpath.relpath(file, posixpath.dirname(path))})\n" for file in inside)
+    text = (root / path).read_text()
+    if path.endswith(".md"):
+        return text
+    fence = "`" * 4
+    return f"# {path}\n\n{fence}{Path(path).suffix.removeprefix('.')}\n{text}\n{fence}\n"
