@@ -90,10 +90,11 @@ def train(config: dict[str, Any]) -> None:
             advance(w.to_local(), state["step"])
             SYSTEM.sleep(config.get("pace", 0.0))
             if config.get("notice"):
-                if checkpointer.preempted():
+                noticed = checkpointer.preempted()
+                if noticed or state["step"] == 1:  # at first, so that the node worker is there: on a node to go, none is started
                     checkpointer.save(state, step=state["step"]).result(DEADLINE)
-                    if last:
-                        run.note("saved-on-notice")
+                if noticed and last:
+                    run.note("saved-on-notice")
             else:
                 pending = checkpointer.save(state, step=state["step"], metrics={"score": score(state["step"])})
                 if config.get("wait"):

@@ -51,7 +51,13 @@ class Checkpointer(client.Checkpointer):
     Train's local mode and for a Ray Train that is too old.
     """
 
-    def __init__(self, uri: str | os.PathLike[str] | None = None, *, validation: bool | Any = False, **options: Any) -> None:
+    def __init__(
+        self,
+        uri: str | os.PathLike[str] | None = None,
+        *,
+        validation: bool | ray.train.ValidationTaskConfig = False,
+        **options: Any,
+    ) -> None:
         storage, run = _place()
         if uri is None:
             uri = _repository_in(storage)
@@ -107,6 +113,7 @@ class Checkpointer(client.Checkpointer):
         Takes some milliseconds: if steps are short, ask at every tenth. ``ray.train.get_preemption_info()`` says which node it
         is, and when.
         """
+        _need("get_preemption_info")
         notice = ray.train.get_preemption_info()
         news = notice is not None and notice != self._notice
         self._notice = notice
@@ -159,9 +166,7 @@ class Checkpointer(client.Checkpointer):
 
 def _place() -> tuple[Any, str]:
     """Where Train stores the run of this worker, and the run's name."""
-    if not hasattr(ray.train, "get_all_reported_checkpoints"):
-        remedy = "upgrade Ray (this was tried with 2.60), or use raystow.Checkpointer"
-        raise Unsupported(f"the Ray Train of Ray {ray.__version__} lists no checkpoints", remedy=remedy)
+    _need("get_all_reported_checkpoints")
     remedy = "elsewhere, use raystow.Checkpointer"
     try:
         context = ray.train.get_context()
@@ -170,6 +175,12 @@ def _place() -> tuple[Any, str]:
         raise Unsupported("Ray Train's local mode has no storage", remedy=remedy) from error
     except RuntimeError as error:
         raise StateError("this is no worker of Ray Train", remedy=remedy) from error
+
+
+def _need(name: str) -> None:
+    if not hasattr(ray.train, name):
+        what = f"Ray Train has no {name} in Ray {ray.__version__}, or with RAY_TRAIN_V2_ENABLED=0"
+        raise Unsupported(what, remedy="upgrade Ray (this was tried with 2.60), or use raystow.Checkpointer")
 
 
 def _repository_in(storage: Any) -> str:

@@ -1,0 +1,172 @@
+"""What Ray Train is for: workers and nodes come and go, stores fail, runs are resumed. No step is lost that a version has, and
+Train and the repository keep the same versions."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ray.cluster_utils import Cluster
+from ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer, until
+
+import raystow
+from raystow import ray_train
+
+pytestmark = pytest.mark.slow
+SPARE = "spare"
+
+
+class Spares:
+    """Nodes of one CPU each, with the resource ``spare``, that come and go."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster, self.nodes = cluster, list[Any]()
+
+    def add(self) -> None:
+        self.nodes.append(self.cluster.add_node(num_cpus=1, resources={SPARE: 1}))
+
+    def of(self, id: str) -> Any:
+        """The node with this id, which is not one of the spares any more."""
+        node = next(node for node in self.nodes if node.node_id == id)
+        self.nodes.remove(node)
+        return node
+
+
+@pytest.fixture
+def spares(cluster: Cluster) -> Iterator[Spares]:
+    spares = Spares(cluster)
+    spares.add()
+    spares.add()
+    yield spares
+    for node in spares.nodes:
+        cluster.remove_node(node, allow_graceful=False)
+
+
+def agree(result: Any, uri: str | Path) -> list[int]:
+    """Train and the repository keep the same versions, all of them whole and right; their steps, oldest first."""
+    repository = raystow.open(uri)
+    versions = repository.versions()
+    listed = [ray_train.version_of(checkpoint) for checkpoint, _ in result.best_checkpoints]
+    last = ray_train.version_of(result.checkpoint)
+    assert {version.id for version in versions} == {version.id for version in listed} | {last.id}
+    assert last == versions[-1]
+    for version in versions:
+        repository.verify(version)
+        check(version)
+    return [version.step for version in versions]
+
+
+def home(folder: Path) -> Path:
+    return folder / "ray" / "run" / "raystow"
+
+
+def test_a_new_driver_resumes_the_run(cluster: Cluster, tmp_path: Path) -> None:
+    """The last two and the best, over a worker's death and three drivers; all retention is Train's."""
+    keep = {"num_to_keep": 2, "checkpoint_score_attribute": "score", "checkpoint_score_order": "max"}
+    first = trainer(tmp_path, {"steps": 3, "die": 2}, **keep).fit()
+    assert agree(first, home(tmp_path)) == [1, 2, 3]  # scores 2, 4, 1
+    second = trainer(tmp_path, {"steps": 6}, **keep).fit()
+    assert agree(second, home(tmp_path)) == [2, 4, 6]  # scores 4, 3, 2
+    third = trainer(tmp_path, {"steps": 6}, **keep).fit()  # nothing left to do
+    assert agree(third, home(tmp_path)) == [2, 4, 6]
+    assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2, 3, 6]
+    with pytest.raises(raystow.NotFound, match="Ray Train has dropped it"):
+        ray_train.version_of(first.checkpoint)
+
+
+def test_a_node_dies(spares: Spares, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(trainer(tmp_path, {"steps": 6, "hold": 4, "wait": True}, on=SPARE).fit)
+        until(lambda: run.has("step-4"), "four steps")
+        doomed = spares.of(run.starts()[-1][2])
+        spares.add()
+        kill(spares.cluster, doomed)
+        until(lambda: len(run.starts()) == 2, "a new worker group")
+        run.note("go")
+        result = fit.result(DEADLINE)
+    assert [step for step, _, _ in run.starts()] == [0, 4]
+    assert agree(result, home(tmp_path)) == [1, 2, 3, 4, 5, 6]
+
+
+def test_an_elastic_group_shrinks_and_grows(spares: Spares, tmp_path: Path) -> None:
+    run = Run(tmp_path)
+    config = {"steps": 60, "wait": True, "pace": 0.5}
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(trainer(tmp_path, config, workers=(1, 2), on=SPARE, num_to_keep=3).fit)
+        until(lambda: run.has("step-3"), "three steps")
+        kill(spares.cluster, spares.of(run.starts()[-1][2]))
+        until(lambda: len(run.starts()) == 2 and run.reached() > run.starts()[-1][0] + 2, "one goes on alone")
+        spares.add()
+        until(lambda: len(run.starts()) == 3, "they are two again")
+        result = fit.result(2 * DEADLINE)
+    assert [world for _, world, _ in run.starts()] == [2, 1, 2]
+    assert run.starts()[0][0] < run.starts()[1][0] < run.starts()[2][0]
+    assert agree(result, home(tmp_path)) == [58, 59, 60]
+
+
+def test_a_notice_is_time_to_save(spares: Spares, tmp_path: Path) -> None:
+    """The node is gone a minute after the notice; nothing but the notice makes them save."""
+    run = Run(tmp_path)
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(trainer(tmp_path, {"steps": 120, "notice": True, "pace": 0.2}, on=SPARE).fit)
+        until(lambda: bool(run.starts()) and run.reached() > 2, "it trains")
+        doomed = spares.of(run.starts()[-1][2])
+        drain(spares.cluster, doomed, 60.0)
+        until(lambda: run.has("saved-on-notice"), "it has saved", 60.0)
+        version = raystow.latest(home(tmp_path))
+        assert version is not None
+        spares.add()
+        kill(spares.cluster, doomed)
+        result = fit.result(2 * DEADLINE)
+    assert version.step > 1
+    assert [step for step, _, _ in run.starts()] == [0, version.step]
+    assert agree(result, home(tmp_path)) == [1, version.step, 120]
+
+
+def test_a_failing_store_ends_nothing(cluster: Cluster, tmp_path: Path) -> None:
+    """Saves fail while the store does; Train hears nothing of them, and its workers train on."""
+    run, uri = Run(tmp_path), tmp_path / "elsewhere"
+    config = {"steps": 6, "hold": 2, "wait": True, "pace": 0.3, "options": {"uri": str(uri), "timeout": 30.0}}
+    with ThreadPoolExecutor(1) as pool:
+        fit = pool.submit(trainer(tmp_path, config).fit)
+        until(lambda: run.has("step-2"), "two steps")
+        (uri / "versions").rename(uri / "away")
+        (uri / "versions").write_text("no folder any more")
+        run.note("go")
+        until(lambda: run.has("step-4"), "two saves that fail")
+        (uri / "versions").unlink()
+        (uri / "away").rename(uri / "versions")
+        result = fit.result(DEADLINE)
+    assert [step for step, _, _ in run.starts()] == [0], "the group has lived"
+    steps = agree(result, uri)
+    assert steps[:2] == [1, 2]
+    assert steps[-1] == 6
+    assert 3 not in steps
+
+
+def validate(checkpoint: Any, worst: float) -> dict[str, float]:
+    """What the version that the checkpoint points to is worth."""
+    import torch
+
+    into = {"w": torch.zeros(1001)}
+    version = ray_train.restore(checkpoint, into=into, strict=False)
+    assert torch.equal(into["w"], expected(version.step))
+    return {"score": worst if version.step == 4 else score(version.step)}
+
+
+def test_validation_decides_what_is_kept(cluster: Cluster, tmp_path: Path) -> None:
+    from ray.train import ValidationConfig, ValidationTaskConfig
+
+    validation = ValidationConfig(fn=validate, task_config=ValidationTaskConfig(fn_kwargs={"worst": -1.0}))
+    keep = {"num_to_keep": 1, "checkpoint_score_attribute": "score", "checkpoint_score_order": "max"}
+    config = {"steps": 5, "options": {"validation": True}}
+    result = trainer(tmp_path, config, validation=validation, **keep).fit()
+    (best, metrics) = result.best_checkpoints[-1]
+    assert ray_train.version_of(best).step == 2
+    assert metrics["score"] == 4.0
+    ray_train.prune(result)
+    assert agree(result, home(tmp_path)) == [2, 5]
