@@ -132,6 +132,21 @@ def test_no_other_retention_takes_what_train_lists(repository: Repository, train
     assert live(repository) == [1, 2, 3]
 
 
+def test_pins_that_were_lost_are_made_again(repository: Repository, train: Train, commit: Any) -> None:
+    ledger = new_process(repository, train)
+    for step in (1, 2):
+        commit(step)
+    ledger.look()
+    train.hear(ledger)
+    for name in repository.root().pins:
+        repository.unpin(name)
+    ledger = new_process(repository, train)
+    assert set(repository.root().pins.values()) == {1, 2}
+    train.drop(1)
+    ledger.tidy()
+    assert live(repository) == [2]
+
+
 def test_a_new_process_tells_what_the_last_one_had_no_time_to(repository: Repository, train: Train, commit: Any) -> None:
     ledger = new_process(repository, train)
     commit(1)

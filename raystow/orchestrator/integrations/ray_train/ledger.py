@@ -94,7 +94,11 @@ class Ledger:
     def _look(self) -> None:
         root = self._repository.root()
         if self._told is None:
-            self._told = _known(root, self._run, self._listed(10.0))
+            listed = self._listed(10.0)
+            for entry in root.versions:  # pinned already, unless the root was repaired or somebody took the pin off
+                if (entry.id, entry.attempt) in listed and _pin(self._run, entry.id) not in root.pins:
+                    self._repository.pin(self._repository.at(entry), _pin(self._run, entry.id))
+            self._told = _known(root, self._run, listed)
         for entry in root.versions:
             if entry.id > self._told:
                 self._add(entry)
