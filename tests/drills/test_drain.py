@@ -2,23 +2,25 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import ray
-import torch
 from stage import DEADLINE, Stage, until
-from test_preemption import train_in_ray_train
 
 import raystow
+from raystow.workers.node_actor import saves_on
 
 pytestmark = pytest.mark.slow
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train_on_kuberay.py"
 
 
 def drain(stage: Stage, node: str, within: str) -> tuple[int, dict[str, Any]]:
@@ -30,39 +32,47 @@ def drain(stage: Stage, node: str, within: str) -> tuple[int, dict[str, Any]]:
     return done.returncode, json.loads(done.stdout)
 
 
-def test_the_hook_returns_when_training_has_saved(stage: Stage, tmp_path: Path) -> None:
-    from ray.train import FailureConfig, RunConfig, ScalingConfig
-    from ray.train.torch import TorchConfig, TorchTrainer
+@contextlib.contextmanager
+def example(stage: Stage, uri: str) -> Iterator[None]:
+    """The job of ``k8s/``, on CPUs, until the end of the block."""
+    command = [sys.executable, str(EXAMPLE), uri, "1000000", "2", "--cpu"]
+    job = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": stage.cluster.address}, stderr=subprocess.DEVNULL)
+    try:
+        yield
+        assert job.poll() is None, "it has ended by itself"
+    finally:
+        job.kill()
+        job.wait()
 
-    def started() -> list[list[str]]:
-        return sorted(path.name.split("-")[1::2] for path in tmp_path.glob("from-*"))
+
+def test_the_hook_returns_when_the_job_has_saved_and_the_job_goes_on_elsewhere(stage: Stage, tmp_path: Path) -> None:
+    uri = f"file://{tmp_path / 'run'}"
+
+    def newest() -> int:
+        """Its step."""
+        try:
+            version = raystow.open(uri).latest()
+        except raystow.NotARepository:
+            return 0
+        return version.step if version is not None else 0
+
+    def trains(name: str) -> bool:
+        return bool(saves_on(stage.nodes[name].node_id))
 
     stage.add("a", "b", "c")
-    uri = str(tmp_path / "run")
-    trainer = TorchTrainer(
-        train_in_ray_train,
-        train_loop_config={"uri": uri, "folder": str(tmp_path), "last": 80, "seconds": 0.2},
-        torch_config=TorchConfig(backend="gloo"),
-        scaling_config=ScalingConfig(num_workers=2, resources_per_worker={"CPU": 1}),
-        run_config=RunConfig(name="hook", storage_path=str(tmp_path / "ray"), failure_config=FailureConfig(max_failures=1)),
-    )
-    with ThreadPoolExecutor(1) as pool:
-        running = pool.submit(trainer.fit)
-        until(lambda: bool(started()), "it trains")
-        ((_, node),) = started()
+    with example(stage, uri):
+        until(lambda: newest() > 0 and sum(map(trains, stage.nodes)) == 2, "it trains on two nodes, and saves", 3 * DEADLINE)
+        leaving, spare = next(filter(trains, stage.nodes)), next(name for name in stage.nodes if not trains(name))
+        node = stage.nodes[leaving].node_id
 
-        assert drain(stage, node, "60s") == (0, {"node": node, "durable": [f"file://{uri}"], "left": []})
-        first, saved = raystow.open(uri).versions()
-        assert saved.step > first.step == 0
+        assert drain(stage, node, "60s") == (0, {"node": node, "durable": [uri], "left": []})
+        saved = newest()
+        assert saved > 0
 
-        stage.kill(next(name for name, running_on in stage.nodes.items() if running_on.node_id == node))
-        running.result(2 * DEADLINE)
-    (_, before), (again, after) = sorted(started(), key=lambda told: int(told[0]))
-    assert int(again) == saved.step
-    assert before != after
-    newest = raystow.open(uri).latest()
-    assert newest is not None
-    assert torch.equal(newest.read("w"), torch.full((1000,), 80.0))
+        stage.kill(leaving)
+        until(lambda: trains(spare) and newest() > saved, "it goes on, and saves", 3 * DEADLINE)
+    steps = [version.step for version in raystow.open(uri).versions()]
+    assert steps == sorted(set(steps)), "steps were trained again that were saved before"
 
 
 def test_a_node_that_trains_nothing_goes_at_once_and_one_that_is_gone_is_an_error(stage: Stage) -> None:
