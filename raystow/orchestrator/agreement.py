@@ -10,6 +10,7 @@ from typing import Protocol
 
 from ..storage import keys
 from ..storage.errors import Damaged, NotFound, RaystowError
+from ..storage.log import about
 from ..storage.metrics import RESTORED, record
 from ..storage.repository import Repository
 from ..storage.root import Entry
@@ -68,7 +69,8 @@ class Alone:
                 continue  # dropped a moment ago
             if tried is not None:
                 told = (tried.id, tried.step, entry.id, entry.step, damage)
-                logger.error("VERSION %d (step %d) IS DAMAGED, falling back to version %d (step %d): %s", *told)
+                log = about(logger, repository=self._repository.uri, version=tried.id, attempt=tried.attempt, step=tried.step)
+                log.error("VERSION %d (step %d) IS DAMAGED, falling back to version %d (step %d): %s", *told)
             return entry
         if tried is None:
             return None
@@ -100,6 +102,7 @@ class Together:
         self._repository, self._port, self._address = repository, port, address
         self._opening = replace(opening, node=here)
         self._here, self.sources = here, Sources()
+        self._log = about(logger, repository=repository.uri, rank=opening.rank)
         self._choice: Choice | None = None
         self._borrowing: Borrowing | None = None
 
@@ -118,7 +121,8 @@ class Together:
         try:
             self._borrowing = Borrowing(self._repository.store, self._address(), self._repository.id)
         except RaystowError as error:
-            logger.warning("restoring past the node worker, from the store: %s", error)
+            said = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
+            self._log.warning("restoring past the node worker, from the store: %s", error, extra=said)
             return self._repository.at(entry)
         version = self._repository.at(entry, store=self._borrowing)
         self._borrowing.given = {version.record_key: self._choice.record} if self._choice.record else {}
@@ -147,7 +151,7 @@ class Together:
     def _let_go(self) -> None:
         if self._borrowing is not None:
             read = self._borrowing.read
-            logger.info("this rank's restore has read %s", told(read), extra={"bytes_read": dict(read)})
+            self._log.info("this rank's restore has read %s", told(read), extra={"bytes_read": dict(read)})
             for source, nbytes in read.items():
                 record(RESTORED, nbytes, repository=self._repository.uri, source=source)
             self._borrowing.close()

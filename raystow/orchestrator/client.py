@@ -11,6 +11,7 @@ from typing import Any
 from ..storage import key_files, values
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
+from ..storage.log import about, here
 from ..storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
 from ..storage.repository import Repository
 from ..storage.retention import Policy
@@ -80,6 +81,7 @@ class Checkpointer:
     ) -> None:
         cluster.connect()
         ray_metrics.export()
+        here(node=cluster.node_here())
         found_rank, found_world = placement()
         self.rank, self.world_size = found_rank if rank is None else rank, found_world if world_size is None else world_size
         if not 0 <= self.rank < self.world_size:
@@ -90,12 +92,13 @@ class Checkpointer:
             raise StateError(f"codec {codec!r} is none of {', '.join(CODECS)}")
         if compress_in not in PLACES:
             raise StateError(f"compress_in {compress_in!r} is none of {', '.join(PLACES)}")
-        self.failures = Failures(on_failure=on_failure, most=max_failures, count=self._count_failure)
+        self._store = open_store(os.fspath(uri))
+        self.uri = self._store.uri
+        self._log = about(logger, repository=self.uri, rank=self.rank)
+        self.failures = Failures(on_failure=on_failure, most=max_failures, count=self._count_failure, log=self._log)
         """The failed saves of this rank: ``total``, and ``in_a_row`` since the last that became durable."""
         if replicas < 0 or (replica_rate is not None and replica_rate <= 0):
             raise StateError(f"replicas={replicas} must be at least 0, replica_rate={replica_rate} more than 0")
-        self._store = open_store(os.fspath(uri))
-        self.uri = self._store.uri
         self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
         self._retention, self._keep_in_memory = retention, keep_in_memory
         self._replicas, self._replica_rate = replicas, replica_rate
@@ -129,7 +132,7 @@ class Checkpointer:
             raise StateError(f"step {step!r}, metrics {bad}: a step is an integer >= 0, metrics are plain values by name")
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
         self._wait_for_room()
-        pending = Pending(step)
+        pending = Pending(step, self._log)
         number = next(self._saves)
         begin = {
             "save": number,
@@ -230,7 +233,8 @@ class Checkpointer:
         self._pending = [p for p in self._pending if not p.done()]
         while len(self._pending) >= self._max_in_flight:
             oldest = self._pending[0]
-            logger.warning("%d saves are in flight: waiting for that of step %d", len(self._pending), oldest.step)
+            what = "%d saves are in flight: waiting for that of step %d"
+            self._log.warning(what, len(self._pending), oldest.step, extra={"step": oldest.step})
             self._await(oldest)
             self._pending = self._pending[1:]
 
@@ -313,4 +317,4 @@ class Checkpointer:
         try:
             self._port.save_failed(self.rank, self._incarnation, number, pending.step, f"rank {self.rank}: {error.what}")
         except RaystowError as unheard:
-            logger.warning("the coordinator could not be told: %s", unheard)
+            self._log.warning("the coordinator could not be told: %s", unheard, extra={"step": pending.step})

@@ -15,6 +15,7 @@ from typing import Any
 from ..storage.clock import Clock
 from ..storage.committer import Committer
 from ..storage.errors import Fenced, RaystowError, SaveFailed
+from ..storage.log import Log, about
 from ..storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ..storage.retention import Policy
 from ..storage.root import Entry
@@ -286,7 +287,8 @@ class Coordinator:
             self._measure(outcome)
             if self._lost is not None and self._lost.id < attempt.id:
                 self._lost = None
-            logger.info("version %d, step %d: %d bytes stored of %d", outcome.id, outcome.step, outcome.stored, outcome.raw)
+            told = (outcome.id, outcome.step, outcome.stored, outcome.raw)
+            self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *told)
             return
         if isinstance(outcome, Fenced):
             for other in self._open(*Phase):
@@ -376,7 +378,11 @@ class Coordinator:
         self._enter(attempt, Phase.ABORTED)
         self.aborted_in_a_row += 1
         record(ABORTED, repository=self._committer.repository.uri)
-        logger.warning("the save of step %d was given up: %s", attempt.step, reason)
+        self._log(attempt).warning("the save of step %d was given up: %s", attempt.step, reason)
+
+    def _log(self, attempt: Attempt) -> Log:
+        run = self._committer.repository.uri
+        return about(logger, repository=run, version=attempt.id, attempt=attempt.attempt, step=attempt.step)
 
     def _measure(self, entry: Entry) -> None:
         run = self._committer.repository.uri

@@ -18,6 +18,7 @@ from ..storage.clock import SYSTEM
 from ..storage.committer import Committer
 from ..storage.digest import stored_digest
 from ..storage.errors import RaystowError, SaveFailed
+from ..storage.log import about, here
 from ..storage.repository import create_repository
 from ..storage.retention import Policy
 from ..storage.root import Entry
@@ -47,6 +48,7 @@ class CoordinatorActor:
 
     def __init__(self, uri: str) -> None:
         ray_metrics.export()
+        here(node=ray.get_runtime_context().get_node_id())
         self._uri, self._began = uri, SYSTEM.now()
         self._core: Coordinator | None = None
         self._starting = asyncio.Lock()
@@ -263,7 +265,8 @@ class CoordinatorActor:
         try:
             self._committer.discard(id, attempt)
         except RaystowError as error:
-            logger.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
+            log = about(logger, repository=self._uri, version=id, attempt=attempt)
+            log.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
 
 
 def _promised(record: VersionRecord) -> tuple[Entry, bytes]:

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable
 
 from ..storage.errors import RaystowError, SaveFailed, StateError
+from ..storage.log import Log
 
 logger = logging.getLogger(__name__)
 
@@ -21,11 +22,13 @@ class Failures:
     for each. ``StateError`` if they make no sense.
     """
 
-    def __init__(self, *, on_failure: str, most: int | None, count: Callable[[], None]) -> None:
+    def __init__(
+        self, *, on_failure: str, most: int | None, count: Callable[[], None], log: logging.Logger | Log = logger
+    ) -> None:
         if on_failure not in REACTIONS or (most is not None and most < 1):
             raise StateError(f"on_failure is one of {', '.join(REACTIONS)}, max_failures at least 1 or None")
         self.total = self.in_a_row = 0
-        self._on_failure, self._most, self._count = on_failure, most, count
+        self._on_failure, self._most, self._count, self._log = on_failure, most, count, log
         self._due: SaveFailed | None = None
         self._lock = threading.Lock()
 
@@ -49,7 +52,8 @@ class Failures:
             elif self._on_failure == "raise":
                 save = f"save of step {step}"
                 self._due = error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=save)
-        logger.warning("the save of step %d failed (%d in a row, %d in all): %s", step, in_a_row, total, error)
+        what = "the save of step %d failed (%d in a row, %d in all): %s"
+        self._log.warning(what, step, in_a_row, total, error, extra={"step": step})
         self._count()
 
     def check(self) -> None:

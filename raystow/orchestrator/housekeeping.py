@@ -8,6 +8,7 @@ from typing import Any
 from ..storage.collect import GRACE
 from ..storage.committer import Committer
 from ..storage.errors import RaystowError
+from ..storage.log import about
 from ..storage.retention import Policy
 
 logger = logging.getLogger(__name__)
@@ -23,14 +24,16 @@ class Housekeeping:
     def run(self, policy: Policy) -> None:
         """Apply ``policy``, under the committer's epoch, and collect dropped versions whose grace period is over."""
         repository = self._committer.repository
+        log = about(logger, repository=repository.uri)
         try:
             plan = repository.plan_retention(policy, known=self._metrics)
             dropped = plan.execute(self._committer.check)
             why = {decision.entry: decision.why for decision in plan.decisions}
             for entry in dropped:
-                logger.info("version %d, step %d, is dropped: %s", entry.id, entry.step, why[entry])
+                dropped_one = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
+                log.info("version %d, step %d, is dropped: %s", entry.id, entry.step, why[entry], extra=dropped_one)
             done = repository.plan_collection(grace=self._grace, dropped_only=True).execute()
             if done.objects:
-                logger.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)
+                log.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)
         except RaystowError as error:
-            logger.warning("retention is put off to the next commit: %s", error)
+            log.warning("retention is put off to the next commit: %s", error)

@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 
 from ..storage.errors import StoreUnavailable
+from ..storage.log import about
 from ..storage.repository import Repository
 from ..storage.root import Entry
 
@@ -44,6 +45,7 @@ class Known:
             what = str(error) or f"the store has not said within {self._patience:.0f} s which versions there are"
             if self._last is None:
                 raise StoreUnavailable(what, subject=self._repository.uri, remedy="try again later") from error
-            logger.warning("restoring what is known of, since the store cannot be asked: %s", what)
+            log = about(logger, repository=self._repository.uri)
+            log.warning("restoring what is known of, since the store cannot be asked: %s", what)
             return self._last, False
         return self._last, True

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 
 from ..storage.clock import SYSTEM
 from ..storage.errors import DeadlineExceeded, RaystowError
+from ..storage.log import Log
 from ..storage.version import Version
 
 logger = logging.getLogger(__name__)
@@ -18,8 +19,8 @@ logger = logging.getLogger(__name__)
 class Pending:
     """What ``save`` returns: first *staged* (the tensors may change), then *durable* (a version), or failed."""
 
-    def __init__(self, step: int) -> None:
-        self.step = step
+    def __init__(self, step: int, log: logging.Logger | Log = logger) -> None:
+        self.step, self._log = step, log
         self.begun = SYSTEM.monotonic()
         """When ``save`` was called, in monotonic seconds."""
         self.warnings: tuple[str, ...] = ()
@@ -68,7 +69,7 @@ class Pending:
         self._staged.set()
 
     def _warn(self, text: str) -> None:
-        logger.warning("save of step %d: %s", self.step, text)
+        self._log.warning("save of step %d: %s", self.step, text, extra={"step": self.step})
         self.warnings += (text,)
 
     def _set_outcome(self, outcome: Version | RaystowError) -> bool:

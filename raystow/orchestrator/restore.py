@@ -15,6 +15,7 @@ from ..storage import dtypes, values
 from ..storage.boxes import overlap
 from ..storage.errors import Damaged, StateError, Unsupported
 from ..storage.finder import Found, Seeker
+from ..storage.log import about
 from ..storage.manifest import Chunk
 from ..storage.reader import Reader, Request
 from ..storage.repository import Repository
@@ -211,7 +212,9 @@ def restore_latest(
                 filled=filled,
             )
             filled = plan.names
-            logger.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
+            whose = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": rank}
+            log = about(logger, repository=repository.uri, **whose)
+            log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
             plan.execute(progress)
             damage = ""
         except Damaged as error:

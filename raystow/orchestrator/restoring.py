@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 
 from ..storage.clock import Clock
 from ..storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
+from ..storage.log import about
 from ..storage.repository import Repository
 from ..storage.root import Entry
 from ..storage.version_record import RestoreInfo
@@ -186,7 +187,8 @@ class Rounds:
         round.lease.close()
         self._on_fall_back()
         if round.candidates:
-            logger.error(
+            log = about(logger, repository=self._repository.uri, version=entry.id, attempt=entry.attempt, step=entry.step)
+            log.error(
                 "VERSION %d (step %d) IS DAMAGED, falling back to version %d (step %d): %s",
                 *(entry.id, entry.step, round.candidates[0].id, round.candidates[0].step, texts),
             )

@@ -20,6 +20,7 @@ from ..storage.clock import SYSTEM
 from ..storage.digest import raw_digest, stored_digest
 from ..storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
 from ..storage.kernels import Bytes
+from ..storage.log import about
 from ..storage.manifest import Chunk, Fragment, Value
 from ..storage.object_store import ObjectStore
 from ..storage.root import Entry
@@ -70,6 +71,7 @@ class NodeAttempt:
             watch,
             keep,
         )
+        self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
         self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed, keep=keep)
         self._lock = threading.Lock()
         self._chunks: list[Chunk] = []
@@ -177,7 +179,7 @@ class NodeAttempt:
         try:
             self._port.failed(self._ticket, reason)
         except RaystowError as error:
-            logger.warning("could not tell the coordinator that attempt %d failed: %s", self._ticket.id, error)
+            self._log.warning("could not tell the coordinator that attempt %d failed: %s", self._ticket.id, error)
 
     def _upload_failed(self, error: BaseException) -> None:
         self.fail(self._not_stored(error))
@@ -233,7 +235,7 @@ class NodeAttempt:
         try:
             yield
         except Exception as error:
-            logger.exception("coding a chunk of %s failed", chunk.name)
+            self._log.exception("coding a chunk of %s failed", chunk.name, extra={"rank": rank})
             self.fail(f"coding {chunk.name!r} of rank {rank} failed: {error}")
         finally:
             with self._lock:
@@ -246,9 +248,8 @@ class NodeAttempt:
         try:
             self._port.finished(self._ticket, rank, self._covered[rank] % MODULUS)
         except RaystowError as error:
-            logger.warning(
-                "rank %d of attempt %d is stored here, but the coordinator does not take it: %s", rank, self._ticket.id, error
-            )
+            what = "rank %d of attempt %d is stored here, but the coordinator does not take it: %s"
+            self._log.warning(what, rank, self._ticket.id, error, extra={"rank": rank})
 
     def _drive(self) -> None:
         """Wait until every rank has finished, make the node's part durable, report it, and wait for the commit."""
@@ -267,7 +268,7 @@ class NodeAttempt:
         except RaystowError as error:
             outcome = error
         except Exception as error:
-            logger.exception("attempt %d failed on this node", self._ticket.id)
+            self._log.exception("attempt %d failed on this node", self._ticket.id)
             outcome = SaveFailed(f"the node worker failed: {error}", subject=f"attempt {self._ticket.id}")
         self.over = True
         self._alarm.cancel()

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..storage.errors import ClusterError, StoreUnavailable
+from ..storage.log import about, whose
 from ..storage.object_store import Buffer, ObjectStore
 from .wire import Connection
 
@@ -72,7 +73,7 @@ class Borrowing:
             self._answered.add(asked)
             return memoryview(self._borrow(key, place, start, length))[start : start + length]
         except ClusterError as error:
-            logger.warning("%s is read past the node worker: %s", key, error)
+            about(logger, repository=self.uri, **whose(key)).warning("%s is read past the node worker: %s", key, error)
             with self._lock:
                 self.read["store"] += length
             return self._store.get_range(key, start, length)

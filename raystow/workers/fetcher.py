@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from ..storage.errors import DeadlineExceeded, RaystowError
+from ..storage.log import about, whose
 from ..storage.object_store import ObjectStore
 from .claims import Claim, Claims
 from .memory_tier import MemoryTier
@@ -136,7 +137,8 @@ class Fetcher:
                 self._count(read, "peer", part.nbytes)
             else:
                 told = (wanted.key, first, end, node)
-                logger.warning("%s, bytes %d to %d: read from the store, since node %s did not send them", *told)
+                log = about(logger, **whose(wanted.key))
+                log.warning("%s, bytes %d to %d: read from the store, since node %s did not send them", *told)
                 self._claim(wanted, (first, end), lost=[node])  # so that the next one asks here
                 store.get_range_into(wanted.key, first, part)
                 self._count(read, "instead", part.nbytes)
@@ -145,7 +147,8 @@ class Fetcher:
         try:
             return self._others.read(node, wanted.repository, wanted.key, start, target)
         except RaystowError as error:
-            logger.warning("%s is not read from the memory of another node: %s", wanted.key, error)
+            log = about(logger, **whose(wanted.key))
+            log.warning("%s is not read from the memory of another node: %s", wanted.key, error)
             return False
 
     def _claim(self, wanted: Wanted, span: Span, *, lost: Sequence[str] = ()) -> list[Claim]:
@@ -156,7 +159,8 @@ class Fetcher:
             try:
                 return self._others.claim(wanted.desk, wanted.round, wanted.key, span, self._node, lost=lost)
             except RaystowError as error:
-                logger.warning("%s may be read from the store more than once: %s", wanted.key, error)
+                log = about(logger, **whose(wanted.key))
+                log.warning("%s may be read from the store more than once: %s", wanted.key, error)
         return [(*span, self._node)]
 
     @contextlib.contextmanager

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ..storage import keys
+from ..storage.log import about
 from ..storage.object_store import Buffer
 from .pack_file import PackFile
 
@@ -179,7 +180,7 @@ class MemoryTier:
             self._empty(home, part)
         elif not part.short:
             what = "version %d is not kept whole in memory: %d bytes more do not fit into %d, of which %d are taken"
-            logger.warning(what, home.id, size, self._budget, self._used)
+            about(logger, version=home.id, attempt=home.attempt).warning(what, home.id, size, self._budget, self._used)
         part.short = True
 
     def _make_room(self, size: int, repository: str) -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
+from ..storage.log import about
 from ..storage.repository import open_repository
 from ..storage.stores import open_store
 from .attempt import NodeAttempt, Outcome, Workshop, warm_up
@@ -181,7 +182,7 @@ class Node:
         try:
             self._repository(uri).port.gone(rank, incarnation, reason)
         except RaystowError as error:
-            logger.warning("the coordinator does not hear that %s: %s", reason, error)
+            about(logger, repository=uri, rank=rank).warning("the coordinator does not hear that %s: %s", reason, error)
 
     def _repository(self, uri: str) -> _Repository:
         with self._lock:

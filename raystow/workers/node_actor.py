@@ -12,6 +12,7 @@ from ray.exceptions import RayError
 
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError
+from ..storage.log import here
 from ..storage.object_store import Buffer
 from . import ray_metrics
 from .copies import Copy
@@ -42,8 +43,9 @@ class NodeActor:
     def __init__(self, connect: Callable[[str], Port]) -> None:
         ray_metrics.export()
         peers = Peers(lambda node: _ask(node, "contact", _START), SYSTEM)
-        here, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
-        self._node = Node(here, connect, others=peers, neighbours=RayNeighbours(peers), host=host)
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        here(node=node)
+        self._node = Node(node, connect, others=peers, neighbours=RayNeighbours(peers), host=host)
 
     def address(self) -> str:
         """Where training processes of this node connect to."""

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 
 from ..storage import keys
 from ..storage.errors import DeadlineExceeded, RaystowError
+from ..storage.log import about
 from ..storage.object_store import Buffer, ObjectStore
 from ..storage.version_record import PackInfo
 from .keeping import Keep, keep_nothing
@@ -130,7 +131,9 @@ class Packer:
         try:
             self._store.delete([self._key(info) for info in done])
         except RaystowError as error:
-            logger.warning("the packs of an abandoned attempt stay until the next collection: %s", error)
+            whose = {"version": self._ticket.id, "attempt": self._ticket.attempt, "step": self._ticket.step}
+            log = about(logger, repository=self._store.uri, **whose)
+            log.warning("the packs of an abandoned attempt stay until the next collection: %s", error)
 
     def _close(self, group: str) -> tuple[PackInfo, _Open]:
         """Take a pack that takes no more chunks; the caller sends it."""

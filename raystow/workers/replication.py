@@ -19,6 +19,7 @@ from typing import Protocol, TypeVar
 
 from ..storage.clock import Clock
 from ..storage.errors import RaystowError
+from ..storage.log import about
 from ..storage.object_store import Buffer
 from .copies import Copy
 from .memory_tier import Holding, Home, MemoryTier, Part
@@ -232,7 +233,8 @@ class Replicator:
         if part is None:
             return
         if part.short:
-            logger.warning("node %s has no room for a copy of version %d", node, copy.home.id)
+            log = about(logger, version=copy.home.id, attempt=copy.home.attempt)
+            log.warning("node %s has no room for a copy of version %d", node, copy.home.id)
         part.short |= copy.key not in part.objects  # whatever the reason, until it is looked at again
         self._seen.setdefault(node, {}).setdefault(copy.home, Holding(copy.home)).parts[copy.number] = part
 

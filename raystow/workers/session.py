@@ -9,6 +9,7 @@ from typing import Any, Protocol
 
 from ..storage import values
 from ..storage.errors import RaystowError, SaveFailed
+from ..storage.log import about
 from ..storage.retention import Policy
 from .arrival import Layout
 from .attempt import NodeAttempt, Outcome, draft
@@ -68,6 +69,7 @@ class Session:
         self._slots: Slots | None = None
         self._coder: GpuCoder | None = None
         self._hello: Message = {}
+        self._log = about(logger)
         self._layouts: dict[int, Layout] = {}  # of the chunks on each device
         self._attempt: NodeAttempt | None = None
         self._number = 0
@@ -75,7 +77,7 @@ class Session:
     def serve(self, hello: Message) -> None:
         """Handle messages until the connection ends. ``hello``: the first."""
         try:
-            self._hello = hello
+            self._hello, self._log = hello, about(logger, repository=hello["uri"], rank=hello["rank"])
             self._host.keep_in_memory(self._hello.get("keep_in_memory"))
             if self._hello.get("replicas") is not None:
                 self._host.replicate(self._hello["repository"], self._hello["replicas"], self._hello["replica_rate"])
@@ -97,7 +99,7 @@ class Session:
                 self._host.grow(-coded)
                 self._ring.close()
         except RaystowError as error:
-            logger.warning("a training process went away: %s", error)
+            self._log.warning("a training process went away: %s", error)
         finally:
             self._connection.close()
 
@@ -156,7 +158,7 @@ class Session:
             attempt, self._number = self._host.open_attempt(self._hello["uri"], self._hello["repository"], begin)
         except Exception as error:
             if not isinstance(error, RaystowError):
-                logger.exception("a save could not begin")
+                self._log.exception("a save could not begin", extra={"step": begin.step})
                 error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {begin.step}")
             self._attempt = None
             self._tell(save, error)
@@ -217,4 +219,4 @@ class Session:
         try:
             self._connection.send(message)
         except RaystowError:
-            logger.info("the outcome of a save has no one left to hear it: %s", outcome)
+            self._log.info("the outcome of a save has no one left to hear it: %s", outcome)

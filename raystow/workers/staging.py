@@ -14,6 +14,7 @@ from typing import Any, Protocol
 
 from ..storage.errors import ClusterError, RaystowError, SaveFailed
 from ..storage.kernels import Bytes
+from ..storage.log import about
 from ..storage.root import Entry
 from .ring import ALIGN, Ring
 from .wire import Connection, Message
@@ -89,6 +90,7 @@ class Staging:
         """Connect and take over the ring. ``hello`` says who this is: see ``workers.session``. ``codec``: one of ``CODECS``,
         ``compress_in``: one of ``PLACES``."""
         self._codec, self._compress_in = codec, compress_in
+        self._log = about(logger, repository=hello.get("uri"), rank=hello.get("rank"))
         self._connection = Connection.connect(address)
         self._connection.send({**hello, "compress_in": compress_in})
         answer = self._connection.receive()
@@ -149,7 +151,7 @@ class Staging:
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=subject))
             except Exception as error:
-                logger.exception("staging failed")
+                self._log.exception("staging failed", extra={"step": order.begin["step"]})
                 self._give_up(order, SaveFailed(f"staging failed: {error!r}", subject=subject))
             finally:
                 order.plan = None  # lets go of the tensors

@@ -13,6 +13,7 @@ from collections.abc import Iterable
 
 from ..storage import dtypes
 from ..storage.digest import stored_digest
+from ..storage.log import about
 from ..storage.manifest import Chunk
 from ..storage.metrics import STALE, record
 
@@ -43,7 +44,7 @@ class OptimizerWatch:
             f"two saves hold the same optimizer state, bit for bit: those of steps {last[0]} and {step}. "
             "Either the optimizer has not stepped in between, or a stale copy of its state was saved"
         )
-        logger.warning("%s: %s", self._uri, text)
+        about(logger, repository=self._uri, step=step).warning("%s: %s", self._uri, text)
         record(STALE, repository=self._uri)
         return (text,)
 

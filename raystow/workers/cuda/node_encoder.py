@@ -21,6 +21,7 @@ from ...storage import dtypes
 from ...storage.chunk import RAW
 from ...storage.digest import finish
 from ...storage.errors import ClusterError, RaystowError, SaveFailed
+from ...storage.log import about
 from ..arrival import Layout
 from ..attempt import NodeAttempt, draft
 from ..ring import Ring
@@ -89,6 +90,7 @@ class NodeEncoder:
 
     def __init__(self, ring: Ring, rank: int, send: Callable[[Message], None]) -> None:
         self._ring, self._rank, self._send = ring, rank, send
+        self._log = about(logger, rank=rank)
         self._thread = ThreadPoolExecutor(1, "raystow-encode")
         self._devices: dict[str, _Device] = {}
         self._codec = RAW
@@ -129,7 +131,7 @@ class NodeEncoder:
                 answer = self._borrow(uuid, message["lend"])
         except Exception as error:
             if not isinstance(error, RaystowError):
-                logger.exception("GPU %s cannot be used for rank %d", uuid, self._rank)
+                self._log.exception("GPU %s cannot be used for rank %d", uuid, self._rank)
             answer = {"problem": str(error) or repr(error)}
         self._tell({"device": uuid, **answer})
 
@@ -189,7 +191,7 @@ class NodeEncoder:
             if isinstance(error, SaveFailed):
                 attempt.fail(str(error))
             else:
-                logger.exception("coding on GPU %s for rank %d failed", uuid, self._rank)
+                self._log.exception("coding on GPU %s for rank %d failed", uuid, self._rank)
                 attempt.fail(f"coding on GPU {uuid} for rank {self._rank} failed: {error}")
         finally:
             free()
@@ -259,7 +261,7 @@ class NodeEncoder:
             if self._devices:
                 torch.cuda.empty_cache()  # the node worker stays, and should not keep what nobody trains with any more
         except Exception:
-            logger.exception("the GPU memory of rank %d could not be given back", self._rank)
+            self._log.exception("the GPU memory of rank %d could not be given back", self._rank)
 
     def _tell(self, message: Message) -> None:
         try:
