@@ -1,0 +1,97 @@
+"""A run on a Ray cluster of its own in which everything happens that is measured: what Ray exported and logged of it.
+
+python run.py s3://bucket/prefix FOLDER     # AWS_ENDPOINT_URL and credentials in the environment; logs are JSON lines
+
+``FOLDER/metrics.txt`` is what Prometheus would have scraped, ``FOLDER/*.err`` what each process has logged.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import urllib.request
+from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
+
+import ray
+import torch
+from prometheus_client.parser import text_string_to_metric_families
+from s3_faults.faults import Fault
+from s3_faults.proxy import FaultProxy
+
+import raystow
+from raystow.storage import keys
+from raystow.storage.clock import SYSTEM
+from raystow.storage.metrics import METRICS
+from raystow.storage.stores import open_store
+
+DEADLINE = 60.0
+
+
+def state(seed: int) -> dict[str, Any]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"model": {"w": torch.randn(200_000, generator=generator)}, "optim": {"m": torch.randn(100_000, generator=generator)}}
+
+
+def train(uri: str, proxy: FaultProxy) -> raystow.Checkpointer:
+    saver = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30)
+    saver.save(state(1), step=1).result(60)
+    proxy.inject(Fault.SLOW_DOWN, "GET", r"/root\.json")  # whoever reads it asks again
+    stale = {**state(2), "optim": state(1)["optim"]}
+    saver.save(stale, step=2)
+    saver.fence()
+    saver.close()
+    with raystow.Checkpointer(uri, rank=0, world_size=2, timeout=1) as alone:
+        alone.save(state(3), step=3)  # nobody is rank 1
+    last = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30, keep_in_memory=0)
+    last.save(state(4), step=4).result(60)
+    cut_a_pack(uri)
+    last.restore_latest(into=state(0))
+    return last
+
+
+def cut_a_pack(uri: str) -> None:
+    """Damage the newest version."""
+    version, store = raystow.open(uri).versions()[-1], open_store(uri)
+    key = next(info.key for info in store.list(keys.prefix(version.id, version.attempt)) if info.key.endswith(".pack"))
+    store.put(key, [store.get(key, max_bytes=1 << 30)[:-1]])
+
+
+def scrape() -> str:
+    pages = []
+    for node in ray.nodes():
+        with urllib.request.urlopen(
+            f"http://{node['NodeManagerAddress']}:{node['MetricsExportPort']}/metrics", timeout=10
+        ) as page:
+            pages.append(page.read().decode())
+    return "\n".join(pages)
+
+
+def exported(page: str) -> set[str]:
+    """The metrics on it, without what Ray puts before a name, or Prometheus' client behind it."""
+    return {family.name.removeprefix("ray_") for family in text_string_to_metric_families(page)}
+
+
+def main(uri: str, folder: Path) -> None:
+    server = urlsplit(os.environ["AWS_ENDPOINT_URL"])
+    with FaultProxy(server.hostname or "", server.port or 80) as proxy:
+        os.environ["AWS_ENDPOINT_URL"] = proxy.endpoint
+        fast = {"metrics_report_interval_ms": 1000}
+        ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, _system_config=fast)
+        saver = train(uri, proxy)
+        end = SYSTEM.monotonic() + DEADLINE
+        while missing := {metric.name for metric in METRICS} - exported(page := scrape()):
+            assert SYSTEM.monotonic() < end, f"never exported: {sorted(missing)}"
+            SYSTEM.sleep(0.5)
+        (folder / "metrics.txt").write_text(page)
+        saver.close()
+        logs = Path(ray._private.worker._global_node.get_logs_dir_path())
+        for path in logs.glob("worker-*.err"):
+            shutil.copy(path, folder / path.name)
+        ray.shutdown()
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))

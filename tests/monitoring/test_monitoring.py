@@ -1,0 +1,163 @@
+"""The metrics and log lines of a real run, and the dashboard and the alert rules against them."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+from collections import defaultdict
+from pathlib import Path
+from typing import Any
+
+import promql
+import pytest
+import yaml
+from measured_run import exported
+from prometheus_client.parser import text_string_to_metric_families
+
+from raystow.storage.metrics import METRICS, Kind
+
+pytestmark = pytest.mark.s3
+
+ROOT = Path(__file__).parents[2]
+DASHBOARD = json.loads((ROOT / "monitoring" / "grafana" / "raystow.json").read_text())
+RULES = yaml.safe_load((ROOT / "monitoring" / "prometheus" / "raystow.rules.yaml").read_text())
+Labels = dict[str, set[str]]
+
+
+@pytest.fixture(scope="module")
+def measured(s3_bucket: str, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """What ``measured_run.py`` has left, and what its driver has logged in ``driver.err``."""
+    folder = tmp_path_factory.mktemp("measured")
+    tests = ROOT / "tests"
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tests), str(ROOT)]),
+        "RAY_LOGGING_CONFIG_ENCODING": "JSON",
+        "RAY_AUTH_MODE": "disabled",
+    }
+    program = [
+        sys.executable,
+        str(Path(__file__).with_name("measured_run.py")),
+        f"s3://{s3_bucket}/{folder.name}/run",
+        str(folder),
+    ]
+    ended = subprocess.run(program, env=environment, capture_output=True, text=True, timeout=300)
+    assert ended.returncode == 0, ended.stderr
+    (folder / "driver.err").write_text(ended.stderr)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def labels(measured: Path) -> Labels:
+    """Each series that was exported, and the labels that it has."""
+    found: Labels = defaultdict(set)
+    for family in text_string_to_metric_families((measured / "metrics.txt").read_text()):
+        for sample in family.samples:
+            found[sample.name] |= sample.labels.keys()
+    return found
+
+
+def lines(measured: Path) -> list[dict[str, Any]]:
+    """raystow's log lines, of all processes."""
+    texts = [line for path in measured.glob("*.err") for line in path.read_text().splitlines() if line.startswith("{")]
+    return [line for line in map(json.loads, texts) if "repository" in line or "version" in line]
+
+
+def test_every_metric_is_exported_with_its_tags(measured: Path, labels: Labels) -> None:
+    assert {metric.name for metric in METRICS} <= exported((measured / "metrics.txt").read_text())
+    suffix = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}
+    for metric in METRICS:
+        assert {*metric.tags} <= labels[f"ray_{metric.name}{suffix[metric.kind]}"], metric.name
+
+
+def test_the_values_are_those_of_the_run(measured: Path) -> None:
+    values: dict[str, float] = defaultdict(float)
+    for family in text_string_to_metric_families((measured / "metrics.txt").read_text()):
+        for sample in family.samples:
+            values[sample.name.removeprefix("ray_raystow_")] += sample.value
+    assert (values["versions_total"], values["aborted_attempts_total"], values["failed_saves_total"]) == (3, 1, 1)
+    assert (values["stale_saves_total"], values["damaged_versions_total"]) == (1, 1)
+    assert (values["durable_seconds_count"], values["restore_seconds_count"]) == (3, 1)
+    assert values["raw_bytes_total"] == 3 * 300_000 * 4
+    assert 0 < values["stored_bytes_total"] < values["raw_bytes_total"]
+    assert values["uploaded_bytes_total"] > values["stored_bytes_total"]  # the manifest, too
+    assert values["store_retries_total"] >= 1
+    assert values["stall_seconds_total"] > 0
+    assert values["connected_ranks"] == 1
+
+
+def expressions() -> list[tuple[str, str]]:
+    panels = [(p["title"], target["expr"]) for p in DASHBOARD["panels"] for target in p.get("targets", ())]
+    return panels + [(rule["alert"], rule["expr"]) for group in RULES["groups"] for rule in group["rules"]]
+
+
+def test_dashboard_and_alerts_ask_for_nothing_else(labels: Labels) -> None:
+    wanted = re.fullmatch(r"label_values\((\w+), (\w+)\)", DASHBOARD["templating"]["list"][1]["query"]["query"])
+    assert wanted is not None
+    assert wanted[2] in labels[wanted[1]]
+    for title, expression in expressions():
+        text = expression.replace("$__rate_interval", "5m").replace("$repository", ".*")
+        for name, matched in promql.selectors(text):
+            assert name in labels, f"{title}: {name}"
+            assert matched <= labels[name], f"{title}: {matched}"
+        for names, kept in promql.grouped(text):
+            assert all(kept <= labels[name] for name in names), f"{title}: {kept}"
+
+
+def test_each_metric_is_on_the_dashboard_or_in_an_alert() -> None:
+    text = " ".join(expression for _, expression in expressions())
+    assert [metric.name for metric in METRICS if not re.search(rf"ray_{metric.name}(_total|_bucket)?\b", text)] == []
+
+
+def test_panels_do_not_lie_on_one_another() -> None:
+    taken: dict[tuple[int, int], str] = {}
+    for panel in DASHBOARD["panels"]:
+        at = panel["gridPos"]
+        assert at["x"] + at["w"] <= 24
+        for spot in ((x, y) for x in range(at["x"], at["x"] + at["w"]) for y in range(at["y"], at["y"] + at["h"])):
+            assert taken.setdefault(spot, panel["title"]) == panel["title"]
+    assert len({panel["id"] for panel in DASHBOARD["panels"]}) == len(DASHBOARD["panels"])
+
+
+@pytest.mark.skipif(shutil.which("promtool") is None, reason="needs promtool (Debian: prometheus)")
+def test_alerts_fire_when_they_should() -> None:
+    for words in (["check", "rules", "raystow.rules.yaml"], ["test", "rules", "raystow.test.yaml"]):
+        ended = subprocess.run(["promtool", *words], cwd=ROOT / "monitoring" / "prometheus", capture_output=True, text=True)
+        assert ended.returncode == 0, ended.stdout + ended.stderr
+
+
+def test_the_document_has_every_metric() -> None:
+    text = (ROOT / "docs" / "operating.md").read_text()
+    for metric in METRICS:
+        name = f"ray_{metric.name}" + ("_total" if metric.kind is Kind.COUNTER else "")
+        row = next((line for line in text.splitlines() if line.startswith(f"| `{name}`")), "")
+        assert f"| {metric.kind.value} |" in row, name
+        assert all(f"`{tag}`" in row for tag in metric.tags), name
+    for rule in (rule for group in RULES["groups"] for rule in group["rules"]):
+        assert f"`{rule['alert']}`" in text, rule["alert"]
+
+
+@pytest.mark.parametrize(
+    ("text", "fields"),
+    [
+        (r"^version 1, step 1: \d+ bytes stored", {"version": 1, "step": 1}),  # the coordinator
+        (r"the save of step 3 was given up", {"version": 3, "step": 3}),
+        (r"the save of step 3 failed", {"step": 3, "rank": 0}),  # the training process
+        (r"two saves hold the same optimizer state", {"step": 2}),  # the node worker
+        (r"IS DAMAGED, falling back", {"version": 4, "step": 4}),
+        (r"^restoring version 2", {"version": 2, "step": 2, "rank": 0}),
+        (r"^this rank's restore has read", {"rank": 0}),
+    ],
+)
+def test_lines_of_saves_and_restores_say_which(measured: Path, text: str, fields: dict[str, Any]) -> None:
+    found = [line for line in lines(measured) if re.search(text, line["message"])]
+    assert found, f"no line says {text!r}"
+    for line in found:
+        assert {name: line.get(name) for name in fields} == fields
+        assert line["repository"].startswith("s3://")
+        assert len(line["node"]) == 56
+        assert "attempt" in line or "version" not in fields
