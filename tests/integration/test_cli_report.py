@@ -223,13 +223,14 @@ def test_in_a_browser(browser: Any, whole: Path, width: int, scheme: str) -> Non
 
 
 def test_on_paper(browser: Any, whole: Path) -> None:
-    context = browser.new_context(color_scheme="dark")
+    context = browser.new_context(color_scheme="dark", viewport={"width": 718, "height": 1047})  # A4 less a centimeter all round
     try:
         page = context.new_page()
         page.goto(whole.as_uri())
         page.emulate_media(media="print")
         assert page.evaluate("getComputedStyle(document.body).backgroundColor") == "rgb(255, 255, 255)"
         assert page.evaluate("getComputedStyle(document.body).color") == "rgb(0, 0, 0)"
+        assert page.evaluate("document.documentElement.scrollWidth <= document.documentElement.clientWidth")
         assert page.pdf(format="A4").startswith(b"%PDF-")
     finally:
         context.close()
