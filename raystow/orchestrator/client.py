@@ -32,6 +32,7 @@ from .memory import share_of_memory
 from .pending import Pending
 from .placement import placement
 from .planner import SavePlan, plan_save
+from .relations import Relations
 from .restore import restore_latest
 from .restoring import Vote
 
@@ -104,7 +105,7 @@ class Checkpointer:
         self._replicas, self._replica_rate = replicas, replica_rate
         self._compress_in = compress_in
         self._incarnation = SYSTEM.token()
-        self._saves, self._restores = itertools.count(1), itertools.count(1)
+        self._saves, self._restores, self._relations = itertools.count(1), itertools.count(1), Relations()
         self._pending: list[Pending] = []
         self._staging: Staging | None = None
         coordinator = coordinator_actor(self.uri).start.remote()
@@ -130,10 +131,11 @@ class Checkpointer:
         bad = [name for name, value in metrics.items() if not isinstance(name, str) or not values.is_plain(value)]
         if bad or type(step) is not int or step < 0:
             raise StateError(f"step {step!r}, metrics {bad}: a step is an integer >= 0, metrics are plain values by name")
-        plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu")
+        who = {"rank": self.rank, "world_size": self.world_size}
+        number = next(self._saves)
+        plan = plan_save(state, **who, on_gpu=self._codec != "cpu", relations=self._relations, save=number)
         self._wait_for_room()
         pending = Pending(step, self._log)
-        number = next(self._saves)
         begin = {
             "save": number,
             "step": step,

@@ -10,6 +10,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -22,6 +23,7 @@ from ..storage.kernels import Bytes
 from ..storage.manifest import path_text
 from ..workers.port import MODULUS, coverage
 from ..workers.ring import SLOT
+from .relations import Relations
 from .shards import Shard, shard_of
 from .state import Path, flatten, show
 
@@ -33,6 +35,9 @@ DEVICE_CHUNK = 16 << 20
 
 SMALL = 64 << 10
 """Bytes up to which a shard that several ranks hold is not spread: who looks for it asks its first holder's node alone."""
+
+WEIGHTS, OPTIMIZER = "weights", "optimizer"
+"""Groups of packs."""
 
 _OPTIMIZER = {"opt", "optim", "optimizer", "optimizers", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"}
 
@@ -48,11 +53,13 @@ class Cut(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """A chunk that this rank stores. ``device``: the CUDA device that codes it; None if the node worker does."""
+    """A chunk that this rank stores. ``device``: the CUDA device that codes it; None if the node worker does. ``group``: which
+    packs it goes to."""
 
     shard: Shard
     cut: Cut
-    device: int | None = None
+    device: int | None
+    group: str
 
     @property
     def box(self) -> Box:
@@ -91,13 +98,13 @@ class Piece:
     def identity(self) -> Any:
         """Equal for pieces that ``describe`` says the same of."""
         shard = self.shard
-        return shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, self.cut.box
+        return shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, self.cut.box, self.group
 
     def describe(self) -> dict[str, Any]:
         """The fields of its manifest row that are known before coding."""
         shard, leaf = self.shard, self.shard.leaf
         return {
-            **_of_tensor(leaf.name, leaf.path, shard.kind, shard.dtype, shard.shape),
+            **_of_tensor(leaf.name, leaf.path, shard.kind, shard.dtype, shard.shape, self.group),
             "offset": [a + b for a, b in zip(shard.offset, self.box[0], strict=True)],
             "extent": self.box[1],
         }
@@ -117,9 +124,22 @@ class Piece:
 
 
 @dataclass(frozen=True)
+class Follower:
+    """A chunk that is not stored if every element follows from that of the chunk ``source``, which has the same box."""
+
+    piece: Piece
+    source: Piece
+
+    def describe(self) -> dict[str, Any]:
+        """The fields of its manifest row that are known before it is looked at."""
+        return {**self.piece.describe(), "source": self.source.name, "source_dtype": self.source.dtype.name}
+
+
+@dataclass(frozen=True)
 class SavePlan:
     """``shards``: what this rank holds. ``values``: its plain values (name, path, JSON text). ``ready``: for each CUDA device an
-    event, after which its tensors may be read on any stream. ``on_gpu``: what lies there is coded there.
+    event, after which its tensors may be read on any stream. ``on_gpu``: what lies there is coded there. ``relations``: finds
+    what need not be stored. ``save``: the number of this save, the same on all ranks.
 
     What follows from these is worked out when it is first asked for: off the training thread.
     """
@@ -130,6 +150,8 @@ class SavePlan:
     values: tuple[tuple[str, str, str], ...]
     ready: dict[int, Any]
     on_gpu: bool
+    relations: Relations
+    save: int
 
     @functools.cached_property
     def coverage(self) -> tuple[int, int]:
@@ -146,14 +168,35 @@ class SavePlan:
 
     @functools.cached_property
     def pieces(self) -> tuple[Piece, ...]:
-        """What this rank stores."""
+        """What this rank stores in any case."""
         everyone = tuple(range(self.world_size))
         alike: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
-        for shard in self.shards:
-            device = self._coder(shard)
-            limit = SLOT if device is None else DEVICE_CHUNK
-            alike[shard.holders or everyone] += [Piece(shard, cut, device) for cut in cuts(shard, limit)]
+        for i, shard in enumerate(self.shards):
+            if i not in self._sources:
+                device = self._coder(shard)
+                limit = SLOT if device is None else DEVICE_CHUNK
+                packs = _group_of([shard, *self._dependents[i]])
+                alike[shard.holders or everyone] += [Piece(shard, cut, device, packs) for cut in cuts(shard, limit)]
         return tuple(piece for holders, found in alike.items() for piece in share(found, holders, self.rank))
+
+    @functools.cached_property
+    def followers(self) -> tuple[Follower, ...]:
+        """What follows from ``pieces``, most likely: chunks of other tensors, to be stored only if it turns out not to."""
+        of = {id(self.shards[i]): shards for i, shards in self._dependents.items() if shards}
+        return tuple(_follower(shard, piece) for piece in self.pieces for shard in of.get(id(piece.shard), ()))
+
+    @functools.cached_property
+    def _sources(self) -> dict[int, int]:
+        """By the number of a shard, that of the shard from which it follows."""
+        return self.relations.of(self.shards, self.ready, save=self.save)
+
+    @functools.cached_property
+    def _dependents(self) -> dict[int, list[Shard]]:
+        """By the number of a shard, those that follow from it."""
+        found: dict[int, list[Shard]] = defaultdict(list)
+        for i, source in self._sources.items():
+            found[source].append(self.shards[i])
+        return found
 
     def _coder(self, shard: Shard) -> int | None:
         """The device that codes a shard. The node worker does better with integers: it finds what repeats."""
@@ -161,12 +204,20 @@ class SavePlan:
 
     @property
     def nbytes(self) -> int:
-        """Raw bytes that this rank stores."""
+        """Raw bytes of what this rank stores."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    def strayed(self, follower: Follower) -> None:
+        """It did not follow. Other ranks that hold the tensor have not seen that: then it stays agreed until all look again."""
+        if len(follower.piece.shard.holders or range(self.world_size)) == 1:
+            self.relations.forget(follower.piece.shard)
 
-def plan_save(state: Any, *, rank: int, world_size: int, on_gpu: bool = True) -> SavePlan:
-    """Plan a save. ``StateError`` naming the path if the state holds what cannot be stored; nothing is read or copied yet."""
+
+def plan_save(
+    state: Any, *, rank: int, world_size: int, on_gpu: bool = True, relations: Relations | None = None, save: int = 1
+) -> SavePlan:
+    """Plan a save; ``relations``: the same for all saves of a rank, and ``save`` their number. ``StateError`` naming the path if
+    the state holds what cannot be stored; nothing is read or copied yet."""
     leaves = flatten(state)
     rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
     if sum(len(text) for _, _, text in rows) > MAX_VALUES:
@@ -178,13 +229,25 @@ def plan_save(state: Any, *, rank: int, world_size: int, on_gpu: bool = True) ->
         )
     shards = [shard_of(leaf) for leaf in leaves if leaf.is_tensor]
     ready = {device: _record_event(device) for device in {shard.device for shard in shards} if device is not None}
-    return SavePlan(rank, world_size, tuple(shards), rows, ready, on_gpu)
+    return SavePlan(rank, world_size, tuple(shards), rows, ready, on_gpu, relations or Relations(), save)
 
 
 def _record_event(device: int) -> Any:
     import torch
 
     return torch.cuda.current_stream(device).record_event()
+
+
+def _follower(shard: Shard, source: Piece) -> Follower:
+    """The same box of a shard that follows from the source's."""
+    cut, size, of = source.cut, shard.itemsize, source.shard.itemsize
+    same = Cut(cut.box, cut.nbytes // of * size, cut.start // of * size)
+    return Follower(Piece(shard, same, source.device, source.group), source)
+
+
+def _group_of(shards: Iterable[Shard]) -> str:
+    """The packs of a tensor and of what follows from it: whoever wants the weights alone finds all of them in theirs."""
+    return WEIGHTS if any(group(shard.leaf.name) == WEIGHTS for shard in shards) else OPTIMIZER
 
 
 def cuts(shard: Shard, limit: int) -> tuple[Cut, ...]:
@@ -233,11 +296,11 @@ def share(pieces: list[Piece], holders: tuple[int, ...], rank: int) -> list[Piec
 
 
 @functools.lru_cache(maxsize=1 << 14)
-def _of_tensor(name: str, path: Path, kind: str, dtype: str, shape: tuple[int, ...]) -> dict[str, Any]:
+def _of_tensor(name: str, path: Path, kind: str, dtype: str, shape: tuple[int, ...], group: str) -> dict[str, Any]:
     """What all chunks of a tensor say, in all saves."""
-    return {"name": name, "path": path_text(path), "kind": kind, "dtype": dtype, "shape": shape, "group": group(name)}
+    return {"name": name, "path": path_text(path), "kind": kind, "dtype": dtype, "shape": shape, "group": group}
 
 
 def group(name: str) -> str:
     """The packs that a tensor goes to: those of the optimizer's state, or those of the weights and all else."""
-    return "optimizer" if _OPTIMIZER & set(name.lower().split(".")) else "weights"
+    return OPTIMIZER if _OPTIMIZER & set(name.lower().split(".")) else WEIGHTS

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ..storage.manifest import Chunk
 from ..storage.reader import Reader
@@ -101,6 +102,10 @@ def _together(shares: Iterable[_Share]) -> _Share:
 def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share, askers: Mapping[int, int] | None = None) -> Reads:
     """``askers``: how many nodes want each chunk."""
     runs = reader.whole(chunks[number] for number in share)
-    needed = sum(chunks[number].coding.size * part for number, part in share.items())
-    passed = sum(chunks[number].coding.size * (1 - 1 / askers[number]) for number in share) if askers else 0.0
-    return Reads(sum(run.length for run in runs), len(share), len(runs), needed, round(passed))
+    needed, passed = dict[Any, float](), dict[Any, float]()  # of each place in a pack: derived tensors lie where others do
+    for number, part in share.items():
+        chunk = chunks[number]
+        place, size = (chunk.node, chunk.group, chunk.pack, chunk.start), chunk.coding.size
+        needed[place] = max(size * part, needed.get(place, 0.0))
+        passed[place] = max(size * (1 - 1 / askers[number]) if askers else 0.0, passed.get(place, 0.0))
+    return Reads(sum(run.length for run in runs), len(share), len(runs), sum(needed.values()), round(sum(passed.values())))

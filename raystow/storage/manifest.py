@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from . import dtypes, parquet
 from .boxes import Box
 from .chunk import Coding
+from .derived import Derivation, derivable
 from .digest import stored_digest
 from .errors import Damaged, StateError, Unsupported
 from .limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
@@ -55,11 +56,13 @@ SCHEMA = pa.schema(
 )
 _TRANSFORMS = {(False, False): [], (True, False): ["planes"], (True, True): ["rotl1", "planes"]}
 _CODINGS = {tuple(names): flags for flags, names in _TRANSFORMS.items()}
+_COPY, _ROUNDED = "copy", "rounded:"
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk row. ``node`` is the number of the node that wrote the fragment and the pack."""
+    """One chunk row. ``node`` is the number of the node that wrote the fragment and the pack. ``derivation``: the bytes in the
+    pack are those of another tensor's chunk, with the same box."""
 
     name: str
     path: str
@@ -75,6 +78,7 @@ class Chunk:
     coding: Coding
     raw_digest: int
     stored_digest: bytes
+    derivation: Derivation | None = None
 
     @property
     def box(self) -> Box:
@@ -83,8 +87,23 @@ class Chunk:
 
     @property
     def nbytes(self) -> int:
-        """Bytes after decoding."""
+        """Bytes of its elements."""
         return math.prod(self.extent) * dtypes.dtype(self.dtype).itemsize
+
+    @property
+    def words(self) -> dtypes.DType:
+        """Of what the stored bytes are: the chunk's own elements, or those that they are derived from."""
+        return dtypes.dtype(self.dtype if self.derivation is None else self.derivation.dtype)
+
+    @property
+    def decoded(self) -> int:
+        """Bytes after decoding."""
+        return math.prod(self.extent) * self.words.itemsize
+
+    @property
+    def stored(self) -> int:
+        """Bytes that a pack holds on its account: none for what is derived."""
+        return self.coding.size if self.derivation is None else 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +152,7 @@ class Fragment:
             ranks=tuple(sorted(ranks)),
             chunks=len(self.chunks),
             raw=sum(chunk.nbytes for chunk in self.chunks),
-            stored=sum(chunk.coding.size for chunk in self.chunks),
+            stored=sum(chunk.stored for chunk in self.chunks),
             stall=stall,
         )
 
@@ -171,6 +190,7 @@ def _chunk_row(c: Chunk) -> dict[str, Any]:
         "name": c.name,
         "path": c.path,
         "kind": c.kind,
+        "value": c.derivation and c.derivation.source,
         "dtype": c.dtype,
         "shape": c.shape,
         "offset": c.offset,
@@ -178,7 +198,7 @@ def _chunk_row(c: Chunk) -> dict[str, Any]:
         "group": c.group,
         "pack": c.pack,
         "start": c.start,
-        "transform": _TRANSFORMS[c.coding.planes, c.coding.rotated],
+        "transform": [*_derived(c), *_TRANSFORMS[c.coding.planes, c.coding.rotated]],
         "codecs": c.coding.codecs,
         "stored": c.coding.stored,
         "stream": c.coding.stream,
@@ -188,13 +208,35 @@ def _chunk_row(c: Chunk) -> dict[str, Any]:
     }
 
 
+def _derived(c: Chunk) -> list[str]:
+    """What the words in the pack are, if they are not the chunk's own."""
+    if c.derivation is None:
+        return []
+    return [_COPY if c.derivation.dtype == c.dtype else _ROUNDED + c.derivation.dtype]
+
+
+def _derivation(row: dict[str, Any]) -> Derivation | None:
+    """The inverse."""
+    first = next(iter(row["transform"]), "")
+    if first != _COPY and not first.startswith(_ROUNDED):
+        return None
+    dtype = _text(row["dtype"])
+    found = Derivation(_text(row["value"]), dtype if first == _COPY else first.removeprefix(_ROUNDED))
+    if not derivable(found.dtype, dtype) or row["kind"] != TENSOR:
+        raise Unsupported(
+            f"row {shown(row['name'])}: {shown(dtype)} from {shown(found.dtype)} is not known", remedy="upgrade raystow"
+        )
+    return found
+
+
 def _value_row(v: Value) -> dict[str, Any]:
     return {"name": v.name, "path": v.path, "kind": VALUE, "value": v.text, "ranks": v.ranks}
 
 
 def _chunk(row: dict[str, Any], node: int) -> Chunk:
     """A row as a chunk, with every number checked before anyone allocates or reads by it."""
-    flags = _CODINGS.get(tuple(row["transform"]))
+    derivation = _derivation(row)
+    flags = _CODINGS.get(tuple(row["transform"][derivation is not None :]))
     if flags is None or row["base"] is not None or row["kind"] not in (TENSOR, ARRAY, SCALAR):
         named = f"kind {shown(row['kind'])}, transform {shown(row['transform'])}, base {row['base']}"
         raise Unsupported(f"row {shown(row['name'])}: {named} are not known", remedy="upgrade raystow")
@@ -215,6 +257,7 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
         ),
         raw_digest=int(row["raw_digest"]),
         stored_digest=bytes(row["stored_digest"]),
+        derivation=derivation,
     )
     _short(chunk.name, chunk.path)
     _check_box(chunk)
@@ -233,7 +276,7 @@ def _check_box(chunk: Chunk) -> None:
     if any(o < 0 or e < 0 or o + e > s for o, e, s in zip(*chunk.box, chunk.shape, strict=True)):
         raise Damaged(f"row {chunk.name!r:.80}: box {chunk.offset} + {chunk.extent} does not lie in shape {chunk.shape}")
     item = dtypes.dtype(chunk.dtype).itemsize
-    if chunk.nbytes > MAX_CHUNK or math.prod(filter(None, chunk.shape)) * item > MAX_TENSOR:
+    if max(chunk.nbytes, chunk.decoded) > MAX_CHUNK or math.prod(filter(None, chunk.shape)) * item > MAX_TENSOR:
         raise Damaged(f"row {chunk.name!r:.80}: extent {chunk.extent} or shape {chunk.shape} is too large")
 
 

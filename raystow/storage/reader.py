@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -13,8 +14,9 @@ from typing import Any
 import numpy as np
 
 from . import chunk as chunks
-from . import dtypes, keys
+from . import keys
 from .boxes import Box, overlap, tile, within
+from .derived import derive
 from .digest import raw_digest, stored_digest
 from .errors import Damaged, NotFound, Unsupported
 from .kernels import Bytes
@@ -61,7 +63,13 @@ class Run:
     @property
     def cost(self) -> int:
         """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, and one chunk's planes."""
-        return self.length + 2 * max(piece.chunk.nbytes for piece in self.pieces)
+        return self.length + 2 * max(piece.chunk.decoded for piece in self.pieces)
+
+    @property
+    def places(self) -> Iterator[list[Piece]]:
+        """The pieces, put together where they are of the same stored bytes: those of a tensor, and of what is derived from it."""
+        for _, same in itertools.groupby(self.pieces, _place):
+            yield list(same)
 
     def stored(self, piece: Piece, data: Any) -> Any:
         """The bytes of one piece's chunk in what was fetched."""
@@ -131,10 +139,12 @@ class Reader:
                 data = into
         except NotFound:
             raise Damaged("the pack is missing", subject=run.key) from None
-        for piece in run.pieces:
-            with run.naming(piece):
-                if stored_digest(run.stored(piece, memoryview(data))) != piece.chunk.stored_digest:
-                    raise Damaged("the stored bytes do not match their digest")
+        for same in run.places:
+            found = stored_digest(run.stored(same[0], memoryview(data)))
+            for piece in same:
+                with run.naming(piece):
+                    if found != piece.chunk.stored_digest:
+                        raise Damaged("the stored bytes do not match their digest")
         return data
 
     def _runs(self, pieces: list[Piece]) -> list[Run]:
@@ -161,10 +171,12 @@ class Reader:
 
     def _decode_one(self, run: Run, progress: Callable[[int], None]) -> Run:
         data = np.frombuffer(self.fetch(run), np.uint8)
-        for piece in run.pieces:
-            with run.naming(piece):
-                _decode(piece, run.stored(piece, data))
-            progress(piece.chunk.nbytes)
+        for same in run.places:
+            words: Bytes | None = None
+            for piece in same:
+                with run.naming(piece):
+                    words = _decode(piece, run.stored(piece, data), words)
+                progress(piece.chunk.nbytes)
         return run
 
 
@@ -186,7 +198,9 @@ def _pieces(request: Request) -> list[Piece]:
 def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
     """The pieces of one pack in runs that are fetched by one request each."""
     run, begin, end = list[Piece](), 0, 0
-    for piece in sorted(pieces, key=lambda piece: (piece.chunk.start, piece.chunk.coding.size)):
+    for piece in sorted(
+        pieces, key=lambda piece: (piece.chunk.start, piece.chunk.coding.size, piece.chunk.derivation is not None)
+    ):
         start, size = piece.chunk.start, piece.chunk.coding.size
         if run and (start > end + _GAP or start + size - begin > _RUN):
             yield Run(key, begin, end - begin, tuple(run))
@@ -199,13 +213,28 @@ def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
         yield Run(key, begin, end - begin, tuple(run))
 
 
-def _decode(piece: Piece, stored: Bytes) -> None:
-    """Decode, check, and copy what was asked for."""
-    chunk, target = piece.chunk, piece.target
-    direct = piece.direct and target.flags.c_contiguous
-    raw = target.reshape(-1).view(np.uint8) if direct else np.empty(chunk.nbytes, np.uint8)
-    chunks.decode(chunk.coding, dtypes.dtype(chunk.dtype), stored, raw)
+def _place(piece: Piece) -> Any:
+    chunk = piece.chunk
+    return chunk.start, chunk.coding, chunk.words, chunk.decoded
+
+
+def decode(chunk: Chunk, stored: Bytes, words: Bytes | None = None, *, into: Bytes | None = None) -> tuple[Bytes, Bytes]:
+    """The words that a chunk's stored bytes decode to, and its elements' bytes, held against their digest. ``words``: what comes
+    of them, if that is known. ``into``: memory that the elements may be decoded into, if they are these words."""
+    if words is None:
+        words = into if into is not None and chunk.words.name == chunk.dtype else np.empty(chunk.decoded, np.uint8)
+        chunks.decode(chunk.coding, chunk.words, stored, words)
+    raw = derive(words, chunk.words.name, chunk.dtype)
     if raw_digest(raw) != chunk.raw_digest:
         raise Damaged("the decoded bytes do not match their digest")
-    if target is not None and not direct:
+    return words, raw
+
+
+def _decode(piece: Piece, stored: Bytes, words: Bytes | None) -> Bytes:
+    """Decode, and copy what was asked for. Gives the words: see ``decode``."""
+    chunk, target = piece.chunk, piece.target
+    into = target.reshape(-1).view(np.uint8) if piece.direct and target.flags.c_contiguous else None
+    words, raw = decode(chunk, stored, words, into=into)
+    if target is not None and raw is not into:
         target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
+    return words

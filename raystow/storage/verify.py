@@ -73,7 +73,7 @@ def verify_bytes(
         left[run.key] -= 1
         if journal is not None and not left[run.key]:
             journal.add(record, run.key)
-    resumed = sum(chunk.coding.size for key in done for chunk in packs[key])
+    resumed = sum(chunk.stored for key in done for chunk in packs[key])
     return Verified(**{**vars(found), "read": found.stored - resumed, "resumed": resumed})
 
 
@@ -92,7 +92,7 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
         for value in fragment.values:
             values.loads(value.text)
     chunks = [row for rows in packs.values() for row in rows]
-    raw, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.coding.size for chunk in chunks)
+    raw, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.stored for chunk in chunks)
     if not (raw, stored) == (version.record.raw, version.record.stored) == (version.raw, version.bytes):
         raise Damaged("the sums of the manifest, the record and the root differ", subject=version.record.key())
     counts = len(version.chunks), len(chunks), len(packs)
@@ -100,13 +100,22 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
 
 
 def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None) -> None:
-    """The chunks, laid end to end, are the whole pack, and the record and the store give it that size."""
-    end = 0
+    """The chunks, laid end to end, are the whole pack, and the record and the store give it that size. Those that are derived lie
+    where the chunk of another tensor lies."""
+    end, places = 0, set[tuple[int, int]]()
     chunks.sort(key=lambda chunk: (chunk.start, chunk.coding.size))
     for chunk in chunks:
+        if chunk.derivation is not None:
+            continue
         if chunk.start != end:
             raise Damaged(f"the manifest leaves a gap or an overlap at byte {end}", subject=key)
+        places.add((chunk.start, chunk.coding.size))
         end += chunk.coding.size
+    for chunk in chunks:
+        if chunk.derivation is not None and (chunk.start, chunk.coding.size) not in places:
+            raise Damaged(
+                f"{chunk.name!r} is derived from bytes {chunk.start} + {chunk.coding.size}, which are no chunk", subject=key
+            )
     if found is None:
         raise Damaged("the pack is missing", subject=key)
     if not recorded == end == found:

@@ -139,7 +139,7 @@ class Version:
         for name, rows in sorted(self.chunks.items()):
             first = rows[0]
             nbytes = math.prod(first.shape) * dtypes.dtype(first.dtype).itemsize
-            stored = sum(row.coding.size for row in rows)
+            stored = sum(row.stored for row in rows)
             infos[name] = TensorInfo(first.shape, first.dtype, nbytes, stored, first.kind, first.group)
         return infos
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import math
 import threading
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ import numpy as np
 from ..storage import dtypes, keys
 from ..storage.chunk import Coding, Encoder
 from ..storage.clock import SYSTEM
+from ..storage.derived import Derivation
 from ..storage.digest import raw_digest, stored_digest
 from ..storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
 from ..storage.kernels import Bytes
@@ -75,6 +77,7 @@ class NodeAttempt:
         self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed, keep=keep)
         self._lock = threading.Lock()
         self._chunks: list[Chunk] = []
+        self._derived: list[Chunk] = []
         self._values: dict[tuple[str, str, str], list[int]] = {}
         self._covered: dict[int, int] = defaultdict(int)
         self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
@@ -140,6 +143,7 @@ class NodeAttempt:
             self._coding[rank] += 1
         self._workshop.coders.submit(self._seal, rank, chunk, parts, done)
 
+<<<<<<< HEAD
     def status(self) -> AttemptStatus:
         """What this node is at."""
         with self._lock:
@@ -151,6 +155,13 @@ class NodeAttempt:
         if rank not in self._staged:
             return Stage.STAGING
         return Stage.CODING if self._coding[rank] else Stage.CODED
+=======
+    def add_derived(self, rank: int, chunk: Chunk) -> None:
+        """Note a chunk that follows from another one of this rank's, which is added as well, before or after."""
+        with self._lock:
+            self._derived.append(chunk)
+            self._cover(rank, chunk)
+>>>>>>> 55e29a5 (Store what follows from another tensor as a rule: weights that are their master copy rounded, copies)
 
     def press(self) -> None:
         """Memory is short: upload what lies in packs that are not full."""
@@ -222,12 +233,18 @@ class NodeAttempt:
         except BaseException:
             release()
             raise
-        elements = chunk.nbytes // dtypes.dtype(chunk.dtype).itemsize
         with self._lock:
             self._chunks.append(replace(chunk, pack=pack, start=start, stored_digest=digest))
+<<<<<<< HEAD
             self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, elements)
             self.raw += chunk.nbytes
             self._coded += chunk.coding.size
+=======
+            self._cover(rank, chunk)
+
+    def _cover(self, rank: int, chunk: Chunk) -> None:
+        self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent))
+>>>>>>> 55e29a5 (Store what follows from another tensor as a rule: weights that are their master copy rounded, copies)
 
     @contextlib.contextmanager
     def _worker_of(self, rank: int, chunk: Chunk) -> Iterator[None]:
@@ -296,10 +313,18 @@ class NodeAttempt:
     def _fragment(self) -> tuple[str, bytes, FragmentInfo]:
         """Key, bytes and description of this node's part of the manifest."""
         values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
-        fragment = Fragment(self._ticket.node, tuple(self._chunks), tuple(values))
+        fragment = Fragment(self._ticket.node, (*self._chunks, *self._placed()), tuple(values))
         data = fragment.dump()
         key = keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node)
         return key, data, fragment.info(data, self._ranks, self._stall)
+
+    def _placed(self) -> Iterator[Chunk]:
+        """What is derived, with the places of what it is derived from."""
+        found = {(chunk.name, chunk.box): chunk for chunk in self._chunks}
+        for chunk in self._derived:
+            assert chunk.derivation is not None
+            of = found[chunk.derivation.source, chunk.box]
+            yield replace(chunk, group=of.group, pack=of.pack, start=of.start, coding=of.coding, stored_digest=of.stored_digest)
 
 
 def encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:
@@ -339,4 +364,5 @@ def draft(fields: dict[str, Any], node: int) -> Chunk:
         coding=coding,
         raw_digest=fields.get("digest", 0),
         stored_digest=b"",
+        derivation=Derivation(fields["source"], fields["source_dtype"]) if "source" in fields else None,
     )

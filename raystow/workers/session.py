@@ -167,13 +167,16 @@ class Session:
         self._attempt = attempt
 
     def _chunks(self, announced: list[dict[str, Any]]) -> None:
-        """Take over chunks that lie in slots: raw ones to be coded, coded ones as they are."""
+        """Take over chunks that lie in slots, raw ones to be coded, coded ones as they are; note those that are derived."""
         assert self._slots is not None
         attempt = self._attempt
         if attempt is None or attempt.over:  # the save failed: let the training process get through with it
             return
         for fields in announced:
             chunk = draft(fields, self._number)
+            if chunk.derivation is not None:
+                attempt.add_derived(self._hello["rank"], chunk)
+                continue
             parts, done = self._slots.take_over(fields["parts"])
             if "coding" in fields:
                 attempt.add_coded(self._hello["rank"], chunk, parts, done)

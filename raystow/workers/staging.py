@@ -8,10 +8,15 @@ import functools
 import logging
 import queue
 import threading
+from collections import defaultdict, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
+import numpy as np
+
+from ..storage.derived import followed
+from ..storage.dtypes import DType
 from ..storage.errors import ClusterError, RaystowError, SaveFailed
 from ..storage.kernels import Bytes
 from ..storage.log import about
@@ -37,6 +42,14 @@ class Piece(Protocol):
         """The CUDA device whose memory holds a chunk that is worth coding there; None for all others."""
 
     @property
+    def name(self) -> str:
+        """The tensor's name."""
+
+    @property
+    def dtype(self) -> DType:
+        """What its words are."""
+
+    @property
     def nbytes(self) -> int:
         """Bytes: at most ``SLOT``, or for one on a GPU ``DEVICE_CHUNK``."""
 
@@ -47,12 +60,34 @@ class Piece(Protocol):
         """Copy the bytes into ``out``, row-major."""
 
 
+class Follower(Protocol):
+    """A chunk that need not be staged, if it follows from the chunk ``source``: see ``storage.derived``."""
+
+    @property
+    def piece(self) -> Piece:
+        """The chunk itself."""
+
+    @property
+    def source(self) -> Piece:
+        """One of the plan's pieces, on the same device."""
+
+    def describe(self) -> dict[str, Any]:
+        """The fields of its manifest row that are known before it is looked at."""
+
+
 class Plan(Protocol):
     """What to stage. Only the thread that stages looks at it: working it out may take a while."""
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """All chunks."""
+        """All chunks, but those of followers."""
+
+    @property
+    def followers(self) -> Sequence[Follower]:
+        """What is staged only if it does not follow from a piece."""
+
+    def strayed(self, follower: Any) -> None:
+        """It does not follow."""
 
     @property
     def coverage(self) -> tuple[int, int]:
@@ -161,32 +196,55 @@ class Staging:
         """Stage everything; ``on_staged`` as soon as all has been read."""
         host = [piece for piece in plan.pieces if piece.device is None]
         for device in devices:
-            self._bench().encode(
-                device,
-                [piece for piece in plan.pieces if piece.device == device],
-                after=plan.ready[device],
-                on_read=_nothing if host or device != devices[-1] else order.on_staged,
-                announce=functools.partial(self._announce_coded, order),
-                urgent=order.urgent,
-            )
+            on_read = _nothing if host or device != devices[-1] else order.on_staged
+            self._stage_device(order, plan, device, on_read)
         if host:
             for event in plan.ready.values():
                 event.synchronize()
-            self._stage_host(order, host)
+            self._stage_host(order, plan, host)
 
-    def _stage_host(self, order: Order, pieces: list[Piece]) -> None:
-        """Copy chunks into slots as they are."""
+    def _stage_device(self, order: Order, plan: Plan, device: int, on_read: Callable[[], None]) -> None:
+        """Code what lies on a device, and at last what was thought to follow from that, and does not."""
+        bench, after = self._bench(), plan.ready[device]
+        following = bench.follow(
+            device, [follower for follower in plan.followers if follower.piece.device == device], after=after
+        )
+        encode = functools.partial(
+            bench.encode, device, after=after, announce=functools.partial(self._announce_coded, order), urgent=order.urgent
+        )
+        pieces = [piece for piece in plan.pieces if piece.device == device]
+        encode(pieces, on_read=lambda: None if following.strays else on_read())
+        self._announce(order, following.rows)
+        for follower in following.strays:
+            plan.strayed(follower)
+        if following.strays:
+            encode([follower.piece for follower in following.strays], on_read=on_read)
+
+    def _stage_host(self, order: Order, plan: Plan, pieces: list[Piece]) -> None:
+        """Copy chunks into slots as they are, but those that follow from others."""
+        followers: dict[int, list[Follower]] = defaultdict(list)
+        for follower in plan.followers:
+            followers[id(follower.source)].append(follower)
+        left = deque(pieces)
         slot, used, chunks = -1, 0, list[dict[str, Any]]()
         try:
-            for piece in pieces:
+            while left:
+                piece = left.popleft()
                 if slot < 0 or used + piece.nbytes > self._ring.slot_size:
                     if slot >= 0:
                         self._announce(order, chunks)
                         self._release(slot)
                     slot, used, chunks = self._take(), 0, []
-                piece.copy(self._ring.slot(slot)[used : used + piece.nbytes])
+                place = self._ring.slot(slot)[used : used + piece.nbytes]
+                piece.copy(place)
                 chunks.append({**piece.describe(), "parts": [(slot, used, piece.nbytes)]})
                 used += -(-piece.nbytes // ALIGN) * ALIGN
+                for follower in followers[id(piece)]:
+                    if (digest := _followed(follower, place)) is not None:
+                        chunks.append({**follower.describe(), "digest": digest})
+                    else:
+                        plan.strayed(follower)
+                        left.append(follower.piece)
             self._announce(order, chunks)
         finally:
             if slot >= 0:
@@ -310,3 +368,10 @@ class Staging:
 
 def _nothing() -> None:
     pass
+
+
+def _followed(follower: Follower, words: Bytes) -> int | None:
+    """The digest of a chunk in host memory, if it follows from these words, which are as they will be stored."""
+    raw = np.empty(follower.piece.nbytes, np.uint8)
+    follower.piece.copy(raw)
+    return followed(raw, words, follower.source.dtype.name, follower.piece.dtype.name)

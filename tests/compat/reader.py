@@ -73,10 +73,20 @@ def plane(codec, coded, n, sizes, stream):
     return np.frombuffer(decoded, np.uint8)
 
 
+def rounded(words, dtype):
+    """The bits of float32 rounded to the nearest bfloat16 or float16."""
+    if dtype == "float16":
+        return words.astype("<f2")
+    bits = words.view("<u4")
+    return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
+
+
 def chunk(row, stored):
     """The decoded bytes of a chunk."""
     assert blake3(stored).digest() == row["stored_digest"], f"{row['name']}: damaged"
     name, transform, codecs = row["dtype"], row["transform"], row["codecs"]
+    if transform[:1] in (["copy"], ["rounded:float32"]):
+        name, transform = name if transform[0] == "copy" else "float32", transform[1:]
     assert (row["base"], transform) in [(None, []), (None, ["planes"]), (None, ["rotl1", "planes"])]
     size = SIZES.get(name, 1)
     width = (size // 2 if name.startswith("complex") else size) if transform else 1
@@ -88,6 +98,8 @@ def chunk(row, stored):
     if "rotl1" in transform:
         words = (words >> np.array(1, words.dtype)) | (words << np.array(8 * width - 1, words.dtype))
     raw = words.tobytes()
+    if name != row["dtype"]:
+        raw = rounded(np.frombuffer(raw, "<f4"), row["dtype"]).tobytes()
     assert (end, next(sizes, None), raw_digest(raw)) == (len(stored), None, row["raw_digest"]), f"{row['name']}: damaged"
     return raw
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.planner import SMALL, Cut, Piece, cuts, plan_save, share
+from raystow.orchestrator.planner import SMALL, WEIGHTS, Cut, Piece, cuts, plan_save, share
 from raystow.orchestrator.shards import Shard
 from raystow.orchestrator.state import Leaf
 
@@ -50,7 +50,7 @@ def test_an_empty_tensor_is_named_and_an_empty_shard_of_another_is_not() -> None
     holders=st.sets(st.integers(0, 50), min_size=1, max_size=7).map(lambda s: tuple(sorted(s))),
 )
 def test_a_share_is_disjoint_complete_and_balanced(large: list[int], small: list[int], holders: tuple[int, ...]) -> None:
-    pieces = [Piece(shard((n,), name=f"t{i}"), Cut(((0,), (n,)), n, 0)) for i, n in enumerate((*large, *small))]
+    pieces = [Piece(shard((n,), name=f"t{i}"), Cut(((0,), (n,)), n, 0), None, WEIGHTS) for i, n in enumerate((*large, *small))]
     shares = {rank: share(pieces, holders, rank) for rank in holders}
     taken = [id(piece) for mine in shares.values() for piece in mine]
     assert sorted(taken) == sorted(map(id, pieces))

@@ -37,6 +37,7 @@ class Plan:
     pieces: list[Chunk]
     coverage: tuple[int, int] = (0, 0)
     vouched: tuple[str, ...] = ()
+    followers: tuple[Any, ...] = ()
     ready: dict[int, Any] = field(default_factory=dict)
 
 

@@ -60,9 +60,12 @@ def summary(version: Version, *, largest: int = 10) -> dict[str, Any]:
 
 
 def _planes(version: Version) -> Iterator[tuple[str, int, int]]:
-    """Codec, raw and stored bytes of every plane; a chunk that was not split is one plane."""
+    """Codec, raw and stored bytes of every plane; a chunk that was not split is one plane, and so is one that is derived."""
     for rows in version.chunks.values():
         for chunk in rows:
+            if chunk.derivation is not None:
+                yield "derived", chunk.nbytes, 0
+                continue
             for codec, stored in zip(chunk.coding.codecs, chunk.coding.stored, strict=True):
                 yield codec, chunk.nbytes // len(chunk.coding.codecs), stored
 

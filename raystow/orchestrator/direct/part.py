@@ -26,7 +26,7 @@ from ...workers.budget import Budget
 from ...workers.packer import Packer
 from ...workers.port import MODULUS, Ticket, coverage
 from ...workers.ring import SLOT
-from ..planner import Piece, cuts
+from ..planner import Piece, cuts, group
 from ..shards import Shard
 from ..state import Leaf
 
@@ -73,7 +73,7 @@ class Storing:
     def add(self, shard: Shard, *, counted: bool = True) -> None:
         """Store a box of a tensor; waits for the budget. Its memory must not change. ``counted``: it adds to ``Part.covered``."""
         for cut in cuts(shard, SLOT):
-            piece = Piece(shard, cut)
+            piece = Piece(shard, cut, None, group(shard.leaf.name))
             self._budget.acquire(piece.nbytes, self._relieve)
             self._coders.submit(self._code, piece, counted)
 

@@ -18,11 +18,13 @@ import torch
 
 from ...storage import chunk as chunks
 from ...storage import dtypes
-from ...storage.digest import finish, raw_digest
+from ...storage.digest import finish
 from ...storage.errors import Damaged
+from ...storage.manifest import Chunk
 from ...storage.object_store import Buffer
-from ...storage.reader import Piece, Reader, Request, Run
+from ...storage.reader import Piece, Reader, Request, Run, decode
 from . import kernels, tables
+from .digests import digests
 from .nvcomp import ALIGN, Codec
 
 _LANES, _FETCHING = 7, 5  # in all, and of these at most being filled: as many requests at a time as a reader has threads
@@ -31,6 +33,39 @@ _ALIGNED = 60 << 20  # bytes on the device for coded streams, each at an address
 _PLANES = 96 << 20  # bytes of decoded planes on the device
 
 Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class _Derived:
+    """A piece whose elements, the bytes ``raw``, follow from ``words`` (both uint8)."""
+
+    run: Run
+    piece: Piece
+    words: torch.Tensor
+    raw: torch.Tensor
+
+    @property
+    def address(self) -> int:
+        """Where the elements go."""
+        return int(self.raw.data_ptr())
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        """Of the elements."""
+        return dtypes.dtype(self.piece.chunk.dtype)
+
+    @property
+    def nbytes(self) -> int:
+        """Of all elements."""
+        return self.piece.chunk.nbytes
+
+    def derive(self) -> None:
+        """Make them, on the current stream."""
+        source, dtype = self.piece.chunk.words.name, self.piece.chunk.dtype
+        if source == dtype:
+            self.raw.copy_(self.words)
+        else:
+            self.raw.view(getattr(torch, dtype)).copy_(self.words.view(getattr(torch, source)))
 
 
 @dataclass
@@ -45,6 +80,7 @@ class _Plan:
     streams: dict[tuple[str, int], list[tuple[np.ndarray[Any, Any], ...]]] = field(default_factory=lambda: defaultdict(list))
     joins: dict[tuple[int, bool], list[tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(list))
     order: list[tuple[Run, Piece]] = field(default_factory=list)  # as the digests come
+    derived: list[_Derived] = field(default_factory=list)
     planes: int = 0  # bytes taken of the lane's memory of that name
     aligned: int = 0
 
@@ -125,9 +161,9 @@ class Decoder:
         with torch.cuda.stream(lane.stream):
             lane.stored[:end].copy_(lane.host[:end], non_blocking=True)
             for run, start in zip(plan.runs, plan.starts, strict=True):
-                for piece in run.pieces:
-                    with run.naming(piece):
-                        self._place(lane, plan, run, piece, lane.stored.data_ptr() + start + piece.chunk.start - run.start)
+                for same in run.places:
+                    with run.naming(same[0]):
+                        self._place(lane, plan, run, same, lane.stored.data_ptr() + start + same[0].chunk.start - run.start)
             if plan.streams:
                 self._decompress(lane, plan)
             if plan.unpacks:
@@ -138,34 +174,36 @@ class Decoder:
                 for row, (target, planes) in zip(table, rows, strict=True):
                     row[0], row[1] = target, planes[0]
                     row[2 : 1 + len(planes)] = planes[1:]
-                digests = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
+                sums = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
                 kernels.join(
                     self._upload(table),
                     int(table[:, 1].max()) * width,
                     width=width,
                     rotate=rotated,
                     packed=tables.can_pack(table, width),
-                    digests=digests,
+                    digests=sums,
                 )
-                lane.results.append(("digests", (width, rotated), _to_host(digests)))
+                lane.results.append(("digests", (width, rotated), _to_host(sums)))
+            for one in plan.derived:
+                one.derive()
+            if plan.derived:
+                lane.results.append(("derived", None, digests(plan.derived, self._device)))
             for piece, raw in plan.copies:
                 _copy_part(piece, raw)
             lane.done = lane.stream.record_event()
         return lane
 
-    def _place(self, lane: _Lane, plan: _Plan, run: Run, piece: Piece, stored: int) -> None:
-        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and where its words go."""
-        chunk = piece.chunk
-        dtype = dtypes.dtype(chunk.dtype)
-        places = chunks.layout(chunk.coding, dtype, chunk.nbytes, chunk.coding.size)
-        width = len(places)
-        n = chunk.nbytes // width
-        address = _address(piece)
-        if address is None:
-            raw = torch.empty(chunk.nbytes, dtype=torch.uint8, device=self._device)
-            plan.copies.append((piece, raw))
-            address = raw.data_ptr()
-        if not chunk.nbytes:
+    def _place(self, lane: _Lane, plan: _Plan, run: Run, same: list[Piece], stored: int) -> None:
+        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and where its words go: to the first of
+        these pieces, if they are its elements. The others, all of the same stored bytes, follow."""
+        chunk = same[0].chunk
+        own = chunk.words.name == chunk.dtype
+        words = self._target(plan, same[0]) if own else torch.empty(chunk.decoded, dtype=torch.uint8, device=self._device)
+        plan.derived += [_Derived(run, piece, words, self._target(plan, piece)) for piece in (same[1:] if own else same)]
+        places = chunks.layout(chunk.coding, chunk.words, chunk.decoded, chunk.coding.size)
+        width, address = len(places), words.data_ptr()
+        n = chunk.decoded // width
+        if not chunk.decoded:
             return
         planes = [0] * width
         for place in places:
@@ -186,8 +224,17 @@ class Decoder:
                 plan.moves.append(np.stack((source + np.cumsum(sizes) - sizes, aligned, sizes)))
                 targets = target + np.arange(len(sizes)) * chunk.coding.stream
                 plan.streams[place.codec, chunk.coding.stream].append((aligned, sizes, targets, each))
-        plan.joins[dtype.width if chunk.coding.planes else 1, chunk.coding.rotated].append((address, [n, *planes]))
-        plan.order.append((run, piece))
+        plan.joins[_joined(chunk)].append((address, [n, *planes]))
+        plan.order.append((run, same[0]))
+
+    def _target(self, plan: _Plan, piece: Piece) -> torch.Tensor:
+        """Memory (uint8) for the elements of a piece's chunk: where they belong, or some from which a part is copied there."""
+        if piece.direct and piece.target.is_contiguous():
+            words: torch.Tensor = piece.target.reshape(-1).view(torch.uint8)
+            return words
+        raw = torch.empty(piece.chunk.nbytes, dtype=torch.uint8, device=self._device)
+        plan.copies.append((piece, raw))
+        return raw
 
     def _decompress(self, lane: _Lane, plan: _Plan) -> None:
         table = np.ascontiguousarray(np.concatenate(plan.moves, axis=1).T)
@@ -213,22 +260,36 @@ class Decoder:
         lane.done.synchronize()
         results, lane.results = lane.results, []
         sound = True
-        digests: dict[tuple[int, bool], Iterator[int]] = {}
+        sums: dict[tuple[int, bool], Iterator[int]] = {}
+        derived: list[int] = []
         for kind, what, got in results:
             if kind == "streams":
                 decoded, status = got.numpy()[0], got.numpy()[1].view(np.int32)[: got.shape[1]]
                 sound = sound and not status.any() and bool((decoded == what).all())
+            elif kind == "derived":
+                derived = got.tolist()
             else:
-                digests[what] = iter(got.tolist())
+                sums[what] = iter(got.tolist())
         for run, piece in plan.order:
-            chunk = piece.chunk
-            key = (dtypes.dtype(chunk.dtype).width if chunk.coding.planes else 1), chunk.coding.rotated
-            if finish(next(digests[key]), chunk.nbytes) != chunk.raw_digest:
-                with run.naming(piece):
-                    raise Damaged("the decoded bytes do not match their digest")
-            progress(chunk.nbytes)
+            total = next(sums[_joined(piece.chunk)])
+            if piece.chunk.words.name == piece.chunk.dtype:  # else there are the digests of what follows from it
+                _check(run, piece, total, progress)
+        for one, total in zip(plan.derived, derived, strict=True):
+            _check(one.run, one.piece, total, progress)
         if not sound:
             raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.runs[0].key)
+
+
+def _joined(chunk: Chunk) -> tuple[int, bool]:
+    """Chunks of which this is the same are joined together."""
+    return (chunk.words.width if chunk.coding.planes else 1), chunk.coding.rotated
+
+
+def _check(run: Run, piece: Piece, total: int, progress: Progress) -> None:
+    if finish(total, piece.chunk.nbytes) != piece.chunk.raw_digest:
+        with run.naming(piece):
+            raise Damaged("the decoded bytes do not match their digest")
+    progress(piece.chunk.nbytes)
 
 
 def _to_host(tensor: torch.Tensor) -> torch.Tensor:
@@ -254,12 +315,12 @@ def _batches(runs: list[Run]) -> Iterator[_Plan]:
 
 def _raw(run: Run) -> int:
     """Bytes of planes that decoding a run may take at most, each plane rounded up."""
-    return sum(piece.chunk.nbytes + ALIGN * 8 for piece in run.pieces)
+    return sum(same[0].chunk.decoded + ALIGN * 8 for same in run.places)
 
 
 def _aligned(run: Run) -> int:
     """Bytes that a run's streams may take at most, each beginning where nvCOMP wants it."""
-    return run.length + ALIGN * sum(len(piece.chunk.coding.streams) for piece in run.pieces)
+    return run.length + ALIGN * sum(len(same[0].chunk.coding.streams) for same in run.places)
 
 
 def _fits(run: Run) -> bool:
@@ -270,12 +331,6 @@ def _fits(run: Run) -> bool:
         and _aligned(run) <= _ALIGNED
         and all(not piece.chunk.coding.streams or piece.chunk.coding.stream % ALIGN == 0 for piece in run.pieces)
     )
-
-
-def _address(piece: Piece) -> int | None:
-    """Where a whole chunk may be written to directly; None if it has to be copied to its place."""
-    target = piece.target
-    return int(target.data_ptr()) if piece.direct and target.is_contiguous() else None
 
 
 def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
@@ -291,9 +346,6 @@ def _through_host(reader: Reader, run: Run, progress: Progress) -> None:
     data = np.frombuffer(reader.fetch(run), np.uint8)
     for piece in run.pieces:
         with run.naming(piece):
-            raw = np.empty(piece.chunk.nbytes, np.uint8)
-            chunks.decode(piece.chunk.coding, dtypes.dtype(piece.chunk.dtype), run.stored(piece, data), raw)
-            if raw_digest(raw) != piece.chunk.raw_digest:
-                raise Damaged("the decoded bytes do not match their digest")
+            _, raw = decode(piece.chunk, run.stored(piece, data))
         _copy_part(piece, torch.from_numpy(raw).to(piece.target.device))
         progress(piece.chunk.nbytes)

@@ -161,6 +161,24 @@ def _move(table, SPAN: tl.constexpr):
 
 
 @triton.jit
+def _compare(table, misses, BF16: tl.constexpr, SPAN: tl.constexpr):
+    """Whether words are float32 rounded to bfloat16, or to float16."""
+    row = table + tl.program_id(1) * 3
+    n = tl.load(row + 2)
+    at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
+    inside = at < n
+    x = tl.load(tl.load(row).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+    found = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
+    if BF16:  # to the nearest, of two equally near ones to the even one
+        made = ((x + 0x7FFF + ((x >> 16) & 1)) >> 16) & 0xFFFF
+    else:
+        made = x.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
+    missed = (made != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing follows from a NaN
+    if tl.max((missed & inside).to(tl.int32)) != 0:
+        tl.store(misses + tl.program_id(1), 1)
+
+
+@triton.jit
 def _tell(source, target, n, MOST: tl.constexpr):
     at = tl.program_id(0) * MOST + tl.arange(0, MOST)
     tl.store(target.to(tl.pointer_type(tl.int64)) + at, tl.load(source + at, mask=at < n, other=0), mask=at < n)
@@ -289,8 +307,16 @@ def _run(
 def tell(found: torch.Tensor, told: torch.Tensor) -> None:
     """Write what was ``found`` on the device to host memory that is pinned (both int64, contiguous). By a kernel: a copy would
     wait for all large ones that were enqueued before it, on whatever stream, since there is one engine for that direction."""
-    n = found.numel()
-    _tell[(triton.cdiv(n, 1024),)](found, told.data_ptr(), n, MOST=1024)
+    if n := found.numel():
+        _tell[(triton.cdiv(n, 1024),)](found, told.data_ptr(), n, MOST=1024)
+
+
+def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tensor) -> None:
+    """``storage.derived.followed`` of each row: address of words of float32, address of those of ``dtype`` (bfloat16 or float16),
+    their number; ``largest`` of these. ``misses``: int64 [rows], zeros: gets 1 where some word is not the other one rounded."""
+    if len(table):
+        grid = (max(1, triton.cdiv(largest, 4096)), len(table))
+        _compare[grid](table, misses, BF16=dtype == "bfloat16", SPAN=4096)
 
 
 def move(table: torch.Tensor, largest: int) -> None:

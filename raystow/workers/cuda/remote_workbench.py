@@ -28,6 +28,7 @@ from ..wire import Message
 from .choice import Choice
 from .device_ring import DeviceRing
 from .digests import digests
+from .following import Following, follow
 from .workbench import Workbench
 
 logger = logging.getLogger(__name__)
@@ -90,6 +91,10 @@ class RemoteWorkbench:
                 )
                 self._local = self._make_local()
         return self._mapped[device].choice if self._local is None else self._local.choice(device)
+
+    def follow(self, device: int, followers: Sequence[Any], *, after: Any) -> Following:
+        """See ``Workbench.follow``."""
+        return follow(torch.device("cuda", device), followers, after=after)
 
     def encode(
         self,

@@ -11,6 +11,7 @@ from ...storage.chunk import RAW
 from ..ring import Ring
 from .choice import Choice, choose
 from .encoder import Arrived, Encoder
+from .following import Following, follow
 from .outbox import Outbox
 from .program import Program
 
@@ -33,6 +34,10 @@ class Workbench:
         if device not in self._choices:
             self._choices[device] = choose(self._codec, torch.device("cuda", device), self._store)
         return self._choices[device]
+
+    def follow(self, device: int, followers: Sequence[Any], *, after: Any) -> Following:
+        """Begin to look whether chunks follow from others, when the CUDA event ``after`` has come."""
+        return follow(torch.device("cuda", device), followers, after=after)
 
     def encode(
         self,

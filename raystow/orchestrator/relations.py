@@ -1,0 +1,83 @@
+"""Finds the tensors of a state that may follow from others: weights that are their master copy rounded, copies, tied embeddings.
+
+A look at some elements of each tensor says which; whether all elements follow is told chunk by chunk in every save.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ..storage import manifest
+from ..storage.derived import derivable, derive
+from .shards import Shard
+
+_SAMPLE = 64  # elements
+_LEAST = 4096  # bytes; for smaller tensors a row costs as much as what it says
+
+
+class Relations:
+    """What one rank has found. It looks in its first, second, fourth, eighth save and so on, and where the state has other
+    tensors than before: in the same saves as all ranks, so that those who hold the same tensors find the same."""
+
+    def __init__(self) -> None:
+        self._looked = 0  # in which save
+        self._found: dict[int, int] = {}
+        self._known: list[Any] = []
+
+    def of(self, shards: Sequence[Shard], ready: Mapping[int, Any], *, save: int) -> dict[int, int]:
+        """Numbers of shards, each with that of the shard from which it seems to follow. ``ready``: for each device an event,
+        after which its tensors may be read. ``save``: its number, from 1 on. Off the training thread."""
+        known = [(shard.leaf.name, shard.dtype, shard.extent) for shard in shards]
+        if known != self._known or self._looked.bit_length() < save.bit_length():
+            for event in ready.values():
+                event.synchronize()
+            self._looked, self._found, self._known = save, _find(shards), known
+        return self._found
+
+    def forget(self, shard: Shard) -> None:
+        """It does not follow."""
+        self._found = {i: source for i, source in self._found.items() if self._known[i][0] != shard.leaf.name}
+
+
+def _find(shards: Sequence[Shard]) -> dict[int, int]:
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for i, shard in enumerate(shards):
+        if _may_follow(shard):
+            alike[shard.shape, shard.offset, shard.extent, shard.holders, shard.device].append(i)
+    found: dict[int, int] = {}
+    for numbers in alike.values():
+        samples = _samples([shards[i] for i in numbers]) if len(numbers) > 1 else []
+        sources: dict[tuple[str, bytes], int] = {}
+        dtypes = {shards[i].dtype for i in numbers}
+        for i, sample in sorted(zip(numbers, samples, strict=False), key=lambda pair: (-shards[pair[0]].itemsize, pair[0])):
+            if (source := sources.get((shards[i].dtype, sample.tobytes()))) is not None:
+                found[i] = source
+            elif len(np.unique(sample.reshape(_SAMPLE, -1), axis=0)) > 1:  # else it is like many others by chance
+                for dtype in dtypes:
+                    if derivable(shards[i].dtype, dtype):
+                        sources.setdefault((dtype, derive(sample, shards[i].dtype, dtype).tobytes()), i)
+    return found
+
+
+def _may_follow(shard: Shard) -> bool:
+    """Or something from it."""
+    simple = shard.kind == manifest.TENSOR and shard.format.is_float and shard.itemsize <= 8
+    return simple and shard.nbytes >= _LEAST and shard.place is not None
+
+
+def _samples(shards: Sequence[Shard]) -> list[Any]:
+    """Some elements of each of these, which are of one shape and lie on one device, evenly spread, as bytes (uint8)."""
+    flat = [shard.bits.reshape(-1) for shard in shards]
+    at = [np.linspace(0, len(words) - 1, _SAMPLE).astype(np.int64) for words in flat]
+    if shards[0].device is None:
+        return [words[some].view(np.uint8) for words, some in zip(flat, at, strict=True)]
+    import torch
+
+    index = torch.from_numpy(at[0]).to(flat[0].device)
+    picked = torch.cat([words[index].view(torch.uint8) for words in flat]).cpu().numpy()
+    ends = np.cumsum([shard.itemsize * _SAMPLE for shard in shards])
+    return np.split(picked, ends[:-1])

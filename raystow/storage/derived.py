@@ -1,0 +1,49 @@
+"""Tensors of which another one says every bit: a version holds the other's bytes, and how to get these from them.
+
+In mixed precision weights are the optimizer's master copy, rounded; two names may stand for one tensor.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from . import dtypes
+from .digest import raw_digest
+from .kernels import Bytes
+
+_ROUNDED = {("float32", "bfloat16"), ("float32", "float16")}
+
+
+@dataclass(frozen=True, slots=True)
+class Derivation:
+    """Each element is that of the tensor ``source`` in the same place, whose ``dtype`` is this: as it is, or rounded to the
+    nearest number of the other type, of two equally near ones to the even one."""
+
+    source: str
+    dtype: str
+
+
+def derivable(source: str, dtype: str) -> bool:
+    """Whether elements of ``dtype`` can be derived from those of the dtype ``source``."""
+    return source == dtype or (source, dtype) in _ROUNDED
+
+
+def derive(words: Bytes, source: str, dtype: str) -> Bytes:
+    """The bytes (uint8) of the elements that follow from the source's. A copy is the argument itself."""
+    if source == dtype:
+        return words
+    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as everywhere
+        return words.view(dtypes.to_numpy(source)).astype(dtypes.to_numpy(dtype)).view(np.uint8)
+
+
+def followed(raw: Bytes, words: Bytes, source: str, dtype: str) -> int | None:
+    """The digest of ``raw``, if that is what ``derive`` makes of ``words`` on any machine, else None. A NaN is not rounded alike
+    everywhere: nothing follows from one."""
+    made = derive(words, source, dtype)
+    if not np.array_equal(made, raw):
+        return None
+    if source != dtype and np.isnan(words.view(dtypes.to_numpy(source))).any():
+        return None
+    return raw_digest(made)

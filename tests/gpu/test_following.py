@@ -1,0 +1,115 @@
+"""Weights on a GPU that are their master copy rounded leave no bytes behind, and come back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.storage import dtypes
+from raystow.storage.derived import followed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+N = 9_000_001
+
+
+@dataclass
+class Piece:
+    tensor: torch.Tensor
+
+    @property
+    def name(self) -> str:
+        return "piece"
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        return dtypes.dtype(str(self.tensor.dtype).removeprefix("torch."))
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def address(self) -> int:
+        return self.tensor.data_ptr()
+
+
+@dataclass
+class Follower:
+    piece: Piece
+    source: Piece
+
+    def describe(self) -> dict[str, Any]:
+        return {"of": id(self)}
+
+
+def host(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
+
+
+def test_the_gpu_says_what_the_cpu_says() -> None:
+    from raystow.workers.cuda.following import follow
+
+    followers = []
+    for n in (4096, 4097, 100_003, 4 << 20):
+        bits = torch.randint(-(2**31), 2**31, (n,), device="cuda").to(torch.int32).view(torch.float32)
+        numbers = torch.where(bits.isnan(), torch.randn(n, device="cuda"), bits)
+        for dtype in (torch.bfloat16, torch.float16):
+            rounded = numbers.to(dtype)
+            changed = rounded.clone()
+            changed.view(torch.int16)[n - 1] ^= 1
+            followers += [Follower(Piece(one), Piece(numbers)) for one in (rounded, changed)]
+            followers.append(Follower(Piece(bits.to(dtype)), Piece(bits)))  # with NaNs among them
+            followers += [Follower(Piece(one), Piece(rounded)) for one in (rounded.clone(), changed)]
+    found = follow(torch.device("cuda"), followers, after=torch.cuda.current_stream().record_event())
+    said = {row["of"]: row["digest"] for row in found.rows}
+    assert {id(one) for one in found.strays} == {id(one) for one in followers} - set(said)
+    for one in followers:
+        names = one.source.dtype.name, one.piece.dtype.name
+        assert said.get(id(one)) == followed(host(one.piece.tensor), host(one.source.tensor), *names), names
+    assert 0 < len(found.strays) < len(followers)
+    nothing = follow(torch.device("cuda"), [], after=torch.cuda.current_stream().record_event())
+    assert not nothing.rows
+    assert not nothing.strays
+
+
+def mixed(stray: int | None = None) -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    a, b, c = (torch.randn(N, generator=generator, device="cuda") * 0.02 for _ in range(3))
+    state = {"w.a": a.bfloat16(), "w.b": b.half(), "optim.a": a, "optim.b": b, "optim.m": c, "tied": c.clone()}
+    state["tied.b"] = state["w.b"]
+    if stray is not None:
+        state["w.a"].view(torch.int16)[stray] ^= 1
+    return state
+
+
+@pytest.mark.parametrize("place", ["training", "node"])
+@pytest.mark.parametrize("codec", ["deflate", "ans", "cpu"])
+def test_what_follows_takes_no_bytes_and_comes_back(codec: str, place: str) -> None:
+    if (codec, place) == ("cpu", "node"):
+        pytest.skip("nothing is coded on a GPU")
+    with LocalCluster(f"memory://following-{codec}-{place}", codec=codec, compress_in=place, memory=256 << 20) as cluster:
+        for step, stray in enumerate((None, N // 2, None)):
+            state = mixed(stray)
+            version = cluster.save(state, step=step)
+            sizes = {name: info.stored for name, info in version.tensors().items()}
+            assert {name for name, size in sizes.items() if not size} == {"w.b", "tied", "tied.b"} | ({"w.a"} - {stray and "w.a"})
+            if stray is not None:
+                assert sizes["w.a"] <= 8 << 20, "more than the chunk that does not follow was stored"
+            for names in (list(state), ["w.a", "w.b"], ["tied"], ["optim.a", "w.a"]):
+                into = {name: torch.zeros_like(state[name]) for name in names}
+                raystow.restore_latest(cluster.uri, into=into, strict=False)
+                for name in names:
+                    assert torch.equal(into[name], state[name]), (step, name)
+            part = {"w.a": torch.zeros(N, device="cuda")}
+            raystow.restore_latest(cluster.uri, into=part, strict=False, cast=True)
+            assert torch.equal(part["w.a"], state["w.a"].float())
+            if codec != "ans":
+                raystow.open(cluster.uri).verify(version, deep=True)
+                assert torch.equal(version.read("w.b", slice(5, N - 3)), state["w.b"].cpu()[5 : N - 3])

@@ -1,0 +1,99 @@
+"""Weights that are their master copy rounded, on the way to the store and back."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import every, start
+
+import raystow
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+N = 3_000_001
+
+
+def mixed(seed: int, stray: int | None = None) -> dict[str, Any]:
+    """Weights of two kinds with their master copies and moments; element ``stray`` of one of the weights is off by a bit."""
+    generator = torch.Generator().manual_seed(seed)
+    master = {name: torch.randn(N, generator=generator) for name in "ab"}
+    weights = {"a": master["a"].bfloat16(), "b": master["b"].half()}
+    if stray is not None:
+        weights["a"].view(torch.int16)[stray] ^= 1
+    moments = {name: torch.rand(N, generator=generator) for name in "ab"}
+    return {"model": {**weights, "tied": weights["a"]}, "optim": {"master": master, "exp_avg": moments}}
+
+
+def zeros(state: Any) -> Any:
+    return {name: zeros(part) if isinstance(part, dict) else torch.zeros_like(part) for name, part in state.items()}
+
+
+def flat(state: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    return {name: t for key, part in state.items() for name, t in flat(part, f"{path}.{key}".lstrip(".")).items()}
+
+
+def check_equal(got: Any, wanted: Any) -> None:
+    for name, tensor in flat(wanted).items():
+        assert torch.equal(flat(got)[name], tensor), name
+
+
+@pytest.mark.parametrize("world", [1, 3])
+def test_weights_take_no_bytes_and_come_back(tmp_path: Path, world: int) -> None:
+    ranks = start(str(tmp_path), world)
+    every(ranks, "set", mixed, 1)
+    every(ranks, "save", 1)
+    (version,) = {one.id: one for one in every(ranks, "result")}.values()
+    raystow.open(tmp_path).verify(version, deep=True)
+    infos = version.tensors()
+    assert [name for name, info in infos.items() if not info.stored] == ["model.a", "model.b", "model.tied"]
+    assert infos["optim.master.a"].stored < 4 * N
+    assert infos["optim.master.a"].group == "weights", "it is all that weights are read from"
+    assert version.raw == sum(tensor.nbytes for tensor in flat(mixed(1)).values())
+    assert version.bytes == sum(info.stored for info in infos.values())
+    check_equal({"model": {name: version.read(f"model.{name}") for name in mixed(1)["model"]}}, {"model": mixed(1)["model"]})
+    assert torch.equal(version.read("model.b", slice(70_000, 2_500_003)), mixed(1)["model"]["b"][70_000:2_500_003])
+    every(ranks, "set", mixed, 2)
+    every(ranks, "restore")
+    for rank in ranks:
+        check_equal(every([rank], "do", _state)[0], mixed(1))
+    into = {"model": zeros(mixed(1)["model"])}
+    raystow.restore_latest(str(tmp_path), into=into, strict=False)
+    check_equal(into, {"model": mixed(1)["model"]})
+
+
+def _state(rank: Any) -> Any:
+    return rank.state
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_chunk_that_does_not_follow_is_stored(tmp_path: Path, world: int) -> None:
+    ranks = start(str(tmp_path), world)
+    for step, stray in ((1, None), (2, N // 2), (3, N // 2), (4, None)):
+        every(ranks, "set", mixed, step, stray)
+        every(ranks, "save", step)
+        every(ranks, "result")
+    repository = raystow.open(tmp_path)
+    stored = [version.tensors()["model.a"].stored for version in repository.versions()]
+    assert stored[0] == stored[3] == 0 < stored[1] <= 4 << 20
+    for version, stray in zip(repository.versions(), (None, N // 2, N // 2, None), strict=True):
+        check_equal({name: version.read(name) for name in flat(mixed(1))}, flat(mixed(version.step, stray)))
+        repository.verify(version, deep=True)
+
+
+def test_the_reader_of_the_specification_reads_them(tmp_path: Path) -> None:
+    sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
+    import reader
+
+    ranks = start(str(tmp_path), 1)
+    every(ranks, "set", mixed, 1)
+    every(ranks, "save", 1)
+    every(ranks, "result")
+    found = reader.read(tmp_path)
+    for name, tensor in flat(mixed(1)).items():
+        assert found[name].tobytes() == tensor.view(torch.uint8).numpy().tobytes(), name

@@ -1,0 +1,169 @@
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+
+from raystow.orchestrator.planner import OPTIMIZER, WEIGHTS, SavePlan, plan_save
+from raystow.orchestrator.relations import Relations
+from raystow.storage.derived import derivable, derive, followed
+from raystow.storage.digest import raw_digest
+from raystow.storage.errors import Damaged, Unsupported
+from raystow.storage.manifest import Chunk, Derivation, Fragment
+
+
+def raw(tensor: torch.Tensor) -> np.ndarray:
+    return tensor.contiguous().view(torch.uint8).numpy().reshape(-1)
+
+
+EDGES = [0.0, -0.0, 1.0, 3.4028235e38, 65504.0, 65520.0, 1e-45, 6e-8, 2.98e-8, 5.96e-8, float("inf"), -float("inf"), 1.00390625]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_rounding_is_that_of_torch_for_every_kind_of_number(dtype: str) -> None:
+    bits = torch.randint(-(2**31), 2**31, (1 << 16,), dtype=torch.int64).to(torch.int32).view(torch.float32)
+    words = torch.cat([bits[~bits.isnan()], torch.tensor(EDGES)])
+    rounded = raw(words.to(getattr(torch, dtype)))
+    assert np.array_equal(derive(raw(words), "float32", dtype), rounded)
+    assert followed(rounded, raw(words), "float32", dtype) == raw_digest(rounded)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_single_bit_or_a_nan_breaks_it(dtype: str) -> None:
+    words = torch.randn(5000)
+    rounded = words.to(getattr(torch, dtype))
+    changed = raw(rounded).copy()
+    changed[4321] ^= 1
+    assert followed(changed, raw(words), "float32", dtype) is None
+    words[77] = float("nan")
+    assert followed(raw(words.to(getattr(torch, dtype))), raw(words), "float32", dtype) is None
+    assert followed(raw(words), raw(words), "float32", "float32") == raw_digest(raw(words)), "a NaN is copied like anything else"
+
+
+def test_only_what_is_known_is_derived() -> None:
+    assert derivable("int8", "int8")
+    assert not derivable("bfloat16", "float32")
+    assert not derivable("float64", "float32")
+
+
+def plan(state: dict[str, torch.Tensor], relations: Relations | None = None, save: int = 1, **who: int) -> SavePlan:
+    return plan_save(state, **{"rank": 0, "world_size": 1, **who}, relations=relations, save=save)
+
+
+def pairs(found: SavePlan) -> set[tuple[str, str]]:
+    return {(follower.piece.name, follower.source.name) for follower in found.followers}
+
+
+def mixed(layers: int = 3, size: int = 3000) -> dict[str, torch.Tensor]:
+    """Weights, their master copies and moments of as many elements, and two names for one tensor."""
+    master = [torch.randn(size) for _ in range(layers)]
+    state = {f"model.{i}": words.bfloat16() for i, words in enumerate(master)}
+    state |= {f"optimizer.master.{i}": words for i, words in enumerate(master)}
+    state |= {f"optimizer.exp_avg.{i}": torch.randn(size) for i in range(layers)}
+    return state | {"embedding": master[0].view(-1), "zeros.a": torch.zeros(size), "zeros.b": torch.zeros(size)}
+
+
+def test_weights_are_found_to_be_their_master_copy_and_a_copy_to_be_one() -> None:
+    found = plan(mixed())
+    assert pairs(found) == {*((f"model.{i}", f"optimizer.master.{i}") for i in range(3)), ("embedding", "optimizer.master.0")}
+    assert all(follower.piece.box == follower.source.box for follower in found.followers)
+    groups = {piece.name: piece.group for piece in found.pieces}
+    assert groups["optimizer.master.1"] == WEIGHTS, "whoever wants weights alone must find them there"
+    assert groups["optimizer.exp_avg.1"] == OPTIMIZER
+
+
+def test_a_chain_ends_at_one_tensor() -> None:
+    master = torch.randn(3000)
+    state = {"a": master.bfloat16(), "b": master.bfloat16(), "c": master, "d": master.clone()}
+    assert pairs(plan(state)) == {("a", "c"), ("b", "c"), ("d", "c")}
+
+
+def test_what_does_not_lie_in_order_and_what_is_small_is_stored() -> None:
+    words = torch.randn(80, 50)
+    assert not pairs(plan({"a": words.T, "b": words.T.clone(), "c": torch.ones(9), "d": torch.ones(9)}))
+
+
+def test_ranks_that_hold_the_same_store_every_box_once() -> None:
+    state = mixed(size=3_000_000)
+    plans = [plan(state, rank=rank, world_size=3) for rank in range(3)]
+    whole = plan(state)
+    for kind in ("pieces", "followers"):
+        found = sorted(repr(getattr(one, "piece", one).describe()) for each in plans for one in getattr(each, kind))
+        assert found == sorted(repr(getattr(one, "piece", one).describe()) for one in getattr(whole, kind))
+    for each in plans:
+        assert {id(follower.source) for follower in each.followers} <= set(map(id, each.pieces))
+
+
+def test_it_looks_in_the_same_saves_on_all_ranks_and_when_the_state_changes() -> None:
+    relations, state = Relations(), mixed()
+    broken = {**state, "model.1": torch.randn(3000).bfloat16()}
+    assert pairs(plan(state, relations, 1)) == pairs(plan(state, relations, 2))
+    assert ("model.1", "optimizer.master.1") in pairs(plan(broken, relations, 3)), "it does not look every time"
+    assert ("model.1", "optimizer.master.1") not in pairs(plan(broken, relations, 5)), "the look of save 4 is made up for"
+    assert ("new", "optimizer.master.2") in pairs(plan({**broken, "new": state["optimizer.master.2"]}, relations, 6))
+
+
+def test_what_strayed_is_not_looked_at_again_unless_others_hold_it_too() -> None:
+    state = mixed()
+    for world, left in ((1, False), (2, True)):
+        relations = Relations()
+        found = plan(state, relations, 2, world_size=world)
+        (follower,) = [one for one in found.followers if one.piece.name == "model.1"]
+        found.strayed(follower)
+        assert (("model.1", "optimizer.master.1") in pairs(plan(state, relations, 3, world_size=world))) is left
+
+
+def test_rows_say_what_they_are_derived_from_and_lie_where_that_lies() -> None:
+    from handmade import rows_and_pack, whole
+
+    words = np.random.default_rng(0).standard_normal(5000, np.float32)
+    (own,), _ = rows_and_pack({"master": whole(words)})
+    fields = {name: getattr(own, name) for name in Chunk.__dataclass_fields__} | {"kind": "tensor"}
+    rows = [
+        Chunk(**fields),
+        Chunk(**fields | {"name": "copy", "derivation": Derivation("master", "float32")}),
+        Chunk(**fields | {"name": "weights", "dtype": "bfloat16", "derivation": Derivation("master", "float32")}),
+    ]
+    fragment = Fragment(0, tuple(rows), ())
+    data = fragment.dump()
+    loaded = Fragment.load(data, 0, "key")
+    assert sorted(loaded.chunks, key=lambda row: row.name) == sorted(rows, key=lambda row: row.name)
+    info = fragment.info(data, [0])
+    assert (info.raw, info.stored) == (20_000 + 20_000 + 10_000, own.coding.size), "shared bytes count once"
+
+
+@pytest.mark.parametrize(
+    ("dtype", "transform", "value", "kind"),
+    [
+        ("bfloat16", ["rounded:float64", "rotl1", "planes"], "master", Unsupported),
+        ("bfloat16", ["rounded:nonsense", "rotl1", "planes"], "master", Unsupported),
+        ("float32", ["rounded:bfloat16", "rotl1", "planes"], "master", Unsupported),
+        ("float32", ["copy", "copy", "planes"], "master", Unsupported),
+        ("float32", ["planes", "copy"], "master", Unsupported),
+        ("float32", ["copy", "planes"], None, Damaged),
+    ],
+)
+def test_derivations_that_make_no_sense_are_refused(dtype: str, transform: list[str], value: str | None, kind: type) -> None:
+    row = {
+        "name": "t",
+        "path": '["t"]',
+        "kind": "tensor",
+        "value": value,
+        "dtype": dtype,
+        "shape": [2],
+        "offset": [0],
+        "extent": [2],
+        "group": "weights",
+        "pack": 0,
+        "start": 0,
+        "base": None,
+        "transform": transform,
+        "codecs": ["raw"] * 4,
+        "stored": [2] * 4,
+        "stream": 1,
+        "streams": [],
+        "raw_digest": 0,
+        "stored_digest": bytes(32),
+    }
+    with pytest.raises(kind):
+        Fragment.of([row], 0)
