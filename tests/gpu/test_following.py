@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -91,10 +92,10 @@ def mixed(stray: int | None = None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("place", ["training", "node"])
 @pytest.mark.parametrize("codec", ["deflate", "ans", "cpu"])
-def test_what_follows_takes_no_bytes_and_comes_back(codec: str, place: str) -> None:
+def test_what_follows_takes_no_bytes_and_comes_back(tmp_path: Path, codec: str, place: str) -> None:
     if (codec, place) == ("cpu", "node"):
         pytest.skip("nothing is coded on a GPU")
-    with LocalCluster(f"memory://following-{codec}-{place}", codec=codec, compress_in=place, memory=256 << 20) as cluster:
+    with LocalCluster(str(tmp_path), codec=codec, compress_in=place, memory=256 << 20) as cluster:
         for step, stray in enumerate((None, N // 2, None)):
             state = mixed(stray)
             version = cluster.save(state, step=step)
