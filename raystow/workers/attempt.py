@@ -143,7 +143,12 @@ class NodeAttempt:
             self._coding[rank] += 1
         self._workshop.coders.submit(self._seal, rank, chunk, parts, done)
 
-<<<<<<< HEAD
+    def add_derived(self, rank: int, chunk: Chunk) -> None:
+        """Note a chunk that follows from another one of this rank's, which is added as well, before or after."""
+        with self._lock:
+            self._derived.append(chunk)
+            self._cover(rank, chunk)
+
     def status(self) -> AttemptStatus:
         """What this node is at."""
         with self._lock:
@@ -155,13 +160,6 @@ class NodeAttempt:
         if rank not in self._staged:
             return Stage.STAGING
         return Stage.CODING if self._coding[rank] else Stage.CODED
-=======
-    def add_derived(self, rank: int, chunk: Chunk) -> None:
-        """Note a chunk that follows from another one of this rank's, which is added as well, before or after."""
-        with self._lock:
-            self._derived.append(chunk)
-            self._cover(rank, chunk)
->>>>>>> 55e29a5 (Store what follows from another tensor as a rule: weights that are their master copy rounded, copies)
 
     def press(self) -> None:
         """Memory is short: upload what lies in packs that are not full."""
@@ -235,16 +233,13 @@ class NodeAttempt:
             raise
         with self._lock:
             self._chunks.append(replace(chunk, pack=pack, start=start, stored_digest=digest))
-<<<<<<< HEAD
-            self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, elements)
-            self.raw += chunk.nbytes
-            self._coded += chunk.coding.size
-=======
             self._cover(rank, chunk)
 
     def _cover(self, rank: int, chunk: Chunk) -> None:
+        """Count a chunk, under the lock."""
         self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent))
->>>>>>> 55e29a5 (Store what follows from another tensor as a rule: weights that are their master copy rounded, copies)
+        self.raw += chunk.nbytes
+        self._coded += chunk.stored
 
     @contextlib.contextmanager
     def _worker_of(self, rank: int, chunk: Chunk) -> Iterator[None]:
