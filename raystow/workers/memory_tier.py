@@ -1,7 +1,7 @@
 """The memory tier: the newest objects of each repository, coded as in the store, in this node's memory.
 
 A hard budget: what does not fit is not kept, and that is said. Copies of what other nodes have made drive nothing out, and make
-room for what this node makes.
+room for what this node makes. The memory of what was dropped is used again, as far as the budget allows; else it is given back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from ..storage import keys
 from ..storage.log import about
 from ..storage.object_store import Buffer
-from .pack_file import PackFile
+from .pack_file import PackFile, Spares
 
 logger = logging.getLogger(__name__)
 
@@ -70,6 +70,7 @@ class MemoryTier:
         self._writes: dict[str, int] = {}  # repository -> when it was last written to
         self._numbers = itertools.count()
         self._files: dict[tuple[str, str], PackFile] = {}  # by repository and key
+        self._spares = Spares()  # within the budget as well
 
     @property
     def used(self) -> int:
@@ -86,6 +87,7 @@ class MemoryTier:
         with self._lock:
             self._budget = budget
             self._make_room(0, "")
+            self._spares.keep(self._budget - self._used)
 
     def put(self, home: Home, node: int, key: str, parts: Sequence[Buffer], *, line: tuple[str, ...] = ()) -> memoryview | None:
         """Keep an object that node number ``node`` has made, given in parts; the copy, None if there was no room.
@@ -107,7 +109,9 @@ class MemoryTier:
                 self._refuse(home, part, size)
                 return None
             self._used += size
-        file = PackFile(size)
+            memory = self._spares.take(size)
+            self._spares.keep(self._budget - self._used)
+        file = PackFile(size, memory)
         file.write(views)
         with self._lock:
             here = home in self._holdings and self._holdings[home].parts.get(node) is part
@@ -174,6 +178,7 @@ class MemoryTier:
         with self._lock:
             for home in list(self._holdings):
                 self._drop(home)
+            self._spares.keep(0)
 
     def _refuse(self, home: Home, part: Part, size: int) -> None:
         if part.line:  # whoever sent it tells; what is here of it is of no use
@@ -221,6 +226,6 @@ class MemoryTier:
 
     def _empty(self, home: Home, part: Part) -> None:
         for key, size in part.objects.items():
-            self._files.pop((home.repository, key)).close()
+            self._spares.give(self._files.pop((home.repository, key)))
             self._used -= size
         part.objects.clear()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import mmap
 import os
@@ -20,9 +19,11 @@ class PackFile:
     """An anonymous file (memfd) of the object's size. Pages that nobody filled take no memory, and other processes map it instead
     of getting a copy. From any thread. Closing it lets go of this process's part; what was lent stays with the borrower."""
 
-    def __init__(self, size: int) -> None:
+    def __init__(self, size: int, memory: int | None = None) -> None:
+        """``memory``: the descriptor of one that was ``vacated``."""
         self.size = size
-        self._descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
+        self._descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC) if memory is None else memory
+        self._lent = False
         os.ftruncate(self._descriptor, size)
         self._map: mmap.mmap | bytes = mmap.mmap(self._descriptor, size) if size else b""
         self._changed = threading.Condition()
@@ -78,17 +79,28 @@ class PackFile:
 
     def lend(self) -> int:
         """A descriptor of the memory, for the caller to close."""
+        self._lent = True
         return os.dup(self._descriptor)
 
     def close(self) -> None:
         """Let go of the memory."""
-        os.close(self._descriptor)
-        self._descriptor = -1  # the number may be another file's soon
-        mapping = self._map
+        if (memory := self.vacate()) is not None:
+            os.close(memory)
+
+    def vacate(self) -> int | None:
+        """Close it, and give away its memory, if nobody else has that: a descriptor, the caller's to close."""
+        memory, self._descriptor = self._descriptor, -1  # the number may be another file's soon
+        mapping, mine = self._map, not self._lent
         del self._map  # a view of it that is still held closes the mapping when it goes
         if isinstance(mapping, mmap.mmap):
-            with contextlib.suppress(BufferError):
+            try:
                 mapping.close()
+            except BufferError:
+                mine = False
+        if mine:
+            return memory
+        os.close(memory)
+        return None
 
     def _is_coming(self, span: Span) -> bool:
         missing = without(span, self._present)
@@ -104,6 +116,37 @@ class PackFile:
                         return free[0]
                 self._changed.wait()
         return None
+
+
+class Spares:
+    """Memory of objects that are gone, for those that come: pages that the kernel has to find and clear cost more than what is
+    written to them. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._spares: list[tuple[int, int]] = []  # bytes, descriptor
+
+    @property
+    def nbytes(self) -> int:
+        """Of all memory that waits."""
+        return sum(size for size, _ in self._spares)
+
+    def give(self, file: PackFile) -> None:
+        """Close a file; what it leaves waits for another one."""
+        if (memory := file.vacate()) is not None:
+            self._spares.append((file.size, memory))
+
+    def take(self, size: int) -> int | None:
+        """What ``PackFile`` takes as ``memory``: the smallest that is large enough, else the largest; None if there is none."""
+        fitting = min((spare for spare in self._spares if spare[0] >= size), default=max(self._spares, default=None))
+        if fitting is None:
+            return None
+        self._spares.remove(fitting)
+        return fitting[1]
+
+    def keep(self, nbytes: int) -> None:
+        """Let go of what is more than so many bytes."""
+        while self._spares and self.nbytes > max(0, nbytes):
+            os.close(self._spares.pop()[1])
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:

@@ -169,3 +169,16 @@ def test_an_object_stored_twice_counts_once(tier):
     tier.put(home(1), 0, "a", [bytes(KIB)])
     tier.put(home(1), 0, "a", [bytes(2 * KIB)])
     assert tier.used == 2 * KIB
+
+
+def test_the_memory_of_a_version_is_the_next_ones_within_the_budget():
+    tier = MemoryTier(2500)
+    for id in (1, 2, 3):
+        assert tier.put(home(id), 0, f"pack{id}", [bytes([id]) * 1000]) == bytes([id]) * 1000
+        tier.committed(home(id))
+        assert tier.used == 1000
+    before = descriptors()
+    tier.resize(1500)  # no room for what waits
+    assert descriptors() == before - 1
+    tier.close()
+    assert descriptors() == before - 3  # its own, and its mapping's

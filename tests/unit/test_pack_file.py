@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.workers.pack_file import PackFile, Span
+from raystow.workers.pack_file import PackFile, Span, Spares
 
 DATA = os.urandom(1000)
 
@@ -110,3 +110,44 @@ def test_a_closed_one_is_not_filled():
 
 def mapped(inode: int) -> bool:
     return any(line.split()[4] == str(inode) for line in Path("/proc/self/maps").read_text().splitlines())
+
+
+def test_memory_that_nobody_else_has_is_used_again() -> None:
+    spares = Spares()
+    first = PackFile(len(DATA))
+    first.write([memoryview(DATA)])
+    spares.give(first)
+    assert spares.nbytes == len(DATA)
+    again = PackFile(len(DATA) // 2, spares.take(len(DATA) // 2))
+    again.write([memoryview(DATA)[: len(DATA) // 2]])
+    assert again.content == DATA[: len(DATA) // 2]
+    assert (spares.nbytes, spares.take(1)) == (0, None)
+
+
+@pytest.mark.parametrize("how", ["lent", "viewed"])
+def test_memory_that_somebody_has_is_not_used_again(how: str) -> None:
+    spares, file = Spares(), PackFile(len(DATA))
+    file.write([memoryview(DATA)])
+    held = file.lend() if how == "lent" else file.content
+    spares.give(file)
+    assert spares.nbytes == 0
+    assert (os.pread(held, len(DATA), 0) if how == "lent" else bytes(held)) == DATA
+    if how == "lent":
+        os.close(held)
+
+
+def test_the_best_fitting_memory_is_taken_and_the_rest_let_go() -> None:
+    spares = Spares()
+    for size in (100, 300, 200):
+        spares.give(PackFile(size))
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    taken = spares.take(150)
+    assert os.fstat(taken).st_size == 200
+    spares.keep(350)
+    assert spares.nbytes <= 350
+    other = spares.take(1000)
+    assert os.fstat(other).st_size <= 300, "the largest, where none is large enough"
+    spares.keep(0)
+    for memory in (taken, other):
+        os.close(memory)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before - 3
