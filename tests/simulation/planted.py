@@ -131,7 +131,11 @@ BUGS = (
     ),
     _bug(
         "a drop lowers next_id",
-        (_PLAN, "                root, versions=", "                root, next_id=root.versions[-1].id + 1, versions="),
+        (
+            _PLAN,
+            "                versions=tuple(entry for",
+            "                next_id=root.versions[-1].id + 1,\n                versions=tuple(entry for",
+        ),
     ),
     _bug(
         "retention may drop the newest",
@@ -140,7 +144,11 @@ BUGS = (
     ),
     _bug(
         "retention does not look at the pins again",
-        (_PLAN, "kept = {*root.pins.values(), root.verified}", "kept = {root.verified}"),
+        (
+            _PLAN,
+            "kept = {root.verified, *(id for name, id in root.pins.items() if name not in self.released)}",
+            "kept = {root.verified}",
+        ),
     ),
     _bug(
         "retention does not look for leases",
