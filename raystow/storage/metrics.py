@@ -67,7 +67,7 @@ RESTORED = _counter("raystow_restored_bytes", "Stored bytes that restores have r
 
 # Node workers.
 UPLOADED = _counter("raystow_uploaded_bytes", "Bytes that the store has taken from a node.")
-RETRIES = _counter("raystow_store_retries", "Requests to the store that were sent again, as far as that is seen: see docs.")
+RETRIES = _counter("raystow_store_retries", "Requests to the store that were sent again.")
 STALE = _counter("raystow_stale_saves", "Saves with the same optimizer state as the one before.")
 UPLOADS = _gauge("raystow_uploads_in_flight", "Objects on their way from a node to the store.", "node")
 QUEUE = _gauge("raystow_queue_bytes", "Bytes being coded, or coded and not uploaded yet.", "node")

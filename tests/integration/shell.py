@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import schemas
 from typer.testing import CliRunner, Result
 
 from raystow.orchestrator.cli.app import build
@@ -19,6 +20,7 @@ def run_json(*words: object, code: int = 0) -> dict[str, Any]:
     result = run(*words, "--json")
     assert result.exit_code == code, result.output
     fields: dict[str, Any] = json.loads(result.stdout)
+    schemas.check(str(words[0]), fields)
     return fields
 
 

@@ -57,8 +57,8 @@ def test_a_dry_run_tells_every_version_and_why(folder: Path) -> None:
     ]
     assert lines[6].startswith("keep 4 versions, ")
     assert "nothing was dropped" in lines[7]
-    assert "objects of dropped versions stay in the store" in lines[7]
-    assert max(map(len, lines[:7])) <= 80
+    assert "objects of dropped versions stay in the store" in " ".join(lines[7:])
+    assert max(map(len, lines)) <= 80
     assert live(folder) == [1, 2, 3, 4, 5]
 
 
@@ -69,7 +69,7 @@ def test_it_asks_before_it_drops(folder: Path) -> None:
     assert "nothing was dropped" in refused.stdout
     agreed = run("prune", folder, "--keep-last", 2, input="y\n")
     assert (agreed.exit_code, live(folder)) == (0, [2, 4, 5])
-    assert "dropped 2 versions; the objects of dropped versions stay in the store" in agreed.stdout
+    assert "dropped 2 versions; the objects of dropped versions stay in the store" in " ".join(agreed.stdout.split())
     assert len(open_repository(str(folder)).orphans()) > 2
     again = run("prune", folder, "--keep-last", 2)  # nothing to drop, nothing to ask
     assert (again.exit_code, again.stderr) == (0, "")

@@ -89,7 +89,7 @@ def test_each_node_and_rank_has_its_stage_and_the_slowest_come_first() -> None:
     assert stages == [
         ["dead", "no", "answer"],
         ["00000002", "8", "staging"],
-        ["00000001", "8", "storing"],
+        ["00000001", "8", "coded"],
         ["00000003", "8", "stored"],
     ]
     assert "ranks of save 42: staging 16-18; coded 8-15, 19-31" in lines

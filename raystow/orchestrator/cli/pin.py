@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...storage.errors import NotFound
-from .present import emit, out, printable
+from .present import emit, printable, say
 from .target import LATEST, Json, Uri, open_target
 
 _LONGEST = 100  # characters; every pin stands in the root, which each commit writes again
@@ -40,7 +40,7 @@ def pin(
         emit({"uri": target.repository.uri, "name": name, "version": chosen.id, "step": chosen.step, "before": before})
         return
     moved = f"; version {before} was it before" if before not in (None, chosen.id) else ""
-    out.print(f"version {chosen.id} (step {chosen.step}) is pinned as {printable(name)}{moved}", soft_wrap=True)
+    say(f"version {chosen.id} (step {chosen.step}) is pinned as {printable(name)}{moved}")
 
 
 def unpin(uri: Uri, name: Name, json: Json = False) -> None:
@@ -60,7 +60,7 @@ def unpin(uri: Uri, name: Name, json: Json = False) -> None:
         return
     others = [other for other in target.pins(held) if other != name]
     follows = f"it is still pinned as {', '.join(others)}" if others else "retention may drop it now"
-    out.print(printable(f"version {held} is not pinned as {name} any more; {follows}"), soft_wrap=True)
+    say(printable(f"version {held} is not pinned as {name} any more; {follows}"))
 
 
 def _check(name: str) -> None:

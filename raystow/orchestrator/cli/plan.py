@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
-from .present import count, emit, out, size, table
+from .present import count, emit, out, say, size, table
 from .quantities import nbytes
 from .target import LATEST, Json, Uri, Which, open_target
 
@@ -74,15 +74,15 @@ def plan(
         emit(facts)
         return
     out.print(f"version {chosen.id} (step {chosen.step}) onto {count(ranks, 'rank')}, {per_node} on a node", style="bold")
-    out.print(f"saved by {count(chosen.world_size, 'rank')}; assumed: {facts['assumption']}", soft_wrap=True)
+    say(f"saved by {count(chosen.world_size, 'rank')}; assumed: {facts['assumption']}")
     out.print()
     rows = [row for who, of in (("each rank", made.ranks), ("each node", made.nodes)) for row in _spread(who, of)]
     out.print(table("", ["", "", ">MIN", ">MEDIAN", ">MAX"], rows))
     out.print()
     total = f"{size(made.store.nbytes)} from the store, {made.amplification:.3f} times what is needed, for {size(chosen.bytes)}"
-    out.print(f"in all {total} stored; {size(facts['passed_on'])} passed on from node to node", soft_wrap=True)
+    say(f"in all {total} stored; {size(facts['passed_on'])} passed on from node to node")
     speeds = f"{size(rate)} a second for each node from the store, and {size(peer_rate)} from other nodes"
-    out.print(f"about {facts['seconds']:,.1f} s at {speeds}", soft_wrap=True)
+    say(f"about {facts['seconds']:,.1f} s at {speeds}")
 
 
 def _fields(reads: Reads) -> dict[str, Any]:

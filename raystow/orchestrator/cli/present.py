@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import textwrap
 from collections.abc import Iterable, Mapping
 from datetime import datetime, timezone
 from typing import Any
@@ -85,6 +86,12 @@ def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> 
     for row in rows:
         grid.add_row(*(printable(cell) for cell in row))
     return grid
+
+
+def say(text: str, *, style: str | None = None) -> None:
+    """Print prose: lines end between words, and a name or path that is longer than a line stays whole."""
+    lines = textwrap.fill(text, out.width, break_long_words=False, break_on_hyphens=False)
+    out.print(lines, style=style, soft_wrap=True)
 
 
 def emit(fields: Mapping[str, Any]) -> None:

@@ -9,7 +9,7 @@ import typer
 from ...storage.errors import StateError
 from . import quantities
 from .asking import agreed
-from .present import age, count, emit, out, size, table
+from .present import age, count, emit, out, say, size, table
 from .target import Json, Target, Uri, open_target
 
 if TYPE_CHECKING:
@@ -65,11 +65,11 @@ def prune(
         rows = [_row(target, decision) for decision in plan.decisions]
         emit({"uri": target.repository.uri, "dry_run": dry_run, "versions": rows, "dropped": [entry.id for entry in gone]})
     elif dropping:
-        out.print(f"dropped {count(len(gone), 'version')}; {_OBJECTS_STAY}", soft_wrap=True)
+        say(f"dropped {count(len(gone), 'version')}; {_OBJECTS_STAY}")
         if stayed := len(plan.dropped) - len(gone):
-            out.print(f"{count(stayed, 'version')} stayed: pinned or verified meanwhile, or the newest now", soft_wrap=True)
+            say(f"{count(stayed, 'version')} stayed: pinned or verified meanwhile, or the newest now")
     elif plan.dropped:
-        out.print(f"nothing was dropped; when something is, {_OBJECTS_STAY}", soft_wrap=True)
+        say(f"nothing was dropped; when something is, {_OBJECTS_STAY}")
 
 
 def _policy(last: int | None, every: int | None, interval: float | None, best: str | None, max_bytes: int | None) -> Policy:
@@ -104,7 +104,7 @@ def _tell(target: Target, plan: RetentionPlan, policy: Policy) -> None:
     freed = [entry.stored for entry in plan.dropped]
     out.print(f"keep {count(len(kept), 'version')}, {size(sum(kept))}; drop {len(freed)}, {size(sum(freed))}", style="dim")
     if policy.max_bytes is not None and sum(kept) > policy.max_bytes:
-        out.print(f"the versions that are always kept take more than {size(policy.max_bytes)}", soft_wrap=True)
+        say(f"the versions that are always kept take more than {size(policy.max_bytes)}")
 
 
 def _row(target: Target, decision: Decision) -> dict[str, Any]:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from .asking import agreed
-from .present import count, emit, moment, out, printable, size, table
+from .present import count, emit, moment, out, printable, say, size, table
 from .target import Json, Uri
 
 if TYPE_CHECKING:
@@ -42,7 +42,7 @@ def repair(
     if json:
         emit(_facts(store.uri, plan, dry_run, written))
     elif written:
-        out.print(f"written: {' and '.join(written)}; `raystow verify URI --all` looks at what came back", soft_wrap=True)
+        say(f"written: {' and '.join(written)}; `raystow verify URI --all` looks at what came back")
     elif plan.needed:
         out.print("nothing was written")
 
@@ -56,7 +56,7 @@ def _tell(uri: str, plan: RepairPlan) -> None:
     if plan.found:
         out.print(table("", [">ID", "ATTEMPT", ">EPOCH", ">STEP", "CREATED", ">STORED", "", "WHY"], map(_cells, plan.found)))
     for note in plan.notes:
-        out.print(f"note: {note}", soft_wrap=True)
+        say(f"note: {note}")
 
 
 def _question(plan: RepairPlan) -> str:

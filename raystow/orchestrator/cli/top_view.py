@@ -112,13 +112,12 @@ def _stage(node: dict[str, Any]) -> str:
     if not node["saves"]:
         return "-"
     save = node["saves"][0]
-    slowest = next((stage for stage in _STAGES if save["ranks"][stage]), "coded")
-    return ("stored" if save["stored"] else "storing") if slowest == "coded" else slowest
+    return "stored" if save["stored"] else next((stage for stage in _STAGES if save["ranks"][stage]), "coded")
 
 
 def _behind(node: dict[str, Any]) -> tuple[int, str]:
     """How far behind others a node is: those that do not answer, then those at the earliest stage."""
-    stages = ("staging", "coding", "storing", "stored", "-")
+    stages = (*_STAGES, "stored", "-")
     return (stages.index(_stage(node)) if node["answers"] else -1), node["node"]
 
 

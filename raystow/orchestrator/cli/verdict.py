@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ...storage.errors import RaystowError
-from .present import count, out, size
+from .present import count, out, say, size
 from .reporting import complain, described
 
 if TYPE_CHECKING:
@@ -49,7 +49,7 @@ class Verdict:
         """Print it; what is wrong goes to stderr."""
         name = f"version {self.version.id} (step {self.version.step})"
         if self.found is not None:
-            out.print(f"{name}: whole, {_what(self.found, self.mode)} ({self.seconds:.1f} s)", soft_wrap=True)
+            say(f"{name}: whole, {_what(self.found, self.mode)} ({self.seconds:.1f} s)")
         elif self.error is not None:
             out.print(f"{name}: {self.outcome.upper()}", style="bold red")
             complain(described(self.error))
@@ -78,7 +78,7 @@ def tell_summary(sums: dict[str, Any], mode: str, resumed_from: str) -> None:
     read = (
         "no pack was read: --deep reads them" if mode == QUICK else f"{size(sums['read'])} read{taken} in {sums['seconds']:.1f} s"
     )
-    out.print(f"{', '.join(outcomes)}; {read}", style="dim", soft_wrap=True)
+    say(f"{', '.join(outcomes)}; {read}", style="dim")
 
 
 def _what(found: Verified, mode: str) -> str:

@@ -1,0 +1,105 @@
+"""What holds for every command: its JSON has a schema, it fits 80 columns, and the shell completes it."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import typer
+from local_cluster import LocalCluster
+from schemas import FOLDER
+from shell import run, run_json
+
+from raystow.orchestrator.cli.app import build
+
+COMMANDS = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
+ROOT = Path(__file__).parents[2]
+PRICES = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h", "--write-rate", "5GB")
+
+
+@pytest.fixture
+def runs(tmp_path: Path) -> Path:
+    """A repository of three versions, with names as models have them, and one plain value."""
+    with LocalCluster(str(tmp_path / "llama")) as local:
+        for step in (100, 200, 300):
+            torch.manual_seed(step)
+            layers = {f"model.layers.{i}.self_attn.q_proj.weight": torch.randn(200, 100).bfloat16() for i in range(30)}
+            local.save(
+                {**layers, "optim": {"exp_avg": torch.randn(600, 100)}, "tokens": step}, step=step, metrics={"loss": 1 / step}
+            )
+    return tmp_path
+
+
+def test_every_json_has_a_schema_and_every_command_a_section() -> None:
+    speaking = {name for name, command in COMMANDS.items() if any("--json" in option.opts for option in command.params)}
+    assert speaking == {path.stem for path in FOLDER.glob("*.json")} - {"error"}
+    assert {*COMMANDS} - speaking == {"demo"}
+    text = (ROOT / "docs" / "cli.md").read_text()
+    for name in {*COMMANDS} - {"unpin"}:  # it stands with pin
+        assert f"\n## {name}\n" in text, name
+
+
+@pytest.mark.parametrize("name", ["", *COMMANDS])
+def test_help_fits_80_columns(name: str) -> None:
+    result = run(*([name] if name else []), "--help")
+    assert max(map(len, result.stdout.splitlines())) <= 80
+    assert "Example:" in result.stdout or name == "demo"  # which needs no argument
+
+
+def test_what_is_printed_fits_80_columns(runs: Path) -> None:
+    wide = list[tuple[str, str]]()
+    llama, key = runs / "llama", runs / "key.pem"
+    for words in (
+        ("ls", llama, "--long"),
+        ("show", llama),
+        ("pin", llama, 1, "a-name-of-some-length-for-a-pin"),
+        ("pin", llama, 2, "a-name-of-some-length-for-a-pin", "--move"),
+        ("diff", llama, 1, 2),
+        ("diff", llama, 1, 2, "--deep"),
+        ("verify", llama, "--all"),
+        ("verify", llama, "--all", "--deep", "--resume", runs / "j.jsonl"),
+        ("verify", llama, "--all", "--deep", "--resume", runs / "j.jsonl"),
+        ("restore", llama, "--to", runs / "out"),
+        ("import", runs / "out", runs / "imported"),
+        ("plan", llama, "--world", 48),
+        ("unpin", llama, "a-name-of-some-length-for-a-pin"),
+        ("prune", llama, "--keep-last", 1, "--yes"),
+        ("gc", llama, "--grace", "0s", "--yes"),
+        ("repair", llama, "--yes"),
+        ("cost", llama, *PRICES),
+        ("keygen", key),
+        ("doctor", llama),
+        ("ls", runs / "nowhere"),
+    ):
+        result = run(*words)
+        assert result.exit_code in (0, 4), result.output
+        # How long the user's own paths are is not raystow's business.
+        wide += [(words[0], line) for line in result.output.replace(str(runs), "/r").splitlines() if len(line) > 80]
+    assert not wide, "\n".join(map(str, wide))
+
+
+def test_what_only_some_tests_see_has_a_schema_too(runs: Path) -> None:
+    llama = runs / "llama"
+    run_json("unpin", llama, run_json("pin", llama, 1, "x")["name"])
+    run_json("import", runs / "out", runs / "imported", "--step", run_json("restore", llama, "--to", runs / "out")["step"])
+    assert run_json("ls", runs / "nowhere", code=4)["error"]["kind"] == "NotARepository"
+
+
+def test_bash_completes_commands_and_options() -> None:
+    def completed(line: str) -> list[str]:
+        environment = {**os.environ, "_RAYSTOW_COMPLETE": "complete_bash", "COMP_WORDS": line, "COMP_CWORD": str(line.count(" "))}
+        program = [sys.executable, "-m", "raystow"]
+        return subprocess.run(program, env=environment, capture_output=True, text=True, timeout=120).stdout.split()
+
+    assert completed("raystow ve") == ["verify"]
+    assert "--deep" in completed("raystow verify --")
+    script = subprocess.run(
+        [sys.executable, "-m", "raystow"], env={**os.environ, "_RAYSTOW_COMPLETE": "source_bash"}, capture_output=True, text=True
+    ).stdout
+    known = subprocess.run(["bash", "-c", f"{script}\ncomplete -p raystow"], capture_output=True, text=True, timeout=60)
+    assert known.returncode == 0, known.stderr
+    assert "raystow" in known.stdout
