@@ -2,31 +2,53 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
+import torch
 
 import raystow
+from raystow.storage.clock import SYSTEM
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _SECONDS = 300
 
 
-def _run(example: str, *arguments: object, cwd: Path, **environment: str) -> str:
-    """What the example prints."""
-    done = subprocess.run(
+def _run(example: str, *arguments: object, cwd: Path, kill_a_worker: str = "", **environment: str) -> str:
+    """What the example prints. ``kill_a_worker``: of Ray Train's, as soon as this repository has a version."""
+    with subprocess.Popen(
         [sys.executable, str(_EXAMPLES / example), *map(str, arguments)],
         cwd=cwd,
         env={**os.environ, "HOME": str(cwd), "RAY_ADDRESS": "local", "RAY_AUTH_MODE": "disabled", **environment},
-        capture_output=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         text=True,
-        timeout=_SECONDS,
-    )
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    ) as process:
+        try:
+            if kill_a_worker:
+                _kill_a_worker(process.pid, kill_a_worker)
+            printed, errors = process.communicate(timeout=_SECONDS)
+        finally:
+            process.kill()
+    assert process.returncode == 0, errors
+    return printed
+
+
+def _kill_a_worker(driver: int, uri: str) -> None:
+    end = SYSTEM.monotonic() + _SECONDS
+    while True:
+        with contextlib.suppress(raystow.NotARepository):
+            if raystow.latest(uri) is not None:
+                break
+        assert SYSTEM.monotonic() < end, "no version"
+        SYSTEM.sleep(0.05)
+    workers = [one for one in psutil.Process(driver).children(recursive=True) if "RayTrainWorker" in " ".join(one.cmdline())]
+    workers[-1].kill()
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +78,35 @@ def test_reading_takes_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: 
 
 def test_ray_train_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for steps in (2, 4):
-        printed = _run("ray_train_fsdp2.py", "run", steps, cwd=tmp_path)
+        printed = _run("ray_train_fsdp2.py", "runs", steps, cwd=tmp_path)
     # Had the second run begun anew, step 2 would be there twice.
     assert [line.split(",")[0] for line in printed.splitlines()] == ["version 1: step 2", "version 2: step 4"]
+
+
+@pytest.mark.slow
+@pytest.mark.s3
+def test_ray_train_on_s3(s3_uri: str, tmp_path: Path) -> None:
+    printed = _run("ray_train_fsdp2.py", s3_uri, 6, cwd=tmp_path)
+    assert [line.split(",")[0] for line in printed.splitlines()] == ["version 2: step 4", "version 3: step 6"]
+    assert [version.step for version in raystow.open(f"{s3_uri}/fsdp2/raystow").versions()] == [4, 6]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("example", "run", "stop", "end"),
+    [("ray_train_lightning.py", "autoencoder", 2, 8), ("ray_train_transformers.py", "gpt2", 6, 24)],
+)
+def test_other_trainers_end_in_the_same_bits(tmp_path: Path, example: str, run: str, stop: int, end: int) -> None:
+    """Stopped and resumed, or bereft of a worker: the same weights and moments as undisturbed."""
+    _run(example, "undisturbed", end, cwd=tmp_path)
+    for steps in (stop, end):
+        _run(example, "stopped", steps, cwd=tmp_path)
+    _run(example, "killed", end, cwd=tmp_path, kill_a_worker=str(tmp_path / "killed" / run / "raystow"))
+    kept = [raystow.open(tmp_path / name / run / "raystow").versions() for name in ("undisturbed", "stopped", "killed")]
+    assert kept[0][-1].id == kept[1][-1].id, "the second of the two began anew"
+    whole = {name: kept[0][-1].read(name) for name in kept[0][-1].tensors()}
+    for versions in kept:
+        assert [version.step for version in versions] == [version.step for version in kept[0]]
+        assert len(versions) == 2, "Train keeps two"
+        assert versions[-1].tensors().keys() == whole.keys()
+        assert all(torch.equal(versions[-1].read(name), tensor) for name, tensor in whole.items())
