@@ -1,4 +1,4 @@
-"""What the site needs beyond the documents: the files outside docs/ that they link to, each as a page of its own.
+"""What the site needs beyond the documents: the files outside docs/ and the folders that they link to, each as a page of its own.
 
 The documents are read in three places: in a checkout, where the source is hosted, and on the site. In the first two a link to
 ``../examples/read_without_ray.py`` opens that file. On the site it opens a page with the file's text, which this hook makes:
@@ -26,7 +26,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
     pending = [(path, (root / path).read_text()) for path in (f"docs/{file.src_uri}" for file in files.documentation_pages())]
     while pending:
         path, text = pending.pop()
-        for linked in _outside(path, text):
+        for linked in _without_page(root, path, text):
             if files.get_file_from_path(_page(linked)) is None and (root / linked).exists():
                 content = _content(root, linked)
                 page = File.generated(config, _page(linked), content=content, inclusion=InclusionLevel.NOT_IN_NAV)
@@ -43,15 +43,18 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
     def pointed(found: re.Match[str]) -> str:
         target = _resolved(path, found[1])
-        site = target.removeprefix("docs/") if target.startswith("docs/") else _page(target)
-        known = files.get_file_from_path(site) is not None
-        return f"]({posixpath.relpath(site, posixpath.dirname(uri))}{found[2] or ''})" if known else found[0]
+        for site in (target.removeprefix("docs/"), _page(target)):
+            if files.get_file_from_path(site) is not None:
+                return f"]({posixpath.relpath(site, posixpath.dirname(uri))}{found[2] or ''})"
+        return found[0]
 
     return _NAMED_FENCE.sub(r'```\1 title="\2"', _LINK.sub(pointed, markdown))
 
 
-def _outside(path: str, text: str) -> list[str]:
-    return [linked for found in _LINK.finditer(text) if not (linked := _resolved(path, found[1])).startswith("docs/")]
+def _without_page(root: Path, path: str, text: str) -> list[str]:
+    """What a file links to that MkDocs makes no page of: files outside docs/, and folders."""
+    linked = [_resolved(path, found[1]) for found in _LINK.finditer(text)]
+    return [target for target in linked if not target.startswith("docs/") or (root / target).is_dir()]
 
 
 def _resolved(path: str, link: str) -> str:
