@@ -207,7 +207,7 @@ def test_a_verification_that_was_stopped_goes_on_where_it_was(folder: Path, tmp_
 
     result = run("verify", folder, "--deep", "--resume", notes)
     assert result.exit_code == 0
-    told = result.stdout.replace("\n", "")
+    told = " ".join(result.stdout.split())
     assert "1 whole; 0 B read, " in told
     assert f" taken from {notes}" in told
 
