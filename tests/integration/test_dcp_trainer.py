@@ -128,7 +128,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
     ranks.close()
 
 
-@pytest.mark.parametrize("soon", [False, True], ids=["save", "async_save"])
+@pytest.mark.parametrize("soon", [pytest.param(False, marks=pytest.mark.slow, id="save"), pytest.param(True, id="async_save")])
 def test_a_trainer_that_was_restarted_goes_on_in_the_same_bits(ranks: Ranks, tmp_path: Path, soon: bool) -> None:
     whole = ranks.call(2, loop, str(tmp_path / "whole"), 6, soon)
     first = ranks.call(2, loop, str(tmp_path / "halves"), 4, soon)
