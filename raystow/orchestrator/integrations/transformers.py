@@ -12,6 +12,7 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..client import Checkpointer
@@ -43,6 +44,8 @@ class Checkpointing(TrainerCallback):
         reads there which of the data it has seen. It goes at the end of the training.
         """
         optimizer = trainer.create_optimizer()
+        for group in optimizer.param_groups:  # as a schedule of learning rates does, which Trainer makes later
+            group.setdefault("initial_lr", group["lr"])
         state = {**torch_training.state_of(trainer.model, [optimizer]), "trainer": ""}
         version = self._checkpointer.restore_latest(into=state)
         if version is None:
@@ -115,7 +118,8 @@ def _write(folder: Path, model: Any, state: dict[str, Any]) -> None:
         shutil.rmtree(left, ignore_errors=True)  # of a training that died
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         made = Path(unfinished) / "made"
-        model.save_pretrained(made)
+        made.mkdir()
+        save_model(model, os.fspath(made / "model.safetensors"))  # save_pretrained would on rank 0 alone
         (made / "trainer_state.json").write_text(json.dumps(state))
         with contextlib.suppress(OSError):
             made.rename(folder)
