@@ -18,7 +18,7 @@ from .state import Leaf, numpy_dtype, show
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False)
 class Shard:
     """``holders``: the ranks that hold this very box, ascending; empty for all ranks. ``first``: the rank that vouches for the
     tensor's existence. ``local``: this rank's elements, a numpy array or a torch tensor. ``device``: the CUDA device that holds
@@ -80,22 +80,23 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     import torch
 
     tensor = leaf.value
-    shape = tuple(tensor.shape)
+    shape, kind = tuple(tensor.shape), type(tensor)
     offset, extent, first, local = (0,) * len(shape), shape, 0, tensor
     holders: tuple[int, ...] = ()
-    distributed = sys.modules.get("torch.distributed.tensor")
-    if distributed is not None and isinstance(tensor, distributed.DTensor):
+    if kind is torch.Tensor or kind is torch.nn.Parameter:  # as most are
+        pass
+    elif (distributed := sys.modules.get("torch.distributed.tensor")) is not None and isinstance(tensor, distributed.DTensor):
         place, local = placed(tensor, show(leaf.path, what)), tensor.to_local()
         (offset, extent), holders, first = place.box, place.holders, place.first
-    elif type(tensor) not in (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer):
+    elif kind is not torch.nn.Buffer:
         raise StateError(
-            f"tensors of class {type(tensor).__name__} cannot be stored", subject=show(leaf.path, what), remedy="save its parts"
+            f"tensors of class {kind.__name__} cannot be stored", subject=show(leaf.path, what), remedy="save its parts"
         )
     if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
-        kind = (
+        sort = (
             "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
         )
-        raise StateError(f"{kind} tensors cannot be stored", subject=show(leaf.path, what), remedy="save dense tensors")
+        raise StateError(f"{sort} tensors cannot be stored", subject=show(leaf.path, what), remedy="save dense tensors")
     dtype = dtype_name(tensor.dtype)
     if dtype not in dtypes.DTYPES:
         raise StateError(f"dtype {dtype} cannot be stored", subject=show(leaf.path, what))

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -16,8 +15,7 @@ Path = tuple[Any, ...]
 """Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""
 
 
-@dataclass(frozen=True)
-class Leaf:
+class Leaf(NamedTuple):
     """A value in the state. ``name``: its keys joined by dots. ``is_tensor``: a torch tensor, numpy array or numpy scalar."""
 
     path: Path
@@ -34,28 +32,35 @@ def flatten(state: Any, *, what: str = "state") -> list[Leaf]:
     """
     if not isinstance(state, dict):
         raise StateError(f"{_type(state)} is not a dict", subject=what, remedy="pass a dict of what is to be saved")
-    leaves = list(_walk(state, (), what, ()))
-    seen: dict[str, Path] = {}
-    for leaf in leaves:
-        if leaf.name in seen:
-            raise StateError(f"has the same name {leaf.name!r} as {show(seen[leaf.name], what)}", subject=show(leaf.path, what))
-        seen[leaf.name] = leaf.path
+    leaves = list[Leaf]()
+    _walk(state, (), "", what, (), leaves)
+    if len({leaf.name for leaf in leaves}) < len(leaves):
+        seen: dict[str, Path] = {}
+        for leaf in leaves:
+            if leaf.name in seen:
+                raise StateError(
+                    f"has the same name {leaf.name!r} as {show(seen[leaf.name], what)}", subject=show(leaf.path, what)
+                )
+            seen[leaf.name] = leaf.path
     return leaves
 
 
-def _walk(node: Any, path: Path, what: str, around: tuple[int, ...]) -> Iterator[Leaf]:
+def _walk(node: Any, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:
+    """The training waits for this: names grow on the way down, and leaves are appended rather than handed up."""
     if is_tensor(node):
-        yield Leaf(path, _name(path), node, True)
+        leaves.append(Leaf(path, name, node, True))
     elif values.is_plain(node):
-        yield Leaf(path, _name(path), node, False)
+        leaves.append(Leaf(path, name, node, False))
     elif isinstance(node, dict | list | tuple):
         if id(node) in around:
             raise StateError("contains itself", subject=show(path, what))
         items = _items(node, path, what)
         if not items and path:
-            yield Leaf(path, _name(path), node, False)
+            leaves.append(Leaf(path, name, node, False))
+        within = (*around, id(node))
         for key, child in items:
-            yield from _walk(child, (*path, key), what, (*around, id(node)))
+            own = str(key[1]) if isinstance(key, tuple) else str(key)
+            _walk(child, (*path, key), f"{name}.{own}" if path else own, what, within, leaves)
     else:
         raise StateError(
             f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict",
@@ -79,7 +84,7 @@ def _items(node: Any, path: Path, what: str) -> list[tuple[Any, Any]]:
 def is_tensor(node: Any) -> bool:
     """Whether a leaf is a torch tensor, a numpy array or a numpy scalar."""
     torch = sys.modules.get("torch")
-    return isinstance(node, np.ndarray | np.generic) or (torch is not None and isinstance(node, torch.Tensor))
+    return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic)
 
 
 def replace(node: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
@@ -103,10 +108,6 @@ def replace(node: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
 def show(path: Path, what: str = "state") -> str:
     """A path as Python writes it: ``state["optim"]["state"][0]``."""
     return what + "".join(f"[{p[1]}]" if isinstance(p, tuple) else f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path)
-
-
-def _name(path: Path) -> str:
-    return ".".join(str(p[1]) if isinstance(p, tuple) else str(p) for p in path)
 
 
 def _type(node: Any) -> str:

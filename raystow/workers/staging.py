@@ -206,19 +206,26 @@ class Staging:
     def _stage_device(self, order: Order, plan: Plan, device: int, on_read: Callable[[], None]) -> None:
         """Code what lies on a device, and at last what was thought to follow from that, and does not."""
         bench, after = self._bench(), plan.ready[device]
-        following = bench.follow(
-            device, [follower for follower in plan.followers if follower.piece.device == device], after=after
-        )
+        following = list[Any]()
+
+        def follow() -> None:
+            followers = [follower for follower in plan.followers if follower.piece.device == device]
+            following.append(bench.follow(device, followers, after=after))
+
+        def read() -> None:
+            if not following[0].strays:
+                on_read()
+
         encode = functools.partial(
             bench.encode, device, after=after, announce=functools.partial(self._announce_coded, order), urgent=order.urgent
         )
-        pieces = [piece for piece in plan.pieces if piece.device == device]
-        encode(pieces, on_read=lambda: None if following.strays else on_read())
-        self._announce(order, following.rows)
-        for follower in following.strays:
+        encode([piece for piece in plan.pieces if piece.device == device], on_read=read, meanwhile=follow)
+        self._announce(order, following[0].rows)
+        strays = following[0].strays
+        for follower in strays:
             plan.strayed(follower)
-        if following.strays:
-            encode([follower.piece for follower in following.strays], on_read=on_read)
+        if strays:
+            encode([follower.piece for follower in strays], on_read=on_read)
 
     def _stage_host(self, order: Order, plan: Plan, pieces: list[Piece]) -> None:
         """Copy chunks into slots as they are, but those that follow from others."""

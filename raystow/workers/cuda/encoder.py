@@ -38,6 +38,7 @@ MEMORY = 1440 << 20
 
 _GROUP = {DEFLATE: 64 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that are coded by one call
 _BATCH, _PLANE = 128 << 20, 64 << 20  # raw bytes that are read by one launch, and bytes of each of their planes
+_BEFORE = 4  # batches that are being read before anything else is done
 _SEVENS = 4  # batches whose sevens are being packed, or are leaving, at a time
 _SOON, _HASTE = -1, -5  # priorities: reading frees the training, coding may come later; the highest there is
 
@@ -106,7 +107,7 @@ class Encoder:
             rest = memory - tops - scratch - streams * stride - _SEVENS * sevens
             self._scratch, self._tops, self._out = (self._room(size) for size in (scratch, tops, streams * stride))
             self._sevens = [self._room(sevens) for _ in range(_SEVENS)]
-            self._dense = Arena(rest * 2 // 5 if codec else 0, device)
+            self._dense = Arena(rest // 2 if codec else 0, device)
             self._kept = self._room(rest - self._dense.size)
             self._targets = self._out.data_ptr() + torch.arange(streams, device=device) * stride
             self._sizes = torch.empty(streams, dtype=torch.int64, device=device)
@@ -158,10 +159,12 @@ class Encoder:
         on_read: Callable[[], None],
         emit: Callable[[list[Arrived]], None],
         urgent: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Code all sources. ``emit`` gets what has arrived, bit by bit and in any order; ``on_read`` is called when everything
         has been read and may change. ``after``: a CUDA event before which nothing is read. ``urgent``: whether someone waits for
-        the reading; from then on it goes before all else on the GPU, which has nothing better to do.
+        the reading; from then on it goes before all else on the GPU, which has nothing better to do. ``meanwhile`` is called
+        once, as soon as the GPU and its link have something to do.
 
         Raises ``SaveFailed`` naming a tensor that changed too early: a sixteenth of every chunk, evenly spread, is looked at when
         the save begins, and its digest compared with that of what the chunk was taken apart from.
@@ -176,6 +179,8 @@ class Encoder:
                 for number, batch in enumerate(program.batches):
                     self._read(program, number, batch)
                     self._turn()
+                    if number == min(_BEFORE, len(program.batches)) - 1:
+                        meanwhile()
                 for reading in self._reads:
                     reading.read.synchronize()
                 self._all_read = True

@@ -105,11 +105,15 @@ class RemoteWorkbench:
         on_read: Callable[[], None],
         announce: Announce,
         urgent: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """Hand over all chunks; returns when they have been read. See ``Workbench.encode``."""
         if self._local is not None:
-            self._local.encode(device, pieces, after=after, on_read=on_read, announce=announce, urgent=urgent)
+            self._local.encode(
+                device, pieces, after=after, on_read=on_read, announce=announce, urgent=urgent, meanwhile=meanwhile
+            )
             return
+        meanwhile()
         mapped = self._mapped[device]
         with torch.cuda.device(device), torch.cuda.stream(mapped.stream):
             try:

@@ -48,6 +48,7 @@ class Workbench:
         on_read: Callable[[], None],
         announce: Callable[[dict[str, Any]], None],
         urgent: Callable[[], bool] = lambda: False,
+        meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
         """See ``Encoder.encode``. ``announce`` gets what the node worker must know: the ``layout`` of the chunks of a ``device``,
         where it is new, and what has ``arrived`` of them (see ``workers.arrival``)."""
@@ -65,7 +66,7 @@ class Workbench:
             codec = self.choice(device).codec
             self._encoders[device] = Encoder(torch.device("cuda", device), None if codec == RAW else codec, self._outbox)
         try:
-            self._encoders[device].encode(pieces, after=after, on_read=on_read, emit=emit, urgent=urgent)
+            self._encoders[device].encode(pieces, after=after, on_read=on_read, emit=emit, urgent=urgent, meanwhile=meanwhile)
             self._outbox.end()
         except BaseException:
             self._outbox.abandon()

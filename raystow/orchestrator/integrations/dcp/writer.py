@@ -173,7 +173,7 @@ def _leaves(item: WriteItem, planner: Any, mappings: Mapping[str, Sequence[str |
     """What a value that is not a tensor consists of; ``StateError`` naming its key if it is of no plain kind."""
     key, path = item.index.fqn, path_of(item.index.fqn, mappings)
     found = flatten({key: planner.lookup_object(item.index)}, what=_WHAT)
-    return [replace(leaf, path=path + leaf.path[1:]) for leaf in found]
+    return [leaf._replace(path=path + leaf.path[1:]) for leaf in found]
 
 
 def _whole(leaf: Leaf) -> Shard:
@@ -186,7 +186,7 @@ def _whole(leaf: Leaf) -> Shard:
 
 def _named(leaf: Leaf) -> Shard:
     """Errors name it as DCP does, by its key."""
-    return replace(shard_of(replace(leaf, path=(leaf.name,)), what=_WHAT), leaf=leaf)
+    return replace(shard_of(leaf._replace(path=(leaf.name,)), what=_WHAT), leaf=leaf)
 
 
 def _shard(item: WriteItem, planner: SavePlanner, mappings: Mapping[str, Sequence[str | int]]) -> Shard:
