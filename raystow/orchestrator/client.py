@@ -31,8 +31,7 @@ from .failures import Failures
 from .memory import share_of_memory
 from .pending import Pending
 from .placement import placement
-from .planner import SavePlan, plan_save
-from .relations import Relations
+from .planner import Planner, SavePlan, plan_save
 from .restore import restore_latest
 from .restoring import Vote
 
@@ -105,7 +104,7 @@ class Checkpointer:
         self._replicas, self._replica_rate = replicas, replica_rate
         self._compress_in = compress_in
         self._incarnation = SYSTEM.token()
-        self._saves, self._restores, self._relations = itertools.count(1), itertools.count(1), Relations()
+        self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner()
         self._pending: list[Pending] = []
         self._staging: Staging | None = None
         coordinator = coordinator_actor(self.uri).start.remote()
@@ -133,7 +132,7 @@ class Checkpointer:
             raise StateError(f"step {step!r}, metrics {bad}: a step is an integer >= 0, metrics are plain values by name")
         who = {"rank": self.rank, "world_size": self.world_size}
         number = next(self._saves)
-        plan = plan_save(state, **who, on_gpu=self._codec != "cpu", relations=self._relations, save=number)
+        plan = plan_save(state, **who, on_gpu=self._codec != "cpu", planner=self._planner, save=number)
         self._wait_for_room()
         pending = Pending(step, self._log)
         begin = {

@@ -10,7 +10,7 @@ import heapq
 import itertools
 import math
 from collections import defaultdict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -135,11 +135,66 @@ class Follower:
         return {**self.piece.describe(), "source": self.source.name, "source_dtype": self.source.dtype.name}
 
 
+class Part(NamedTuple):
+    """What a rank stores in any case, and what only if it turns out not to follow from that."""
+
+    pieces: tuple[Piece, ...]
+    followers: tuple[Follower, ...]
+
+
+@dataclass(frozen=True)
+class Division:
+    """What one rank stores of its ``shards``: ``parts``, by the device that codes them (None: the node worker). ``sources``: by the
+    number of a shard, that of the one from which it seems to follow. ``coverage``: the sums (see ``workers.port.coverage``) of
+    what all ranks must hold alike, and of what this rank vouches for. ``vouched``: the DTensors that it vouches for, as the
+    first of their mesh."""
+
+    shards: tuple[Shard, ...]
+    sources: Mapping[int, int]
+    parts: Mapping[int | None, Part]
+    coverage: tuple[int, int]
+    vouched: tuple[str, ...]
+
+
+class Planner:
+    """What one rank knows from save to save. A training saves the same tensors again and again, and waits whenever this is
+    worked out: so it is kept, without the tensors, and used again while they lie where they did."""
+
+    def __init__(self) -> None:
+        self._relations = Relations()
+        self._last: Division | None = None
+        self._key: list[Any] = []
+
+    def divide(self, plan: SavePlan) -> Division:
+        """On the thread that stages, which divides one save at a time."""
+        sources = self._relations.of(plan.shards, plan.ready, save=plan.save)
+        key = [
+            (s.leaf.path, s.kind, s.dtype, s.shape, s.offset, s.extent, s.holders, s.device, s.device is not None and s.place)
+            for s in plan.shards
+        ]
+        if self._last is None or sources is not self._last.sources or key != self._key:
+            self._last, self._key = _divide(plan, sources), key
+        else:
+            for kept, shard in zip(self._last.shards, plan.shards, strict=True):
+                kept.hold(shard)
+        return self._last
+
+    def let_go(self) -> None:
+        """Of the tensors."""
+        if self._last is not None:
+            for shard in self._last.shards:
+                shard.let_go()
+
+    def forget(self, shard: Shard) -> None:
+        """See ``Relations``."""
+        self._relations.forget(shard)
+
+
 @dataclass(frozen=True)
 class SavePlan:
     """``shards``: what this rank holds. ``values``: its plain values (name, path, JSON text). ``ready``: for each CUDA device an
-    event, after which its tensors may be read on any stream. ``on_gpu``: what lies there is coded there. ``relations``: finds
-    what need not be stored. ``save``: the number of this save, the same on all ranks.
+    event, after which its tensors may be read on any stream. ``on_gpu``: what lies there is coded there. ``planner``: the same
+    for all saves of this rank; ``save``: their number, the same on all ranks.
 
     What follows from these is worked out when it is first asked for: off the training thread.
     """
@@ -150,57 +205,38 @@ class SavePlan:
     values: tuple[tuple[str, str, str], ...]
     ready: dict[int, Any]
     on_gpu: bool
-    relations: Relations
+    planner: Planner
     save: int
 
     @functools.cached_property
+    def division(self) -> Division:
+        """See ``Division``."""
+        return self.planner.divide(self)
+
+    @property
+    def parts(self) -> Mapping[int | None, Part]:
+        """See ``Division``."""
+        return self.division.parts
+
+    @property
     def coverage(self) -> tuple[int, int]:
-        """The sums (see ``workers.port.coverage``) of what all ranks must hold alike, and of what this rank vouches for."""
-        weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in self.shards]
-        replicated = sum(weight for shard, weight in weights if not shard.holders)
-        expected = sum(weight for shard, weight in weights if shard.first == self.rank)
-        return replicated % MODULUS, expected % MODULUS
+        """See ``Division``."""
+        return self.division.coverage
 
     @property
     def vouched(self) -> tuple[str, ...]:
-        """The DTensors that this rank, as the first of their mesh, vouches for."""
-        return tuple(shard.leaf.name for shard in self.shards if shard.holders and shard.first == self.rank)
+        """See ``Division``."""
+        return self.division.vouched
 
-    @functools.cached_property
+    @property
     def pieces(self) -> tuple[Piece, ...]:
-        """What this rank stores in any case."""
-        everyone = tuple(range(self.world_size))
-        alike: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
-        for i, shard in enumerate(self.shards):
-            if i not in self._sources:
-                device = self._coder(shard)
-                limit = SLOT if device is None else DEVICE_CHUNK
-                packs = _group_of([shard, *self._dependents[i]])
-                alike[shard.holders or everyone] += [Piece(shard, cut, device, packs) for cut in cuts(shard, limit)]
-        return tuple(piece for holders, found in alike.items() for piece in share(found, holders, self.rank))
+        """Of all parts."""
+        return tuple(piece for part in self.parts.values() for piece in part.pieces)
 
-    @functools.cached_property
+    @property
     def followers(self) -> tuple[Follower, ...]:
-        """What follows from ``pieces``, most likely: chunks of other tensors, to be stored only if it turns out not to."""
-        of = {id(self.shards[i]): shards for i, shards in self._dependents.items() if shards}
-        return tuple(_follower(shard, piece) for piece in self.pieces for shard in of.get(id(piece.shard), ()))
-
-    @functools.cached_property
-    def _sources(self) -> dict[int, int]:
-        """By the number of a shard, that of the shard from which it follows."""
-        return self.relations.of(self.shards, self.ready, save=self.save)
-
-    @functools.cached_property
-    def _dependents(self) -> dict[int, list[Shard]]:
-        """By the number of a shard, those that follow from it."""
-        found: dict[int, list[Shard]] = defaultdict(list)
-        for i, source in self._sources.items():
-            found[source].append(self.shards[i])
-        return found
-
-    def _coder(self, shard: Shard) -> int | None:
-        """The device that codes a shard. The node worker does better with integers: it finds what repeats."""
-        return shard.device if self.on_gpu and 0 not in shard.extent and shard.format.is_float else None
+        """Of all parts."""
+        return tuple(follower for part in self.parts.values() for follower in part.followers)
 
     @property
     def nbytes(self) -> int:
@@ -210,13 +246,51 @@ class SavePlan:
     def strayed(self, follower: Follower) -> None:
         """It did not follow. Other ranks that hold the tensor have not seen that: then it stays agreed until all look again."""
         if len(follower.piece.shard.holders or range(self.world_size)) == 1:
-            self.relations.forget(follower.piece.shard)
+            self.planner.forget(follower.piece.shard)
+
+    def let_go(self) -> None:
+        """Everything is staged, or given up: let go of the tensors."""
+        self.planner.let_go()
+
+
+def _divide(plan: SavePlan, sources: Mapping[int, int]) -> Division:
+    """``sources``: by the number of a shard that of the shard from which it follows."""
+    everyone = tuple(range(plan.world_size))
+    dependents: dict[int, list[Shard]] = defaultdict(list)
+    for i, source in sources.items():
+        dependents[source].append(plan.shards[i])
+    alike: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
+    followers: dict[int, list[Shard]] = {}  # by the identity of the shard from which they follow
+    for i, shard in enumerate(plan.shards):
+        if i not in sources:
+            device = _coder(shard) if plan.on_gpu else None
+            limit = SLOT if device is None else DEVICE_CHUNK
+            packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
+            alike[shard.holders or everyone] += [Piece(shard, cut, device, packs) for cut in cuts(shard, limit)]
+    mine: dict[int | None, list[Piece]] = defaultdict(list)
+    for holders, found in alike.items():
+        for piece in share(found, holders, plan.rank):
+            mine[piece.device].append(piece)
+    parts = {
+        device: Part(tuple(pieces), tuple(_follower(shard, piece) for piece in pieces for shard in followers[id(piece.shard)]))
+        for device, pieces in mine.items()
+    }
+    weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in plan.shards]
+    replicated = sum(weight for shard, weight in weights if not shard.holders)
+    expected = sum(weight for shard, weight in weights if shard.first == plan.rank)
+    vouched = tuple(shard.leaf.name for shard in plan.shards if shard.holders and shard.first == plan.rank)
+    return Division(plan.shards, sources, parts, (replicated % MODULUS, expected % MODULUS), vouched)
+
+
+def _coder(shard: Shard) -> int | None:
+    """The device that codes a shard. The node worker does better with integers: it finds what repeats."""
+    return shard.device if 0 not in shard.extent and shard.format.is_float else None
 
 
 def plan_save(
-    state: Any, *, rank: int, world_size: int, on_gpu: bool = True, relations: Relations | None = None, save: int = 1
+    state: Any, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
 ) -> SavePlan:
-    """Plan a save; ``relations``: the same for all saves of a rank, and ``save`` their number. ``StateError`` naming the path if
+    """Plan a save; ``planner``: the same for all saves of a rank, and ``save`` their number. ``StateError`` naming the path if
     the state holds what cannot be stored; nothing is read or copied yet."""
     leaves = flatten(state)
     rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
@@ -229,7 +303,7 @@ def plan_save(
         )
     shards = [shard_of(leaf) for leaf in leaves if leaf.is_tensor]
     ready = {device: _record_event(device) for device in {shard.device for shard in shards} if device is not None}
-    return SavePlan(rank, world_size, tuple(shards), rows, ready, on_gpu, relations or Relations(), save)
+    return SavePlan(rank, world_size, tuple(shards), rows, ready, on_gpu, planner or Planner(), save)
 
 
 def _record_event(device: int) -> Any:

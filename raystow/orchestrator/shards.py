@@ -35,6 +35,15 @@ class Shard:
     local: Any
     device: int | None = None
 
+    def hold(self, other: Shard) -> None:
+        """The elements of another one, which is the same apart from these."""
+        self.leaf, self.local = other.leaf, other.local
+
+    def let_go(self) -> None:
+        """Of the elements."""
+        self.leaf, self.local = self.leaf._replace(value=None), None
+        self.__dict__.pop("bits", None)
+
     @functools.cached_property
     def bits(self) -> Any:
         """The elements as opaque words that share their memory: numpy in host memory, torch on a device. Made when it is first

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -37,6 +38,7 @@ from .wire import Connection, Listener
 logger = logging.getLogger(__name__)
 
 _UPLOADS = max(4, min(16, os.cpu_count() or 1))
+_NICE = 10  # of the threads that code and upload: the training, which has to launch kernels in time, goes before them
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
 
 
@@ -75,8 +77,8 @@ class Node:
         self.guests, self.replicator = Guests(self._tier), Replicator(node, self._tier, neighbours or Nobody(), SYSTEM)
         self._exchange = Exchange(host, self._fetcher, self.guests)
         self._workshop = Workshop(
-            coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code"),
-            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload"),
+            coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=_give_way),
+            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=_give_way),
             budget=Budget(),
         )
         self._lock = threading.Lock()
@@ -224,3 +226,9 @@ class Node:
             self._saves.settle(uri, number)
             self._tier.committed(home)
             self.replicator.wake()
+
+
+def _give_way() -> None:
+    """Let this thread have the CPU when nothing more urgent wants it. On Linux, where that can be said of a thread."""
+    if sys.platform == "linux":
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -9,7 +9,7 @@ import logging
 import queue
 import threading
 from collections import defaultdict, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -75,19 +75,30 @@ class Follower(Protocol):
         """The fields of its manifest row that are known before it is looked at."""
 
 
-class Plan(Protocol):
-    """What to stage. Only the thread that stages looks at it: working it out may take a while."""
+class Part(Protocol):
+    """Some chunks. The same objects as in the save before, if nothing has changed: what was worked out of them still holds."""
 
     @property
     def pieces(self) -> Sequence[Piece]:
-        """All chunks, but those of followers."""
+        """What is staged in any case."""
 
     @property
     def followers(self) -> Sequence[Follower]:
         """What is staged only if it does not follow from a piece."""
 
+
+class Plan(Protocol):
+    """What to stage. Only the thread that stages looks at it: working it out may take a while."""
+
+    @property
+    def parts(self) -> Mapping[int | None, Part]:
+        """All chunks, by the CUDA device that codes them; None: the node worker does."""
+
     def strayed(self, follower: Any) -> None:
         """It does not follow."""
+
+    def let_go(self) -> None:
+        """The tensors are needed no longer."""
 
     @property
     def coverage(self) -> tuple[int, int]:
@@ -174,7 +185,7 @@ class Staging:
             subject, self._order = f"save of step {order.begin['step']}", order
             try:
                 assert order.plan is not None
-                devices = sorted({piece.device for piece in order.plan.pieces if piece.device is not None})
+                devices = sorted(device for device in order.plan.parts if device is not None)
                 choices = [self._bench().choice(device) for device in devices]
                 replicated, expected = order.plan.coverage
                 coding = {choice.codec: choice.why for choice in choices}
@@ -189,28 +200,29 @@ class Staging:
                 self._log.exception("staging failed", extra={"step": order.begin["step"]})
                 self._give_up(order, SaveFailed(f"staging failed: {error!r}", subject=subject))
             finally:
-                order.plan = None  # lets go of the tensors
+                if order.plan is not None:
+                    order.plan.let_go()
+                order.plan = None
                 order.on_staged()
 
     def _hand_over(self, order: Order, plan: Plan, devices: list[int]) -> None:
         """Stage everything; ``on_staged`` as soon as all has been read."""
-        host = [piece for piece in plan.pieces if piece.device is None]
+        host = plan.parts.get(None)
         for device in devices:
-            on_read = _nothing if host or device != devices[-1] else order.on_staged
+            on_read = _nothing if host is not None or device != devices[-1] else order.on_staged
             self._stage_device(order, plan, device, on_read)
-        if host:
+        if host is not None:
             for event in plan.ready.values():
                 event.synchronize()
             self._stage_host(order, plan, host)
 
     def _stage_device(self, order: Order, plan: Plan, device: int, on_read: Callable[[], None]) -> None:
         """Code what lies on a device, and at last what was thought to follow from that, and does not."""
-        bench, after = self._bench(), plan.ready[device]
+        bench, after, part = self._bench(), plan.ready[device], plan.parts[device]
         following = list[Any]()
 
         def follow() -> None:
-            followers = [follower for follower in plan.followers if follower.piece.device == device]
-            following.append(bench.follow(device, followers, after=after))
+            following.append(bench.follow(device, part.followers, after=after))
 
         def read() -> None:
             if not following[0].strays:
@@ -219,7 +231,7 @@ class Staging:
         encode = functools.partial(
             bench.encode, device, after=after, announce=functools.partial(self._announce_coded, order), urgent=order.urgent
         )
-        encode([piece for piece in plan.pieces if piece.device == device], on_read=read, meanwhile=follow)
+        encode(part.pieces, on_read=read, meanwhile=follow)
         self._announce(order, following[0].rows)
         strays = following[0].strays
         for follower in strays:
@@ -227,12 +239,12 @@ class Staging:
         if strays:
             encode([follower.piece for follower in strays], on_read=on_read)
 
-    def _stage_host(self, order: Order, plan: Plan, pieces: list[Piece]) -> None:
+    def _stage_host(self, order: Order, plan: Plan, part: Part) -> None:
         """Copy chunks into slots as they are, but those that follow from others."""
         followers: dict[int, list[Follower]] = defaultdict(list)
-        for follower in plan.followers:
+        for follower in part.followers:
             followers[id(follower.source)].append(follower)
-        left = deque(pieces)
+        left = deque(part.pieces)
         slot, used, chunks = -1, 0, list[dict[str, Any]]()
         try:
             while left:

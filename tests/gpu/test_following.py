@@ -68,14 +68,14 @@ def test_the_gpu_says_what_the_cpu_says() -> None:
             followers += [Follower(Piece(one), Piece(numbers)) for one in (rounded, changed)]
             followers.append(Follower(Piece(bits.to(dtype)), Piece(bits)))  # with NaNs among them
             followers += [Follower(Piece(one), Piece(rounded)) for one in (rounded.clone(), changed)]
-    found = follow(torch.device("cuda"), followers, after=torch.cuda.current_stream().record_event())
+    found = follow({}, 0, followers, after=torch.cuda.current_stream().record_event())
     said = {row["of"]: row["digest"] for row in found.rows}
     assert {id(one) for one in found.strays} == {id(one) for one in followers} - set(said)
     for one in followers:
         names = one.source.dtype.name, one.piece.dtype.name
         assert said.get(id(one)) == followed(host(one.piece.tensor), host(one.source.tensor), *names), names
     assert 0 < len(found.strays) < len(followers)
-    nothing = follow(torch.device("cuda"), [], after=torch.cuda.current_stream().record_event())
+    nothing = follow({}, 0, [], after=torch.cuda.current_stream().record_event())
     assert not nothing.rows
     assert not nothing.strays
 

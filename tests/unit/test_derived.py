@@ -4,8 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from raystow.orchestrator.planner import OPTIMIZER, WEIGHTS, SavePlan, plan_save
-from raystow.orchestrator.relations import Relations
+from raystow.orchestrator.planner import OPTIMIZER, WEIGHTS, Planner, SavePlan, plan_save
 from raystow.storage.derived import derivable, derive, followed
 from raystow.storage.digest import raw_digest
 from raystow.storage.errors import Damaged, Unsupported
@@ -46,8 +45,8 @@ def test_only_what_is_known_is_derived() -> None:
     assert not derivable("float64", "float32")
 
 
-def plan(state: dict[str, torch.Tensor], relations: Relations | None = None, save: int = 1, **who: int) -> SavePlan:
-    return plan_save(state, **{"rank": 0, "world_size": 1, **who}, relations=relations, save=save)
+def plan(state: dict[str, torch.Tensor], planner: Planner | None = None, save: int = 1, **who: int) -> SavePlan:
+    return plan_save(state, **{"rank": 0, "world_size": 1, **who}, planner=planner, save=save)
 
 
 def pairs(found: SavePlan) -> set[tuple[str, str]]:
@@ -95,22 +94,22 @@ def test_ranks_that_hold_the_same_store_every_box_once() -> None:
 
 
 def test_it_looks_in_the_same_saves_on_all_ranks_and_when_the_state_changes() -> None:
-    relations, state = Relations(), mixed()
+    planner, state = Planner(), mixed()
     broken = {**state, "model.1": torch.randn(3000).bfloat16()}
-    assert pairs(plan(state, relations, 1)) == pairs(plan(state, relations, 2))
-    assert ("model.1", "optimizer.master.1") in pairs(plan(broken, relations, 3)), "it does not look every time"
-    assert ("model.1", "optimizer.master.1") not in pairs(plan(broken, relations, 5)), "the look of save 4 is made up for"
-    assert ("new", "optimizer.master.2") in pairs(plan({**broken, "new": state["optimizer.master.2"]}, relations, 6))
+    assert pairs(plan(state, planner, 1)) == pairs(plan(state, planner, 2))
+    assert ("model.1", "optimizer.master.1") in pairs(plan(broken, planner, 3)), "it does not look every time"
+    assert ("model.1", "optimizer.master.1") not in pairs(plan(broken, planner, 5)), "the look of save 4 is made up for"
+    assert ("new", "optimizer.master.2") in pairs(plan({**broken, "new": state["optimizer.master.2"]}, planner, 6))
 
 
 def test_what_strayed_is_not_looked_at_again_unless_others_hold_it_too() -> None:
     state = mixed()
     for world, left in ((1, False), (2, True)):
-        relations = Relations()
-        found = plan(state, relations, 2, world_size=world)
+        planner = Planner()
+        found = plan(state, planner, 2, world_size=world)
         (follower,) = [one for one in found.followers if one.piece.name == "model.1"]
         found.strayed(follower)
-        assert (("model.1", "optimizer.master.1") in pairs(plan(state, relations, 3, world_size=world))) is left
+        assert (("model.1", "optimizer.master.1") in pairs(plan(state, planner, 3, world_size=world))) is left
 
 
 def test_rows_say_what_they_are_derived_from_and_lie_where_that_lies() -> None:
@@ -167,3 +166,21 @@ def test_derivations_that_make_no_sense_are_refused(dtype: str, transform: list[
     }
     with pytest.raises(kind):
         Fragment.of([row], 0)
+
+
+def test_what_was_worked_out_is_used_again_without_keeping_the_tensors() -> None:
+    planner, state = Planner(), mixed()
+    first = plan(state, planner, 2)
+    parts = first.parts
+    assert bytes(parts[None].pieces[0].shard.local) == bytes(state[parts[None].pieces[0].name])
+    first.let_go()
+    assert all(piece.shard.local is None and piece.shard.leaf.value is None for piece in parts[None].pieces)
+    later = {name: tensor.clone() for name, tensor in state.items()}
+    second = plan(later, planner, 3)
+    assert second.parts is parts
+    out = np.empty(parts[None].pieces[1].nbytes, np.uint8)
+    parts[None].pieces[1].copy(out)
+    assert np.array_equal(out, raw(later[parts[None].pieces[1].name]))
+    second.let_go()
+    grown = {name: torch.randn(4000) for name in state}
+    assert plan(grown, planner, 3).parts is not parts

@@ -38,6 +38,13 @@ class Plan:
     coverage: tuple[int, int] = (0, 0)
     vouched: tuple[str, ...] = ()
     followers: tuple[Any, ...] = ()
+
+    @property
+    def parts(self) -> dict[None, Plan]:
+        return {None: self}
+
+    def let_go(self) -> None: ...
+
     ready: dict[int, Any] = field(default_factory=dict)
 
 

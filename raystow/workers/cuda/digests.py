@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -12,25 +12,58 @@ import torch
 from . import kernels, tables
 
 
+class _Batch(NamedTuple):
+    """Chunks that lie where ``table`` says, read by one launch; ``numbers``: which they are."""
+
+    table: torch.Tensor
+    largest: int
+    width: int
+    packed: bool
+    numbers: torch.Tensor
+
+
+class Digests:
+    """Of ``sources`` (see ``jobs.Source``) on one device. What can be worked out before they are taken is worked out once."""
+
+    def __init__(self, sources: Sequence[Any], device: torch.device) -> None:
+        self._count, self._device = len(sources), device
+        placed = [i for i, source in enumerate(sources) if source.address is not None]
+        self._batches = [
+            self._batch([(i, sources[i].address, sources[i].nbytes) for i in alike], width)
+            for width, alike in itertools.groupby(
+                sorted(placed, key=lambda i: sources[i].dtype.width), lambda i: sources[i].dtype.width
+            )
+        ]
+        self._scattered = [(i, source) for i, source in enumerate(sources) if source.address is None]
+
+    def take(self) -> torch.Tensor:
+        """All sums before ``storage.digest.finish``: int64 in pinned memory, to be looked at when the current stream is
+        through."""
+        sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
+        for batch in self._batches:
+            self._add(batch, sums)
+        for i, source in self._scattered:  # one at a time: each takes a copy, whose memory is used again on this stream only
+            copy = source.gather()
+            self._add(self._batch([(i, copy.data_ptr(), source.nbytes)], source.dtype.width), sums)
+            del copy
+        return torch.empty(self._count, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
+
+    def _batch(self, chunks: Any, width: int) -> _Batch:
+        numbers, addresses, sizes = zip(*chunks, strict=True)
+        rows = np.zeros((len(numbers), tables.COLUMNS), np.int64)
+        rows[:, 0], rows[:, 1] = addresses, np.array(sizes) // width
+        packed = tables.can_pack(rows, width)
+        return _Batch(self._upload(rows), max(sizes), width, packed, self._upload(np.array(numbers)))
+
+    def _add(self, batch: _Batch, sums: torch.Tensor) -> None:
+        got = torch.zeros(len(batch.numbers), dtype=torch.int64, device=self._device)
+        kernels.digest(batch.table, batch.largest, width=batch.width, packed=batch.packed, digests=got)
+        sums[batch.numbers] = got
+
+    def _upload(self, rows: Any) -> torch.Tensor:
+        return torch.from_numpy(rows).pin_memory().to(self._device, non_blocking=True)
+
+
 def digests(sources: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """The sums of all ``sources`` (see ``encoder.Source``) before ``storage.digest.finish``: int64 in pinned memory, to be looked
-    at when the current stream is through."""
-    sums = torch.zeros(len(sources), dtype=torch.int64, device=device)
-    kinds = [(source.address is None, source.dtype.width) for source in sources]
-    for (scattered, width), alike in itertools.groupby(sorted(range(len(sources)), key=kinds.__getitem__), kinds.__getitem__):
-        some = list(alike)
-        for part in ([i] for i in some) if scattered else (some,):  # one at a time, where copies are needed
-            copies = [sources[i].gather() for i in part] if scattered else []
-            rows = np.zeros((len(part), tables.COLUMNS), np.int64)
-            rows[:, 0] = [copy.data_ptr() for copy in copies] or [sources[i].address for i in part]
-            rows[:, 1] = [sources[i].nbytes // width for i in part]
-            got = torch.zeros(len(part), dtype=torch.int64, device=device)
-            largest = int(rows[:, 1].max()) * width
-            kernels.digest(_upload(rows, device), largest, width=width, packed=tables.can_pack(rows, width), digests=got)
-            sums[_upload(np.array(part), device)] = got
-            del copies  # their memory is used again on this stream only
-    return torch.empty(len(sources), dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
-
-
-def _upload(rows: Any, device: torch.device) -> torch.Tensor:
-    return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)
+    """``Digests.take``, once."""
+    return Digests(sources, device).take()

@@ -197,7 +197,7 @@ class Encoder:
 
     def _prepare(self, sources: Sequence[Source]) -> Program:
         """The program for these chunks: the last one, if they lie where those did."""
-        if self._program is None or self._program.key != key(sources):
+        if self._program is None or (self._program.sources is not sources and self._program.key != key(sources)):
             self._program = None
             self._program = Program(sources, self._limits, kept=self._kept, tops=self._tops)
             torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device

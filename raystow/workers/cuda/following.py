@@ -11,13 +11,13 @@ import torch
 
 from ...storage.digest import finish
 from . import kernels
-from .digests import digests
+from .digests import Digests
 
 _SOON = -1  # priority: a millisecond, before anything is read
 
 
 class Following:
-    """What comes of ``follow``. The first look at it waits for the device.
+    """What comes of ``Lookout.look``. The first look at it waits for the device.
 
     ``sums``: the digests of all ``followers``, before ``finish``, and then those of what the first of them, the ``copies``, are
     copies of. ``misses``: of the others, 1 for each that is not its source rounded. Both int64 in pinned memory.
@@ -44,25 +44,46 @@ class Following:
         return [*(own != others).tolist(), *self._misses.bool().tolist()]
 
 
-def follow(device: torch.device, followers: Sequence[Any], *, after: Any) -> Following:
-    """Begin to look at ``followers`` (see ``staging.Follower``), when the CUDA event ``after`` has come."""
+class Lookout:
+    """Looks at ``followers`` (see ``staging.Follower``) on one device, save after save."""
+
+    def __init__(self, device: torch.device, followers: Sequence[Any]) -> None:
+        self.followers = followers
+        self._device, self._ordered = device, sorted(followers, key=_rounded)
+        self._copies = sum(not _rounded(follower) for follower in followers)
+        rounded = self._ordered[self._copies :]
+        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device, priority=_SOON)):
+            self._stream = stream
+            of = [one.piece for one in self._ordered] + [one.source for one in self._ordered[: self._copies]]
+            self._digests = Digests(of, device)
+            rows = np.array([(one.source.address, one.piece.address, one.piece.nbytes // 2) for one in rounded], np.int64)
+            self._table = torch.from_numpy(rows.reshape(-1, 3)).pin_memory().to(device, non_blocking=True)
+        self._batches, end = list[tuple[str, int, int, int]](), 0
+        for dtype, alike in itertools.groupby(rounded, _rounded):
+            begin, end = end, end + len(list(alike))
+            self._batches.append((dtype, begin, end, int(rows[begin:end, 2].max())))
+
+    def look(self, *, after: Any) -> Following:
+        """Begin to look, when the CUDA event ``after`` has come."""
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            misses = torch.zeros(len(self._table), dtype=torch.int64, device=self._device)
+            for dtype, begin, end, largest in self._batches:
+                kernels.compare(self._table[begin:end], largest, dtype=dtype, misses=misses[begin:end])
+            told = torch.empty(misses.shape, dtype=torch.int64, pin_memory=True)
+            kernels.tell(misses, told)
+            sums = self._digests.take()
+            return Following(self._ordered, self._copies, sums, told, self._stream.record_event())
+
+
+def follow(lookouts: dict[int, Lookout], device: int, followers: Sequence[Any], *, after: Any) -> Following:
+    """``Lookout.look``, with the last one of the device if it is for the same followers."""
     if not followers:
         nothing = torch.empty(0, dtype=torch.int64)
         return Following([], 0, nothing, nothing, None)
-    ordered = sorted(followers, key=_rounded)
-    copies = sum(not _rounded(follower) for follower in ordered)
-    with torch.cuda.device(device), torch.cuda.stream(torch.cuda.Stream(device, priority=_SOON)):
-        torch.cuda.current_stream(device).wait_event(after)
-        sums = digests([one.piece for one in ordered] + [one.source for one in ordered[:copies]], device)
-        misses = torch.zeros(len(ordered) - copies, dtype=torch.int64, device=device)
-        rows = np.array([(one.source.address, one.piece.address, one.piece.nbytes // 2) for one in ordered[copies:]], np.int64)
-        table, end = torch.from_numpy(rows.reshape(-1, 3)).pin_memory().to(device, non_blocking=True), 0
-        for dtype, alike in itertools.groupby(ordered[copies:], _rounded):
-            begin, end = end, end + len(list(alike))
-            kernels.compare(table[begin:end], int(rows[begin:end, 2].max()), dtype=dtype, misses=misses[begin:end])
-        told = torch.empty(misses.shape, dtype=torch.int64, pin_memory=True)
-        kernels.tell(misses, told)
-        return Following(ordered, copies, sums, told, torch.cuda.current_stream(device).record_event())
+    if device not in lookouts or lookouts[device].followers is not followers:
+        lookouts[device] = Lookout(torch.device("cuda", device), followers)
+    return lookouts[device].look(after=after)
 
 
 def _rounded(follower: Any) -> str:

@@ -107,7 +107,7 @@ class Program:
     the coder ``cuts`` (int64 [2, streams]: address, bytes)."""
 
     def __init__(self, sources: Sequence[Source], limits: Limits, *, kept: torch.Tensor, tops: torch.Tensor) -> None:
-        self.key = key(sources)
+        self.key, self.sources = key(sources), sources
         found = [_job(i, source, limits.stream) for i, source in enumerate(sources)]
         self.jobs = sorted(found, key=_kind)
         self.batches: list[Batch] = []

@@ -28,7 +28,7 @@ from ..wire import Message
 from .choice import Choice
 from .device_ring import DeviceRing
 from .digests import digests
-from .following import Following, follow
+from .following import Following, Lookout, follow
 from .workbench import Workbench
 
 logger = logging.getLogger(__name__)
@@ -71,6 +71,7 @@ class RemoteWorkbench:
     ) -> None:
         self._codec, self._send, self._receive, self._lend, self._make_local = codec, send, receive, lend, local
         self._mapped: dict[int, _Mapped] = {}
+        self._lookouts: dict[int, Lookout] = {}
         self._lent: int | None = None
         self._local: Workbench | None = None
 
@@ -94,7 +95,7 @@ class RemoteWorkbench:
 
     def follow(self, device: int, followers: Sequence[Any], *, after: Any) -> Following:
         """See ``Workbench.follow``."""
-        return follow(torch.device("cuda", device), followers, after=after)
+        return follow(self._lookouts, device, followers, after=after)
 
     def encode(
         self,
@@ -133,6 +134,7 @@ class RemoteWorkbench:
             except RaystowError as error:
                 logger.warning("a ring on GPU %s could not be unmapped: %s", mapped.uuid, error)
         self._mapped.clear()
+        self._lookouts.clear()
         if self._local is not None:
             self._local.close()
 

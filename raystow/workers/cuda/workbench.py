@@ -11,7 +11,7 @@ from ...storage.chunk import RAW
 from ..ring import Ring
 from .choice import Choice, choose
 from .encoder import Arrived, Encoder
-from .following import Following, follow
+from .following import Following, Lookout, follow
 from .outbox import Outbox
 from .program import Program
 
@@ -27,6 +27,7 @@ class Workbench:
         self._outbox = Outbox(ring, take=take, release=release)
         self._encoders: dict[int, Encoder] = {}
         self._choices: dict[int, Choice] = {}
+        self._lookouts: dict[int, Lookout] = {}
         self._said: dict[int, Program] = {}  # whose layout was announced last, by device
 
     def choice(self, device: int) -> Choice:
@@ -37,7 +38,7 @@ class Workbench:
 
     def follow(self, device: int, followers: Sequence[Any], *, after: Any) -> Following:
         """Begin to look whether chunks follow from others, when the CUDA event ``after`` has come."""
-        return follow(torch.device("cuda", device), followers, after=after)
+        return follow(self._lookouts, device, followers, after=after)
 
     def encode(
         self,
@@ -77,4 +78,5 @@ class Workbench:
         for encoder in self._encoders.values():
             encoder.close()
         self._encoders.clear()
+        self._lookouts.clear()
         self._outbox.close()
