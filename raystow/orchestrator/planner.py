@@ -144,9 +144,9 @@ class Part(NamedTuple):
 
 @dataclass(frozen=True)
 class Division:
-    """What one rank stores of its ``shards``: ``parts``, by the device that codes them (None: the node worker). ``sources``: by the
-    number of a shard, that of the one from which it seems to follow. ``coverage``: the sums (see ``workers.port.coverage``) of
-    what all ranks must hold alike, and of what this rank vouches for. ``vouched``: the DTensors that it vouches for, as the
+    """What one rank stores of its ``shards``: ``parts``, by the device that codes them (None: the node worker). ``sources``: by
+    the number of a shard, that of the one from which it seems to follow. ``coverage``: the sums (see ``workers.port.coverage``)
+    of what all ranks must hold alike, and of what this rank vouches for. ``vouched``: the DTensors that it vouches for, as the
     first of their mesh."""
 
     shards: tuple[Shard, ...]
