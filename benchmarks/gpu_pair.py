@@ -1,9 +1,9 @@
 """Two GPUs of one host and one node worker: what a save costs each training, beside one that has the host to itself.
 
-Two processes, each with a GPU of its own, train the model of ``gpu_workload`` and save it to repositories of their own (these are
-two runs; raystow has one node worker for all runs of a node). First one of them is measured alone, as ``gpu_save`` does it, then
-both at once. Then each puts its state back onto its GPU out of the node's memory, alone and both at once; every tensor is compared
-bit for bit.
+Two processes, each with a GPU of its own, train the model of ``gpu_workload`` and save it to repositories of their own (these
+are two runs; raystow has one node worker for all runs of a node). First one of them is measured alone, as ``gpu_save`` does it,
+then both at once. Then each puts its state back onto its GPU out of the node's memory, alone and both at once; every tensor is
+compared bit for bit.
 
 Both begin their windows at the same time, and are not held in step after that.
 """

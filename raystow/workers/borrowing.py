@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
@@ -9,7 +10,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeVar
 
 from ..storage.errors import ClusterError, StoreUnavailable
 from ..storage.log import about, whose
@@ -18,6 +19,7 @@ from .wire import Connection
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
 _MAPPED = 32  # objects that stay mapped: what the node worker lets go of must not be held here
 
 
@@ -64,23 +66,26 @@ class Borrowing:
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
         """As the protocol says; a view of memory that is shared, not a copy."""
-        place, asked = self.place(key), (key, start, length)
-        if place is None or start + length > place.size or not length:
-            return self._store.get_range(key, start, length)
-        try:
-            if asked in self._answered:
-                raise ClusterError("what it gave is asked for again: it must have been wrong", subject=self._address)
-            self._answered.add(asked)
-            return memoryview(self._borrow(key, place, start, length))[start : start + length]
-        except ClusterError as error:
-            about(logger, repository=self.uri, **whose(key)).warning("%s is read past the node worker: %s", key, error)
-            with self._lock:
-                self.read["store"] += length
-            return self._store.get_range(key, start, length)
+
+        def view(place: Place, descriptor: int) -> memoryview:
+            return memoryview(self._map(key, place, descriptor))[start : start + length]
+
+        found = self._borrowed(key, start, length, view)
+        return self._store.get_range(key, start, length) if found is None else found
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
-        """As the protocol says, by a copy."""
-        target[:] = memoryview(self.get_range(key, start, target.nbytes))
+        """As the protocol says, by a copy that the kernel makes: a mapping would come page by page, with the interpreter's lock
+        held."""
+
+        def read(place: Place, descriptor: int) -> bool:
+            self._check(place, descriptor)
+            done = 0
+            while done < target.nbytes:
+                done += os.preadv(descriptor, [target[done:]], start + done)
+            return True
+
+        if self._borrowed(key, start, target.nbytes, read) is None:
+            self._store.get_range_into(key, start, target)
 
     def close(self) -> None:
         """End the conversations, and let go of the memory as soon as no view of it is held."""
@@ -93,7 +98,24 @@ class Borrowing:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def _borrow(self, key: str, place: Place, start: int, length: int) -> mmap.mmap:
+    def _borrowed(self, key: str, start: int, length: int, use: Callable[[Place, int], _Result]) -> _Result | None:
+        """What ``use`` makes of the descriptor of an object in which so many bytes are filled; None if they must be read from the
+        store."""
+        place, asked = self.place(key), (key, start, length)
+        if place is None or start + length > place.size or not length:
+            return None
+        try:
+            if asked in self._answered:
+                raise ClusterError("what it gave is asked for again: it must have been wrong", subject=self._address)
+            self._answered.add(asked)
+            return self._borrow(key, place, start, length, functools.partial(use, place))
+        except ClusterError as error:
+            about(logger, repository=self.uri, **whose(key)).warning("%s is read past the node worker: %s", key, error)
+            with self._lock:
+                self.read["store"] += length
+            return None
+
+    def _borrow(self, key: str, place: Place, start: int, length: int, use: Callable[[int], _Result]) -> _Result:
         wanted = {
             "uri": self._store.uri,
             "repository": self._repository,
@@ -104,9 +126,9 @@ class Borrowing:
             "round": place.round,
             "desk": place.desk,
         }
-        return self._talk(lambda connection: self._ask(connection, key, place, wanted))
+        return self._talk(lambda connection: self._ask(connection, key, wanted, use))
 
-    def _ask(self, connection: Connection, key: str, place: Place, wanted: dict[str, Any]) -> mmap.mmap:
+    def _ask(self, connection: Connection, key: str, wanted: dict[str, Any], use: Callable[[int], _Result]) -> _Result:
         connection.send(wanted)
         answer = connection.receive()
         if answer is None:
@@ -119,34 +141,39 @@ class Borrowing:
         with self._lock:
             self.read.update(message["read"])
         try:
-            return self._map(key, place, descriptor)
+            return use(descriptor)
         finally:
             os.close(descriptor)
 
     def _map(self, key: str, place: Place, descriptor: int) -> mmap.mmap:
         """One mapping for each object that was asked for lately, as long as the node worker lends the same memory."""
-        status = os.fstat(descriptor)
-        if status.st_size < place.size:
-            raise ClusterError(f"the node worker lent {status.st_size} bytes instead of {place.size}", subject=self._address)
+        inode = self._check(place, descriptor)
         with self._lock:
             known = self._mapped.get(key)
-            if known is None or known[0] != status.st_ino:
-                known = self._mapped[key] = status.st_ino, mmap.mmap(descriptor, place.size, prot=mmap.PROT_READ)
+            if known is None or known[0] != inode:
+                known = self._mapped[key] = inode, mmap.mmap(descriptor, place.size, prot=mmap.PROT_READ)
             self._mapped.move_to_end(key)
             if len(self._mapped) > _MAPPED:
                 self._mapped.popitem(last=False)
             return known[1]
 
-    def _talk(self, work: Callable[[Connection], mmap.mmap]) -> mmap.mmap:
+    def _check(self, place: Place, descriptor: int) -> int:
+        """The inode of what was lent, which must be the whole object."""
+        status = os.fstat(descriptor)
+        if status.st_size < place.size:
+            raise ClusterError(f"the node worker lent {status.st_size} bytes instead of {place.size}", subject=self._address)
+        return status.st_ino
+
+    def _talk(self, work: Callable[[Connection], _Result]) -> _Result:
         """With a conversation of this thread's own: another may be waiting for its answer."""
         with self._lock:
             connection = self._connections.pop() if self._connections else None
         connection = connection or Connection.connect(self._address)
         try:
-            memory = work(connection)
+            result = work(connection)
         except BaseException:
             connection.close()
             raise
         with self._lock:
             self._connections.append(connection)
-        return memory
+        return result
