@@ -1,0 +1,98 @@
+"""A training on a GPU that is killed and goes on from its last version ends with the bits of one that was never disturbed."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+STEPS, EVERY, DEATH = 24, 5, 17
+WIDTH, VOCABULARY = 384, 256
+
+
+def fresh() -> dict[str, Any]:
+    """Weights in bf16, their master copy, Adam's moments, and the generator of the batches."""
+    torch.manual_seed(7)
+    shapes = {"embed": (VOCABULARY, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH), "head": (VOCABULARY, WIDTH)}
+    master = {name: torch.randn(shape, device="cuda") * 0.02 for name, shape in shapes.items()}
+    zeros = {name: torch.zeros_like(tensor) for name, tensor in master.items()}
+    weights = {name: tensor.bfloat16() for name, tensor in master.items()}
+    return {
+        "weights": weights,
+        "master": master,
+        "m": zeros,
+        "v": {n: t.clone() for n, t in zeros.items()},
+        "step": 0,
+        "rng": b"",
+    }
+
+
+def step(state: dict[str, Any], text: torch.Tensor) -> None:
+    """One of AdamW, on random places of real text."""
+    weights = {name: tensor.requires_grad_(True) for name, tensor in state["weights"].items()}
+    starts = torch.randint(len(text) - 65, (32, 1))
+    batch = text[(starts + torch.arange(65)).cuda()].long()
+    hidden = weights["embed"][batch[:, :-1]]
+    hidden = hidden + torch.relu(hidden @ weights["up"].T) @ weights["down"].T
+    loss = torch.nn.functional.cross_entropy((hidden @ weights["head"].T).float().flatten(0, 1), batch[:, 1:].flatten())
+    grads = torch.autograd.grad(loss, list(weights.values()))
+    state["step"] += 1
+    for (name, weight), grad in zip(weights.items(), grads, strict=True):
+        grad, m, v, master = grad.float(), state["m"][name], state["v"][name], state["master"][name]
+        m.lerp_(grad, 0.1)
+        v.mul_(0.95).addcmul_(grad, grad, value=0.05)
+        master.mul_(1 - 1e-4).sub_(1e-3 * m / (1 - 0.9 ** state["step"]) / ((v / (1 - 0.95 ** state["step"])).sqrt() + 1e-8))
+        weight.requires_grad_(False).copy_(master)
+
+
+def train(folder: str, death: int) -> None:
+    """From the newest version on, to the end or to ``death``; prints a digest of everything."""
+    from blake3 import blake3
+    from local_cluster import LocalCluster
+
+    import raystow
+
+    torch.use_deterministic_algorithms(True)
+    text = torch.frombuffer(bytearray(Path(os.__file__).read_bytes()), dtype=torch.uint8).cuda()
+    state = fresh()
+    with LocalCluster(folder, codec="deflate", memory=256 << 20) as cluster:
+        if raystow.restore_latest(folder, into=state) is not None:
+            torch.set_rng_state(torch.frombuffer(bytearray(state["rng"]), dtype=torch.uint8))
+        while state["step"] < STEPS:
+            step(state, text)
+            if state["step"] == death:
+                os.kill(os.getpid(), signal.SIGKILL)
+            if state["step"] % EVERY == 0:
+                state["rng"] = torch.get_rng_state().numpy().tobytes()
+                cluster.save(state, step=state["step"])
+    parts = [tensor for group in ("weights", "master", "m", "v") for tensor in state[group].values()]
+    print(blake3(b"".join(part.cpu().view(torch.uint8).numpy().tobytes() for part in parts)).hexdigest())
+
+
+def run(folder: Path, death: int = 0) -> subprocess.CompletedProcess[str]:
+    environment = {**os.environ, "CUBLAS_WORKSPACE_CONFIG": ":4096:8"}
+    environment["PYTHONPATH"] = os.pathsep.join([str(Path(__file__).parents[1]), environment.get("PYTHONPATH", "")])
+    command = [sys.executable, __file__, str(folder), str(death)]
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+
+
+def test_a_killed_training_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+    undisturbed = run(tmp_path / "undisturbed")
+    assert undisturbed.returncode == 0, undisturbed.stderr
+    killed = run(tmp_path / "killed", DEATH)
+    assert (killed.returncode, killed.stdout) == (-signal.SIGKILL, ""), killed.stderr
+    resumed = run(tmp_path / "killed")
+    assert resumed.returncode == 0, resumed.stderr
+    assert resumed.stdout == undisturbed.stdout != ""
+
+
+if __name__ == "__main__":
+    train(sys.argv[1], int(sys.argv[2]))
