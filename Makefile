@@ -82,6 +82,7 @@ bench-gpu: $(READY)  ## what a save costs training on a GPU, and how fast it com
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/gpu_save.py
 	$(BIN)/python benchmarks/gpu_restore.py
+	$(BIN)/python benchmarks/gpu_pair.py
 
 picture: $(READY)  ## the picture in the README, from a real run of the demo
 	$(BIN)/python tools/record_demo.py docs/images/demo.svg

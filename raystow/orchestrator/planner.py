@@ -23,6 +23,7 @@ from ..storage.kernels import Bytes
 from ..storage.manifest import path_text
 from ..workers.port import MODULUS, coverage
 from ..workers.ring import SLOT
+from .groups import OPTIMIZER, WEIGHTS, group
 from .relations import Relations
 from .shards import Shard, shard_of
 from .state import Path, flatten, show
@@ -35,11 +36,6 @@ DEVICE_CHUNK = 16 << 20
 
 SMALL = 64 << 10
 """Bytes up to which a shard that several ranks hold is not spread: who looks for it asks its first holder's node alone."""
-
-WEIGHTS, OPTIMIZER = "weights", "optimizer"
-"""Groups of packs."""
-
-_OPTIMIZER = {"opt", "optim", "optimizer", "optimizers", "exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer", "master"}
 
 
 class Cut(NamedTuple):
@@ -373,8 +369,3 @@ def share(pieces: list[Piece], holders: tuple[int, ...], rank: int) -> list[Piec
 def _of_tensor(name: str, path: Path, kind: str, dtype: str, shape: tuple[int, ...], group: str) -> dict[str, Any]:
     """What all chunks of a tensor say, in all saves."""
     return {"name": name, "path": path_text(path), "kind": kind, "dtype": dtype, "shape": shape, "group": group}
-
-
-def group(name: str) -> str:
-    """The packs that a tensor goes to: those of the optimizer's state, or those of the weights and all else."""
-    return OPTIMIZER if _OPTIMIZER & set(name.lower().split(".")) else WEIGHTS

@@ -8,7 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from local_cluster import LocalCluster
 from ranks import every, start
+from safetensors.torch import load_file
+from shell import run_json
 
 import raystow
 
@@ -84,6 +87,19 @@ def test_a_chunk_that_does_not_follow_is_stored(tmp_path: Path, world: int) -> N
     for version, stray in zip(repository.versions(), (None, N // 2, N // 2, None), strict=True):
         check_equal({name: version.read(name) for name in flat(mixed(1))}, flat(mixed(version.step, stray)))
         repository.verify(version, deep=True)
+
+
+def test_files_hold_what_their_names_say(tmp_path: Path) -> None:
+    """Though the master copy lies in the weights' packs."""
+    with LocalCluster(str(tmp_path / "run"), codec="cpu") as cluster:
+        cluster.save(mixed(1), step=1)
+    run_json("restore", tmp_path / "run", "--to", tmp_path / "files")
+    files = {path.stem: load_file(path) for path in (tmp_path / "files").glob("*.safetensors")}
+    assert {name: set(tensors) for name, tensors in files.items()} == {
+        "weights": {"model.a", "model.b", "model.tied"},
+        "optimizer": {"optim.master.a", "optim.master.b", "optim.exp_avg.a", "optim.exp_avg.b"},
+    }
+    check_equal(files["weights"] | files["optimizer"], flat(mixed(1)))
 
 
 def test_the_reader_of_the_specification_reads_them(tmp_path: Path) -> None:

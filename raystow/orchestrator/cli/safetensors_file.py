@@ -18,6 +18,7 @@ from ...storage import dtypes
 from ...storage.errors import StateError
 from ...storage.limits import MAX_DIMENSIONS
 from ...storage.version import TensorInfo
+from ..groups import group as group_of
 
 _SAME = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},
@@ -85,8 +86,8 @@ def files(tensors: Mapping[str, TensorInfo], *, limit: int) -> list[File]:
             "a safetensors file cannot hold a tensor of this name", subject=_RESERVED, remedy="read it with raystow.open"
         )
     made = []
-    for group in sorted({info.group for info in tensors.values()}):
-        parts = list(_split({name: info for name, info in tensors.items() if info.group == group}, limit))
+    for group in sorted(set(map(group_of, tensors))):  # by their names: what weights are derived from shares their packs
+        parts = list(_split({name: info for name, info in tensors.items() if group_of(name) == group}, limit))
         for number, part in enumerate(parts, 1):
             name = f"{group}.safetensors" if len(parts) == 1 else f"{group}-{number:05d}-of-{len(parts):05d}.safetensors"
             made.append(_file(name, group, part))

@@ -26,7 +26,8 @@ from ...workers.budget import Budget
 from ...workers.packer import Packer
 from ...workers.port import MODULUS, Ticket, coverage
 from ...workers.ring import SLOT
-from ..planner import Piece, cuts, group
+from ..groups import group
+from ..planner import Piece, cuts
 from ..shards import Shard
 from ..state import Leaf
 
