@@ -1,4 +1,4 @@
-"""Weights or the state of the optimizer: what a tensor belongs to, by its name. So the one can be kept or read without the other."""
+"""Weights or the state of the optimizer: what a tensor belongs to, by its name. One can be kept, or read, without the other."""
 
 from __future__ import annotations
 
