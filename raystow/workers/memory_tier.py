@@ -78,6 +78,12 @@ class MemoryTier:
         return self._used
 
     @property
+    def spare(self) -> int:
+        """Bytes that were kept, and wait to be used again."""
+        with self._lock:
+            return self._spares.nbytes
+
+    @property
     def budget(self) -> int:
         """Bytes that may be kept."""
         return self._budget

@@ -143,6 +143,7 @@ class Node:
             queue=self._workshop.budget.used,
             queue_limit=self._workshop.budget.total,
             memory=self._tier.used,
+            spare=self._tier.spare,
             memory_limit=self._tier.budget,
             copies=self.replicator.progress,
             ranks=self._saves.connected(),

@@ -127,8 +127,8 @@ class Spares:
 
     @property
     def nbytes(self) -> int:
-        """Of all memory that waits."""
-        return sum(size for size, _ in self._spares)
+        """Of all memory that waits, in whole pages."""
+        return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size, _ in self._spares)
 
     def give(self, file: PackFile) -> None:
         """Close a file; what it leaves waits for another one."""

@@ -128,8 +128,8 @@ class Stage:
 
     def check_nothing_left(self, uri: str, ranks: Mapping[str, int]) -> None:
         """Nothing is held for the dead, and nothing is left over from a restore. Nodes run as many ranks as ``ranks`` says, which
-        have nothing but their rings. Node workers have these rings, and packs as large as what they say that they keep. Whatever
-        else was started, is gone."""
+        have nothing but their rings. Node workers have these rings, and packs as large as what they say that they keep, or have
+        to use again. Whatever else was started, is gone."""
         repository = raystow.open(uri).id
 
         for name in self.nodes:
@@ -143,7 +143,7 @@ class Stage:
             holdings = self.holdings(name, repository)
             kept = sum(pages(size) for held in holdings for part in held.parts.values() for size in part.objects.values())
             found = [memfds(process.pid) for process in (self.node_worker(name), *self.actors(name, "Rank"))]
-            wanted = [(ranks, kept)] + [(1, 0)] * ranks
+            wanted = [(ranks, kept + self._worker(name, "status").spare)] + [(1, 0)] * ranks
             if found == wanted:
                 return
             assert SYSTEM.monotonic() < end, f"rings and packs of {name}'s worker and ranks: {found}, not {wanted}; {holdings}"
