@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import ray
@@ -46,5 +47,10 @@ def test_it_tells_who_is_waited_for_and_outlives_the_coordinator(tmp_path: Path)
 
     ray.kill(coordinator_actor(open_store(str(tmp_path)).uri), no_restart=False)
     end = SYSTEM.monotonic() + 60
-    while [node["answers"] for node in (facts := run_json("top", tmp_path))["nodes"] if node.get("ranks")] != [True, True]:
+    while answering(facts := run_json("top", tmp_path)) != [True, True]:
         assert SYSTEM.monotonic() < end, facts
+
+
+def answering(facts: dict[str, Any]) -> list[bool]:
+    """Whether the nodes that have ranks do."""
+    return [node["answers"] for node in facts["nodes"] if node.get("ranks")]
