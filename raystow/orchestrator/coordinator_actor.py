@@ -150,7 +150,7 @@ class CoordinatorActor:
         await self._tell()
         async with self._changed:
             await self._changed.wait_for(lambda: round.answers(vote.tried))
-        entry = round.answer()
+        entry = round.answer(vote.tried)
         if entry is None or entry == vote.tried:
             return None if entry is None else Choice(entry)
         if round.held is not None and entry == round.held.entry:

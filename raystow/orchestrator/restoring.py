@@ -85,9 +85,11 @@ class Round:
             return False
         return self.done or self.failure is not None or tried not in self.candidates[:1]
 
-    def answer(self) -> Entry | None:
-        """The version to restore, or that was restored by all; None if there is none. Raises if the round has failed."""
-        if self.failure is not None:
+    def answer(self, tried: Entry | None) -> Entry | None:
+        """What to tell a rank that has ``tried`` this version: the one to restore, or that was restored by all; None if there is
+        none. Raises if the round has failed. But what all have come for, a rank may try once: what keeps another from restoring
+        may keep this one too, and then its own error says more."""
+        if self.failure is not None and not (tried is None and self.come and self.candidates):
             raise self.failure
         return self.candidates[0] if self.candidates else None
 
@@ -100,6 +102,7 @@ class Rounds:
     ) -> None:
         self._repository, self._clock, self._known, self._on_fall_back = repository, clock, known, on_fall_back
         self._open: list[Round] = []
+        self._failed: dict[int, tuple[tuple[str, int], Round]] = {}  # rank -> the last failed round, and whom it had
         self.changes = 0
         """How often any round has come to another version or to its end: all that anyone waits for."""
         self._restored: list[RestoreInfo] = []
@@ -109,6 +112,9 @@ class Rounds:
 
         ``held``: a save of which all is in the memory of nodes, though it is no version; a new round begins with it.
         """
+        whom, failed = self._failed.get(vote.rank, (None, None))
+        if failed is not None and whom == (vote.incarnation, vote.number):  # this rank was busy when it failed
+            return failed
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
         round.members[vote.rank] = vote.incarnation, vote.number
         round.nodes[vote.rank] = vote.node
@@ -210,6 +216,7 @@ class Rounds:
 
     def _fail(self, round: Round, error: RaystowError) -> None:
         round.failure = error
+        self._failed.update((rank, (whom, round)) for rank, whom in round.members.items())
         self._close(round)
 
     def _close(self, round: Round) -> None:

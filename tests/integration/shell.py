@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +19,7 @@ def run(*words: object) -> Result:
 def run_json(*words: object, code: int = 0) -> dict[str, Any]:
     result = run(*words, "--json")
     assert result.exit_code == code, result.output
-    start = re.search(r"^\{", result.stdout, re.MULTILINE)  # Ray tells this process's stdout what its cluster's actors say
-    assert start is not None, result.stdout
-    fields: dict[str, Any] = json.JSONDecoder().raw_decode(result.stdout[start.start() :])[0]
+    fields: dict[str, Any] = json.loads(result.stdout)
     schemas.check(str(words[0]), fields)
     return fields
 

@@ -55,21 +55,21 @@ def world() -> World:
 
 
 def test_an_empty_repository_has_nothing_to_restore(world):
-    assert world.vote(0).answer() is None
-    assert world.vote(1).answer() is None
+    assert world.vote(0).answer(None) is None
+    assert world.vote(1).answer(None) is None
 
 
 def test_a_commit_between_two_ranks_does_not_part_them(world):
     (old,) = world.commit(1)
-    assert world.vote(0).answer() == old
+    assert world.vote(0).answer(None) == old
     (new,) = world.commit(1)
     first, second = world.vote(0, old), world.vote(1)
-    assert second.answer() == old
+    assert second.answer(None) == old
     assert not first.answers(old)  # until the other has restored it, too
     world.vote(1, old)
     assert first.answers(old)
-    assert first.answer() == old
-    assert world.vote(0, number=2).answer() == new
+    assert first.answer(old) == old
+    assert world.vote(0, number=2).answer(None) == new
 
 
 def test_nobody_begins_before_all_have_come_and_then_all_know_where_they_are(world):
@@ -99,7 +99,7 @@ def test_who_never_comes_is_named_too(world):
     world.rounds.tick()
     assert round.answers(None)
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
-        round.answer()
+        round.answer(None)
 
 
 def test_all_fall_back_if_one_finds_damage(world, caplog):
@@ -108,10 +108,10 @@ def test_all_fall_back_if_one_finds_damage(world, caplog):
     world.vote(0, newest)
     world.vote(1, newest, "versions/3/weights.pack: the object is cut")
     assert first.answers(newest)
-    assert first.answer() == older
+    assert first.answer(newest) == older
     assert "VERSION 3 (step 2) IS DAMAGED, falling back to version 2 (step 1): rank 1: versions/3/weights.pack" in caplog.text
     for rank in range(2):
-        assert world.vote(rank, older).answer() == older
+        assert world.vote(rank, older).answer(older) == older
     assert first.done
     assert len(world.damaged) == 1
 
@@ -123,7 +123,7 @@ def test_if_nothing_is_whole_everyone_hears_so(world):
     round = world.vote(1, only, "it is cut")
     assert round.answers(only)
     with pytest.raises(Damaged, match="no version is whole; the last, 1: rank 1: it is cut"):
-        round.answer()
+        round.answer(only)
 
 
 def test_what_is_being_restored_is_leased(world):
@@ -141,24 +141,47 @@ def test_what_is_being_restored_is_leased(world):
 
 
 def test_a_rank_that_gives_up_ends_it_for_all(world):
-    world.commit(1)
-    round = world.vote(0)
+    (entry,) = world.commit(1)
+    world.vote(0), world.vote(1)
+    waiting = world.vote(0, entry)
     world.vote(1, error="into: names do not match")
     with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
-        round.answer()
+        waiting.answer(entry)
     assert world.leases() == []
+
+
+def test_a_rank_that_is_busy_meanwhile_hears_it_with_its_next_word(world):
+    (entry,) = world.commit(1)
+    world.vote(0), world.vote(1)
+    world.vote(1, error="into: names do not match")
+    round = world.vote(0, entry)
+    assert round.answers(entry)
+    with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
+        round.answer(entry)
+    assert not world.vote(0, number=2).answers(None), "the next restore is another one"
+
+
+def test_a_rank_that_was_not_told_yet_tries_for_itself(world):
+    """What keeps another from restoring may keep it too, and then its own error says more."""
+    (entry,) = world.commit(1)
+    untold = world.vote(0)
+    world.vote(1), world.vote(1, error="into: names do not match")
+    assert untold.answers(None)
+    assert untold.answer(None) == entry
+    with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
+        world.vote(0, entry).answer(entry)
 
 
 @pytest.mark.parametrize("again", [{"process": "b"}, {"number": 2}])
 def test_a_rank_that_begins_again_ends_what_the_others_wait_for(world, again):
     (entry,) = world.commit(1)
-    old = world.vote(1, world.vote(1).answer())
+    old = world.vote(1, world.vote(1).answer(None))
     world.vote(0)
     new = world.vote(0, **again)
     assert old.answers(entry)
     with pytest.raises(ClusterError, match="rank 0 has begun another restore"):
-        old.answer()
-    assert new.answer() == entry
+        old.answer(entry)
+    assert new.answer(None) == entry
 
 
 def test_a_restarted_process_ends_the_round_of_its_former_one(world):
@@ -168,19 +191,19 @@ def test_a_restarted_process_ends_the_round_of_its_former_one(world):
     assert not round.failure
     world.rounds.left(0, "b0")
     with pytest.raises(ClusterError, match="rank 0 was restarted"):
-        round.answer()
+        round.answer(None)
 
 
 def test_a_rank_that_never_comes_is_named_after_the_deadline(world):
     (entry,) = world.commit(1)
-    round = world.vote(0, world.vote(0).answer())
+    round = world.vote(0, world.vote(0).answer(None))
     world.clock.time += 59
     world.rounds.tick()
     assert not round.answers(entry)
     world.clock.time += 2
     world.rounds.tick()
     with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
-        round.answer()
+        round.answer(entry)
 
 
 def test_another_world_size_ends_the_old_round(world):
@@ -188,7 +211,7 @@ def test_another_world_size_ends_the_old_round(world):
     round = world.vote(0)
     world.rounds.vote(Vote(0, 3, "b0", 1, 60.0))
     with pytest.raises(ClusterError, match="world size changed from 2 to 3"):
-        round.answer()
+        round.answer(None)
 
 
 def in_memory(world: World) -> Choice:
@@ -200,26 +223,26 @@ def test_a_save_in_memory_comes_before_the_newest_version(world):
     (newest,) = world.commit(1)
     held = in_memory(world)
     round = world.rounds.vote(Vote(0, 2, "a0", 1, 60.0), held)
-    assert round.answer() == held.entry
-    assert world.vote(1).answer() == held.entry  # though nothing is held any more when the second rank asks
+    assert round.answer(None) == held.entry
+    assert world.vote(1).answer(None) == held.entry  # though nothing is held any more when the second rank asks
     assert world.leases() == []
     world.vote(0, held.entry)
-    assert world.vote(1, held.entry, "the pack is missing").answer() == newest
+    assert world.vote(1, held.entry, "the pack is missing").answer(held.entry) == newest
     assert world.leases() == [(newest.id, newest.attempt)]
 
 
 def test_only_for_who_wants_it_and_only_if_it_is_newer(world):
     held = in_memory(world)
     (newest,) = world.commit(1)
-    assert world.rounds.vote(Vote(0, 2, "a0", 1, 60.0), held).answer() == newest
+    assert world.rounds.vote(Vote(0, 2, "a0", 1, 60.0), held).answer(None) == newest
     held = in_memory(world)
-    assert world.rounds.vote(Vote(0, 2, "a0", 2, 60.0, allow_uncommitted=False), held).answer() == newest
-    assert world.rounds.vote(Vote(0, 2, "a0", 3, 60.0), held).answer() == held.entry
+    assert world.rounds.vote(Vote(0, 2, "a0", 2, 60.0, allow_uncommitted=False), held).answer(None) == newest
+    assert world.rounds.vote(Vote(0, 2, "a0", 3, 60.0), held).answer(None) == held.entry
 
 
 def test_without_the_store_what_is_known_is_restored_and_not_leased(world, monkeypatch):
     (old,) = world.commit(1)
-    assert world.vote(0).answer() == old
+    assert world.vote(0).answer(None) == old
     (new,) = world.commit(1)
     world.known.committed(new)
 
@@ -233,11 +256,11 @@ def test_without_the_store_what_is_known_is_restored_and_not_leased(world, monke
         patch.setattr(MemoryStore, "get_tagged", down)
         patch.setattr(MemoryStore, "put", put)
         round = world.vote(0, number=2)
-        assert round.answer() == new
+        assert round.answer(None) == new
         world.vote(1)
         world.vote(0, new, number=2)
         world.vote(1, new, "a pack is missing")
-        assert round.answer() == old
+        assert round.answer(new) == old
 
 
 def test_a_restore_is_told_once_with_what_all_ranks_have_read(world):
