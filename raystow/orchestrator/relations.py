@@ -31,7 +31,7 @@ class Relations:
     def of(self, shards: Sequence[Shard], ready: Mapping[int, Any], *, save: int) -> dict[int, int]:
         """Numbers of shards, each with that of the shard from which it seems to follow. ``ready``: for each device an event,
         after which its tensors may be read. ``save``: its number, from 1 on. Off the training thread."""
-        known = [(shard.leaf.name, shard.dtype, shard.extent) for shard in shards]
+        known = [(shard.leaf.name, shard.dtype, shard.extent, _may_follow(shard)) for shard in shards]
         if known != self._known or self._looked.bit_length() < save.bit_length():
             for event in ready.values():
                 event.synchronize()

@@ -38,6 +38,7 @@ class Shard:
     def hold(self, other: Shard) -> None:
         """The elements of another one, which is the same apart from these."""
         self.leaf, self.local = other.leaf, other.local
+        self.__dict__.pop("bits", None)
 
     def let_go(self) -> None:
         """Of the elements."""

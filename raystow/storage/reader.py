@@ -62,8 +62,10 @@ class Run:
 
     @property
     def cost(self) -> int:
-        """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, and one chunk's planes."""
-        return self.length + 2 * max(piece.chunk.decoded for piece in self.pieces)
+        """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, its planes, and what is
+        derived from it."""
+        chunks = [piece.chunk for piece in self.pieces]
+        return self.length + max(2 * chunk.decoded + (chunk.nbytes if chunk.derivation else 0) for chunk in chunks)
 
     @property
     def places(self) -> Iterator[list[Piece]]:

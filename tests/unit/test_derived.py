@@ -185,3 +185,24 @@ def test_what_was_worked_out_is_used_again_without_keeping_the_tensors() -> None
     second.let_go()
     grown = {name: torch.randn(4000) for name in state}
     assert plan(grown, planner, 3).parts is not parts
+
+
+def test_elements_of_a_save_that_was_never_staged_are_not_those_of_the_next() -> None:
+    planner, state = Planner(), mixed()
+    plan(state, planner, 2).let_go()
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        later = {name: torch.randn_like(tensor) if "exp_avg" in name else tensor for name, tensor in state.items()}
+        (piece,) = [one for one in plan(later, planner, 3).pieces if one.name == "optimizer.exp_avg.1"]
+        out = np.empty(piece.nbytes, np.uint8)
+        piece.copy(out)  # and nobody lets go
+        assert np.array_equal(out, raw(later[piece.name]))
+
+
+def test_what_does_not_lie_in_order_any_more_is_stored() -> None:
+    planner, words = Planner(), torch.randn(80, 60)
+    state = {"weights": words.bfloat16(), "master": words}
+    assert pairs(plan(state, planner, 2)) == {("weights", "master")}
+    state["master"] = words.T.contiguous().T
+    assert torch.equal(state["master"], words)
+    assert not pairs(plan(state, planner, 3))
