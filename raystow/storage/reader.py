@@ -64,8 +64,8 @@ class Run:
     def cost(self) -> int:
         """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, its planes, and what is
         derived from it."""
-        chunks = [piece.chunk for piece in self.pieces]
-        return self.length + max(2 * chunk.decoded + (chunk.nbytes if chunk.derivation else 0) for chunk in chunks)
+        held = [piece.chunk for piece in self.pieces]
+        return self.length + max(2 * chunk.decoded + (chunk.nbytes if chunk.derivation else 0) for chunk in held)
 
     @property
     def places(self) -> Iterator[list[Piece]]:

@@ -92,6 +92,7 @@ def save_rows(rank: int, n: int, uri: str, tag: str) -> None:
         "step": 7,
     }
     with raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
+        torch.distributed.barrier()  # as after a step of training: nobody saves before all ranks of the new world have joined
         checkpointer.save(state, step=7).result(60)
 
 
