@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     import os
 
     from .orchestrator.client import Checkpointer
+    from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.pending import Pending
     from .storage.collect import CollectionPlan
     from .storage.errors import (
@@ -40,12 +41,14 @@ if TYPE_CHECKING:
     from .storage.version import TensorInfo, Version
 
 __all__ = [
+    "Blockwise",
     "Checkpointer",
     "ClusterError",
     "CollectionPlan",
     "Damaged",
     "DeadlineExceeded",
     "Fenced",
+    "MantissaBits",
     "NotARepository",
     "NotFound",
     "Pending",
@@ -69,8 +72,10 @@ __all__ = [
 ]
 
 _HOMES = {
+    "Blockwise": "orchestrator.lossy.rules",
     "Checkpointer": "orchestrator.client",
     "CollectionPlan": "storage.collect",
+    "MantissaBits": "orchestrator.lossy.rules",
     "Pending": "orchestrator.pending",
     "Policy": "storage.retention",
     "Repository": "storage.repository",

@@ -15,7 +15,7 @@ import itertools
 import os
 import queue
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -23,7 +23,9 @@ from node_process import NodeProcess, PortServer
 
 from raystow import __version__
 from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
-from raystow.orchestrator.planner import plan_save
+from raystow.orchestrator.lossy.choice import Lossy
+from raystow.orchestrator.lossy.rules import Rule
+from raystow.orchestrator.planner import Planner, plan_save
 from raystow.storage import values
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
@@ -118,6 +120,7 @@ class LocalCluster:
         memory: int = 64 << 20,
         codec: str = "auto",
         compress_in: str = "training",
+        lossy: Mapping[str, Rule] | str | None = None,
         clock: Clock = SYSTEM,
     ) -> None:
         self.repository = create_repository(uri, clock=clock)
@@ -125,7 +128,7 @@ class LocalCluster:
         self._committer = Committer(self.repository, f"local-{SYSTEM.token()}")
         self.coordinator = Coordinator(self._committer, clock, writer={"raystow": __version__})
         self._port = LocalPort(self.coordinator, self._committer)
-        self._memory, self._codec, self._compress_in = memory, codec, compress_in
+        self._memory, self._codec, self._compress_in, self._lossy = memory, codec, compress_in, Lossy.of(lossy)
         self._threads, self._ports = threads, PortServer(self._port) if compress_in == "node" else None
         self._nodes = [self._new_node(i) for i in range(nodes)]
         self._numbers = itertools.count(1)
@@ -148,13 +151,15 @@ class LocalCluster:
         ``SaveFailed`` if there will be no version; it is given up ``timeout`` seconds after the first rank began. ``stall``: the
         seconds for which it is said to have held up the training.
         """
-        plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu")
+        planner = Planner(self._lossy)
+        plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu", planner=planner)
         begin = {
             "save": (number := next(self._numbers)),
             "step": step,
             "timeout": timeout,
             "metrics": {name: values.encode(value) for name, value in (metrics or {}).items()},
             "values": plan.values,
+            "lossy": self._lossy.told(),
         }
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
         order = Order(number, begin, plan, on_staged=lambda: None, on_end=outcomes.put, stall=lambda: stall)

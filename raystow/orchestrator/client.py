@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from ..storage import key_files, values
@@ -28,6 +28,8 @@ from .agreement import Together
 from .codec import usable_codec
 from .coordinator_actor import RayPort, coordinator_actor
 from .failures import Failures
+from .lossy.choice import Lossy
+from .lossy.rules import Rule
 from .memory import share_of_memory
 from .pending import Pending
 from .placement import placement
@@ -50,6 +52,8 @@ class Checkpointer:
     the machine's memory. ``codec``: what tensors on a GPU are coded with; see ``docs/gpu.md``. ``compress_in``: the
     process that codes them, "training" (this one: costs the training least) or "node" (the node worker's: this one only copies
     them, into 256 MiB of device memory that both share).
+    ``lossy``: which tensors are stored with less than all their bits, and how: "resume-bounded", "archive", or rules by group
+    such as ``{"exp_avg": MantissaBits(5)}``; see ``docs/compression.md``. None: every bit is kept.
     ``timeout``: seconds after which a save that is not durable is given up, and the longest that ``fence`` waits.
     ``max_in_flight``: saves that may be under way; one more makes ``save`` wait for the oldest. ``retention``: what to keep; the
     coordinator applies it after each save, and deletes what was dropped more than an hour ago. None keeps every version.
@@ -70,6 +74,7 @@ class Checkpointer:
         memory: int | None = None,
         codec: str = "auto",
         compress_in: str = "training",
+        lossy: Mapping[str, Rule] | str | None = None,
         timeout: float = 600.0,
         max_in_flight: int = 2,
         on_failure: str = "warn",
@@ -102,9 +107,11 @@ class Checkpointer:
         self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
         self._retention, self._keep_in_memory = retention, keep_in_memory
         self._replicas, self._replica_rate = replicas, replica_rate
-        self._compress_in = compress_in
+        self._compress_in, self._lossy = compress_in, Lossy.of(lossy)
+        if self._lossy.rules:
+            self._log.info("not every bit will be stored: %s", self._lossy)
         self._incarnation = SYSTEM.token()
-        self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner()
+        self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
         self._pending: list[Pending] = []
         self._staging: Staging | None = None
         coordinator = coordinator_actor(self.uri).start.remote()
@@ -141,6 +148,7 @@ class Checkpointer:
             "timeout": self._timeout,
             "metrics": {name: values.encode(value) for name, value in metrics.items()},
             "values": plan.values,
+            "lossy": self._lossy.told(),
             "retention": self._retention and self._retention.dump(),
         }
         order = Order(

@@ -65,6 +65,7 @@ class Attempt:
     reason: str = ""
     metrics: dict[str, object] = field(default_factory=dict)
     coding: dict[str, str] = field(default_factory=dict)
+    lossy: dict[str, str] = field(default_factory=dict)
     retention: Policy | None = None
     ranks: dict[int, str] = field(default_factory=dict)
     saves: dict[int, int] = field(default_factory=dict)
@@ -147,6 +148,7 @@ class Coordinator:
             attempt.replicated[begin.rank] = begin.replicated
             attempt.metrics.update(begin.metrics)
             attempt.coding.update(begin.coding)
+            attempt.lossy.update(begin.lossy)
             attempt.retention = begin.retention or attempt.retention
             attempt.expected += begin.expected
             self._vouch(attempt, begin)
@@ -272,6 +274,7 @@ class Coordinator:
             world_size=attempt.world_size,
             metrics=attempt.metrics,
             coding=attempt.coding,
+            lossy=attempt.lossy,
             writer=self._writer,
             fragments=tuple(info for _, (info, _) in parts),
             packs=tuple(pack for _, (_, packs) in parts for pack in packs),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import heapq
 import itertools
+import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -21,12 +22,18 @@ from ..storage.boxes import Box
 from ..storage.errors import StateError
 from ..storage.kernels import Bytes
 from ..storage.manifest import path_text
+from ..storage.rounded import Rounded
 from ..workers.port import MODULUS, coverage
 from ..workers.ring import SLOT
 from .groups import OPTIMIZER, WEIGHTS, group
+from .lossy import rounding
+from .lossy.choice import Lossy
+from .lossy.rules import words_of
 from .relations import Relations
 from .shards import Shard, shard_of
 from .state import Path, flatten, show
+
+logger = logging.getLogger(__name__)
 
 MAX_VALUES = 64 << 20
 """Bytes of plain values that one rank may save; more belongs into arrays."""
@@ -78,14 +85,37 @@ class Piece:
         return self.shard.format
 
     @property
-    def address(self) -> int | None:
+    def origin(self) -> int | None:
         """Where its words lie on the device, one behind the other; None if they are scattered."""
         place = self.shard.place
         return None if place is None else place + self.cut.start
 
+    @property
+    def address(self) -> int | None:
+        """The same, if they are stored as they are there."""
+        return self.origin if self.shard.rule is None else None
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Those of its byte planes that are worth coding: the highest, and where words are rounded others as well."""
+        rule = self.shard.rule
+        return (self.dtype.width - 1,) if rule is None else rule.planes(self.dtype.name)
+
     def gather(self) -> Any:
-        """A contiguous copy of its words, made on the current stream of the device."""
-        return self._bits().contiguous()
+        """A contiguous copy of its words as they are stored, made on the current stream of the device."""
+        if self.shard.rule is None:
+            return self._bits().contiguous()
+        import torch
+
+        return self._round(self._bits().clone(memory_format=torch.contiguous_format))
+
+    def _round(self, words: Any) -> Any:
+        """Round the words of a copy; what came of it is kept with the shard."""
+        rule, (offset, extent) = self.shard.rule, self.box
+        assert rule is not None
+        rows, first = words.reshape(-1, extent[-1]), self.shard.offset[-1] + offset[-1]
+        made, self.shard.findings[self.box] = rounding.rounded(rule, rows, self.dtype.name, first)
+        return made
 
     def _bits(self) -> Any:
         return self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
@@ -94,7 +124,7 @@ class Piece:
     def identity(self) -> Any:
         """Equal for pieces that ``describe`` says the same of."""
         shard = self.shard
-        return shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, self.cut.box, self.group
+        return shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, self.cut.box, self.group, shard.rule
 
     def describe(self) -> dict[str, Any]:
         """The fields of its manifest row that are known before coding."""
@@ -106,9 +136,17 @@ class Piece:
         }
 
     def copy(self, out: Bytes) -> None:
-        """Copy the bytes into ``out``, row-major."""
+        """Copy the bytes, as they are stored, into ``out``, row-major."""
         if not out.size:
             return
+        self._copy(out)
+        if self.shard.rule is not None:
+            import torch
+
+            words = torch.from_numpy(out).view(words_of(self.dtype.itemsize))
+            words.copy_(self._round(words).view(-1))
+
+    def _copy(self, out: Bytes) -> None:
         source = self._bits()
         if isinstance(source, np.ndarray):
             np.copyto(out.view(source.dtype).reshape(source.shape), source)
@@ -154,9 +192,10 @@ class Division:
 
 class Planner:
     """What one rank knows from save to save. A training saves the same tensors again and again, and waits whenever this is
-    worked out: so it is kept, without the tensors, and used again while they lie where they did."""
+    worked out: so it is kept, without the tensors, and used again while they lie where they did. ``lossy``: what is rounded."""
 
-    def __init__(self) -> None:
+    def __init__(self, lossy: Lossy | None = None) -> None:
+        self._lossy, self._warned = lossy or Lossy({}), False
         self._relations = Relations()
         self._last: Division | None = None
         self._key: list[Any] = []
@@ -169,11 +208,20 @@ class Planner:
             for s in plan.shards
         ]
         if self._last is None or sources is not self._last.sources or key != self._key:
+            self._choose_rules(plan.shards)
             self._last, self._key = _divide(plan, sources), key
         else:
             for kept, shard in zip(self._last.shards, plan.shards, strict=True):
                 kept.hold(shard)
         return self._last
+
+    def _choose_rules(self, shards: Iterable[Shard]) -> None:
+        for shard in shards:
+            shard.rule = self._lossy.rule(shard.leaf.name, shard.dtype, shard.shape)
+        idle = [] if self._warned else self._lossy.idle(shard.leaf.name for shard in shards)
+        if idle and (not self._lossy.profile or len(idle) == len(self._lossy.rules)):
+            logger.warning("lossy=: no tensor of this rank belongs to %s: nothing is rounded for that", ", ".join(idle))
+        self._warned = True
 
     def let_go(self) -> None:
         """Of the tensors."""
@@ -239,6 +287,15 @@ class SavePlan:
         """Raw bytes of what this rank stores."""
         return sum(piece.nbytes for piece in self.pieces)
 
+    def rounded(self) -> dict[str, Rounded]:
+        """What rounding has done to this rank's part of tensors, by name, when all is staged. Waits for the device.
+        ``SaveFailed`` naming a tensor whose errors exceed their bound."""
+        return {
+            shard.leaf.name: rounding.read(shard.leaf.name, shard.rule, shard.findings.values())
+            for shard in self.division.shards
+            if shard.rule is not None and shard.findings
+        }
+
     def strayed(self, follower: Follower) -> None:
         """It did not follow. Other ranks that hold the tensor have not seen that: then it stays agreed until all look again."""
         if len(follower.piece.shard.holders or range(self.world_size)) == 1:
@@ -251,14 +308,16 @@ class SavePlan:
 
 def _divide(plan: SavePlan, sources: Mapping[int, int]) -> Division:
     """``sources``: by the number of a shard that of the shard from which it follows."""
+    shards = plan.shards
+    follows = {i: source for i, source in sources.items() if _still_follows(shards[i], shards[source])}
     everyone = tuple(range(plan.world_size))
     dependents: dict[int, list[Shard]] = defaultdict(list)
-    for i, source in sources.items():
+    for i, source in follows.items():
         dependents[source].append(plan.shards[i])
     alike: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
     followers: dict[int, list[Shard]] = {}  # by the identity of the shard from which they follow
     for i, shard in enumerate(plan.shards):
-        if i not in sources:
+        if i not in follows:
             device = _coder(shard) if plan.on_gpu else None
             limit = SLOT if device is None else DEVICE_CHUNK
             packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
@@ -276,6 +335,13 @@ def _divide(plan: SavePlan, sources: Mapping[int, int]) -> Division:
     expected = sum(weight for shard, weight in weights if shard.first == plan.rank)
     vouched = tuple(shard.leaf.name for shard in plan.shards if shard.holders and shard.first == plan.rank)
     return Division(plan.shards, sources, parts, (replicated % MODULUS, expected % MODULUS), vouched)
+
+
+def _still_follows(shard: Shard, source: Shard) -> bool:
+    """Whether what follows from the source as it is does so from the source as it is stored."""
+    if shard.dtype == source.dtype:
+        return shard.rule == source.rule
+    return shard.rule is None and (source.rule is None or source.rule.lets_follow(source.dtype, shard.dtype))
 
 
 def _coder(shard: Shard) -> int | None:

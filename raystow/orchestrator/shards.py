@@ -5,13 +5,15 @@ from __future__ import annotations
 import functools
 import math
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from ..storage import dtypes, manifest
+from ..storage.boxes import Box
 from ..storage.errors import StateError
+from .lossy.rules import Rule
 from .placed import placed
 from .state import Leaf, numpy_dtype, show
 
@@ -22,7 +24,8 @@ _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 class Shard:
     """``holders``: the ranks that hold this very box, ascending; empty for all ranks. ``first``: the rank that vouches for the
     tensor's existence. ``local``: this rank's elements, a numpy array or a torch tensor. ``device``: the CUDA device that holds
-    them; None for host memory."""
+    them; None for host memory. ``rule``: how they are rounded before they are stored, if they are; ``findings``: what came of
+    that, by the box of each chunk (see ``lossy.rounding``)."""
 
     leaf: Leaf
     kind: str
@@ -34,6 +37,8 @@ class Shard:
     first: int
     local: Any
     device: int | None = None
+    rule: Rule | None = None
+    findings: dict[Box, Any] = field(default_factory=dict)
 
     def hold(self, other: Shard) -> None:
         """The elements of another one, which is the same apart from these."""
@@ -44,6 +49,7 @@ class Shard:
         """Of the elements."""
         self.leaf, self.local = self.leaf._replace(value=None), None
         self.__dict__.pop("bits", None)
+        self.findings.clear()
 
     @functools.cached_property
     def bits(self) -> Any:

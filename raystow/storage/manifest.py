@@ -10,8 +10,8 @@ import contextlib
 import itertools
 import json
 import math
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import pyarrow as pa
@@ -25,6 +25,7 @@ from .digest import stored_digest
 from .errors import Damaged, StateError, Unsupported
 from .limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
 from .records import shown
+from .rounded import Rounded
 from .version_record import FragmentInfo
 
 TENSOR, ARRAY, SCALAR, VALUE = "tensor", "array", "scalar", "value"
@@ -54,6 +55,19 @@ SCHEMA = pa.schema(
         ("stored_digest", pa.binary(32)),
     ]
 )
+ROUNDED = pa.schema(
+    [
+        ("rounding", pa.string()),
+        ("error", pa.float64()),
+        ("relative", pa.float64()),
+        ("signal", pa.float64()),
+        ("noise", pa.float64()),
+        ("spared", pa.int64()),
+    ]
+)
+"""Further columns where tensors were rounded before they were stored; for people. All rows of a tensor say the same, of what the
+node stores of it."""
+
 _TRANSFORMS = {(False, False): [], (True, False): ["planes"], (True, True): ["rotl1", "planes"]}
 _CODINGS = {tuple(names): flags for flags, names in _TRANSFORMS.items()}
 _COPY, _ROUNDED = "copy", "rounded:"
@@ -118,23 +132,25 @@ class Value:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The rows that one node wrote."""
+    """The rows that one node wrote. ``rounded``: what rounding has done to its part of tensors, by name."""
 
     node: int
     chunks: tuple[Chunk, ...]
     values: tuple[Value, ...]
+    rounded: Mapping[str, Rounded] = field(default_factory=dict)
 
     def dump(self) -> bytes:
         """The fragment as a Parquet file, sorted by name and offset; ``StateError`` if it is more than readers take."""
         chunks = sorted(self.chunks, key=lambda c: (c.name, c.offset))
         values = sorted(self.values, key=lambda v: (v.name, v.ranks))
-        rows = [_chunk_row(c) for c in chunks] + [_value_row(v) for v in values]
+        rows = [_chunk_row(c) | _rounded_row(self.rounded.get(c.name)) for c in chunks] + [_value_row(v) for v in values]
         rows.sort(key=lambda row: str(row["name"]))
-        table, sink = pa.Table.from_pylist(rows, SCHEMA), pa.BufferOutputStream()
+        schema = pa.unify_schemas([SCHEMA, ROUNDED]) if self.rounded else SCHEMA
+        table, sink = pa.Table.from_pylist(rows, schema), pa.BufferOutputStream()
         pq.write_table(table, sink, compression="zstd")
         data = bytes(sink.getvalue())
         try:
-            parquet.check(data, SCHEMA)
+            parquet.check(data, schema)
             for row in rows:
                 _short(row["name"], row["path"])
             if table.nbytes > MAX_TEXT:
@@ -160,7 +176,8 @@ class Fragment:
     def load(data: bytes, node: int, key: str) -> Fragment:
         """Parse and check a fragment whose digest the caller has checked; ``Damaged`` naming ``key`` if a row makes no sense."""
         with parsing(key):
-            return Fragment.of(itertools.chain.from_iterable(parquet.read(data, SCHEMA)), node)
+            made = Fragment.of(itertools.chain.from_iterable(parquet.read(data, SCHEMA)), node)
+            return replace(made, rounded=_rounded(data))
 
     @staticmethod
     def of(rows: Iterable[dict[str, Any]], node: int) -> Fragment:
@@ -226,6 +243,22 @@ def _derivation(row: dict[str, Any]) -> Derivation | None:
         raise Unsupported(
             f"row {shown(row['name'])}: {shown(dtype)} from {shown(found.dtype)} is not known", remedy="upgrade raystow"
         )
+    return found
+
+
+def _rounded_row(found: Rounded | None) -> dict[str, Any]:
+    return dict(zip(ROUNDED.names, astuple(found), strict=True)) if found is not None else {}
+
+
+def _rounded(data: bytes) -> dict[str, Rounded]:
+    """What the further columns say, if they are all there."""
+    schema = pa.unify_schemas([pa.schema([SCHEMA.field("name")]), ROUNDED])
+    if not {*ROUNDED.names} <= {*pq.read_schema(pa.BufferReader(data)).names}:
+        return {}
+    rows = (row for rows in parquet.read(data, schema) for row in rows if None not in row.values())
+    found = {_text(row["name"]): Rounded(*(row[name] for name in ROUNDED.names)) for row in rows}
+    if not all(math.isfinite(one.error) and math.isfinite(one.relative) for one in found.values()):
+        raise Damaged("an error of rounding that is no number")
     return found
 
 

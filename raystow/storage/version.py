@@ -20,6 +20,7 @@ from .manifest import Chunk, Fragment
 from .object_store import ObjectStore
 from .reader import Reader, Request
 from .root import Entry
+from .rounded import Rounded
 from .selection import Sought, select
 from .signing import Trust
 from .version_record import FragmentInfo, VersionRecord
@@ -142,6 +143,14 @@ class Version:
             stored = sum(row.stored for row in rows)
             infos[name] = TensorInfo(first.shape, first.dtype, nbytes, stored, first.kind, first.group)
         return infos
+
+    def rounded(self) -> Mapping[str, Rounded]:
+        """What rounding has done to the tensors of which not every bit was kept, by name; see ``docs/compression.md``."""
+        found: dict[str, Rounded] = {}
+        for fragment in self.fragments:
+            for name, one in fragment.rounded.items():
+                found[name] = found[name] | one if name in found else one
+        return dict(sorted(found.items()))
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """Every plain value by name, as ``rank`` saved it; a rank that the save did not have sees those of the lowest rank that

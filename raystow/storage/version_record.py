@@ -85,7 +85,8 @@ class Packs(Collection[PackInfo]):
 class VersionRecord:
     """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software.
     ``coding``: which codec tensors on GPUs were coded with, and why; empty if there were none. ``restores``: what the run has
-    restored since its version before; for people, as are ``writer``, ``coding`` and the stalls."""
+    restored since its version before. ``lossy``: which tensors were to be rounded before they were stored, and how. For people,
+    as are ``writer``, ``coding`` and the stalls."""
 
     repository: str
     id: int
@@ -100,6 +101,7 @@ class VersionRecord:
     packs: Collection[PackInfo] = ()
     coding: dict[str, str] = field(default_factory=dict)
     restores: tuple[RestoreInfo, ...] = ()
+    lossy: dict[str, str] = field(default_factory=dict)
 
     @property
     def stall(self) -> float | None:
@@ -180,6 +182,7 @@ class VersionRecord:
             metrics={str(name): values.decode(form) for name, form in get("metrics", dict).items()},
             writer=_texts(get("writer", dict)),
             coding=_texts(get("coding", dict)) if "coding" in fields else {},
+            lossy=_texts(get("lossy", dict)) if "lossy" in fields else {},
             fragments=fragments,
             packs=packs,
             restores=restores,

@@ -7,7 +7,7 @@ import logging
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass, replace
@@ -26,6 +26,7 @@ from ..storage.log import about
 from ..storage.manifest import Chunk, Fragment, Value
 from ..storage.object_store import ObjectStore
 from ..storage.root import Entry
+from ..storage.rounded import Rounded
 from ..storage.version_record import FragmentInfo
 from .budget import Budget
 from .keeping import Keep, keep_nothing
@@ -83,6 +84,7 @@ class NodeAttempt:
         self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
         self._ranks: set[int] = set()
         self._stall: float | None = None
+        self._rounded: dict[str, Rounded] = {}
         self._staged: set[int] = set()
         self._listeners: list[Listener] = []
         self._ended: tuple[Outcome, Sequence[str]] | None = None
@@ -170,6 +172,12 @@ class NodeAttempt:
         with self._lock:
             if seconds is not None:
                 self._stall = max(seconds, self._stall or 0.0)
+
+    def rounded(self, found: Mapping[str, Rounded]) -> None:
+        """What rounding has done to a rank's part of tensors, by name."""
+        with self._lock:
+            for name, one in found.items():
+                self._rounded[name] = self._rounded[name] | one if name in self._rounded else one
 
     def finished(self, rank: int) -> None:
         """The rank has handed over all its chunks."""
@@ -308,7 +316,7 @@ class NodeAttempt:
     def _fragment(self) -> tuple[str, bytes, FragmentInfo]:
         """Key, bytes and description of this node's part of the manifest."""
         values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
-        fragment = Fragment(self._ticket.node, (*self._chunks, *self._placed()), tuple(values))
+        fragment = Fragment(self._ticket.node, (*self._chunks, *self._placed()), tuple(values), self._rounded)
         data = fragment.dump()
         key = keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node)
         return key, data, fragment.info(data, self._ranks, self._stall)

@@ -22,8 +22,8 @@ MODULUS = 1 << 64
 class Begin:
     """A rank has begun its ``save``-th save. ``incarnation`` names its process. ``replicated`` is the coverage sum of the tensors
     that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for, ``vouched`` the names of those
-    that are DTensors. ``timeout`` is in seconds. ``coding``: see ``storage.version_record``. ``retention``: what to keep once
-    this save is a version."""
+    that are DTensors. ``timeout`` is in seconds. ``coding`` and ``lossy``: see ``storage.version_record``. ``retention``: what to
+    keep once this save is a version."""
 
     rank: int
     world_size: int
@@ -38,6 +38,7 @@ class Begin:
     coding: dict[str, str] = field(default_factory=dict)
     retention: Policy | None = None
     vouched: tuple[str, ...] = ()
+    lossy: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

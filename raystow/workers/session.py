@@ -11,6 +11,7 @@ from ..storage import values
 from ..storage.errors import RaystowError, SaveFailed
 from ..storage.log import about
 from ..storage.retention import Policy
+from ..storage.rounded import Rounded
 from .arrival import Layout
 from .attempt import NodeAttempt, Outcome, draft
 from .port import Begin
@@ -125,6 +126,7 @@ class Session:
                 self._attempt = None
             elif "end" in message and self._attempt is not None:
                 self._attempt.stalled(message.get("stall"))
+                self._attempt.rounded({name: Rounded(*found) for name, found in message.get("rounded", {}).items()})
                 if self._coder is not None:
                     self._coder.end(self._attempt)
                 else:
@@ -152,6 +154,7 @@ class Session:
             expected=fields["expected"],
             metrics={name: values.decode(form) for name, form in fields["metrics"].items()},
             coding=fields.get("coding", {}),
+            lossy=fields.get("lossy", {}),
             retention=Policy.load(fields["retention"]) if fields.get("retention") else None,
         )
         try:

@@ -10,7 +10,7 @@ import queue
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import astuple, dataclass
 from typing import Any, Protocol
 
 import numpy as np
@@ -21,6 +21,7 @@ from ..storage.errors import ClusterError, RaystowError, SaveFailed
 from ..storage.kernels import Bytes
 from ..storage.log import about
 from ..storage.root import Entry
+from ..storage.rounded import Rounded
 from .ring import ALIGN, Ring
 from .wire import Connection, Message
 
@@ -96,6 +97,9 @@ class Plan(Protocol):
 
     def strayed(self, follower: Any) -> None:
         """It does not follow."""
+
+    def rounded(self) -> Mapping[str, Rounded]:
+        """What rounding has done to tensors, by name, when all is staged; ``SaveFailed`` if that is more than it may."""
 
     def let_go(self) -> None:
         """The tensors are needed no longer."""
@@ -193,7 +197,8 @@ class Staging:
                 more = {"replicated": replicated, "expected": expected, "vouched": vouched, "coding": coding}
                 self._connection.post({"begin": {**order.begin, **more}})
                 self._hand_over(order, order.plan, devices)
-                self._connection.post({"end": order.save, "stall": order.stall()})
+                rounded = {name: astuple(found) for name, found in order.plan.rounded().items()}
+                self._connection.post({"end": order.save, "stall": order.stall(), "rounded": rounded})
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=subject))
             except Exception as error:

@@ -40,6 +40,8 @@ class Piece:
     def address(self) -> int:
         return self.tensor.data_ptr()
 
+    origin = address
+
 
 @dataclass
 class Follower:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from handmade import rows_and_pack, whole
 
 from raystow.storage.errors import Damaged, RaystowError, Unsupported
 from raystow.storage.manifest import SCHEMA, Fragment, Value
+from raystow.storage.rounded import Rounded
 
 KEY = "versions/00000001-0000000000000000/tensors-00003.parquet"
 VALUES = (Value("lr", '["lr"]', "0.1", (0, 1)), Value("seed", '["seed"]', "7", (1,)))
@@ -55,6 +57,17 @@ def test_rows_are_sorted_by_name_and_offset() -> None:
         ("seed", None),
         ("w", [0]),
     ]
+
+
+def test_what_rounding_did_comes_back_and_readers_of_before_do_not_see_it() -> None:
+    told = {"w": Rounded("MantissaBits(3)", 0.5, 0.125, 1e9, 1.0, 17)}
+    data = replace(FRAGMENT, rounded=told).dump()
+    assert Fragment.load(data, 0, KEY).rounded == told
+    assert replace(Fragment.load(data, 0, KEY), rounded={}) == FRAGMENT
+    assert pq.read_schema(pa.BufferReader(data)).names[: len(SCHEMA)] == SCHEMA.names
+    assert told["w"].sqnr == 90.0
+    with pytest.raises(Damaged, match="no number"):
+        Fragment.load(replace(FRAGMENT, rounded={"w": replace(told["w"], error=float("nan"))}).dump(), 0, KEY)
 
 
 def test_the_schema_on_disk_is_that_of_the_specification() -> None:

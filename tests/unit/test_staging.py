@@ -45,6 +45,9 @@ class Plan:
 
     def let_go(self) -> None: ...
 
+    def rounded(self) -> dict[str, Any]:
+        return {}
+
     ready: dict[int, Any] = field(default_factory=dict)
 
 

@@ -35,6 +35,9 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
         ]
         out.print()
         out.print(table(title, ["", f">{noun.upper()}", ">RAW", ">STORED", ">RATIO"], rows))
+    if facts["rounded"]:
+        out.print()
+        out.print(table("rounded", ["", ">TENSORS", ">RAW", ">STORED", ">RATIO", ">ERROR", ">SQNR"], _rounded(facts["rounded"])))
     out.print()
     out.print(table("largest tensors", ["NAME", "DTYPE", "SHAPE", ">RAW", ">RATIO"], map(_largest, facts["largest"])))
 
@@ -48,11 +51,31 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
         ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
         *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
+        ("lossy", _lossy(facts)),
         ("metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())),
         ("pins", ", ".join(facts["pins"])),
         ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),
     ]
     return [(name, text) for name, text in lines if text]
+
+
+def _lossy(facts: dict[str, Any]) -> str:
+    """What was asked for, and what it has come to."""
+    rules = ", ".join(f"{name} {rule}" for name, rule in facts["lossy"].items())
+    spared = sum(one["spared"] for one in facts["rounded"].values())
+    return f"{rules}; about {size(spared)} spared" if rules else ""
+
+
+def _rounded(tensors: dict[str, Any]) -> list[list[str]]:
+    """A row for each rule: the largest error of all its tensors by the number itself, and the lowest ratio of signal to noise."""
+    rows = list[list[str]]()
+    for rule in sorted({one["rule"] for one in tensors.values()}):
+        some = [one for one in tensors.values() if one["rule"] == rule]
+        raw, stored = (sum(one[key] for one in some) for key in ("raw", "stored"))
+        error, sqnr = max(one["max_relative"] for one in some), min((one["sqnr"] for one in some if one["sqnr"]), default=None)
+        told = [f"{error:.2g}", "-" if sqnr is None else f"{sqnr:.1f} dB"]
+        rows.append([rule, f"{len(some):,}", size(raw), size(stored), ratio_text(stored, raw), *told])
+    return rows
 
 
 def _largest(row: dict[str, Any]) -> list[str]:

@@ -10,7 +10,7 @@ from ...storage import values
 from .present import ratio
 
 if TYPE_CHECKING:
-    from ...storage.version import Version
+    from ...storage.version import TensorInfo, Version
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,26 @@ def summary(version: Version, *, largest: int = 10) -> dict[str, Any]:
         "groups": _fields("tensors", shares((t.group, t.nbytes, t.stored) for t in tensors.values())),
         "dtypes": _fields("tensors", shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())),
         "codecs": _fields("planes", shares(_planes(version))),
+        "lossy": record.lossy,
+        "rounded": _rounded(version, tensors),
         "largest": [{"name": name, **asdict(info), "ratio": ratio(info.stored, info.nbytes)} for name, info in top],
+    }
+
+
+def _rounded(version: Version, tensors: Mapping[str, TensorInfo]) -> dict[str, dict[str, Any]]:
+    """Name -> what rounding has done to it, where not every bit was kept."""
+    return {
+        name: {
+            "rule": found.rule,
+            "raw": tensors[name].nbytes,
+            "stored": tensors[name].stored,
+            "spared": found.spared,
+            "max_error": found.error,
+            "max_relative": found.relative,
+            "sqnr": found.sqnr,
+        }
+        for name, found in version.rounded().items()
+        if name in tensors
     }
 
 

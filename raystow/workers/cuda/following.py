@@ -56,7 +56,7 @@ class Lookout:
             self._stream = stream
             of = [one.piece for one in self._ordered] + [one.source for one in self._ordered[: self._copies]]
             self._digests = Digests(of, device)
-            rows = np.array([(one.source.address, one.piece.address, one.piece.nbytes // 2) for one in rounded], np.int64)
+            rows = np.array([(one.source.origin, one.piece.address, one.piece.nbytes // 2) for one in rounded], np.int64)
             self._table = torch.from_numpy(rows.reshape(-1, 3)).pin_memory().to(device, non_blocking=True)
         self._batches, end = list[tuple[str, int, int, int]](), 0
         for dtype, alike in itertools.groupby(rounded, _rounded):

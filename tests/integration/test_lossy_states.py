@@ -1,0 +1,163 @@
+"""States of which not every bit is kept, on the way to the store and back."""
+
+from __future__ import annotations
+
+import logging
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_cluster import LocalCluster
+from shell import run, run_json
+
+import raystow
+from raystow.orchestrator.lossy import rounding
+from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits
+from raystow.storage.errors import SaveFailed, StateError
+
+N = 200_003
+
+
+def mixed(n: int = N) -> dict[str, Any]:
+    """Weights, their master copy, its moments as Adam has them, and what must never be rounded."""
+    torch.manual_seed(0)
+    master = {name: torch.randn(n) * 0.02 for name in "ab"}
+    moments = {name: torch.randn(n) * 1e-4 for name in "ab"}
+    return {
+        "model": {"a": master["a"].bfloat16(), "b": master["b"].half(), "ids": torch.arange(n), "scale": torch.tensor(1.1)},
+        "optim": {"master": master, "exp_avg": moments, "exp_avg_sq": {k: (m * m * 3).abs() for k, m in moments.items()}},
+    }
+
+
+def flat(state: Any, path: str = "") -> dict[str, torch.Tensor]:
+    if isinstance(state, torch.Tensor):
+        return {path: state}
+    return {name: t for key, part in state.items() for name, t in flat(part, f"{path}.{key}".lstrip(".")).items()}
+
+
+def zeros(state: Any) -> Any:
+    return {key: zeros(part) if isinstance(part, dict) else torch.zeros_like(part) for key, part in state.items()}
+
+
+def test_a_profile_is_small_keeps_its_bounds_and_leaves_the_weights_as_they_were(tmp_path: Path) -> None:
+    state = mixed()
+    state["numpy"] = {"exp_avg": np.linspace(0.1, 1.0, 5000, dtype=np.float32)}
+    with LocalCluster(str(tmp_path), codec="cpu", lossy="resume-bounded") as cluster:
+        version = cluster.save(state, step=1)
+    raystow.open(tmp_path).verify(version, deep=True)
+    infos, found = version.tensors(), version.rounded()
+    wanted = flat({key: part for key, part in state.items() if key != "numpy"})
+    floats = [name for name in wanted if not name.endswith(("ids", "scale"))]
+    assert sum(infos[name].stored for name in floats) <= 0.35 * sum(wanted[name].nbytes for name in floats)
+    assert {*found} == {name for name in floats if name.startswith("optim.")} | {"numpy.exp_avg"}
+    for name, tensor in wanted.items():
+        got = version.read(name)
+        if name.startswith("model."):
+            assert torch.equal(got, tensor), name
+            continue
+        bits, error = (16 if "master" in name else 5), (got.double() - tensor.double()).abs()
+        assert (error < 2.0**-bits * tensor.double().abs()).all()
+        assert (found[name].rule, found[name].error) == (f"MantissaBits({bits})", error.max())
+        noise = 10 * torch.log10(tensor.double().square().sum() / error.square().sum())
+        assert found[name].sqnr == pytest.approx(noise.item())
+    assert [name for name in floats if not infos[name].stored] == ["model.a", "model.b"]
+    assert version.record.lossy["exp_avg"] == "MantissaBits(5)"
+    array = state["numpy"]["exp_avg"]
+    assert 0 < np.abs(version.read("numpy.exp_avg") / array - 1).max() < 2.0**-5
+
+
+@pytest.mark.parametrize(
+    "lossy", ["archive", {"exp_avg": Blockwise(8, 64), "exp_avg_sq": MantissaBits(3), "weights": MantissaBits(2)}], ids=str
+)
+def test_to_save_and_restore_twenty_times_loses_nothing_after_the_first(tmp_path: Path, lossy: Any) -> None:
+    state, first = mixed(30_001), dict[str, torch.Tensor]()
+    with LocalCluster(str(tmp_path), codec="cpu", lossy=lossy) as cluster:
+        for step in range(20):
+            version = cluster.save(state, step=step)
+            state = zeros(state)
+            raystow.restore_latest(str(tmp_path), into=state)
+            first = first or flat(state)
+            assert all(torch.equal(tensor, first[name]) for name, tensor in flat(state).items())
+            assert all(bool(one.noise) == (step == 0) for one in version.rounded().values())
+
+
+def test_what_no_longer_follows_is_stored(tmp_path: Path) -> None:
+    """Eight bits say too little of a bfloat16; a copy follows only from what is rounded as it is."""
+    state = mixed()
+    state["model"]["tied"] = state["optim"]["exp_avg"]["a"].clone()
+    state["ema"] = {"exp_avg": state["optim"]["exp_avg"]["b"].clone()}
+    with LocalCluster(str(tmp_path), codec="cpu", lossy={"master": MantissaBits(8), "exp_avg": MantissaBits(3)}) as cluster:
+        version = cluster.save(state, step=1)
+    infos = version.tensors()
+    assert all(infos[name].stored for name in ("model.a", "model.b", "model.tied"))
+    copies = ["ema.exp_avg", "optim.exp_avg.b"]
+    assert sorted(bool(infos[name].stored) for name in copies) == [False, True]
+    assert {*copies} <= {*version.rounded()}
+    for name in ("a", "b", "tied"):
+        assert torch.equal(version.read(f"model.{name}"), state["model"][name])
+    raystow.open(tmp_path).verify(version, deep=True)
+
+
+def test_ranks_together_tell_of_whole_tensors(tmp_path: Path) -> None:
+    state = mixed()
+    with LocalCluster(str(tmp_path), codec="cpu", nodes=2, lossy="resume-bounded") as cluster:
+        version = cluster.save_all([state, state], step=1)
+    master = state["optim"]["master"]["a"].double()
+    assert version.rounded()["optim.master.a"].signal == pytest.approx(master.square().sum().item())
+    assert len({info.node for info in version.record.fragments}) == 2
+
+
+def test_an_error_beyond_its_bound_fails_the_save_and_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(rule: MantissaBits, values: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made, bound = honest(rule, values, first)
+        return made + values.abs().max() * (torch.arange(values.numel()) == 77).view_as(values), bound
+
+    honest = MantissaBits.round
+    monkeypatch.setattr(MantissaBits, "round", careless)
+    with LocalCluster(str(tmp_path), codec="cpu", lossy={"master": MantissaBits(16)}) as cluster:
+        with pytest.raises(SaveFailed, match=r"optim\.master\.a: MantissaBits\(16\) has changed 1 numbers"):
+            cluster.save(mixed(), step=1)
+        assert not cluster.repository.versions()
+
+
+def test_what_cannot_be_asked_for_is_said_at_once_and_what_fits_nothing_at_the_first_save(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    for wrong in ("tiny", {"exp_avg": 4}, {"exp_avg_sq": Blockwise(8)}):
+        with pytest.raises(StateError):
+            LocalCluster(str(tmp_path), lossy=wrong)
+    rules = {"exp_average": MantissaBits(3), "master": MantissaBits(16)}
+    with caplog.at_level(logging.WARNING), LocalCluster(str(tmp_path), codec="cpu", lossy=rules) as cluster:
+        cluster.save(mixed(), step=1)
+    assert "no tensor of this rank belongs to exp_average" in caplog.text
+    assert "master" not in caplog.text
+
+
+def test_the_command_line_tells_of_it_and_other_readers_read_it(tmp_path: Path) -> None:
+    state = mixed()
+    with LocalCluster(str(tmp_path), codec="cpu", lossy="resume-bounded") as cluster:
+        version = cluster.save(state, step=1)
+    facts = run_json("show", tmp_path)
+    assert facts["lossy"]["master"] == "MantissaBits(16)"
+    told, found = facts["rounded"]["optim.exp_avg.a"], version.rounded()["optim.exp_avg.a"]
+    assert (told["max_error"], told["sqnr"], told["spared"]) == (found.error, found.sqnr, found.spared)
+    assert told["stored"] < told["raw"] - told["spared"] < told["raw"]
+    printed = run("show", tmp_path).stdout
+    assert "spared" in printed
+    assert "MantissaBits(5)" in printed
+    sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
+    import reader
+
+    assert all(np.array_equal(array, version.read(name).view(torch.uint8).numpy().view(array.dtype).reshape(array.shape))
+               for name, array in reader.read(tmp_path).items() if name != "model.scale")  # fmt: skip
+
+
+def test_a_tensor_is_rounded_in_place_as_a_save_rounds_it() -> None:
+    for tensor in (torch.randn(30, 40), torch.randn(40, 30).t(), torch.tensor([1.23456])):
+        rows = tensor.clone(memory_format=torch.contiguous_format).reshape(-1, tensor.shape[-1])
+        bits, _ = rounding.rounded(MantissaBits(6), rows.view(torch.int32), "float32")
+        rounding.round_in_place(MantissaBits(6), tensor)
+        assert torch.equal(tensor, bits.view(torch.float32).view(tensor.shape))

@@ -1,0 +1,166 @@
+"""What the rules for lossy coding promise of every number."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.orchestrator.lossy import rounding
+from raystow.orchestrator.lossy.rules import MANTISSA, Blockwise, MantissaBits, Rule, words_of
+from raystow.storage.derived import derive
+from raystow.storage.errors import SaveFailed, StateError
+
+WIDE: list[Rule] = [MantissaBits(1), MantissaBits(4), MantissaBits(16), Blockwise(2, 8), Blockwise(8, 64), Blockwise(16)]
+EDGES = [0.0, -0.0, 1.0, -1.0, 1.99999988, 65504.0, 65519.996, 65520.0, 3.4028235e38, 1e-45, -1e-40, 1.17549435e-38, 2.0**-25]
+STRANGE = [float("inf"), -float("inf"), float("nan")]
+
+
+def any_floats(dtype: str, n: int = 1 << 11, seed: int = 0) -> torch.Tensor:
+    """Numbers of any bits, NaNs with payloads among them, and some of one magnitude."""
+    generator = torch.Generator().manual_seed(seed)
+    kind = getattr(torch, dtype)
+    words = words_of(kind.itemsize)
+    limits = torch.iinfo(words)
+    bits = torch.randint(limits.min, limits.max, (n,), generator=generator, dtype=words).view(kind)
+    return torch.cat([bits, torch.randn(n, generator=generator).to(kind), torch.tensor(EDGES + STRANGE).to(kind)])
+
+
+def applied(rule: Rule, values: torch.Tensor, first: int = 0) -> torch.Tensor:
+    rows = values.reshape(1, -1) if values.dim() < 2 else values
+    bits, findings = rounding.rounded(rule, rows.view(words_of(values.element_size())), str(values.dtype)[6:], first)
+    rounding.read("t", rule, [findings])
+    return bits.view(values.dtype).reshape(values.shape)
+
+
+def same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    return torch.equal(a.view(words_of(a.element_size())), b.view(words_of(b.element_size())))
+
+
+@pytest.mark.parametrize("rule", WIDE, ids=str)
+@pytest.mark.parametrize("dtype", MANTISSA)
+def test_what_was_rounded_stays_and_what_is_not_finite_is_not_touched(rule: Rule, dtype: str) -> None:
+    if not rule.changes(dtype):
+        return
+    values = any_floats(dtype)
+    once = applied(rule, values)
+    assert not same(once, values)
+    again = once
+    for _ in range(19):
+        again = applied(rule, again)
+    assert same(again, once)
+    odd = ~values.isfinite()
+    assert same(once[odd], values[odd])
+    assert once[~odd].isfinite().all()
+
+
+@pytest.mark.parametrize("bits", [1, 2, 5, 9, 15, 22])
+def test_mantissa_bits_keep_the_error_below_their_bound_and_nothing_becomes_zero(bits: int) -> None:
+    values = any_floats("float32", seed=bits)
+    values = values[values.isfinite()]
+    made = applied(MantissaBits(bits), values)
+    tiny = torch.finfo(torch.float32).smallest_normal
+    assert ((made.double() - values.double()).abs() < 2.0**-bits * values.double().abs().clamp(min=tiny)).all()
+    assert torch.equal(made == 0, values == 0)
+    assert torch.equal(made.signbit(), values.signbit())
+    assert not (made.view(torch.int32) & ((1 << 23 - bits) - 1)).any()
+
+
+@pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 9), ("float16", 12)])
+def test_what_follows_from_the_rounded_is_what_follows_from_the_original(dtype: str, least: int) -> None:
+    """Every pattern of the bits that decide, with what comes below them: nothing, little, half, nearly all."""
+    upper = np.arange(1 << 20, dtype=np.uint32) << 12
+    for lower in (0, 1, 0x800, 0xFFF):
+        values = torch.from_numpy((upper | lower).view(np.float32))
+        values = values[~values.isnan()]
+        before = derive(values.numpy().view(np.uint8), "float32", dtype)
+        for bits in (least, 16):
+            made = applied(MantissaBits(bits), values)
+            assert np.array_equal(derive(made.numpy().view(np.uint8), "float32", dtype), before)
+            assert MantissaBits(bits).lets_follow("float32", dtype)
+    assert not MantissaBits(least - 1).lets_follow("float32", dtype)
+    assert MantissaBits(23).lets_follow("float32", dtype)
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    rows=st.integers(1, 5),
+    n=st.integers(1, 100),
+    first=st.integers(0, 40),
+    bits=st.integers(2, 12),
+    block=st.sampled_from([8, 16, 33]),
+    seed=st.integers(0, 99),
+)
+def test_blocks_keep_their_bound_and_do_not_ask_where_a_row_was_cut(
+    rows: int, n: int, first: int, bits: int, block: int, seed: int
+) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    values = torch.randn((rows, first + n), generator=generator) * 10 ** torch.randint(-30, 30, (rows, 1), generator=generator)
+    rule = Blockwise(bits, block)
+    made = applied(rule, values)
+    for begin in range(0, first + n, block):
+        some = slice(begin, begin + block)
+        bound = values[:, some].abs().amax(1, keepdim=True).double() * 2.0 ** (1 - bits)
+        assert ((made[:, some].double() - values[:, some].double()).abs() <= bound).all()
+    whole = first // block * block
+    assert same(applied(rule, values[:, whole:].contiguous(), whole), made[:, whole:].contiguous())
+    part = applied(rule, made[:, first:].contiguous(), first)
+    assert same(part, made[:, first:].contiguous()), "a part of what was rounded is rounded"
+    assert same(torch.cat([applied(rule, row.unsqueeze(0)) for row in values]), made)
+
+
+def test_the_smallest_numbers_and_blocks_of_nothing() -> None:
+    least = torch.tensor([[5e-324, 1e-320, 0.0]], dtype=torch.float64)
+    assert same(applied(Blockwise(2, 8), least), least)
+    nothing = torch.tensor([[0.0, -0.0, math.inf]])
+    assert same(applied(Blockwise(2, 8), nothing), nothing)
+
+
+def test_integers_and_narrow_floats_are_never_rounded() -> None:
+    for rule in WIDE:
+        assert not any(map(rule.changes, ("int64", "uint8", "bool", "float8_e4m3fn", "complex64")))
+    assert not MantissaBits(7).changes("bfloat16")
+    for wrong in (lambda: MantissaBits(0), lambda: MantissaBits(True), lambda: Blockwise(1), lambda: Blockwise(8, 3)):
+        with pytest.raises(StateError):
+            wrong()
+
+
+def test_the_planes_that_are_worth_coding() -> None:
+    assert MantissaBits(16).planes("float32") == (0, 1, 3)
+    assert MantissaBits(22).planes("float32") == (0, 3)
+    assert MantissaBits(5).planes("float32") == (0, 1, 2, 3)
+    assert MantissaBits(3).planes("bfloat16") == (0, 1)
+    assert MantissaBits(40).planes("float64") == (0, 1, 7)
+
+
+class Careless(MantissaBits):
+    """Says that it keeps a bit more than it does."""
+
+    def round(self, values: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
+        made, bound = super().round(values, first)
+        return made, bound / 2
+
+
+def test_a_bound_that_does_not_hold_fails_the_save_by_name() -> None:
+    words = torch.randn(1, 1000).view(torch.int32)
+    _, findings = rounding.rounded(Careless(4), words, "float32")
+    with pytest.raises(SaveFailed, match=r"optim\.m"):
+        rounding.read("optim.m", Careless(4), [findings])
+
+
+def test_what_is_told_of_it() -> None:
+    values = torch.tensor([[1.0 + 2.0**-20, 4.0, math.nan, 0.0]])
+    bits, findings = rounding.rounded(MantissaBits(10), values.view(torch.int32), "float32")
+    told = rounding.read("t", MantissaBits(10), [findings, findings])
+    error = 2.0**-10 - 2.0**-20
+    assert bits.view(torch.float32)[0, 0] == 1 + 2.0**-10
+    assert (told.rule, told.error, told.relative) == ("MantissaBits(10)", error, error / values[0, 0].item())
+    assert told.sqnr == pytest.approx(10 * math.log10((values[0, 0].item() ** 2 + 16) / error**2))
+    assert told.spared == 2 * 13 // 8
+    same_bits, nothing = rounding.rounded(MantissaBits(10), bits, "float32")
+    assert torch.equal(same_bits, bits)
+    assert rounding.read("t", MantissaBits(10), [nothing]).sqnr is None
