@@ -1,15 +1,16 @@
 """Where the chunks that a GPU has coded lie in host memory. What is the same in every save of the same chunks is said once, in a
 ``Layout``; after that a save says of them only what differs. The training has better to do than to repeat itself.
 
-Chunks are read in batches, and the highest planes of some batches are coded together. What arrives does so in runs of bytes: of a
-batch, the lowest planes of all its chunks and then those between; of what was coded together, one plane behind the other.
+Chunks are read in batches, and planes of some batches are coded together: of most chunks the highest, of those that were rounded
+others as well. What arrives does so in runs of bytes: of a batch, the lowest planes of all its chunks and then those between;
+of what was coded together, one plane behind the other.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -25,6 +26,17 @@ Span = Sequence[int]
 
 Message = dict[str, Any]
 
+_NOTHING = b""
+
+
+class _Plane(NamedTuple):
+    """A plane of a chunk: where it lies, what it is coded with, its bytes, and the sizes of its streams (int32)."""
+
+    parts: list[Part]
+    codec: str
+    stored: int
+    streams: bytes
+
 
 def parts(spans: Sequence[Span], start: int, nbytes: int) -> list[Part]:
     """Where so many bytes of a run lie."""
@@ -36,11 +48,20 @@ def parts(spans: Sequence[Span], start: int, nbytes: int) -> list[Part]:
     ]
 
 
-def layout(chunks: Sequence[Message], *, nbytes: Any, streams: Any, starts: Any, batches: Sequence[Sequence[int]]) -> Message:
+def layout(
+    chunks: Sequence[Message],
+    *,
+    nbytes: Any,
+    streams: Any,
+    high: Sequence[Sequence[int]],
+    starts: Any,
+    batches: Sequence[Sequence[int]],
+) -> Message:
     """What ``Layout`` takes: what is said of each chunk, in the order in which they are read. ``nbytes`` of each one, bytes of a
     plane in its coded ``streams`` (0: it leaves as it is, in one plane), and where its lowest plane ``starts`` in its batch (all
-    int64). Of each batch the first chunk, the one after its last, and the bytes of its lowest planes."""
-    numbers = np.stack([nbytes, streams, starts]).astype("<i8").tobytes()
+    int64). ``high``: numbers of the planes that are coded. Of each batch the first chunk, the one after its last, and the bytes
+    of its lowest planes."""
+    numbers = np.stack([nbytes, streams, starts, [sum(1 << p for p in planes) for planes in high]]).astype("<i8").tobytes()
     return {"chunks": list(chunks), "numbers": numbers, "batches": [list(batch) for batch in batches]}
 
 
@@ -49,14 +70,16 @@ class Layout:
 
     def __init__(self, message: Message) -> None:
         self._chunks, self._batches = message["chunks"], message["batches"]
-        self._nbytes, self._streams, self._starts = np.frombuffer(message["numbers"], "<i8").reshape(3, -1).tolist()
+        self._nbytes, self._streams, self._starts, masks = np.frombuffer(message["numbers"], "<i8").reshape(4, -1).tolist()
+        self._high = [_planes(mask) for mask in masks]
 
     def rows(self, arrived: Message) -> Iterator[Message]:
         """What ``attempt.draft`` takes, for every chunk in ``arrived``.
 
         ``read``: for each batch its number, ``sums`` (int64, the digests before ``finish``), its runs' spans, and for each chunk
-        in which run its lowest plane lies, where, and whether it was packed; nothing, if all are in the first run as they were.
-        ``coded``: the spans of the highest planes, ``lengths`` (int32) of their streams, and the ``codec``; or nothing.
+        in which run its lowest plane lies, where, and whether it was packed; nothing, if all are in the first run as they were,
+        or are coded. ``coded``: the spans of the planes that were, ``lengths`` (int32) of their streams, and the ``codec``; or
+        nothing.
         """
         tops = self._tops(arrived) if arrived["coded"] else None
         for number, sums, runs, lows in arrived["read"]:
@@ -72,38 +95,55 @@ class Layout:
         return {"parts": parts(runs[0], self._starts[i], size), "coding": [False, False, [RAW], [size], 1], "streams": b""}
 
     def _coded(
-        self, i: int, runs: Sequence[Sequence[Span]], where: tuple[int, int, bool], middle: int, top: tuple[list[Part], Any, str]
+        self, i: int, runs: Sequence[Sequence[Span]], where: tuple[int, int, bool], middle: int, high: Sequence[_Plane]
     ) -> Message:
         """Planes that are stored raw come first, the others behind them."""
         dtype = dtypes.dtype(self._chunks[i]["dtype"])
         width, plane = dtype.width, self._nbytes[i] // dtype.width
-        found, sizes, codec = top
-        codecs = [RAW] * (width - 1) + [codec]
-        stored = [plane] * (width - 1) + [int(sizes.sum()) if codec != RAW else plane]
-        ordered = [found]
-        if width > 2:
-            ordered.insert(0, parts(runs[0], middle + self._starts[i] * (width - 2), plane * (width - 2)))
-        if width > 1:
-            run, at, packed = where
-            if packed:
-                codecs[0], stored[0] = PACK7, plane // 8 * 7
-            lowest = parts(runs[run], at, stored[0])
-            ordered.insert(0 if not packed else len(ordered) - 1 if codec != RAW else len(ordered), lowest)
-        planes = width > 1
+        found = dict(zip(self._high[i], high, strict=True))
+        between = [p for p in range(1, width) if p not in found]
+        for at, p in enumerate(between):
+            first = middle + self._starts[i] * len(between) + at * plane
+            found[p] = _Plane(parts(runs[0], first, plane), RAW, plane, _NOTHING)
+        if 0 not in found:
+            run, first, packed = where
+            size = plane // 8 * 7 if packed else plane
+            found[0] = _Plane(parts(runs[run], first, size), PACK7 if packed else RAW, size, _NOTHING)
+        ordered = sorted(found, key=lambda p: (found[p].codec != RAW, p))
+        codecs, stored = [found[p].codec for p in range(width)], [found[p].stored for p in range(width)]
         return {
-            "parts": [part for some in ordered for part in some],
-            "coding": [planes, planes and dtype.rotate, codecs, stored, self._streams[i]],
-            "streams": sizes.astype("<i4").tobytes() if codec != RAW else b"",
+            "parts": _joined(part for p in ordered for part in found[p].parts),
+            "coding": [width > 1, width > 1 and dtype.rotate, codecs, stored, self._streams[i]],
+            "streams": b"".join(found[p].streams for p in ordered),
         }
 
-    def _tops(self, arrived: Message) -> Iterator[tuple[list[Part], Any, str]]:
-        """Of each chunk's highest plane: where it lies, the sizes of its streams, and what it is coded with."""
+    def _tops(self, arrived: Message) -> Iterator[list[_Plane]]:
+        """Of each chunk the planes that were coded, ascending."""
         spans, lengths, codec = arrived["coded"]
         sizes, stream, at = np.frombuffer(lengths, "<i4"), 0, 0
         for number, *_ in arrived["read"]:
             for i in range(*self._batches[number][:2]):
                 plane = self._nbytes[i] // dtypes.dtype(self._chunks[i]["dtype"]).width
-                mine = sizes[stream : stream + math.ceil(plane / self._streams[i])]
-                size = int(mine.sum())
-                yield parts(spans, at, size), mine, codec if size < plane else RAW
-                stream, at = stream + len(mine), at + size
+                found = list[_Plane]()
+                for _ in self._high[i]:
+                    mine = sizes[stream : stream + math.ceil(plane / self._streams[i])]
+                    size = int(mine.sum())
+                    coded = size < plane
+                    streams = mine.astype("<i4").tobytes() if coded else _NOTHING
+                    found.append(_Plane(parts(spans, at, size), codec if coded else RAW, size, streams))
+                    stream, at = stream + len(mine), at + size
+                yield found
+
+
+def _joined(found: Iterable[Part]) -> list[Part]:
+    """Where one part follows the other in its slot, one."""
+    joined = list[Part]()
+    for slot, at, size in found:
+        if joined and joined[-1][0] == slot and sum(joined[-1][1:]) == at:
+            slot, at, size = slot, joined[-1][1], joined.pop()[2] + size
+        joined.append((slot, at, size))
+    return joined
+
+
+def _planes(mask: int) -> tuple[int, ...]:
+    return tuple(p for p in range(mask.bit_length()) if mask >> p & 1)

@@ -30,6 +30,7 @@ class HostSource:
     raw: Bytes
     scattered: bool = False
     identity: Any = None
+    high: tuple[int, ...] = ()
 
     @property
     def nbytes(self) -> int:
@@ -38,6 +39,10 @@ class HostSource:
     @property
     def address(self) -> int | None:
         return None if self.scattered else self.raw.ctypes.data
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        return self.high or (self.dtype.width - 1,)
 
     def gather(self) -> torch.Tensor:
         return torch.from_numpy(self.raw)
@@ -93,9 +98,9 @@ class HostEncoder:
             else:
                 planes[0][:] = raw
             sums.append(weighed(raw))
-        if batch.rotate and self._room is not None:
+        if batch.rotate and batch.low and self._room is not None:
             self._write_packed(batch, jobs, places, self._room)
-        elif batch.low:
+        elif batch.low + batch.middle:
             places.runs.append(self._write(self._at(batch.base, batch.low + batch.middle)))
         return [number, np.array(sums, "<u8").tobytes(), [run.spans for run in places.runs], places.lows]
 
@@ -127,7 +132,7 @@ class HostEncoder:
                 places.lows.extend((packed, at, True) for _, _, at in rows if at is not None)
 
     def _code(self, group: Group) -> list[Any]:
-        """Of each highest plane its streams if they are smaller; one behind the other."""
+        """Of each plane that is coded its streams if they are smaller; one behind the other."""
         plain = [self._at(*cut).tobytes() for cut in self.program.cuts[:, group.streams].T.tolist()]
         dense = list[bytes]()
         for (first, plane), (last, _) in itertools.pairwise(group.owners.tolist()):

@@ -27,12 +27,22 @@ STREAM = 512
 Codecs = tuple[str, ...]
 
 
-def random_source(name: str, dtype: str, elements: int, *, codable: bool, positive: bool, scattered: bool = False) -> HostSource:
-    """``codable``: its highest plane gets smaller. ``positive``: no word is negative."""
+def random_source(
+    name: str,
+    dtype: str,
+    elements: int,
+    *,
+    codable: bool,
+    positive: bool,
+    scattered: bool = False,
+    high: tuple[int, ...] = (),
+) -> HostSource:
+    """``codable``: its highest plane gets smaller. ``positive``: no word is negative. ``high``: the planes that are to be coded;
+    none: the highest."""
     of, seed = dtypes.dtype(dtype), list(name.encode())
     words = np.random.default_rng(seed).integers(0, 256, elements * of.itemsize, np.uint8).view(kernels.WORDS[of.width])
     signs = np.zeros_like(words) if positive else words << (8 * of.width - 1)
-    return HostSource(name, of, (words >> (5 if codable else 1) | signs).view(np.uint8), scattered)
+    return HostSource(name, of, (words >> (5 if codable else 1) | signs).view(np.uint8), scattered, high=high)
 
 
 def expected(source: HostSource, stream: int, *, packed: bool) -> Codecs:
@@ -42,16 +52,18 @@ def expected(source: HostSource, stream: int, *, packed: bool) -> Codecs:
     width = source.dtype.width
     words = source.raw.view(kernels.WORDS[width])
     rotated = (words << 1) | (words >> (8 * width - 1)) if source.dtype.rotate else words
-    highest = rotated.view(np.uint8)[width - 1 :: width].tobytes()
-    size = sum(len(deflated(highest[i : i + stream])) for i in range(0, len(highest), stream))
-    lower = [PACK7 if packed else RAW, *[RAW] * (width - 2)] if width > 1 else []
-    return (*lower, DEFLATE if size < len(highest) else RAW)
+    codecs = [PACK7 if packed and not p else RAW for p in range(width)]
+    for p in source.planes:
+        plane = rotated.view(np.uint8)[p::width].tobytes()
+        size = sum(len(deflated(plane[i : i + stream])) for i in range(0, len(plane), stream))
+        codecs[p] = DEFLATE if size < len(plane) else RAW
+    return tuple(codecs)
 
 
 def round_trip(sources: Sequence[HostSource], *, room: int | None, stream: int = STREAM) -> set[Codecs]:
     """Every chunk comes back from the slots as it was, once; what they were coded with."""
     most = max((source.nbytes for source in sources), default=0)
-    limits = Limits(16 << 10, 8 << 10, 24 << 10, max(32, -(-most // stream)) if stream else 0, stream)
+    limits = Limits(16 << 10, 8 << 10, 24 << 10, max(32, -(-most // stream) + 8) if stream else 0, stream)
     slots = 2 + sum(source.nbytes + 8 * 16 for source in sources) // SLOT
     ring, free = Ring.create(slots * SLOT, SLOT), list(range(slots))
     outbox = Outbox(ring, take=free.pop, release=free.append)
@@ -82,7 +94,10 @@ def several(draw: st.DrawFn) -> list[HostSource]:
         codable, positive, scattered = (draw(st.booleans()) for _ in range(3))
         name = f"{number}.{draw(st.sampled_from('ab'))}"
         dtype = draw(st.sampled_from(DTYPES))
-        return random_source(name, dtype, elements, codable=codable, positive=positive, scattered=scattered)
+        highest = dtypes.dtype(dtype).width - 1
+        some = [(*range(highest + 1),), *(tuple(sorted({p, highest})) for p in (0, highest // 2))]
+        high = draw(st.sampled_from([(), *some]))
+        return random_source(name, dtype, elements, codable=codable, positive=positive, scattered=scattered, high=high)
 
     return [one(number) for number in range(draw(st.integers(0, 12)))]
 

@@ -31,6 +31,12 @@ class Chunk:
     nbytes: int
     address: int | None
     identity: int = 0
+    high: tuple[int, ...] = ()
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        return self.high or (self.dtype.width - 1,)
+
     describe = gather = None
 
 
@@ -43,13 +49,12 @@ class Case:
     program: Program
 
     def lying(self, batches: Iterable[Batch], *, high: bool) -> list[Interval]:
-        """Where in memory the highest planes of these batches lie that are to be coded, or else all their others."""
+        """Where in memory the planes of these batches lie that are to be coded, or else all their others."""
         found = []
         for i in [i for batch in batches for i in range(batch.first, batch.last)]:
             job = self.program.jobs[i]
             starts = self.program.table[i, 2 : 2 + job.width].tolist()
-            split = len(starts) - job.coded
-            found += [(start, start + job.plane) for start in (starts[split:] if high else starts[:split])]
+            found += [(starts[p], starts[p] + job.plane) for p in (job.high if high else job.low)]
         return found
 
 
@@ -69,7 +74,9 @@ def chunks(draw: st.DrawFn, most: int, of: Sequence[dtypes.DType] = DTYPES) -> C
     dtype = draw(st.sampled_from(of))
     words = draw(st.one_of(st.integers(1, most), st.integers(1, min(most, SMALL)), st.just(most)))
     address = draw(st.one_of(st.none(), *[st.integers(1, 1 << 47)] * 3))
-    return Chunk(draw(st.sampled_from(["w", "a.w", "a.b"])), dtype, words * dtype.width, address, draw(st.integers()))
+    name, low = draw(st.sampled_from(["w", "a.w", "a.b"])), draw(st.sets(st.integers(0, dtype.width - 1)))
+    high = draw(st.sampled_from([(), tuple(sorted(low | {dtype.width - 1}))]))
+    return Chunk(name, dtype, words * dtype.width, address, draw(st.integers()), high)
 
 
 @st.composite
@@ -79,8 +86,13 @@ def cases(draw: st.DrawFn) -> Case:
     some = st.one_of(st.integers(1, 1 << 16), st.just(1 << 20))
     limits = Limits(draw(some), draw(some), draw(some), streams, stream)
     few = draw(st.lists(st.sampled_from(DTYPES), min_size=1, max_size=3))
-    sources = draw(st.lists(chunks(streams * stream or 10_000, few), max_size=30))
+    found = draw(st.lists(chunks(streams * stream or 10_000, few), max_size=30))
+    sources = [one if _streams(one, stream) <= streams else dataclasses.replace(one, high=()) for one in found]
     return case(sources, limits, draw(st.integers(0, 1 << 16)))
+
+
+def _streams(chunk: Chunk, stream: int) -> int:
+    return len(chunk.planes) * -(-chunk.nbytes // chunk.dtype.width // stream) if stream else 0
 
 
 def apart(intervals: list[Interval]) -> bool:
@@ -101,6 +113,7 @@ def test_every_chunk_is_read_once_with_others_of_its_kind_within_the_limits(it: 
         assert (job.name, job.address, job.nbytes, job.dtype) == (source.name, source.address, source.nbytes, source.dtype)
         assert (address, words * job.width) == (source.address or 0, source.nbytes)
         assert job.coded == (limits.stream > 0 and source.nbytes >= SMALL)
+        assert job.high == (source.planes if job.coded else ())
     edges = [0, *(batch.last for batch in program.batches)]
     assert edges[-1] == len(program.jobs)
     for first, batch in zip(edges, program.batches, strict=False):
@@ -109,11 +122,11 @@ def test_every_chunk_is_read_once_with_others_of_its_kind_within_the_limits(it: 
         assert {job.width for job in jobs} == {batch.width}
         assert {job.coded and job.dtype.rotate for job in jobs} == {batch.rotate}
         assert {job.address is None for job in jobs} == {batch.scattered}
-        assert len({(job.coded, job.name.rpartition(".")[2]) for job in jobs}) == 1
+        assert len({(job.high, job.name.rpartition(".")[2]) for job in jobs}) == 1
         assert batch.largest == max(job.nbytes for job in jobs)
         assert len(jobs) == 1 or sum(job.nbytes for job in jobs) <= limits.batch
-        assert len(jobs) == 1 or not jobs[0].coded or sum(job.plane for job in jobs) <= limits.plane
-        assert sum(job.streams for job in jobs) <= limits.streams
+        assert len(jobs) == 1 or not jobs[0].coded or sum(job.plane * len(job.high) for job in jobs) <= limits.plane
+        assert sum(job.streams * len(job.high) for job in jobs) <= limits.streams
 
 
 @settings(max_examples=300, deadline=None)
@@ -146,18 +159,22 @@ def test_groups_take_all_that_is_coded_and_their_streams_tile_it(it: Case) -> No
         assert (batches[0].first, batches[-1].last, len(batches)) == (group.first, group.last, group.batches)
         assert len(batches) == 1 or sum(job.nbytes for job in jobs) <= limits.group
         assert group.streams.start == begin
-        starts = [0, *itertools.accumulate(job.streams for job in jobs)]
+        planes = [job for job in jobs for _ in job.high]
+        starts = [0, *itertools.accumulate(job.streams for job in planes)]
         begin += starts[-1]
         assert group.streams.stop == begin <= group.streams.start + limits.streams
         assert group.starts.tolist() == starts[:-1]
-        assert group.planes.tolist() == [job.plane for job in jobs]
-        assert (group.nbytes, group.largest) == (sum(job.plane for job in jobs), max(job.streams for job in jobs))
-        assert group.owners.tolist() == [*([start, job.plane] for start, job in zip(starts, jobs, strict=False)), [starts[-1], 0]]
-        addresses, sizes = program.cuts[:, group.streams].tolist()
+        assert group.planes.tolist() == [job.plane for job in planes]
+        assert (group.nbytes, group.largest) == (sum(job.plane for job in planes), max(job.streams for job in planes))
+        assert group.owners.tolist() == [
+            *([start, job.plane] for start, job in zip(starts, planes, strict=False)),
+            [starts[-1], 0],
+        ]
+        addresses, lengths = program.cuts[:, group.streams].tolist()
         for (first, last), (start, end) in zip(itertools.pairwise(starts), it.lying(batches, high=True), strict=True):
             assert addresses[first:last] == list(range(start, end, limits.stream))
-            assert [a + n for a, n in zip(addresses, sizes, strict=True)][first:last] == [*addresses[first + 1 : last], end]
-            assert max(sizes[first:last]) <= limits.stream
+            assert [a + n for a, n in zip(addresses, lengths, strict=True)][first:last] == [*addresses[first + 1 : last], end]
+            assert max(lengths[first:last]) <= limits.stream
     assert program.cuts.shape == (2, begin)
     assert np.array_equal(program.chunks.numpy(), program.table)
 

@@ -11,7 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.orchestrator.lossy import rounding
+from raystow.orchestrator.lossy.choice import Lossy
 from raystow.orchestrator.lossy.rules import MANTISSA, Blockwise, MantissaBits, Rule, words_of
+from raystow.orchestrator.planner import Planner, plan_save
 from raystow.storage.derived import derive
 from raystow.storage.errors import SaveFailed, StateError
 
@@ -164,3 +166,24 @@ def test_what_is_told_of_it() -> None:
     same_bits, nothing = rounding.rounded(MantissaBits(10), bits, "float32")
     assert torch.equal(same_bits, bits)
     assert rounding.read("t", MantissaBits(10), [nothing]).sqnr is None
+
+
+def test_a_chunk_is_gathered_as_it_is_copied_and_the_tensor_stays_as_it_was() -> None:
+    """What a GPU's tensors go through, here on the CPU: the same function rounds either way."""
+    rules = Lossy.of({"exp_avg": MantissaBits(3), "master": Blockwise(8, 16)})
+    for name, tensor in (("exp_avg.w", torch.randn(300, 50)), ("master.w", torch.randn(50, 300).t()), ("w", torch.randn(90, 90))):
+        plan, before = plan_save({name: tensor}, rank=0, world_size=1, planner=Planner(rules)), tensor.clone()
+        (piece,) = plan.pieces
+        out = np.empty(piece.nbytes, np.uint8)
+        piece.copy(out)
+        shard = piece.shard
+        shard.__dict__["bits"] = tensor.view(torch.int32)  # as on a device
+        shard.device = 0
+        gathered = piece.gather()
+        assert np.array_equal(gathered.contiguous().view(torch.uint8).numpy().reshape(-1), out)
+        assert torch.equal(tensor, before)
+        assert piece.origin == (tensor.data_ptr() if tensor.is_contiguous() else None)
+        assert (piece.address is None) == (shard.rule is not None)
+        assert {*plan.rounded()} == ({name} if shard.rule is not None else set())
+        plan.let_go()
+        assert not plan.rounded()

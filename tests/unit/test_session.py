@@ -82,6 +82,9 @@ class FakeAttempt:
     def stalled(self, seconds: float | None) -> None:
         pass
 
+    def rounded(self, found: Any) -> None:
+        pass
+
     def finished(self, rank: int) -> None:
         self.ended.append("finished")
 

@@ -4,9 +4,9 @@ Every chunk goes through these stages, each on a stream of its own, many chunks 
 
 1. *read*: one kernel takes its words apart into planes and adds up its digest. From here on the tensor may change.
 2. *leave*: planes that are not worth coding are copied to pinned host memory.
-3. *code*: nvCOMP codes the highest planes of several batches in one call, since it is the faster the more streams it sees. Coded
-   streams are put together densely, and wait in device memory until everything has been read: the link to the host moves a
-   fiftieth of what the GPU's memory does, so what need not leave before ``fence`` returns does not.
+3. *code*: nvCOMP codes the others, of most chunks the highest alone, of several batches in one call, since it is the faster the
+   more streams it sees. Coded streams are put together densely, and wait in device memory until everything has been read: the
+   link to the host moves a fiftieth of what the GPU's memory does, so what need not leave before ``fence`` returns does not.
 4. *leave*: they are copied to the host too.
 
 What is to be done depends on where the chunks lie, not on what is in them: it is worked out once (``program``). Nor is anything
@@ -315,9 +315,9 @@ class Encoder:
             )
         self._keep_within_sink(batch)
         with torch.cuda.stream(self._leaving):
-            if batch.rotate and self._can_pack(batch, odds):
+            if batch.rotate and batch.low and self._can_pack(batch, odds):
                 self._write_packed(read, odds.tolist())
-            elif batch.low:
+            elif batch.low + batch.middle:
                 self._leaving.wait_event(read.read)
                 at = batch.base - self._kept.data_ptr()
                 read.runs.append(self._sink.write(self._kept[at : at + batch.low + batch.middle], self._relieve))

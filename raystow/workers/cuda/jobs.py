@@ -33,6 +33,10 @@ class Source(Protocol):
         """Where the words are, if they lie one behind the other."""
 
     @property
+    def planes(self) -> tuple[int, ...]:
+        """Numbers of the planes that are worth coding, ascending; the highest is the last."""
+
+    @property
     def identity(self) -> Any:
         """Equal for chunks of which the same is said: see ``describe``."""
 
@@ -61,7 +65,8 @@ class Sink(Protocol):
 @dataclass(frozen=True)
 class Job:
     """A chunk as an encoder sees it, in every save that it is part of: the ``index``-th of those given. ``stream``: bytes of a
-    plane in a coded stream; 0 if the chunk leaves as it is, as one plane. The rest is what its source says of itself."""
+    plane in a coded stream; 0 if the chunk leaves as it is, as one plane. ``high``: numbers of its planes that are to be coded.
+    The rest is what its source says of itself."""
 
     index: int
     name: str
@@ -69,11 +74,17 @@ class Job:
     nbytes: int
     dtype: DType
     stream: int = 0
+    high: tuple[int, ...] = ()
 
     @property
     def coded(self) -> bool:
-        """Whether its highest plane is to be coded."""
+        """Whether planes of it are to be coded: the highest, or more."""
         return self.stream > 0
+
+    @functools.cached_property
+    def low(self) -> tuple[int, ...]:
+        """Numbers of the planes that leave as they are."""
+        return tuple(p for p in range(self.width) if p not in self.high)
 
     @functools.cached_property
     def width(self) -> int:
@@ -92,12 +103,12 @@ class Job:
 
     @property
     def streams(self) -> int:
-        """Streams of the highest plane."""
+        """Streams of each plane that is to be coded."""
         return -(-self.plane // self.stream) if self.coded else 0
 
     @property
-    def kind(self) -> tuple[bool, int, bool, bool, str]:
+    def kind(self) -> tuple[bool, int, bool, bool, tuple[int, ...], str]:
         """Chunks of one kind are read together, in the order of this. First those that need no coding, and at last those of which
         most does: it lags behind the reading, until that is through. The last part of the name puts tensors together that are
         never negative."""
-        return self.coded, -self.width, self.dtype.rotate, self.address is None, self.name.rpartition(".")[2]
+        return self.coded, -self.width, self.dtype.rotate, self.address is None, self.high, self.name.rpartition(".")[2]

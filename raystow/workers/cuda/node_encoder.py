@@ -55,6 +55,10 @@ class _Chunk:
         return int(self.fields["nbytes"])
 
     @property
+    def planes(self) -> tuple[int, ...]:
+        return tuple(self.fields["planes"])
+
+    @property
     def identity(self) -> dict[str, Any]:
         return self.fields
 

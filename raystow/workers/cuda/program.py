@@ -25,8 +25,8 @@ ROWS = 512
 
 @dataclass(frozen=True)
 class Limits:
-    """``batch``: raw bytes that are read by one launch, and ``plane`` those of each of their planes, if one of them is to be
-    coded. ``group``: raw bytes whose highest planes are coded by one call, and
+    """``batch``: raw bytes that are read by one launch, and ``plane`` those of their planes that are to be coded. ``group``: raw
+    bytes whose highest planes are coded by one call, and
     ``streams`` their number, at most. ``stream``: bytes of a plane in a stream; 0 if nothing is coded."""
 
     batch: int
@@ -41,8 +41,8 @@ class Batch:
     """Jobs ``first`` to ``last`` (without), which are read by one launch.
 
     ``base``: where their planes begin in the memory of those that leave as they are: ``low`` bytes of lowest planes, then
-    ``middle`` bytes. ``after``: batches that must have left it before. ``group``: what their highest planes are coded with, -1 if
-    they are not. ``after_group``: groups that must have been packed before those planes have room. ``rotate``, ``width``,
+    ``middle`` bytes. ``after``: batches that must have left it before. ``group``: what their other planes are coded with, -1 if
+    there are none. ``after_group``: groups that must have been packed before those planes have room. ``rotate``, ``width``,
     ``packed``, ``largest``: what ``kernels.split`` wants to know.
     """
 
@@ -63,9 +63,10 @@ class Batch:
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs ``first`` to ``last`` (without), of so many ``batches``, coded by one call. ``streams``: their numbers. ``starts``: of
-    each job's first stream, within the group; ``largest``: streams of the job that has most. ``planes``: bytes of each job's
-    highest plane, ``nbytes`` all together. ``owners``: what ``kernels.condense`` wants to know, on the device."""
+    """Jobs ``first`` to ``last`` (without), of so many ``batches``, coded by one call. ``streams``: their numbers. Of each plane
+    that is coded, one job's after the other's: ``starts``: of its first stream, within the group; ``planes``: its bytes,
+    ``nbytes`` all together. ``largest``: streams of the plane that has most. ``owners``: what ``kernels.condense`` wants to know,
+    on the device."""
 
     first: int
     last: int
@@ -127,6 +128,7 @@ class Program:
             [sources[job.index].describe() for job in self.jobs],
             nbytes=[job.nbytes for job in self.jobs],
             streams=[job.stream for job in self.jobs],
+            high=[job.high for job in self.jobs],
             starts=self.starts,
             batches=[(batch.first, batch.last, batch.low) for batch in self.batches],
         )
@@ -142,24 +144,26 @@ class Program:
             planes, width = int(rooms.sum()), head.width
             starts = np.cumsum(rooms) - rooms
             self.starts[first:last] = starts
-            low = planes if width > 1 or not head.coded else 0
-            middle = planes * max(0, width - 2)
+            between = [p for p in head.low if p > 0]
+            low, middle = planes * (0 in head.low), planes * len(between)
             base, after = kept.place(low + middle)
             if low:
                 table[first:last, 2] = base + starts
-            for p in range(1, width - 1):
-                table[first:last, 2 + p] = base + low + starts * (width - 2) + (p - 1) * np.array([job.plane for job in jobs])
+            for i, p in enumerate(between):
+                table[first:last, 2 + p] = base + low + starts * len(between) + i * np.array([job.plane for job in jobs])
             group, after_group = -1, 0
             if head.coded:
-                more, size = sum(job.streams for job in jobs), sum(job.nbytes for job in jobs)
+                coded = len(head.high)
+                more, size = sum(job.streams * coded for job in jobs), sum(job.nbytes for job in jobs)
                 if more > self._limits.streams:  # of a single chunk: batches are cut before
                     raise ValueError(f"{more} streams are more than the {self._limits.streams} that are coded by one call")
                 if raw + size > self._limits.group or streams + more > self._limits.streams:
                     raw, streams = 0, 0
                     self._close_group(first)
                 group = len(self.groups)
-                address, regions = tops.place(planes)
-                table[first:last, 1 + width] = address + starts
+                address, regions = tops.place(planes * coded)
+                for i, p in enumerate(head.high):
+                    table[first:last, 2 + p] = address + starts * coded + i * rooms
                 after_group = group_of[regions - 1] + 1 if regions else 0
                 assert after_group <= group, "a group must fit into half of the memory for highest planes"
                 group_of.append(group)
@@ -180,8 +184,8 @@ class Program:
         jobs = [i for i in range(before.last if before else 0, last) if self.jobs[i].coded]
         if not jobs:
             return
-        counts = np.array([self.jobs[i].streams for i in jobs])
-        planes = np.array([self.jobs[i].plane for i in jobs])
+        counts = np.array([self.jobs[i].streams for i in jobs for _ in self.jobs[i].high])
+        planes = np.array([self.jobs[i].plane for i in jobs for _ in self.jobs[i].high])
         starts, begin = np.cumsum(counts) - counts, before.streams.stop if before else 0
         owners = np.append(np.stack([starts, planes], axis=1), [[counts.sum(), 0]], axis=0)
         batches = sum(batch.group == len(self.groups) for batch in self.batches)
@@ -195,11 +199,12 @@ class Program:
         for _, alike in itertools.groupby(self.jobs, _kind):
             size = planes = streams = 0
             for job in alike:
-                size, planes, streams = size + job.nbytes, planes + job.plane, streams + job.streams
+                coded, more = job.plane * len(job.high), job.streams * len(job.high)
+                size, planes, streams = size + job.nbytes, planes + coded, streams + more
                 wide = job.coded and (planes > self._limits.plane or streams > self._limits.streams)
                 if position > first and (size > self._limits.batch or wide or position - first == ROWS):
                     yield first, position
-                    first, size, planes, streams = position, job.nbytes, job.plane, job.streams
+                    first, size, planes, streams = position, job.nbytes, coded, more
                 position += 1
             yield first, position
             first = position
@@ -213,7 +218,7 @@ class Program:
             n = group.streams.stop - group.streams.start
             owner = np.searchsorted(group.starts, np.arange(n), side="right") - 1
             at = (np.arange(n) - group.starts[owner]) * stream
-            tops = table[np.arange(group.first, group.last), [1 + job.width for job in jobs]]
+            tops = np.concatenate([row[[2 + p for p in job.high]] for row, job in zip(table[group.first :], jobs, strict=False)])
             rows.append(np.stack([tops[owner] + at, np.minimum(stream, group.planes[owner] - at)]))
         return np.ascontiguousarray(np.concatenate(rows, axis=1))
 
@@ -228,4 +233,5 @@ def _kind(job: Job) -> Any:
 
 
 def _job(index: int, source: Source, stream: int) -> Job:
-    return Job(index, source.name, source.address, source.nbytes, source.dtype, stream if source.nbytes >= SMALL else 0)
+    of = source.name, source.address, source.nbytes, source.dtype
+    return Job(index, *of, stream, source.planes) if stream and source.nbytes >= SMALL else Job(index, *of)

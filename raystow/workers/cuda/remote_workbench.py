@@ -155,7 +155,10 @@ class RemoteWorkbench:
                 copy = pieces[i].gather() if source is None else None  # its memory is used again on this stream only
                 mapped.ring.write(start + at, source if copy is None else copy.data_ptr(), pieces[i].nbytes)
             mapped.stream.synchronize()
-            rows = [{**pieces[i].describe(), "at": at, "nbytes": pieces[i].nbytes, "sum": int(sums[i])} for i, at in batch]
+            rows = [
+                {**pieces[i].describe(), "at": at, "nbytes": pieces[i].nbytes, "planes": pieces[i].planes, "sum": int(sums[i])}
+                for i, at in batch
+            ]
             announce({"on_device": {"device": mapped.uuid, "slot": slot, "chunks": rows}})
         except BaseException:
             mapped.free.append(slot)

@@ -1,0 +1,109 @@
+"""States on a GPU of which not every bit is kept: rounded there, and coded in all planes that are worth it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.orchestrator.lossy import rounding
+from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
+from raystow.storage.errors import SaveFailed
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+N = 9_000_001
+RULES: dict[str, Rule] = {"master": MantissaBits(16), "exp_avg": Blockwise(8, 256), "exp_avg_sq": MantissaBits(5)}
+
+
+def mixed(n: int = N) -> dict[str, torch.Tensor]:
+    generator = torch.Generator("cuda").manual_seed(0)
+    master, moments = (torch.randn(n, generator=generator, device="cuda") for _ in range(2))
+    master, moments = master * 0.02, moments * 1e-4
+    return {
+        "model.w": master.bfloat16(),
+        "master.w": master,
+        "exp_avg.w": moments,
+        "exp_avg.tied": moments.clone(),
+        "exp_avg_sq.w": moments.square() * 3,
+        "exp_avg.t": torch.randn(3000, 700, generator=generator, device="cuda").t(),
+        "ids": torch.arange(n, device="cuda"),
+    }
+
+
+def rounded(state: dict[str, torch.Tensor], rules: dict[str, Rule]) -> dict[str, torch.Tensor]:
+    made = {name: tensor.cpu() for name, tensor in state.items()}
+    for name, tensor in made.items():
+        if (rule := rules.get(name.partition(".")[0])) is not None:
+            rounding.round_in_place(rule, tensor)
+    return made
+
+
+@pytest.mark.parametrize(
+    "rule", [MantissaBits(1), MantissaBits(5), MantissaBits(16), Blockwise(8, 64), Blockwise(2, 33)], ids=str
+)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_gpu_rounds_and_finds_what_the_cpu_does(rule: Rule, dtype: torch.dtype) -> None:
+    name, words = str(dtype)[6:], {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    if not rule.changes(name):
+        pytest.skip("nothing to round")
+    limits = torch.iinfo(words)
+    bits = torch.randint(limits.min, limits.max, (40, 1001), dtype=words)
+    bits[20:] = torch.randn(20, 1001).to(dtype).view(words)
+    on_cpu, found = rounding.rounded(rule, bits, name, 7)
+    on_gpu, told = rounding.rounded(rule, bits.cuda(), name, 7)
+    assert torch.equal(on_gpu.cpu(), on_cpu)
+    assert torch.equal(told.cpu()[[0, 1, 5]], found[[0, 1, 5]])
+    torch.testing.assert_close(told.cpu(), found, rtol=1e-9, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("place", ["training", "node"])
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "ans", "raw", "cpu"])
+def test_what_was_rounded_comes_back_and_is_smaller(tmp_path: Path, codec: str, place: str) -> None:
+    if (codec, place) == ("cpu", "node"):
+        pytest.skip("nothing is coded on a GPU")
+    state = mixed()
+    wanted = rounded(state, RULES)
+    with LocalCluster(str(tmp_path), codec=codec, compress_in=place, memory=512 << 20, lossy=RULES) as cluster:
+        for step in range(2):
+            version = cluster.save(state, step=step)
+            infos, found = version.tensors(), version.rounded()
+            assert {*found} == {name for name in state if name.partition(".")[0] in RULES}
+            assert [name for name, info in infos.items() if not info.stored] == ["exp_avg.tied", "model.w"]
+            if codec in ("deflate", "cpu"):
+                ratios = {name: infos[name].stored / infos[name].nbytes for name in ("master.w", "exp_avg.w", "exp_avg_sq.w")}
+                assert ratios["master.w"] < 0.65
+                assert max(ratios["exp_avg.w"], ratios["exp_avg_sq.w"]) < 0.36, ratios
+            into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            raystow.restore_latest(cluster.uri, into=into)
+            for name, tensor in wanted.items():
+                assert torch.equal(into[name].cpu(), tensor), (step, name)
+            if codec != "ans":
+                raystow.open(cluster.uri).verify(version, deep=True)
+        again = cluster.save(into, step=9)
+        assert not any(one.noise for one in again.rounded().values()), "it was rounded already"
+
+
+def test_eight_bits_are_too_few_for_weights_to_follow(tmp_path: Path) -> None:
+    state = mixed(200_000)
+    with LocalCluster(str(tmp_path), memory=256 << 20, lossy={"master": MantissaBits(8)}) as cluster:
+        version = cluster.save(state, step=1)
+    assert version.tensors()["model.w"].stored
+    assert torch.equal(version.read("model.w"), state["model.w"].cpu())
+
+
+def test_a_bound_that_does_not_hold_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def careless(rule: MantissaBits, values: torch.Tensor, first: int) -> tuple[Any, Any]:
+        made, bound = honest(rule, values, first)
+        return made, bound / 4
+
+    honest = MantissaBits.round
+    monkeypatch.setattr(MantissaBits, "round", careless)
+    with LocalCluster(str(tmp_path), memory=256 << 20, lossy={"master": MantissaBits(16)}) as cluster:
+        with pytest.raises(SaveFailed, match=r"master\.w: MantissaBits\(16\) has changed"):
+            cluster.save(mixed(200_000), step=1)
+        assert not cluster.repository.versions()
