@@ -6,7 +6,7 @@ import contextlib
 import logging
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Protocol
+from typing import Any, Protocol
 
 from ..storage import keys
 from ..storage.errors import Damaged, NotFound, RaystowError
@@ -126,19 +126,22 @@ class Together:
             return self._repository.at(entry)
         version = self._repository.at(entry, store=self._borrowing)
         self._borrowing.given = {version.record_key: self._choice.record} if self._choice.record else {}
-        self._borrowing.place = {version.record_key: Place(entry.size)}.get  # else once for all ranks of the node
+        records = {version.record_key: Place(entry.size)}
+        self._borrowing.place = records.get  # else once for all ranks of the node
         self.sources = sources = Sources(self._choice.near, self._here, company=self._choice.company)
-        company = self._choice.company
-        # By what keys are made of: a large version has hundreds of thousands of packs, of which a rank reads a few.
-        packs = version.record.pack_sizes
-        fragments = {info.node: info.size for info in version.record.fragments}
+        company, home = self._choice.company, (version.id, version.attempt)
+        sizes = {home: _sizes(version)}
+        for base in version.bases.all():
+            records[base.record_key] = Place(base.entry.size)
+            sizes[base.id, base.attempt] = _sizes(base)
 
         def place(key: str) -> Place | None:
-            parts = keys.place_of(key)
-            size = None if parts is None else fragments.get(parts[0]) if len(parts) == 1 else packs.get(parts)
+            parts, whose = keys.place_of(key), keys.attempt_of(key)
+            size = None if parts is None or whose not in sizes else sizes[whose].get(parts)
             if parts is None or size is None:
                 return None
-            return Place(size, sources.peers(parts[0]), company.round, company.desk(key))
+            peers = sources.peers(parts[0]) if whose == home else ()
+            return Place(size, peers, company.round, company.desk(key))
 
         self._borrowing.place = place
         return version
@@ -156,3 +159,10 @@ class Together:
                 record(RESTORED, nbytes, repository=self._repository.uri, source=source)
             self._borrowing.close()
             self._borrowing = None
+
+
+def _sizes(version: Version) -> dict[Any, int]:
+    """Bytes of fragments and packs by what keys are made of: a large version has hundreds of thousands of packs, of which a rank
+    reads a few."""
+    record = version.record
+    return {**record.pack_sizes, **{(info.node,): info.size for info in record.fragments}}

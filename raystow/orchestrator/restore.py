@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import math
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Iterable
 from typing import Any
 
 import numpy as np
@@ -156,9 +156,17 @@ def _convert(raw: Any, saved: str, target: Any) -> None:
 
 
 def fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: Progress) -> None:
-    """Fill tensors of a GPU by decoding there, or without nvCOMP tensor by tensor through host memory."""
+    """Fill tensors of a GPU by decoding there; without nvCOMP, and those that are differences to another version, one by one
+    through host memory."""
     import torch
 
+    whole, differences = list[Request](), list[Request]()
+    for request in requests:
+        (whole if all(chunk.coding.base is None for chunk in request.chunks) else differences).append(request)
+    if differences:
+        what = "%d tensors of %d are differences to another version, and decoded on the CPU"
+        logger.info(what, len(differences), len(requests))
+        _fill_through_host(reader, differences, progress)
     try:
         from ..workers.cuda.decoder import Decoder
         from ..workers.cuda.nvcomp import version
@@ -166,18 +174,24 @@ def fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: 
         version()
     except (ImportError, Unsupported) as error:
         logger.warning("decoding on the CPU, at a tenth of the speed: %s", error)
-        for request in requests:
-            words = request.target
-            raw = np.empty(request.box[1], f"V{dtypes.dtype(request.chunks[0].dtype).itemsize}")
-            reader.fill([dataclasses.replace(request, target=raw)], progress)
-            if raw.size:
-                words.copy_(torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(words.dtype).reshape(words.shape))
+        _fill_through_host(reader, whole, progress)
         return
     decoder = Decoder(torch.device("cuda", device))
     try:
-        decoder.fill(reader, requests, progress)
+        decoder.fill(reader, whole, progress)
     finally:
         decoder.close()
+
+
+def _fill_through_host(reader: Reader, requests: Iterable[Request], progress: Progress) -> None:
+    import torch
+
+    for request in requests:
+        words = request.target
+        raw = np.empty(request.box[1], f"V{dtypes.dtype(request.chunks[0].dtype).itemsize}")
+        reader.fill([dataclasses.replace(request, target=raw)], progress)
+        if raw.size:
+            words.copy_(torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(words.dtype).reshape(words.shape))
 
 
 def restore_latest(

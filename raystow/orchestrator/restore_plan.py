@@ -78,7 +78,7 @@ FROM_STORE = Sources()
 @dataclass(frozen=True)
 class Part:
     """What is read of the packs that one node of the save made: number of chunks and of ranged reads, stored bytes, and the
-    seconds they should take."""
+    seconds they should take. ``base``: the id of an earlier version whose packs these are; 0 for the version itself."""
 
     node: int
     source: str
@@ -88,6 +88,12 @@ class Part:
     nbytes: int
     seconds: float
     why: str
+    base: int = 0
+
+    @property
+    def whose(self) -> str:
+        """Whose packs they are."""
+        return f"version {self.base}, node {self.node}" if self.base else f"node {self.node}"
 
 
 @dataclass(frozen=True)
@@ -113,7 +119,7 @@ class RestorePlan:
     def explain(self) -> list[str]:
         """A line for each node of the save: what is read of its packs, from where, how long that should take, and why."""
         return [
-            f"node {part.node}: {part.nbytes:,} bytes of {part.chunks:,} chunks in {part.requests:,} reads from "
+            f"{part.whose}: {part.nbytes:,} bytes of {part.chunks:,} chunks in {part.requests:,} reads from "
             f"{_WHERE[part.source]}, about {part.seconds:.2f} s: {part.why}"
             for part in self.parts
         ]
@@ -137,16 +143,20 @@ def build(
     names: frozenset[str] = frozenset(),
     fill: Callable[[Progress], None] = lambda progress: None,
 ) -> RestorePlan:
-    """The plan to read these runs of packs."""
-    of: dict[int, list[Run]] = defaultdict(list)
+    """The plan to read these runs of packs, and those of other versions that they are differences to."""
+    of: dict[tuple[int, int], list[Run]] = defaultdict(list)
+    raw = 0
     for run in runs:
-        of[run.pieces[0].chunk.node].append(run)
+        of[0, run.pieces[0].chunk.node].append(run)
+        raw += sum(piece.chunk.nbytes for piece in run.pieces)
+        for base in run.bases:
+            of[base.version, base.pieces[0].chunk.node].append(base)
     parts = []
-    for node, found in sorted(of.items()):
-        source, holder, why = sources.first(node)
+    for (version, node), found in sorted(of.items()):
+        source, holder, why = sources.first(node) if not version else (STORE, "", "it is a difference to this version")
         nbytes, chunks = sum(run.length for run in found), sum(len(run.pieces) for run in found)
-        parts.append(Part(node, source, holder, chunks, len(found), nbytes, nbytes / sources.rates.of(source), why))
-    raw = sum(piece.chunk.nbytes for found in of.values() for run in found for piece in run.pieces)
+        seconds = nbytes / sources.rates.of(source)
+        parts.append(Part(node, source, holder, chunks, len(found), nbytes, seconds, why, version))
     return RestorePlan(tuple(parts), raw, names, fill)
 
 

@@ -102,10 +102,19 @@ def _together(shares: Iterable[_Share]) -> _Share:
 def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share, askers: Mapping[int, int] | None = None) -> Reads:
     """``askers``: how many nodes want each chunk."""
     runs = reader.whole(chunks[number] for number in share)
+    sizes = {
+        _place(same[0].chunk): same[0].chunk.coding.size + (same[0].base.nbytes if same[0].base else 0)
+        for run in runs
+        for same in run.places
+    }
     needed, passed = dict[Any, float](), dict[Any, float]()  # of each place in a pack: derived tensors lie where others do
     for number, part in share.items():
-        chunk = chunks[number]
-        place, size = (chunk.node, chunk.group, chunk.pack, chunk.start), chunk.coding.size
-        needed[place] = max(size * part, needed.get(place, 0.0))
-        passed[place] = max(size * (1 - 1 / askers[number]) if askers else 0.0, passed.get(place, 0.0))
-    return Reads(sum(run.length for run in runs), len(share), len(runs), sum(needed.values()), round(sum(passed.values())))
+        place = _place(chunks[number])
+        needed[place] = max(sizes[place] * part, needed.get(place, 0.0))
+        passed[place] = max(sizes[place] * (1 - 1 / askers[number]) if askers else 0.0, passed.get(place, 0.0))
+    requests = sum(1 + len(list(run.bases)) for run in runs)
+    return Reads(sum(run.nbytes for run in runs), len(share), requests, sum(needed.values()), round(sum(passed.values())))
+
+
+def _place(chunk: Chunk) -> Any:
+    return chunk.node, chunk.group, chunk.pack, chunk.start, chunk.coding.size

@@ -3,6 +3,8 @@
 After a float's sign bit is rotated out of the way, the topmost byte of each word holds the exponent and codes to about 0.3 of
 its size; the bytes below are noise and are stored as they are. Which plane is worth coding, and how, is decided per chunk from
 a sample. In the pack the raw planes come first, then the coded ones, each in ascending order.
+
+A chunk may be stored as the difference to the same chunk of an earlier version, where that codes better (``base``).
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ _SAMPLE = 64  # pieces of 64 words, evenly spread
 class Coding:
     """How a chunk's bytes lie in its pack.
 
-    ``planes``: False for bytes as they are (then there is one plane). ``rotated``: words were rotated left by one bit.
+    ``planes``: False for bytes as they are (then there is one plane). ``rotated``: words were rotated left by one bit. ``base``:
+    the words are differences to those of this version; see ``kernels.subtract``.
     ``codecs`` and ``stored``: one entry per plane, the least significant first; ``stored`` in bytes. ``streams``: the sizes in
     bytes of the coded streams of all streamed planes, in the order of storage; every stream decodes to ``stream`` bytes of its
     plane, the last one to the rest.
@@ -52,6 +55,7 @@ class Coding:
     stored: tuple[int, ...]
     streams: tuple[int, ...] = ()
     stream: int = 64 << 10
+    base: int | None = None
 
     @property
     def size(self) -> int:
@@ -101,13 +105,8 @@ class Encoder:
         return stored, streams
 
     def _choose(self, words: kernels.Words, rotate: bool) -> list[str]:
-        """A codec for each plane, from the entropy of some 4,096 words spread over the chunk."""
-        width, step = words.itemsize, max(64, words.size // _SAMPLE)
-        sample = words[: words.size // step * step].reshape(-1, step)[:, :64].ravel()
-        planes = tuple(np.empty(sample.size, np.uint8) for _ in range(width)) if width > 1 else (sample,)
-        if width > 1:
-            kernels.split(sample, rotate, planes)
-        return [self._choose_one(plane, words.size) for plane in planes]
+        """A codec for each plane, from a sample."""
+        return [self._choose_one(plane, words.size) for plane in _split(sample(words), rotate)]
 
     def _choose_one(self, sample: Bytes, n: int) -> str:
         entropy = _entropy(sample)
@@ -129,6 +128,26 @@ class Encoder:
         sample = plane[plane.size // 2 :][: 16 << 10]
         literals, matches = (sum(e.encode(sample, STREAM, scratch)) for e in (self._literals, self._matches))
         return self._matches if matches < 0.95 * literals else self._literals
+
+
+def sample(words: kernels.Words) -> kernels.Words:
+    """Some 4,096 words, spread over a chunk's."""
+    step = max(64, words.size // _SAMPLE)
+    return words[: words.size // step * step].reshape(-1, step)[:, :64].ravel()
+
+
+def expected(words: kernels.Words, rotate: bool) -> float:
+    """Bits that a word of this sample should take when it is coded."""
+    entropies = map(_entropy, _split(words, rotate))
+    return sum(8.0 if entropy > _WORTH else entropy for entropy in entropies)
+
+
+def _split(words: kernels.Words, rotate: bool) -> tuple[Bytes, ...]:
+    if words.itemsize == 1:
+        return (words,)
+    planes = tuple(np.empty(words.size, np.uint8) for _ in range(words.itemsize))
+    kernels.split(words, rotate, planes)
+    return planes
 
 
 def _entropy(sample: Bytes) -> float:
@@ -175,8 +194,9 @@ def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane
     return planes
 
 
-def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes) -> None:
+def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes, base: Bytes | None = None) -> None:
     """Decode ``stored`` (uint8, its digest checked by the caller) into ``raw`` (uint8, contiguous, exactly the chunk's bytes).
+    ``base``: of a difference, the bytes of what it is a difference to.
 
     Raises ``Damaged`` if the description does not fit the bytes, ``Unsupported`` for a codec this reader lacks. Allocates
     no more than the chunk's own size.
@@ -197,6 +217,13 @@ def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes) -> None:
         kernels.join(tuple(planes[p] for p in range(len(places))), coding.rotated, raw.view(kernels.WORDS[len(places)]))
     elif places[0].codec == RAW:
         raw[:] = planes[0]
+    if coding.base is not None:
+        if base is None or base.size != raw.size:
+            raise Unsupported(f"the chunk is a difference to one of version {coding.base}, which is not at hand")
+        if raw.size % dtype.width:
+            raise Damaged("the chunk's description does not fit its size")
+        word = kernels.WORDS[dtype.width]
+        kernels.add(raw.view(word), base.view(word))
 
 
 _local = threading.local()

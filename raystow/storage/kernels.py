@@ -58,12 +58,48 @@ def split(words: Words, rotate: bool, planes: tuple[Bytes, ...]) -> None:
 
 def join(planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
     """The inverse of ``split``."""
-    readable = []
-    for plane in planes:  # read-only views all: one type for the compiled loop, whatever memory the planes lie in
-        view = plane.view()
-        view.flags.writeable = False
-        readable.append(view)
-    _LOOPS[words.itemsize][1](tuple(readable), rotated, words)
+    _LOOPS[words.itemsize][1](tuple(map(_readable, planes)), rotated, words)
+
+
+def _delta_loops(word: Any) -> tuple[Any, Any]:
+    """``subtract`` and ``add`` for one word type."""
+    one, top = word(1), word(8 * word().itemsize - 1)
+
+    @compiled
+    def subtract(words: Words, base: Words, out: Words) -> None:
+        for i in range(words.size):
+            difference = word(words[i] - base[i])
+            sign = word(word(0) - word(difference >> top))
+            out[i] = word(word(difference << one) ^ sign)
+
+    @compiled
+    def add(words: Words, base: Words) -> None:
+        for i in range(words.size):
+            sign = word(word(0) - word(words[i] & one))
+            words[i] = word(base[i] + word(word(words[i] >> one) ^ sign))
+
+    return subtract, add
+
+
+_DELTAS = {width: _delta_loops(word) for width, word in WORDS.items()}
+
+
+def subtract(words: Words, base: Words, out: Words) -> None:
+    """``words - base`` modulo the words' range into ``out``, small differences of either sign as small numbers: 0, -1, 1, -2, 2
+    become 0, 1, 2, 3, 4."""
+    _DELTAS[words.itemsize][0](_readable(words), _readable(base), out)
+
+
+def add(words: Words, base: Words) -> None:
+    """The inverse of ``subtract``, in place."""
+    _DELTAS[words.itemsize][1](words, _readable(base))
+
+
+def _readable(array: Words) -> Words:
+    """A read-only view: one type for the compiled loop, whatever memory it lies in."""
+    view: Words = array.view()
+    view.flags.writeable = False
+    return view
 
 
 @compiled

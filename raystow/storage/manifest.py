@@ -23,7 +23,7 @@ from .chunk import Coding
 from .derived import Derivation, derivable
 from .digest import stored_digest
 from .errors import Damaged, StateError, Unsupported
-from .limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
+from .limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_INTEGER, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
 from .records import shown
 from .rounded import Rounded
 from .version_record import FragmentInfo
@@ -70,6 +70,7 @@ node stores of it."""
 
 _TRANSFORMS = {(False, False): [], (True, False): ["planes"], (True, True): ["rotl1", "planes"]}
 _CODINGS = {tuple(names): flags for flags, names in _TRANSFORMS.items()}
+_DELTA = "delta"
 _COPY, _ROUNDED = "copy", "rounded:"
 
 
@@ -103,6 +104,11 @@ class Chunk:
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return math.prod(self.extent) * dtypes.dtype(self.dtype).itemsize
+
+    @property
+    def source(self) -> str:
+        """The tensor whose elements the stored bytes are: its own name, or that of the one that it is derived from."""
+        return self.name if self.derivation is None else self.derivation.source
 
     @property
     def words(self) -> dtypes.DType:
@@ -139,6 +145,11 @@ class Fragment:
     values: tuple[Value, ...]
     rounded: Mapping[str, Rounded] = field(default_factory=dict)
 
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """Ids of the versions that chunks are differences to, ascending."""
+        return tuple(sorted({chunk.coding.base for chunk in self.chunks if chunk.coding.base is not None}))
+
     def dump(self) -> bytes:
         """The fragment as a Parquet file, sorted by name and offset; ``StateError`` if it is more than readers take."""
         chunks = sorted(self.chunks, key=lambda c: (c.name, c.offset))
@@ -170,6 +181,7 @@ class Fragment:
             raw=sum(chunk.nbytes for chunk in self.chunks),
             stored=sum(chunk.stored for chunk in self.chunks),
             stall=stall,
+            bases=self.bases,
         )
 
     @staticmethod
@@ -215,7 +227,8 @@ def _chunk_row(c: Chunk) -> dict[str, Any]:
         "group": c.group,
         "pack": c.pack,
         "start": c.start,
-        "transform": [*_derived(c), *_TRANSFORMS[c.coding.planes, c.coding.rotated]],
+        "base": c.coding.base,
+        "transform": [*_derived(c), *_delta(c), *_TRANSFORMS[c.coding.planes, c.coding.rotated]],
         "codecs": c.coding.codecs,
         "stored": c.coding.stored,
         "stream": c.coding.stream,
@@ -230,6 +243,10 @@ def _derived(c: Chunk) -> list[str]:
     if c.derivation is None:
         return []
     return [_COPY if c.derivation.dtype == c.dtype else _ROUNDED + c.derivation.dtype]
+
+
+def _delta(c: Chunk) -> list[str]:
+    return [] if c.coding.base is None else [_DELTA]
 
 
 def _derivation(row: dict[str, Any]) -> Derivation | None:
@@ -269,8 +286,10 @@ def _value_row(v: Value) -> dict[str, Any]:
 def _chunk(row: dict[str, Any], node: int) -> Chunk:
     """A row as a chunk, with every number checked before anyone allocates or reads by it."""
     derivation = _derivation(row)
-    flags = _CODINGS.get(tuple(row["transform"][derivation is not None :]))
-    if flags is None or row["base"] is not None or row["kind"] not in (TENSOR, ARRAY, SCALAR):
+    transform, base = row["transform"][derivation is not None :], row["base"]
+    delta = transform[:1] == [_DELTA]
+    flags = _CODINGS.get(tuple(transform[delta:]))
+    if flags is None or (delta and flags[1]) or delta is (base is None) or row["kind"] not in (TENSOR, ARRAY, SCALAR):
         named = f"kind {shown(row['kind'])}, transform {shown(row['transform'])}, base {row['base']}"
         raise Unsupported(f"row {shown(row['name'])}: {named} are not known", remedy="upgrade raystow")
     chunk = Chunk(
@@ -286,7 +305,12 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
         pack=row["pack"],
         start=row["start"],
         coding=Coding(
-            *flags, tuple(map(_text, row["codecs"])), tuple(row["stored"]), tuple(map(int, row["streams"])), int(row["stream"])
+            *flags,
+            codecs=tuple(map(_text, row["codecs"])),
+            stored=tuple(row["stored"]),
+            streams=tuple(map(int, row["streams"])),
+            stream=int(row["stream"]),
+            base=None if base is None else int(base),
         ),
         raw_digest=int(row["raw_digest"]),
         stored_digest=bytes(row["stored_digest"]),
@@ -296,6 +320,8 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
     _check_box(chunk)
     if chunk.start < 0 or not 0 <= chunk.pack <= MAX_NUMBER:
         raise Damaged(f"row {chunk.name!r:.80}: there is no byte {chunk.start} of a pack {chunk.pack}")
+    if base is not None and not 1 <= base <= MAX_INTEGER:
+        raise Damaged(f"row {chunk.name!r:.80}: there is no version {base}")
     if min(chunk.coding.stored, default=-1) < 0 or chunk.coding.size > MAX_STORED_CHUNK:
         raise Damaged(f"row {chunk.name!r:.80}: planes of {shown(chunk.coding.stored)} bytes cannot be")
     return chunk

@@ -43,12 +43,14 @@ class Request:
 
 @dataclass(frozen=True)
 class Piece:
-    """The part of a chunk that one request wants, if any, and where it goes. ``direct``: it is the whole chunk."""
+    """The part of a chunk that one request wants, if any, and where it goes. ``direct``: it is the whole chunk. ``base``: what
+    must be fetched besides, if the chunk is a difference to one of another version: that one alone."""
 
     chunk: Chunk
     source: tuple[slice, ...] = ()
     target: Any = None
     direct: bool = False
+    base: Run | None = None
 
 
 @dataclass(frozen=True)
@@ -62,10 +64,29 @@ class Run:
 
     @property
     def cost(self) -> int:
-        """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, its planes, and what is
-        derived from it."""
-        held = [piece.chunk for piece in self.pieces]
-        return self.length + max(2 * chunk.decoded + (chunk.nbytes if chunk.derivation else 0) for chunk in held)
+        """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, its planes, what is derived
+        from it, and what it is a difference to."""
+        return self.length + max(map(_cost, self.pieces))
+
+    @property
+    def bases(self) -> Iterator[Run]:
+        """All that must be fetched besides, of other versions."""
+        for same in self.places:
+            if (base := same[0].base) is not None:
+                yield base
+                yield from base.bases
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that are fetched in all."""
+        return self.length + sum(base.length for base in self.bases)
+
+    @property
+    def version(self) -> int:
+        """The id of the version that the pack belongs to."""
+        found = keys.attempt_of(self.key)
+        assert found is not None
+        return found[0]
 
     @property
     def places(self) -> Iterator[list[Piece]]:
@@ -90,11 +111,21 @@ class Run:
 
 
 class Reader:
-    """Reads from the packs of one version. ``threads``: requests and decodings at a time. ``turn``: what part of the runs, from 0
-    to 1, comes last instead of first: ranks that want the same and share it begin with different parts of it."""
+    """Reads from the packs of one version. ``base``: what must be fetched of another one for a chunk that is a difference.
+    ``threads``: requests and decodings at a time. ``turn``: what part of the runs, from 0 to 1, comes last instead of first:
+    ranks that want the same and share it begin with different parts of it."""
 
-    def __init__(self, store: ObjectStore, version: int, attempt: str, *, threads: int | None = None, turn: float = 0.0) -> None:
-        self._store, self._version, self._attempt, self._turn = store, version, attempt, turn
+    def __init__(
+        self,
+        store: ObjectStore,
+        version: int,
+        attempt: str,
+        *,
+        base: Callable[[Chunk], Run],
+        threads: int | None = None,
+        turn: float = 0.0,
+    ) -> None:
+        self._store, self._version, self._attempt, self._base, self._turn = store, version, attempt, base, turn
         self.threads = threads or min(16, 2 * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -116,11 +147,11 @@ class Reader:
 
     def whole(self, wanted: Iterable[Chunk]) -> list[Run]:
         """What must be fetched to read chunks whole."""
-        return self._runs([Piece(chunk) for chunk in wanted])
+        return self._runs([Piece(chunk, base=self._based(chunk)) for chunk in wanted])
 
     def runs(self, requests: Iterable[Request]) -> list[Run]:
         """What must be fetched to fill the requests; ``Damaged`` unless the manifest's chunks tile each of them."""
-        return self._runs([piece for request in requests for piece in _pieces(request)])
+        return self._runs([piece for request in requests for piece in self._pieces(request)])
 
     def fetch(self, run: Run, into: memoryview | None = None) -> Buffer:
         """A run's bytes, in new memory or ``into`` the caller's: each chunk held against the digest of its stored bytes.
@@ -161,6 +192,24 @@ class Reader:
         first = int(len(runs) * self._turn)
         return runs[first:] + runs[:first]
 
+    def _pieces(self, request: Request) -> list[Piece]:
+        """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they tile it."""
+        pieces, parts = [], []
+        for chunk in request.chunks:
+            part = overlap(request.box, chunk.box)
+            if part is not None:
+                target = request.target[within(part, request.box) + (...,)]
+                source, whole = within(part, chunk.box), part == chunk.box
+                pieces.append(Piece(chunk, source, target, direct=whole, base=self._based(chunk)))
+                parts.append(part)
+        if not tile(parts, request.box):
+            what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"
+            raise Damaged(what, subject=request.name)
+        return pieces
+
+    def _based(self, chunk: Chunk) -> Run | None:
+        return None if chunk.coding.base is None else self._base(chunk)
+
     def _decode(self, runs: Sequence[Run], progress: Callable[[int], None], threads: int) -> Iterator[Run]:
         if not runs:
             return
@@ -176,25 +225,29 @@ class Reader:
         for same in run.places:
             words: Bytes | None = None
             for piece in same:
+                base = self._needed(piece) if words is None else None
                 with run.naming(piece):
-                    words = _decode(piece, run.stored(piece, data), words)
+                    words = _decode(piece, run.stored(piece, data), words, base)
                 progress(piece.chunk.nbytes)
         return run
 
+    def _needed(self, piece: Piece) -> Bytes | None:
+        """What a piece's words are differences to, if they are; errors name what is damaged, and say who needs it."""
+        if piece.base is None:
+            return None
+        try:
+            return self._elements(piece.base)
+        except (Damaged, Unsupported) as error:
+            what = f"{error.what}; {piece.chunk.name!r} of version {self._version} is a difference to it"
+            raise type(error)(what, subject=error.subject, remedy=error.remedy) from error
 
-def _pieces(request: Request) -> list[Piece]:
-    """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they tile it."""
-    pieces, parts = [], []
-    for chunk in request.chunks:
-        part = overlap(request.box, chunk.box)
-        if part is not None:
-            target = request.target[within(part, request.box) + (...,)]
-            pieces.append(Piece(chunk, within(part, chunk.box), target, direct=part == chunk.box))
-            parts.append(part)
-    if not tile(parts, request.box):
-        what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"
-        raise Damaged(what, subject=request.name)
-    return pieces
+    def _elements(self, run: Run) -> Bytes:
+        """The bytes of the one chunk in a run, which another is a difference to."""
+        (piece,) = run.pieces
+        base = None if piece.base is None else self._elements(piece.base)
+        data = np.frombuffer(self.fetch(run), np.uint8)
+        with run.naming(piece):
+            return decode(piece.chunk, run.stored(piece, data), base=base)[1]
 
 
 def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
@@ -220,23 +273,32 @@ def _place(piece: Piece) -> Any:
     return chunk.start, chunk.coding, chunk.words, chunk.decoded
 
 
-def decode(chunk: Chunk, stored: Bytes, words: Bytes | None = None, *, into: Bytes | None = None) -> tuple[Bytes, Bytes]:
+def _cost(piece: Piece) -> int:
+    chunk = piece.chunk
+    derived, base = chunk.nbytes if chunk.derivation else 0, piece.base.cost if piece.base else 0
+    return 2 * chunk.decoded + derived + base
+
+
+def decode(
+    chunk: Chunk, stored: Bytes, words: Bytes | None = None, *, into: Bytes | None = None, base: Bytes | None = None
+) -> tuple[Bytes, Bytes]:
     """The words that a chunk's stored bytes decode to, and its elements' bytes, held against their digest. ``words``: what comes
-    of them, if that is known. ``into``: memory that the elements may be decoded into, if they are these words."""
+    of them, if that is known. ``into``: memory that the elements may be decoded into, if they are these words. ``base``: the
+    bytes that these words are differences to."""
     if words is None:
         words = into if into is not None and chunk.words.name == chunk.dtype else np.empty(chunk.decoded, np.uint8)
-        chunks.decode(chunk.coding, chunk.words, stored, words)
+        chunks.decode(chunk.coding, chunk.words, stored, words, base)
     raw = derive(words, chunk.words.name, chunk.dtype)
     if raw_digest(raw) != chunk.raw_digest:
         raise Damaged("the decoded bytes do not match their digest")
     return words, raw
 
 
-def _decode(piece: Piece, stored: Bytes, words: Bytes | None) -> Bytes:
+def _decode(piece: Piece, stored: Bytes, words: Bytes | None, base: Bytes | None) -> Bytes:
     """Decode, and copy what was asked for. Gives the words: see ``decode``."""
     chunk, target = piece.chunk, piece.target
     into = target.reshape(-1).view(np.uint8) if piece.direct and target.flags.c_contiguous else None
-    words, raw = decode(chunk, stored, words, into=into)
+    words, raw = decode(chunk, stored, words, into=into, base=base)
     if target is not None and raw is not into:
         target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
     return words

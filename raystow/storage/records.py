@@ -76,6 +76,14 @@ def column(rows: list[dict[str, Any]], name: str, kind: type, key: str) -> list[
     return [field(row, name, kind, key) for row in rows]
 
 
+def ids(fields: dict[str, Any], name: str, key: str) -> tuple[int, ...]:
+    """``fields[name]``, checked to be ids of versions, ascending."""
+    values = field(fields, name, list, key)
+    if any(type(id) is not int or not 1 <= id <= MAX_INTEGER for id in values) or values != sorted(set(values)):
+        raise Damaged(f"field {name!r} is {shown(values)}, which are no ids in order", subject=key)
+    return tuple(values)
+
+
 def time(fields: dict[str, Any], name: str, key: str) -> float:
     """``fields[name]``, checked to be a time that a calendar has: seconds since 1970."""
     value = field(fields, name, (int, float), key)

@@ -26,7 +26,8 @@ REPAIR = "`raystow repair URI` makes it anew from the version records"
 class Entry:
     """One live version as the root knows it: where its record lies, and the record's BLAKE3 (hexadecimal) and size in bytes.
 
-    ``step``, ``created`` (seconds since 1970), ``raw`` and ``stored`` (bytes) are repeated here so that a listing needs one read.
+    ``step``, ``created`` (seconds since 1970), ``raw`` and ``stored`` (bytes) are repeated here so that a listing needs one read;
+    ``bases``, the ids of the versions that it cannot be read without, so that none of them is dropped before it.
     """
 
     id: int
@@ -37,6 +38,7 @@ class Entry:
     created: float
     raw: int
     stored: int
+    bases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -66,7 +68,8 @@ class Root:
 
     def dump(self) -> bytes:
         """The bytes of ``root.json``."""
-        parts = {"versions": [vars(entry) for entry in self.versions], "dropped": [vars(d) for d in self.dropped]}
+        versions = [{name: value for name, value in vars(entry).items() if value != ()} for entry in self.versions]
+        parts = {"versions": versions, "dropped": [vars(d) for d in self.dropped]}
         return records.dump({**vars(self), **parts}, keys.ROOT)
 
     @staticmethod
@@ -87,6 +90,7 @@ class Root:
                 created=records.time(entry, "created", keys.ROOT),
                 raw=get("raw", int, entry),
                 stored=get("stored", int, entry),
+                bases=records.ids(entry, "bases", keys.ROOT) if "bases" in entry else (),
             )
             for entry in get("versions", list)
             if isinstance(entry, dict)

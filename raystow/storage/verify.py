@@ -88,6 +88,7 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
     found = {info.key: info.size for info in store.list(keys.prefix(version.id, version.attempt))}
     for key in sorted(set(packs) | set(recorded)):
         _check_pack(key, packs[key], recorded.get(key, 0), found.get(key))
+    _check_bases(version, store, packs)
     for fragment in version.fragments:
         for value in fragment.values:
             values.loads(value.text)
@@ -97,6 +98,21 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
         raise Damaged("the sums of the manifest, the record and the root differ", subject=version.record.key())
     counts = len(version.chunks), len(chunks), len(packs)
     return Verified(version.id, version.step, *counts, raw, stored, read=0, resumed=0), packs
+
+
+def _check_bases(version: Version, store: ObjectStore, packs: Packs) -> None:
+    """What the version is a difference to is there, and the root and the record tell of it: or it would be dropped."""
+    needed = tuple(sorted({base for fragment in version.fragments for base in fragment.bases}))
+    if not needed == version.record.bases == version.entry.bases:
+        told = f"the manifest names {needed}, the record {version.record.bases}, the root {version.entry.bases}"
+        raise Damaged(f"differences to other versions than is said: {told}", subject=version.record.key())
+    for id in needed:
+        base = version.bases.version(id)
+        try:
+            _verify_sizes(base, store)
+        except Damaged as error:
+            raise Damaged(f"{error.what}; version {version.id} is a difference to version {id}", subject=error.subject) from error
+    version.reader().whole(chunk for of in packs.values() for chunk in of)  # finds what each is a difference to
 
 
 def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None) -> None:

@@ -12,6 +12,9 @@ from typing import Any
 import numpy as np
 
 from . import dtypes, key_files, keys, manifest, values
+from .bases import Bases
+from .boxes import Box
+from .clock import SYSTEM
 from .digest import stored_digest
 from .errors import Damaged, NotFound, StateError, Unsupported
 from .finder import Finder, Found, Seeker
@@ -19,7 +22,7 @@ from .limits import MAX_FRAGMENT, MAX_RECORD
 from .manifest import Chunk, Fragment
 from .object_store import ObjectStore
 from .reader import Reader, Request
-from .root import Entry
+from .root import Entry, Register
 from .rounded import Rounded
 from .selection import Sought, select
 from .signing import Trust
@@ -51,6 +54,7 @@ class Version:
         self._store, self.entry, self._repository, self._trust = store, entry, repository, trust
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
+        self._boxes: dict[int, dict[tuple[str, Box], Chunk]] = {}  # by fragment
 
     def __repr__(self) -> str:
         return f"Version(id={self.id}, step={self.step}, bytes={self.bytes}, uri={self._store.uri!r})"
@@ -105,6 +109,26 @@ class Version:
     def fragments(self) -> tuple[Fragment, ...]:
         """The manifest, each fragment checked against its digest in the record."""
         return tuple(Fragment.load(*self._fragment(info)) for info in self.record.fragments)
+
+    @functools.cached_property
+    def bases(self) -> Bases:
+        """The versions that chunks of this one are differences to."""
+        return Bases(self, self._sibling)
+
+    def _sibling(self, id: int) -> Version | None:
+        """Another version of the repository, where the root says that it lies now."""
+        entries = Register(self._store, SYSTEM, repository=self._repository).read().versions
+        return next((Version(self._store, entry, self._repository, self._trust) for entry in entries if entry.id == id), None)
+
+    def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
+        """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand."""
+        for info in sorted(self.record.fragments, key=lambda info: info.node != near):
+            if info.node not in self._boxes:
+                chunks = Fragment.load(*self._fragment(info)).chunks
+                self._boxes[info.node] = {(chunk.name, chunk.box): chunk for chunk in chunks}
+            if (found := self._boxes[info.node].get((name, box))) is not None:
+                return found
+        return None
 
     def find(self, sought: Mapping[str, Sought], seeker: Seeker) -> Found:
         """The rows of the manifest that a rank needs, with as little of the manifest read as will do; see ``finder``."""
@@ -197,7 +221,7 @@ class Version:
 
     def reader(self, *, threads: int | None = None, turn: float = 0.0) -> Reader:
         """A reader of this version's packs; see there."""
-        return Reader(self._store, self.id, self.attempt, threads=threads, turn=turn)
+        return Reader(self._store, self.id, self.attempt, base=self.bases.run, threads=threads, turn=turn)
 
     def _checked(self, key: str, size: int, digest: str, limit: int) -> bytes:
         if size > limit:

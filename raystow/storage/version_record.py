@@ -16,7 +16,7 @@ from .root import Entry
 class FragmentInfo:
     """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. Sizes in bytes.
     ``stall``: seconds for which saving has held up the training loop of these ranks, of the one that waited longest; None if
-    nobody told."""
+    nobody told. ``bases``: ids of the versions that chunks of it are differences to, ascending."""
 
     node: int
     size: int
@@ -26,6 +26,7 @@ class FragmentInfo:
     raw: int
     stored: int
     stall: float | None = None
+    bases: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -123,11 +124,19 @@ class VersionRecord:
         """Bytes of all packs."""
         return sum(f.stored for f in self.fragments)
 
+    @property
+    def bases(self) -> tuple[int, ...]:
+        """Ids of the versions that it cannot be read without, ascending; those that they need in turn are not among them."""
+        return tuple(sorted({base for f in self.fragments for base in f.bases}))
+
     def dump(self) -> bytes:
         """The bytes of ``version.json``."""
         # Not asdict: it copies every number of hundreds of thousands of packs.
         parts = {
-            "fragments": [{name: value for name, value in vars(f).items() if value is not None} for f in self.fragments],
+            "fragments": [
+                {name: value for name, value in vars(f).items() if value is not None and (name, value) != ("bases", ())}
+                for f in self.fragments
+            ],
             "packs": [vars(p) for p in self.packs],
             "restores": [vars(r) for r in self.restores],
         }
@@ -153,6 +162,7 @@ class VersionRecord:
                     raw=get("raw", int, f),
                     stored=get("stored", int, f),
                     stall=records.time(f, "stall", key) if "stall" in f else None,
+                    bases=records.ids(f, "bases", key) if "bases" in f else (),
                 )
                 for f in get("fragments", list)
             )
@@ -199,6 +209,7 @@ class VersionRecord:
             created=self.created,
             raw=self.raw,
             stored=self.stored,
+            bases=self.bases,
         )
 
     def key(self) -> str:

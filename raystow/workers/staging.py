@@ -368,7 +368,8 @@ class Staging:
             elif "free" in message:
                 self._free.put(message["free"])
             elif "done" in message:
-                self._end(message["done"], Entry(**message["entry"]), message["warnings"])
+                fields = message["entry"]
+                self._end(message["done"], Entry(**{**fields, "bases": tuple(fields["bases"])}), message["warnings"])
             elif "failed" in message:
                 self._end(message["failed"], SaveFailed(message["what"], subject=message["subject"], remedy=message["remedy"]))
         self.lost = True

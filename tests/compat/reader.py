@@ -81,15 +81,17 @@ def rounded(words, dtype):
     return ((bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)).astype("<u2")
 
 
-def chunk(row, stored):
-    """The decoded bytes of a chunk."""
+def chunk(row, stored, base):
+    """The decoded bytes of a chunk; ``base``: those of the one that it is a difference to, of the tensor with this name."""
     assert blake3(stored).digest() == row["stored_digest"], f"{row['name']}: damaged"
     name, transform, codecs = row["dtype"], row["transform"], row["codecs"]
     if transform[:1] in (["copy"], ["rounded:float32"]):
         name, transform = name if transform[0] == "copy" else "float32", transform[1:]
-    assert (row["base"], transform) in [(None, []), (None, ["planes"]), (None, ["rotl1", "planes"])]
-    size = SIZES.get(name, 1)
-    width = (size // 2 if name.startswith("complex") else size) if transform else 1
+    size, delta = SIZES.get(name, 1), transform[:1] == ["delta"]
+    assert delta is (row["base"] is not None)
+    assert transform[delta:] in [[], ["planes"]] or transform == ["rotl1", "planes"]
+    word = size // 2 if name.startswith("complex") else size
+    width = word if transform[delta:] else 1
     n, end, planes, sizes = prod(row["extent"]) * size // width, 0, {}, iter(row["streams"])
     for p in sorted(range(width), key=lambda p: (codecs[p] != "raw", p)):
         planes[p] = plane(codecs[p], stored[end : end + row["stored"][p]], n, sizes, row["stream"])
@@ -98,37 +100,58 @@ def chunk(row, stored):
     if "rotl1" in transform:
         words = (words >> np.array(1, words.dtype)) | (words << np.array(8 * width - 1, words.dtype))
     raw = words.tobytes()
+    if delta:
+        words, one = np.frombuffer(raw, f"<u{word}"), np.array(1, f"<u{word}")
+        former = base(row["value"] or row["name"])
+        raw = (np.frombuffer(former, words.dtype) + ((words >> one) ^ (0 - (words & one)))).tobytes()
     if name != row["dtype"]:
         raw = rounded(np.frombuffer(raw, "<f4"), row["dtype"]).tobytes()
     assert (end, next(sizes, None), raw_digest(raw)) == (len(stored), None, row["raw_digest"]), f"{row['name']}: damaged"
     return raw
 
 
-def read(folder, version=None):
-    """Every tensor of a version (the newest unless told) as {name: array}."""
-    folder = Path(folder)
+def rows(folder, version):
+    """The rows of a version (the newest if None), each with the reader of its elements."""
     root = record(folder / "root.json")
     assert record(folder / "raystow.json")["repository"] == root["repository"]
     entry = root["versions"][-1] if version is None else next(e for e in root["versions"] if e["id"] == version)
     home = folder / "versions" / f"{entry['id']:08d}-{entry['attempt']}"
     assert blake3((home / "version.json").read_bytes()).hexdigest() == entry["digest"]
-    tensors, filled = {}, {}
     for info in record(home / "version.json")["fragments"]:
         path = home / f"tensors-{info['node']:05d}.parquet"
         assert blake3(path.read_bytes()).hexdigest() == info["digest"], f"{path}: damaged"
-        for row in pq.read_table(path).to_pylist():
-            if row["kind"] == "value":
-                continue
-            name, size = row["name"], SIZES.get(row["dtype"], 1)
-            dtype = np.dtype(row["dtype"] if row["dtype"] in NUMPY else f"u{size}")
-            array = tensors.setdefault(name, np.empty(row["shape"], dtype))
-            with open(home / f"{row['group']}-{info['node']:05d}-{row['pack']:05d}.pack", "rb") as pack:
-                pack.seek(row["start"])
-                raw = chunk(row, pack.read(sum(row["stored"])))
-            box = tuple(slice(o, o + e) for o, e in zip(row["offset"], row["extent"], strict=True))
-            done = filled.setdefault(name, np.zeros(row["shape"], bool))
-            assert not done[box].any(), f"{name}: chunks overlap"
-            done[box], array[box] = True, np.frombuffer(raw, dtype).reshape(row["extent"])
+        table = [row for row in pq.read_table(path).to_pylist() if row["kind"] != "value"]
+        bases = {row["base"] for row in table} - {None}
+        assert (info.get("bases", []), bases - set(entry.get("bases", []))) == (sorted(bases), set())
+        for row in table:
+            assert row["base"] is None or row["base"] < entry["id"]
+            yield row, home / f"{row['group']}-{info['node']:05d}-{row['pack']:05d}.pack"
+
+
+def elements(folder, row, pack):
+    """The bytes of a row's elements; those of a difference from the same box of an earlier version."""
+
+    def base(name):
+        box = name, row["offset"], row["extent"]
+        same = [(r, p) for r, p in rows(folder, row["base"]) if (r["name"], r["offset"], r["extent"]) == box]
+        assert len(same) == 1, f"{name}: a difference to what is not there"
+        return elements(folder, *same[0])
+
+    with open(pack, "rb") as file:
+        file.seek(row["start"])
+        return chunk(row, file.read(sum(row["stored"])), base)
+
+
+def read(folder, version=None):
+    """Every tensor of a version (the newest unless told) as {name: array}."""
+    folder, tensors, filled = Path(folder), {}, {}
+    for row, pack in rows(folder, version):
+        name, dtype = row["name"], np.dtype(row["dtype"] if row["dtype"] in NUMPY else f"u{SIZES.get(row['dtype'], 1)}")
+        array = tensors.setdefault(name, np.empty(row["shape"], dtype))
+        box = tuple(slice(o, o + e) for o, e in zip(row["offset"], row["extent"], strict=True))
+        done = filled.setdefault(name, np.zeros(row["shape"], bool))
+        assert not done[box].any(), f"{name}: chunks overlap"
+        done[box], array[box] = True, np.frombuffer(elements(folder, row, pack), dtype).reshape(row["extent"])
     assert all(done.all() for done in filled.values())
     return tensors
 

@@ -10,15 +10,19 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
+from handmade import whole, write
 from local_cluster import LocalCluster
 
 import raystow
 from raystow.orchestrator.shards import bits
 from raystow.storage import values
+from raystow.storage.committer import Committer
+from raystow.storage.repository import create_repository
 
 HERE = Path(__file__).parent
 GOLDEN = HERE / "golden"
 EXPECTED = json.loads((GOLDEN / "expected.json").read_text())
+DELTAS = HERE / "golden-deltas"
 
 
 @pytest.fixture(scope="module")
@@ -109,6 +113,38 @@ def test_the_reader_reads_what_is_written_today(reader, tmp_path):
     read = reader.read(tmp_path / "run")
     assert digests(read) == digests(state)
     assert len(raystow.open(tmp_path / "run").latest().chunks["big"]) > 1
+
+
+@pytest.mark.parametrize("version", [1, 2, 3])
+def test_the_golden_differences_are_read(reader, version):
+    wanted = json.loads((DELTAS / "expected.json").read_text())[str(version)]
+    assert digests(reader.read(DELTAS, version)) == wanted
+    repository = raystow.open(DELTAS)
+    held = repository.version(version)
+    assert digests({name: held.read(name) for name in wanted}) == wanted
+    repository.verify(held)
+    bases = {name: {chunk.coding.base for chunk in rows} for name, rows in held.chunks.items()}
+    assert bases == {name: {version - 1 or None} if name != "few" else {None} for name in wanted}
+
+
+def test_the_reader_reads_differences_to_earlier_versions(reader, tmp_path):
+    """Words of every width, through a chain of three."""
+    random, committer = np.random.default_rng(3), Committer(create_repository(str(tmp_path / "run")), "me")
+    first = {name: random.integers(0, 200, 9000 * 8, np.uint8).view(name) for name in ("uint8", "int16", "uint32", "float64")}
+    states = [
+        first,
+        *(
+            {n: (v.view(f"u{v.itemsize}") + np.array(k, f"u{v.itemsize}")).view(v.dtype) for n, v in first.items()}
+            for k in (1, 2)
+        ),
+    ]
+    for i, state in enumerate(states):
+        cuts = {name: whole(array) for name, array in state.items()}
+        write(committer, cuts, base=(i, states[i - 1]) if i else None)
+    for i, state in enumerate(states, 1):
+        assert digests(reader.read(tmp_path / "run", i)) == digests(state)
+    newest = raystow.open(tmp_path / "run").latest()
+    assert {chunk.coding.base for rows in newest.chunks.values() for chunk in rows} == {2}
 
 
 def test_the_reader_finds_damage(reader, tmp_path):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import zlib
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -95,6 +96,7 @@ def packs() -> list[bytes]:
         raw = np.ascontiguousarray(array, None if kind == "float32" else np.uint8).view(np.uint8)
         stored, coding = Encoder(1 << 20).encode(raw, dtype(kind))
         found.append(described(coding, kind, raw.size, stored.tobytes()))
+        found.append(described(replace(coding, rotated=False, base=3), kind, raw.size, stored.tobytes()))
     deflated = [zlib.compress(bytes(5000), 9, -15), zlib.compress(b"raystow" * 100, 1, -15)]
     sizes = tuple(map(len, deflated))
     found.append(described(Coding(False, False, ("deflate",), (sum(sizes),), sizes, 5000), "uint8", 5700, b"".join(deflated)))

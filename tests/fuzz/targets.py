@@ -130,7 +130,7 @@ def pack(data: bytes) -> None:
     """Decode a chunk by its description. Of the right types, as Parquet gives them; the numbers may be anything."""
     head, _, stored = data.partition(b"\n")
     try:
-        planes, rotated, codecs, sizes, streams, stream, kind, nbytes = json.loads(head)
+        planes, rotated, codecs, sizes, streams, stream, *base, kind, nbytes = json.loads(head)
         numbers = [stream, nbytes, *sizes, *streams]
         if not all(type(n) is int and -(1 << 63) <= n < 1 << 63 for n in numbers) or not all(type(c) is str for c in codecs):
             return
@@ -139,8 +139,9 @@ def pack(data: bytes) -> None:
         return
     if min(sizes, default=-1) < 0 or not 0 <= nbytes <= READ:  # refused with the manifest
         return
-    coding = Coding(planes is True, rotated is True, tuple(codecs), tuple(sizes), tuple(streams), stream)
-    chunk.decode(coding, dtype, np.frombuffer(stored, np.uint8), np.empty(nbytes, np.uint8))
+    delta = base not in ([], [None])
+    coding = Coding(planes is True, rotated is True, tuple(codecs), tuple(sizes), tuple(streams), stream, 1 if delta else None)
+    chunk.decode(coding, dtype, np.frombuffer(stored, np.uint8), np.empty(nbytes, np.uint8), np.zeros(nbytes, np.uint8))
 
 
 def key(data: bytes) -> None:

@@ -6,13 +6,16 @@ import io
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
+from handmade import whole, write
 from local_cluster import LocalCluster
 from rich.console import Console
 from shell import flip_byte, run, run_json
 
 from raystow.orchestrator.cli import progress
+from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, StoreError, StoreUnavailable, Unsupported, Untrusted
 from raystow.storage.repository import Repository, create_repository, open_repository
 
@@ -36,6 +39,22 @@ def outcomes(report: dict[str, Any]) -> list[str]:
 
 def verified(folder: Path) -> int:
     return open_repository(str(folder)).root().verified
+
+
+def test_what_depends_on_a_damaged_version_is_listed(tmp_path: Path) -> None:
+    committer = Committer(create_repository(str(tmp_path / "run")), "me")
+    states = [np.arange(20_000) + step for step in range(4)]
+    for state, base in zip(states, (None, 1, 1, 3), strict=True):
+        write(committer, {"w": whole(state)}, base=base and (base, {"w": states[base - 1]}))
+    damaged = pack(tmp_path / "run", 1)
+    flip_byte(damaged)
+    report = run_json("verify", tmp_path / "run", "--deep", "--all", code=3)
+    assert outcomes(report) == ["damaged"] * 4
+    assert [row.get("dependents") for row in report["versions"]] == [[2, 3, 4], None, [4], None]
+    assert all(damaged.name in str(row["error"]) for row in report["versions"])
+    told = run("verify", tmp_path / "run", "1", "--deep")
+    assert "of no use without it: 2, 3, 4" in told.stdout
+    assert "needs    version 3" in run("show", tmp_path / "run", "4").stdout
 
 
 # quick

@@ -100,6 +100,19 @@ def test_what_coding_is_worth_is_found() -> None:
 
 
 @quick
+@given(raw=contents, base=contents, width=st.sampled_from([1, 2, 4, 8]))
+def test_differences_are_those_of_the_specification(raw: np.ndarray[Any, Any], base: np.ndarray[Any, Any], width: int) -> None:
+    size = min(raw.size, base.size) // width * width
+    words, others = (array[:size].view(f"u{width}") for array in (raw, base))
+    stored = np.empty_like(words)
+    kernels.subtract(words, others, stored)
+    assert np.array_equal(stored, SPEC["delta"](words, others))
+    assert np.array_equal(SPEC["undelta"](stored, others), words)
+    kernels.add(stored, others)
+    assert np.array_equal(stored, words)
+
+
+@quick
 @given(
     raw=contents, flaw=st.sampled_from(["streams", "more", "stored", "codec", "stream", "cut", "planes"]), i=st.integers(0, 99)
 )

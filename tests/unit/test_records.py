@@ -1,5 +1,6 @@
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -126,10 +127,29 @@ def test_a_field_of_the_wrong_kind_is_damage(name, wrong):
         Root.load(sealed({**fields, name: wrong}))
 
 
-@pytest.mark.parametrize("name", list(vars(ENTRY)))
+@pytest.mark.parametrize("name", sorted(vars(ENTRY).keys() - {"bases"}))
 def test_an_entry_without_a_field_is_damage(name):
     fields = json.loads(ROOT.dump())
     del fields["versions"][0][name]
+    with pytest.raises(Damaged, match=r"root\.json"):
+        Root.load(sealed(fields))
+
+
+def test_what_versions_are_differences_to_comes_back():
+    root = Root("cafe", versions=(ENTRY, replace(ENTRY, id=5, bases=(1, 3))))
+    assert Root.load(root.dump()) == root
+    info = FragmentInfo(0, 1, "ab" * 32, (), 1, 1, 1, bases=(2,))
+    record = VersionRecord(
+        "cafe", 7, "0" * 16, 3, 100, 1.25, 2, fragments=(info, replace(info, node=1, bases=(1, 2)), replace(info, bases=()))
+    )
+    assert VersionRecord.load(record.dump(), record.key()) == record
+    assert record.entry(bytes(32), 1).bases == record.bases == (1, 2)
+
+
+@pytest.mark.parametrize("wrong", [None, 1, "1", [0], [-1], [1.0], [True], [2, 1], [1, 1], [2**63], ["1"], [None]])
+def test_bases_that_are_no_ids_in_order_are_damage(wrong):
+    fields = json.loads(ROOT.dump())
+    fields["versions"][0]["bases"] = wrong
     with pytest.raises(Damaged, match=r"root\.json"):
         Root.load(sealed(fields))
 

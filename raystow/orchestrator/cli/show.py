@@ -50,6 +50,7 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio_text(version.bytes, version.raw)})"),
         ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
         ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
+        ("needs", ", ".join(f"version {id}" for id in facts["bases"])),
         *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
         ("lossy", _lossy(facts)),
         ("metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())),

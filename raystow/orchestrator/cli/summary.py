@@ -50,6 +50,7 @@ def summary(version: Version, *, largest: int = 10) -> dict[str, Any]:
         "stored": version.bytes,
         "ratio": ratio(version.bytes, version.raw),
         "coding": record.coding,
+        "bases": list(record.bases),
         "metrics": {name: values.encode(value) for name, value in record.metrics.items()},
         "writer": record.writer,
         "groups": _fields("tensors", shares((t.group, t.nbytes, t.stored) for t in tensors.values())),

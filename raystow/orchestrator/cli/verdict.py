@@ -25,7 +25,8 @@ QUICK, DEEP = "quick", "deep"
 
 @dataclass(frozen=True)
 class Verdict:
-    """One version's outcome. ``found`` where it is whole, ``error`` where it is no good; ``seconds``: how long it took."""
+    """One version's outcome. ``found`` where it is whole, ``error`` where it is no good; ``seconds``: how long it took.
+    ``dependents``: ids of the versions that are differences to one that is no good."""
 
     version: Version
     mode: str
@@ -33,6 +34,7 @@ class Verdict:
     seconds: float
     found: Verified | None = None
     error: RaystowError | None = None
+    dependents: tuple[int, ...] = ()
 
     @property
     def fields(self) -> dict[str, Any]:
@@ -43,6 +45,7 @@ class Verdict:
         if found is not None:
             row |= {"tensors": found.tensors, "chunks": found.chunks, "packs": found.packs}
             row |= {"read": found.read, "resumed": found.resumed}
+        row |= {"dependents": list(self.dependents)} if self.dependents else {}
         return row | ({"error": described(self.error)} if self.error is not None else {})
 
     def tell(self) -> None:
@@ -53,6 +56,8 @@ class Verdict:
         elif self.error is not None:
             out.print(f"{name}: {self.outcome.upper()}", style="bold red")
             complain(described(self.error))
+            if self.dependents:
+                say(f"versions that are differences to it, and of no use without it: {', '.join(map(str, self.dependents))}")
         else:  # its objects went with it: no damage
             out.print(f"{name}: removed from the repository meanwhile")
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...storage.chains import dependents
 from ...storage.errors import Damaged, StoreError, Unsupported, Untrusted
 from ...storage.journal import Journal, journal
 from .present import emit, out, printable
@@ -98,10 +99,11 @@ def _verdict(
             found = repository.verify(version, progress if deep else lambda nbytes: None, deep=deep, journal=notes)
             return Verdict(version, mode, WHOLE, clock.monotonic() - start, found=found)
         except (Damaged, Untrusted) as error:
-            if all(entry.attempt != version.attempt for entry in repository.root().versions):
+            entries = repository.root().versions
+            if all(entry.attempt != version.attempt for entry in entries):
                 return Verdict(version, mode, REMOVED, clock.monotonic() - start)
-            outcome = DAMAGED if isinstance(error, Damaged) else UNTRUSTED
-            return Verdict(version, mode, outcome, clock.monotonic() - start, error=error)
+            outcome, lost = DAMAGED if isinstance(error, Damaged) else UNTRUSTED, dependents(entries, version.id)
+            return Verdict(version, mode, outcome, clock.monotonic() - start, error=error, dependents=tuple(lost))
     except (StoreError, Unsupported) as error:
         return Verdict(version, mode, UNCHECKED, clock.monotonic() - start, error=error)
 

@@ -2,19 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from raystow.storage import keys
+from raystow.storage import delta, keys
 from raystow.storage.chunk import Encoder
 from raystow.storage.committer import Committer
 from raystow.storage.digest import raw_digest, stored_digest
 from raystow.storage.dtypes import dtype
 from raystow.storage.manifest import Box, Chunk, Fragment, Value, path_text
 from raystow.storage.version import Version
-from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.version_record import PackInfo, VersionRecord
 
 Cut = tuple[np.ndarray, Sequence[Box]]
 
@@ -23,7 +22,10 @@ def whole(array: np.ndarray) -> Cut:
     return array, [((0,) * array.ndim, array.shape)]
 
 
-def rows_and_pack(tensors: Mapping[str, Cut]) -> tuple[list[Chunk], bytes]:
+def rows_and_pack(
+    tensors: Mapping[str, Cut], base: tuple[int, Mapping[str, np.ndarray]] | None = None
+) -> tuple[list[Chunk], bytes]:
+    """``base``: an earlier version's id and arrays, to which chunks are differences where that pays."""
     rows: list[Chunk] = []
     pack = b""
     encoder = Encoder(1 << 20)
@@ -31,7 +33,11 @@ def rows_and_pack(tensors: Mapping[str, Cut]) -> tuple[list[Chunk], bytes]:
         for offset, extent in boxes:
             part = array[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
             raw = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
-            coded, coding = encoder.encode(raw, dtype(array.dtype.name))
+            done = None
+            if base is not None and name in base[1]:
+                former = base[1][name][tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+                done = delta.encode(encoder, raw, dtype(array.dtype.name), former.copy().reshape(-1).view(np.uint8), base[0])
+            coded, coding = done or encoder.encode(raw, dtype(array.dtype.name))
             stored = coded.tobytes()
             rows.append(
                 Chunk(
@@ -60,15 +66,23 @@ def empty_record(committer: Committer, step: int = 0) -> VersionRecord:
     return VersionRecord(committer.repository.id, id, attempt, committer.epoch, step, created=1.5, world_size=1)
 
 
-def write(committer: Committer, tensors: Mapping[str, Cut], values: Sequence[Value] = ()) -> Version:
-    """Commit a version that holds these arrays, each cut into these boxes, right or wrong."""
+def write(
+    committer: Committer,
+    tensors: Mapping[str, Cut],
+    values: Sequence[Value] = (),
+    base: tuple[int, Mapping[str, np.ndarray]] | None = None,
+) -> Version:
+    """Commit a version that holds these arrays, each cut into these boxes, right or wrong. ``base``: see ``rows_and_pack``."""
+    return write_rows(committer, *rows_and_pack(tensors, base), values)
+
+
+def write_rows(committer: Committer, rows: Sequence[Chunk], pack: bytes, values: Sequence[Value] = ()) -> Version:
+    """Commit a version of these rows of one pack."""
     record = empty_record(committer)
-    rows, pack = rows_and_pack(tensors)
-    data = Fragment(0, tuple(rows), tuple(values)).dump()
+    fragment = Fragment(0, tuple(rows), tuple(values))
+    data = fragment.dump()
     store = committer.repository.store
     store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [pack])
     store.put(keys.fragment(record.id, record.attempt, 0), [data])
-    raw = sum(math.prod(row.extent) * dtype(row.dtype).itemsize for row in rows)
-    info = FragmentInfo(0, len(data), stored_digest(data).hex(), (0,), len(rows), raw, len(pack))
-    fields = {**vars(record), "fragments": (info,), "packs": (PackInfo(0, "weights", 0, len(pack)),)}
+    fields = {**vars(record), "fragments": (fragment.info(data, [0]),), "packs": (PackInfo(0, "weights", 0, len(pack)),)}
     return committer.commit(VersionRecord(**fields))

@@ -1,0 +1,38 @@
+"""Chunks as differences to the same chunks of an earlier version, where that pays.
+
+Words are subtracted as integers, floats too: from one step to the next most of them keep sign, exponent and the upper bits of the
+mantissa, so that the difference is a small number and its upper planes are nearly empty. See docs/design/015-deltas.md.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+
+from . import kernels
+from .chunk import Coding, Encoder, expected, sample
+from .dtypes import DType
+from .kernels import Bytes
+
+LEAST = 32 << 10
+"""Bytes; a smaller chunk is not worth the second read that a difference costs whoever restores it."""
+
+_GAIN = 0.95  # of the bytes that the chunk takes by itself, at most: the same second read must pay
+
+
+def encode(encoder: Encoder, raw: Bytes, dtype: DType, base: Bytes, version: int) -> tuple[Bytes, Coding] | None:
+    """As ``Encoder.encode``, of the difference of ``raw`` to ``base``, the bytes of the same chunk in ``version``, which are
+    overwritten; None if the chunk by itself is as small."""
+    if raw.size < LEAST:
+        return None
+    word = kernels.WORDS[dtype.width]
+    words, others = raw.view(word), base.view(word)
+    some = sample(words)
+    differences = np.empty_like(some)
+    kernels.subtract(some, sample(others), differences)
+    if expected(differences, False) > _GAIN * expected(some, dtype.rotate):
+        return None
+    kernels.subtract(words, others, others)
+    stored, coding = encoder.encode(base, replace(dtype, rotate=False))
+    return stored, replace(coding, base=version)
