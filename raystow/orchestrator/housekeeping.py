@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Collection
 from typing import Any
 
 from ..storage.collect import GRACE
@@ -21,12 +22,13 @@ class Housekeeping:
         self._committer, self._grace = committer, grace
         self._metrics: dict[str, dict[str, Any]] = {}
 
-    def run(self, policy: Policy) -> None:
-        """Apply ``policy``, under the committer's epoch, and collect dropped versions whose grace period is over."""
+    def run(self, policy: Policy, bases: Collection[int] = ()) -> None:
+        """Apply ``policy``, under the committer's epoch, and collect dropped versions whose grace period is over. ``bases``: see
+        ``retention.plan``."""
         repository = self._committer.repository
         log = about(logger, repository=repository.uri)
         try:
-            plan = repository.plan_retention(policy, known=self._metrics)
+            plan = repository.plan_retention(policy, known=self._metrics, bases=bases)
             dropped = plan.execute(self._committer.check)
             why = {decision.entry: decision.why for decision in plan.decisions}
             for entry in dropped:

@@ -47,9 +47,9 @@ class Committer:
     def commit(self, record: VersionRecord) -> Version:
         """Make ``record`` a version: write the record, then swap the root. Fragments and packs are durable by now.
 
-        Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if a newer version or a collection has spent the id, and
-        ``StoreUnavailable`` if the store gave no answer in time: then the version may or may not exist, and calling again with
-        the same record settles it.
+        Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if a newer version or a collection has spent the id or what it
+        is a difference to is gone, and ``StoreUnavailable`` if the store gave no answer in time: then the version may or may not
+        exist, and calling again with the same record settles it.
         """
         data = record.dump()
         digest = stored_digest(data)
@@ -67,6 +67,8 @@ class Committer:
             if entry.id < root.next_id:  # also if that version was there once, and retention has dropped it
                 self._next_id = max(self._next_id, root.next_id)
                 raise SaveFailed(f"id {entry.id} is spent: the next version is {root.next_id}", subject=keys.ROOT)
+            if gone := set(entry.bases) - {other.id for other in root.versions}:
+                raise SaveFailed(f"it is a difference to version {min(gone)}, which is not there any more", subject=keys.ROOT)
             return replace(root, next_id=entry.id + 1, versions=(*root.versions, entry))
 
         self.repository.register.update(add)

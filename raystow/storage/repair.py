@@ -126,7 +126,7 @@ def plan_repair(store: ObjectStore, clock: Clock = SYSTEM, *, trust: Trust | Non
         return RepairPlan(store, root, marker, root.repository, new_marker=_new_marker(marker, root.repository, clock, trust))
     attempts = survey(store, trust or Trust(marker.signed_by))
     repository = _the_one_repository(store, (marker, root), attempts)
-    found = _one_of_each_id(attempts)
+    found = _with_bases(_one_of_each_id(attempts))
     leased = [version[0] for info in store.list(keys.LEASES) if (version := keys.leased(info.key)) is not None]
     new_root = Root(
         repository=repository,
@@ -200,6 +200,17 @@ def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
         return replace(f, lacks=f"the id belongs to attempt {winner.attempt} of epoch {winner.epoch}")
 
     return tuple(map(judged, found))
+
+
+def _with_bases(found: Sequence[Found]) -> tuple[Found, ...]:
+    """What is a difference to a version that does not come back does not come back either. Ids ascend, and bases are lower."""
+    back, judged = set[int](), list[Found]()
+    for f in found:
+        gone = () if f.record is None or f.lacks else sorted(set(f.record.bases) - back)
+        judged.append(replace(f, lacks=f"it is a difference to version {gone[0]}, which does not come back") if gone else f)
+        if not judged[-1].lacks:
+            back.add(f.id)
+    return tuple(judged)
 
 
 def _name(found: Found) -> str:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import collect, key_files, keys, leases, records, retention, store_clock
+from .chains import needed
 from .clock import SYSTEM, Clock
 from .collect import CollectionPlan
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
@@ -129,10 +130,19 @@ class Repository:
 
     @contextlib.contextmanager
     def lease(self, version: Version) -> Iterator[None]:
-        """Keep a version's objects in the store while it is read, even if it is dropped meanwhile. ``NotFound`` if it is gone."""
-        with leases.Lease(self.store, version.id, version.attempt, self.clock):
-            if version.entry not in self.root().versions:
-                raise NotFound(f"version {version.id} was dropped meanwhile", subject=self.uri, remedy="take a newer one")
+        """Keep the objects of a version, and of what it is a difference to, in the store while it is read, even if it is dropped
+        meanwhile. ``NotFound`` if it is gone."""
+        wanted, leased = {version.entry}, set[Entry]()
+        with contextlib.ExitStack() as held:
+            while fresh := wanted - leased:  # each is looked for once more when its lease is written: then it is there to stay
+                for entry in fresh:
+                    held.enter_context(leases.Lease(self.store, entry.id, entry.attempt, self.clock))
+                leased |= fresh
+                versions = self.root().versions
+                if version.entry not in versions:
+                    raise NotFound(f"version {version.id} was dropped meanwhile", subject=self.uri, remedy="take a newer one")
+                users = needed(versions, [version.id])
+                wanted = {entry for entry in versions if entry.id in users}
             yield
 
     def record_verified(self, version: Version) -> None:
@@ -144,11 +154,13 @@ class Repository:
 
         self.register.update(change)
 
-    def plan_retention(self, policy: retention.Policy, *, known: dict[str, dict[str, Any]] | None = None) -> RetentionPlan:
+    def plan_retention(
+        self, policy: retention.Policy, *, known: dict[str, dict[str, Any]] | None = None, bases: Collection[int] = ()
+    ) -> RetentionPlan:
         """What ``policy`` keeps and drops of the versions there are now; changes nothing before ``execute()`` is called.
 
         Reads the root, the leases and, if the policy has ``keep_best``, every version's record. ``known``: metrics by attempt
-        that need not be read; those read are added to it.
+        that need not be read; those read are added to it. ``bases``: see ``retention.plan``.
         """
         root = self.root()
         metrics: dict[int, dict[str, Any]] = {}
@@ -160,7 +172,9 @@ class Repository:
             metrics = {entry.id: known[entry.attempt] for entry in root.versions}
 
         def decide(leased: Collection[tuple[int, str]]) -> tuple[retention.Decision, ...]:
-            return retention.plan(root.versions, policy, pins=root.pins, metrics=metrics, verified=root.verified, leased=leased)
+            return retention.plan(
+                root.versions, policy, pins=root.pins, metrics=metrics, verified=root.verified, leased=leased, bases=bases
+            )
 
         decisions = decide(())
         if not all(decision.keep for decision in decisions):  # else nobody needs to know what time it is in the store
@@ -174,10 +188,12 @@ class Repository:
         released = frozenset(names)
         doomed = {id for name, id in root.pins.items() if name in released}
         leased = leases.held(self.store, store_clock.now(self.store, self.clock)) if doomed else set()
+        held = {entry.id for entry in root.versions if entry.id not in doomed or (entry.id, entry.attempt) in leased}
+        users = needed(root.versions, held)
         decisions = tuple(
             retention.Decision(entry, False, ("released",))
-            if entry.id in doomed and (entry.id, entry.attempt) not in leased
-            else retention.Decision(entry, True, ("leased" if entry.id in doomed else "not released",))
+            if entry.id not in held and entry.id not in users
+            else retention.Decision(entry, True, ("leased" if entry.id in doomed & held else "needed or not released",))
             for entry in root.versions
         )
         return RetentionPlan(self.register, self.store, self.clock, decisions, released)

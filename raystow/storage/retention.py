@@ -11,6 +11,7 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
+from .chains import needed
 from .errors import StateError
 from .root import Entry
 
@@ -26,7 +27,8 @@ class Policy:
     """What to keep. *Newer* means committed later, whatever steps and clocks say. ``StateError`` for what makes no sense.
 
     A version is kept if any of the ``keep_`` rules keeps it; without such a rule all are. The newest version, the newest that a
-    deep verification found whole, pinned ones and those that are being restored under a lease are kept always.
+    deep verification found whole, pinned ones and those that are being restored under a lease are kept always. What one of those
+    kept is a difference to is kept with it.
 
     - ``keep_last``: the newest so many.
     - ``keep_every``: steps. Of all versions with the same ``step // keep_every``, the newest.
@@ -98,9 +100,11 @@ def plan(
     metrics: Mapping[int, Mapping[str, Any]],
     verified: int = 0,
     leased: Collection[tuple[int, str]] = (),
+    bases: Collection[int] = (),
 ) -> tuple[Decision, ...]:
     """A decision for each of ``entries`` (ids ascend, as in the root), in their order. ``metrics``: by id, for ``keep_best``.
-    ``verified``: the newest version verified. ``leased``: (id, attempt) of those under a lease."""
+    ``verified``: the newest version verified. ``leased``: (id, attempt) of those under a lease. ``bases``: ids of those that
+    saves under way may be differences to."""
     kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
     for entry in entries[-1:]:
         kept[entry.id].append("newest")
@@ -112,6 +116,8 @@ def plan(
             kept[entry.id].append("newest verified")
         if (entry.id, entry.attempt) in leased:
             kept[entry.id].append("leased")
+        if entry.id in bases:
+            kept[entry.id].append("base of a save under way")
     safe = {id for id, rules in kept.items() if rules}
     if policy.keeps:
         for id, rule in _ruled(entries, policy, metrics):
@@ -120,7 +126,8 @@ def plan(
         for id in kept.keys() - safe:
             kept[id].append("no rule drops it")
     over = _over(entries, policy, kept, safe)
-    return tuple(_decision(entry, kept[entry.id], entry.id in over) for entry in entries)
+    users = needed(entries, [id for id, rules in kept.items() if rules and id not in over])
+    return tuple(_decision(entry, kept[entry.id], entry.id in over, users.get(entry.id, [])) for entry in entries)
 
 
 def best_rule(best: Best) -> str:
@@ -128,7 +135,10 @@ def best_rule(best: Best) -> str:
     return f"best {best[0]} ({best[1]})"
 
 
-def _decision(entry: Entry, rules: Sequence[str], over: bool) -> Decision:
+def _decision(entry: Entry, rules: Sequence[str], over: bool, users: Sequence[int]) -> Decision:
+    if users:
+        others = f" and {len(users) - 1} more" if users[1:] else ""
+        return Decision(entry, True, (*rules, f"base of version {users[-1]}{others}"))
     if over:
         return Decision(entry, False, ("over max_bytes", *rules))
     return Decision(entry, bool(rules), tuple(rules) or ("no rule keeps it",))
@@ -167,12 +177,20 @@ def _over(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[
     over: set[int] = set()
     if policy.max_bytes is None:
         return over
-    excess = sum(entry.stored for entry in entries if kept[entry.id]) - policy.max_bytes
+    wanted = {entry.id for entry in entries if kept[entry.id]}
+    excess = _stored(entries, wanted) - policy.max_bytes
     for entry in entries:
-        if excess > 0 and kept[entry.id] and entry.id not in safe:
+        if excess > 0 and entry.id in wanted and entry.id not in safe:
             over.add(entry.id)
-            excess -= entry.stored
+            wanted.remove(entry.id)
+            excess = _stored(entries, wanted) - policy.max_bytes
     return over
+
+
+def _stored(entries: Sequence[Entry], ids: Collection[int]) -> int:
+    """Bytes of these versions, and of those that they are differences to."""
+    held = {*ids, *needed(entries, ids)}
+    return sum(entry.stored for entry in entries if entry.id in held)
 
 
 def _span(seconds: float) -> str:

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from . import store_clock
+from .chains import needed
 from .clock import Clock
 from .object_store import ObjectStore
 from .retention import Decision
@@ -35,9 +36,9 @@ class RetentionPlan:
     def execute(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
         """Drop them from the root in one swap; those of the plan that the root does not hold any more, by this call or another.
 
-        A version that was pinned or verified since the plan was made stays, and one that has become the newest meanwhile.
-        Objects stay until a collection deletes them. ``check`` may raise to give up on the root that is to be replaced. Raises
-        what ``Register.update`` raises.
+        A version that was pinned or verified since the plan was made stays, one that has become the newest meanwhile, and what
+        those that stay are differences to. Objects stay until a collection deletes them. ``check`` may raise to give up on the root
+        that is to be replaced. Raises what ``Register.update`` raises.
         """
         doomed = set(self.dropped)
         if not doomed:
@@ -49,6 +50,8 @@ class RetentionPlan:
             # that no id comes back. The newest stays: a commit whose answer was lost looks for its version in the root.
             kept = {root.verified, *(id for name, id in root.pins.items() if name not in self.released)}
             going = {entry for entry in root.versions[:-1] if entry in doomed and entry.id not in kept}
+            users = needed(root.versions, [entry.id for entry in root.versions if entry not in going])
+            going = {entry for entry in going if entry.id not in users}
             if not going:
                 return root
             check(root)

@@ -171,6 +171,22 @@ def test_of_two_attempts_with_one_id_the_higher_epoch_counts(repository: Reposit
     assert [(version.id, version.attempt) for version in repository.versions()][1:] == [(2, winner.attempt)]
 
 
+def test_a_difference_comes_back_with_its_base_only(repository: Repository) -> None:
+    committer, arrays = Committer(repository, "me"), [np.arange(20_000) + i for i in range(4)]
+    versions = [
+        write(committer, {"w": whole(array)}, base=base and (base, {"w": arrays[base - 1]}))
+        for array, base in zip(arrays, (None, 1, None, 2), strict=True)
+    ]
+    lose(repository)
+    assert [entry.bases for entry in plan(repository).new_root.versions] == [(), (1,), (), (2,)]
+    lose(repository, keys.pack(1, versions[0].attempt, 0, "weights", 0))
+    repair = plan(repository)
+    assert left_out(repair).keys() == {1, 2, 4}
+    assert "version 2, which does not come back" in left_out(repair)[4]
+    repair.execute()
+    assert np.array_equal(repository.latest().read("w"), arrays[2])
+
+
 def test_no_id_that_was_ever_seen_is_used_again(repository: Repository) -> None:
     commit(repository)
     repository.store.put(keys.pack(9, "a" * 16, 0, "weights", 0), [b"left over"])
