@@ -47,9 +47,9 @@ class Committer:
     def commit(self, record: VersionRecord) -> Version:
         """Make ``record`` a version: write the record, then swap the root. Fragments and packs are durable by now.
 
-        Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if a newer version or a collection has spent the id or what it
-        is a difference to is gone, and ``StoreUnavailable`` if the store gave no answer in time: then the version may or may not
-        exist, and calling again with the same record settles it.
+        Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if a newer version or a collection has spent the id or
+        what it is a difference to is gone, and ``StoreUnavailable`` if the store gave no answer in time: then the version may
+        or may not exist, and calling again with the same record settles it.
         """
         data = record.dump()
         digest = stored_digest(data)

@@ -36,9 +36,9 @@ class RetentionPlan:
     def execute(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
         """Drop them from the root in one swap; those of the plan that the root does not hold any more, by this call or another.
 
-        A version that was pinned or verified since the plan was made stays, one that has become the newest meanwhile, and what
-        those that stay are differences to. Objects stay until a collection deletes them. ``check`` may raise to give up on the root
-        that is to be replaced. Raises what ``Register.update`` raises.
+        A version that was pinned or verified since the plan was made stays, one that has become the newest meanwhile, and
+        what those that stay are differences to. Objects stay until a collection deletes them. ``check`` may raise to give up
+        on the root that is to be replaced. Raises what ``Register.update`` raises.
         """
         doomed = set(self.dropped)
         if not doomed:
