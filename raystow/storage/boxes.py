@@ -14,6 +14,8 @@ _PRIME = 2**255 - 19
 
 def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes share, or None if that is no element."""
+    if a == b:  # as most are: nothing to work out
+        return None if 0 in a[1] else a
     lows = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
     highs = (min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
     sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))

@@ -308,7 +308,7 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
             *flags,
             codecs=tuple(map(_text, row["codecs"])),
             stored=tuple(row["stored"]),
-            streams=tuple(map(int, row["streams"])),
+            streams=tuple(row["streams"]),
             stream=int(row["stream"]),
             base=None if base is None else int(base),
         ),
@@ -322,8 +322,9 @@ def _chunk(row: dict[str, Any], node: int) -> Chunk:
         raise Damaged(f"row {chunk.name!r:.80}: there is no byte {chunk.start} of a pack {chunk.pack}")
     if base is not None and not 1 <= base <= MAX_INTEGER:
         raise Damaged(f"row {chunk.name!r:.80}: there is no version {base}")
-    if min(chunk.coding.stored, default=-1) < 0 or chunk.coding.size > MAX_STORED_CHUNK:
-        raise Damaged(f"row {chunk.name!r:.80}: planes of {shown(chunk.coding.stored)} bytes cannot be")
+    coding = chunk.coding
+    if min(coding.stored, default=-1) < 0 or min(coding.streams, default=1) < 1 or coding.size > MAX_STORED_CHUNK:
+        raise Damaged(f"row {chunk.name!r:.80}: planes of {shown(coding.stored)} bytes, or their streams, cannot be")
     return chunk
 
 

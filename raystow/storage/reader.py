@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
 import os
 from collections import defaultdict
@@ -88,11 +89,10 @@ class Run:
         assert found is not None
         return found[0]
 
-    @property
-    def places(self) -> Iterator[list[Piece]]:
+    @functools.cached_property
+    def places(self) -> list[list[Piece]]:
         """The pieces, put together where they are of the same stored bytes: those of a tensor, and of what is derived from it."""
-        for _, same in itertools.groupby(self.pieces, _place):
-            yield list(same)
+        return [list(same) for _, same in itertools.groupby(self.pieces, _place)]
 
     def stored(self, piece: Piece, data: Any) -> Any:
         """The bytes of one piece's chunk in what was fetched."""
@@ -163,15 +163,29 @@ class Reader:
         except Damaged:
             return self._fetch(run, into)
 
-    def _fetch(self, run: Run, into: memoryview | None) -> Buffer:
+    def elements(self, run: Run) -> Iterator[tuple[Piece, Bytes]]:
+        """A run's pieces, each with the bytes of all its chunk's elements, fetched and checked."""
+        data = np.frombuffer(self.fetch(run), np.uint8)
+        for same in run.places:
+            words: Bytes | None = None
+            for piece in same:
+                base = self._needed(piece) if words is None else None
+                with run.naming(piece):
+                    words, raw = decode(piece.chunk, run.stored(piece, data), words, base=base)
+                yield piece, raw
+
+    def bring(self, run: Run, into: memoryview | None) -> Buffer:
+        """``fetch`` without looking at the bytes: for who holds them against their digests before they are believed."""
         try:
             if into is None:
-                data = self._store.get_range(run.key, run.start, run.length)
-            else:
-                self._store.get_range_into(run.key, run.start, into)
-                data = into
+                return self._store.get_range(run.key, run.start, run.length)
+            self._store.get_range_into(run.key, run.start, into)
+            return into
         except NotFound:
             raise Damaged("the pack is missing", subject=run.key) from None
+
+    def _fetch(self, run: Run, into: memoryview | None) -> Buffer:
+        data = self.bring(run, into)
         for same in run.places:
             found = stored_digest(run.stored(same[0], memoryview(data)))
             for piece in same:

@@ -1,88 +1,33 @@
 """Restores tensors on a GPU: stored bytes go up as they are, and are decoded, joined and checked there.
 
-Threads fetch the bytes of a *lane* into pinned memory and check their digests: what reaches a decoder is what was written, since
-nvCOMP may do anything on bytes that are not. Then the lane's kernels are enqueued, and the next lane is filled meanwhile. No raw
-tensor is ever whole in host memory.
+Threads fetch the bytes of a *lane* into pinned memory. They go up, and their digests are taken: only what was written reaches a
+decoder, since nvCOMP may do anything on bytes that were not. Then the lane's kernels are enqueued, while other lanes are filled.
+No raw tensor is ever whole in host memory.
 """
 
 from __future__ import annotations
 
-from collections import defaultdict, deque
+import functools
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
 from ...storage import chunk as chunks
-from ...storage import dtypes
 from ...storage.digest import finish
 from ...storage.errors import Damaged
-from ...storage.manifest import Chunk
 from ...storage.object_store import Buffer
-from ...storage.reader import Piece, Reader, Request, Run, decode
-from . import kernels, tables
-from .digests import digests
+from ...storage.reader import Piece, Reader, Request, Run
+from . import blake3, kernels, tables
+from .lane_plan import ALIGNED, PLANES, STORED, LanePlan, Making, Streams, batches, fits
 from .nvcomp import ALIGN, Codec
 
-_LANES, _FETCHING = 7, 5  # in all, and of these at most being filled: as many requests at a time as a reader has threads
-_STORED = 48 << 20  # bytes of a lane's pinned memory, and of as much on the device
-_ALIGNED = 60 << 20  # bytes on the device for coded streams, each at an address that nvCOMP takes
-_PLANES = 96 << 20  # bytes of decoded planes on the device
+_LANES, _FETCHING = 7, 4  # in all, and of these at most being filled: more requests at a time than a reader has threads
 
 Progress = Callable[[int], None]
-
-
-@dataclass(frozen=True)
-class _Derived:
-    """A piece whose elements, the bytes ``raw``, follow from ``words`` (both uint8)."""
-
-    run: Run
-    piece: Piece
-    words: torch.Tensor
-    raw: torch.Tensor
-
-    @property
-    def address(self) -> int:
-        """Where the elements go."""
-        return int(self.raw.data_ptr())
-
-    @property
-    def dtype(self) -> dtypes.DType:
-        """Of the elements."""
-        return dtypes.dtype(self.piece.chunk.dtype)
-
-    @property
-    def nbytes(self) -> int:
-        """Of all elements."""
-        return self.piece.chunk.nbytes
-
-    def derive(self) -> None:
-        """Make them, on the current stream."""
-        source, dtype = self.piece.chunk.words.name, self.piece.chunk.dtype
-        if source == dtype:
-            self.raw.copy_(self.words)
-        else:
-            self.raw.view(getattr(torch, dtype)).copy_(self.words.view(getattr(torch, source)))
-
-
-@dataclass
-class _Plan:
-    """What a lane decodes: tables of addresses, in the units of ``kernels``."""
-
-    runs: list[Run]
-    starts: list[int]  # where each run lies in the lane's memory
-    copies: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)  # what does not go straight to its place
-    moves: list[np.ndarray[Any, Any]] = field(default_factory=list)  # int64 [3, streams]
-    unpacks: list[tuple[int, int, int]] = field(default_factory=list)
-    streams: dict[tuple[str, int], list[tuple[np.ndarray[Any, Any], ...]]] = field(default_factory=lambda: defaultdict(list))
-    joins: dict[tuple[int, bool], list[tuple[int, list[int]]]] = field(default_factory=lambda: defaultdict(list))
-    order: list[tuple[Run, Piece]] = field(default_factory=list)  # as the digests come
-    derived: list[_Derived] = field(default_factory=list)
-    planes: int = 0  # bytes taken of the lane's memory of that name
-    aligned: int = 0
 
 
 class _Lane:
@@ -91,18 +36,38 @@ class _Lane:
     def __init__(self, device: torch.device) -> None:
         self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.host = torch.empty(_STORED, dtype=torch.uint8, pin_memory=True)
+        self.host = torch.empty(STORED, dtype=torch.uint8, pin_memory=True)
         self.bytes = self.host.numpy()
-        self.stored = torch.empty(_STORED, dtype=torch.uint8, device=device)
-        self.aligned = torch.empty(_ALIGNED, dtype=torch.uint8, device=device)
-        self.planes = torch.empty(_PLANES, dtype=torch.uint8, device=device)
-        self.plan: _Plan | None = None
-        self.results: list[tuple[str, Any, Any]] = []
+        self.stored = torch.empty(STORED + blake3.PAST, dtype=torch.uint8, device=device)
+        self.aligned = torch.empty(ALIGNED, dtype=torch.uint8, device=device)
+        self.planes = torch.empty(PLANES, dtype=torch.uint8, device=device)
+        self.plan: LanePlan | None = None
+        self.digesting: Callable[[], torch.Tensor] = lambda: self.digests
+        self.launches: list[Callable[[], None]] = []
+        self.digests = torch.empty((0, 8), dtype=torch.int32)  # of the stored bytes, in pinned memory
+        self.arrived: Any = None
+        self.results = torch.empty(0, dtype=torch.int64)  # at first on the device, then in pinned memory
         self.done: Any = None
+
+    def places(self) -> list[tuple[Run, memoryview]]:
+        """What is to be fetched, and where it goes in host memory."""
+        assert self.plan is not None
+        whole = zip(self.plan.runs, self.plan.starts, strict=True)
+        return [(run, self.bytes[start : start + run.length].data) for run, start in whole]
+
+    def copy_up(self) -> None:
+        """Enqueue the copy of all that was fetched."""
+        assert self.plan is not None
+        end = self.plan.starts[-1] + self.plan.runs[-1].length
+        self.stored[:end].copy_(self.host[:end], non_blocking=True)
+
+    def empty(self) -> None:
+        """Forget what it was filled with."""
+        self.plan, self.launches = None, []
 
 
 class Decoder:
-    """Fills tensors of one GPU. Takes 1.4 GiB of device memory and 340 MiB of pinned memory until ``close``."""
+    """Fills tensors of one GPU. Takes 1.2 GiB of device memory and 504 MiB of pinned memory until ``close``."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -117,28 +82,29 @@ class Decoder:
 
     def fill(self, reader: Reader, requests: Sequence[Request], progress: Progress) -> None:
         """``Reader.fill`` for targets that are tensors of words on this device; what the current stream still does to them is
-        waited for. What cannot be decoded here (chunks beyond a lane's size) is decoded in host memory, chunk by chunk."""
-        fits, others = list[Run](), list[Run]()
+        waited for. Chunks beyond a lane's size, and differences, are decoded in host memory, one by one."""
+        decoded, others = list[Run](), list[Run]()
         for run in reader.runs(requests):
-            (fits if _fits(run) else others).append(run)
+            (decoded if fits(run) else others).append(run)
         ready = torch.cuda.current_stream(self._device).record_event()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
                 fetching: deque[tuple[_Lane, list[Future[Buffer]]]] = deque()
+                arriving: deque[_Lane] = deque()
                 decoding: deque[_Lane] = deque(self._lanes)
-                for plan in _batches(fits):
+                for plan in batches(decoded):
                     if len(fetching) == _FETCHING:
-                        decoding.append(self._launch(*fetching.popleft()))
+                        arriving.append(self._take_up(*fetching.popleft()))
+                    if len(arriving) > 1:
+                        decoding.append(self._launch(reader, arriving.popleft()))
                     lane = decoding.popleft()
                     self._finish(lane, progress)
                     lane.plan = plan
                     lane.stream.wait_event(ready)
-                    places = [
-                        lane.bytes[start : start + run.length].data for run, start in zip(plan.runs, plan.starts, strict=True)
-                    ]
-                    fetching.append((lane, [pool.submit(reader.fetch, *what) for what in zip(plan.runs, places, strict=True)]))
-                while fetching:
-                    decoding.append(self._launch(*fetching.popleft()))
+                    fetching.append((lane, [pool.submit(reader.bring, *what) for what in lane.places()]))
+                    self._prepare(lane, plan)
+                arriving += [self._take_up(*one) for one in fetching]
+                decoding += [self._launch(reader, lane) for lane in arriving]
                 for lane in decoding:
                     self._finish(lane, progress)
                 for run in others:
@@ -149,62 +115,61 @@ class Decoder:
                 raise
             finally:
                 for lane in self._lanes:
-                    lane.plan, lane.results = None, []
+                    lane.empty()
 
-    def _launch(self, lane: _Lane, fetches: list[Future[Buffer]]) -> _Lane:
-        """When a lane's bytes are there, enqueue everything that it has to do."""
-        for fetch in fetches:
-            fetch.result()
-        plan = lane.plan
-        assert plan is not None
-        end = plan.starts[-1] + plan.runs[-1].length
+    def _prepare(self, lane: _Lane, plan: LanePlan) -> None:
+        """Work out all that a lane has to do once its bytes are there, while they are fetched."""
         with torch.cuda.stream(lane.stream):
-            lane.stored[:end].copy_(lane.host[:end], non_blocking=True)
             for run, start in zip(plan.runs, plan.starts, strict=True):
                 for same in run.places:
                     with run.naming(same[0]):
                         self._place(lane, plan, run, same, lane.stored.data_ptr() + start + same[0].chunk.start - run.start)
-            if plan.streams:
-                self._decompress(lane, plan)
-            if plan.unpacks:
-                table = np.array(plan.unpacks, np.int64)
-                kernels.unpack7(self._upload(table), int(table[:, 2].max()))
-            for (width, rotated), rows in plan.joins.items():
-                table = np.zeros((len(rows), tables.COLUMNS), np.int64)
-                for row, (target, planes) in zip(table, rows, strict=True):
-                    row[0], row[1] = target, planes[0]
-                    row[2 : 1 + len(planes)] = planes[1:]
-                sums = torch.zeros(len(rows), dtype=torch.int64, device=self._device)
-                kernels.join(
-                    self._upload(table),
-                    int(table[:, 1].max()) * width,
-                    width=width,
-                    rotate=rotated,
-                    packed=tables.can_pack(table, width),
-                    digests=sums,
-                )
-                lane.results.append(("digests", (width, rotated), _to_host(sums)))
-            for one in plan.derived:
-                one.derive()
-            if plan.derived:
-                lane.results.append(("derived", None, digests(plan.derived, self._device)))
+            lane.results = torch.zeros(plan.results, dtype=torch.int64, device=self._device)
+            launches = list(self._launches(lane, plan, lane.results))
+            sizes = [same[0].chunk.coding.size for _, same in plan.stored]
+            ranges = blake3.table_of([address for address, _ in plan.stored], sizes)
+            stored, *uploaded = self._upload([ranges, *(table for table, _ in launches)])
+            lane.launches = [functools.partial(launch, table) for (_, launch), table in zip(launches, uploaded, strict=True)]
+            lane.digesting = functools.partial(blake3.stored_digests, stored, sizes)
+
+    def _take_up(self, lane: _Lane, fetches: list[Future[Buffer]]) -> _Lane:
+        """When a lane's bytes are in host memory: copy them, and take their digests."""
+        for fetch in fetches:
+            fetch.result()
+        with torch.cuda.stream(lane.stream):
+            lane.copy_up()
+            lane.digests = _to_host(lane.digesting())
+            lane.arrived = lane.stream.record_event()
+        return lane
+
+    def _launch(self, reader: Reader, lane: _Lane) -> _Lane:
+        """When they have arrived whole, enqueue everything that is to be done with them."""
+        plan = lane.plan
+        assert plan is not None
+        lane.arrived.synchronize()
+        with torch.cuda.stream(lane.stream):
+            if not _as_written(plan, lane.digests):
+                for run, place in lane.places():
+                    reader.fetch(run, place)  # they may have been changed on their way
+                lane.copy_up()
+            for launch in lane.launches:
+                launch()
             for piece, raw in plan.copies:
                 _copy_part(piece, raw)
+            lane.results = _to_host(lane.results)
             lane.done = lane.stream.record_event()
         return lane
 
-    def _place(self, lane: _Lane, plan: _Plan, run: Run, same: list[Piece], stored: int) -> None:
-        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and where its words go: to the first of
-        these pieces, if they are its elements. The others, all of the same stored bytes, follow."""
+    def _place(self, lane: _Lane, plan: LanePlan, run: Run, same: list[Piece], stored: int) -> None:
+        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and what is made of them: these pieces,
+        all of the same stored bytes, whose elements are the words, or are derived from them."""
         chunk = same[0].chunk
-        own = chunk.words.name == chunk.dtype
-        words = self._target(plan, same[0]) if own else torch.empty(chunk.decoded, dtype=torch.uint8, device=self._device)
-        plan.derived += [_Derived(run, piece, words, self._target(plan, piece)) for piece in (same[1:] if own else same)]
-        places = chunks.layout(chunk.coding, chunk.words, chunk.decoded, chunk.coding.size)
-        width, address = len(places), words.data_ptr()
-        n = chunk.decoded // width
         if not chunk.decoded:
             return
+        places = chunks.layout(chunk.coding, chunk.words, chunk.decoded, chunk.coding.size)
+        plan.stored.append((stored, same))
+        width = len(places)
+        n = chunk.decoded // width
         planes = [0] * width
         for place in places:
             source = stored + place.start
@@ -216,73 +181,108 @@ class Decoder:
             if place.codec == chunks.PACK7:
                 plan.unpacks.append((source, target, n // 8))
             else:
-                sizes = np.array(place.sizes, np.int64)
-                room = -(-sizes // ALIGN) * ALIGN
-                aligned = lane.aligned.data_ptr() + plan.aligned + np.cumsum(room) - room
-                plan.aligned += int(room.sum())
-                each = np.minimum(chunk.coding.stream, n - np.arange(len(sizes)) * chunk.coding.stream)
-                plan.moves.append(np.stack((source + np.cumsum(sizes) - sizes, aligned, sizes)))
-                targets = target + np.arange(len(sizes)) * chunk.coding.stream
-                plan.streams[place.codec, chunk.coding.stream].append((aligned, sizes, targets, each))
-        plan.joins[_joined(chunk)].append((address, [n, *planes]))
-        plan.order.append((run, same[0]))
+                kind = place.codec, chunk.coding.stream
+                streams = plan.streams.setdefault(kind, Streams(chunk.coding.stream))
+                streams.planes.append((source, target, len(place.sizes), n))
+                streams.sizes += place.sizes
+        joined, words = plan.made[Making(width, chunk.coding.rotated)], 0
+        for piece in same:
+            if piece.chunk.dtype == chunk.words.name:
+                words = self._target(plan, piece)
+                joined.add([words, n, *planes], (run, piece))
+                continue
+            if not words:
+                words = self._memory(plan, chunk.decoded).data_ptr()
+                joined.add([words, n, *planes], None)
+            row = [self._target(plan, piece), piece.chunk.nbytes // 2, words]
+            plan.made[Making(2, rounded=piece.chunk.dtype)].add(row, (run, piece))
 
-    def _target(self, plan: _Plan, piece: Piece) -> torch.Tensor:
-        """Memory (uint8) for the elements of a piece's chunk: where they belong, or some from which a part is copied there."""
-        if piece.direct and piece.target.is_contiguous():
-            words: torch.Tensor = piece.target.reshape(-1).view(torch.uint8)
-            return words
-        raw = torch.empty(piece.chunk.nbytes, dtype=torch.uint8, device=self._device)
-        plan.copies.append((piece, raw))
-        return raw
+    def _target(self, plan: LanePlan, piece: Piece) -> int:
+        """Where the elements of a piece's chunk go: where they belong, or to memory from which a part is copied there."""
+        if not (piece.direct and piece.target.is_contiguous()):
+            raw = self._memory(plan, piece.chunk.nbytes)
+            plan.copies.append((piece, raw))
+            return int(raw.data_ptr())
+        return int(piece.target.data_ptr())
 
-    def _decompress(self, lane: _Lane, plan: _Plan) -> None:
-        table = np.ascontiguousarray(np.concatenate(plan.moves, axis=1).T)
-        kernels.move(self._upload(table), int(table[:, 2].max()))
-        for key, parts in plan.streams.items():
-            codec = self._codecs.setdefault(key, Codec(*key))
-            columns = [np.concatenate([part[i] for part in parts]).astype(np.int64) for i in range(4)]
-            sources, sizes, targets, rooms = self._upload(np.stack(columns))
-            scratch = torch.empty(codec.decoding_scratch(len(sizes)), dtype=torch.uint8, device=self._device)
-            results = torch.full((2, len(sizes)), -1, dtype=torch.int64, device=self._device)
-            status = results[1].view(torch.int32)[: len(sizes)]
-            codec.decompress(sources, sizes, targets, rooms, decoded=results[0], scratch=scratch, status=status)
-            lane.results.append(("streams", columns[3], _to_host(results)))
+    def _memory(self, plan: LanePlan, nbytes: int) -> torch.Tensor:
+        plan.held.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
+        return plan.held[-1]
 
-    def _upload(self, rows: np.ndarray[Any, Any]) -> torch.Tensor:
-        return torch.from_numpy(rows).pin_memory().to(self._device, non_blocking=True)
+    def _launches(
+        self, lane: _Lane, plan: LanePlan, results: torch.Tensor
+    ) -> Iterator[tuple[np.ndarray[Any, Any], Callable[[torch.Tensor], None]]]:
+        """All kernels of a lane, in order, each with the table that it wants on the device. ``results`` gets, as ``_finish``
+        expects it: for each codec the decoded sizes of its streams, and what nvCOMP says of them; the digests of words."""
+        aligned, end = lane.aligned.data_ptr(), 0
+        for key, streams in plan.streams.items():
+            table = streams.table(aligned)
+            aligned = int(table[1, -1]) + -(-streams.sizes[-1] // ALIGN) * ALIGN
+            yield np.ascontiguousarray(table[:3].T), functools.partial(kernels.move, largest=max(streams.sizes))
+            begin, end = end, end + 2 * len(streams.sizes)
+            yield table[1:], functools.partial(self._decompress, key, results[begin:end])
+        if plan.unpacks:
+            unpacks = np.array(plan.unpacks, np.int64)
+            yield unpacks, functools.partial(kernels.unpack7, largest=int(unpacks[:, 2].max()))
+        for making, batch in plan.in_order:
+            table = np.zeros((len(batch.rows), tables.COLUMNS), np.int64)
+            for row, numbers in zip(table, batch.rows, strict=True):
+                row[: len(numbers)] = numbers
+            begin, end = end, end + len(table)
+            yield table, functools.partial(_make, making, table, results[begin:end])
+
+    def _decompress(self, key: tuple[str, int], results: torch.Tensor, streams: torch.Tensor) -> None:
+        codec = self._codecs.setdefault(key, Codec(*key))
+        scratch = torch.empty(codec.decoding_scratch(streams.shape[1]), dtype=torch.uint8, device=self._device)
+        decoded, said = results.view(2, -1)
+        codec.decompress(*streams, decoded=decoded, scratch=scratch, status=said.view(torch.int32))
+
+    def _upload(self, rows: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
+        """Tables of int64, all by one copy."""
+        if not rows:
+            return []
+        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in rows])).pin_memory()
+        parts = flat.to(self._device, non_blocking=True).split([table.size for table in rows])
+        return [part.view(table.shape) for part, table in zip(parts, rows, strict=True)]
 
     def _finish(self, lane: _Lane, progress: Progress) -> None:
         """Wait for what a lane does, and look at what came out of it."""
-        plan, lane.plan = lane.plan, None
+        plan = lane.plan
         if plan is None:
             return
         lane.done.synchronize()
-        results, lane.results = lane.results, []
-        sound = True
-        sums: dict[tuple[int, bool], Iterator[int]] = {}
-        derived: list[int] = []
-        for kind, what, got in results:
-            if kind == "streams":
-                decoded, status = got.numpy()[0], got.numpy()[1].view(np.int32)[: got.shape[1]]
-                sound = sound and not status.any() and bool((decoded == what).all())
-            elif kind == "derived":
-                derived = got.tolist()
-            else:
-                sums[what] = iter(got.tolist())
-        for run, piece in plan.order:
-            total = next(sums[_joined(piece.chunk)])
-            if piece.chunk.words.name == piece.chunk.dtype:  # else there are the digests of what follows from it
-                _check(run, piece, total, progress)
-        for one, total in zip(plan.derived, derived, strict=True):
-            _check(one.run, one.piece, total, progress)
+        results, sound, end = lane.results.numpy(), True, 0
+        lane.empty()
+        for streams in plan.streams.values():
+            begin, end = end, end + 2 * len(streams.sizes)
+            decoded, said = results[begin:end].reshape(2, -1)
+            sound = sound and not said.view(np.int32)[: len(decoded)].any() and bool((decoded == streams.rooms).all())
+        for _, batch in plan.in_order:
+            begin, end = end, end + len(batch.of)
+            for of, total in zip(batch.of, results[begin:end].tolist(), strict=True):
+                if of is not None:  # else there are the digests of what follows from it
+                    _check(*of, total, progress)
         if not sound:
             raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.runs[0].key)
 
 
-def _joined(chunk: Chunk) -> tuple[int, bool]:
-    """Chunks of which this is the same are joined together."""
-    return (chunk.words.width if chunk.coding.planes else 1), chunk.coding.rotated
+def _make(making: Making, table: np.ndarray[Any, Any], digests: torch.Tensor, on_device: torch.Tensor) -> None:
+    largest = int(table[:, 1].max()) * making.width
+    if making.rounded:
+        kernels.derive(on_device, largest, dtype=making.rounded, digests=digests)
+    else:
+        packed = tables.can_pack(table, making.width)
+        kernels.join(on_device, largest, width=making.width, rotate=making.rotated, packed=packed, digests=digests)
+
+
+def _as_written(plan: LanePlan, digests: torch.Tensor) -> bool:
+    """Whether all stored bytes have the digests that the manifest says. ``digests``: int32 [ranges, 8]."""
+    found = zip(plan.stored, digests.numpy(), strict=True)
+    return all(digest.tobytes() == piece.chunk.stored_digest for (_, same), digest in found for piece in same)
+
+
+def _to_host(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
 
 
 def _check(run: Run, piece: Piece, total: int, progress: Progress) -> None:
@@ -290,47 +290,6 @@ def _check(run: Run, piece: Piece, total: int, progress: Progress) -> None:
         with run.naming(piece):
             raise Damaged("the decoded bytes do not match their digest")
     progress(piece.chunk.nbytes)
-
-
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
-
-
-def _batches(runs: list[Run]) -> Iterator[_Plan]:
-    """Runs in numbers that fit a lane."""
-    some, starts, stored, planes, aligned = list[Run](), list[int](), 0, 0, 0
-    for run in runs:
-        length, raw, spread = -(-run.length // ALIGN) * ALIGN, _raw(run), _aligned(run)
-        if some and (stored + length > _STORED or planes + raw > _PLANES or aligned + spread > _ALIGNED):
-            yield _Plan(some, starts)
-            some, starts, stored, planes, aligned = [], [], 0, 0, 0
-        some.append(run)
-        starts.append(stored)
-        stored += length
-        planes += raw
-        aligned += spread
-    if some:
-        yield _Plan(some, starts)
-
-
-def _raw(run: Run) -> int:
-    """Bytes of planes that decoding a run may take at most, each plane rounded up."""
-    return sum(same[0].chunk.decoded + ALIGN * 8 for same in run.places)
-
-
-def _aligned(run: Run) -> int:
-    """Bytes that a run's streams may take at most, each beginning where nvCOMP wants it."""
-    return run.length + ALIGN * sum(len(same[0].chunk.coding.streams) for same in run.places)
-
-
-def _fits(run: Run) -> bool:
-    """Whether a lane can take a run, and nvCOMP its streams."""
-    return (
-        run.length <= _STORED
-        and _raw(run) <= _PLANES
-        and _aligned(run) <= _ALIGNED
-        and all(not piece.chunk.coding.streams or piece.chunk.coding.stream % ALIGN == 0 for piece in run.pieces)
-    )
 
 
 def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
@@ -343,9 +302,6 @@ def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
 
 
 def _through_host(reader: Reader, run: Run, progress: Progress) -> None:
-    data = np.frombuffer(reader.fetch(run), np.uint8)
-    for piece in run.pieces:
-        with run.naming(piece):
-            _, raw = decode(piece.chunk, run.stored(piece, data))
+    for piece, raw in reader.elements(run):
         _copy_part(piece, torch.from_numpy(raw).to(piece.target.device))
         progress(piece.chunk.nbytes)

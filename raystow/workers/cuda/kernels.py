@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import torch
@@ -45,6 +44,16 @@ def _rotate_back(t, W: tl.constexpr):
 
 
 @triton.jit
+def _rounded(x, BF16: tl.constexpr):
+    """float32, as int32, rounded to bfloat16 or to float16; the result in the lower half of an int32."""
+    if BF16:  # to the nearest, of two equally near ones to the even one
+        made = (x + 0x7FFF + ((x >> 16) & 1)) >> 16
+    else:
+        made = x.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
+    return made & 0xFFFF
+
+
+@triton.jit
 def _pass(
     table,
     keys,
@@ -56,6 +65,7 @@ def _pass(
     ROTATE: tl.constexpr,
     SPLIT: tl.constexpr,
     JOIN: tl.constexpr,
+    ROUND: tl.constexpr,
     PACKED: tl.constexpr,
     SAMPLE: tl.constexpr,
     SLICE: tl.constexpr,
@@ -92,7 +102,11 @@ def _pass(
             block = first + g
             at = (block * BLOCK + part * SLICE).to(tl.int64) * 4 // ITEM + lane
             inside = at < n
-            if JOIN:
+            if ROUND != "":
+                x = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
+                v = _rounded(x, ROUND == "bfloat16")
+                tl.store(items + at, v.to(tl.int16), mask=inside)
+            elif JOIN:
                 t = tl.zeros((LANES,), tl.int64) if ITEM == 8 else tl.zeros((LANES,), tl.int32)
                 if W == 1 and ITEM == 4:
                     t = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
@@ -169,11 +183,7 @@ def _compare(table, misses, BF16: tl.constexpr, SPAN: tl.constexpr):
     inside = at < n
     x = tl.load(tl.load(row).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
     found = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
-    if BF16:  # to the nearest, of two equally near ones to the even one
-        made = ((x + 0x7FFF + ((x >> 16) & 1)) >> 16) & 0xFFFF
-    else:
-        made = x.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32) & 0xFFFF
-    missed = (made != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing follows from a NaN
+    missed = (_rounded(x, BF16) != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing follows from a NaN
     if tl.max((missed & inside).to(tl.int32)) != 0:
         tl.store(misses + tl.program_id(1), 1)
 
@@ -265,43 +275,62 @@ def split(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed
     largest chunk. ``results``: int64 [3, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of
     ``sample``, and 1 where the lowest bit of any rotated word is set.
     """
-    _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, JOIN=False, SAMPLE=False)
+    _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True)
 
 
 def join(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, digests: torch.Tensor) -> None:
     """The inverse of ``split``; ``digests`` (int64 [chunks], zeros) gets the sums of ``raw_digest`` of the words it makes."""
-    nothing = digests
-    _run(table, largest, digests, nothing, nothing, W=width, ROTATE=rotate, PACKED=packed, SPLIT=False, JOIN=True, SAMPLE=False)
+    _run(table, largest, digests, W=width, ROTATE=rotate, PACKED=packed, JOIN=True)
+
+
+def derive(table: torch.Tensor, largest: int, *, dtype: str, digests: torch.Tensor) -> None:
+    """``storage.derived.derive`` of each row, whose words of ``dtype`` (bfloat16 or float16) come of the float32 ones where
+    otherwise the first plane is; ``digests`` as for ``join``."""
+    _run(table, largest, digests, W=2, PACKED=False, ROUND=dtype)
 
 
 def digest(table: torch.Tensor, largest: int, *, width: int, packed: bool, digests: torch.Tensor) -> None:
     """Only the digests of ``join``, of words that are there."""
-    none = digests
-    _run(table, largest, digests, none, none, W=width, ROTATE=False, PACKED=packed, SPLIT=False, JOIN=False, SAMPLE=False)
+    _run(table, largest, digests, W=width, PACKED=packed)
 
 
 def sample(table: torch.Tensor, largest: int, *, width: int, packed: bool, samples: torch.Tensor) -> None:
     """The part of each chunk's digest that comes of 4 KiB in every 64; ``samples``: int64 [chunks], zeros."""
-    nothing = samples
-    _run(table, largest, nothing, samples, nothing, W=width, ROTATE=False, PACKED=packed, SPLIT=False, JOIN=False, SAMPLE=True)
+    _run(table, largest, samples, W=width, PACKED=packed, SAMPLE=True)
 
 
 def _run(
     table: torch.Tensor,
     largest: int,
-    digests: torch.Tensor,
-    samples: torch.Tensor,
-    odds: torch.Tensor,
+    sums: torch.Tensor,
+    samples: torch.Tensor | None = None,
+    odds: torch.Tensor | None = None,
     *,
-    SAMPLE: bool,
-    **what: Any,
+    W: int,
+    PACKED: bool,
+    ROTATE: bool = False,
+    SPLIT: bool = False,
+    JOIN: bool = False,
+    ROUND: str = "",
+    SAMPLE: bool = False,
 ) -> None:
     if len(table):
         keys, block_keys = _keys(table.device.index if table.is_cuda else -1)
         slices = 1 if SAMPLE else BLOCK // _SLICE
         grid = (slices * max(1, triton.cdiv(largest, _REACH)), len(table))
-        sizes = {"SLICE": _SLICE, "GROUP": _GROUP, "BLOCK": BLOCK}
-        _pass[grid](table, keys, block_keys, digests, samples, odds, SAMPLE=SAMPLE, **sizes, **what)
+        _pass[grid](
+            *(table, keys, block_keys, sums, sums if samples is None else samples, sums if odds is None else odds),
+            W=W,
+            ROTATE=ROTATE,
+            SPLIT=SPLIT,
+            JOIN=JOIN,
+            ROUND=ROUND,
+            PACKED=PACKED,
+            SAMPLE=SAMPLE,
+            SLICE=_SLICE,
+            GROUP=_GROUP,
+            BLOCK=BLOCK,
+        )
 
 
 def tell(found: torch.Tensor, told: torch.Tensor) -> None:

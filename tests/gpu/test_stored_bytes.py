@@ -1,0 +1,68 @@
+"""Nothing reaches a decoder of the GPU but what was written: the digests of stored bytes are taken when they have gone up."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.storage.digest import stored_digest
+from raystow.storage.reader import Reader
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+SIZES = (1, 3, 63, 64, 65, 1023, 1024, 1025, 2048, 3 * 1024, 5000, 128 * 1024, 129 * 1024 + 7, 1 << 20, (7 << 20) + 13)
+
+
+def test_the_gpu_takes_the_digests_that_the_cpu_takes() -> None:
+    from raystow.workers.cuda import blake3
+
+    memory = torch.randint(0, 256, (sum(SIZES) + 3 * len(SIZES) + blake3.PAST,), device="cuda").to(torch.uint8)
+    starts = [sum(SIZES[:i]) + 3 * i for i in range(len(SIZES))]  # of every remainder by four
+    table = blake3.table_of([memory.data_ptr() + start for start in starts], SIZES)
+    found = blake3.stored_digests(torch.from_numpy(table).cuda(), SIZES).cpu().numpy()
+    host = memory.cpu().numpy()
+    for start, size, digest in zip(starts, SIZES, found, strict=True):
+        assert digest.tobytes() == stored_digest(host[start : start + size]), size
+
+
+@pytest.fixture
+def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, torch.Tensor], Callable[[int], None]]]:
+    """A version, what it holds, and a way to let a bit flip in so many of the next readings."""
+    state = {"w": (torch.randn(6 << 20, device="cuda") * 0.02).to(torch.bfloat16), "v": torch.randn(3 << 20, device="cuda")}
+    folder, flips, bring = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm")), [0], Reader.bring
+
+    def brought(self: Reader, run: object, into: memoryview | None) -> object:
+        data = bring(self, run, into)  # type: ignore[arg-type]
+        if flips[0] and into is not None:
+            flips[0] -= 1
+            into[len(into) // 2] ^= 1
+        return data
+
+    with LocalCluster(str(folder), codec="deflate") as cluster:
+        cluster.save(state, step=1)
+    monkeypatch.setattr(Reader, "bring", brought)
+    yield str(folder), state, lambda times: flips.__setitem__(0, times)
+    shutil.rmtree(folder)
+
+
+def test_what_was_changed_on_its_way_is_read_again(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
+    uri, state, flip = saved
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    flip(1)
+    raystow.restore_latest(uri, into=into)
+    assert all(torch.equal(into[name], tensor) for name, tensor in state.items())
+
+
+def test_what_stays_wrong_is_named(saved: tuple[str, dict[str, torch.Tensor], Callable[[int], None]]) -> None:
+    uri, state, flip = saved
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    flip(1000)
+    with pytest.raises(raystow.Damaged, match=r"tensor '[wv]'.*do not match their digest"):
+        raystow.restore_latest(uri, into=into)
