@@ -156,7 +156,7 @@ BUGS = (
     ),
     _bug(
         "a reader does not look at the root after it wrote its lease",
-        (_REPOSITORY, "if version.entry not in self.root().versions:", "if False:"),
+        (_REPOSITORY, "if version.entry not in versions:", "if False:"),
     ),
     _bug("collection knows no grace period", (_COLLECT, "elif g.since < grace:", "elif False:")),
     _bug(
