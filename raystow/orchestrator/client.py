@@ -28,6 +28,7 @@ from .agreement import Together
 from .codec import usable_codec
 from .coordinator_actor import RayPort, coordinator_actor
 from .failures import Failures
+from .housekeeping import kept_by_a_run
 from .lossy.choice import Lossy
 from .lossy.rules import Rule
 from .memory import share_of_memory
@@ -84,6 +85,7 @@ class Checkpointer:
         replicas: int = 1,
         replica_rate: float | None = None,
     ) -> None:
+        self._retention = kept_by_a_run(retention, os.fspath(uri))
         cluster.connect()
         ray_metrics.export()
         here(node=cluster.node_here())
@@ -105,7 +107,7 @@ class Checkpointer:
         if replicas < 0 or (replica_rate is not None and replica_rate <= 0):
             raise StateError(f"replicas={replicas} must be at least 0, replica_rate={replica_rate} more than 0")
         self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
-        self._retention, self._keep_in_memory = retention, keep_in_memory
+        self._keep_in_memory = keep_in_memory
         self._replicas, self._replica_rate = replicas, replica_rate
         self._compress_in, self._lossy = compress_in, Lossy.of(lossy)
         if self._lossy.rules:

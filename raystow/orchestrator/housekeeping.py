@@ -8,7 +8,7 @@ from typing import Any
 
 from ..storage.collect import GRACE
 from ..storage.committer import Committer
-from ..storage.errors import RaystowError
+from ..storage.errors import RaystowError, StateError
 from ..storage.log import about
 from ..storage.retention import Policy
 
@@ -29,7 +29,7 @@ class Housekeeping:
         log = about(logger, repository=repository.uri)
         try:
             plan = repository.plan_retention(policy, known=self._metrics, bases=bases)
-            dropped = plan.execute(self._committer.check)
+            dropped = plan.drop(self._committer.check)
             why = {decision.entry: decision.why for decision in plan.decisions}
             for entry in dropped:
                 dropped_one = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
@@ -39,3 +39,12 @@ class Housekeeping:
                 log.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)
         except RaystowError as error:
             log.warning("retention is put off to the next commit: %s", error)
+
+
+def kept_by_a_run(policy: Policy | None, uri: str) -> Policy | None:
+    """``policy``; ``StateError`` if it has a rule that a run does not carry out."""
+    if policy is not None and policy.resumable is not None:
+        what = "a run drops versions and does not thin them, which is to read and to write them again"
+        remedy = f"let `raystow prune {uri} --resumable {policy.resumable} --yes` run every night"
+        raise StateError(what, subject="retention", remedy=remedy)
+    return policy

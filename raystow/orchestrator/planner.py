@@ -20,12 +20,12 @@ import numpy as np
 from ..storage import dtypes, values
 from ..storage.boxes import Box
 from ..storage.errors import StateError
+from ..storage.groups import OPTIMIZER, WEIGHTS, group
 from ..storage.kernels import Bytes
 from ..storage.manifest import path_text
 from ..storage.rounded import Rounded
 from ..workers.port import MODULUS, coverage
 from ..workers.ring import SLOT
-from .groups import OPTIMIZER, WEIGHTS, group
 from .lossy import rounding
 from .lossy.choice import Lossy
 from .lossy.rules import words_of

@@ -7,6 +7,7 @@ import logging
 import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Iterable
+from datetime import datetime, timezone
 from typing import Any
 
 import numpy as np
@@ -77,8 +78,12 @@ def plan_restore(
     found = version.find(sought, Seeker(rank, world_size, version.world_size))
     if left := sorted(set(filled) - found.chunks.keys()):
         raise Damaged(f"does not hold {left[0]!r}, which a damaged newer version does", subject=f"version {version.id}")
+    names = {leaf.name for leaf in leaves}
     if strict:
-        _check_names({leaf.name for leaf in leaves}, found, version, rank)
+        _check_names(names, found, version, rank)
+    elif version.record.thinned is not None and (missing := names - found.chunks.keys() - found.values.keys()):
+        told = version.id, _thinned(version), len(missing), min(missing)
+        logger.warning("version %d %s: %d names of `into` stay as they are, as %s does", *told)
     in_memory: list[Request] = []
     to_cast: list[tuple[Shard, list[Chunk]]] = []
     on_gpu: dict[int, list[Request]] = defaultdict(list)
@@ -272,4 +277,15 @@ def _check_names(wanted: set[str], found: Found, version: Version, rank: int) ->
         for title, names in (("in `into` but not saved", missing), ("saved but not in `into`", unexpected))
         if names
     ]
-    raise StateError("; ".join(parts), subject=f"version {version.id}", remedy="make them match, or pass strict=False")
+    remedy = "make them match, or pass strict=False"
+    if missing and version.record.thinned is not None:
+        parts.append(f"it {_thinned(version)}")
+        remedy = "restore a newer version to resume, or pass strict=False for what is left of this one"
+    raise StateError("; ".join(parts), subject=f"version {version.id}", remedy=remedy)
+
+
+def _thinned(version: Version) -> str:
+    thinned = version.record.thinned
+    assert thinned is not None
+    when = datetime.fromtimestamp(thinned.at, timezone.utc)
+    return f"was thinned at {when:%Y-%m-%d %H:%M} UTC and holds its {' and '.join(thinned.groups)} only"

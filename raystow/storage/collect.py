@@ -6,6 +6,8 @@ What may go, and why it is safe:
   finish, or a lease for as long as they need.
 - An attempt whose id the root has passed (``id < next_id``) without listing it. No commit of that id can succeed any more,
   however late its writer wakes up.
+- But one that the root notes as a rewrite may still take the place of a live version. If it was not written to for the grace
+  period, the note goes first, by a swap of the root: from then on it is of the kind above.
 - An attempt whose id the root has not passed may be in flight. If neither it nor any other like it was written to for the grace
   period, its id is *spent* first, by a swap of the root: from then on it is of the kind above.
 - Ended leases, old probes, and what killed writers have left half-written.
@@ -38,6 +40,7 @@ class Kind(enum.Enum):
 
     DROPPED = "dropped"
     FAILED = "never committed"
+    REWRITE = "being rewritten"
     OPEN = "may be in flight"
 
 
@@ -110,8 +113,14 @@ class CollectionPlan:
         due = self.due
         if not due:
             return []
-        past = 1 + max(g.id for g in due)
-        root = self.register.update(lambda root: root if root.next_id >= past else replace(root, next_id=past))
+        past, gone = 1 + max(g.id for g in due), {(g.id, g.attempt) for g in due}
+
+        def spend(root: Root) -> Root:
+            rewrites = tuple(r for r in root.rewrites if (r.id, r.attempt) not in gone)
+            spent = root.next_id >= past and len(rewrites) == len(root.rewrites)
+            return root if spent else replace(root, next_id=max(root.next_id, past), rewrites=rewrites)
+
+        root = self.register.update(spend)
         live = {(entry.id, entry.attempt) for entry in root.versions}
         return [g for g in due if (g.id, g.attempt) not in live]  # one was committed since the plan was made
 
@@ -135,6 +144,7 @@ def plan(store: ObjectStore, register: Register, clock: Clock, *, grace: float =
     seen = {(g.id, g.attempt) for g in garbage}
     # A dropped version whose objects are gone while the root still remembers it: the last collection died before its end.
     garbage += [Garbage(d.id, d.attempt, Kind.DROPPED, 0, 0, now - d.at) for d in root.dropped if (d.id, d.attempt) not in seen]
+    garbage += [Garbage(r.id, r.attempt, Kind.REWRITE, 0, 0, now - r.at) for r in root.rewrites if (r.id, r.attempt) not in seen]
     kept = _kept(garbage, leases.held(store, now), grace)
     scraps = leases.ended(store, now) + [info.key for info in store.list(probe.PREFIX) if now - info.modified >= grace]
     unfinished = tuple(write for write in store.unfinished() if now - write.started >= grace)
@@ -164,6 +174,8 @@ def _found(store: ObjectStore) -> Iterator[tuple[tuple[int, str], list[ObjectInf
 def _judged(root: Root, now: float, id: int, attempt: str, infos: list[ObjectInfo]) -> Garbage:
     dropped = next((d.at for d in root.dropped if (d.id, d.attempt) == (id, attempt)), None)
     kind = Kind.DROPPED if dropped is not None else Kind.OPEN if id >= root.next_id else Kind.FAILED
+    if any((r.id, r.attempt) == (id, attempt) for r in root.rewrites):
+        kind = Kind.REWRITE
     since = now - (max(info.modified for info in infos) if dropped is None else dropped)
     return Garbage(id, attempt, kind, len(infos), sum(info.size for info in infos), since)
 

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from . import keys
 from .digest import stored_digest
 from .errors import Fenced, SaveFailed
-from .repository import Repository
+from .object_store import ObjectStore
 from .root import Entry, Root
 from .signing import Signer, Trust
 from .version import Version
 from .version_record import VersionRecord
+
+if TYPE_CHECKING:
+    from .repository import Repository
 
 
 class Committer:
@@ -51,14 +55,8 @@ class Committer:
         what it is a difference to is gone, and ``StoreUnavailable`` if the store gave no answer in time: then the version may
         or may not exist, and calling again with the same record settles it.
         """
-        data = record.dump()
-        digest = stored_digest(data)
-        self.repository.store.put(record.key(), [data])
-        if self._signer is not None:
-            signature = self._signer.sign(record.repository, record.id, record.attempt, digest)
-            self.repository.store.put(keys.signature(record.id, record.attempt), [signature])
-        entry = record.entry(digest, len(data))
-        self._last = entry, data
+        self._last = put_record(self.repository.store, record, self._signer)
+        entry = self._last[0]
 
         def add(root: Root) -> Root:
             if entry in root.versions:
@@ -67,8 +65,9 @@ class Committer:
             if entry.id < root.next_id:  # also if that version was there once, and retention has dropped it
                 self._next_id = max(self._next_id, root.next_id)
                 raise SaveFailed(f"id {entry.id} is spent: the next version is {root.next_id}", subject=keys.ROOT)
-            if gone := set(entry.bases) - {other.id for other in root.versions}:
-                raise SaveFailed(f"it is a difference to version {min(gone)}, which is not there any more", subject=keys.ROOT)
+            if gone := set(entry.bases) - {other.id for other in root.versions if other.resumable}:
+                what = f"it is a difference to version {min(gone)}, which is not there any more, or not all of it"
+                raise SaveFailed(what, subject=keys.ROOT)
             return replace(root, next_id=entry.id + 1, versions=(*root.versions, entry))
 
         self.repository.register.update(add)
@@ -100,3 +99,14 @@ class Committer:
                 subject=keys.ROOT,
                 remedy="let the newer coordinator work, or stop it first",
             )
+
+
+def put_record(store: ObjectStore, record: VersionRecord, signer: Signer | None) -> tuple[Entry, bytes]:
+    """Write a version's record and, with a ``signer``, its signature. How the root lists it, and the record's bytes."""
+    data = record.dump()
+    digest = stored_digest(data)
+    store.put(record.key(), [data])
+    if signer is not None:
+        signature = signer.sign(record.repository, record.id, record.attempt, digest)
+        store.put(keys.signature(record.id, record.attempt), [signature])
+    return record.entry(digest, len(data)), data

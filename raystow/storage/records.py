@@ -92,6 +92,14 @@ def time(fields: dict[str, Any], name: str, key: str) -> float:
     return float(value)
 
 
+def texts(fields: dict[str, Any], name: str, key: str) -> tuple[str, ...]:
+    """``fields[name]``, checked to be a list of texts."""
+    value = field(fields, name, list, key)
+    if not all(isinstance(text, str) for text in value):
+        raise Damaged(f"field {name!r} is {shown(value)}", subject=key)
+    return tuple(value)
+
+
 def shown(value: object) -> str:
     """A value from storage for an error's text: short, however large or deep it is."""
     return reprlib.repr(value)

@@ -10,6 +10,7 @@ What is whole is never replaced. The new root has an epoch and an owner of its o
 from __future__ import annotations
 
 import enum
+import itertools
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -73,7 +74,7 @@ class RepairPlan:
         of_root = (
             "pins are lost, and so is which version was verified last",
             "saves that were complete but never committed come back as versions: all that they wrote is there",
-            "dropped versions that are not collected yet come back, too, until they are dropped again",
+            "dropped versions that are not collected yet come back, too, until they are dropped again, and thinned ones in full",
             "a coordinator that is at work can commit no more: restart it, or the job",
         )
         of_marker = ("if the repository asked for signatures, it does so again only if RAYSTOW_TRUSTED_KEYS is set now",)
@@ -126,7 +127,7 @@ def plan_repair(store: ObjectStore, clock: Clock = SYSTEM, *, trust: Trust | Non
         return RepairPlan(store, root, marker, root.repository, new_marker=_new_marker(marker, root.repository, clock, trust))
     attempts = survey(store, trust or Trust(marker.signed_by))
     repository = _the_one_repository(store, (marker, root), attempts)
-    found = _with_bases(_one_of_each_id(attempts))
+    found = _one_of_each_id(attempts)
     leased = [version[0] for info in store.list(keys.LEASES) if (version := keys.leased(info.key)) is not None]
     new_root = Root(
         repository=repository,
@@ -187,29 +188,29 @@ def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequen
 
 
 def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
-    """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it."""
-    best: dict[int, VersionRecord] = {}
-    for f in found:
-        if f.record is not None and not f.lacks:
-            best[f.id] = max(best.get(f.id, f.record), f.record, key=lambda r: (r.epoch, r.created, r.attempt))
+    """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it. Of one
+    epoch there are two where a version was thinned: the one that holds all of it, if it can be read.
 
-    def judged(f: Found) -> Found:
-        winner = best.get(f.id)
-        if f.lacks or winner is None or winner.attempt == f.attempt:
-            return f
-        return replace(f, lacks=f"the id belongs to attempt {winner.attempt} of epoch {winner.epoch}")
+    What is a difference to a version that does not come back, or that comes back thinned, does not come back either. Ids ascend,
+    and bases are lower."""
+    back, judged = dict[int, VersionRecord](), list[Found]()
 
-    return tuple(map(judged, found))
+    def gone(record: VersionRecord) -> list[int]:
+        return [base for base in record.bases if base not in back or back[base].thinned is not None]
 
-
-def _with_bases(found: Sequence[Found]) -> tuple[Found, ...]:
-    """What is a difference to a version that does not come back does not come back either. Ids ascend, and bases are lower."""
-    back, judged = set[int](), list[Found]()
-    for f in found:
-        gone = () if f.record is None or f.lacks else sorted(set(f.record.bases) - back)
-        judged.append(replace(f, lacks=f"it is a difference to version {gone[0]}, which does not come back") if gone else f)
-        if not judged[-1].lacks:
-            back.add(f.id)
+    for id, group in itertools.groupby(found, lambda f: f.id):
+        same = list(group)
+        whole = [f.record for f in same if f.record is not None and not f.lacks]
+        best = max(whole, key=lambda r: (r.epoch, not gone(r), r.thinned is None, r.created, r.attempt), default=None)
+        for f in same:
+            if best is not None and not f.lacks and f.attempt != best.attempt:
+                f = replace(f, lacks=f"the id belongs to attempt {best.attempt} of epoch {best.epoch}")
+            elif best is not None and not f.lacks and (bases := gone(best)):
+                as_it_was = " as it was" if bases[0] in back else ""
+                f = replace(f, lacks=f"it is a difference to version {bases[0]}, which does not come back{as_it_was}")
+            judged.append(f)
+        if best is not None and not gone(best):
+            back[id] = best
     return tuple(judged)
 
 

@@ -157,7 +157,7 @@ class Repository:
     def plan_retention(
         self, policy: retention.Policy, *, known: dict[str, dict[str, Any]] | None = None, bases: Collection[int] = ()
     ) -> RetentionPlan:
-        """What ``policy`` keeps and drops of the versions there are now; changes nothing before ``execute()`` is called.
+        """What ``policy`` keeps, thins and drops of the versions there are now; changes nothing before ``execute()`` is called.
 
         Reads the root, the leases and, if the policy has ``keep_best``, every version's record. ``known``: metrics by attempt
         that need not be read; those read are added to it. ``bases``: see ``retention.plan``.
@@ -177,9 +177,9 @@ class Repository:
             )
 
         decisions = decide(())
-        if not all(decision.keep for decision in decisions):  # else nobody needs to know what time it is in the store
+        if any(decision.verdict != "keep" for decision in decisions):  # else nobody needs to know what time it is in the store
             decisions = decide(leases.held(self.store, store_clock.now(self.store, self.clock)))
-        return RetentionPlan(self.register, self.store, self.clock, decisions)
+        return RetentionPlan(self, decisions, resumable=policy.resumable)
 
     def plan_release(self, names: Collection[str]) -> RetentionPlan:
         """What nothing keeps but the pins of these ``names``, to be dropped together with them; what anything else keeps stays,
@@ -196,7 +196,7 @@ class Repository:
             else retention.Decision(entry, True, ("leased" if entry.id in doomed & held else "needed or not released",))
             for entry in root.versions
         )
-        return RetentionPlan(self.register, self.store, self.clock, decisions, released)
+        return RetentionPlan(self, decisions, released)
 
     def plan_collection(self, *, grace: float = collect.GRACE, dropped_only: bool = False) -> CollectionPlan:
         """What lies in the store and belongs to no version; changes nothing before ``execute()`` is called.

@@ -38,6 +38,9 @@ class Policy:
       never among them; of equal ones the newer is better.
     - ``max_bytes``: stored bytes of all kept versions together. Stronger than the rules above: of what they keep it drops the
       oldest first, but none of those kept always, so that the limit may stay exceeded.
+    - ``resumable``: of the kept versions that hold all that was saved, the newest so many stay as they are; of older ones the
+      weights stay, and what only resuming needs, the optimizer's state, goes. Those kept always are never thinned. To thin is to
+      read and write the weights; ``max_bytes`` counts what is to be thinned for nothing, and by its size when it is.
     """
 
     keep_last: int | None = None
@@ -45,9 +48,10 @@ class Policy:
     keep_every_seconds: float | None = None
     keep_best: Best | None = None
     max_bytes: int | None = None
+    resumable: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "max_bytes"):
+        for name in ("keep_last", "keep_every", "max_bytes", "resumable"):
             _check_count(name, getattr(self, name))
         seconds = self.keep_every_seconds
         if seconds is not None and not (type(seconds) in (int, float) and 1 <= seconds < math.inf):
@@ -78,18 +82,25 @@ class Policy:
 
 @dataclass(frozen=True)
 class Decision:
-    """What becomes of one version. ``rules``, for people: all that keep it; or why it is dropped, then what would keep it."""
+    """What becomes of one version. ``rules``, for people: all that keep it; or why it is dropped, then what would keep it.
+    ``thin``: why its weights alone are kept; empty if all of it is."""
 
     entry: Entry
     keep: bool
     rules: tuple[str, ...]
+    thin: str = ""
+
+    @property
+    def verdict(self) -> str:
+        """``keep``, ``thin`` or ``drop``."""
+        return "drop" if not self.keep else "thin" if self.thin else "keep"
 
     @property
     def why(self) -> str:
         """The rules as one line."""
-        if self.keep or len(self.rules) == 1:
-            return ", ".join(self.rules)
-        return f"{self.rules[0]}, in spite of {', '.join(self.rules[1:])}"
+        if self.keep:
+            return ", ".join(self.rules) + (f"; {self.thin}" if self.thin else "")
+        return self.rules[0] + (f", in spite of {', '.join(self.rules[1:])}" if self.rules[1:] else "")
 
 
 def plan(
@@ -125,9 +136,12 @@ def plan(
     else:
         for id in kept.keys() - safe:
             kept[id].append("no rule drops it")
-    over = _over(entries, policy, kept, safe)
+    thin = _thin(entries, policy, kept, safe)
+    over = _over(entries, policy, kept, safe, thin)
     users = needed(entries, [id for id, rules in kept.items() if rules and id not in over])
-    return tuple(_decision(entry, kept[entry.id], entry.id in over, users.get(entry.id, [])) for entry in entries)
+    return tuple(
+        _decision(entry, kept[entry.id], entry.id in over, users.get(entry.id, []), thin.get(entry.id, "")) for entry in entries
+    )
 
 
 def best_rule(best: Best) -> str:
@@ -135,13 +149,13 @@ def best_rule(best: Best) -> str:
     return f"best {best[0]} ({best[1]})"
 
 
-def _decision(entry: Entry, rules: Sequence[str], over: bool, users: Sequence[int]) -> Decision:
+def _decision(entry: Entry, rules: Sequence[str], over: bool, users: Sequence[int], thin: str) -> Decision:
     if users:
         others = f" and {len(users) - 1} more" if users[1:] else ""
-        return Decision(entry, True, (*rules, f"base of version {users[-1]}{others}"))
+        return Decision(entry, True, (*rules, f"base of version {users[-1]}{others}"), thin if rules and not over else "")
     if over:
         return Decision(entry, False, ("over max_bytes", *rules))
-    return Decision(entry, bool(rules), tuple(rules) or ("no rule keeps it",))
+    return Decision(entry, bool(rules), tuple(rules) or ("no rule keeps it",), thin)
 
 
 def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
@@ -172,25 +186,40 @@ def _best(ids: Sequence[int], best: Best, metrics: Mapping[int, Mapping[str, Any
     return [-id for _, id in sorted(ranked)[:number]]
 
 
-def _over(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int]) -> set[int]:
+def _over(
+    entries: Sequence[Entry],
+    policy: Policy,
+    kept: Mapping[int, Sequence[str]],
+    safe: set[int],
+    thin: Collection[int],
+) -> set[int]:
     """Ids to drop for ``max_bytes`` from those that the rules keep."""
     over: set[int] = set()
     if policy.max_bytes is None:
         return over
+    size = {entry.id: 0 if entry.id in thin else entry.stored for entry in entries}
     wanted = {entry.id for entry in entries if kept[entry.id]}
-    excess = _stored(entries, wanted) - policy.max_bytes
+    excess = _stored(entries, size, wanted) - policy.max_bytes
     for entry in entries:
         if excess > 0 and entry.id in wanted and entry.id not in safe:
             over.add(entry.id)
             wanted.remove(entry.id)
-            excess = _stored(entries, wanted) - policy.max_bytes
+            excess = _stored(entries, size, wanted) - policy.max_bytes
     return over
 
 
-def _stored(entries: Sequence[Entry], ids: Collection[int]) -> int:
+def _stored(entries: Sequence[Entry], size: Mapping[int, int], ids: Collection[int]) -> int:
     """Bytes of these versions, and of those that they are differences to."""
-    held = {*ids, *needed(entries, ids)}
-    return sum(entry.stored for entry in entries if entry.id in held)
+    return sum(size[id] for id in {*ids, *needed(entries, ids)})
+
+
+def _thin(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int]) -> dict[int, str]:
+    """Ids to thin of those that the rules keep, and why. What stays as it is needs what it is a difference to."""
+    if (resumable := policy.resumable) is None:
+        return {}
+    older = {entry.id for entry in [entry for entry in entries if kept[entry.id] and entry.resumable][:-resumable]} - safe
+    users = needed(entries, [id for id, rules in kept.items() if rules and id not in older])
+    return dict.fromkeys(sorted(older - users.keys()), f"older than the last {resumable} resumable")
 
 
 def _span(seconds: float) -> str:

@@ -1,40 +1,67 @@
-"""A retention plan, and the one swap of the root that carries it out. Deletes no object: that is ``collect``'s part."""
+"""A retention plan, and what carries it out: one swap of the root drops, one for each thins. Deletes no object: that is
+``collect``'s part."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
 
-from . import store_clock
+from . import store_clock, thinning
 from .chains import needed
-from .clock import Clock
-from .object_store import ObjectStore
 from .retention import Decision
-from .root import Dropped, Entry, Register, Root
+from .root import Dropped, Entry, Root
+from .thinning import Thinning
+
+if TYPE_CHECKING:
+    from .repository import Repository
+
+
+_PARTICIPLES = {"keep": "kept", "thin": "thinned", "drop": "dropped"}
 
 
 @dataclass(frozen=True)
 class RetentionPlan:
     """Decisions on the versions that there were when it was made, oldest first. ``released``: the names of pins that do not
-    keep a version; they go with it."""
+    keep a version; they go with it. ``resumable``: of the policy, if it has that rule."""
 
-    register: Register
-    store: ObjectStore
-    clock: Clock
+    repository: Repository
     decisions: tuple[Decision, ...]
     released: frozenset[str] = frozenset()
+    resumable: int | None = None
 
     @property
     def dropped(self) -> tuple[Entry, ...]:
         """The versions to drop, oldest first."""
         return tuple(decision.entry for decision in self.decisions if not decision.keep)
 
+    @property
+    def thinned(self) -> tuple[Entry, ...]:
+        """The versions to thin, newest first: one may be a difference to the next, until it is thinned itself."""
+        return tuple(decision.entry for decision in reversed(self.decisions) if decision.thin)
+
     def explain(self) -> list[str]:
-        """A line for each version: kept or dropped, and why."""
-        return [f"version {d.entry.id} (step {d.entry.step}): {'kept' if d.keep else 'dropped'}: {d.why}" for d in self.decisions]
+        """A line for each version: kept, thinned or dropped, and why."""
+        return [f"version {d.entry.id} (step {d.entry.step}): {_PARTICIPLES[d.verdict]}: {d.why}" for d in self.decisions]
 
     def execute(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
-        """Drop them from the root in one swap; those of the plan that the root does not hold any more, by this call or another.
+        """``drop``, then thin, one version after another; those that were dropped. Thinning reads and writes the weights.
+
+        Raises what ``drop`` and ``Thinning`` raise; what is thinned by then stays so, and the next plan finds the rest.
+        """
+        dropped = self.drop(check)
+        for entry in self.thinned:
+            if (each := self.thinning(entry)).needed:
+                each.execute(check)
+        return dropped
+
+    def thinning(self, entry: Entry) -> Thinning:
+        """How to thin one of ``thinned``, if it holds more than weights. Reads its record and manifest."""
+        assert self.resumable is not None
+        return thinning.plan(self.repository, entry, self.resumable)
+
+    def drop(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
+        """Drop versions from the root in one swap; those that the root does not hold any more, by this call or another.
 
         A version that was pinned or verified since the plan was made stays, one that has become the newest meanwhile, and
         what those that stay are differences to. Objects stay until a collection deletes them. ``check`` may raise to give up
@@ -43,7 +70,7 @@ class RetentionPlan:
         doomed = set(self.dropped)
         if not doomed:
             return ()
-        at = store_clock.now(self.store, self.clock)
+        at = store_clock.now(self.repository.store, self.repository.clock)
 
         def drop(root: Root) -> Root:
             # Judged on the very root that is replaced. What was committed since the plan is not doomed, and ``next_id`` stays, so
@@ -63,5 +90,5 @@ class RetentionPlan:
                 pins={name: id for name, id in root.pins.items() if id not in ids},
             )
 
-        live = set(self.register.update(drop).versions)
+        live = set(self.repository.register.update(drop).versions)
         return tuple(entry for entry in self.dropped if entry not in live)

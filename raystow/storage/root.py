@@ -27,7 +27,8 @@ class Entry:
     """One live version as the root knows it: where its record lies, and the record's BLAKE3 (hexadecimal) and size in bytes.
 
     ``step``, ``created`` (seconds since 1970), ``raw`` and ``stored`` (bytes) are repeated here so that a listing needs one read;
-    ``bases``, the ids of the versions that it cannot be read without, so that none of them is dropped before it.
+    ``bases``, the ids of the versions that it cannot be read without, so that none of them is dropped before it; and the
+    ``groups`` that a thinned version still holds, none of one that holds all that was saved.
     """
 
     id: int
@@ -39,12 +40,27 @@ class Entry:
     raw: int
     stored: int
     bases: tuple[int, ...] = ()
+    groups: tuple[str, ...] = ()
+
+    @property
+    def resumable(self) -> bool:
+        """Whether it holds all that was saved."""
+        return not self.groups
 
 
 @dataclass(frozen=True)
 class Dropped:
-    """A version that retention has dropped and whose objects are not deleted yet. ``at``: when, in seconds since 1970 by the
-    store's clock."""
+    """A version that retention has dropped, or an attempt that another has taken the place of, and whose objects are not deleted
+    yet. ``at``: when, in seconds since 1970 by the store's clock."""
+
+    id: int
+    attempt: str
+    at: float
+
+
+@dataclass(frozen=True)
+class Rewrite:
+    """An attempt that is being written to take the place of a live version's. ``at``: since when, as of ``Dropped``."""
 
     id: int
     attempt: str
@@ -54,7 +70,8 @@ class Dropped:
 @dataclass(frozen=True)
 class Root:
     """``epoch``: the fencing token of the coordinator in charge, ``owner`` its name. ``next_id``: no id below is free.
-    ``verified``: the newest version that was read whole and found to be as written, 0 if none was."""
+    ``verified``: the newest version that was read whole and found to be as written, 0 if none was. ``rewrites``: attempts at ids
+    that are passed, and that may become versions all the same."""
 
     repository: str
     epoch: int = 0
@@ -65,11 +82,16 @@ class Root:
     versions: tuple[Entry, ...] = ()
     dropped: tuple[Dropped, ...] = ()
     verified: int = 0
+    rewrites: tuple[Rewrite, ...] = ()
 
     def dump(self) -> bytes:
         """The bytes of ``root.json``."""
         versions = [{name: value for name, value in vars(entry).items() if value != ()} for entry in self.versions]
-        parts = {"versions": versions, "dropped": [vars(d) for d in self.dropped]}
+        parts = {
+            "versions": versions,
+            "dropped": [vars(d) for d in self.dropped],
+            "rewrites": [vars(r) for r in self.rewrites],
+        }
         return records.dump({**vars(self), **parts}, keys.ROOT)
 
     @staticmethod
@@ -91,17 +113,17 @@ class Root:
                 raw=get("raw", int, entry),
                 stored=get("stored", int, entry),
                 bases=records.ids(entry, "bases", keys.ROOT) if "bases" in entry else (),
+                groups=records.texts(entry, "groups", keys.ROOT) if "groups" in entry else (),
             )
-            for entry in get("versions", list)
-            if isinstance(entry, dict)
+            for entry in _objects(fields, "versions")
         )
-        dropped = tuple(
-            Dropped(get("id", int, entry), get("attempt", str, entry), records.time(entry, "at", keys.ROOT))
-            for entry in (get("dropped", list) if "dropped" in fields else [])
-            if isinstance(entry, dict)
-        )
-        if len(versions) != len(fields["versions"]) or len(dropped) != len(fields.get("dropped", [])):
-            raise Damaged("an entry of 'versions' or 'dropped' is not an object", subject=keys.ROOT)
+        attempts = {
+            name: [
+                (get("id", int, entry), get("attempt", str, entry), records.time(entry, "at", keys.ROOT))
+                for entry in (_objects(fields, name) if name in fields else ())
+            ]
+            for name in ("dropped", "rewrites")
+        }
         if any(a.id >= b.id for a, b in itertools.pairwise(versions)):
             raise Damaged("version ids are not ascending", subject=keys.ROOT)
         pins = {str(name): get(name, int, fields["pins"]) for name in get("pins", dict)}
@@ -113,9 +135,17 @@ class Root:
             write_id=get("write_id", str),
             pins=pins,
             versions=versions,
-            dropped=dropped,
+            dropped=tuple(Dropped(*attempt) for attempt in attempts["dropped"]),
             verified=get("verified", int) if "verified" in fields else 0,
+            rewrites=tuple(Rewrite(*attempt) for attempt in attempts["rewrites"]),
         )
+
+
+def _objects(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
+    found: list[Any] = records.field(fields, name, list, keys.ROOT)
+    if not all(isinstance(entry, dict) for entry in found):
+        raise Damaged(f"an entry of {name!r} is not an object", subject=keys.ROOT)
+    return found
 
 
 class Register:

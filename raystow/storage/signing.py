@@ -83,7 +83,7 @@ class Trust:
         what = f"the signing key here is {signer.public.id}" if signer is not None else "no signing key is set here"
         raise Untrusted(
             f"{what}, and only versions signed with {self} would be read",
-            remedy="let RAYSTOW_SIGNING_KEY name such a key where the coordinator runs: on the head node",
+            remedy="let RAYSTOW_SIGNING_KEY name such a key where versions are written: for saves on the head node",
         )
 
     def __str__(self) -> str:

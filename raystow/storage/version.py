@@ -96,6 +96,11 @@ class Version:
         return record
 
     @property
+    def resumable(self) -> bool:
+        """Whether it holds all that was saved; False once it was thinned."""
+        return self.entry.resumable
+
+    @property
     def metrics(self) -> dict[str, Any]:
         """The metrics given to ``save``."""
         return self.record.metrics

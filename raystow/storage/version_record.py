@@ -43,6 +43,16 @@ class RestoreInfo:
 
 
 @dataclass(frozen=True)
+class Thinned:
+    """That a version was written again, without some of its tensors. ``attempt``: the one that held them all. ``at``: when, in
+    seconds since 1970. ``groups``: those that were kept."""
+
+    attempt: str
+    at: float
+    groups: tuple[str, ...]
+
+
+@dataclass(frozen=True)
 class PackInfo:
     """One pack; ``size`` in bytes."""
 
@@ -87,7 +97,7 @@ class VersionRecord:
     """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software.
     ``coding``: which codec tensors on GPUs were coded with, and why; empty if there were none. ``restores``: what the run has
     restored since its version before. ``lossy``: which tensors were to be rounded before they were stored, and how. For people,
-    as are ``writer``, ``coding`` and the stalls."""
+    as are ``writer``, ``coding`` and the stalls. ``thinned``: what became of the version since it was saved."""
 
     repository: str
     id: int
@@ -103,6 +113,7 @@ class VersionRecord:
     coding: dict[str, str] = field(default_factory=dict)
     restores: tuple[RestoreInfo, ...] = ()
     lossy: dict[str, str] = field(default_factory=dict)
+    thinned: Thinned | None = None
 
     @property
     def stall(self) -> float | None:
@@ -140,8 +151,9 @@ class VersionRecord:
             "packs": [vars(p) for p in self.packs],
             "restores": [vars(r) for r in self.restores],
         }
-        metrics = {name: values.encode(value) for name, value in self.metrics.items()}
-        return records.dump({**vars(self), "metrics": metrics, **parts}, self.key())
+        fields = {**vars(self), "metrics": {name: values.encode(value) for name, value in self.metrics.items()}, **parts}
+        thinned = fields.pop("thinned")
+        return records.dump(fields if thinned is None else {**fields, "thinned": vars(thinned)}, self.key())
 
     @staticmethod
     def load(data: bytes, key: str) -> VersionRecord:
@@ -196,6 +208,7 @@ class VersionRecord:
             fragments=fragments,
             packs=packs,
             restores=restores,
+            thinned=_thinned(get("thinned", dict), key) if "thinned" in fields else None,
         )
 
     def entry(self, digest: bytes, size: int) -> Entry:
@@ -210,6 +223,7 @@ class VersionRecord:
             raw=self.raw,
             stored=self.stored,
             bases=self.bases,
+            groups=self.thinned.groups if self.thinned is not None else (),
         )
 
     def key(self) -> str:
@@ -221,6 +235,11 @@ def _rank(value: object) -> int:
     if type(value) is not int or not 0 <= value <= MAX_NUMBER:
         raise ValueError(f"{records.shown(value)} is no rank")
     return value
+
+
+def _thinned(fields: dict[str, Any], key: str) -> Thinned:
+    attempt, at = records.field(fields, "attempt", str, key), records.time(fields, "at", key)
+    return Thinned(attempt, at, records.texts(fields, "groups", key))
 
 
 def _texts(fields: dict[str, object]) -> dict[str, str]:

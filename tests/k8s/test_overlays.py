@@ -89,7 +89,7 @@ def test_commands_are_ones_that_raystow_has(name: str) -> None:
     hooks = [container.get("lifecycle", {}) for pod in pods(overlay(name)) for container in pod.containers]
     lines += [hook["preStop"]["exec"]["command"][-1] for hook in hooks if hook]
     commands = {found for line in lines for found in re.findall(r"raystow (\w+ [^;|>&]*)", line)}
-    assert {command.split()[0] for command in commands} == {"drain", "gc", "verify"}
+    assert {command.split()[0] for command in commands} == {"drain", "gc", "prune", "verify"}
     app: Any = typer.main.get_command(build())
     for command in commands:
         verb, *arguments = shlex.split(command)

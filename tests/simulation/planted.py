@@ -91,11 +91,11 @@ BUGS = (
     ),
     _bug(
         "the root is swapped before the record is written",
-        (_COMMITTER, "        self.repository.store.put(record.key(), [data])\n", ""),
+        (_COMMITTER, "    store.put(record.key(), [data])\n", ""),
         (
             _COMMITTER,
             "        self.repository.register.update(add)\n",
-            "        self.repository.register.update(add)\n        self.repository.store.put(record.key(), [data])\n",
+            "        self.repository.register.update(add)\n        self.repository.store.put(record.key(), [self._last[1]])\n",
         ),
     ),
     _bug(
@@ -123,10 +123,10 @@ BUGS = (
         "objects are deleted before the version is dropped",
         (
             _PLAN,
-            "        at = store_clock.now(self.store, self.clock)\n",
-            "        at = store_clock.now(self.store, self.clock)\n"
+            "        at = store_clock.now(self.repository.store, self.repository.clock)\n",
+            "        at, store = store_clock.now(self.repository.store, self.repository.clock), self.repository.store\n"
             "        for entry in doomed:\n"
-            '            self.store.delete(i.key for i in self.store.list(f"versions/{entry.id:08d}-{entry.attempt}/"))\n',
+            '            store.delete(i.key for i in store.list(f"versions/{entry.id:08d}-{entry.attempt}/"))\n',
         ),
     ),
     _bug(
@@ -163,7 +163,7 @@ BUGS = (
         "collection does not spend ids",
         (
             _COLLECT,
-            "root = self.register.update(lambda root: root if root.next_id >= past else replace(root, next_id=past))",
+            "root = self.register.update(spend)",
             "root = self.register.read()",
         ),
     ),

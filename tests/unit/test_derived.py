@@ -4,11 +4,11 @@ import numpy as np
 import pytest
 import torch
 
-from raystow.orchestrator.groups import OPTIMIZER, WEIGHTS
 from raystow.orchestrator.planner import Planner, SavePlan, plan_save
 from raystow.storage.derived import derivable, derive, followed
 from raystow.storage.digest import raw_digest
 from raystow.storage.errors import Damaged, Unsupported
+from raystow.storage.groups import OPTIMIZER, WEIGHTS
 from raystow.storage.manifest import Chunk, Derivation, Fragment
 
 

@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.groups import WEIGHTS
 from raystow.orchestrator.planner import SMALL, Cut, Piece, cuts, plan_save, share
 from raystow.orchestrator.shards import Shard
 from raystow.orchestrator.state import Leaf
+from raystow.storage.groups import WEIGHTS
 
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
 

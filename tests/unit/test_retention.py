@@ -102,8 +102,42 @@ def test_a_decision_says_why() -> None:
 
 
 @pytest.mark.parametrize(
+    ("policy", "ids"),
+    [
+        (Policy(resumable=9), []),
+        (Policy(resumable=3), [1, 2, 3, 5, 6]),  # 4 is pinned
+        (Policy(resumable=1), [1, 2, 3, 5, 6, 7, 8]),
+        (Policy(keep_last=4, resumable=2), [6, 7]),
+        (Policy(keep_every=300, resumable=2), [2, 5]),
+    ],
+)
+def test_what_a_policy_thins(policy: Policy, ids: list[int]) -> None:
+    made = plan(NINE, policy, pins={"a": 4}, metrics={})
+    assert [decision.entry.id for decision in made if decision.thin] == ids
+    assert all(decision.keep for decision in made if decision.thin)
+    assert {decision.verdict for decision in made} <= {"keep", "thin", "drop"}
+
+
+def test_verified_and_leased_versions_are_not_thinned_and_thinned_ones_do_not_count() -> None:
+    entries = [*NINE[:5], *(replace(one, groups=("weights",)) for one in NINE[5:8]), NINE[8]]
+    made = plan(entries, Policy(resumable=2), pins={}, metrics={}, verified=2, leased={(3, entries[2].attempt)})
+    assert [decision.entry.id for decision in made if decision.thin] == [1, 4]
+    assert made[3].why == "no rule drops it; older than the last 2 resumable"
+    assert made[3].verdict == "thin"
+
+
+def test_what_is_to_be_thinned_counts_for_max_bytes_when_its_size_is_known() -> None:
+    made = plan(NINE, Policy(resumable=2, max_bytes=35), pins={}, metrics={})
+    assert [decision.verdict for decision in made] == ["thin"] * 7 + ["keep"] * 2
+    made = plan(NINE, Policy(resumable=4, max_bytes=35), pins={}, metrics={})
+    assert [decision.verdict for decision in made] == ["drop"] * 6 + ["keep"] * 3  # the oldest go first, thin or not
+
+
+@pytest.mark.parametrize(
     "wrong",
     [
+        {"resumable": 0},
+        {"resumable": True},
         {"keep_last": 0},
         {"keep_last": True},
         {"keep_every": 1.5},
@@ -205,6 +239,21 @@ def test_a_plan_is_pure_and_carried_out_drops_no_more(world: Any, policy: Any, m
     assert repr(world) == before
     rest = [decision.entry for decision in made if decision.keep]
     assert all(decision.keep for decision in plan(rest, whole, pins=world["pins"], metrics=world["metrics"]))
+
+
+@given(worlds, rules, st.integers(1, 12), st.sets(small))
+def test_thinning_drops_nothing_and_spares_the_newest(world: Any, policy: Any, resumable: int, thin: set[int]) -> None:
+    entries = [replace(one, groups=("weights",) if one.id in thin else ()) for one in world["entries"]]
+    world = {**world, "entries": entries}
+    made = plan(policy=Policy(**policy, resumable=resumable), **world)
+    kept = [decision for decision in made if decision.keep]
+    assert {decision.entry.id for decision in kept} == ids(world, **policy)
+    whole = [decision for decision in kept if decision.entry.resumable]
+    thinned = {decision.entry.id for decision in made if decision.thin}
+    assert thinned == {decision.entry.id for decision in whole[:-resumable]} - always(world)
+    rest = [replace(d.entry, groups=("weights",)) if d.thin else d.entry for d in kept]
+    again = plan(rest, Policy(**policy, resumable=resumable), pins=world["pins"], metrics=world["metrics"])
+    assert all(decision.verdict == "keep" for decision in again), "carried out, it leaves nothing to do"
 
 
 # On a repository

@@ -22,7 +22,8 @@ def ls(
 ) -> None:
     """List the versions of a repository, oldest first.
 
-    Reads two small objects, whatever the size of the checkpoints. RATIO is stored bytes by raw bytes.
+    Reads two small objects, whatever the size of the checkpoints. RATIO is stored bytes by raw bytes. A version that was thinned
+    says what it still holds.
 
     Example:  raystow ls s3://bucket/runs/llama
     """
@@ -33,13 +34,8 @@ def ls(
     elif not rows:
         out.print(f"no version yet in {target.repository.uri}", soft_wrap=True)
     else:
-        out.print(
-            table(
-                "",
-                [">ID", ">STEP", ">CREATED", *([">WORLD"] if long else []), ">RAW", ">STORED", ">RATIO", "PINS"],
-                map(_cells, rows),
-            )
-        )
+        headers = [">ID", ">STEP", ">CREATED", *([">WORLD"] if long else []), ">RAW", ">STORED", ">RATIO", "PINS", ""]
+        out.print(table("", headers, map(_cells, rows)))
         out.print(count(len(rows), "version") + f", {size(sum(row['stored'] for row in rows))} stored", style="dim")
 
 
@@ -53,6 +49,7 @@ def _row(target: Target, version: Version, long: bool) -> dict[str, Any]:
         "raw": version.raw,
         "stored": version.bytes,
         "ratio": ratio(version.bytes, version.raw),
+        "groups": list(version.entry.groups) or None,
         "pins": target.pins(version.id),
     }
 
@@ -67,4 +64,5 @@ def _cells(row: dict[str, Any]) -> list[str]:
         size(row["stored"]),
         ratio_text(row["stored"], row["raw"]),
         ", ".join(row["pins"]),
+        f"{' and '.join(row['groups'])} only" if row["groups"] else "",
     ]

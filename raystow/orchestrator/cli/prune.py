@@ -1,7 +1,8 @@
-"""``raystow prune``: drop the versions that no rule keeps."""
+"""``raystow prune``: drop the versions that no rule keeps, and thin old ones."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -10,11 +11,14 @@ from ...storage.errors import StateError
 from . import quantities
 from .asking import agreed
 from .present import age, count, emit, out, say, size, table
+from .reporting import complain, described, exit_code
 from .target import Json, Target, Uri, open_target
+from .thin import Thin
 
 if TYPE_CHECKING:
     from ...storage.retention import Decision, Policy
     from ...storage.retention_plan import RetentionPlan
+    from ...storage.root import Entry
 
 _OBJECTS_STAY = "the objects of dropped versions stay in the store until `raystow gc` deletes them"
 
@@ -38,48 +42,58 @@ def prune(
             parser=quantities.nbytes, metavar="SIZE", help="Drop the oldest also of these, down to so many stored bytes: 2TB."
         ),
     ] = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be dropped, and drop nothing.")] = False,
+    resumable: Annotated[
+        int | None, typer.Option(min=1, metavar="N", help="Of all but the newest N of these, keep the weights only.")
+    ] = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would become of each version, and do nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
 ) -> None:
-    """Drop the versions that no rule keeps.
+    """Drop the versions that no rule keeps, and thin old ones.
 
     A version is kept if any --keep rule keeps it. The newest version, the newest verified one, pinned ones and those being
-    restored are always kept. Asks before it drops anything, unless --yes or --json is given. `raystow gc` frees the space.
+    restored are always kept, and as they are. With --resumable, older ones are written again without the optimizer's state: their
+    weights keep every bit, and no training resumes from them. Asks before it does anything, unless --yes or --json is given.
+    `raystow gc` frees the space.
 
     Example:  raystow prune s3://bucket/runs/llama --keep-last 3 --keep-every 1000
     """
-    policy = _policy(keep_last, keep_every, keep_interval, keep_best, max_bytes)
+    policy = _policy(keep_last, keep_every, keep_interval, keep_best, max_bytes, resumable)
     target = open_target(uri)
     plan = target.repository.plan_retention(policy)
     _check_metric(policy, plan, target)
+    thin = Thin(plan)
     if not json:
-        _tell(target, plan, policy)
-    dropping = (
-        bool(plan.dropped)
-        and not dry_run
-        and (yes or json or agreed(f"drop {count(len(plan.dropped), 'version')}?", "nothing was dropped"))
-    )
-    gone = plan.execute() if dropping else ()
+        _tell(target, plan, policy, thin)
+    anything, nothing = bool(plan.dropped or thin.due), f"nothing was dropped{' or thinned' if thin.due else ''}"
+    doing = anything and not dry_run and (yes or json or agreed(_question(plan, thin), nothing))
+    gone = plan.drop() if doing else ()
+    thinned = thin.execute(quiet=json) if doing else []
     if json:
-        rows = [_row(target, decision) for decision in plan.decisions]
-        emit({"uri": target.repository.uri, "dry_run": dry_run, "versions": rows, "dropped": [entry.id for entry in gone]})
-    elif dropping:
-        say(f"dropped {count(len(gone), 'version')}; {_OBJECTS_STAY}")
-        if stayed := len(plan.dropped) - len(gone):
-            say(f"{count(stayed, 'version')} stayed: pinned or verified meanwhile, or the newest now")
-    elif plan.dropped:
-        say(f"nothing was dropped; when something is, {_OBJECTS_STAY}")
+        rows = [_row(target, decision, thin) for decision in plan.decisions]
+        facts = {"uri": target.repository.uri, "dry_run": dry_run, "versions": rows}
+        facts |= {"dropped": [entry.id for entry in gone], "thinned": sorted(entry.id for entry in thinned)}
+        emit(facts | ({"error": described(thin.errors[0])} if thin.errors else {}))
+    elif doing:
+        _tell_done(plan, thin, gone, thinned)
+    elif anything:
+        say(f"{nothing}; when something is, {_OBJECTS_STAY}")
+    for error in thin.errors if not json else ():
+        complain(described(error))
+    if thin.errors:
+        raise typer.Exit(exit_code(thin.errors[0]))
 
 
-def _policy(last: int | None, every: int | None, interval: float | None, best: str | None, max_bytes: int | None) -> Policy:
+def _policy(
+    last: int | None, every: int | None, interval: float | None, best: str | None, max_bytes: int | None, resumable: int | None
+) -> Policy:
     from ...storage.retention import Policy
 
-    policy = Policy(last, every, interval, quantities.best(best) if best is not None else None, max_bytes)
-    if not policy.drops:
+    policy = Policy(last, every, interval, quantities.best(best) if best is not None else None, max_bytes, resumable)
+    if not (policy.drops or policy.resumable):
         raise typer.BadParameter(
-            "say what to keep: --keep-last 3, --keep-every 1000 (steps), --keep-interval 6h, --keep-best loss:min:1 or "
-            "--max-bytes 2TB; several add up, and --dry-run shows what they would drop"
+            "say what to keep: --keep-last 3, --keep-every 1000 (steps), --keep-interval 6h, --keep-best loss:min:1, --max-bytes "
+            "2TB or --resumable 3; several add up, and --dry-run shows what would become of each version"
         )
     return policy
 
@@ -94,20 +108,42 @@ def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:
         raise StateError(what, subject=target.repository.uri, remedy=remedy)
 
 
-def _tell(target: Target, plan: RetentionPlan, policy: Policy) -> None:
+def _tell(target: Target, plan: RetentionPlan, policy: Policy, thin: Thin) -> None:
     if not plan.decisions:
         out.print(f"no version yet in {target.repository.uri}", soft_wrap=True)
         return
-    rows = [_cells(target, decision) for decision in plan.decisions]
+    rows = [_cells(target, decision, thin) for decision in plan.decisions]
     out.print(table("", [">ID", ">STEP", ">CREATED", ">STORED", "", "WHY"], rows))
-    kept = [decision.entry.stored for decision in plan.decisions if decision.keep]
+    kept = [thin.sizes.get(decision.entry.id, decision.entry.stored) for decision in plan.decisions if decision.keep]
     freed = [entry.stored for entry in plan.dropped]
-    out.print(f"keep {count(len(kept), 'version')}, {size(sum(kept))}; drop {len(freed)}, {size(sum(freed))}", style="dim")
+    sums = [f"keep {count(len(kept), 'version')}, {size(sum(kept))}", f"drop {len(freed)}, {size(sum(freed))}"]
+    if thin.due:
+        saved = sum(thinning.version.bytes - thinning.rewriting.stored for thinning in thin.due)
+        sums.insert(1, f"thin {len(thin.due)} of these, by about {size(saved)}")
+    out.print("; ".join(sums), style="dim")
     if policy.max_bytes is not None and sum(kept) > policy.max_bytes:
-        say(f"the versions that are always kept take more than {size(policy.max_bytes)}")
+        what = "take more than" if not thin.due else "or thinned take more than"
+        say(f"the versions that are always kept {what} {size(policy.max_bytes)}")
 
 
-def _row(target: Target, decision: Decision) -> dict[str, Any]:
+def _question(plan: RetentionPlan, thin: Thin) -> str:
+    parts = [f"drop {count(len(plan.dropped), 'version')}"] if plan.dropped else []
+    parts += [f"thin {count(len(thin.due), 'version')}, for good"] if thin.due else []
+    return f"{' and '.join(parts)}?"
+
+
+def _tell_done(plan: RetentionPlan, thin: Thin, gone: Sequence[Entry], thinned: Sequence[Entry]) -> None:
+    done = [f"dropped {count(len(gone), 'version')}"] if plan.dropped else []
+    if thin.due:
+        before = {thinning.version.id: thinning.version.bytes for thinning in thin.due}
+        sizes = sum(before[entry.id] for entry in thinned), sum(entry.stored for entry in thinned)
+        done.append(f"thinned {count(len(thinned), 'version')}, {size(sizes[0])} to {size(sizes[1])}")
+    say(f"{' and '.join(done)}; {_OBJECTS_STAY}")
+    if stayed := len(plan.dropped) - len(gone) + len(thin.due) - len(thinned) - thin.failed:
+        say(f"{count(stayed, 'version')} stayed: pinned or verified meanwhile, or the newest now")
+
+
+def _row(target: Target, decision: Decision, thin: Thin) -> dict[str, Any]:
     entry = decision.entry
     return {
         "id": entry.id,
@@ -116,11 +152,15 @@ def _row(target: Target, decision: Decision) -> dict[str, Any]:
         "age": round(target.age(entry.created), 3),
         "stored": entry.stored,
         "keep": decision.keep,
-        "rules": list(decision.rules),
+        "thin": entry.id in thin.sizes,
+        "stored_thin": thin.sizes.get(entry.id),
+        "rules": [*decision.rules, *([decision.thin] if entry.id in thin.sizes else [])],
     }
 
 
-def _cells(target: Target, decision: Decision) -> list[str]:
-    entry = decision.entry
-    verdict = "keep" if decision.keep else "drop"
-    return [str(entry.id), str(entry.step), f"{age(target.age(entry.created))} ago", size(entry.stored), verdict, decision.why]
+def _cells(target: Target, decision: Decision, thin: Thin) -> list[str]:
+    entry, verdict, why = decision.entry, decision.verdict, decision.why
+    if decision.thin:
+        left = thin.sizes.get(entry.id)
+        verdict, why = ("thin", f"{why}: about {size(left)} stay") if left is not None else ("keep", ", ".join(decision.rules))
+    return [str(entry.id), str(entry.step), f"{age(target.age(entry.created))} ago", size(entry.stored), verdict, why]

@@ -16,9 +16,9 @@ from typing import Any
 
 from ...storage import dtypes
 from ...storage.errors import StateError
+from ...storage.groups import group as group_of
 from ...storage.limits import MAX_DIMENSIONS
 from ...storage.version import TensorInfo
-from ..groups import group as group_of
 
 _SAME = {
     **{f"float{bits}": f"F{bits}" for bits in (16, 32, 64)},

@@ -51,6 +51,7 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
         ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
         ("needs", ", ".join(f"version {id}" for id in facts["bases"])),
+        ("thinned", _thinned(version)),
         *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
         ("lossy", _lossy(facts)),
         ("metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())),
@@ -58,6 +59,11 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),
     ]
     return [(name, text) for name, text in lines if text]
+
+
+def _thinned(version: Version) -> str:
+    thinned = version.record.thinned
+    return f"{moment(thinned.at)}: holds {' and '.join(thinned.groups)} only" if thinned is not None else ""
 
 
 def _lossy(facts: dict[str, Any]) -> str:

@@ -49,6 +49,7 @@ def summary(version: Version, *, largest: int = 10) -> dict[str, Any]:
         "raw": version.raw,
         "stored": version.bytes,
         "ratio": ratio(version.bytes, version.raw),
+        "thinned": record.thinned and {**vars(record.thinned), "groups": list(record.thinned.groups)},
         "coding": record.coding,
         "bases": list(record.bases),
         "metrics": {name: values.encode(value) for name, value in record.metrics.items()},

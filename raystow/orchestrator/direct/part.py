@@ -18,6 +18,7 @@ import numpy as np
 from ...storage import keys, values
 from ...storage.digest import stored_digest
 from ...storage.errors import SaveFailed
+from ...storage.groups import group
 from ...storage.manifest import Chunk, Fragment, Value, path_text
 from ...storage.object_store import ObjectStore
 from ...storage.version_record import FragmentInfo, PackInfo
@@ -26,7 +27,6 @@ from ...workers.budget import Budget
 from ...workers.packer import Packer
 from ...workers.port import MODULUS, Ticket, coverage
 from ...workers.ring import SLOT
-from ..groups import group
 from ..planner import Piece, cuts
 from ..shards import Shard
 from ..state import Leaf

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from ...storage import dtypes
 from ...storage.errors import StateError
-from ..groups import WEIGHTS, group
+from ...storage.groups import WEIGHTS, group
 from ..roles import role
 from .rules import Blockwise, MantissaBits, Rule
 

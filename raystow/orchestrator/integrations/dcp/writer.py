@@ -25,6 +25,7 @@ from ....storage.version import Version
 from ....workers.port import Ticket, coverage
 from ...direct.committing import Committing
 from ...direct.part import Part, Storing, check_same, cores
+from ...housekeeping import kept_by_a_run
 from ...shards import Shard, dtype_name, shard_of
 from ...state import Leaf, flatten
 from .keys import path_of, step_of
@@ -73,7 +74,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         self.uri, self.step = os.fspath(uri), step
         self.version: Version | None = None
         """What was saved, on the coordinator rank; None before."""
-        self._metrics, self._retention = dict(metrics or {}), retention
+        self._metrics, self._retention = dict(metrics or {}), kept_by_a_run(retention, self.uri)
         self._timeout, self._memory, self._threads = timeout, memory, threads
         self._committing: Committing | None = None
 

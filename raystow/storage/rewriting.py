@@ -1,0 +1,198 @@
+"""Rewriting: writes some of a version's tensors once more, as another attempt at the same id. Plan, then execute.
+
+Stored bytes that can stay are copied as they are coded, with their digests, which are checked on the way. What is derived from a
+tensor that goes (weights are their master copy, rounded), and what is a difference to another version, is decoded and coded by
+itself. Boxes stay, and so does every bit.
+
+Writes packs and fragments, and nothing that makes a version of them: that is ``thinning``'s part.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from . import dtypes, keys
+from .chunk import Encoder
+from .derived import Derivation
+from .digest import stored_digest
+from .manifest import Chunk, Fragment
+from .object_store import Buffer, ObjectStore
+from .reader import Request, decode
+from .version import Version
+from .version_record import FragmentInfo, PackInfo
+
+_PACK = 64 << 20  # bytes
+_AT_ONCE = 4  # packs
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Rows of the same stored bytes. ``rows``: as they will be, but for where the bytes lie; it is the first row's tensor that
+    they are the bytes of. ``source``: this row as it is now, if it must be decoded and coded anew."""
+
+    rows: tuple[Chunk, ...]
+    source: Chunk | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """In the pack; of what is coded anew, if that does not make it smaller."""
+        return self.rows[0].coding.size if self.source is None else self.source.nbytes
+
+    @property
+    def read(self) -> int:
+        """Stored bytes that are read for it."""
+        return self.rows[0].coding.size
+
+
+@dataclass(frozen=True)
+class Load:
+    """What goes into one pack, in this order."""
+
+    node: int
+    group: str
+    number: int
+    bundles: tuple[Bundle, ...]
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go."""
+
+    version: Version
+    store: ObjectStore
+    fragments: tuple[tuple[FragmentInfo, Fragment], ...]
+    loads: tuple[Load, ...]
+    needed: bool
+
+    @property
+    def read(self) -> int:
+        """Stored bytes to read."""
+        return sum(bundle.read for load in self.loads for bundle in load.bundles)
+
+    @property
+    def stored(self) -> int:
+        """Stored bytes that come of it: about, since what is coded anew is counted before coding."""
+        return sum(bundle.nbytes for load in self.loads for bundle in load.bundles)
+
+    def execute(
+        self, attempt: str, progress: Progress = lambda nbytes: None
+    ) -> tuple[tuple[FragmentInfo, ...], tuple[PackInfo, ...]]:
+        """Write packs and fragments of ``attempt``; what its record is to say of them. ``progress`` is told the stored bytes that
+        were read.
+
+        ``Damaged`` names what is not as it was written; or the store's error. Memory: the manifest, and four packs, coded and
+        decoded.
+        """
+        packs, rows = list[PackInfo](), defaultdict[int, list[Chunk]](list)
+        with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
+            try:
+                for info, written in pool.map(lambda load: self._write(load, attempt, progress), self.loads):
+                    packs.append(info)
+                    rows[info.node] += written
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        infos = []
+        for old, fragment in self.fragments:
+            fragment = replace(fragment, chunks=tuple(rows[fragment.node]))
+            data = fragment.dump()
+            self.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
+            infos.append(fragment.info(data, old.ranks, old.stall))
+        return tuple(infos), tuple(packs)
+
+    def _write(self, load: Load, attempt: str, progress: Progress) -> tuple[PackInfo, list[Chunk]]:
+        parts, rows, end = list[Buffer](), list[Chunk](), 0
+        for bundle, owner, stored in self._coded(load.bundles):
+            parts.append(stored)
+            for row in bundle.rows:
+                rows.append(replace(row, pack=load.number, start=end, coding=owner.coding, stored_digest=owner.stored_digest))
+            end += owner.coding.size
+            progress(bundle.read)
+        self.store.put(keys.pack(self.version.id, attempt, load.node, load.group, load.number), parts)
+        return PackInfo(load.node, load.group, load.number, end), rows
+
+    def _coded(self, bundles: Sequence[Bundle]) -> Iterator[tuple[Bundle, Chunk, Buffer]]:
+        """The first row of each, with its coding and digest, and the bytes to store."""
+        reader = self.version.reader(threads=1)
+        copied = {id(bundle.rows[0]): bundle for bundle in bundles if bundle.source is None}
+        for run in reader.whole(bundle.rows[0] for bundle in copied.values()):
+            data = memoryview(reader.fetch(run))
+            for piece in run.pieces:
+                yield copied[id(piece.chunk)], piece.chunk, run.stored(piece, data)
+        encoder = Encoder(max((bundle.nbytes for bundle in bundles if bundle.source is not None), default=0))
+        for bundle in bundles:
+            if (source := bundle.source) is not None:
+                raw = np.empty(source.extent, f"V{dtypes.dtype(source.dtype).itemsize}")
+                reader.fill([Request(source.name, [source], source.box, raw)])
+                stored, coding = encoder.encode(raw.reshape(-1).view(np.uint8), dtypes.dtype(source.dtype))
+                owner = replace(bundle.rows[0], coding=coding, stored_digest=stored_digest(stored))
+                decode(owner, stored)  # what it was made from will be gone when somebody reads it
+                yield bundle, owner, stored.data
+
+
+def plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool]) -> Rewriting:
+    """What must be read and written to keep the tensors and values whose names are ``wanted``. Reads record and manifest."""
+    fragments, loads, needed = list[tuple[FragmentInfo, Fragment]](), list[Load](), False
+    for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
+        chunks = tuple(chunk for chunk in fragment.chunks if wanted(chunk.name))
+        values = tuple(value for value in fragment.values if wanted(value.name))
+        rounded = {name: one for name, one in fragment.rounded.items() if wanted(name)}
+        fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
+        loads += _loads(fragment.node, _bundles(chunks))
+        needed = needed or len(chunks) < len(fragment.chunks)
+    return Rewriting(version, store, tuple(fragments), tuple(loads), needed)
+
+
+def _bundles(chunks: Iterable[Chunk]) -> Iterator[Bundle]:
+    """The rows that stay, by the bytes that they need."""
+    places: dict[tuple[str, int, int, int], list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        places[chunk.group, chunk.pack, chunk.start, chunk.coding.size].append(chunk)
+    for same in places.values():
+        owners = [chunk for chunk in same if chunk.derivation is None]  # of empty tensors many lie in one place
+        rest = [chunk for chunk in same if chunk.derivation is not None]
+        if not owners:  # the bytes are those of a copy, too
+            owners = [chunk for chunk in rest if chunk.words.name == chunk.dtype][:1]
+            rest = [chunk for chunk in rest if chunk not in owners]
+        if owners:
+            yield from map(_owning, owners[1:])
+            yield _owning(owners[0], rest)
+            continue
+        for _, alike in itertools.groupby(sorted(rest, key=lambda chunk: chunk.dtype), lambda chunk: chunk.dtype):
+            source, *copies = alike
+            made = replace(source, derivation=None)
+            yield Bundle((made, *_from(made, copies)), source)
+
+
+def _owning(owner: Chunk, rest: Iterable[Chunk] = ()) -> Bundle:
+    """A row that has the stored bytes, and those that follow from it. A difference is coded anew, by itself."""
+    made = replace(owner, derivation=None)
+    return Bundle((made, *_from(made, rest)), None if owner.coding.base is None else owner)
+
+
+def _from(owner: Chunk, rows: Iterable[Chunk]) -> Iterator[Chunk]:
+    return (replace(row, derivation=Derivation(owner.name, owner.dtype)) for row in rows)
+
+
+def _loads(node: int, bundles: Iterable[Bundle]) -> Iterator[Load]:
+    """Bundles in packs of some size, each group's in packs of its own. They are read in the order in which they lie."""
+    groups: dict[str, list[Bundle]] = defaultdict(list)
+    for bundle in sorted(bundles, key=lambda bundle: (bundle.rows[0].pack, bundle.rows[0].start)):
+        groups[bundle.rows[0].group].append(bundle)
+    for group, of in sorted(groups.items()):
+        full, size, number = list[Bundle](), 0, 0
+        for bundle in of:
+            if full and size + bundle.nbytes > _PACK:
+                yield Load(node, group, number, tuple(full))
+                full, size, number = [], 0, number + 1
+            full.append(bundle)
+            size += bundle.nbytes
+        yield Load(node, group, number, tuple(full))

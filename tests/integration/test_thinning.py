@@ -1,0 +1,198 @@
+"""Versions that were saved by two ranks, thinned at a shell, and read by everything that reads versions."""
+
+from __future__ import annotations
+
+import json
+import logging
+import shutil
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from local_cluster import LocalCluster
+from schemas import check
+from typer.testing import CliRunner, Result
+
+import raystow
+from raystow.orchestrator.cli.app import build
+from raystow.orchestrator.restore import restore
+from raystow.storage import keys
+from raystow.storage.errors import StateError
+from raystow.storage.repository import Repository, open_repository
+from raystow.storage.retention import Policy
+from raystow.storage.stores import open_store
+
+sys.path.append(str(Path(__file__).parents[1] / "compat"))
+import reader  # stock tools only
+
+STEPS = (1, 2, 3, 4)
+
+
+def state(step: int) -> dict[str, Any]:
+    """Mixed precision: weights that are their master copy, rounded; tied ones; moments; a NaN; an optimizer's plain values."""
+    torch.manual_seed(step)
+    master = {f"layer{i}": torch.randn(300, 200) for i in range(3)}
+    weights = {name: words.bfloat16() for name, words in master.items()}
+    return {
+        "model": {**weights, "head": weights["layer0"].clone(), "norm": torch.tensor([float("nan"), -0.0, 1.0])},
+        "optimizer": {"master": master, "exp_avg": {name: torch.randn(300, 200) for name in master}, "lr": 0.1 / step},
+        "step": step,
+    }
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("thinning") / "run"
+    with LocalCluster(str(folder), nodes=2) as local:
+        for step in STEPS:
+            local.save_all([state(step), state(step)], step=step, metrics={"loss": 1.0 / step})
+    return folder
+
+
+@pytest.fixture
+def folder(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "run"))
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(build(), [str(w) for w in words], env={"COLUMNS": "80", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def run_json(*words: object, code: int = 0) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(run(*words, "--json", code=code).stdout)
+    check(str(words[0]), fields)
+    return fields
+
+
+def same(a: Any, b: Any) -> bool:
+    if isinstance(a, dict):
+        return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
+    return torch.equal(a.view(torch.uint8), b.view(torch.uint8)) if isinstance(a, torch.Tensor) else a == b
+
+
+def blank(step: int = 9) -> dict[str, Any]:
+    return {"model": state(step)["model"], "step": 0}
+
+
+def check_thin(repository: Repository, id: int) -> None:
+    version = repository.version(id)
+    into = blank()
+    restore(version, into)
+    assert same(into, {"model": state(id)["model"], "step": id})
+    repository.verify(version)
+    assert not version.resumable
+
+
+def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
+    repository = open_repository(str(folder))
+    before = {version.id: version.bytes for version in repository.versions()}
+    dry = run_json("prune", folder, "--resumable", 2, "--dry-run")
+    assert [row["thin"] for row in dry["versions"]] == [True, True, False, False]
+    assert dry["thinned"] == []
+    assert dry["versions"][0]["rules"] == ["no rule drops it", "older than the last 2 resumable"]
+    estimate = dry["versions"][0]["stored_thin"]
+    done = run_json("prune", folder, "--resumable", 2)
+    assert (done["thinned"], done["dropped"]) == ([1, 2], [])
+    for id in (1, 2):
+        check_thin(repository, id)
+    assert repository.version(1).bytes <= estimate < before[1] / 2.5
+    run("gc", folder, "--grace", "0s", "--yes")
+    assert repository.orphans() == []
+    for id in (1, 2):
+        check_thin(repository, id)
+    for version in repository.versions()[2:]:
+        into = state(9)
+        restore(version, into)
+        assert same(into, state(version.step))
+    assert [row["groups"] for row in run_json("ls", folder)["versions"]] == [["weights"], ["weights"], None, None]
+    assert "weights only" in run("ls", folder).stdout
+    shown = run_json("show", folder, 1)
+    assert shown["thinned"]["groups"] == ["weights"]
+    assert shown["world_size"] == 2
+    assert "holds weights only" in run("show", folder, 1).stdout
+    assert run_json("show", folder, 3)["thinned"] is None
+    again = run_json("prune", folder, "--resumable", 2)
+    assert (again["thinned"], [row["thin"] for row in again["versions"]]) == ([], [False] * 4)
+    run("verify", folder, "--all", "--deep")
+    run("diff", folder, 1, 3)
+    run("plan", folder, 1)
+    run("restore", folder, "--version", 1, "--to", folder.parent / "files")
+    assert [path.name for path in sorted((folder.parent / "files").iterdir())] == ["values.json", "weights.safetensors"]
+    run("report", folder, "--output", folder.parent / "report.html")
+    found = reader.read(folder, 1)
+    assert {name.partition(".")[0] for name in found} == {"model"}
+    assert np.array_equal(found["model.layer1"], state(1)["model"]["layer1"].view(torch.uint16).numpy())
+
+
+def test_prune_tells_a_person_what_it_does(folder: Path) -> None:
+    said = " ".join(run("prune", folder, "--keep-last", 3, "--resumable", 1, "--dry-run").stdout.split())
+    assert "drop no rule keeps it" in said
+    assert "thin last 3; older than the last 1 resumable: about" in said
+    assert "keep 3 versions" in said
+    assert "thin 2 of these, by about" in said
+    assert "nothing was dropped or thinned" in said
+    said = " ".join(run("prune", folder, "--keep-last", 3, "--resumable", 1, "--yes").stdout.split())
+    assert "dropped 1 version and thinned 2 versions, " in said
+    assert [version.resumable for version in open_repository(str(folder)).versions()] == [False, False, True]
+
+
+def test_a_damaged_version_is_told_and_the_others_are_thinned(folder: Path) -> None:
+    repository = open_repository(str(folder))
+    first = repository.version(1)
+    (pack, *_) = [p for p in first.record.packs if p.group == "weights"]
+    key = keys.pack(1, first.attempt, *pack.place)
+    repository.store.put(key, [bytes(pack.size)])
+    fields = run_json("prune", folder, "--resumable", 1, code=3)
+    assert fields["thinned"] == [2, 3]
+    assert key in fields["error"]["subject"]
+    assert repository.version(1) == first
+    assert "error: " in run("prune", folder, "--resumable", 1, "--yes", code=3).stderr
+
+
+def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    repository = open_repository(str(folder))
+    plan = repository.plan_retention(Policy(keep_last=3, resumable=1))
+    assert [line.split(": ")[1] for line in plan.explain()] == ["dropped", "thinned", "thinned", "kept"]
+    assert [entry.id for entry in plan.execute()] == [1]
+    into = state(9)
+    with pytest.raises(StateError, match=r"optimizer\.exp_avg.*was thinned at 20.* UTC and holds its weights only") as caught:
+        restore(repository.version(2), into)
+    assert "newer version" in caught.value.remedy
+    assert same(into, state(9)), "nothing was touched"
+    with caplog.at_level(logging.WARNING):
+        restore(repository.version(2), into, strict=False)
+    assert "was thinned" in caplog.text
+    assert same(into, {**state(9), "model": state(2)["model"], "step": 2})
+    whole = state(9)
+    version = raystow.restore_latest(str(folder), whole)
+    assert version is not None
+    assert same(whole, state(4))
+
+
+def test_a_run_does_not_thin() -> None:
+    with pytest.raises(StateError, match="drops versions and does not thin them") as caught:
+        raystow.Checkpointer("/nowhere", retention=Policy(keep_last=9, resumable=2))
+    assert "raystow prune /nowhere --resumable 2" in caught.value.remedy
+
+
+@pytest.mark.s3
+def test_on_s3(template: Path, s3_uri: str) -> None:
+    local = open_repository(str(template)).store
+    store = open_store(s3_uri)
+    for info in local.list(""):
+        data = local.get(info.key, max_bytes=1 << 30)
+        if info.key in (keys.MARKER, keys.ROOT):
+            store.put_if(info.key, data, None)
+        else:
+            store.put(info.key, [data])
+    repository = open_repository(s3_uri)
+    repository.plan_retention(Policy(resumable=3)).execute()
+    check_thin(repository, 1)
+    repository.plan_collection(grace=0.0).execute()
+    check_thin(repository, 1)
+    assert repository.orphans() == []
