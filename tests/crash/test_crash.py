@@ -20,8 +20,8 @@ from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.repository import open_repository
 
-SPREAD = {"create": 8, "save": 40, "prune": 8, "gc": 12}
-SPREAD_S3 = {"create": 1, "save": 3, "prune": 1, "gc": 2}
+SPREAD = {"create": 4, "save": 16, "prune": 4, "gc": 6}
+SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "gc": 1}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
 
 
@@ -31,11 +31,11 @@ def test_killed_alone(on_disk: Stage, act: str) -> None:
 
 
 def test_all_killed_at_once(on_disk: Stage) -> None:
-    run(on_disk, "save", everyone, most=16)
+    run(on_disk, "save", everyone, most=6)
 
 
 def test_another_killed(on_disk: Stage) -> None:
-    run(on_disk, "save", another, most=16)
+    run(on_disk, "save", another, most=6)
 
 
 @pytest.mark.s3

@@ -14,6 +14,7 @@ from training import Training
 import raystow
 
 
+@pytest.mark.slow
 def test_a_training_process_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
     stage.add("a", "b")
     training.start("a", "b")

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import ray
+from ranks import give_back
 from ray.cluster_utils import Cluster
 
 
@@ -19,10 +20,18 @@ def cluster() -> Iterator[Cluster]:
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     )
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
-    cluster.add_node(num_cpus=2, resources={"node_a": 100})
-    cluster.add_node(num_cpus=2, resources={"node_b": 100})
+    unwatched = {"include_log_monitor": False}  # its logs are for no driver, and a monitor for each node takes seconds
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **unwatched})
+    for node in ("node_a", "node_b"):
+        cluster.add_node(num_cpus=2, resources={node: 100}, **unwatched)
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     yield cluster
     ray.shutdown()
     cluster.shutdown()
+
+
+@pytest.fixture(autouse=True)
+def _ranks_leave() -> Iterator[None]:
+    """With the end of each test."""
+    yield
+    give_back()

@@ -225,23 +225,27 @@ def check_reads(ranges: list[tuple[str, int, int]], wanted: list[Any]) -> None:
 
 
 class World:
-    """Eight processes, of which the first n form a group for as long as a call takes."""
+    """Processes, of which the first n form a group for as long as a call takes. A call starts those that it lacks."""
 
     def __init__(self, folder: Any) -> None:
-        actor = ray.remote(Member)
-        nodes = ("node_a", "node_b")
-        self._members = [actor.options(num_cpus=0, resources={nodes[i % 2]: 1}).remote() for i in range(8)]
         self._folder, self._calls = folder, 0
-        ray.get([member.ready.remote() for member in self._members], timeout=180)
+        self._members: list[Any] = []
 
     def call(self, method: str, n: int, *args: Any, timeout: float = 120) -> list[Any]:
         """Call a method on the first ``n``; what each rank answers."""
         self._calls += 1
+        self._start(n)
         where = str(self._folder / f"group-{self._calls}")
         return ray.get(
             [getattr(member, method).remote(where, rank, n, *args) for rank, member in enumerate(self._members[:n])],
             timeout=timeout,
         )
+
+    def _start(self, n: int) -> None:
+        lacking = [("node_a", "node_b")[i % 2] for i in range(len(self._members), n)]
+        new = [ray.remote(Member).options(num_cpus=0, resources={node: 1}).remote() for node in lacking]
+        ray.get([member.ready.remote() for member in new], timeout=180)
+        self._members += new
 
     def close(self) -> None:
         for member in self._members:

@@ -1,24 +1,42 @@
-"""Training processes for tests: actors that each hold a Checkpointer and a state made from a recipe."""
+"""Training processes for tests: actors that each hold a Checkpointer and a state made from a recipe.
+
+To load torch takes a process longer than most tests, so it serves one test after the other.
+"""
 
 from __future__ import annotations
 
 import os
+from collections import defaultdict
 from collections.abc import Callable
 from typing import Any
 
 import psutil
 import ray
+from ray.exceptions import RayError
+from torch import distributed
 
 import raystow
+from raystow.orchestrator.coordinator_actor import coordinator_name
+from raystow.storage.stores import open_store
+from raystow.workers.node_actor import NAMESPACE
+
+PATIENCE = 5.0  # seconds for ranks to leave a test; whoever is held up is killed
 
 
 class Rank:
     """One rank. Its state stays in its own process: tests say how to make it and what to ask of it."""
 
-    def __init__(self, uri: str, rank: int, world_size: int, options: dict[str, Any] | None = None) -> None:
-        self.checkpointer = raystow.Checkpointer(uri, rank=rank, world_size=world_size, **(options or {}))
+    def begin(self, uri: str, rank: int, world_size: int, options: dict[str, Any]) -> None:
+        """Be this rank of this run."""
+        self.checkpointer = raystow.Checkpointer(uri, rank=rank, world_size=world_size, **options)
         self.state: dict[str, Any] = {}
         self.pending: list[raystow.Pending] = []
+
+    def leave(self) -> bool:
+        """Forget the run; whether this process may be of another. Not after a process group: torch remembers its meshes."""
+        self.checkpointer.close()
+        self.state, self.pending = {}, []
+        return not distributed.is_initialized()
 
     def do(self, what: Callable[..., Any], *args: Any) -> Any:
         """Call ``what(self, *args)`` here."""
@@ -51,15 +69,58 @@ class Rank:
         return [child.pid for child in raylet.children() if "NodeActor" in " ".join(child.cmdline())]
 
 
+Place = tuple[str, str]
+"""A cluster, and a node of it."""
+
+_idle: defaultdict[Place, list[Any]] = defaultdict(list)
+_busy: list[tuple[Place, Any]] = []
+_runs: set[str] = set()
+
+
 def start(uri: str, world_size: int, *, nodes: tuple[str, ...] = ("node_a", "node_b"), **options: Any) -> list[Any]:
-    """An actor for each rank, on the named nodes in turn."""
-    actor = ray.remote(Rank)
-    return [
-        actor.options(num_cpus=0, resources={nodes[rank % len(nodes)]: 1}).remote(uri, rank, world_size, options)
-        for rank in range(world_size)
-    ]
+    """An actor for each rank, on the named nodes in turn. All leave with the end of the test."""
+    ranks = [take(nodes[rank % len(nodes)]) for rank in range(world_size)]
+    _runs.add(uri)
+    ray.get([rank.begin.remote(uri, n, world_size, options) for n, rank in enumerate(ranks)], timeout=120)
+    return ranks
+
+
+def take(node: str) -> Any:
+    """An actor on a node that is of no run yet."""
+    place = _cluster(), node
+    rank = _idle[place].pop() if _idle[place] else ray.remote(Rank).options(num_cpus=0, resources={node: 1}).remote()
+    _busy.append((place, rank))
+    return rank
+
+
+def give_back() -> None:
+    """End the runs of a test: a rank that can begin anew waits for the next, and the others die, as do the coordinators."""
+    here = _cluster()
+    leaving = {rank.leave.remote(): (place, rank) for place, rank in _busy if place[0] == here}
+    if leaving:
+        ray.wait(list(leaving), num_returns=len(leaving), timeout=PATIENCE)
+    for left, (place, rank) in leaving.items():
+        try:
+            _idle[place] += [rank] if ray.get(left, timeout=0) else []
+        except RayError:
+            ray.kill(rank)
+    for uri in _runs if leaving else ():
+        try:
+            ray.kill(ray.get_actor(coordinator_name(open_store(uri).uri), NAMESPACE))
+        except ValueError:
+            pass  # it has none
+    _busy.clear()
+    _runs.clear()
 
 
 def every(ranks: list[Any], method: str, *args: Any, timeout: float = 120) -> list[Any]:
     """Call a method of all ranks at once, and wait for all."""
     return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=timeout)
+
+
+def _cluster() -> str:
+    """The one that this process is connected to, and as which job: with the job end its actors. Empty if there is none."""
+    if not ray.is_initialized():
+        return ""
+    context = ray.get_runtime_context()
+    return f"{context.gcs_address} {context.get_job_id()}"

@@ -1,4 +1,7 @@
-"""DTensors over a real process group: each box stored once, the replicas' work shared, and restored where it belongs."""
+"""DTensors over a real process group: each box stored once, the replicas' work shared, and restored where it belongs.
+
+Run by ``make soak``; the same layouts are in the spread of ``test_resharding.py`` that ``make test`` takes.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from ranks import Rank, every, start
 
 import raystow
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = [pytest.mark.usefixtures("cluster"), pytest.mark.slow]
 SHAPE = (1030, 515)  # does not divide evenly
 
 

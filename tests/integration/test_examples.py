@@ -1,4 +1,7 @@
-"""The examples, each as its reader would run it: a process of its own, from any folder, by the command in its docstring."""
+"""The examples, each as its reader would run it: a process of its own, from any folder, by the command in its docstring.
+
+Those that begin a Ray Train of their own take minutes: ``make soak`` runs them, and ``make test`` the others.
+"""
 
 from __future__ import annotations
 
@@ -76,6 +79,7 @@ def test_reading_takes_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: 
     assert "the first rows of model.weight as numpy.ndarray:" in printed
 
 
+@pytest.mark.slow
 def test_ray_train_goes_on_where_it_stopped(tmp_path: Path) -> None:
     for steps in (2, 4):
         printed = _run("ray_train_fsdp2.py", "runs", steps, cwd=tmp_path)

@@ -108,6 +108,7 @@ def test_a_replicated_state_on_three_nodes(tmp_path: Path, workers_die: bool) ->
         assert read["peer"] == pytest.approx(2 * version.bytes, rel=0.05)
 
 
+@pytest.mark.slow
 def test_four_ranks_become_three_with_one_on_a_node(tmp_path: Path) -> None:
     uri = str(tmp_path / "runs")
     ranks = start(uri, 4, nodes=NODES, keep_in_memory=0, replicas=0)

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ranks import Rank, every, start
+from ranks import Rank, every, start, take
 
 import raystow
 from raystow.orchestrator.coordinator_actor import coordinator_actor
@@ -187,8 +187,7 @@ def test_a_restarted_rank_ends_the_save_that_waited_for_its_former_process(tmp_p
     every(ranks, "set", replicated, 1, 1)
     ray.get(ranks[0].save.remote(1))
     ray.kill(ranks[1])
-    again = ray.remote(Rank).options(num_cpus=0).remote(str(tmp_path), 1, 2)
-    ray.get(again.pid.remote())
+    ray.get(take("node_b").begin.remote(str(tmp_path), 1, 2, {}))
     with pytest.raises(raystow.SaveFailed, match="rank 1 was restarted"):
         ray.get(ranks[0].result.remote(), timeout=60)
 

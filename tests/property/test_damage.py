@@ -1,4 +1,7 @@
-"""Whatever happens to any object of a repository: an error that names it, or the very bits that were saved. Nothing else."""
+"""Whatever happens to any object of a repository: an error that names it, or the very bits that were saved. Nothing else.
+
+``make test`` damages each kind of object in a few places, ``make soak`` in hundreds.
+"""
 
 from __future__ import annotations
 
@@ -137,9 +140,22 @@ def other() -> Patient:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=8, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
 def test_a_changed_byte(patient: Patient, kind: str, where: float, flip: int) -> None:
+    change(patient, kind, where, flip)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=200, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
+def test_hundreds_of_changed_bytes(patient: Patient, kind: str, where: float, flip: int) -> None:
+    change(patient, kind, where, flip)
+
+
+def change(patient: Patient, kind: str, where: float, flip: int) -> None:
+    """One byte, at a share of the object's length."""
     key = patient.key(kind)
     whole = patient.objects[key]
     at = int(where * len(whole))
@@ -147,15 +163,27 @@ def test_a_changed_byte(patient: Patient, kind: str, where: float, flip: int) ->
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=10, deadline=None)
+@settings(max_examples=5, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True))
 def test_truncation(patient: Patient, kind: str, where: float) -> None:
+    truncate(patient, kind, where)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+@settings(max_examples=100, deadline=None)
+@given(where=st.floats(0, 1, exclude_max=True))
+def test_hundreds_of_truncations(patient: Patient, kind: str, where: float) -> None:
+    truncate(patient, kind, where)
+
+
+def truncate(patient: Patient, kind: str, where: float) -> None:
     key = patient.key(kind)
     patient.examine(key, patient.objects[key][: int(where * len(patient.objects[key]))])
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=3, deadline=None)
 @given(more=st.binary(min_size=1, max_size=200) | st.sampled_from([b"\n", b" ", b"\0", bytes(100_000)]))
 def test_appended_bytes(patient: Patient, kind: str, more: bytes) -> None:
     key = patient.key(kind)
@@ -169,12 +197,23 @@ def test_a_missing_object(patient: Patient, kind: str) -> None:
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_another_object_in_its_place(patient: Patient, other: Patient, kind: str) -> None:
+    """One of another kind, and that of another repository."""
+    following = dict(zip(KINDS, [*KINDS][1:] + [*KINDS][:1], strict=True))
+    replace(patient, kind, [patient.objects[patient.key(following[kind])], other.objects[other.key(kind)]])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_other_object_in_its_place(patient: Patient, other: Patient, kind: str) -> None:
+    replace(patient, kind, [*patient.objects.values(), *other.objects.values()])
+
+
+def replace(patient: Patient, kind: str, by: list[bytes]) -> None:
     key = patient.key(kind)
-    for donor in (patient, other):
-        for data in donor.objects.values():
-            if data != patient.objects[key]:
-                # Of a marker and a root that name two repositories, no one can tell which is the right one.
-                patient.examine(key, data, *((key, keys.ROOT) if kind == "marker" else (key,)))
+    for data in by:
+        if data != patient.objects[key]:
+            # Of a marker and a root that name two repositories, no one can tell which is the right one.
+            patient.examine(key, data, *((key, keys.ROOT) if kind == "marker" else (key,)))
 
 
 @pytest.mark.parametrize("kind", KINDS)

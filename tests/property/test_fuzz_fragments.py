@@ -22,7 +22,7 @@ from raystow.storage.limits import MAX_NAME
 from raystow.storage.manifest import SCHEMA, Fragment, Value
 
 FOUND = sorted((Path(__file__).parents[1] / "fuzz" / "found").iterdir())
-checked = settings(max_examples=60, deadline=10_000)
+checked = settings(max_examples=30, deadline=10_000)
 """A time-out of 10 seconds for each input: no input may take long."""
 
 NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 4, 8, 2**27, 2**31 - 1, 2**31, 2**32, 2**48, 10**18, 2**62, 2**63 - 1]

@@ -262,7 +262,7 @@ class RepositoryModel(RuleBasedStateMachine):
 
 TestRepository = RepositoryModel.TestCase
 TestRepository.settings = settings(
-    max_examples=80,
+    max_examples=40,
     stateful_step_count=40,
     deadline=None,
     suppress_health_check=[HealthCheck.filter_too_much, HealthCheck.too_slow],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import pty
 import select
@@ -190,7 +191,10 @@ def live() -> Iterator[tuple[pyte.Screen, pyte.ByteStream, int, subprocess.Popen
     outer, inner = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
     program = PROGRAM.format(tests=str(Path(__file__).parent))
-    process = subprocess.Popen([sys.executable, "-c", program], stdin=inner, stdout=inner, stderr=inner, env=environment)
+    # A shell's background job ignores Ctrl-C, and so does what it starts: this process must not, whoever started the tests.
+    listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
+    command = [sys.executable, "-c", program]
+    process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment, preexec_fn=listen)
     os.close(inner)
     screen = pyte.Screen(80, 30)
     try:

@@ -55,13 +55,14 @@ def train(config: dict[str, Any]) -> None:
         journal.write("step", run=config["run"], rank=rank, step=step, loss=loss.item())
         if step % config["every"] == 0 or step == config["steps"]:
             weights, moments = get_state_dict(model, optimizer)
+            doomed = this_node() if first_try and step == config["strike"] and rank == world - 1 else []
             pending = checkpointer.save(
                 {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()}
             )
             under_way.append(pending)
             journal.write("save", run=config["run"], rank=rank, step=step)
-            if first_try and step == config["strike"] and rank == world - 1:
-                kill_this_node(journal, run=config["run"], step=step)
+            if doomed:
+                kill(doomed, journal, run=config["run"], step=step)
         under_way = [pending for pending in under_way if not _noted(pending, journal, config["run"], rank)]
     checkpointer.close()
     for pending in under_way:
@@ -78,11 +79,15 @@ def _noted(pending: Pending, journal: Journal, run: str, rank: int) -> bool:
     return True
 
 
-def kill_this_node(journal: Journal, *, run: str, step: int) -> None:
-    """SIGKILL every process of this Ray node: node worker, raylet, agents, and this worker last."""
+def this_node() -> list[psutil.Process]:
+    """The other processes of this Ray node, the raylet last. To find them takes a while, in which a save could become durable."""
     raylet = psutil.Process(os.getppid())
-    doomed = [child for child in raylet.children(recursive=True) if child.pid != os.getpid()]
-    journal.write("killed", run=run, step=step, processes=len(doomed) + 2, node=ray.get_runtime_context().get_node_id())
-    for process in [*doomed, raylet]:
+    return [*(child for child in raylet.children(recursive=True) if child.pid != os.getpid()), raylet]
+
+
+def kill(doomed: list[psutil.Process], journal: Journal, *, run: str, step: int) -> None:
+    """SIGKILL every process of this Ray node: node worker, agents, raylet, and this worker last."""
+    journal.write("killed", run=run, step=step, processes=len(doomed) + 1, node=ray.get_runtime_context().get_node_id())
+    for process in doomed:
         process.kill()
     os.kill(os.getpid(), signal.SIGKILL)
