@@ -11,7 +11,6 @@ import raystow
 from raystow import ray_train
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 def test_a_worker_dies_and_its_group_goes_on(tmp_path: Path) -> None:
     result = trainer(tmp_path, {"steps": 4, "die": 2}, num_to_keep=2).fit()
