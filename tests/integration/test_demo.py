@@ -1,4 +1,7 @@
-"""The demo, as a person runs it: to its end, and into Ctrl-C."""
+"""The demo, as a person runs it: to its end, and into Ctrl-C.
+
+To its end it takes minutes: ``make soak`` runs it so, and ``make test-s3`` on S3.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +33,7 @@ def ours(marker: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.slow
 def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
     done = subprocess.run(
         [*DEMO, "--steps", "8", "--every", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
