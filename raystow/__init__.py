@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from .orchestrator.client import Checkpointer
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.pending import Pending
+    from .orchestrator.sensitivity import sensitivity
     from .storage.collect import CollectionPlan
     from .storage.errors import (
         ClusterError,
@@ -69,6 +70,7 @@ __all__ = [
     "latest",
     "open",
     "restore_latest",
+    "sensitivity",
 ]
 
 _HOMES = {
@@ -82,6 +84,7 @@ _HOMES = {
     "RetentionPlan": "storage.retention_plan",
     "TensorInfo": "storage.version",
     "Version": "storage.version",
+    "sensitivity": "orchestrator.sensitivity",
 }
 
 _DOORS = ("dcp", "lightning", "ray_train", "transformers")

@@ -117,7 +117,10 @@ def test_blocks_keep_their_bound_and_do_not_ask_where_a_row_was_cut(
 
 def test_the_smallest_numbers_and_blocks_of_nothing() -> None:
     least = torch.tensor([[5e-324, 1e-320, 0.0]], dtype=torch.float64)
-    assert same(applied(Blockwise(2, 8), least), least)
+    assert same(applied(Blockwise(16, 8), least), least)
+    coarse = applied(Blockwise(8, 8), least * 1000)
+    assert not same(coarse, least * 1000)
+    assert same(applied(Blockwise(8, 8), coarse), coarse)
     nothing = torch.tensor([[0.0, -0.0, math.inf]])
     assert same(applied(Blockwise(2, 8), nothing), nothing)
 
@@ -160,7 +163,7 @@ def test_what_is_told_of_it() -> None:
     told = rounding.read("t", MantissaBits(10), [findings, findings])
     error = 2.0**-10 - 2.0**-20
     assert bits.view(torch.float32)[0, 0] == 1 + 2.0**-10
-    assert (told.rule, told.error, told.relative) == ("MantissaBits(10)", error, error / values[0, 0].item())
+    assert (told.rule, told.error, told.relative) == ("MantissaBits(10)", error, pytest.approx(error / values[0, 0].item()))
     assert told.sqnr == pytest.approx(10 * math.log10((values[0, 0].item() ** 2 + 16) / error**2))
     assert told.spared == 2 * 13 // 8
     same_bits, nothing = rounding.rounded(MantissaBits(10), bits, "float32")
@@ -187,3 +190,15 @@ def test_a_chunk_is_gathered_as_it_is_copied_and_the_tensor_stays_as_it_was() ->
         assert {*plan.rounded()} == ({name} if shard.rule is not None else set())
         plan.let_go()
         assert not plan.rounded()
+
+
+@pytest.mark.parametrize("rule", [MantissaBits(5), Blockwise(8, 48)], ids=str)
+@pytest.mark.parametrize("shape", [(1, 40_001), (7, 9_000), (3_000, 12)])
+def test_large_chunks_are_rounded_in_parts(rule: Rule, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
+    values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).view(torch.int32)
+    monkeypatch.setattr(rounding, "_AT_ONCE", 1 << 30)
+    whole, findings = rounding.rounded(rule, values, "float32", 5)
+    monkeypatch.setattr(rounding, "_AT_ONCE", 1 << 12)
+    parts, found = rounding.rounded(rule, values, "float32", 5)
+    assert torch.equal(parts, whole)
+    torch.testing.assert_close(found, findings, rtol=1e-9, atol=0)

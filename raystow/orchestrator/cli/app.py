@@ -26,6 +26,7 @@ _COMMANDS = {
     "gc": ".gc",
     "repair": ".repair",
     "cost": ".cost",
+    "sensitivity": ".sensitivity",
     "report": ".report.command",
     "drain": ".drain",
     "keygen": ".keygen",

@@ -73,7 +73,7 @@ def cost(
         raise typer.BadParameter(f"{what}: save less often (--every)")
     habit, prices = Habit(gpus, every, keep or said.get("keep") or 1), Prices(gpu_price, store_price)
     plain, coded = Bill(habit, prices, raw, stalls[0]), Bill(habit, prices, raw * part, stalls[1])
-    assumed = _assumptions(plain, part, how)
+    assumed = _assumptions(plain, part, how, said.get("spared"))
     if json:
         emit({"uri": said.get("uri"), "version": said.get("version"), "ratio": round(part, 4), **_facts(plain, coded, assumed)})
         return
@@ -85,13 +85,14 @@ def cost(
 
 
 def _read(uri: str) -> dict[str, Any]:
-    """What the root tells of the newest version."""
+    """What the root tells of the newest version, and its manifest, if not every bit was kept."""
     target = open_target(uri)
     newest = target.version("latest")
     if not newest.raw:
         raise NotFound(f"version {newest.id} holds no bytes", subject=target.repository.uri, remedy="say --state and --ratio")
+    spared = sum(one.spared for one in newest.rounded().values()) if newest.record.lossy else None
     facts = {"uri": target.repository.uri, "version": newest.id, "state": newest.raw, "ratio": newest.bytes / newest.raw}
-    return {**facts, "keep": len(target.versions())}
+    return {**facts, "keep": len(target.versions()), "spared": spared}
 
 
 def _stalls(
@@ -108,11 +109,12 @@ def _stalls(
     return (writing, max(writing * ratio, raw / code_rate)), f"{how}, and compressed meanwhile, at {billed(code_rate)} a second"
 
 
-def _assumptions(plain: Bill, ratio: float, how: str) -> list[str]:
+def _assumptions(plain: Bill, ratio: float, how: str, spared: int | None) -> list[str]:
     habit, prices = plain.habit, plain.prices
+    rounded = f"; {billed(spared)} of what that saves is due to rounding, which is not undone" if spared else ""
     return [
         f"a month of {DAYS} days, with a save every {habit.every / 60:,g} minutes: {habit.saves:,.0f} saves",
-        f"a version has {billed(plain.stored)}, and {ratio:.3f} of that compressed; {count(habit.keep, 'version')} kept",
+        f"a version has {billed(plain.stored)}, and {ratio:.3f} of that compressed; {count(habit.keep, 'version')} kept{rounded}",
         how,
         f"{count(habit.gpus, 'GPU')} at {price(prices.gpu_hour)} an hour; all wait while the loop does",
         f"a GB (10^9 bytes) costs {price(prices.gb_month)} a month; requests and transfer cost nothing",

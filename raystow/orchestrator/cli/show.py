@@ -53,7 +53,7 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("needs", ", ".join(f"version {id}" for id in facts["bases"])),
         ("thinned", _thinned(version)),
         *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
-        ("lossy", _lossy(facts)),
+        *(("lossy", text) for text in _lossy(facts)),
         ("metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())),
         ("pins", ", ".join(facts["pins"])),
         ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),
@@ -66,11 +66,14 @@ def _thinned(version: Version) -> str:
     return f"{moment(thinned.at)}: holds {' and '.join(thinned.groups)} only" if thinned is not None else ""
 
 
-def _lossy(facts: dict[str, Any]) -> str:
-    """What was asked for, and what it has come to."""
-    rules = ", ".join(f"{name} {rule}" for name, rule in facts["lossy"].items())
+def _lossy(facts: dict[str, Any]) -> list[str]:
+    """What was asked for, rule by rule, and what that has come to."""
+    groups: dict[str, list[str]] = {}
+    for name, rule in facts["lossy"].items():
+        groups.setdefault(rule, []).append(name)
+    rules = [f"{rule}: {', '.join(names)}" for rule, names in groups.items()]
     spared = sum(one["spared"] for one in facts["rounded"].values())
-    return f"{rules}; about {size(spared)} spared" if rules else ""
+    return [*rules, f"about {size(spared)} less to store than with every bit"] if rules else []
 
 
 def _rounded(tensors: dict[str, Any]) -> list[list[str]]:

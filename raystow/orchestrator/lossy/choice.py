@@ -17,6 +17,8 @@ LEAST = 4096
 
 _MOMENTS = ("exp_avg", "momentum_buffer")
 _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
+KINDS = ("master", *_MOMENTS, *_SQUARES)
+"""What an optimizer keeps for each weight, by the names that torch gives it."""
 
 PROFILES: Mapping[str, Mapping[str, Rule]] = {
     "resume-bounded": {
@@ -30,6 +32,13 @@ PROFILES: Mapping[str, Mapping[str, Rule]] = {
 }
 """``resume-bounded``: to train on from. ``archive``: to evaluate; weights in bfloat16 are kept bit for bit, and a sketch of the
 optimizer's state."""
+
+
+def kind(name: str) -> str | None:
+    """``weights``, or one of ``KINDS``; None for what else there may be in an optimizer's state."""
+    if group(name) == WEIGHTS:
+        return WEIGHTS
+    return next((part for part in reversed(name.lower().split(".")) if part in KINDS), None)
 
 
 @dataclass(frozen=True)

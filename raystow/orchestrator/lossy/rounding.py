@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from ...storage.errors import SaveFailed
 from ...storage.rounded import Rounded
 from .rules import MANTISSA, Rule, words_of
+
+_AT_ONCE = 1 << 16  # numbers, on the CPU
 
 
 def rounded(rule: Rule, words: Any, dtype: str, first: int = 0) -> tuple[Any, Any]:
@@ -15,40 +17,76 @@ def rounded(rule: Rule, words: Any, dtype: str, first: int = 0) -> tuple[Any, An
     on the same device, which nobody has waited for. ``first``: see ``Rule.round``."""
     import torch
 
+    if words.is_cuda or words.numel() <= _AT_ONCE:
+        return _rounded(rule, words, dtype, first)
+    made, findings = torch.empty_like(words), []
+    for rows, columns in _parts(words.shape, rule.block, first):
+        made[rows, columns], found = _rounded(rule, words[rows, columns].contiguous(), dtype, first + columns.start)
+        findings.append(found)
+    return made, _together(torch.stack(findings))
+
+
+def _parts(shape: tuple[int, int], block: int, first: int) -> Iterator[tuple[slice, slice]]:
+    """Parts of a matrix that stay in a core's cache while they are worked on, and cut no block."""
+    rows, n = shape
+    high, wide = max(1, _AT_ONCE // n), max(1, _AT_ONCE // block) * block
+    for row in range(0, rows, high):
+        start = 0
+        while start < n:
+            end = min(n, start + wide - (first + start) % block)
+            yield slice(row, row + high), slice(start, end)
+            start = end
+
+
+def _rounded(rule: Rule, words: Any, dtype: str, first: int) -> tuple[Any, Any]:
+    import torch
+
     values = words.view(getattr(torch, dtype))
-    made, bound = rule.round(values, first)
-    before, after, finite = values.double(), made.double(), values.isfinite()
-    error = torch.where(finite, (before - after).abs(), 0.0)
-    size = torch.where(finite, before.abs(), 0.0)
-    bits = made.contiguous().view(words.dtype)
-    broken = torch.where(finite, ~(error <= bound), bits != words)
+    strange = None
+    if values.is_cuda or not values.abs().amax().isfinite():  # on a GPU it is not worth waiting for the answer
+        strange = ~values.isfinite()
+    before = values if strange is None else values.masked_fill(strange, 0.0)
+    after, bound = rule.round(before, first)
+    made = after.contiguous().view(words.dtype)
+    if strange is not None:
+        made = torch.where(strange, words, made)
+    exact = torch.promote_types(values.dtype, torch.float32)  # is the difference of a number and what it is rounded to
+    size, error = before.to(exact).abs(), (before.to(exact) - after.to(exact)).abs()
     findings = (
-        broken.sum(),
-        error.max(),
-        (error / size.clamp(min=torch.finfo(values.dtype).smallest_normal)).max(),
-        size.square().sum(),
-        error.square().sum(),
-        _spared(words, bits, dtype) / 8,
+        (~(error <= bound)).sum(),
+        error.amax(),
+        (error / size.clamp(min=torch.finfo(values.dtype).smallest_normal)).amax(),
+        torch.linalg.vector_norm(size, dtype=torch.float64).square(),
+        torch.linalg.vector_norm(error, dtype=torch.float64).square(),
+        (_zeros(made, dtype) * (made != words)).sum() / 8,
     )
-    return bits, torch.stack([found.double() for found in findings])
+    return made, torch.stack([found.double() for found in findings])
 
 
-def _spared(words: Any, bits: Any, dtype: str) -> Any:
-    """How many bits at the end of all mantissas are zeros, where rounding has changed them."""
+def _zeros(words: Any, dtype: str) -> Any:
+    """How many bits at the end of each mantissa are zeros."""
     import torch
 
     mantissa = MANTISSA[dtype]
-    rest = (bits & ((1 << mantissa) - 1)) | (1 << mantissa)
-    _, zeros = torch.frexp((rest & -rest).double())
-    return torch.where(bits != words, zeros - 1, 0).sum()
+    rest = words & ((1 << mantissa) - 1) | (1 << mantissa)
+    lowest = rest & -rest
+    if mantissa > 23:
+        return (lowest.double().view(torch.int64) >> 52) - 1023
+    return (lowest.float().view(torch.int32) >> 23) - 127
+
+
+def _together(found: Any) -> Any:
+    """Findings of parts, one in each row: errors are the largest, the rest is added up."""
+    total = found.sum(0)
+    total[1:3] = found[:, 1:3].amax(0)
+    return total
 
 
 def read(name: str, rule: Rule, findings: Iterable[Any]) -> Rounded:
     """What all findings of a tensor's chunks come to; waits for them. ``SaveFailed`` naming it if an error exceeds its bound."""
     import torch
 
-    found = torch.stack(list(findings)).cpu()
-    (broken, *_, signal, noise, spared), (_, error, relative, *_) = found.sum(0).tolist(), found.amax(0).tolist()
+    broken, error, relative, signal, noise, spared = _together(torch.stack(list(findings))).tolist()
     if broken:
         what = f"{rule} has changed {broken:.0f} numbers by more than it may, or they changed meanwhile"
         raise SaveFailed(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ...storage import dtypes
 from ...storage.errors import StateError
@@ -18,7 +18,11 @@ MANTISSA = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
 
 class Rule(Protocol):
-    """A way to round. Its text is what people read in a version."""
+    """A way to round. Its text is what people read in a version. ``block``: numbers that are looked at together."""
+
+    @property
+    def block(self) -> int:
+        """See above."""
 
     def changes(self, dtype: str) -> bool:
         """Whether it does anything to numbers of a dtype."""
@@ -30,9 +34,9 @@ class Rule(Protocol):
         """Byte planes that are worth coding afterwards: not noise alone. Ascending; the highest is one of them."""
 
     def round(self, values: Any, first: int) -> tuple[Any, Any]:
-        """Torch tensors of the same shape: ``values`` (floats [rows, n], contiguous) rounded, and the largest error that is
-        allowed of each (float64; not meant for those that are not finite, which stay as they are). ``first``: the number of the
-        first column along the last dimension of the whole tensor."""
+        """Torch tensors of the same shape: ``values`` (floats [rows, n], contiguous, all finite) rounded, and the largest error
+        that is allowed of each (of any dtype). ``first``: the number of the first column along the last dimension of the whole
+        tensor."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +50,7 @@ class MantissaBits:
     """
 
     bits: int
+    block: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 1 <= self.bits <= max(MANTISSA.values()):
@@ -73,7 +78,7 @@ class MantissaBits:
         some = ((words & (kept - 1)) != 0).to(words.dtype)
         made = ((words & -kept) | (some * kept)).view(values.dtype)
         tiny = torch.finfo(values.dtype).smallest_normal
-        return torch.where(values.isfinite(), made, values), values.double().abs().clamp(min=tiny) * 2.0**-self.bits
+        return made, values.abs().clamp(min=tiny) * 2.0**-self.bits
 
 
 @dataclass(frozen=True)
@@ -108,24 +113,15 @@ class Blockwise:
     def round(self, values: Any, first: int) -> tuple[Any, Any]:
         import torch
 
-        rows, n = values.shape
-        before, blocks = first % self.block, -(-(first % self.block + n) // self.block)
-        exact = values.double()
-        padded = torch.zeros((rows, blocks * self.block), dtype=torch.float64, device=values.device)
-        padded[:, before : before + n] = torch.where(values.isfinite(), exact, 0.0).abs()
-        largest = padded.view(rows, blocks, self.block).amax(-1)
-        _, exponent = torch.frexp(largest)
-        power = exponent.long() + 1 - self.bits
-        grid = (power.clamp(-1022, 1023) + 1023 << 52).view(torch.float64)
-        fine = (power < max(-1022, _least(values.dtype))) | (largest == 0)  # whatever there is lies on such a grid
-
-        def spread(of_blocks: Any) -> Any:
-            return of_blocks.repeat_interleave(self.block, dim=1)[:, before : before + n]
-
+        (rows, n), start = values.shape, first % self.block
+        blocks = torch.nn.functional.pad(values.double(), (start, -(start + n) % self.block)).view(rows, -1, self.block)
+        largest = blocks.abs().amax(-1, keepdim=True)
+        grid = _power_of_two(torch.frexp(largest)[1] + 1 - self.bits, values.dtype)
         # The largest number stays below its power of two, or else the next save would find another grid.
-        most, grids = 2 ** (self.bits - 1) - 1, spread(grid)
-        made = ((exact / grids).round().clamp(-most, most) * grids).to(values.dtype)
-        return torch.where(values.isfinite() & ~spread(fine), made, values), spread(largest) * 2.0 ** (1 - self.bits)
+        most = 2 ** (self.bits - 1) - 1
+        made = (blocks / grid).round_().clamp_(-most, most).mul_(grid)
+        bound = (largest * 2.0 ** (1 - self.bits)).expand_as(made)
+        return tuple(found.reshape(rows, -1)[:, start : start + n] for found in (made.to(values.dtype), bound))
 
 
 def dtype_of(values: Any) -> str:
@@ -140,9 +136,11 @@ def words_of(itemsize: int) -> Any:
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
 
-def _least(dtype: Any) -> int:
-    """The power of two that is the smallest positive number of a dtype."""
+def _power_of_two(exponents: Any, dtype: Any) -> Any:
+    """Powers of two, exactly (float64), none of them smaller than the smallest positive number of a dtype."""
     import torch
 
     limits = torch.finfo(dtype)
-    return round(math.log2(limits.smallest_normal) + math.log2(limits.eps))
+    powers = exponents.long().clamp(min=round(math.log2(limits.smallest_normal) + math.log2(limits.eps)))
+    small = 1 << (powers + 1074).clamp(0, 52)  # what is below the normal numbers is a bit in the mantissa
+    return torch.where(powers < -1022, small, powers + 1023 << 52).view(torch.float64)

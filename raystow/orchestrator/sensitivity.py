@@ -1,0 +1,200 @@
+"""How much a model's loss moves when its state is stored with less than all its bits: measured on the model itself, by groups of
+tensors and by rules; and the rules that stay within a budget."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..storage import dtypes
+from ..storage.chunk import Encoder
+from ..storage.errors import StateError
+from ..storage.groups import WEIGHTS
+from .lossy.choice import KINDS, LEAST, kind
+from .lossy.rounding import round_in_place
+from .lossy.rules import MantissaBits, Rule, words_of
+from .roles import role
+from .shards import dtype_name
+from .state import flatten
+
+_SAMPLE = 1 << 20  # bytes of each tensor that are coded, to see what a rule saves
+
+LEVELS: Mapping[str, Sequence[Rule]] = {
+    **{name: [MantissaBits(n) for n in (7, 5, 3, 2, 1)] for name in KINDS},
+    **{name: [MantissaBits(n) for n in (16, 12, 9)] for name in (WEIGHTS, "master")},
+}
+"""What is tried by default."""
+
+
+@dataclass(frozen=True)
+class Trial:
+    """A group of tensors under a rule; None: as they are. ``group``: as ``Checkpointer(lossy=)`` takes it. ``change``: of the
+    loss. ``raw`` and ``stored``: bytes before and after coding, the latter from a sample of each tensor."""
+
+    group: str
+    rule: Rule | None
+    change: float
+    raw: int
+    stored: int
+
+
+@dataclass(frozen=True)
+class Proposal:
+    """The rules that save most within a budget, for ``Checkpointer(lossy=)``. ``change``: what they are predicted to do to the
+    loss, the sum of what each did alone. ``raw`` and ``stored``: bytes of the groups that were tried."""
+
+    rules: Mapping[str, Rule] = field(default_factory=dict)
+    change: float = 0.0
+    raw: int = 0
+    stored: int = 0
+
+
+@dataclass(frozen=True)
+class Sensitivity:
+    """``loss``: with every bit. ``trained``: after the steps of ``train``; None without it. ``noise``: what that differs by if it
+    is done twice from the same state: smaller changes mean nothing. ``trials``: group by group, its first one without a rule."""
+
+    loss: float
+    trained: float | None
+    noise: float
+    trials: tuple[Trial, ...]
+
+    def propose(self, budget: float) -> Proposal:
+        """The smallest state whose predicted change of the loss is within ``budget``. Changes in either direction count, each as
+        at least the noise."""
+        options: dict[str, list[Trial]] = defaultdict(list)
+        for trial in self.trials:
+            options[trial.group].append(trial)
+        found = [Proposal()]
+        for trials in options.values():
+            found = _best(self._with(one, trial) for one in found for trial in trials)
+            found = [one for one in found if one.change <= budget]
+        return min(found, key=lambda one: one.stored, default=Proposal())
+
+    def _with(self, one: Proposal, trial: Trial) -> Proposal:
+        rules, change = one.rules, one.change
+        if trial.rule is not None:
+            rules, change = {**rules, trial.group: trial.rule}, change + max(abs(trial.change), self.noise)
+        return Proposal(rules, change, one.raw + trial.raw, one.stored + trial.stored)
+
+
+def _best(found: Any) -> list[Proposal]:
+    """Those than which no other is both smaller and nearer."""
+    kept = list[Proposal]()
+    for one in sorted(found, key=lambda one: (one.change, one.stored)):
+        if not kept or one.stored < kept[-1].stored:
+            kept.append(one)
+    return kept
+
+
+def sensitivity(
+    state: Mapping[str, Any],
+    *,
+    loss: Callable[[], float],
+    train: Callable[[], float] | None = None,
+    levels: Mapping[str, Sequence[Rule]] | None = None,
+) -> Sensitivity:
+    """Round the tensors of ``state`` (as given to ``Checkpointer.save``: the model's and the optimizer's own) group by group, and
+    see what becomes of the loss. Afterwards they are as they were, bit for bit.
+
+    ``loss()``: of a few batches, always the same. ``train()``: takes a few steps of the optimizer, over batches that are always
+    the same, and returns the loss after them; without it, only weights are looked at, since nothing else shows before a step. It
+    may change nothing but the tensors of ``state`` and gradients. ``levels``: the rules to try, by kind: ``weights``,
+    ``master``, ``exp_avg``, ``exp_avg_sq``; by default as many bits as are usual. Weights and master copies are taken apart by
+    role: attention, feed-forward, embeddings, norms, other.
+
+    Where several ranks train together, all of them call this, and all get the same losses.
+    """
+    tensors = {
+        leaf.name: leaf.value for leaf in flatten(dict(state)) if leaf.is_tensor and not isinstance(leaf.value, np.ndarray)
+    }
+    tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "detach")}
+    keeper, found = _Keeper(tensors.values()), list[Trial]()
+    try:
+        before = float(loss())
+        trained, noise = _twice(train, keeper) if train is not None else (None, 0.0)
+        for (what, group), names in _groups(tensors).items():
+            if what != WEIGHTS and trained is None:
+                continue
+            some = [_local(tensors[name]) for name in names]
+            found.append(Trial(group, None, 0.0, *_sizes(some)))
+            for rule in (levels or LEVELS).get(what, ()):
+                if any(rule.changes(dtype_name(tensor.dtype)) for tensor in some):
+                    for tensor in some:
+                        if rule.changes(dtype_name(tensor.dtype)):
+                            round_in_place(rule, tensor)
+                    sizes = _sizes(some)
+                    shown, usual = (loss, before) if what == WEIGHTS or train is None else (train, trained or 0.0)
+                    change = float(shown()) - usual
+                    keeper.restore()
+                    found.append(Trial(group, rule, change, *sizes))
+    finally:
+        keeper.restore()
+    if not found:
+        raise StateError("no tensor of it is of a kind that can be rounded", subject="state", remedy="name them as save would")
+    return Sensitivity(before, trained, noise, tuple(found))
+
+
+def _groups(tensors: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
+    """Names by kind and group. Narrow weights that have a master copy are left out: they follow from it."""
+    follow = any(kind(name) == "master" for name in tensors)
+    found: dict[tuple[str, str], list[str]] = defaultdict(list)
+    for name, tensor in tensors.items():
+        what = kind(name)
+        if what is None or not tensor.is_floating_point() or tensor.numel() * tensor.element_size() < LEAST:
+            continue
+        if what == WEIGHTS and follow and tensor.element_size() < 4:
+            continue
+        found[what, f"{role(name)}.{what}" if what in (WEIGHTS, "master") else what].append(name)
+    return dict(sorted(found.items()))
+
+
+def _twice(train: Callable[[], float], keeper: _Keeper) -> tuple[float, float]:
+    """The loss after training, and by how much a second try differs."""
+    first = float(train())
+    keeper.restore()
+    second = float(train())
+    keeper.restore()
+    return first, abs(second - first)
+
+
+class _Keeper:
+    """Copies of tensors, and of what random numbers come from, in host memory."""
+
+    def __init__(self, tensors: Any) -> None:
+        import torch
+
+        self._kept = [(local, local.to("cpu", copy=True)) for local in map(_local, tensors)]
+        self._random = torch.get_rng_state()
+        self._on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+
+    def restore(self) -> None:
+        """Everything as it was."""
+        import torch
+
+        for local, copy in self._kept:
+            local.copy_(copy)
+        torch.set_rng_state(self._random)
+        if self._on_gpus:
+            torch.cuda.set_rng_state_all(self._on_gpus)
+
+
+def _local(tensor: Any) -> Any:
+    """This rank's elements, apart from any gradient."""
+    return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
+
+
+def _sizes(tensors: Sequence[Any]) -> tuple[int, int]:
+    """Bytes before coding, and after it as far as a sample of each tensor tells."""
+    encoder, raw, sampled, coded = Encoder(_SAMPLE), 0, 0, 0
+    for tensor in tensors:
+        raw += tensor.numel() * tensor.element_size()
+        words = tensor.reshape(-1)[: _SAMPLE // tensor.element_size()].contiguous().view(words_of(tensor.element_size()))
+        sample = words.cpu().numpy().view(np.uint8)
+        sampled += sample.size
+        coded += encoder.encode(sample, dtypes.dtype(dtype_name(tensor.dtype)))[0].size
+    return raw, round(raw * coded / max(1, sampled))
