@@ -196,7 +196,8 @@ def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
     back, judged = dict[int, VersionRecord](), list[Found]()
 
     def gone(record: VersionRecord) -> list[int]:
-        return [base for base in record.bases if base not in back or back[base].thinned is not None]
+        part = record.thinned is not None  # then it needs no more of its base than is left of one that was thinned
+        return [base for base in record.bases if base not in back or (back[base].thinned is not None and not part)]
 
     for id, group in itertools.groupby(found, lambda f: f.id):
         same = list(group)

@@ -152,7 +152,7 @@ def best_rule(best: Best) -> str:
 def _decision(entry: Entry, rules: Sequence[str], over: bool, users: Sequence[int], thin: str) -> Decision:
     if users:
         others = f" and {len(users) - 1} more" if users[1:] else ""
-        return Decision(entry, True, (*rules, f"base of version {users[-1]}{others}"), thin if rules and not over else "")
+        return Decision(entry, True, (*rules, f"base of version {users[-1]}{others}"), thin)
     if over:
         return Decision(entry, False, ("over max_bytes", *rules))
     return Decision(entry, bool(rules), tuple(rules) or ("no rule keeps it",), thin)
@@ -214,11 +214,14 @@ def _stored(entries: Sequence[Entry], size: Mapping[int, int], ids: Collection[i
 
 
 def _thin(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int]) -> dict[int, str]:
-    """Ids to thin of those that the rules keep, and why. What stays as it is needs what it is a difference to."""
+    """Ids to thin of those that are kept, and why; but nothing that one which stays as it is is a difference to."""
     if (resumable := policy.resumable) is None:
         return {}
-    older = {entry.id for entry in [entry for entry in entries if kept[entry.id] and entry.resumable][:-resumable]} - safe
-    users = needed(entries, [id for id, rules in kept.items() if rules and id not in older])
+    ruled = [id for id, rules in kept.items() if rules]
+    held = {*ruled, *needed(entries, ruled)}
+    whole = [entry for entry in entries if entry.resumable]  # what is thinned needs no more than weights
+    older = {entry.id for entry in [entry for entry in whole if entry.id in held][:-resumable]} - safe
+    users = needed(whole, held - older)
     return dict.fromkeys(sorted(older - users.keys()), f"older than the last {resumable} resumable")
 
 

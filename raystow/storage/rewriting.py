@@ -1,8 +1,8 @@
 """Rewriting: writes some of a version's tensors once more, as another attempt at the same id. Plan, then execute.
 
 Stored bytes that can stay are copied as they are coded, with their digests, which are checked on the way. What is derived from a
-tensor that goes (weights are their master copy, rounded), and what is a difference to another version, is decoded and coded by
-itself. Boxes stay, and so does every bit.
+tensor that goes (weights are their master copy, rounded) is decoded, and coded as what it is: as a difference, if the version has
+been one, to the same. Boxes stay, and so does every bit.
 
 Writes packs and fragments, and nothing that makes a version of them: that is ``thinning``'s part.
 """
@@ -17,10 +17,11 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from . import dtypes, keys
+from . import delta, dtypes, keys
 from .chunk import Encoder
 from .derived import Derivation
 from .digest import stored_digest
+from .kernels import Bytes
 from .manifest import Chunk, Fragment
 from .object_store import Buffer, ObjectStore
 from .reader import Request, decode
@@ -64,9 +65,11 @@ class Load:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go."""
+    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go.
+    ``base``: what the version is a difference to, if it is."""
 
     version: Version
+    base: Version | None
     store: ObjectStore
     fragments: tuple[tuple[FragmentInfo, Fragment], ...]
     loads: tuple[Load, ...]
@@ -130,12 +133,30 @@ class Rewriting:
         encoder = Encoder(max((bundle.nbytes for bundle in bundles if bundle.source is not None), default=0))
         for bundle in bundles:
             if (source := bundle.source) is not None:
-                raw = np.empty(source.extent, f"V{dtypes.dtype(source.dtype).itemsize}")
-                reader.fill([Request(source.name, [source], source.box, raw)])
-                stored, coding = encoder.encode(raw.reshape(-1).view(np.uint8), dtypes.dtype(source.dtype))
-                owner = replace(bundle.rows[0], coding=coding, stored_digest=stored_digest(stored))
-                decode(owner, stored)  # what it was made from will be gone when somebody reads it
+                stored, owner = self._recoded(encoder, source, bundle.rows[0])
                 yield bundle, owner, stored.data
+
+    def _recoded(self, encoder: Encoder, source: Chunk, row: Chunk) -> tuple[Bytes, Chunk]:
+        raw, dtype, former = _elements(self.version, source), dtypes.dtype(source.dtype), self._former(source)
+        difference = None
+        if self.base is not None and former is not None:
+            difference = delta.encode(encoder, raw, dtype, former.copy(), self.base.id)
+        stored, coding = difference or encoder.encode(raw, dtype)
+        row = replace(row, coding=coding, stored_digest=stored_digest(stored))
+        decode(row, stored, base=former)  # what it was made from will be gone when somebody reads it
+        return stored, row
+
+    def _former(self, chunk: Chunk) -> Bytes | None:
+        """The elements of the same chunk in the base, if it has that."""
+        if self.base is None or (same := self.base.chunk(chunk.name, chunk.box, near=chunk.node)) is None:
+            return None
+        return _elements(self.base, same) if (same.shape, same.dtype) == (chunk.shape, chunk.dtype) else None
+
+
+def _elements(version: Version, chunk: Chunk) -> Bytes:
+    raw = np.empty(chunk.extent, f"V{dtypes.dtype(chunk.dtype).itemsize}")
+    version.reader(threads=1).fill([Request(chunk.name, [chunk], chunk.box, raw)])
+    return raw.reshape(-1).view(np.uint8)
 
 
 def plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool]) -> Rewriting:
@@ -148,7 +169,11 @@ def plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool]) ->
         fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
         loads += _loads(fragment.node, _bundles(chunks))
         needed = needed or len(chunks) < len(fragment.chunks)
-    return Rewriting(version, store, tuple(fragments), tuple(loads), needed)
+    bases = version.record.bases
+    base = (
+        version.bases.version(bases[0]) if len(bases) == 1 else None
+    )  # raystow writes differences to one version, which is whole
+    return Rewriting(version, base, store, tuple(fragments), tuple(loads), needed)
 
 
 def _bundles(chunks: Iterable[Chunk]) -> Iterator[Bundle]:
@@ -173,9 +198,10 @@ def _bundles(chunks: Iterable[Chunk]) -> Iterator[Bundle]:
 
 
 def _owning(owner: Chunk, rest: Iterable[Chunk] = ()) -> Bundle:
-    """A row that has the stored bytes, and those that follow from it. A difference is coded anew, by itself."""
+    """A row that has the stored bytes, and those that follow from it."""
     made = replace(owner, derivation=None)
-    return Bundle((made, *_from(made, rest)), None if owner.coding.base is None else owner)
+    moved = owner.derivation is not None and owner.coding.base is not None  # a difference to the base's chunk of another name
+    return Bundle((made, *_from(made, rest)), owner if moved else None)
 
 
 def _from(owner: Chunk, rows: Iterable[Chunk]) -> Iterator[Chunk]:

@@ -109,7 +109,8 @@ class Thinning:
     def _may(self, root: Root) -> bool:
         entry = self.version.entry
         newer = [other for other in root.versions if other.id > entry.id and other.resumable]
-        kept = {root.verified, *root.pins.values(), *(base for other in root.versions for base in other.bases)}
+        kept = {root.verified, *root.pins.values()}
+        kept |= {base for other in root.versions if other.resumable for base in other.bases}  # a thinned one needs weights only
         return entry in root.versions and entry.id not in kept and len(newer) >= self.resumable
 
 

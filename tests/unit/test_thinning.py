@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 from fake_clock import FakeClock
-from handmade import Cut, empty_record, rows_and_pack, whole, write
+from handmade import Cut, empty_record, rows_and_pack, whole, write, write_rows
 
 from raystow.storage import key_files, keys, rewriting, thinning
 from raystow.storage.committer import Committer
@@ -419,25 +419,46 @@ WORDS = np.random.default_rng(1).integers(0, 1 << 30, (4, 20000), np.int32)
 
 
 def star(committer: Committer) -> list[dict[str, np.ndarray]]:
-    """A whole version, two that are differences to it, and a whole one."""
-    arrays = [{"optimizer.step": WORDS + i, "model.ids": WORDS[0] * 3 + i} for i in range(4)]
+    """A whole version, two that are differences to it, and a whole one. The weights of the second follow from its master copy."""
+    arrays = [{"optimizer.step": WORDS + i, "model.ids": WORDS[:1] * 3 + i} for i in range(4)]
     for i, one in enumerate(arrays):
-        version = write(committer, {name: halves(array) if array.ndim > 1 else whole(array) for name, array in one.items()},
-                        base=(1, arrays[0]) if i in (1, 2) else None)  # fmt: skip
-        assert version.entry.bases == ((1,) if i in (1, 2) else ())
+        base = (1, arrays[0]) if i in (1, 2) else None
+        rows, pack = rows_and_pack({name: halves(array) for name, array in one.items()}, base)
+        rows = [replace(row, kind=TENSOR) for row in rows]
+        for row in rows[:2]:
+            derived = Derivation(row.name, row.dtype)
+            rows.append(replace(row, name="model.step", path='["model", "step"]', derivation=derived))
+        assert write_rows(committer, rows, pack).entry.bases == ((1,) if base else ())
     return arrays
 
 
-def test_what_is_thinned_is_no_difference_any_more(repository: Repository) -> None:
+def as_it_was(version: Version, arrays: list[dict[str, np.ndarray]]) -> bool:
+    one = arrays[version.id - 1]
+    wanted = {"model.ids": one["model.ids"], "model.step": one["optimizer.step"]}
+    if version.resumable:
+        wanted |= {"optimizer.step": one["optimizer.step"]}
+    return version.tensors().keys() == wanted.keys() and all(
+        np.array_equal(np.asarray(version.read(name)), array) for name, array in wanted.items()
+    )
+
+
+def test_what_was_a_difference_stays_one(repository: Repository) -> None:
     arrays = star(Committer(repository, "me"))
     plan = repository.plan_retention(Policy(resumable=1))
     assert [entry.id for entry in plan.thinned] == [3, 2, 1]
     plan.execute()
-    for id in (1, 2, 3):
-        version = repository.version(id)
-        assert (version.entry.bases, version.resumable, list(version.tensors())) == ((), False, ["model.ids"])
-        assert np.array_equal(version.read("model.ids"), arrays[id - 1]["model.ids"])
+    for version in repository.versions():
         repository.verify(version)
+        assert as_it_was(version, arrays)
+    assert [(v.resumable, v.entry.bases) for v in repository.versions()] == [
+        (False, ()),
+        (False, (1,)),
+        (False, (1,)),
+        (True, ()),
+    ]
+    assert repository.version(2).bytes < repository.version(1).bytes / 3
+    assert [row.coding.base for row in repository.version(2).chunks["model.step"]] == [1, 1], "coded anew"
+    assert not repository.plan_retention(Policy(resumable=1)).thinned
 
 
 def test_a_base_is_not_thinned_before_what_needs_it(repository: Repository) -> None:
@@ -456,20 +477,27 @@ def test_a_base_is_not_thinned_before_what_needs_it(repository: Repository) -> N
     repository.unpin("good")
     repository.plan_retention(Policy(resumable=1)).execute()
     assert [version.resumable for version in repository.versions()] == [False, False, False, True]
+    assert all(as_it_was(version, arrays) for version in repository.versions())
     with pytest.raises(SaveFailed, match="difference to version 1"):
         write(committer, {"optimizer.step": halves(WORDS)}, base=(1, arrays[0]))
 
 
+def test_what_is_kept_for_others_alone_is_thinned_with_them(repository: Repository) -> None:
+    arrays = star(Committer(repository, "me"))
+    repository.plan_retention(Policy(keep_last=3, resumable=1)).execute()
+    assert [version.resumable for version in repository.versions()] == [False, False, False, True]
+    assert all(as_it_was(version, arrays) for version in repository.versions())
+
+
 def test_repair_takes_what_is_left_of_a_version_whose_base_is_not_all_there(repository: Repository, clock: FakeClock) -> None:
-    star(Committer(repository, "me"))
+    arrays = star(Committer(repository, "me"))
     first = repository.version(1)
     repository.plan_retention(Policy(resumable=1)).execute()
     repository.store.delete([first.record_key])  # a collection began with the oldest
     repository.store.delete([keys.ROOT])
     plan_repair(repository.store, clock).execute()
     assert [version.resumable for version in repository.versions()] == [False, False, False, True]
-    for version in repository.versions():
-        repository.verify(version)
+    assert all(as_it_was(version, arrays) for version in repository.versions())
 
 
 # A lost root
