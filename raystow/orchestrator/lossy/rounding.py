@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
@@ -86,7 +87,11 @@ def read(name: str, rule: Rule, findings: Iterable[Any]) -> Rounded:
     """What all findings of a tensor's chunks come to; waits for them. ``SaveFailed`` naming it if an error exceeds its bound."""
     import torch
 
-    broken, error, relative, signal, noise, spared = _together(torch.stack(list(findings))).tolist()
+    found = list(findings)
+    # On a GPU not on the stream of the training, whose queue would be waited for: what is to be read has been there for long.
+    beside = torch.cuda.stream(torch.cuda.Stream(found[0].device)) if found[0].is_cuda else contextlib.nullcontext()
+    with beside:
+        broken, error, relative, signal, noise, spared = _together(torch.stack(found).cpu()).tolist()
     if broken:
         what = f"{rule} has changed {broken:.0f} numbers by more than it may, or they changed meanwhile"
         raise SaveFailed(
