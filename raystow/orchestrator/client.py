@@ -110,8 +110,8 @@ class Checkpointer:
         self._keep_in_memory = keep_in_memory
         self._replicas, self._replica_rate = replicas, replica_rate
         self._compress_in, self._lossy = compress_in, Lossy.of(lossy)
-        if self._lossy.rules:
-            self._log.info("not every bit will be stored: %s", self._lossy)
+        if self._lossy.rules and self.rank == 0:
+            self._log.warning("not every bit will be stored, as lossy= asks for: %s", self._lossy)
         self._incarnation = SYSTEM.token()
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
         self._pending: list[Pending] = []

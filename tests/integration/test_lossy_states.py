@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from local_cluster import LocalCluster
+from ranks import every, start
 from shell import run, run_json
 
 import raystow
@@ -109,6 +110,21 @@ def test_ranks_together_tell_of_whole_tensors(tmp_path: Path) -> None:
     master = state["optim"]["master"]["a"].double()
     assert version.rounded()["optim.master.a"].signal == pytest.approx(master.square().sum().item())
     assert len({info.node for info in version.record.fragments}) == 2
+
+
+@pytest.mark.usefixtures("cluster")
+def test_a_checkpointer_of_each_rank_rounds_what_it_stores(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, lossy="resume-bounded")
+    every(ranks, "set", mixed)
+    every(ranks, "save", 1)
+    version = every(ranks, "result")[0]
+    assert version.record.lossy["master"] == "MantissaBits(16)"
+    assert {one.rule for one in version.rounded().values()} == {"MantissaBits(16)", "MantissaBits(5)"}
+    every(ranks, "restore")
+    every(ranks, "save", 2)
+    again = every(ranks, "result")[0]
+    assert {*again.rounded()} == {*version.rounded()}
+    assert not any(one.noise for one in again.rounded().values()), "what was restored is rounded already"
 
 
 def test_an_error_beyond_its_bound_fails_the_save_and_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

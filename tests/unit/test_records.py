@@ -60,6 +60,7 @@ def whole_record() -> VersionRecord:
         (PackInfo(0, "weights", 0, 20),),
         {"deflate": "asked for"},
         (RestoreInfo(7, 90, 1.5, 2, 3.25, {"memory": 20, "store": 4}), RestoreInfo(7, 90, 2.5, 2, 0.0)),
+        {"exp_avg": "MantissaBits(5)"},
     )
 
 
@@ -72,10 +73,10 @@ def test_a_version_record_comes_back():
 def test_a_record_of_before_stalls_and_restores_were_told_is_read():
     record = whole_record()
     fields = json.loads(record.dump())
-    del fields["restores"], fields["fragments"][0]["stall"]
+    del fields["restores"], fields["lossy"], fields["fragments"][0]["stall"]
     assert "stall" not in fields["fragments"][1]  # unknown: left out, instead of a null that readers would have to know
     old = VersionRecord.load(sealed(fields), record.key())
-    assert (old.restores, old.stall) == ((), None)
+    assert (old.restores, old.stall, old.lossy) == ((), None, {})
 
 
 @pytest.mark.parametrize("wrong", [None, "x", -1, True, [1]])
