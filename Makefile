@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu picture docs chromium clean
+.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training picture docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -83,6 +83,10 @@ bench-gpu: $(READY)  ## what a save costs training on a GPU, and how fast it com
 	$(BIN)/python benchmarks/gpu_save.py
 	$(BIN)/python benchmarks/gpu_restore.py
 	$(BIN)/python benchmarks/gpu_pair.py
+
+bench-training: $(READY)  ## what each way of making versions smaller saves, and costs the training resumed from them (needs a GPU)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
+	$(BIN)/python benchmarks/training_study.py run
 
 picture: $(READY)  ## the picture in the README, from a real run of the demo
 	$(BIN)/python tools/record_demo.py docs/images/demo.svg

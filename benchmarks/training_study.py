@@ -1,0 +1,248 @@
+"""What each way of making versions smaller saves on a real training, and what it costs the training that is resumed from them.
+
+Three models train on real text (see ``study_models``): a GPT, one with experts, and adapters to the first one, frozen. On the way
+states are coded by the CPU coder, which writes what readers read, in all ways that raystow has: in full, with derived tensors, as
+differences to the version 10 and 100 steps before, rounded by each profile, and as weights alone. From one of them training is
+resumed with each: the loss afterwards is compared with that of the undisturbed run. What counts as a difference is told by runs
+that differ in nothing but the order of the text, from that same state on.
+
+Sizes are of packs, without manifests. ``pictures`` draws the curves of a finished study.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from gpu_workload import Size, State, about, corpus, device_named, nbytes
+from rich.console import Console
+from rich.table import Table
+from study_models import Run, copied, deterministic, gpt, lora, moe
+
+from raystow.orchestrator.lossy.choice import PROFILES, Lossy
+from raystow.orchestrator.lossy.rounding import round_in_place
+from raystow.storage import chunk as chunks
+from raystow.storage import delta, dtypes
+from raystow.storage.derived import followed
+
+_CHUNK = 4 << 20  # bytes
+_NEAR, _FAR = 10, 100  # steps between versions
+_local = threading.local()
+
+Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
+"""By name: the dtype and all bytes of a tensor."""
+
+
+def rounded(state: State, profile: str) -> State:
+    """A copy of a state, as a save with this profile holds it."""
+    lossy, made = Lossy.of(profile), copied(state)
+    for group, tensors in made.items():
+        for name, tensor in tensors.items():
+            dtype = str(tensor.dtype).removeprefix("torch.")
+            if (rule := lossy.rule(f"{group}.{name}", dtype, tensor.shape)) is not None:
+                round_in_place(rule, tensor)
+    return made
+
+
+def arrays(state: State, groups: Iterable[str]) -> Arrays:
+    """What is coded."""
+    return {
+        f"{group}.{name}": (str(tensor.dtype).removeprefix("torch."), tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        for group in groups
+        for name, tensor in state[group].items()
+    }
+
+
+def stored(state: Arrays, base: Arrays | None = None, *, derive: bool = True) -> int:
+    """Bytes in packs. ``base``: the version before, if chunks may be differences to it."""
+    jobs = [(name, start) for name, (_, raw) in state.items() for start in range(0, raw.size, _CHUNK)]
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        return sum(pool.map(lambda job: _stored(*job, state, base, derive), jobs))
+
+
+def _stored(name: str, start: int, state: Arrays, base: Arrays | None, derive: bool) -> int:
+    dtype, whole = state[name]
+    raw = whole[start : start + _CHUNK]
+    master = state.get(name.replace("weights.", "master.", 1)) if derive and name.startswith("weights.") else None
+    if master is not None:
+        scale = dtypes.dtype(master[0]).itemsize // dtypes.dtype(dtype).itemsize
+        words = master[1][scale * start : scale * (start + raw.size)]
+        if followed(raw, words, master[0], dtype) is not None:
+            return 0
+    if not hasattr(_local, "encoder"):
+        _local.encoder = chunks.Encoder(_CHUNK)
+    if base is not None:
+        found = delta.encode(_local.encoder, raw, dtypes.dtype(dtype), base[name][1][start : start + _CHUNK].copy(), 1)
+        if found is not None:
+            return found[1].size
+    return int(_local.encoder.encode(raw, dtypes.dtype(dtype))[1].size)
+
+
+def sizes(state: State, near: State, far: State) -> dict[str, int]:
+    """Stored bytes of a state in every way; ``near`` and ``far``: the same training so many steps before."""
+    groups = tuple(state)
+    whole, weights = arrays(state, groups), arrays(state, ("weights",))
+    found = {
+        "raw": nbytes(state),
+        "in full": stored(whole, derive=False),
+        "derived": stored(whole),
+        "weights alone": stored(weights),
+    }
+    for steps, before in ((_NEAR, near), (_FAR, far)):
+        found[f"difference, {steps} steps"] = stored(whole, arrays(before, groups))
+        found[f"weights alone, difference, {steps} steps"] = stored(weights, arrays(before, ("weights",)))
+    for profile in PROFILES:
+        small = arrays(rounded(state, profile), groups)
+        found[profile] = stored(small)
+        found[f"{profile}, difference, {_NEAR} steps"] = stored(small, arrays(rounded(near, profile), groups))
+    return found
+
+
+def losses(run: Run, steps: int) -> list[float]:
+    """Of each step."""
+    found = list(run.train(steps))
+    return torch.stack(found).tolist()
+
+
+def study(run: Run, steps: int, resume_at: int, say: Any) -> dict[str, Any]:
+    """Train ``run`` to the end; sizes on the way, and then once more from ``resume_at`` with each way to resume."""
+    found: dict[str, Any] = {"sizes": {}, "resumed": {}}
+    curve: list[float] = []
+    for target in (steps // 4, steps // 2, resume_at):
+        kept: dict[int, State] = {}
+        for at in (target - _FAR, target - _NEAR, target):
+            curve += losses(run, at - run.step)
+            kept[at] = copied(run.state())
+        found["sizes"][target] = sizes(kept[target], kept[target - _NEAR], kept[target - _FAR])
+    middle = kept[resume_at]
+    found["evaluated"] = {"as it was": run.evaluate()}
+    curve += losses(run, steps - run.step)
+    found["loss"], found["end"] = curve, run.evaluate()
+    say(f"  trained: {curve[0]:.3f} to {curve[-1]:.3f}, evaluated {found['end']:.4f}")
+    ways: dict[str, tuple[State, bool]] = {"without loss": (middle, True)}
+    ways |= {profile: (rounded(middle, profile), True) for profile in PROFILES}
+    ways["weights alone"] = (middle, False)
+    for name, (state, optimizer) in ways.items():
+        run.load(state, resume_at, optimizer=optimizer)
+        found["evaluated"][name] = run.evaluate()
+        again = losses(run, steps - resume_at)
+        found["resumed"][name] = {"loss": again, "end": run.evaluate(), "same bits": again == curve[resume_at:]}
+        say(f"  resumed {name}: {found['resumed'][name]['end']:.4f}, same bits: {found['resumed'][name]['same bits']}")
+    seed, found["other orders"] = run.seed, []
+    for other in (1, 2, 3):
+        run.load(middle, resume_at)
+        run.seed = seed + other
+        losses(run, steps - resume_at)
+        found["other orders"].append(run.evaluate())
+    run.seed = seed
+    say(f"  other orders of the text: {', '.join(f'{end:.4f}' for end in found['other orders'])}")
+    return found
+
+
+def tables(results: dict[str, Any]) -> Iterator[Table]:
+    """Sizes and losses of each model."""
+    for model, found in results["models"].items():
+        table = Table(title=f"{model}: stored / raw")
+        table.add_column("")
+        for step in found["sizes"]:
+            table.add_column(f"step {step}", justify="right")
+        for way in next(iter(found["sizes"].values())):
+            if way != "raw":
+                table.add_row(way, *(f"{of[way] / of['raw']:.3f}" for of in found["sizes"].values()))
+        yield table
+        spread = [found["end"], *found["other orders"]]
+        table = Table(title=f"{model}: undisturbed {found['end']:.4f}; other orders {min(spread):.4f} to {max(spread):.4f}")
+        for column in ("resumed", "evaluated at once", "at the end", "difference", "within the spread"):
+            table.add_column(column, justify="right")
+        for way, of in found["resumed"].items():
+            inside = abs(of["end"] - found["end"]) <= max(spread) - min(spread)
+            table.add_row(
+                way,
+                f"{found['evaluated'][way]:.4f}",
+                f"{of['end']:.4f}",
+                f"{of['end'] - found['end']:+.4f}",
+                "yes" if inside else "no",
+            )
+        yield table
+
+
+def pictures(
+    file: Annotated[Path, typer.Argument(help="what a study has written")],
+    folder: Annotated[Path, typer.Option(help="for the pictures")] = Path("docs/images"),
+) -> None:
+    """Draw the loss curves of a study, resumed ones beside the undisturbed one."""
+    import matplotlib
+
+    matplotlib.use("svg")
+    matplotlib.rcParams["svg.hashsalt"] = "raystow"
+    from matplotlib import pyplot
+
+    results = json.loads(file.read_text())
+    models = results["models"]
+    figure, axes = pyplot.subplots(1, len(models), figsize=(3.5 + 3.5 * len(models), 3.4), layout="constrained", squeeze=False)
+    for axis, (model, found) in zip(axes[0], models.items(), strict=True):
+        at, end = results["settings"]["resume at"][model], len(found["loss"])
+        steps = np.arange(at, end)
+        for way, of in found["resumed"].items():
+            if way != "without loss":
+                difference = np.array(of["loss"]) - np.array(found["loss"][at:])
+                axis.plot(steps[4:-4], np.convolve(difference, np.full(9, 1 / 9), "valid"), label=way, linewidth=0.8)
+        axis.axhline(0, color="black", linewidth=0.6)
+        axis.set(title=model, xlabel="step", ylabel="loss above the undisturbed run's,\nmean of 9 steps")
+        axis.set_yscale("symlog", linthresh=0.001)
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="outside lower center", ncols=3, frameon=False)
+    folder.mkdir(parents=True, exist_ok=True)
+    figure.savefig(folder / "training-study.svg", metadata={"Date": None})
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
+    steps: Annotated[int, typer.Option(min=500, help="of the GPT; the others train for half as many")] = 2000,
+    device: Annotated[str, typer.Option(help="cuda, or cpu to try it out")] = "cuda",
+    layers: Annotated[int, typer.Option(help="of the models")] = 8,
+    width: Annotated[int, typer.Option(help="of the models, a multiple of 64")] = 512,
+    batch: Annotated[int, typer.Option(help="sequences in a batch")] = 16,
+    only: Annotated[list[str] | None, typer.Option(help="these models (repeatable); all by default")] = None,
+) -> None:
+    """Train, save in every way, resume, and compare."""
+    where, console, size = device_named(device), Console(width=110), Size(layers=layers, width=width, batch=batch, context=256)
+    deterministic()
+    begin = time.perf_counter()
+    results: dict[str, Any] = {**about(where), "settings": {"steps": steps, "size": vars(size), "resume at": {}}, "models": {}}
+    file = out / f"training_study-{results['date'][:10]}.json"
+    text = corpus(size, where)
+    base: torch.nn.Module | None = None
+    for name, length in (("GPT", steps), ("experts", steps // 2), ("adapters", steps // 2)):
+        if only and name not in only:
+            continue
+        torch.manual_seed(0)
+        if name == "adapters" and base is None:
+            base = gpt(size).to(where, torch.bfloat16)
+        model = gpt(size) if name == "GPT" else moe(size) if name == "experts" else lora(base)  # type: ignore[arg-type]
+        resume_at = length * 3 // 4
+        console.print(f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {length} steps")
+        run = Run(model, text, size, seed=1, lr=1e-3 if name == "adapters" else 3e-4)
+        results["settings"]["resume at"][name] = resume_at
+        results["models"][name] = study(run, length, resume_at, console.print)
+        base = run.model if name == "GPT" else base
+        results["seconds"] = time.perf_counter() - begin
+        file.write_text(json.dumps(results) + "\n")
+    for table in tables(results):
+        console.print(table)
+    console.print(f"{results['seconds']:.0f} s; written to {file}")
+
+
+if __name__ == "__main__":
+    app = typer.Typer()
+    app.command("run")(main)
+    app.command()(pictures)
+    app()
