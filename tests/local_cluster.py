@@ -34,6 +34,7 @@ from raystow.storage.repository import create_repository
 from raystow.storage.root import Entry
 from raystow.storage.version import Version
 from raystow.storage.version_record import FragmentInfo, PackInfo
+from raystow.workers.memory_tier import MemoryTier
 from raystow.workers.node import Node
 from raystow.workers.port import Begin, Ticket
 from raystow.workers.ring import SLOT
@@ -121,6 +122,7 @@ class LocalCluster:
         codec: str = "auto",
         compress_in: str = "training",
         lossy: Mapping[str, Rule] | str | None = None,
+        delta: int = 0,
         clock: Clock = SYSTEM,
     ) -> None:
         self.repository = create_repository(uri, clock=clock)
@@ -129,6 +131,7 @@ class LocalCluster:
         self.coordinator = Coordinator(self._committer, clock, writer={"raystow": __version__})
         self._port = LocalPort(self.coordinator, self._committer)
         self._memory, self._codec, self._compress_in, self._lossy = memory, codec, compress_in, Lossy.of(lossy)
+        self._delta = delta
         self._threads, self._ports = threads, PortServer(self._port) if compress_in == "node" else None
         self._nodes = [self._new_node(i) for i in range(nodes)]
         self._numbers = itertools.count(1)
@@ -159,6 +162,7 @@ class LocalCluster:
             "timeout": timeout,
             "metrics": {name: values.encode(value) for name, value in (metrics or {}).items()},
             "values": plan.values,
+            "delta": self._delta,
             "lossy": self._lossy.told(),
         }
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
@@ -197,6 +201,19 @@ class LocalCluster:
         assert isinstance(dead, NodeProcess)
         dead.kill()
         self._nodes[number] = self._new_node(number)
+
+    def restart_node(self, number: int) -> None:
+        """End a node worker of this process and start another, whose memory is empty."""
+        for rank in [rank for rank in self._stagings if rank % len(self._nodes) == number]:
+            self._stagings.pop(rank)[1].close()
+        self._nodes[number].close()
+        self._nodes[number] = self._new_node(number)
+
+    def tier(self, number: int) -> MemoryTier:
+        """What a node worker of this process keeps in memory."""
+        node = self._nodes[number]
+        assert isinstance(node, Node)
+        return node._tier
 
     def address(self, number: int) -> str:
         """Where the node worker is reached from this machine."""

@@ -62,6 +62,8 @@ class Checkpointer:
     restore from; by default a quarter of the memory. What does not fit is not kept. ``replicas``: how many other nodes keep a
     copy of that in their memory (nodes with another label ``zone`` where there are such), sent at no more than ``replica_rate``
     bytes per second for each node.
+    ``delta``: how many versions in a row may be stored as differences to one that is whole, chunk by chunk where that is smaller
+    and the whole one is in the node's memory; None: all are whole. What a GPU codes is whole in any case.
     ``on_failure``: "warn": a failed save is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or
     ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None: never.
     """
@@ -84,6 +86,7 @@ class Checkpointer:
         keep_in_memory: int | None = None,
         replicas: int = 1,
         replica_rate: float | None = None,
+        delta: int | None = None,
     ) -> None:
         self._retention = kept_by_a_run(retention, os.fspath(uri))
         cluster.connect()
@@ -106,6 +109,9 @@ class Checkpointer:
         """The failed saves of this rank: ``total``, and ``in_a_row`` since the last that became durable."""
         if replicas < 0 or (replica_rate is not None and replica_rate <= 0):
             raise StateError(f"replicas={replicas} must be at least 0, replica_rate={replica_rate} more than 0")
+        if delta is not None and not (type(delta) is int and delta >= 1):
+            raise StateError(f"delta is {delta!r}", remedy="give a number of versions, at least 1, or None")
+        self._delta = delta or 0
         self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
         self._keep_in_memory = keep_in_memory
         self._replicas, self._replica_rate = replicas, replica_rate
@@ -152,6 +158,7 @@ class Checkpointer:
             "values": plan.values,
             "lossy": self._lossy.told(),
             "retention": self._retention and self._retention.dump(),
+            "delta": self._delta,
         }
         order = Order(
             number,
@@ -298,6 +305,8 @@ class Checkpointer:
                 "replicas": self._replicas,
                 "replica_rate": self._replica_rate,
             }
+            if self._delta and plan.ready:
+                self._log.warning("tensors that a GPU codes are stored whole, not as differences to an earlier version")
             self._staging = Staging(self._node_worker(), hello, codec=self._codec, compress_in=self._compress_in)
         return self._staging
 

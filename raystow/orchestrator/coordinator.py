@@ -52,7 +52,7 @@ class Attempt:
     """One try to make a version. ``ranks``: rank -> the node that serves it. ``saves``: rank -> the number of its save.
     ``vouched``: DTensor -> the first rank of its mesh. ``nodes``: node -> its number here. ``staged`` and ``stored``: what nodes,
     by number, have made, and made durable. ``created``: when all was staged; ``promised``: the record that it will have;
-    ``restores``: those that it will tell of.
+    ``restores``: those that it will tell of. ``base``: what it may be a difference to.
     ``opened``, ``deadline``, ``ended``: monotonic seconds."""
 
     id: int
@@ -82,6 +82,7 @@ class Attempt:
     entry: Entry | None = None
     swept: bool = False
     generation: int = 0
+    base: Entry | None = None
     ended: float = 0.0
 
     def forget_parts(self) -> None:
@@ -103,6 +104,8 @@ class Coordinator:
         self._generation = 0
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # that no version tells of yet
+        self._whole: Entry | None = None  # the newest version that is no difference
+        self._against = 0  # attempts that may be differences to it
         self._lost: VersionRecord | None = None  # of the newest attempt that was given up when all of it was staged
         self.changes = 0
         """How often any attempt has entered another phase: all that anyone waits for."""
@@ -113,6 +116,11 @@ class Coordinator:
     def attempts(self) -> list[Attempt]:
         """Those under way, and the newest of those that are over."""
         return list(self._attempts.values())
+
+    @property
+    def bases(self) -> set[int]:
+        """Ids of the versions that saves may be differences to, those under way and the next: they must stay."""
+        return {base.id for base in (self._whole, *(attempt.base for attempt in self._open(*Phase))) if base is not None}
 
     def join(self, rank: int, incarnation: str) -> None:
         """A process has taken up a rank. What waits for the rank's former process, or holds a part of it, is given up.
@@ -155,7 +163,7 @@ class Coordinator:
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
         self._abort_if_missed(attempt)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
-        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step)
+        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base)
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """A rank's shards are all coded on its node."""
@@ -285,6 +293,8 @@ class Coordinator:
         """What the commit of an attempt came to: the root's entry, or why there is none."""
         if isinstance(outcome, Entry):
             attempt.entry = outcome
+            if not outcome.bases:
+                self._whole, self._against = outcome, 0
             self.aborted_in_a_row = 0
             self._enter(attempt, Phase.COMMITTED)
             self._measure(outcome)
@@ -298,6 +308,8 @@ class Coordinator:
                 self._abort(other, str(outcome))
             return
         self._abort(attempt, f"the commit failed: {outcome}")
+        if attempt.base == self._whole:  # it may be gone: the next save is whole
+            self._whole = None
         # Unless the root said no, a write still under way may make it a version all the same: its objects must stay until a
         # collection has spent the id.
         attempt.swept = not isinstance(outcome, SaveFailed)
@@ -335,6 +347,9 @@ class Coordinator:
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
         attempt.generation = self._generation
+        if self._whole is not None and self._against < begin.delta:
+            attempt.base = self._whole
+            self._against += 1
         return attempt
 
     def _of(self, ticket: Ticket, phase: Phase) -> Attempt:

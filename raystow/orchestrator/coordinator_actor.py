@@ -238,7 +238,8 @@ class CoordinatorActor:
     def _keep_house(self, policy: Policy) -> None:
         """Beside the commits; what comes while it is at work waits for the next commit."""
         if self._chores is None or self._chores.done():
-            self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy))
+            bases = self._core.bases if self._core is not None else ()
+            self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy, bases))
 
     def _count_damage(self) -> None:
         metrics.record(metrics.DAMAGED, repository=self._uri)

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from ..storage import dtypes, keys
+from ..storage import delta, dtypes, keys
 from ..storage.chunk import Coding, Encoder
 from ..storage.clock import SYSTEM
 from ..storage.derived import Derivation
@@ -29,6 +29,7 @@ from ..storage.root import Entry
 from ..storage.rounded import Rounded
 from ..storage.version_record import FragmentInfo
 from .budget import Budget
+from .former import Former
 from .keeping import Keep, keep_nothing
 from .packer import NOT_IN_TIME, Packer
 from .port import MODULUS, Port, Ticket, coverage
@@ -65,15 +66,10 @@ class NodeAttempt:
         workshop: Workshop,
         watch: OptimizerWatch,
         keep: Keep = keep_nothing,
+        former: Former | None = None,
     ) -> None:
-        self._store, self._port, self._ticket, self._workshop, self._watch, self._keep = (
-            store,
-            port,
-            ticket,
-            workshop,
-            watch,
-            keep,
-        )
+        self._store, self._port, self._ticket, self._workshop = store, port, ticket, workshop
+        self._watch, self._keep, self._former = watch, keep, former
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
         self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed, keep=keep)
         self._lock = threading.Lock()
@@ -217,7 +213,7 @@ class NodeAttempt:
                 if self.over:
                     budget.release(acquired)
                     return
-                digest, coding, stored = encode(chunk.dtype, raw)
+                digest, coding, stored = encode(chunk.dtype, raw, self._base(chunk))
             except BaseException:
                 budget.release(acquired)
                 raise
@@ -226,6 +222,16 @@ class NodeAttempt:
             held = len(stored)
             budget.release(acquired - held)
             self._pack(rank, replace(chunk, coding=coding, raw_digest=digest), [stored], lambda: budget.release(held))
+
+    def _base(self, chunk: Chunk) -> tuple[int, Bytes] | None:
+        """What a chunk may be a difference to: a version's id, and the bytes there, in memory of this thread's."""
+        if self._former is None:
+            return None
+        scratch = getattr(_scratch, "base", None)
+        if scratch is None:
+            scratch = _scratch.base = np.empty(SLOT, np.uint8)
+        found = self._former.elements(chunk, scratch)
+        return None if found is None else (self._former.home.id, found)
 
     def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
         """Pack a chunk that a GPU has coded, from where it lies."""
@@ -330,12 +336,14 @@ class NodeAttempt:
             yield replace(chunk, group=of.group, pack=of.pack, start=of.start, coding=of.coding, stored_digest=of.stored_digest)
 
 
-def encode(dtype: str, raw: Bytes) -> tuple[int, Coding, memoryview]:
-    """The digest of the raw bytes, the coding, and the coded bytes."""
+def encode(dtype: str, raw: Bytes, base: tuple[int, Bytes] | None = None) -> tuple[int, Coding, memoryview]:
+    """The digest of the raw bytes, the coding, and the coded bytes. ``base``: a version's id and the bytes of the same chunk
+    there, which are overwritten: what is coded is the difference, where that pays."""
     encoder = getattr(_scratch, "encoder", None)
     if encoder is None:
         encoder = _scratch.encoder = Encoder(SLOT)
-    coded, coding = encoder.encode(raw, dtypes.dtype(dtype))
+    difference = delta.encode(encoder, raw, dtypes.dtype(dtype), base[1], base[0]) if base is not None else None
+    coded, coding = difference or encoder.encode(raw, dtypes.dtype(dtype))
     return raw_digest(raw), coding, coded.data
 
 

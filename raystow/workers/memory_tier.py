@@ -43,12 +43,14 @@ class Part:
 @dataclass
 class Holding:
     """What is kept of an attempt. ``parts``: by the number of the node in the attempt that made it. ``committed``: it is a
-    version. ``given_up``: it will not be one, but may be restored until there is a newer one."""
+    version. ``given_up``: it will not be one, but may be restored until there is a newer one. ``base``: the version that it may
+    be a difference to."""
 
     home: Home
     parts: dict[int, Part] = field(default_factory=dict)
     committed: bool = False
     given_up: bool = False
+    base: Home | None = None
 
     @property
     def whole(self) -> set[int]:
@@ -133,6 +135,12 @@ class MemoryTier:
             part.objects[key] = size
             return file.content
 
+    def lean(self, home: Home, base: Home) -> None:
+        """An attempt may be a difference to a version, which stays for as long as the attempt does, if it is here."""
+        with self._lock:
+            if base in self._holdings:
+                self._holdings.setdefault(home, Holding(home)).base = base
+
     def committed(self, home: Home) -> None:
         """The attempt is a version: those that it replaces go, and copies that there was no room for may come again."""
         with self._lock:
@@ -215,7 +223,8 @@ class MemoryTier:
         return sorted((home for home, held in self._holdings.items() if held.given_up), key=lambda home: home.id)
 
     def _superseded(self, keep: int | None = None) -> list[Home]:
-        """Committed versions that newer ones have replaced, and older attempts with them; the oldest first."""
+        """Committed versions that newer ones have replaced, and older attempts with them, but for those that others lean on; the
+        oldest first."""
         old: list[Home] = []
         for repository in {home.repository for home in self._holdings}:
             ids = sorted(h.home.id for h in self._holdings.values() if h.committed and h.home.repository == repository)
@@ -223,7 +232,8 @@ class MemoryTier:
             if newest:
                 of = (held for held in self._holdings.values() if held.home.repository == repository)
                 old += [h.home for h in of if h.home.id < newest[0] or (h.given_up and h.home.id <= newest[-1])]
-        return sorted(old, key=lambda home: home.id)
+        needed = {held.base for held in self._holdings.values() if held.home not in old}
+        return sorted((home for home in old if home not in needed), key=lambda home: home.id)
 
     def _drop(self, home: Home) -> None:
         holding = self._holdings.pop(home, None)

@@ -21,13 +21,14 @@ from .budget import Budget
 from .copies import Guests
 from .exchange import Exchange
 from .fetcher import Fetcher, Nowhere, Others
+from .former import Former
 from .host_memory import memory_limit
 from .keeping import keeper
 from .lender import lend
 from .line import Contact
 from .memory_tier import Holding, Home, MemoryTier
 from .metered import Metered
-from .port import Begin, Port
+from .port import Begin, Port, Ticket
 from .progress import Saves, SavesHere
 from .replication import Neighbours, Nobody, Replicator
 from .session import Session
@@ -84,6 +85,7 @@ class Node:
         self._lock = threading.Lock()
         self._repositories: dict[str, _Repository] = {}  # by URI
         self._attempts: dict[tuple[str, str], NodeAttempt] = {}
+        self._formers: dict[str, Former] = {}  # the last by repository
         self._raw = 0  # bytes coded in attempts that are over
         self._closed = threading.Event()
         self._saves = SavesHere()
@@ -214,10 +216,23 @@ class Node:
             if key not in self._attempts:
                 home = Home(repository, ticket.id, ticket.attempt)
                 keep = keeper(self._tier, home, ticket.node, self.replicator.wake)
-                attempt = self._attempts[key] = NodeAttempt(here.store, here.port, ticket, self._workshop, here.watch, keep)
+                made = NodeAttempt(here.store, here.port, ticket, self._workshop, here.watch, keep, self._former(home, ticket))
+                attempt = self._attempts[key] = made
                 number = self._saves.begin(uri)
                 attempt.on_end(lambda outcome, _: self._settle(uri, number, home, outcome))
             return self._attempts[key], ticket.node
+
+    def _former(self, home: Home, ticket: Ticket) -> Former | None:
+        """What the chunks of an attempt may be differences to, as far as it is here; that stays for as long as the attempt
+        does."""
+        if ticket.base is None:
+            return None
+        base = Home(home.repository, ticket.base.id, ticket.base.attempt)
+        self._tier.lean(home, base)
+        known = self._formers.get(home.repository)
+        if known is None or known.home != base:
+            known = self._formers[home.repository] = Former(self._tier, base)
+        return known
 
     def _settle(self, uri: str, number: int, home: Home, outcome: Outcome) -> None:
         if isinstance(outcome, RaystowError):

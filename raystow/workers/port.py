@@ -23,7 +23,7 @@ class Begin:
     """A rank has begun its ``save``-th save. ``incarnation`` names its process. ``replicated`` is the coverage sum of the tensors
     that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for, ``vouched`` the names of those
     that are DTensors. ``timeout`` is in seconds. ``coding`` and ``lossy``: see ``storage.version_record``. ``retention``: what to
-    keep once this save is a version."""
+    keep once this save is a version. ``delta``: how many versions in a row may be differences to one that is whole."""
 
     rank: int
     world_size: int
@@ -39,18 +39,21 @@ class Begin:
     retention: Policy | None = None
     vouched: tuple[str, ...] = ()
     lossy: dict[str, str] = field(default_factory=dict)
+    delta: int = 0
 
 
 @dataclass(frozen=True)
 class Ticket:
     """The attempt that a save of ``step`` belongs to. ``node`` is the number of the asking node within the attempt; ``timeout``
-    the seconds that are left until the coordinator gives the attempt up."""
+    the seconds that are left until the coordinator gives the attempt up. ``base``: a whole version that its chunks may be
+    differences to, if there is one."""
 
     id: int
     attempt: str
     node: int
     timeout: float
     step: int
+    base: Entry | None = None
 
 
 class Port(Protocol):

@@ -208,7 +208,11 @@ class Replicator:
     def _missing(self) -> list[tuple[str, Copy]]:
         """Nodes and the objects that they should have and have not, in the order in which they are to be sent."""
         missing, wanted, present, chosen = list[tuple[str, Copy]](), 0, 0, dict[str, None]()
-        for held in self._mine():
+        mine = self._mine()
+        newest = {held.home.repository: held.home.id for held in mine if held.committed}  # ids ascend
+        for held in mine:
+            if held.committed and held.home.id < newest[held.home.repository]:
+                continue  # kept as what others are differences to: for that it need not be anywhere else
             for number, part in held.parts.items():
                 if part.short or (part.line and (held.home, number) not in self._inherited):
                     continue

@@ -156,6 +156,7 @@ class Session:
             coding=fields.get("coding", {}),
             lossy=fields.get("lossy", {}),
             retention=Policy.load(fields["retention"]) if fields.get("retention") else None,
+            delta=fields.get("delta", 0),
         )
         try:
             attempt, self._number = self._host.open_attempt(self._hello["uri"], self._hello["repository"], begin)

@@ -11,7 +11,7 @@ import socket
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from types import SimpleNamespace
 from typing import Any
 from urllib.parse import urlsplit
@@ -74,9 +74,9 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
         def __init__(self, committer: Committer) -> None:
             super().__init__(committer, grace=0.0)
 
-        def run(self, policy: Policy) -> None:
+        def run(self, policy: Policy, bases: Collection[int] = ()) -> None:
             try:
-                super().run(policy)
+                super().run(policy, bases)
                 control.send(housed=True)
             except BaseException:
                 control.send(error=traceback.format_exc())
@@ -113,6 +113,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
         world_size=request["world_size"],
         memory=8 * SLOT,
         retention=Policy(keep_last=request["keep"]) if request["keep"] else None,
+        delta=2,
     )
     state = blank(rank=rank)
     version = checkpointer.restore_latest(state)

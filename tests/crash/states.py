@@ -17,12 +17,16 @@ _FLOATS = (("embedding", np.float32, (160, 129)), ("norm", ml_dtypes.bfloat16, (
 
 def state_at(step: int, salt: int, *, rank: int) -> dict[str, Any]:
     """What one rank has: arrays alike on all, plain values of its own."""
-    random = np.random.default_rng([step, salt])
-    floats = {name: random.standard_normal(shape, np.float32).astype(dtype) for name, dtype, shape in _FLOATS}
-    moments = {
-        name: {moment: random.standard_normal(shape, np.float32) for moment in ("exp_avg", "exp_avg_sq")}
-        for name, _, shape in _FLOATS
-    }
+    fixed, random = np.random.default_rng(1), np.random.default_rng([step, salt])
+
+    def near(shape: tuple[int, ...], dtype: Any = np.float32) -> Any:
+        """Much like that of any other step, so that saves are differences."""
+        numbers = fixed.standard_normal(shape, np.float32).astype(dtype)
+        word = np.dtype(f"u{numbers.itemsize}")
+        return (numbers.view(word) + random.integers(0, 16, shape, word)).view(dtype)
+
+    floats = {name: near(shape, dtype) for name, dtype, shape in _FLOATS}
+    moments = {name: {moment: near(shape) for moment in ("exp_avg", "exp_avg_sq")} for name, _, shape in _FLOATS}
     return {
         "model": {**floats, "mask": random.integers(0, 2, 100).astype(bool), "nothing": np.zeros((0, 3), np.int64)},
         "optimizer": {"state": moments, "step": step, "lr": 0.1 / step},

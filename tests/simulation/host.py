@@ -141,9 +141,12 @@ class Host:
         return attempt
 
     def _keep_house(self, policy: Policy) -> None:
+        assert self._core is not None
+        bases = self._core.bases
+
         def run() -> None:
             self._role.since, self._role.keep_last = self._world.model.now, policy.keep_last or 0
-            self._housekeeping.run(policy)
+            self._housekeeping.run(policy, bases)
             self._keeping_house = self.deleting = False
 
         if not self._keeping_house:

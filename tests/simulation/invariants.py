@@ -122,6 +122,7 @@ class Watch:
         new.setdefault("dropped", [])
         new.setdefault("verified", 0)
         self.root = new
+        self._check_bases(change, new)
         if old is None:
             if (new["epoch"], new["next_id"], new["versions"]) != (0, 1, []):
                 raise Violation("a repository begins empty", f"{change.who} wrote {new}")
@@ -170,10 +171,20 @@ class Watch:
         new.setdefault("dropped", [])
         new.setdefault("verified", 0)
         self.root, self.lost = new, False
+        self._check_bases(change, new)
         for attempt in _live(new):
             self.committed.setdefault(attempt, self.model.changes)
         self.refused -= _live(new)
         self.whole()
+
+    def _check_bases(self, change: Change, root: Json) -> None:
+        ids = set()
+        for entry in root["versions"]:  # ids ascend
+            if not set(entry.get("bases", ())) <= ids:
+                raise Violation(
+                    "what a version is a difference to is live", f"{change.who} left version {entry['id']} without it"
+                )
+            ids.add(entry["id"])
 
     def _took(self, change: Change, role: Role, old: Json, new: Json) -> None:
         # Who has lost an epoch before it was told that it had it takes another one.
@@ -279,6 +290,8 @@ class Watch:
         fields = json.loads(record)
         names = [f"tensors-{f['node']:05d}.parquet" for f in fields["fragments"]]
         names += [f"{p['group']}-{p['node']:05d}-{p['number']:05d}.pack" for p in fields["packs"]]
+        if entry.get("bases", []) != sorted({base for f in fields["fragments"] for base in f.get("bases", ())}):
+            raise Violation("a version is whole", f"the root does not tell what {folder} is a difference to")
         if sorted({f["node"] for f in fields["fragments"]}) != list(range(fields["world_size"])):
             raise Violation("a version is whole", f"{folder} has the fragments of {len(fields['fragments'])} nodes")
         for name in names:

@@ -66,6 +66,7 @@ class Node:
             expected=0,
             metrics={"loss": float(step % 7)},
             retention=world.policy,
+            delta=world.delta,
         )
         try:
             ticket = port.begin(begin)
@@ -84,7 +85,8 @@ class Node:
             self._end(step, None)
 
     def _store_and_wait(self, port: SimPort, ticket: Ticket) -> None:
-        part = payload.part(ticket.node, ticket.id % payload.KINDS)
+        base = None if ticket.base is None or self._world.dice.chance(0.2) else ticket.base.id  # it may not be in memory any more
+        part = payload.part(ticket.node, ticket.id % payload.KINDS, base)
         pack = keys.pack(ticket.id, ticket.attempt, ticket.node, GROUP, 0)
         fragment = keys.fragment(ticket.id, ticket.attempt, ticket.node)
         self._world.watch.expected |= {pack: part.pack, fragment: part.fragment}

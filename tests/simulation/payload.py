@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
 from raystow.storage.chunk import Coding
 from raystow.storage.digest import raw_digest, stored_digest
+from raystow.storage.kernels import subtract
 from raystow.storage.manifest import ARRAY, Chunk, Fragment, path_text
 from raystow.storage.version_record import FragmentInfo, PackInfo
 
@@ -27,11 +29,13 @@ class Part:
 
 
 @functools.cache
-def part(node: int, kind: int) -> Part:
-    """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor of four numbers."""
-    array = np.arange(4, dtype=np.float32) + 10 * node + kind
-    raw = array.view(np.uint8)
+def part(node: int, kind: int, base: int | None = None) -> Part:
+    """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor of four numbers. ``base``: the id of a
+    version that it is a difference to."""
+    raw = _numbers(node, kind)
     pack = raw.tobytes()
+    if base is not None:
+        pack = _difference(raw.view(np.uint32), _numbers(node, base % KINDS).view(np.uint32)).tobytes()
     row = Chunk(
         name=f"w{node}",
         path=path_text((f"w{node}",)),
@@ -44,10 +48,20 @@ def part(node: int, kind: int) -> Part:
         group=GROUP,
         pack=0,
         start=0,
-        coding=Coding(False, False, ("raw",), (len(pack),)),
+        coding=Coding(False, False, ("raw",), (len(pack),), base=base),
         raw_digest=raw_digest(raw),
         stored_digest=stored_digest(pack),
     )
-    fragment = Fragment(node, (row,), ()).dump()
-    info = FragmentInfo(node, len(fragment), stored_digest(fragment).hex(), (node,), 1, len(pack), len(pack))
-    return Part(pack, fragment, info, (PackInfo(node, GROUP, 0, len(pack)),))
+    fragment = Fragment(node, (row,), ())
+    data = fragment.dump()
+    return Part(pack, data, fragment.info(data, [node]), (PackInfo(node, GROUP, 0, len(pack)),))
+
+
+def _numbers(node: int, kind: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
+    return (np.arange(4, dtype=np.float32) + 10 * node + kind).view(np.uint8)
+
+
+def _difference(words: np.ndarray[Any, Any], base: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+    stored = np.empty_like(words)
+    subtract(words, base, stored)
+    return stored

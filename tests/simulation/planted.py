@@ -158,6 +158,25 @@ BUGS = (
         "a reader does not look at the root after it wrote its lease",
         (_REPOSITORY, "if version.entry not in versions:", "if False:"),
     ),
+    _bug(
+        "retention does not keep what a version that stays is a difference to",
+        (_RETENTION, "    users = needed(entries, [id", "    users = needed((), [id"),
+        (_PLAN, "            going = {entry for entry in going if entry.id not in users}\n", ""),
+    ),
+    _bug(
+        "a plan made before a commit drops what that is a difference to",
+        (_PLAN, "            going = {entry for entry in going if entry.id not in users}\n", ""),
+        (_COORDINATOR, "return {base.id for base in (self._whole,", "return set() and {base.id for base in (self._whole,"),
+    ),
+    _bug(
+        "a commit does not look whether what it is a difference to is there",
+        (_COMMITTER, "if gone := set(entry.bases) - {", "if gone := set() - {"),
+        (_COORDINATOR, "return {base.id for base in (self._whole,", "return set() and {base.id for base in (self._whole,"),
+    ),
+    _bug(
+        "a lease on a version is none on what it is a difference to",
+        (_REPOSITORY, "users = needed(versions, [version.id])", "users = needed((), ())"),
+    ),
     _bug("collection knows no grace period", (_COLLECT, "elif g.since < grace:", "elif False:")),
     _bug(
         "collection does not spend ids",

@@ -46,6 +46,7 @@ class World:
         self.policy = shape.choice(
             [None, None, Policy(keep_last=2), Policy(keep_last=1), Policy(keep_last=2, keep_best=("loss", "min", 1))]
         )
+        self.delta = root.fork("delta").choice([0, 0, 1, 3])
         self._hasty = shape.chance(0.35) and not self.weather.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
         # A lost root is made anew from what can be read: no reading may deceive whoever does that.

@@ -23,10 +23,18 @@ class World:
     clock: FakeClock
 
     def begin(
-        self, rank: int, step: int = 1, *, process: str = "a", world: int = 2, save: int = 1, replicated: int = 7
+        self,
+        rank: int,
+        step: int = 1,
+        *,
+        process: str = "a",
+        world: int = 2,
+        save: int = 1,
+        replicated: int = 7,
+        delta: int = 0,
     ) -> Ticket:
         expected = replicated if rank == 0 else 0
-        begin = Begin(rank, world, f"{process}{rank}", save, f"node-{rank % 2}", step, 60.0, replicated, expected)
+        begin = Begin(rank, world, f"{process}{rank}", save, f"node-{rank % 2}", step, 60.0, replicated, expected, delta=delta)
         return self.core.begin(begin)
 
     def phase(self, ticket: Ticket) -> Phase:
@@ -35,11 +43,14 @@ class World:
     def reason(self, ticket: Ticket) -> str:
         return self.core.attempt(ticket).reason
 
-    def seal(self, tickets: list[Ticket]) -> None:
+    def seal(self, tickets: list[Ticket], bases: tuple[int, ...] = ()) -> None:
         for rank, ticket in enumerate(tickets):
             self.core.finished(ticket, rank, 7 if rank == 0 else 0)
         for ticket in tickets:
-            self.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+            self.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0, bases=bases), [])
+
+    def both(self, step: int, *, delta: int = 0) -> list[Ticket]:
+        return [self.begin(rank, step, save=step, delta=delta) for rank in range(2)]
 
     def commit(self) -> None:
         while (attempt := self.core.next_commit()) is not None:
@@ -346,3 +357,38 @@ def test_a_tensor_on_two_meshes_makes_no_version(world: World) -> None:
     assert world.phase(ticket) is Phase.GATHERING
     begin(1)
     assert "ranks 0 and 1 both hold 'model.norm'" in world.reason(ticket)
+
+
+def test_some_versions_in_a_row_may_be_differences_to_one_that_is_whole(world: World) -> None:
+    offered = []
+    for step in range(1, 8):
+        tickets = world.both(step, delta=2)
+        offered.append(tickets[0].base and tickets[0].base.id)
+        assert tickets[0].base == tickets[1].base
+        world.seal(tickets, () if offered[-1] is None else (offered[-1],))
+        world.commit()
+    assert offered == [None, 1, 1, None, 4, 4, None]
+    assert world.both(9)[0].base is None, "nobody asked for it"
+    assert world.core.bases == {7}
+
+
+def test_what_came_out_whole_is_what_later_ones_are_differences_to(world: World) -> None:
+    world.seal(world.both(1, delta=5))
+    world.commit()
+    late, whole = world.both(2, delta=5), world.both(3, delta=5)
+    world.seal(late)  # its base was in nobody's memory
+    world.commit()
+    assert world.core.bases == {1, 2}, "a save under way may need the former"
+    world.seal(whole, (1,))
+    world.commit()
+    assert world.core.bases == {2}
+    assert world.both(4, delta=5)[0].base.id == 2
+
+
+def test_after_a_commit_that_failed_the_next_save_is_whole(world: World) -> None:
+    world.seal(world.both(1, delta=5))
+    world.commit()
+    tickets = world.both(2, delta=5)
+    world.seal(tickets, (1,))
+    world.core.settled(world.core.next_commit(), SaveFailed("what it is a difference to is gone"))
+    assert world.both(3, delta=5)[0].base is None

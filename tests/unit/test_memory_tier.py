@@ -83,6 +83,21 @@ def test_what_was_staged_whole_outlives_its_save_until_there_is_a_newer_version(
     assert ids(tier) == [2]
 
 
+def test_what_others_lean_on_stays_with_them(tier):
+    for id in (1, 2, 3):
+        staged(tier, id)
+        if id > 1:
+            tier.lean(home(id), home(1))
+        tier.committed(home(id))
+    assert ids(tier) == [1, 3]
+    tier.lean(home(4), home(1))
+    staged(tier, 5)
+    tier.committed(home(5))
+    assert ids(tier) == [5], "4 came to nothing"
+    tier.lean(home(6), home(2))
+    assert ids(tier) == [5], "what is not here any more does not come back"
+
+
 def test_of_what_was_given_up_only_the_newest_stays(tier):
     for id in (1, 3, 2):
         staged(tier, id)

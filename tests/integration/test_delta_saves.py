@@ -1,0 +1,139 @@
+"""Saves as differences to an earlier version, by real node workers and a real coordinator, without Ray."""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+from raystow.orchestrator.restore import restore
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import SaveFailed
+from raystow.storage.retention import Policy
+from raystow.storage.version import Version
+
+State = dict[str, Any]
+
+
+def training(seed: int = 0) -> Iterator[State]:
+    """A state after each of some steps: bf16 weights, their master copy, moments, a counter."""
+    torch.manual_seed(seed)
+    master, step = torch.randn(600, 500), torch.zeros(())
+    moment = torch.randn(600, 500)
+    while True:
+        yield {
+            "model": {"w": master.bfloat16()},
+            "optim": {"master": master.clone(), "exp_avg": moment.clone(), "exp_avg_sq": moment.square(), "step": step.clone()},
+        }
+        moment = 0.9 * moment + 0.1 * torch.randn(600, 500)
+        master, step = master - 1e-4 * moment, step + 1
+
+
+def same(version: Version, state: State) -> bool:
+    into = {group: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for group, of in state.items()}
+    restore(version, into)
+    return all(torch.equal(into[group][name], tensor) for group, of in state.items() for name, tensor in of.items())
+
+
+def bases(cluster: LocalCluster) -> list[tuple[int, ...]]:
+    return [entry.bases for entry in cluster.repository.root().versions]
+
+
+@pytest.fixture
+def uri() -> str:
+    return f"memory://deltas-{SYSTEM.token()}"
+
+
+def test_a_row_of_differences_is_as_long_as_was_said_and_comes_back_bit_for_bit(uri: str) -> None:
+    with LocalCluster(uri, delta=3) as cluster:
+        states = list(itertools.islice(training(), 6))
+        for step, state in enumerate(states):
+            cluster.save(state, step=step)
+        assert bases(cluster) == [(), (1,), (1,), (1,), (), (5,)]
+        versions = cluster.repository.versions()
+        assert all(same(version, state) for version, state in zip(versions, states, strict=True))
+        assert versions[1].bytes < 0.85 * versions[0].bytes
+        assert {c.coding.base for c in versions[1].chunks["optim.master"]} == {1}
+        assert {c.coding.base for c in versions[1].chunks["model.w"]} == {1}, "it lies where its master copy does"
+        assert {c.coding.base for c in versions[1].chunks["optim.step"]} == {None}
+        for version in versions:
+            cluster.repository.verify(version)
+
+
+def test_without_being_asked_every_version_is_whole(uri: str) -> None:
+    with LocalCluster(uri) as cluster:
+        for step, state in enumerate(itertools.islice(training(), 3)):
+            cluster.save(state, step=step)
+        assert bases(cluster) == [(), (), ()]
+
+
+def test_retention_keeps_what_is_needed_and_saves_go_on(uri: str) -> None:
+    with LocalCluster(uri, delta=2) as cluster:
+        for step, state in enumerate(itertools.islice(training(), 6)):
+            version = cluster.save(state, step=step)
+            repository = cluster.repository
+            repository.plan_retention(Policy(keep_last=1), bases=cluster.coordinator.bases).execute()
+            repository.plan_collection(grace=0).execute()
+            assert same(repository.latest(), state)
+        assert [entry.id for entry in repository.root().versions] == [4, version.id]
+        assert bases(cluster) == [(), (4,)]
+
+
+def test_what_is_no_longer_in_memory_is_stored_whole(uri: str) -> None:
+    states = training()
+    with LocalCluster(uri, delta=9) as cluster:
+        cluster.save(next(states), step=0)
+        cluster.restart_node(0)
+        cluster.save(next(states), step=1)
+        cluster.save(state := next(states), step=2)
+        assert bases(cluster) == [(), (), (2,)], "and is what later ones are differences to"
+        assert same(cluster.repository.latest(), state)
+
+
+def test_what_is_wrong_in_memory_is_no_base(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    states = training()
+    with LocalCluster(uri, delta=9) as cluster:
+        cluster.save(next(states), step=0)
+        (held,) = cluster.tier(0).holdings(cluster.repository.id)
+        key = next(key for key in held.parts[0].objects if "optimizer-" in key)
+        descriptor = cluster.tier(0).borrow(cluster.repository.id, key)
+        os.pwrite(descriptor, bytes(1000), 500)
+        os.close(descriptor)
+        cluster.save(state := next(states), step=1)
+        newest = cluster.repository.latest()
+        assert same(newest, state)
+        assert any(chunk.coding.base is None for chunk in newest.chunks["optim.exp_avg_sq"] + newest.chunks["optim.exp_avg"])
+        assert "does not serve" in caplog.text
+
+
+def test_what_lies_in_other_boxes_is_stored_whole(uri: str) -> None:
+    with LocalCluster(uri, delta=9, nodes=2) as cluster:
+        first = [{"w": torch.arange(20_000) + i, "x": torch.arange(9000.0)} for i in range(3)]
+        cluster.save(first[0], step=0)
+        cluster.save({**first[1], "x": torch.arange(9000.0).reshape(90, 100)}, step=1)
+        newest = cluster.repository.latest()
+        assert {name: {c.coding.base for c in rows} for name, rows in newest.chunks.items()} == {"w": {1}, "x": {None}}
+        cluster.save_all([first[2], first[2]], step=2)
+        newest = cluster.repository.latest()
+        assert torch.equal(newest.read("w"), first[2]["w"])
+        cluster.repository.verify(newest)
+
+
+def test_a_base_that_was_removed_by_hand_costs_one_save(uri: str) -> None:
+    """Nothing but an operator does that, and only to a version that nothing needs just then."""
+    states = training()
+    with LocalCluster(uri, delta=9) as cluster:
+        cluster.save(next(states), step=0)
+        root = cluster.repository.register
+        gone = root.read().versions[0]
+        cluster.repository.register.update(lambda root: type(root)(**{**vars(root), "versions": ()}) if root.versions else root)
+        with pytest.raises(SaveFailed, match=f"version {gone.id}"):
+            cluster.save(next(states), step=1)
+        cluster.save(state := next(states), step=2)
+        assert bases(cluster) == [()]
+        assert same(cluster.repository.latest(), state)
