@@ -173,10 +173,6 @@ BUGS = (
         (_COMMITTER, "if gone := set(entry.bases) - {", "if gone := set() - {"),
         (_COORDINATOR, "return {base.id for base in (self._whole,", "return set() and {base.id for base in (self._whole,"),
     ),
-    _bug(
-        "a lease on a version is none on what it is a difference to",
-        (_REPOSITORY, "users = needed(versions, [version.id])", "users = needed((), ())"),
-    ),
     _bug("collection knows no grace period", (_COLLECT, "elif g.since < grace:", "elif False:")),
     _bug(
         "collection does not spend ids",
