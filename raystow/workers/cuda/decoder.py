@@ -81,8 +81,9 @@ class Decoder:
         self._lanes.clear()
 
     def fill(self, reader: Reader, requests: Sequence[Request], progress: Progress) -> None:
-        """``Reader.fill`` for targets that are tensors of words on this device; what the current stream still does to them is
-        waited for. Chunks beyond a lane's size, and differences, are decoded in host memory, one by one."""
+        """``Reader.fill`` for targets that are tensors of words on this device, and for no differences to other versions; what
+        the current stream still does to them is waited for. Chunks beyond a lane's size are decoded in host memory, one by
+        one."""
         decoded, others = list[Run](), list[Run]()
         for run in reader.runs(requests):
             (decoded if fits(run) else others).append(run)

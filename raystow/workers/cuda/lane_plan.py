@@ -137,11 +137,10 @@ def _aligned(run: Run) -> int:
 
 
 def fits(run: Run) -> bool:
-    """Whether a lane can take a run, nvCOMP its streams, and all of it is decoded from nothing else."""
+    """Whether a lane can take a run, and nvCOMP its streams."""
     return (
         run.length <= STORED
         and _raw(run) <= PLANES
         and _aligned(run) <= ALIGNED
         and all(not piece.chunk.coding.streams or piece.chunk.coding.stream % ALIGN == 0 for piece in run.pieces)
-        and not any(run.bases)
     )
