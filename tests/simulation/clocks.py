@@ -65,6 +65,9 @@ class Serially:
     def map(self, function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
         return map(function, items)
 
+    def shutdown(self, **_: object) -> None:
+        """Nothing waits."""
+
     def __enter__(self) -> Serially:
         return self
 

@@ -20,6 +20,8 @@ LEASE = 3600.0
 _ATTEMPT = re.compile(r"versions/(\d+)-([0-9a-f]{16})/(.+)")
 _LEASE = re.compile(r"leases/(\d+)-([0-9a-f]{16})-[0-9a-f]{16}\.json")
 
+_EMPTY = {"dropped": [], "rewrites": [], "verified": 0}
+
 Attempt = tuple[int, str]
 Json = dict[str, Any]
 
@@ -29,8 +31,8 @@ class Role:
     """What a process is doing, as far as it must keep to something.
 
     ``grace``: what it collects with, in seconds. ``since``: the store's time at which it began to look, for a plan that it is
-    carrying out. ``asked``: when it last asked the store what time it is. ``keep_last``: of the policy it applies. ``epoch``,
-    ``owner``: of a coordinator.
+    carrying out. ``asked``: when it last asked the store what time it is. ``keep_last``, ``resumable``: of the policy it applies.
+    ``epoch``, ``owner``: of a coordinator.
     """
 
     kind: str
@@ -38,6 +40,7 @@ class Role:
     since: float = 0.0
     asked: float = 0.0
     keep_last: int = 0
+    resumable: int = 0
     epoch: int = -1
     owner: str = ""
 
@@ -119,8 +122,7 @@ class Watch:
         if change.new is None:
             raise Violation("the root is never deleted", change.who)
         old, new = self.root, json.loads(change.new.data)
-        new.setdefault("dropped", [])
-        new.setdefault("verified", 0)
+        new = _EMPTY | new
         self.root = new
         self._check_bases(change, new)
         if old is None:
@@ -133,7 +135,7 @@ class Watch:
             raise Violation("epochs never go back", f"{change.who} lowered the epoch from {old['epoch']} to {new['epoch']}")
         kinds = {
             name
-            for name in ("epoch", "next_id", "pins", "versions", "dropped", "verified", "repository", "owner")
+            for name in ("epoch", "next_id", "pins", "versions", "dropped", "rewrites", "verified", "repository", "owner")
             if old[name] != new[name]
         }
         role = self.roles.get(change.who, Role("nobody"))
@@ -144,6 +146,13 @@ class Watch:
             self._committed(change, role, old, new)
         elif kinds == {"versions", "dropped"} and after < before:
             self._dropped(change, role, old, new)
+        elif kinds == {"versions", "dropped", "rewrites"}:
+            self._thinned(change, role, old, new)
+        elif kinds == {"rewrites"} and len(new["rewrites"]) > len(old["rewrites"]):
+            self._noted(change, role, old, new)
+        elif kinds in ({"rewrites"}, {"rewrites", "next_id"}):
+            self._struck_out(change, role, old, new)
+            self._spent(change, role, old, new)
         elif kinds == {"pins"}:
             self._pinned(change, old, new)
         elif kinds == {"verified"}:
@@ -163,14 +172,13 @@ class Watch:
         assert change.new is not None
         assert self.root is not None
         old, new = self.root, json.loads(change.new.data)
-        if not _live(old) <= _live(new):
-            raise Violation("a repair brings back what was live", f"{_live(old) - _live(new)} are lost")
+        back = {id for id, attempt in _live(new) if (id, attempt) in self.committed}  # of a thinned version perhaps all of it
+        if lost := {attempt for attempt in _live(old) - _live(new) if attempt[0] not in back}:
+            raise Violation("a repair brings back what was live", f"{lost} are lost")
         if new["owner"] in self.owners or any(id >= new["next_id"] for id, _ in self.committed):
             raise Violation("a repaired root is a new one", f"next_id {new['next_id']}, owner {new['owner']}")
         self.owners[new["owner"]] = change.who
-        new.setdefault("dropped", [])
-        new.setdefault("verified", 0)
-        self.root, self.lost = new, False
+        self.root, self.lost = (new := _EMPTY | new), False
         self._check_bases(change, new)
         for attempt in _live(new):
             self.committed.setdefault(attempt, self.model.changes)
@@ -178,13 +186,14 @@ class Watch:
         self.whole()
 
     def _check_bases(self, change: Change, root: Json) -> None:
-        ids = set()
+        ids, whole = set[int](), set[int]()
         for entry in root["versions"]:  # ids ascend
-            if not set(entry.get("bases", ())) <= ids:
+            if not set(entry.get("bases", ())) <= (ids if entry.get("groups") else whole):
                 raise Violation(
                     "what a version is a difference to is live", f"{change.who} left version {entry['id']} without it"
                 )
             ids.add(entry["id"])
+            whole |= set() if entry.get("groups") else {entry["id"]}
 
     def _took(self, change: Change, role: Role, old: Json, new: Json) -> None:
         # Who has lost an epoch before it was told that it had it takes another one.
@@ -223,8 +232,45 @@ class Watch:
         if newer < role.keep_last:
             raise Violation("a policy is kept", f"{change.who} dropped {ids} of the last {role.keep_last}")
         for lease in self.leases.values():
-            if lease.guards and lease.attempt[0] in ids and self._counts(lease) and lease.began < role.since - STALE:
+            if lease.guards and lease.attempt in noted and self._counts(lease) and lease.began < role.since - STALE:
                 raise Violation("leased versions are not dropped", f"{change.who} dropped {lease.attempt}, leased by {lease.who}")
+
+    def _noted(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        (note,) = [rewrite for rewrite in new["rewrites"] if rewrite not in old["rewrites"]]
+        if role.kind != "thinner" or note["id"] not in {e["id"] for e in old["versions"][:-1]}:
+            raise Violation("what is rewritten is an old version", f"{change.who} noted {note}")
+        if any(key.startswith(_folder(note)) for key in self.model.objects):
+            raise Violation("a rewrite is noted before it is written", f"{change.who} noted {note}")
+
+    def _struck_out(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        """Only what was idle."""
+        for note in old["rewrites"]:
+            written = [held.modified for key, held in self.model.objects.items() if key.startswith(_folder(note))]
+            if note not in new["rewrites"] and role.asked - role.grace < max([note["at"], *written]) < role.asked - STALE:
+                raise Violation("rewrites under way keep their notes", f"{change.who} struck out {note}")
+
+    def _thinned(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        pairs = [(e, f) for e, f in zip(old["versions"], new["versions"], strict=True) if e != f]
+        ((before, after),) = pairs
+        attempt, note = (after["id"], after["attempt"]), {"id": before["id"], "attempt": before["attempt"]}
+        noted = [{"id": d["id"], "attempt": d["attempt"]} for d in new["dropped"][len(old["dropped"]) :]]
+        if noted != [note] or attempt not in _attempts(old["rewrites"]) or attempt in _attempts(new["rewrites"]):
+            raise Violation("what is thinned was noted, and what it was is dropped", f"{change.who} wrote {attempt}, {noted}")
+        same = ("id", "step", "created")
+        if attempt in self.committed or [before[name] for name in same] != [after[name] for name in same]:
+            raise Violation("what is thinned is the same version", f"{change.who} made {after} of {before}")
+        newer = sum(not e.get("groups") for e in old["versions"] if e["id"] > after["id"])
+        if role.kind != "thinner" or newer < max(1, role.resumable) or after["id"] in {*old["pins"].values(), old["verified"]}:
+            raise Violation("what is pinned, verified or new is not thinned", f"{change.who} thinned {after['id']}")
+        for lease in self.leases.values():
+            early = lease.began < role.asked - STALE and lease.who != change.who
+            if lease.guards and lease.attempt == (before["id"], before["attempt"]) and self._counts(lease) and early:
+                raise Violation("leased versions are not thinned", f"{change.who} thinned {lease.attempt}, leased by {lease.who}")
+        self.committed[attempt] = self.model.changes
+        self._check_whole(after)
+        packs = [key for key in self.expected if key.startswith(_folder(after)) and key.endswith(".pack")]
+        if any(self.expected[key] != self.expected[key.replace(_folder(after), _folder(before))] for key in packs) or not packs:
+            raise Violation("what is thinned keeps its bytes", f"{change.who} wrote {packs}")
 
     def _pinned(self, change: Change, old: Json, new: Json) -> None:
         added = {name: id for name, id in new["pins"].items() if old["pins"].get(name) != id}
@@ -247,7 +293,7 @@ class Watch:
         root, role = self.root, self.roles.get(change.who, Role("nobody"))
         if root is None:
             return
-        if attempt in _live(root):
+        if attempt in _live(root) | _attempts(root["rewrites"]):
             raise Violation("no object of a live version is deleted", f"{change.who} deleted {change.key}")
         for lease in self.leases.values():
             if lease.guards and lease.attempt == attempt and self._counts(lease):
@@ -266,6 +312,8 @@ class Watch:
         assert change.new is not None
         if change.old is not None and change.old.data != change.new.data:
             raise Violation("objects are written once", f"{change.who} wrote other bytes to {change.key}")
+        if self.root is not None and attempt in _attempts(self.root["rewrites"]) and not change.key.endswith(".json"):
+            self.expected[change.key] = change.new.data
 
     def _lease_changed(self, change: Change, attempt: Attempt) -> None:
         lease = self.leases.get(change.key)
@@ -283,7 +331,7 @@ class Watch:
         return self.model.now < lease.modified + LEASE
 
     def _check_whole(self, entry: Json) -> None:
-        folder = f"versions/{entry['id']:08d}-{entry['attempt']}/"
+        folder = _folder(entry)
         record = self._bytes(folder + "version.json")
         if blake3(record).hexdigest() != entry["digest"] or len(record) != entry["size"]:
             raise Violation("a version is whole", f"{folder}version.json is not what the root says")
@@ -306,4 +354,12 @@ class Watch:
 
 
 def _live(root: Json) -> set[Attempt]:
-    return {(entry["id"], entry["attempt"]) for entry in root["versions"]}
+    return _attempts(root["versions"])
+
+
+def _attempts(entries: list[Json]) -> set[Attempt]:
+    return {(entry["id"], entry["attempt"]) for entry in entries}
+
+
+def _folder(entry: Json) -> str:
+    return f"versions/{entry['id']:08d}-{entry['attempt']}/"

@@ -1,4 +1,4 @@
-"""Those who work on a repository beside the coordinator: they prune, collect, pin, verify, and read under a lease."""
+"""Those who work on a repository beside the coordinator: they prune, thin, collect, pin, verify, and read under a lease."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .invariants import Role
 if TYPE_CHECKING:
     from .world import World
 
-_INTERVALS = {"prune": 1000.0, "gc": 1500.0, "keeper": 900.0, "reader": 400.0}
+_INTERVALS = {"prune": 1000.0, "thinner": 1200.0, "gc": 1500.0, "keeper": 900.0, "reader": 400.0}
 
 
 class Operator:
@@ -54,6 +54,15 @@ class Operator:
         self._think()
         for entry in plan.execute():
             self._world.note(self.process, f"dropped {entry.id}")
+
+    def _thinner(self, repository: Repository) -> None:
+        self.role.resumable = self._dice.number(1, 2)
+        plan = repository.plan_retention(Policy(resumable=self.role.resumable))
+        self._think()
+        for entry in plan.thinned:
+            thinning = plan.thinning(entry)
+            if thinning.needed:
+                self._world.note(self.process, f"thins {entry.id}: {'done' if thinning.execute() else 'it stays as it is'}")
 
     def _gc(self, repository: Repository) -> None:
         self.role.since, self.role.grace = self._world.model.now, self._world.grace()

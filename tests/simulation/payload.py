@@ -30,15 +30,16 @@ class Part:
 
 @functools.cache
 def part(node: int, kind: int, base: int | None = None) -> Part:
-    """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor of four numbers. ``base``: the id of a
-    version that it is a difference to."""
+    """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor of four numbers, which thinning takes
+    from every second node. ``base``: the id of a version that it is a difference to."""
+    name = f"optimizer.w{node}" if node % 2 else f"w{node}"
     raw = _numbers(node, kind)
     pack = raw.tobytes()
     if base is not None:
         pack = _difference(raw.view(np.uint32), _numbers(node, base % KINDS).view(np.uint32)).tobytes()
     row = Chunk(
-        name=f"w{node}",
-        path=path_text((f"w{node}",)),
+        name=name,
+        path=path_text((name,)),
         kind=ARRAY,
         dtype="float32",
         shape=(4,),

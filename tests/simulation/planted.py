@@ -192,6 +192,10 @@ BUGS = (
         (_COLLECT, "        if (g.id, g.attempt) in held:", "        if False:"),
     ),
     _bug(
+        "collection strikes out no notes of rewrites",
+        (_COLLECT, "tuple(r for r in root.rewrites if (r.id, r.attempt) not in gone)", "root.rewrites"),
+    ),
+    _bug(
         "ages are judged by the machine's own clock",
         ("storage/store_clock.py", '    key = f"{PREFIX}{clock.token()}"\n', '    return clock.now()\n    key = ""\n'),
     ),

@@ -8,7 +8,7 @@ import types
 from collections.abc import Iterator
 from unittest import mock
 
-from raystow.storage import leases, reader, repository, survey
+from raystow.storage import leases, reader, repository, rewriting, survey
 
 from . import clocks
 from .world import World
@@ -25,6 +25,7 @@ def stand_ins(world: World) -> Iterator[None]:
         mock.patch.object(repository, "open_store", world.store_here),
         mock.patch.object(repository, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(reader, "ThreadPoolExecutor", clocks.Serially),
+        mock.patch.object(rewriting, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(survey, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(leases, "threading", threading),
     ):

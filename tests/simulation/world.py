@@ -49,6 +49,7 @@ class World:
         self.delta = root.fork("delta").choice([0, 0, 1, 3])
         self._hasty = shape.chance(0.35) and not self.weather.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
+        self._kinds += ["thinner"] if root.fork("thinner").chance(0.4) else []
         # A lost root is made anew from what can be read: no reading may deceive whoever does that.
         lossy = shape.chance(0.3) and not self.weather.stale and not self.weather.corrupted
         self._loss = shape.between(0.3, 0.9) * self._hours * 3600.0 if lossy else 0.0
@@ -257,7 +258,8 @@ class World:
         assert root is not None
         live = {f"{entry['id']:08d}-{entry['attempt']}" for entry in root["versions"]}
         left = [key for key in self.model.objects if key not in ("raystow.json", "root.json") and key.split("/")[1] not in live]
-        if left or root["dropped"] or self.model.unfinished:
+        if left or root["dropped"] or root["rewrites"] or self.model.unfinished:
             raise Violation(
-                "a collection leaves what is live", f"{left}, {root['dropped']}, {list(self.model.unfinished)} are left"
+                "a collection leaves what is live",
+                f"{left}, {root['dropped']}, {root['rewrites']}, {list(self.model.unfinished)} are left",
             )
