@@ -2,8 +2,8 @@
 repository.
 
 After each kill the last committed version has every bit, nothing half is to be seen, the next save works without help, and a
-collection leaves exactly the live versions. ``make test`` takes a spread of the points, ``make soak`` all of them. A trial that
-failed says how to run it alone:
+collection leaves exactly the live versions. ``make test`` takes a spread of the points, ``make soak`` all of them; on S3 it plays
+a save, ``make test-s3`` everything. A trial that failed says how to run it alone:
 
     RAYSTOW_CRASH='save | coordinator | rename root.json #2 | coordinator' pytest tests/crash
 """
@@ -22,7 +22,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.repository import open_repository
 
 SPREAD = {"create": 4, "save": 16, "prune": 4, "thin": 6, "gc": 6}
-SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "gc": 1}
+SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "gc": 2}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
 
 
@@ -40,11 +40,12 @@ def test_another_killed(on_disk: Stage) -> None:
 
 
 @pytest.mark.s3
-@pytest.mark.parametrize("act", ACTS)
+@pytest.mark.parametrize("act", [act if act == "save" else pytest.param(act, marks=pytest.mark.slow) for act in ACTS])
 def test_killed_alone_on_s3(on_s3: Stage, act: str) -> None:
     run(on_s3, act, itself, most=SPREAD_S3[act] * (8 if REAL else 1))
 
 
+@pytest.mark.slow
 @pytest.mark.s3
 def test_all_killed_at_once_on_s3(on_s3: Stage) -> None:
     run(on_s3, "save", everyone, most=10 if REAL else 1)

@@ -1,4 +1,7 @@
-"""Single processes die: of training, node workers in mid-training and in mid-save, the coordinator."""
+"""Single processes die: of training, node workers in mid-training and in mid-save, the coordinator.
+
+``make test`` has the cheapest of them; ``tests/integration/test_save_path.py`` kills the others without a training around them.
+"""
 
 from __future__ import annotations
 

@@ -5,6 +5,7 @@ To load torch takes a process longer than most tests, so it serves one test afte
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections import defaultdict
 from collections.abc import Callable
@@ -75,6 +76,7 @@ Place = tuple[str, str]
 _idle: defaultdict[Place, list[Any]] = defaultdict(list)
 _busy: list[tuple[Place, Any]] = []
 _runs: set[str] = set()
+_ended: set[str] = set()
 
 
 def start(uri: str, world_size: int, *, nodes: tuple[str, ...] = ("node_a", "node_b"), **options: Any) -> list[Any]:
@@ -94,7 +96,8 @@ def take(node: str) -> Any:
 
 
 def give_back() -> None:
-    """End the runs of a test: a rank that can begin anew waits for the next, and the others die, as do the coordinators."""
+    """End the runs of a test: a rank that can begin anew waits for the next test, and the others die. The coordinators die a test
+    later: they still hear who has gone, and Ray tells on this process's stdout whom it cannot reach."""
     here = _cluster()
     leaving = {rank.leave.remote(): (place, rank) for place, rank in _busy if place[0] == here}
     if leaving:
@@ -104,11 +107,12 @@ def give_back() -> None:
             _idle[place] += [rank] if ray.get(left, timeout=0) else []
         except RayError:
             ray.kill(rank)
-    for uri in _runs if leaving else ():
-        try:
-            ray.kill(ray.get_actor(coordinator_name(open_store(uri).uri), NAMESPACE))
-        except ValueError:
-            pass  # it has none
+    if leaving:
+        for uri in _ended:
+            with contextlib.suppress(ValueError):  # it is of another cluster
+                ray.kill(ray.get_actor(coordinator_name(open_store(uri).uri), NAMESPACE))
+        _ended.clear()
+    _ended.update(_runs)
     _busy.clear()
     _runs.clear()
 

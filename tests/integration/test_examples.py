@@ -1,6 +1,6 @@
 """The examples, each as its reader would run it: a process of its own, from any folder, by the command in its docstring.
 
-Those that begin a Ray Train of their own take minutes: ``make soak`` runs them, and ``make test`` the others.
+Those with Ray Train take minutes: ``make soak`` runs them, ``make test-s3`` one of them, and ``make test`` the others.
 """
 
 from __future__ import annotations

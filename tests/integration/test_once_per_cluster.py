@@ -1,4 +1,7 @@
-"""What several nodes restore from the store is read once, and sent on; whatever happens to one of them."""
+"""What several nodes restore from the store is read once, and sent on; whatever happens to one of them.
+
+``make test`` restores what is replicated, ``make soak`` also what is cut in another way than it was saved.
+"""
 
 from __future__ import annotations
 
