@@ -369,7 +369,8 @@ class Staging:
                 self._free.put(message["free"])
             elif "done" in message:
                 fields = message["entry"]
-                self._end(message["done"], Entry(**{**fields, "bases": tuple(fields["bases"])}), message["warnings"])
+                tuples = {name: tuple(fields[name]) for name in ("bases", "groups")}  # which come as lists
+                self._end(message["done"], Entry(**{**fields, **tuples}), message["warnings"])
             elif "failed" in message:
                 self._end(message["failed"], SaveFailed(message["what"], subject=message["subject"], remedy=message["remedy"]))
         self.lost = True
