@@ -8,6 +8,7 @@ No raw tensor is ever whole in host memory.
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -22,7 +23,7 @@ from ...storage.errors import Damaged
 from ...storage.object_store import Buffer
 from ...storage.reader import Piece, Reader, Request, Run
 from . import blake3, kernels, tables
-from .lane_plan import ALIGNED, PLANES, STORED, LanePlan, Making, Streams, batches, fits
+from .lane_plan import ALIGNED, PLANES, STORED, LanePlan, Making, Streams, batches, fits, parts
 from .nvcomp import ALIGN, Codec
 
 _LANES, _FETCHING = 7, 4  # in all, and of these at most being filled: more requests at a time than a reader has threads
@@ -85,7 +86,7 @@ class Decoder:
         the current stream still does to them is waited for. Chunks beyond a lane's size are decoded in host memory, one by
         one."""
         decoded, others = list[Run](), list[Run]()
-        for run in reader.runs(requests):
+        for run in itertools.chain.from_iterable(map(parts, reader.runs(requests))):
             (decoded if fits(run) else others).append(run)
         ready = torch.cuda.current_stream(self._device).record_event()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:

@@ -99,6 +99,18 @@ class LanePlan:
         return 2 * streams + sum(len(batch.rows) for batch in self.made.values())
 
 
+def parts(run: Run) -> Iterator[Run]:
+    """A run as several, where it decodes to more than a lane can take."""
+    if fits(run) or len(run.places) < 2:
+        yield run
+        return
+    middle = len(run.places) // 2
+    for half in (run.places[:middle], run.places[middle:]):
+        pieces = [piece for same in half for piece in same]
+        start, end = pieces[0].chunk.start, max(piece.chunk.start + piece.chunk.coding.size for piece in pieces)
+        yield from parts(Run(run.key, start, end - start, tuple(pieces)))
+
+
 def batches(runs: list[Run]) -> Iterator[LanePlan]:
     """Runs in numbers that fit a lane."""
     some, starts, stored, planes, aligned = list[Run](), list[int](), 0, 0, 0

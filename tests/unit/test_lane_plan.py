@@ -1,0 +1,59 @@
+"""What a GPU's decoder works out before it decodes: how much goes up together, and where streams lie."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from raystow.storage.chunk import Coding
+from raystow.storage.manifest import Chunk
+from raystow.storage.reader import Piece, Run
+from raystow.workers.cuda import lane_plan
+from raystow.workers.cuda.lane_plan import Streams
+from raystow.workers.cuda.nvcomp import ALIGN
+
+MIB = 1 << 20
+
+
+def chunk(number: int, nbytes: int, stored: int) -> Chunk:
+    """Of float32, every plane coded."""
+    coding = Coding(True, True, ("deflate",) * 4, (stored // 4,) * 4, (1,) * (nbytes >> 14), 1 << 14)
+    shape = (nbytes // 4,)
+    return Chunk(f"t{number}", "[]", "tensor", "float32", shape, (0,), shape, 0, "weights", 0, number * stored, coding, 0, b"")
+
+
+def run_of(*chunks: Chunk) -> Run:
+    last = chunks[-1]
+    return Run("key", chunks[0].start, last.start + last.coding.size - chunks[0].start, tuple(map(Piece, chunks)))
+
+
+def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
+    run = run_of(*(chunk(i, 16 * MIB, 2 * MIB) for i in range(8)))
+    assert not lane_plan.fits(run)
+    parts = list(lane_plan.parts(run))
+    assert all(map(lane_plan.fits, parts))
+    assert [piece for part in parts for piece in part.pieces] == list(run.pieces)
+    assert [(part.start, part.length) for part in parts] == [
+        (part.pieces[0].chunk.start, sum(piece.chunk.coding.size for piece in part.pieces)) for part in parts
+    ]
+    assert len(parts) < 8, "not one by one"
+    assert sum(len(batch.runs) for batch in lane_plan.batches(parts)) == len(parts)
+
+
+def test_a_run_that_fits_stays_whole_and_a_chunk_that_never_will_is_left_for_the_host() -> None:
+    small, huge = run_of(chunk(0, 16 * MIB, 2 * MIB), chunk(1, 16 * MIB, 2 * MIB)), run_of(chunk(0, 256 * MIB, 2 * MIB))
+    assert list(lane_plan.parts(small)) == [small]
+    assert list(lane_plan.parts(huge)) == [huge]
+    assert not lane_plan.fits(huge)
+
+
+def test_streams_lie_one_behind_the_other_plane_by_plane() -> None:
+    random, streams = np.random.default_rng(0), Streams(100)
+    wanted, aligned = list[tuple[int, ...]](), 1 << 20
+    for source, target, nbytes in ((1000, 50_000, 250), (7777, 60_000, 100), (9000, 70_000, 1), (12_345, 80_000, 999)):
+        sizes = tuple(random.integers(1, 90, -(-nbytes // 100)).tolist())
+        streams.planes.append((source, target, len(sizes), nbytes))
+        streams.sizes += sizes
+        for i, size in enumerate(sizes):
+            wanted.append((source, aligned, size, target + 100 * i, min(100, nbytes - 100 * i)))
+            source, aligned = source + size, aligned + -(-size // ALIGN) * ALIGN
+    assert [tuple(row) for row in streams.table(1 << 20).T.tolist()] == wanted
