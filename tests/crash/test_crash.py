@@ -3,7 +3,7 @@ repository.
 
 After each kill the last committed version has every bit, nothing half is to be seen, the next save works without help, and a
 collection leaves exactly the live versions. ``make test`` takes a spread of the points, ``make soak`` all of them; on S3 it plays
-a save, ``make test-s3`` everything. A trial that failed says how to run it alone:
+an upload that is cut off, ``make test-s3`` everything. A trial that failed says how to run it alone:
 
     RAYSTOW_CRASH='save | coordinator | rename root.json #2 | coordinator' pytest tests/crash
 """
@@ -39,8 +39,9 @@ def test_another_killed(on_disk: Stage) -> None:
     run(on_disk, "save", another, most=6)
 
 
+@pytest.mark.slow
 @pytest.mark.s3
-@pytest.mark.parametrize("act", [act if act == "save" else pytest.param(act, marks=pytest.mark.slow) for act in ACTS])
+@pytest.mark.parametrize("act", ACTS)
 def test_killed_alone_on_s3(on_s3: Stage, act: str) -> None:
     run(on_s3, act, itself, most=SPREAD_S3[act] * (8 if REAL else 1))
 
