@@ -43,13 +43,13 @@ def test_another_killed(on_disk: Stage) -> None:
 @pytest.mark.s3
 @pytest.mark.parametrize("act", ACTS)
 def test_killed_alone_on_s3(on_s3: Stage, act: str) -> None:
-    run(on_s3, act, itself, most=SPREAD_S3[act] * (8 if REAL else 1))
+    run(on_s3, act, itself, most=SPREAD_S3[act] * (4 if REAL else 1))
 
 
 @pytest.mark.slow
 @pytest.mark.s3
 def test_all_killed_at_once_on_s3(on_s3: Stage) -> None:
-    run(on_s3, "save", everyone, most=10 if REAL else 1)
+    run(on_s3, "save", everyone, most=5 if REAL else 1)
 
 
 @pytest.mark.s3
