@@ -1,0 +1,129 @@
+"""Thinning, where versions are differences to each other, and when the root is lost afterwards."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from fake_clock import FakeClock
+from handmade import rows_and_pack, write, write_rows
+from thinnable import bits, halves, thin, weights
+
+from raystow.storage import keys, thinning
+from raystow.storage.committer import Committer
+from raystow.storage.derived import Derivation
+from raystow.storage.errors import SaveFailed
+from raystow.storage.manifest import TENSOR
+from raystow.storage.repair import plan_repair
+from raystow.storage.repository import Repository
+from raystow.storage.retention import Policy
+from raystow.storage.version import Version
+
+# Differences
+
+WORDS = np.random.default_rng(1).integers(0, 1 << 30, (4, 20000), np.int32)
+
+
+def star(committer: Committer) -> list[dict[str, np.ndarray]]:
+    """A whole version, two that are differences to it, and a whole one. The weights of the second follow from its master copy."""
+    arrays = [{"optimizer.step": WORDS + i, "model.ids": WORDS[:1] * 3 + i} for i in range(4)]
+    for i, one in enumerate(arrays):
+        base = (1, arrays[0]) if i in (1, 2) else None
+        rows, pack = rows_and_pack({name: halves(array) for name, array in one.items()}, base)
+        rows = [replace(row, kind=TENSOR) for row in rows]
+        for row in rows[:2]:
+            derived = Derivation(row.name, row.dtype)
+            rows.append(replace(row, name="model.step", path='["model", "step"]', derivation=derived))
+        assert write_rows(committer, rows, pack).entry.bases == ((1,) if base else ())
+    return arrays
+
+
+def as_it_was(version: Version, arrays: list[dict[str, np.ndarray]]) -> bool:
+    one = arrays[version.id - 1]
+    wanted = {"model.ids": one["model.ids"], "model.step": one["optimizer.step"]}
+    if version.resumable:
+        wanted |= {"optimizer.step": one["optimizer.step"]}
+    return version.tensors().keys() == wanted.keys() and all(
+        np.array_equal(np.asarray(version.read(name)), array) for name, array in wanted.items()
+    )
+
+
+def test_what_was_a_difference_stays_one(repository: Repository) -> None:
+    arrays = star(Committer(repository, "me"))
+    plan = repository.plan_retention(Policy(resumable=1))
+    assert [entry.id for entry in plan.thinned] == [3, 2, 1]
+    plan.execute()
+    for version in repository.versions():
+        repository.verify(version)
+        assert as_it_was(version, arrays)
+    assert [(v.resumable, v.entry.bases) for v in repository.versions()] == [
+        (False, ()),
+        (False, (1,)),
+        (False, (1,)),
+        (True, ()),
+    ]
+    assert repository.version(2).bytes < repository.version(1).bytes / 3
+    assert [row.coding.base for row in repository.version(2).chunks["model.step"]] == [1, 1], "coded anew"
+    assert not repository.plan_retention(Policy(resumable=1)).thinned
+
+
+def test_a_base_is_not_thinned_before_what_needs_it(repository: Repository) -> None:
+    arrays = star(committer := Committer(repository, "me"))
+    assert not thin(repository, 1, 1)
+    repository.pin(repository.version(2), "good")
+    plan = repository.plan_retention(Policy(resumable=1))
+    assert [decision.why for decision in plan.decisions] == [
+        "no rule drops it, base of version 3 and 1 more",
+        "pinned as good",
+        "no rule drops it; older than the last 1 resumable",
+        "newest",
+    ]
+    plan.execute()
+    assert [version.resumable for version in repository.versions()] == [True, True, False, True]
+    repository.unpin("good")
+    repository.plan_retention(Policy(resumable=1)).execute()
+    assert [version.resumable for version in repository.versions()] == [False, False, False, True]
+    assert all(as_it_was(version, arrays) for version in repository.versions())
+    with pytest.raises(SaveFailed, match="difference to version 1"):
+        write(committer, {"optimizer.step": halves(WORDS)}, base=(1, arrays[0]))
+
+
+def test_what_is_kept_for_others_alone_is_thinned_with_them(repository: Repository) -> None:
+    arrays = star(Committer(repository, "me"))
+    repository.plan_retention(Policy(keep_last=3, resumable=1)).execute()
+    assert [version.resumable for version in repository.versions()] == [False, False, False, True]
+    assert all(as_it_was(version, arrays) for version in repository.versions())
+
+
+def test_repair_takes_what_is_left_of_a_version_whose_base_is_not_all_there(repository: Repository, clock: FakeClock) -> None:
+    arrays = star(Committer(repository, "me"))
+    first = repository.version(1)
+    repository.plan_retention(Policy(resumable=1)).execute()
+    repository.store.delete([first.record_key])  # a collection began with the oldest
+    repository.store.delete([keys.ROOT])
+    plan_repair(repository.store, clock).execute()
+    assert [version.resumable for version in repository.versions()] == [False, False, False, True]
+    assert all(as_it_was(version, arrays) for version in repository.versions())
+
+
+# A lost root
+
+
+@pytest.mark.parametrize("swapped", [False, True])
+def test_of_a_version_and_what_is_left_of_it_repair_brings_back_all_of_it(
+    repository: Repository, committer: Committer, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, *, swapped: bool
+) -> None:
+    full, light = bits(repository.version(1)), weights(repository.version(1))
+    if not swapped:
+        monkeypatch.setattr(thinning.Thinning, "_swapped", lambda *_: False)
+    assert thin(repository) is swapped
+    repository.store.delete([keys.ROOT])
+    plan_repair(repository.store, clock).execute()
+    assert bits(repository.version(1)) == full
+    if swapped:
+        repository.store.delete([repository.version(1).record_key])  # as a collection begins
+        repository.store.delete([keys.ROOT])
+        plan_repair(repository.store, clock).execute()
+        assert bits(repository.version(1)) == light
+        assert not repository.version(1).entry.resumable
