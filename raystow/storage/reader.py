@@ -163,15 +163,16 @@ class Reader:
         except Damaged:
             return self._fetch(run, into)
 
-    def elements(self, run: Run) -> Iterator[tuple[Piece, Bytes]]:
-        """A run's pieces, each with the bytes of all its chunk's elements, fetched and checked."""
+    def elements(self, run: Run, into: Callable[[Piece], Bytes | None] = lambda piece: None) -> Iterator[tuple[Piece, Bytes]]:
+        """A run's pieces, each with the bytes of all its chunk's elements, fetched and checked. ``into``: memory that they may be
+        decoded into, if they are what is stored."""
         data = np.frombuffer(self.fetch(run), np.uint8)
         for same in run.places:
             words: Bytes | None = None
             for piece in same:
-                base = self._needed(piece) if words is None else None
+                base = self._needed(run, piece) if words is None else None
                 with run.naming(piece):
-                    words, raw = decode(piece.chunk, run.stored(piece, data), words, base=base)
+                    words, raw = decode(piece.chunk, run.stored(piece, data), words, into=into(piece), base=base)
                 yield piece, raw
 
     def bring(self, run: Run, into: memoryview | None) -> Buffer:
@@ -235,33 +236,23 @@ class Reader:
                 raise
 
     def _decode_one(self, run: Run, progress: Callable[[int], None]) -> Run:
-        data = np.frombuffer(self.fetch(run), np.uint8)
-        for same in run.places:
-            words: Bytes | None = None
-            for piece in same:
-                base = self._needed(piece) if words is None else None
-                with run.naming(piece):
-                    words = _decode(piece, run.stored(piece, data), words, base)
-                progress(piece.chunk.nbytes)
+        for piece, raw in self.elements(run, _own_memory):
+            chunk, target = piece.chunk, piece.target
+            if target is not None and not np.may_share_memory(raw, target):
+                target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
+            progress(chunk.nbytes)
         return run
 
-    def _needed(self, piece: Piece) -> Bytes | None:
+    def _needed(self, run: Run, piece: Piece) -> Bytes | None:
         """What a piece's words are differences to, if they are; errors name what is damaged, and say who needs it."""
         if piece.base is None:
             return None
         try:
-            return self._elements(piece.base)
+            ((_, raw),) = self.elements(piece.base)
+            return raw
         except (Damaged, Unsupported) as error:
-            what = f"{error.what}; {piece.chunk.name!r} of version {self._version} is a difference to it"
+            what = f"{error.what}; {piece.chunk.name!r} of version {run.version} is a difference to it"
             raise type(error)(what, subject=error.subject, remedy=error.remedy) from error
-
-    def _elements(self, run: Run) -> Bytes:
-        """The bytes of the one chunk in a run, which another is a difference to."""
-        (piece,) = run.pieces
-        base = None if piece.base is None else self._elements(piece.base)
-        data = np.frombuffer(self.fetch(run), np.uint8)
-        with run.naming(piece):
-            return decode(piece.chunk, run.stored(piece, data), base=base)[1]
 
 
 def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
@@ -308,11 +299,7 @@ def decode(
     return words, raw
 
 
-def _decode(piece: Piece, stored: Bytes, words: Bytes | None, base: Bytes | None) -> Bytes:
-    """Decode, and copy what was asked for. Gives the words: see ``decode``."""
-    chunk, target = piece.chunk, piece.target
-    into = target.reshape(-1).view(np.uint8) if piece.direct and target.flags.c_contiguous else None
-    words, raw = decode(chunk, stored, words, into=into, base=base)
-    if target is not None and raw is not into:
-        target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
-    return words
+def _own_memory(piece: Piece) -> Bytes | None:
+    """Where a piece's elements belong, if all of the chunk's belong there, one behind the other."""
+    target = piece.target
+    return target.reshape(-1).view(np.uint8) if piece.direct and target.flags.c_contiguous else None
