@@ -32,6 +32,7 @@ class FaultProxy:
     def __init__(self, host: str, port: int) -> None:
         self._upstream = host, port
         self._rules: list[Rule] = []
+        self._tasks: set[asyncio.Task[None]] = set()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="fault-proxy", daemon=True)
         self._port = 0
@@ -80,6 +81,9 @@ class FaultProxy:
         await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self._tasks.add(task)  # asyncio holds no task that waits for nothing: the garbage collector would end what stalls
         client = _Side(reader, writer)
         sides = [client]
         try:
@@ -95,6 +99,7 @@ class FaultProxy:
         except (OSError, asyncio.IncompleteReadError, asyncio.CancelledError):
             pass  # one side has hung up, or the test is over
         finally:
+            self._tasks.discard(task)
             for side in sides:
                 side.writer.close()
 
