@@ -21,7 +21,7 @@ from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.repository import open_repository
 
-SPREAD = {"create": 4, "save": 16, "prune": 4, "thin": 6, "gc": 6}
+SPREAD = {"create": 4, "save": 12, "prune": 4, "thin": 4, "gc": 6}
 SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "gc": 2}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
 

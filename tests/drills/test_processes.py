@@ -1,6 +1,6 @@
 """Single processes die: of training, node workers in mid-training and in mid-save, the coordinator.
 
-``make test`` has the cheapest of them; ``tests/integration/test_save_path.py`` kills the others without a training around them.
+``make drills`` plays them; in ``make test`` ``tests/integration/test_save_path.py`` kills the same without a training around them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from training import Training
 
 import raystow
 
+pytestmark = pytest.mark.slow
 
-@pytest.mark.slow
+
 def test_a_training_process_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
     stage.add("a", "b")
     training.start("a", "b")
@@ -63,7 +64,6 @@ def test_the_coordinator_is_killed_in_a_save(stage: Stage, training: Training, r
     training.goes_on(10)
 
 
-@pytest.mark.slow
 def test_a_node_worker_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
     stage.add("a", "b")
     training.start("a", "b")
@@ -84,7 +84,6 @@ def test_a_node_worker_is_killed(stage: Stage, training: Training, report: Calla
     training.goes_on(12)
 
 
-@pytest.mark.slow
 def test_a_node_worker_is_killed_in_a_save_and_training_with_it(
     stage: Stage, training: Training, report: Callable[[Drill], None]
 ) -> None:

@@ -17,7 +17,7 @@ from training import Training
 import raystow
 from raystow.storage.clock import SYSTEM
 
-pytestmark = pytest.mark.slow  # `make test` has the cheapest drills only
+pytestmark = pytest.mark.slow
 
 FOR_EVER = 1_000_000
 OUTAGES = [8.0, 60.0]
