@@ -1,6 +1,6 @@
 """Single processes die: of training, node workers in mid-training and in mid-save, the coordinator.
 
-``make drills`` plays them; in ``make test`` ``tests/integration/test_save_path.py`` kills the same without a training around them.
+``make drills`` plays them; ``tests/integration/test_save_path.py`` kills the same without a training around them.
 """
 
 from __future__ import annotations
