@@ -38,10 +38,10 @@ import raystow
 from raystow.storage import repository as opening
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
+from raystow.storage.format.root import Entry
+from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.root import Entry
 from raystow.storage.stores import open_store
-from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
 
 sys.path.append(str(Path(__file__).parents[1] / "tests"))
 from s3_server import make_bucket, s3_server

@@ -21,12 +21,12 @@ from typing import Any
 import numpy as np
 
 from raystow.orchestrator import coordinator_actor
-from raystow.storage import keys
-from raystow.storage.chunk import Coding
-from raystow.storage.digest import stored_digest
-from raystow.storage.manifest import TENSOR, Chunk, Fragment, path_text
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.digest import stored_digest
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
+from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.version_record import FragmentInfo, PackInfo
 from raystow.workers.packer import PACK
 from raystow.workers.port import MODULUS, Begin, Ticket, coverage
 

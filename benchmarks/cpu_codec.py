@@ -56,10 +56,10 @@ from torch.distributed.checkpoint._extension import ZStandard
 from zipnn import ZipNN
 
 from raystow.orchestrator.demo.model import GPT, batch, corpus, loss_of
-from raystow.storage.chunk import Coding, Encoder, decode
-from raystow.storage.digest import raw_digest, stored_digest
-from raystow.storage.dtypes import dtype
-from raystow.storage.kernels import Bytes
+from raystow.storage.coding.chunk import Coding, Encoder, decode
+from raystow.storage.coding.digest import raw_digest, stored_digest
+from raystow.storage.coding.dtypes import dtype
+from raystow.storage.coding.kernels import Bytes
 
 CHUNK = 4 << 20
 STATES = 8

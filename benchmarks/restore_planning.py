@@ -20,12 +20,12 @@ from typing import Any
 
 from control_plane_save import RANKS, TENSORS, fragment, tensor
 
-from raystow.storage import keys
-from raystow.storage.chunk import Coding
-from raystow.storage.digest import stored_digest
-from raystow.storage.manifest import TENSOR, Chunk, Fragment, path_text
-from raystow.storage.root import Entry
-from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.digest import stored_digest
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
+from raystow.storage.format.root import Entry
+from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 
 NODES, SMALL = 2048, 300
 REPOSITORY, ATTEMPT = "5e" * 16, "65c5e0a080b634de"

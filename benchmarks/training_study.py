@@ -30,9 +30,9 @@ from study_models import Run, copied, deterministic, gpt, lora, moe
 
 from raystow.orchestrator.lossy.choice import PROFILES, Lossy
 from raystow.orchestrator.lossy.rounding import round_in_place
-from raystow.storage import chunk as chunks
-from raystow.storage import delta, dtypes
-from raystow.storage.derived import followed
+from raystow.storage.coding import chunk as chunks
+from raystow.storage.coding import delta, dtypes
+from raystow.storage.coding.derived import followed
 
 _CHUNK = 4 << 20  # bytes
 _NEAR, _FAR = 10, 100  # steps between versions

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.pending import Pending
     from .orchestrator.sensitivity import sensitivity
-    from .storage.collect import CollectionPlan
     from .storage.errors import (
         ClusterError,
         Damaged,
@@ -37,8 +36,9 @@ if TYPE_CHECKING:
         Untrusted,
     )
     from .storage.repository import Repository
-    from .storage.retention import Policy
-    from .storage.retention_plan import RetentionPlan
+    from .storage.retention.collect import CollectionPlan
+    from .storage.retention.plan import RetentionPlan
+    from .storage.retention.policy import Policy
     from .storage.version import TensorInfo, Version
 
 __all__ = [
@@ -76,12 +76,12 @@ __all__ = [
 _HOMES = {
     "Blockwise": "orchestrator.lossy.rules",
     "Checkpointer": "orchestrator.client",
-    "CollectionPlan": "storage.collect",
+    "CollectionPlan": "storage.retention.collect",
     "MantissaBits": "orchestrator.lossy.rules",
     "Pending": "orchestrator.pending",
-    "Policy": "storage.retention",
+    "Policy": "storage.retention.policy",
     "Repository": "storage.repository",
-    "RetentionPlan": "storage.retention_plan",
+    "RetentionPlan": "storage.retention.plan",
     "TensorInfo": "storage.version",
     "Version": "storage.version",
     "sensitivity": "orchestrator.sensitivity",

@@ -6,14 +6,15 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from raystow.storage import delta, keys
-from raystow.storage.chunk import Encoder
+from raystow.storage.coding import delta
+from raystow.storage.coding.chunk import Encoder
+from raystow.storage.coding.digest import raw_digest, stored_digest
+from raystow.storage.coding.dtypes import dtype
 from raystow.storage.committer import Committer
-from raystow.storage.digest import raw_digest, stored_digest
-from raystow.storage.dtypes import dtype
-from raystow.storage.manifest import Box, Chunk, Fragment, Value, path_text
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_text
+from raystow.storage.format.version_record import PackInfo, VersionRecord
 from raystow.storage.version import Version
-from raystow.storage.version_record import PackInfo, VersionRecord
 
 Cut = tuple[np.ndarray, Sequence[Box]]
 

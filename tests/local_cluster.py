@@ -26,14 +26,14 @@ from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
 from raystow.orchestrator.lossy.choice import Lossy
 from raystow.orchestrator.lossy.rules import Rule
 from raystow.orchestrator.planner import Planner, plan_save
-from raystow.storage import values
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError, SaveFailed
+from raystow.storage.format import values
+from raystow.storage.format.root import Entry
+from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import create_repository
-from raystow.storage.root import Entry
 from raystow.storage.version import Version
-from raystow.storage.version_record import FragmentInfo, PackInfo
 from raystow.workers.memory_tier import MemoryTier
 from raystow.workers.node import Node
 from raystow.workers.port import Begin, Ticket

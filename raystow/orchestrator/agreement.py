@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
-from ..storage import keys
 from ..storage.errors import Damaged, NotFound, RaystowError
+from ..storage.format import keys
+from ..storage.format.root import Entry
 from ..storage.log import about
 from ..storage.metrics import RESTORED, record
 from ..storage.repository import Repository
-from ..storage.root import Entry
 from ..storage.version import Version
 from ..workers.borrowing import Borrowing, Place
 from .restore_plan import Sources, told

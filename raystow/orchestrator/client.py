@@ -8,14 +8,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from ..storage import key_files, values
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
+from ..storage.format import key_files, values
+from ..storage.format.root import Entry
 from ..storage.log import about, here
 from ..storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
 from ..storage.repository import Repository
-from ..storage.retention import Policy
-from ..storage.root import Entry
+from ..storage.retention.policy import Policy
 from ..storage.stores import open_store
 from ..storage.version import Version
 from ..workers import ray_metrics

@@ -15,11 +15,11 @@ from typing import Any
 from ..storage.clock import Clock
 from ..storage.committer import Committer
 from ..storage.errors import Fenced, RaystowError, SaveFailed
+from ..storage.format.root import Entry
+from ..storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from ..storage.log import Log, about
 from ..storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
-from ..storage.retention import Policy
-from ..storage.root import Entry
-from ..storage.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
+from ..storage.retention.policy import Policy
 from ..workers.port import MODULUS, Begin, Ticket
 
 logger = logging.getLogger(__name__)

@@ -13,17 +13,18 @@ from typing import Any
 import ray
 
 from .. import __version__
-from ..storage import key_files, metrics
+from ..storage import metrics
 from ..storage.clock import SYSTEM
+from ..storage.coding.digest import stored_digest
 from ..storage.committer import Committer
-from ..storage.digest import stored_digest
 from ..storage.errors import RaystowError, SaveFailed
+from ..storage.format import key_files
+from ..storage.format.root import Entry
+from ..storage.format.signing import PublicKey
+from ..storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ..storage.log import about, here
 from ..storage.repository import create_repository
-from ..storage.retention import Policy
-from ..storage.root import Entry
-from ..storage.signing import PublicKey
-from ..storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from ..storage.retention.policy import Policy
 from ..workers import ray_metrics
 from ..workers.node_actor import NAMESPACE, holders
 from ..workers.port import Begin, Ticket

@@ -6,11 +6,11 @@ import logging
 from collections.abc import Collection
 from typing import Any
 
-from ..storage.collect import GRACE
 from ..storage.committer import Committer
 from ..storage.errors import RaystowError, StateError
 from ..storage.log import about
-from ..storage.retention import Policy
+from ..storage.retention.collect import GRACE
+from ..storage.retention.policy import Policy
 
 logger = logging.getLogger(__name__)
 

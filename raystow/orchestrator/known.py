@@ -7,9 +7,9 @@ from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
 
 from ..storage.errors import StoreUnavailable
+from ..storage.format.root import Entry
 from ..storage.log import about
 from ..storage.repository import Repository
-from ..storage.root import Entry
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ..storage.root import Entry
+from ..storage.format.root import Entry
 from .coordinator import Attempt, Phase
 
 _LAST = 10  # failures that are told of

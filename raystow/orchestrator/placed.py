@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from ..storage.boxes import Box
 from ..storage.errors import StateError
+from ..storage.format.boxes import Box
 
 _STAGES = {"pp", "pipe", "pipeline", "stage"}
 """Mesh dimensions along which ranks hold different tensors."""

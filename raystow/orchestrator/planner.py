@@ -17,13 +17,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..storage import dtypes, values
-from ..storage.boxes import Box
+from ..storage.coding import dtypes
+from ..storage.coding.kernels import Bytes
+from ..storage.coding.rounded import Rounded
 from ..storage.errors import StateError
-from ..storage.groups import OPTIMIZER, WEIGHTS, group
-from ..storage.kernels import Bytes
-from ..storage.manifest import path_text
-from ..storage.rounded import Rounded
+from ..storage.format import values
+from ..storage.format.boxes import Box
+from ..storage.format.groups import OPTIMIZER, WEIGHTS, group
+from ..storage.format.manifest import path_text
 from ..workers.port import MODULUS, coverage
 from ..workers.ring import SLOT
 from .lossy import rounding

@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
-from ..storage import manifest
-from ..storage.derived import derivable, derive
+from ..storage.coding.derived import derivable, derive
+from ..storage.format import manifest
 from .shards import Shard
 
 _SAMPLE = 64  # elements

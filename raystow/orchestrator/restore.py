@@ -12,15 +12,16 @@ from typing import Any
 
 import numpy as np
 
-from ..storage import dtypes, values
-from ..storage.boxes import overlap
+from ..storage.coding import dtypes
 from ..storage.errors import Damaged, StateError, Unsupported
 from ..storage.finder import Found, Seeker
+from ..storage.format import values
+from ..storage.format.boxes import overlap
+from ..storage.format.manifest import Chunk
+from ..storage.format.selection import Sought
 from ..storage.log import about
-from ..storage.manifest import Chunk
 from ..storage.reader import Reader, Request
 from ..storage.repository import Repository
-from ..storage.selection import Sought
 from ..storage.version import Version
 from .agreement import Agreement
 from .restore_plan import FROM_STORE, RestorePlan, Sources, build

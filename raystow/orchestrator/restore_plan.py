@@ -9,7 +9,7 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ..storage.digest import stored_digest
+from ..storage.coding.digest import stored_digest
 from ..storage.reader import Run
 from ..workers.claims import ALONE, Company
 

@@ -14,10 +14,10 @@ from dataclasses import dataclass, field
 
 from ..storage.clock import Clock
 from ..storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
+from ..storage.format.root import Entry
+from ..storage.format.version_record import RestoreInfo
 from ..storage.log import about
 from ..storage.repository import Repository
-from ..storage.root import Entry
-from ..storage.version_record import RestoreInfo
 from ..workers.claims import ALONE, Company
 from .known import Known
 

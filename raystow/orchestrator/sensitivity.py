@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..storage import dtypes
-from ..storage.chunk import Encoder
+from ..storage.coding import dtypes
+from ..storage.coding.chunk import Encoder
 from ..storage.errors import StateError
-from ..storage.groups import WEIGHTS
+from ..storage.format.groups import WEIGHTS
 from .lossy.choice import KINDS, LEAST, kind
 from .lossy.rounding import round_in_place
 from .lossy.rules import MantissaBits, Rule, words_of

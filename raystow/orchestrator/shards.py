@@ -10,9 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from ..storage import dtypes, manifest
-from ..storage.boxes import Box
+from ..storage.coding import dtypes
 from ..storage.errors import StateError
+from ..storage.format import manifest
+from ..storage.format.boxes import Box
 from .lossy.rules import Rule
 from .placed import placed
 from .state import Leaf, numpy_dtype, show

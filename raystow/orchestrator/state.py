@@ -8,8 +8,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..storage import dtypes, values
+from ..storage.coding import dtypes
 from ..storage.errors import StateError
+from ..storage.format import values
 
 Path = tuple[Any, ...]
 """Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from ..storage.manifest import Chunk
+from ..storage.format.manifest import Chunk
 from ..storage.reader import Reader
 from ..storage.version import Version
 from .restore_plan import Rates

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
 from .errors import Damaged
+from .format.manifest import Chunk
 from .limits import MAX_CHAIN
-from .manifest import Chunk
 
 if TYPE_CHECKING:
     from .reader import Run

@@ -5,14 +5,14 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from . import keys
-from .digest import stored_digest
+from .coding.digest import stored_digest
 from .errors import Fenced, SaveFailed
+from .format import keys
+from .format.root import Entry, Root
+from .format.signing import Signer, Trust
+from .format.version_record import VersionRecord
 from .object_store import ObjectStore
-from .root import Entry, Root
-from .signing import Signer, Trust
 from .version import Version
-from .version_record import VersionRecord
 
 if TYPE_CHECKING:
     from .repository import Repository

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from .boxes import overlap, span, tile
 from .errors import Damaged
-from .manifest import Chunk, Value
-from .selection import Selection, Sought
-from .version_record import FragmentInfo
+from .format.boxes import overlap, span, tile
+from .format.manifest import Chunk, Value
+from .format.selection import Selection, Sought
+from .format.version_record import FragmentInfo
 
 _AT_ONCE = 8  # fragments that are read at a time
 _SAMPLE = 16  # fragments, evenly spread, that are looked at for where a tensor lies

@@ -13,9 +13,9 @@ import platform
 import threading
 from types import TracebackType
 
-from . import keys
 from .clock import Clock
 from .errors import StoreError
+from .format import keys
 from .object_store import ObjectStore
 
 logger = logging.getLogger(__name__)

@@ -10,7 +10,7 @@ import logging
 from collections.abc import MutableMapping
 from typing import Any
 
-from . import keys
+from .format import keys
 
 _here: dict[str, object] = {}
 

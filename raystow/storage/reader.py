@@ -14,14 +14,14 @@ from typing import Any
 
 import numpy as np
 
-from . import chunk as chunks
-from . import keys
-from .boxes import Box, overlap, tile, within
-from .derived import derive
-from .digest import raw_digest, stored_digest
+from .coding import chunk as chunks
+from .coding.derived import derive
+from .coding.digest import raw_digest, stored_digest
+from .coding.kernels import Bytes
 from .errors import Damaged, NotFound, Unsupported
-from .kernels import Bytes
-from .manifest import Chunk
+from .format import keys
+from .format.boxes import Box, overlap, tile, within
+from .format.manifest import Chunk
 from .object_store import Buffer, ObjectStore
 
 _RUN = 16 << 20  # bytes; adjacent chunks are fetched together up to here

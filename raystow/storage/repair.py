@@ -15,15 +15,15 @@ from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from . import keys, records
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
+from .format import keys, records
+from .format.root import Root
+from .format.signing import PublicKey, Trust, dump_keys, load_keys
+from .format.version_record import VersionRecord
 from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
-from .root import Root
-from .signing import PublicKey, Trust, dump_keys, load_keys
 from .survey import Found, survey
-from .version_record import VersionRecord
 
 _AGAIN = "run `raystow repair URI` again"
 

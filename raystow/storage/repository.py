@@ -9,18 +9,21 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
 
-from . import collect, key_files, keys, leases, records, retention, store_clock
+from . import leases, store_clock
 from .chains import needed
 from .clock import SYSTEM, Clock
-from .collect import CollectionPlan
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
+from .format import key_files, keys, records
+from .format.root import REPAIR, Entry, Register, Root
+from .format.signing import PublicKey, Signer, Trust, dump_keys, load_keys
 from .journal import Journal
 from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
 from .probe import probe_conditional_writes
-from .retention_plan import RetentionPlan
-from .root import REPAIR, Entry, Register, Root
-from .signing import PublicKey, Signer, Trust, dump_keys, load_keys
+from .retention import collect
+from .retention import policy as retention
+from .retention.collect import CollectionPlan
+from .retention.plan import RetentionPlan
 from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
 from .version import Version

@@ -11,14 +11,14 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
-from . import keys
-from .digest import stored_digest
+from .coding.digest import stored_digest
 from .errors import Damaged, NotFound, Untrusted
+from .format import keys
+from .format.root import Entry
+from .format.signing import Trust
+from .format.version_record import VersionRecord
 from .limits import MAX_RECORD
 from .object_store import ObjectStore
-from .root import Entry
-from .signing import Trust
-from .version_record import VersionRecord
 
 _AT_ONCE = 16  # attempts that are looked at in parallel: each holds one fragment in memory
 

@@ -6,11 +6,11 @@ from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from . import keys, values
-from .boxes import tile
 from .errors import Damaged
+from .format import keys, values
+from .format.boxes import tile
+from .format.manifest import Chunk
 from .journal import Journal
-from .manifest import Chunk
 from .object_store import ObjectStore
 from .version import Version
 

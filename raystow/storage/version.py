@@ -11,22 +11,23 @@ from typing import Any
 
 import numpy as np
 
-from . import dtypes, key_files, keys, manifest, values
 from .bases import Bases
-from .boxes import Box
 from .clock import SYSTEM
-from .digest import stored_digest
+from .coding import dtypes
+from .coding.digest import stored_digest
+from .coding.rounded import Rounded
 from .errors import Damaged, NotFound, StateError, Unsupported
 from .finder import Finder, Found, Seeker
+from .format import key_files, keys, manifest, values
+from .format.boxes import Box
+from .format.manifest import Chunk, Fragment
+from .format.root import Entry, Register
+from .format.selection import Sought, select
+from .format.signing import Trust
+from .format.version_record import FragmentInfo, VersionRecord
 from .limits import MAX_FRAGMENT, MAX_RECORD
-from .manifest import Chunk, Fragment
 from .object_store import ObjectStore
 from .reader import Reader, Request
-from .root import Entry, Register
-from .rounded import Rounded
-from .selection import Sought, select
-from .signing import Trust
-from .version_record import FragmentInfo, VersionRecord
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 

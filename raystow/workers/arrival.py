@@ -14,9 +14,9 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..storage import dtypes
-from ..storage.chunk import PACK7, RAW
-from ..storage.digest import finish
+from ..storage.coding import dtypes
+from ..storage.coding.chunk import PACK7, RAW
+from ..storage.coding.digest import finish
 
 Part = tuple[int, int, int]
 """Slot, start in the slot, bytes."""

@@ -15,19 +15,20 @@ from typing import Any
 
 import numpy as np
 
-from ..storage import delta, dtypes, keys
-from ..storage.chunk import Coding, Encoder
 from ..storage.clock import SYSTEM
-from ..storage.derived import Derivation
-from ..storage.digest import raw_digest, stored_digest
+from ..storage.coding import delta, dtypes
+from ..storage.coding.chunk import Coding, Encoder
+from ..storage.coding.derived import Derivation
+from ..storage.coding.digest import raw_digest, stored_digest
+from ..storage.coding.kernels import Bytes
+from ..storage.coding.rounded import Rounded
 from ..storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
-from ..storage.kernels import Bytes
+from ..storage.format import keys
+from ..storage.format.manifest import Chunk, Fragment, Value
+from ..storage.format.root import Entry
+from ..storage.format.version_record import FragmentInfo
 from ..storage.log import about
-from ..storage.manifest import Chunk, Fragment, Value
 from ..storage.object_store import ObjectStore
-from ..storage.root import Entry
-from ..storage.rounded import Rounded
-from ..storage.version_record import FragmentInfo
 from .budget import Budget
 from .former import Former
 from .keeping import Keep, keep_nothing

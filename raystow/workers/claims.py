@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..storage.digest import stored_digest
+from ..storage.coding.digest import stored_digest
 from .pack_file import Span, without
 
 _ROUNDS = 8  # restores that are remembered, of all repositories together

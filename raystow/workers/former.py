@@ -7,13 +7,13 @@ import logging
 
 import numpy as np
 
-from ..storage.boxes import Box
-from ..storage.delta import LEAST
+from ..storage.coding.delta import LEAST
+from ..storage.coding.kernels import Bytes
 from ..storage.errors import Damaged, Unsupported
-from ..storage.kernels import Bytes
-from ..storage.keys import pack
+from ..storage.format.boxes import Box
+from ..storage.format.keys import pack
+from ..storage.format.manifest import Chunk, Fragment
 from ..storage.log import about
-from ..storage.manifest import Chunk, Fragment
 from ..storage.reader import decode
 from .memory_tier import Home, MemoryTier
 

@@ -10,10 +10,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ..storage.digest import stored_digest
-from ..storage.retention import Policy
-from ..storage.root import Entry
-from ..storage.version_record import FragmentInfo, PackInfo
+from ..storage.coding.digest import stored_digest
+from ..storage.format.root import Entry
+from ..storage.format.version_record import FragmentInfo, PackInfo
+from ..storage.retention.policy import Policy
 
 MODULUS = 1 << 64
 
@@ -22,8 +22,8 @@ MODULUS = 1 << 64
 class Begin:
     """A rank has begun its ``save``-th save. ``incarnation`` names its process. ``replicated`` is the coverage sum of the tensors
     that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for, ``vouched`` the names of those
-    that are DTensors. ``timeout`` is in seconds. ``coding`` and ``lossy``: see ``storage.version_record``. ``retention``: what to
-    keep once this save is a version. ``delta``: how many versions in a row may be differences to one that is whole."""
+    that are DTensors. ``timeout`` is in seconds. ``coding`` and ``lossy``: see ``format.version_record``. ``retention``: what
+    to keep once this save is a version. ``delta``: how many versions in a row may be differences to one that is whole."""
 
     rank: int
     world_size: int

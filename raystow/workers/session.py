@@ -7,11 +7,11 @@ import logging
 from collections.abc import Sequence
 from typing import Any, Protocol
 
-from ..storage import values
+from ..storage.coding.rounded import Rounded
 from ..storage.errors import RaystowError, SaveFailed
+from ..storage.format import values
 from ..storage.log import about
-from ..storage.retention import Policy
-from ..storage.rounded import Rounded
+from ..storage.retention.policy import Policy
 from .arrival import Layout
 from .attempt import NodeAttempt, Outcome, draft
 from .port import Begin

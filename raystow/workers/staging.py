@@ -15,13 +15,13 @@ from typing import Any, Protocol
 
 import numpy as np
 
-from ..storage.derived import followed
-from ..storage.dtypes import DType
+from ..storage.coding.derived import followed
+from ..storage.coding.dtypes import DType
+from ..storage.coding.kernels import Bytes
+from ..storage.coding.rounded import Rounded
 from ..storage.errors import ClusterError, RaystowError, SaveFailed
-from ..storage.kernels import Bytes
+from ..storage.format.root import Entry
 from ..storage.log import about
-from ..storage.root import Entry
-from ..storage.rounded import Rounded
 from .ring import ALIGN, Ring
 from .wire import Connection, Message
 
@@ -62,7 +62,7 @@ class Piece(Protocol):
 
 
 class Follower(Protocol):
-    """A chunk that need not be staged, if it follows from the chunk ``source``: see ``storage.derived``."""
+    """A chunk that need not be staged, if it follows from the chunk ``source``: see ``storage.coding.derived``."""
 
     @property
     def piece(self) -> Piece:

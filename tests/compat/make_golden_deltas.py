@@ -17,9 +17,9 @@ from blake3 import blake3
 sys.path.insert(0, str(Path(__file__).parents[1]))
 from handmade import rows_and_pack, whole, write_rows
 
+from raystow.storage.coding.derived import Derivation, derive
+from raystow.storage.coding.digest import raw_digest
 from raystow.storage.committer import Committer
-from raystow.storage.derived import Derivation, derive
-from raystow.storage.digest import raw_digest
 from raystow.storage.repository import create_repository
 
 RANDOM = np.random.default_rng(8)

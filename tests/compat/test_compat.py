@@ -15,8 +15,8 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.orchestrator.shards import bits
-from raystow.storage import values
 from raystow.storage.committer import Committer
+from raystow.storage.format import values
 from raystow.storage.repository import create_repository
 
 HERE = Path(__file__).parent
@@ -83,7 +83,7 @@ def test_raystow_reads_the_golden_repository(version):
 
 
 def test_the_golden_repository_holds_every_dtype_codec_transform_pin_and_metric():
-    from raystow.storage.dtypes import DTYPES
+    from raystow.storage.coding.dtypes import DTYPES
 
     repository = raystow.open(GOLDEN)
     versions = repository.versions()

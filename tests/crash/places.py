@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
-from raystow.storage import keys
+from raystow.storage.format import keys
 from raystow.storage.repository import Repository
 from raystow.storage.stores import open_store
 from raystow.storage.stores.local import LOCK

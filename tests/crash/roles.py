@@ -29,7 +29,7 @@ from raystow.orchestrator.housekeeping import Housekeeping
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError
-from raystow.storage.retention import Policy
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 from raystow.workers import node_actor
 from raystow.workers.node import Node

@@ -8,10 +8,11 @@ from places import Place
 from processes import Zygote
 from world import World
 
-from raystow.storage import keys, probe
+from raystow.storage import probe
 from raystow.storage.clock import SYSTEM
+from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
-from raystow.storage.retention import Policy
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import durable
 
 _SALT = 3

@@ -17,8 +17,8 @@ from campaign import another, everyone, itself, points, run
 from places import belonging
 from trial import ACTS, Act, Stage
 
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
+from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 
 SPREAD = {"create": 4, "save": 12, "prune": 4, "thin": 4, "gc": 6}

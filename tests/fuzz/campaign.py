@@ -15,12 +15,12 @@ from pathlib import Path
 import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-COMPILED = ["raystow.storage.kernels", "raystow.storage.zstd"]  # numba does not know what atheris puts in
+COMPILED = ["raystow.storage.coding.kernels", "raystow.storage.coding.zstd"]  # numba does not know what atheris puts in
 with atheris.instrument_imports(include=["raystow.storage", "json"], exclude=COMPILED):
     from fuzz.seeds import seeds
     from fuzz.targets import TARGETS, allowed
 
-    from raystow.storage.digest import stored_digest
+    from raystow.storage.coding.digest import stored_digest
 
 
 def main(name: str, how: str) -> None:

@@ -8,13 +8,13 @@ from typing import Any
 
 import numpy as np
 
-from raystow.storage import keys, records, values
-from raystow.storage.chunk import Coding, Encoder
-from raystow.storage.digest import raw_digest, stored_digest
-from raystow.storage.dtypes import dtype
-from raystow.storage.manifest import Chunk, Fragment, Value
-from raystow.storage.root import Dropped, Entry, Root
-from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.coding.chunk import Coding, Encoder
+from raystow.storage.coding.digest import raw_digest, stored_digest
+from raystow.storage.coding.dtypes import dtype
+from raystow.storage.format import keys, records, values
+from raystow.storage.format.manifest import Chunk, Fragment, Value
+from raystow.storage.format.root import Dropped, Entry, Root
+from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 
 from .targets import ATTEMPT, ID, PACK, body, described
 

@@ -13,15 +13,16 @@ from typing import Any
 
 import numpy as np
 
-from raystow.storage import chunk, keys, records, values
-from raystow.storage.chunk import Coding
-from raystow.storage.digest import stored_digest
-from raystow.storage.dtypes import DTYPES
+from raystow.storage.coding import chunk
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.digest import stored_digest
+from raystow.storage.coding.dtypes import DTYPES
 from raystow.storage.errors import RaystowError
+from raystow.storage.format import keys, records, values
+from raystow.storage.format.root import Root
+from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import Repository, open_repository
-from raystow.storage.root import Root
 from raystow.storage.stores import open_store
-from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
 
 URI = "memory://fuzz"
 ID, ATTEMPT = "cafe", "0" * 16

@@ -12,8 +12,8 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.storage import dtypes
-from raystow.storage.derived import followed
+from raystow.storage.coding import dtypes
+from raystow.storage.coding.derived import followed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 

@@ -12,7 +12,7 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.storage.digest import stored_digest
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.reader import Reader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]

@@ -18,9 +18,9 @@ from shell import flip_byte, run, run_json
 from raystow import __version__
 from raystow.orchestrator.cli import export, safetensors_file
 from raystow.orchestrator.cli.checks import hardware, software
-from raystow.storage import values
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import Damaged, UnsafeStore
+from raystow.storage.format import values
 from raystow.storage.repository import create_repository, open_repository
 from raystow.storage.version import TensorInfo
 

@@ -16,7 +16,7 @@ from typer.testing import CliRunner, Result
 import raystow
 from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.coordinator_actor import coordinator_actor
-from raystow.storage.key_files import SIGNING_KEY, TRUSTED_KEYS
+from raystow.storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS
 
 
 def run(*words: object, **environment: str) -> Result:

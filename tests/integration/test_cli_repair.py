@@ -14,7 +14,7 @@ from typer.testing import CliRunner, Result
 
 import raystow
 from raystow.orchestrator.cli.app import build
-from raystow.storage import keys
+from raystow.storage.format import keys
 
 
 def run(*words: object, input: str | None = None) -> Result:

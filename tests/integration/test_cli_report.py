@@ -17,10 +17,10 @@ from chromium import chromium
 from local_cluster import LocalCluster
 from shell import run, run_json
 
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
+from raystow.storage.format import keys
+from raystow.storage.format.version_record import RestoreInfo
 from raystow.storage.repository import create_repository, open_repository
-from raystow.storage.version_record import RestoreInfo
 
 PRICES = ("--store-price", 0.023, "--gpu-price", 4.4, "--gpus", 8)
 PLOTS = ("bytes", "ratio", "stall", "restores", "cost")

@@ -19,10 +19,10 @@ from typer.testing import CliRunner, Result
 import raystow
 from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.restore import restore
-from raystow.storage import keys
 from raystow.storage.errors import StateError
+from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
-from raystow.storage.retention import Policy
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 
 sys.path.append(str(Path(__file__).parents[1] / "compat"))

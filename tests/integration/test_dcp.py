@@ -22,7 +22,7 @@ import raystow
 from raystow.dcp import Reader, Writer
 from raystow.orchestrator.planner import plan_save
 from raystow.storage.errors import RaystowError
-from raystow.storage.root import Entry
+from raystow.storage.format.root import Entry
 from raystow.workers.staging import Order, Staging
 
 

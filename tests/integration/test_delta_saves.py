@@ -14,7 +14,7 @@ from local_cluster import LocalCluster
 from raystow.orchestrator.restore import restore
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import SaveFailed
-from raystow.storage.retention import Policy
+from raystow.storage.retention.policy import Policy
 from raystow.storage.version import Version
 
 State = dict[str, Any]

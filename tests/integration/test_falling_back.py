@@ -14,8 +14,8 @@ from ranks import every, start
 import raystow
 from raystow.orchestrator.agreement import Alone
 from raystow.orchestrator.restore import restore_latest
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
+from raystow.storage.format import keys
 
 pytestmark = pytest.mark.usefixtures("cluster")
 

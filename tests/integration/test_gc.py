@@ -12,7 +12,7 @@ from local_cluster import LocalCluster
 from typer.testing import CliRunner, Result
 
 from raystow.orchestrator.cli.app import build
-from raystow.storage import keys
+from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 
 

@@ -15,7 +15,7 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.orchestrator.shards import bits
-from raystow.storage.dtypes import DTYPES
+from raystow.storage.coding.dtypes import DTYPES
 
 DTYPES_OF_TORCH = sorted(
     {

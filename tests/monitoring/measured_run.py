@@ -22,8 +22,8 @@ from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 
 import raystow
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
+from raystow.storage.format import keys
 from raystow.storage.metrics import METRICS
 from raystow.storage.stores import open_store
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from raystow.storage.boxes import Box, overlap, tile, within
+from raystow.storage.format.boxes import Box, overlap, tile, within
 
 boxes = st.integers(0, 4).flatmap(
     lambda n: st.lists(

@@ -17,9 +17,9 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.orchestrator.shards import bits
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
-from raystow.storage.root import Root
+from raystow.storage.format import keys
+from raystow.storage.format.root import Root
 from raystow.storage.stores import open_store
 
 KINDS = {
@@ -231,7 +231,7 @@ def test_an_object_swapped_with_its_neighbour(patient: Patient, kind: str) -> No
 
 @pytest.mark.parametrize("kind", ["marker", "root", "record"])
 def test_every_byte_of_a_record_counts(patient: Patient, kind: str) -> None:
-    from raystow.storage import records
+    from raystow.storage.format import records
 
     key = patient.key(kind)
     whole = patient.objects[key]

@@ -18,9 +18,10 @@ import zstandard
 from fuzz.seeds import ROOT, row, value_row
 from fuzz.targets import described
 
-from raystow.storage import boxes, limits
-from raystow.storage.chunk import Coding
-from raystow.storage.manifest import SCHEMA
+from raystow.storage import limits
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.format import boxes
+from raystow.storage.format.manifest import SCHEMA
 
 MIB = 1 << 20
 PLAIN = {"write_statistics": False, "store_schema": False}

@@ -18,8 +18,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.errors import Damaged, StateError, Unsupported
+from raystow.storage.format.manifest import SCHEMA, Fragment, Value
 from raystow.storage.limits import MAX_NAME
-from raystow.storage.manifest import SCHEMA, Fragment, Value
 
 FOUND = sorted((Path(__file__).parents[1] / "fuzz" / "found").iterdir())
 checked = settings(max_examples=30, deadline=10_000)

@@ -13,11 +13,11 @@ from fuzz.targets import TARGETS, allowed, body, sealed
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage import keys, records, values
 from raystow.storage.errors import Damaged, StateError
+from raystow.storage.format import keys, records, values
+from raystow.storage.format.root import Root
+from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.limits import MAX_DIGITS, MAX_MARKER
-from raystow.storage.root import Root
-from raystow.storage.version_record import VersionRecord
 
 checked = settings(max_examples=50, deadline=10_000)
 """A time-out of 10 seconds for each input: no input may take long."""

@@ -15,11 +15,12 @@ import pytest
 from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
-from raystow.storage import kernels, values
-from raystow.storage.chunk import Coding, Encoder, decode
-from raystow.storage.digest import raw_digest
-from raystow.storage.dtypes import DTYPES, DType, dtype
+from raystow.storage.coding import kernels
+from raystow.storage.coding.chunk import Coding, Encoder, decode
+from raystow.storage.coding.digest import raw_digest
+from raystow.storage.coding.dtypes import DTYPES, DType, dtype
 from raystow.storage.errors import Damaged, Unsupported
+from raystow.storage.format import values
 
 SPEC_FILE = Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md"
 SPEC: dict[str, Any] = {}

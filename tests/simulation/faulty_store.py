@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeVar
 
-from raystow.storage import keys
 from raystow.storage.errors import Damaged, StoreUnavailable
+from raystow.storage.format import keys
 from raystow.storage.object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from raystow.storage.stores import checks
 

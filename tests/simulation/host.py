@@ -9,10 +9,10 @@ from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
 from raystow.orchestrator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
+from raystow.storage.format.root import Entry
+from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import create_repository
-from raystow.storage.retention import Policy
-from raystow.storage.root import Entry
-from raystow.storage.version_record import FragmentInfo, PackInfo, VersionRecord
+from raystow.storage.retention.policy import Policy
 from raystow.workers.port import Begin, Ticket
 
 from .invariants import Role

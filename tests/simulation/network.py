@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from raystow.storage.errors import ClusterError, RaystowError
-from raystow.storage.root import Entry
-from raystow.storage.version_record import FragmentInfo, PackInfo
+from raystow.storage.format.root import Entry
+from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.workers.port import Begin, Ticket
 
 from .scheduler import Process

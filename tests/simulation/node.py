@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from raystow.storage import keys
 from raystow.storage.errors import ClusterError, RaystowError, StoreError
+from raystow.storage.format import keys
 from raystow.workers.port import Begin, Ticket
 
 from . import payload

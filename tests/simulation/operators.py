@@ -6,12 +6,12 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from raystow.orchestrator.agreement import Alone
-from raystow.storage import keys
 from raystow.storage.errors import Damaged, NotFound, RaystowError, StateError, StoreUnavailable
+from raystow.storage.format import keys
+from raystow.storage.format.root import Entry
 from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository, open_repository
-from raystow.storage.retention import Policy
-from raystow.storage.root import Entry
+from raystow.storage.retention.policy import Policy
 from raystow.storage.version import Version
 
 from .invariants import Role

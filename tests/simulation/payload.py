@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from raystow.storage.chunk import Coding
-from raystow.storage.digest import raw_digest, stored_digest
-from raystow.storage.kernels import subtract
-from raystow.storage.manifest import ARRAY, Chunk, Fragment, path_text
-from raystow.storage.version_record import FragmentInfo, PackInfo
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.digest import raw_digest, stored_digest
+from raystow.storage.coding.kernels import subtract
+from raystow.storage.format.manifest import ARRAY, Chunk, Fragment, path_text
+from raystow.storage.format.version_record import FragmentInfo, PackInfo
 
 KINDS = 4
 GROUP = "weights"

@@ -49,8 +49,8 @@ def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
     return Bug(name, tuple(Edit(*edit) for edit in edits))
 
 
-_ROOT_PY, _COMMITTER, _COLLECT = "storage/root.py", "storage/committer.py", "storage/collect.py"
-_PLAN, _RETENTION, _REPOSITORY = "storage/retention_plan.py", "storage/retention.py", "storage/repository.py"
+_ROOT_PY, _COMMITTER, _COLLECT = "storage/format/root.py", "storage/committer.py", "storage/retention/collect.py"
+_PLAN, _RETENTION, _REPOSITORY = "storage/retention/plan.py", "storage/retention/policy.py", "storage/repository.py"
 _COORDINATOR = "orchestrator/coordinator.py"
 _ERRORS = "from .errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
 _EITHER = "            except (PreconditionFailed, StoreUnavailable) as error:\n"

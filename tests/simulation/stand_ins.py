@@ -8,7 +8,8 @@ import types
 from collections.abc import Iterator
 from unittest import mock
 
-from raystow.storage import leases, reader, repository, rewriting, survey
+from raystow.storage import leases, reader, repository, survey
+from raystow.storage.retention import rewriting
 
 from . import clocks
 from .world import World

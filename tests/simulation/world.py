@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from raystow.storage import keys
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError
+from raystow.storage.format import keys
+from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.retention import Policy
-from raystow.storage.version_record import VersionRecord
+from raystow.storage.retention.policy import Policy
 
 from . import payload
 from .clocks import SimClock

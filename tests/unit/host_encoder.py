@@ -12,10 +12,10 @@ from typing import Any
 import numpy as np
 import torch
 
-from raystow.storage import dtypes, kernels
-from raystow.storage.chunk import DEFLATE
-from raystow.storage.digest import BLOCK, WORD_KEYS, block_key
-from raystow.storage.kernels import Bytes
+from raystow.storage.coding import dtypes, kernels
+from raystow.storage.coding.chunk import DEFLATE
+from raystow.storage.coding.digest import BLOCK, WORD_KEYS, block_key
+from raystow.storage.coding.kernels import Bytes
 from raystow.workers.cuda.jobs import Job
 from raystow.workers.cuda.outbox import Outbox, Run
 from raystow.workers.cuda.program import Batch, Group, Limits, Program

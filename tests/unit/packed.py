@@ -8,14 +8,14 @@ from dataclasses import replace
 import numpy as np
 from handmade import empty_record, rows_and_pack, whole
 
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
-from raystow.storage.digest import stored_digest
-from raystow.storage.manifest import Chunk, Fragment
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import Chunk, Fragment
+from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.version import Version
-from raystow.storage.version_record import FragmentInfo, PackInfo
 
 
 def repository() -> Repository:

@@ -12,9 +12,9 @@ from host_encoder import HostEncoder, HostSource, deflated
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage import dtypes, kernels
-from raystow.storage.chunk import DEFLATE, PACK7, RAW, SMALL, decode
-from raystow.storage.digest import raw_digest
+from raystow.storage.coding import dtypes, kernels
+from raystow.storage.coding.chunk import DEFLATE, PACK7, RAW, SMALL, decode
+from raystow.storage.coding.digest import raw_digest
 from raystow.workers.arrival import Layout, parts
 from raystow.workers.attempt import draft
 from raystow.workers.cuda.outbox import Outbox

@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from raystow.storage.chunk import Coding
+from raystow.storage.coding.chunk import Coding
 from raystow.storage.errors import SaveFailed
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.attempt import NodeAttempt, Outcome, Workshop, draft

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage.chunk import ANS, DEFLATE, PACK7, RAW, STREAMED, ZSTD, Coding, Encoder, decode, layout
-from raystow.storage.dtypes import DTYPES, dtype
+from raystow.storage.coding.chunk import ANS, DEFLATE, PACK7, RAW, STREAMED, ZSTD, Coding, Encoder, decode, layout
+from raystow.storage.coding.dtypes import DTYPES, dtype
 from raystow.storage.errors import Damaged, Unsupported
 
 ENCODER = Encoder(1 << 20)

@@ -9,15 +9,15 @@ import pytest
 from fake_clock import FakeClock
 from handmade import empty_record, whole, write
 
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
-from raystow.storage.collect import GRACE, Kind
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, SaveFailed
+from raystow.storage.format import keys
+from raystow.storage.format.root import Root
 from raystow.storage.leases import SECONDS, Lease
 from raystow.storage.repository import Repository
-from raystow.storage.retention import Policy
-from raystow.storage.root import Root
+from raystow.storage.retention.collect import GRACE, Kind
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.version import Version
 

@@ -5,10 +5,10 @@ from dataclasses import replace
 import pytest
 from handmade import empty_record, whole, write
 
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
+from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository, create_repository
 

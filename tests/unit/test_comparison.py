@@ -9,8 +9,8 @@ from handmade import whole, write
 from raystow.orchestrator.cli import comparison
 from raystow.orchestrator.cli.comparison import Deviation, compare, deviate, work
 from raystow.orchestrator.cli.differences import Difference, What, differences
-from raystow.storage import dtypes
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding import dtypes
 from raystow.storage.committer import Committer
 from raystow.storage.repository import create_repository
 from raystow.storage.version import Version

@@ -11,8 +11,8 @@ from raystow.orchestrator.coordinator import Coordinator, Phase
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
+from raystow.storage.format.version_record import FragmentInfo, RestoreInfo
 from raystow.storage.repository import create_repository
-from raystow.storage.version_record import FragmentInfo, RestoreInfo
 from raystow.workers.port import Begin, Ticket
 
 

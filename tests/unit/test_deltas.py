@@ -14,15 +14,16 @@ from packed import flip, pack_key, repository
 
 from raystow.orchestrator.restore import plan_restore, restore
 from raystow.orchestrator.world_plan import plan_world
-from raystow.storage import delta, keys
-from raystow.storage.chunk import Encoder, decode
+from raystow.storage.coding import delta
+from raystow.storage.coding.chunk import Encoder, decode
+from raystow.storage.coding.derived import Derivation, derive
+from raystow.storage.coding.digest import raw_digest, stored_digest
+from raystow.storage.coding.dtypes import DTYPES, dtype
 from raystow.storage.committer import Committer
-from raystow.storage.derived import Derivation, derive
-from raystow.storage.digest import raw_digest, stored_digest
-from raystow.storage.dtypes import DTYPES, dtype
 from raystow.storage.errors import Damaged, SaveFailed, Unsupported
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import Fragment
 from raystow.storage.limits import MAX_CHAIN
-from raystow.storage.manifest import Fragment
 from raystow.storage.repository import Repository
 from raystow.storage.version import Version
 

@@ -5,11 +5,11 @@ import pytest
 import torch
 
 from raystow.orchestrator.planner import Planner, SavePlan, plan_save
-from raystow.storage.derived import derivable, derive, followed
-from raystow.storage.digest import raw_digest
+from raystow.storage.coding.derived import derivable, derive, followed
+from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import Damaged, Unsupported
-from raystow.storage.groups import OPTIMIZER, WEIGHTS
-from raystow.storage.manifest import Chunk, Derivation, Fragment
+from raystow.storage.format.groups import OPTIMIZER, WEIGHTS
+from raystow.storage.format.manifest import Chunk, Derivation, Fragment
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:

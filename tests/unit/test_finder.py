@@ -9,13 +9,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage.boxes import Box, overlap
-from raystow.storage.chunk import Coding
+from raystow.storage.coding.chunk import Coding
 from raystow.storage.errors import Damaged
 from raystow.storage.finder import Finder, Found, Seeker
-from raystow.storage.manifest import TENSOR, Chunk, Fragment, Value, path_text
-from raystow.storage.selection import Selection, Sought, select
-from raystow.storage.version_record import FragmentInfo
+from raystow.storage.format.boxes import Box, overlap
+from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, Value, path_text
+from raystow.storage.format.selection import Selection, Sought, select
+from raystow.storage.format.version_record import FragmentInfo
 
 CODING = Coding(False, False, ("raw",), (4,), (), 65536)
 

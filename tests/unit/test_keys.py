@@ -2,8 +2,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.storage import keys
 from raystow.storage.errors import Damaged
+from raystow.storage.format import keys
 from raystow.storage.stores.checks import is_key
 
 ids = st.integers(1, 10**12)

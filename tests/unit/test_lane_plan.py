@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from raystow.storage.chunk import Coding
-from raystow.storage.manifest import Chunk
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import Piece, Run
 from raystow.workers.cuda import lane_plan
 from raystow.workers.cuda.lane_plan import Streams

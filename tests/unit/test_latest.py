@@ -11,12 +11,12 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from handmade import whole, write
 
 import raystow
-from raystow.storage import keys, records
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
+from raystow.storage.format import keys, records
+from raystow.storage.format.signing import Signer
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.signing import Signer
 from raystow.storage.stores.local import LocalStore
 
 

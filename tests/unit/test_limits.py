@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from raystow.storage import limits, records
+from raystow.storage import limits
+from raystow.storage.format import records
 
 SPEC = (Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md").read_text()
 UNITS = {"": 1, " KiB": 1 << 10, " MiB": 1 << 20, " GiB": 1 << 30}

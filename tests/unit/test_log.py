@@ -4,7 +4,8 @@ import logging
 
 import pytest
 
-from raystow.storage import keys, log
+from raystow.storage import log
+from raystow.storage.format import keys
 
 logger = logging.getLogger("raystow.test")
 

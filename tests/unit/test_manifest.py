@@ -12,9 +12,9 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import rows_and_pack, whole
 
+from raystow.storage.coding.rounded import Rounded
 from raystow.storage.errors import Damaged, RaystowError, Unsupported
-from raystow.storage.manifest import SCHEMA, Fragment, Value
-from raystow.storage.rounded import Rounded
+from raystow.storage.format.manifest import SCHEMA, Fragment, Value
 
 KEY = "versions/00000001-0000000000000000/tensors-00003.parquet"
 VALUES = (Value("lr", '["lr"]', "0.1", (0, 1)), Value("seed", '["seed"]', "7", (1,)))

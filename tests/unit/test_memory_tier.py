@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from raystow.storage import keys
+from raystow.storage.format import keys
 from raystow.workers.memory_tier import Home, MemoryTier, Part
 
 KIB = 1 << 10

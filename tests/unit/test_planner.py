@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from raystow.orchestrator.planner import SMALL, Cut, Piece, cuts, plan_save, share
 from raystow.orchestrator.shards import Shard
 from raystow.orchestrator.state import Leaf
-from raystow.storage.groups import WEIGHTS
+from raystow.storage.format.groups import WEIGHTS
 
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
 

@@ -13,8 +13,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage import dtypes
-from raystow.storage.chunk import SMALL
+from raystow.storage.coding import dtypes
+from raystow.storage.coding.chunk import SMALL
 from raystow.workers.cuda.program import ROWS, Batch, Circle, Limits, Program, key
 
 Interval = tuple[int, int]

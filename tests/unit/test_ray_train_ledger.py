@@ -18,8 +18,8 @@ from raystow.orchestrator.integrations.ray_train.pointer import FILE, Identity, 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, NotFound, StateError, StoreUnavailable
+from raystow.storage.format.root import Entry
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.root import Entry
 
 
 @dataclass

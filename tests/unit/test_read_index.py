@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, StateError
-from raystow.storage.manifest import Box
+from raystow.storage.format.manifest import Box
 from raystow.storage.repository import create_repository
 from raystow.storage.version import Version
 

@@ -5,11 +5,11 @@ from pathlib import Path
 
 import pytest
 
-from raystow.storage import keys, records
-from raystow.storage.digest import stored_digest
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged, Unsupported
-from raystow.storage.root import Entry, Root
-from raystow.storage.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
+from raystow.storage.format import keys, records
+from raystow.storage.format.root import Entry, Root
+from raystow.storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 
 SPEC = (Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md").read_text()
 ENTRY = Entry(1, "0" * 16, "ab" * 32, 663, 100, 1.25, 24, 20)

@@ -11,10 +11,10 @@ from fake_clock import FakeClock
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage import keys
 from raystow.storage.errors import NotFound, PreconditionFailed, StoreUnavailable
+from raystow.storage.format import keys
+from raystow.storage.format.root import Register, Root
 from raystow.storage.object_store import Tagged
-from raystow.storage.root import Register, Root
 from raystow.storage.stores.memory import MemoryStore
 
 FATES = ["works", "lost answer", "412 that was ours", "down", "late", "412"]

@@ -11,24 +11,16 @@ from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_clock import FakeClock
 from handmade import empty_record, whole, write
 
-from raystow.storage import keys, records
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
-from raystow.storage.digest import stored_digest
-from raystow.storage.errors import (
-    Damaged,
-    Fenced,
-    NotARepository,
-    PreconditionFailed,
-    StoreUnavailable,
-    Unsupported,
-    Untrusted,
-)
+from raystow.storage.errors import Damaged, Fenced, NotARepository, PreconditionFailed, StoreUnavailable, Unsupported, Untrusted
+from raystow.storage.format import keys, records
+from raystow.storage.format.signing import Signer, Trust
 from raystow.storage.leases import Lease
 from raystow.storage.repair import RepairPlan, State, plan_repair
 from raystow.storage.repository import Repository, create_repository, open_repository
-from raystow.storage.retention import Policy
-from raystow.storage.signing import Signer, Trust
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.version import Version
 

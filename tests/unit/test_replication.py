@@ -8,8 +8,8 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_clock import FakeClock
 
-from raystow.storage import keys
 from raystow.storage.errors import ClusterError
+from raystow.storage.format import keys
 from raystow.storage.object_store import Buffer
 from raystow.workers.copies import Copy, Guests
 from raystow.workers.memory_tier import Holding, Home, MemoryTier, Part

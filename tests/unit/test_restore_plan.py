@@ -19,9 +19,9 @@ from raystow.orchestrator.restore import plan_restore, restore_latest
 from raystow.orchestrator.restore_plan import MEMORY, PEER, STORE, Rates, Sources
 from raystow.orchestrator.restoring import Choice, Vote
 from raystow.orchestrator.world_plan import plan_world
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import StateError
+from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.version import Version
 

@@ -8,13 +8,13 @@ from handmade import empty_record
 
 from raystow.orchestrator.known import Known
 from raystow.orchestrator.restoring import Choice, Round, Rounds, Vote
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, StoreUnavailable
+from raystow.storage.format import keys
+from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository
-from raystow.storage.retention import Policy
-from raystow.storage.root import Entry
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
 
 

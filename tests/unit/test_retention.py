@@ -11,15 +11,15 @@ from handmade import empty_record
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.storage import keys
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, SaveFailed, StateError, StoreUnavailable
+from raystow.storage.format import keys
+from raystow.storage.format.root import Entry
+from raystow.storage.format.version_record import FragmentInfo
 from raystow.storage.repository import Repository, create_repository
-from raystow.storage.retention import Decision, Policy, plan
-from raystow.storage.root import Entry
+from raystow.storage.retention.policy import Decision, Policy, plan
 from raystow.storage.version import Version
-from raystow.storage.version_record import FragmentInfo
 
 LOSSES: dict[int, dict[str, Any]] = {
     1: {"loss": 3.0},

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.errors import SaveFailed
-from raystow.storage.root import Entry
+from raystow.storage.format.root import Entry
 from raystow.workers.port import Begin
 from raystow.workers.ring import Ring
 from raystow.workers.session import Session

@@ -22,13 +22,13 @@ from cryptography.hazmat.primitives.serialization import (
 from handmade import whole, write
 
 import raystow
-from raystow.storage import key_files, keys, records
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
-from raystow.storage.digest import stored_digest
 from raystow.storage.errors import Damaged, RaystowError, StateError, StoreUnavailable, Untrusted
+from raystow.storage.format import key_files, keys, records
+from raystow.storage.format.signing import Signer
 from raystow.storage.repository import Repository, create_repository, open_repository
-from raystow.storage.signing import Signer
 from raystow.storage.version import Version
 
 ARRAY = np.arange(5.0)

@@ -11,9 +11,9 @@ from typing import Any
 import pytest
 
 from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import RaystowError, SaveFailed
-from raystow.storage.kernels import Bytes
-from raystow.storage.root import Entry
+from raystow.storage.format.root import Entry
 from raystow.workers.ring import SLOT, Ring
 from raystow.workers.staging import Order, Staging
 from raystow.workers.wire import Connection, Listener

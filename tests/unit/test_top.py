@@ -26,7 +26,7 @@ from raystow.orchestrator.overview import Failure, Open, Overview
 from raystow.orchestrator.snapshot import Snapshot
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.errors import ClusterError, StateError
-from raystow.storage.root import Entry
+from raystow.storage.format.root import Entry
 from raystow.workers.replication import Progress
 from raystow.workers.status import AttemptStatus, NodeStatus, Stage
 

@@ -11,9 +11,9 @@ import pytest
 from handmade import write
 from packed import flip, noise, pack_key, repository, write_packs
 
-from raystow.storage import keys
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged
+from raystow.storage.format import keys
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.verify import verify_bytes
 from raystow.storage.version import Version

@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from ...storage import dtypes
-from ...storage.boxes import Box
+from ...storage.coding import dtypes
+from ...storage.format.boxes import Box
 from ...storage.reader import Request
 from ..planner import cuts
 from ..shards import Shard
@@ -18,8 +18,8 @@ from ..state import Leaf
 from .differences import Difference, What
 
 if TYPE_CHECKING:
-    from ...storage.dtypes import DType
-    from ...storage.manifest import Chunk
+    from ...storage.coding.dtypes import DType
+    from ...storage.format.manifest import Chunk
     from ...storage.version import Version
 
 SLAB = 64 << 20

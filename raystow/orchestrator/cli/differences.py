@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from enum import Enum
 from typing import TYPE_CHECKING
 
-from ...storage.boxes import Box
+from ...storage.format.boxes import Box
 
 if TYPE_CHECKING:
-    from ...storage.manifest import Chunk
+    from ...storage.format.manifest import Chunk
     from ...storage.version import TensorInfo, Version
 
 

@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
-from ...storage import dtypes, values
-from ...storage.boxes import Box
+from ...storage.coding import dtypes
+from ...storage.format import values
+from ...storage.format.boxes import Box
 from ...storage.reader import Request
 from ...storage.version import Version
 from ..planner import cuts

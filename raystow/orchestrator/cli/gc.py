@@ -13,7 +13,7 @@ from .progress import object_bar
 from .target import Json, Uri
 
 if TYPE_CHECKING:
-    from ...storage.collect import CollectionPlan, Garbage
+    from ...storage.retention.collect import CollectionPlan, Garbage
 
 
 def gc(

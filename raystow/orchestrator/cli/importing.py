@@ -80,7 +80,8 @@ def _shard(path: Path, tensor: Listed) -> Shard:
     """A tensor as it lies in its file; its bytes are read when they are coded."""
     import numpy as np
 
-    from ...storage import dtypes, manifest
+    from ...storage.coding import dtypes
+    from ...storage.format import manifest
     from ..shards import Shard
     from ..state import Leaf
 

@@ -23,7 +23,7 @@ def keygen(
 
     Example:  raystow keygen ~/llama-signing.pem
     """
-    from ...storage.key_files import SIGNING_KEY, TRUSTED_KEYS, public_path, write_pair
+    from ...storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS, public_path, write_pair
 
     file = file.expanduser().absolute()
     public = public_path(file)

@@ -16,9 +16,9 @@ from .target import Json, Target, Uri, open_target
 from .thin import Thin
 
 if TYPE_CHECKING:
-    from ...storage.retention import Decision, Policy
-    from ...storage.retention_plan import RetentionPlan
-    from ...storage.root import Entry
+    from ...storage.format.root import Entry
+    from ...storage.retention.plan import RetentionPlan
+    from ...storage.retention.policy import Decision, Policy
 
 _OBJECTS_STAY = "the objects of dropped versions stay in the store until `raystow gc` deletes them"
 
@@ -87,7 +87,7 @@ def prune(
 def _policy(
     last: int | None, every: int | None, interval: float | None, best: str | None, max_bytes: int | None, resumable: int | None
 ) -> Policy:
-    from ...storage.retention import Policy
+    from ...storage.retention.policy import Policy
 
     policy = Policy(last, every, interval, quantities.best(best) if best is not None else None, max_bytes, resumable)
     if not (policy.drops or policy.resumable):
@@ -100,7 +100,7 @@ def _policy(
 
 def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:
     """Refuse a metric that no version has: it is misspelt, and would keep nothing."""
-    from ...storage.retention import best_rule
+    from ...storage.retention.policy import best_rule
 
     best = policy.keep_best
     if best is not None and plan.decisions and not any(best_rule(best) in decision.rules for decision in plan.decisions):

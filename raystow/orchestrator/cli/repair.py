@@ -29,7 +29,7 @@ def repair(
 
     Example:  raystow repair s3://bucket/runs/llama --dry-run
     """
-    from ...storage import key_files
+    from ...storage.format import key_files
     from ...storage.repair import plan_repair
     from ...storage.stores import open_store
 

@@ -14,9 +14,9 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from ...storage import dtypes
+from ...storage.coding import dtypes
 from ...storage.errors import StateError
-from ...storage.groups import group as group_of
+from ...storage.format.groups import group as group_of
 from ...storage.limits import MAX_DIMENSIONS
 from ...storage.version import TensorInfo
 

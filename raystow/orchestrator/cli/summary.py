@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import TYPE_CHECKING, Any
 
-from ...storage import values
+from ...storage.format import values
 from .present import ratio
 
 if TYPE_CHECKING:

@@ -10,8 +10,8 @@ import typer
 from ...storage.errors import NotFound
 
 if TYPE_CHECKING:
+    from ...storage.format.root import Root
     from ...storage.repository import Repository
-    from ...storage.root import Root
     from ...storage.version import Version
 
 Uri = Annotated[str, typer.Argument(help="The repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)]

@@ -8,9 +8,9 @@ from ...storage.errors import Damaged, NotFound, RaystowError, Unsupported
 from .progress import byte_bar
 
 if TYPE_CHECKING:
-    from ...storage.retention_plan import RetentionPlan
-    from ...storage.root import Entry
-    from ...storage.thinning import Thinning
+    from ...storage.format.root import Entry
+    from ...storage.retention.plan import RetentionPlan
+    from ...storage.retention.thinning import Thinning
 
 _OF_ONE = (Damaged, NotFound, Unsupported)
 """Errors of one version: those after it may be whole."""

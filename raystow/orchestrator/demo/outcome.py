@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from ...storage import dtypes
+from ...storage.coding import dtypes
 from ...storage.reader import Request
 from ...storage.repository import Repository
 from ...storage.version import Version

@@ -9,14 +9,14 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from ... import __version__
-from ...storage import key_files
 from ...storage.clock import SYSTEM
 from ...storage.committer import Committer
 from ...storage.errors import SaveFailed
+from ...storage.format import key_files
+from ...storage.format.version_record import VersionRecord
 from ...storage.repository import create_repository
-from ...storage.retention import Policy
+from ...storage.retention.policy import Policy
 from ...storage.version import Version
-from ...storage.version_record import VersionRecord
 from ...workers.port import MODULUS
 from ..housekeeping import Housekeeping
 from .part import Part

@@ -15,13 +15,13 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from ...storage import keys, values
-from ...storage.digest import stored_digest
+from ...storage.coding.digest import stored_digest
 from ...storage.errors import SaveFailed
-from ...storage.groups import group
-from ...storage.manifest import Chunk, Fragment, Value, path_text
+from ...storage.format import keys, values
+from ...storage.format.groups import group
+from ...storage.format.manifest import Chunk, Fragment, Value, path_text
+from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...storage.object_store import ObjectStore
-from ...storage.version_record import FragmentInfo, PackInfo
 from ...workers.attempt import draft, encode
 from ...workers.budget import Budget
 from ...workers.packer import Packer

@@ -6,9 +6,9 @@ import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from ...storage import dtypes
+from ...storage.coding import dtypes
 from ...storage.errors import StateError
-from ...storage.groups import WEIGHTS, group
+from ...storage.format.groups import WEIGHTS, group
 from ..roles import role
 from .rules import Blockwise, MantissaBits, Rule
 

@@ -6,8 +6,8 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
-from ...storage.rounded import Rounded
 from .rules import MANTISSA, Rule, words_of
 
 _AT_ONCE = 1 << 16  # numbers, on the CPU

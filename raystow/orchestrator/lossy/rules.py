@@ -10,7 +10,7 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Protocol
 
-from ...storage import dtypes
+from ...storage.coding import dtypes
 from ...storage.errors import StateError
 
 MANTISSA = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}

@@ -1,4 +1,4 @@
-"""BLAKE3 of many ranges of device memory at once, in Triton: ``storage.digest.stored_digest`` of bytes that have just gone up.
+"""BLAKE3 of many ranges of device memory at once, in Triton: ``coding.digest.stored_digest`` of bytes that have just gone up.
 
 A core of the host digests 4 GB/s, and has other things to do; the GPU does it while the link brings the next ones. Each lane of a
 program takes a leaf of 1 KiB; then one program builds the tree of each range, level by level. The constants, the permutation and

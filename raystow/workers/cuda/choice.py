@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ...storage.chunk import ANS, DEFLATE, RAW
+from ...storage.coding.chunk import ANS, DEFLATE, RAW
 from .nvcomp import STREAM, Codec, version
 
 logger = logging.getLogger(__name__)

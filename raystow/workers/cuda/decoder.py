@@ -17,8 +17,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage import chunk as chunks
-from ...storage.digest import finish
+from ...storage.coding import chunk as chunks
+from ...storage.coding.digest import finish
 from ...storage.errors import Damaged
 from ...storage.object_store import Buffer
 from ...storage.reader import Piece, Reader, Request, Run

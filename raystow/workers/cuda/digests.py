@@ -37,7 +37,7 @@ class Digests:
         self._scattered = [(i, source) for i, source in enumerate(sources) if source.address is None]
 
     def take(self) -> torch.Tensor:
-        """All sums before ``storage.digest.finish``: int64 in pinned memory, to be looked at when the current stream is
+        """All sums before ``storage.coding.digest.finish``: int64 in pinned memory, to be looked at when the current stream is
         through."""
         sums = torch.zeros(self._count, dtype=torch.int64, device=self._device)
         for batch in self._batches:

@@ -24,7 +24,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.chunk import ANS, DEFLATE, ZSTD
+from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ...storage.errors import SaveFailed
 from . import kernels
 from .arena import Arena

@@ -1,4 +1,4 @@
-"""Which chunks in device memory follow from others, so that they need not leave it: see ``storage.derived``."""
+"""Which chunks in device memory follow from others, so that they need not leave it: see ``storage.coding.derived``."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.digest import finish
+from ...storage.coding.digest import finish
 from . import kernels
 from .digests import Digests
 

@@ -1,4 +1,4 @@
-"""The loops over bytes on the GPU, in Triton: the counterparts of ``storage.kernels`` and of ``storage.digest``, same contracts.
+"""The loops over bytes on the GPU, in Triton: the counterparts of ``coding.kernels`` and ``coding.digest`` on the storage floor.
 
 Every kernel takes a table in device memory with a row for each chunk, and works on all of them in one launch: a state has
 thousands of chunks, and a launch for each would cost the training process more than the work itself.
@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ...storage.digest import BLOCK, WORD_KEYS, block_key
+from ...storage.coding.digest import BLOCK, WORD_KEYS, block_key
 
 _SLICE = 1024  # 32-bit words: what a program takes of a digest block at a time, always with the same keys
 _GROUP = 16  # digest blocks that a program goes through
@@ -284,7 +284,7 @@ def join(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed:
 
 
 def derive(table: torch.Tensor, largest: int, *, dtype: str, digests: torch.Tensor) -> None:
-    """``storage.derived.derive`` of each row, whose words of ``dtype`` (bfloat16 or float16) come of the float32 ones where
+    """``coding.derived.derive`` of each row, whose words of ``dtype`` (bfloat16 or float16) come of the float32 ones where
     otherwise the first plane is; ``digests`` as for ``join``."""
     _run(table, largest, digests, W=2, PACKED=False, ROUND=dtype)
 
@@ -341,7 +341,7 @@ def tell(found: torch.Tensor, told: torch.Tensor) -> None:
 
 
 def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tensor) -> None:
-    """``storage.derived.followed`` of each row: address of words of float32, address of those of ``dtype`` (bfloat16 or float16),
+    """``coding.derived.followed`` of each row: address of words of float32, address of those of ``dtype`` (bfloat16 or float16),
     their number; ``largest`` of these. ``misses``: int64 [rows], zeros: gets 1 where some word is not the other one rounded."""
     if len(table):
         grid = (max(1, triton.cdiv(largest, 4096)), len(table))
@@ -386,7 +386,7 @@ def condense(
 
 
 def pack7(table: torch.Tensor, largest: int) -> None:
-    """``storage.kernels.pack7`` of each row: address of the plane, address of the packed bytes, groups of eight bytes."""
+    """``storage.coding.kernels.pack7`` of each row: address of the plane, address of the packed bytes, groups of eight bytes."""
     if len(table):
         _pack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)
 

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...storage import chunk as chunks
+from ...storage.coding import chunk as chunks
 from ...storage.reader import Piece, Run
 from .nvcomp import ALIGN
 

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from ...storage import dtypes
-from ...storage.chunk import RAW
-from ...storage.digest import finish
+from ...storage.coding import dtypes
+from ...storage.coding.chunk import RAW
+from ...storage.coding.digest import finish
 from ...storage.errors import ClusterError, RaystowError, SaveFailed
 from ...storage.log import about
 from ..arrival import Layout

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...storage.chunk import ANS, DEFLATE, ZSTD
+from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ...storage.errors import Unsupported
 
 MAJOR = 6

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.chunk import SMALL
+from ...storage.coding.chunk import SMALL
 from ..arrival import layout
 from . import tables
 from .jobs import Job, Source

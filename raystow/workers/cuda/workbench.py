@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...storage.chunk import RAW
+from ...storage.coding.chunk import RAW
 from ..ring import Ring
 from .choice import Choice, choose
 from .encoder import Arrived, Encoder

@@ -7,8 +7,8 @@ from fake_clock import FakeClock
 from thinnable import mixed
 
 from raystow.storage.committer import Committer
+from raystow.storage.format.root import Root
 from raystow.storage.repository import Repository
-from raystow.storage.root import Root
 from raystow.storage.stores.memory import MemoryStore
 
 

@@ -10,14 +10,15 @@ from fake_clock import FakeClock
 from handmade import rows_and_pack, write, write_rows
 from thinnable import bits, halves, thin, weights
 
-from raystow.storage import keys, thinning
+from raystow.storage.coding.derived import Derivation
 from raystow.storage.committer import Committer
-from raystow.storage.derived import Derivation
 from raystow.storage.errors import SaveFailed
-from raystow.storage.manifest import TENSOR
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import TENSOR
 from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
-from raystow.storage.retention import Policy
+from raystow.storage.retention import thinning
+from raystow.storage.retention.policy import Policy
 from raystow.storage.version import Version
 
 # Differences

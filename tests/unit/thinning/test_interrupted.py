@@ -10,13 +10,14 @@ import pytest
 from fake_clock import FakeClock
 from thinnable import bits, collect, thin, weights
 
-from raystow.storage import keys, thinning
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, Fenced, StoreUnavailable
+from raystow.storage.format import keys
 from raystow.storage.leases import Lease
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.repository import Repository
-from raystow.storage.retention import Policy
+from raystow.storage.retention import thinning
+from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
 
 

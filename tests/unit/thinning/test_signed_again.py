@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 from thinnable import mixed, thin
 
-from raystow.storage import key_files, keys
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Untrusted
+from raystow.storage.format import key_files, keys
+from raystow.storage.format.signing import Signer, Trust
 from raystow.storage.repository import Repository
-from raystow.storage.signing import Signer, Trust
 
 
 @pytest.fixture

@@ -10,11 +10,11 @@ from fake_clock import FakeClock
 from handmade import rows_and_pack, whole
 from thinnable import MASTER, NORM, bits, collect, mixed, thin, weights
 
-from raystow.storage import rewriting, thinning
 from raystow.storage.committer import Committer
-from raystow.storage.manifest import ARRAY
+from raystow.storage.format.manifest import ARRAY
 from raystow.storage.repository import Repository
-from raystow.storage.retention import Policy
+from raystow.storage.retention import rewriting, thinning
+from raystow.storage.retention.policy import Policy
 
 
 def test_the_weights_keep_every_bit_and_the_rest_goes(repository: Repository, committer: Committer, clock: FakeClock) -> None:

@@ -10,14 +10,15 @@ import numpy as np
 from fake_clock import FakeClock
 from handmade import Cut, empty_record, rows_and_pack, whole
 
-from raystow.storage import keys, thinning
+from raystow.storage.coding.derived import Derivation, derive
+from raystow.storage.coding.digest import raw_digest
 from raystow.storage.committer import Committer
-from raystow.storage.derived import Derivation, derive
-from raystow.storage.digest import raw_digest
-from raystow.storage.manifest import TENSOR, Chunk, Fragment, Value, path_text
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, Value, path_text
+from raystow.storage.format.version_record import PackInfo
 from raystow.storage.repository import Repository
+from raystow.storage.retention import thinning
 from raystow.storage.version import Version
-from raystow.storage.version_record import PackInfo
 
 MASTER = np.random.default_rng(0).standard_normal((40, 25), np.float32)
 NORM = np.array([np.nan, -0.0, 1.5, np.inf], np.float32)

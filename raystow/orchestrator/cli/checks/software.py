@@ -37,7 +37,7 @@ def python() -> Finding:
 
 def numba() -> Finding:
     """Whether the compiled loops run: nothing is coded or decoded without them."""
-    from ....storage import kernels
+    from ....storage.coding import kernels
 
     kernels.split(np.arange(64, dtype=np.uint16), True, (np.empty(64, np.uint8), np.empty(64, np.uint8)))
     return ok("numba", f"numba {importlib.metadata.version('numba')}, the compiled loops run")

@@ -9,8 +9,8 @@ from functools import cached_property
 from statistics import median
 
 from ....storage.errors import Damaged, NotFound, RaystowError, Unsupported, Untrusted
+from ....storage.format.version_record import RestoreInfo, VersionRecord
 from ....storage.version import Version
-from ....storage.version_record import RestoreInfo, VersionRecord
 from ..bill import GB, MONTH, Prices
 from ..target import Target
 

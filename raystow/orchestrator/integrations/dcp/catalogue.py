@@ -14,10 +14,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ....storage import manifest, values
-from ....storage.boxes import Box, tile
 from ....storage.errors import Damaged, StateError, Unsupported
-from ....storage.manifest import Chunk, Value
+from ....storage.format import manifest, values
+from ....storage.format.boxes import Box, tile
+from ....storage.format.manifest import Chunk, Value
 from ....storage.version import Version
 from .keys import Leaf, assemble, keys_of, parse
 

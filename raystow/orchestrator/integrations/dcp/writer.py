@@ -16,10 +16,10 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
-from ....storage import values
 from ....storage.errors import SaveFailed, StateError
+from ....storage.format import values
 from ....storage.repository import open_repository
-from ....storage.retention import Policy
+from ....storage.retention.policy import Policy
 from ....storage.stores import open_store
 from ....storage.version import Version
 from ....workers.port import Ticket, coverage

@@ -15,11 +15,11 @@ import ray.train
 from ray.exceptions import RayError
 from ray.train.collective import broadcast_from_rank_zero
 
-from ....storage import key_files
 from ....storage.errors import ClusterError, RaystowError, StateError, Unsupported
+from ....storage.format import key_files
+from ....storage.format.root import Entry
 from ....storage.repository import Repository
-from ....storage.retention import Policy
-from ....storage.root import Entry
+from ....storage.retention.policy import Policy
 from ....storage.version import Version
 from ... import client
 from ...pending import Pending

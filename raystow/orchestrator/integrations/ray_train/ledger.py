@@ -15,8 +15,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from ....storage.errors import Damaged, RaystowError, StateError, Untrusted
+from ....storage.format.root import Entry, Root
 from ....storage.repository import Repository
-from ....storage.root import Entry, Root
 from .pointer import Identity, folder
 
 logger = logging.getLogger(__name__)

@@ -12,10 +12,10 @@ import re
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol
 
-from ....storage import records
 from ....storage.errors import Damaged, NotFound, StateError
+from ....storage.format import records
+from ....storage.format.root import Entry
 from ....storage.repository import Repository, open_repository
-from ....storage.root import Entry
 from ....storage.version import Version
 from ...placement import placement
 from ...restore import restore as restore_version

@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from . import delta, dtypes, keys
-from .chunk import Encoder
-from .derived import Derivation
-from .digest import stored_digest
-from .kernels import Bytes
-from .manifest import Chunk, Fragment
-from .object_store import Buffer, ObjectStore
-from .reader import Request, decode
-from .version import Version
-from .version_record import FragmentInfo, PackInfo
+from ..coding import delta, dtypes
+from ..coding.chunk import Encoder
+from ..coding.derived import Derivation
+from ..coding.digest import stored_digest
+from ..coding.kernels import Bytes
+from ..format import keys
+from ..format.manifest import Chunk, Fragment
+from ..format.version_record import FragmentInfo, PackInfo
+from ..object_store import Buffer, ObjectStore
+from ..reader import Request, decode
+from ..version import Version
 
 _PACK = 64 << 20  # bytes
 _AT_ONCE = 4  # packs

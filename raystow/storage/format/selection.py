@@ -8,10 +8,10 @@ from dataclasses import dataclass, field
 import pyarrow as pa
 import pyarrow.compute as pc
 
+from ..errors import Damaged
+from ..limits import MAX_DIMENSIONS
 from . import parquet
 from .boxes import Box, overlap, span
-from .errors import Damaged
-from .limits import MAX_DIMENSIONS
 from .manifest import SCHEMA, VALUE, Chunk, Fragment, Value, parsing
 
 _BOX = ("name", "kind", "shape", "offset", "extent")

@@ -17,7 +17,7 @@ from llvmlite import binding  # type: ignore[import-untyped]
 from numba import types
 from zstandard import backend_cffi
 
-from .errors import Damaged
+from ..errors import Damaged
 from .kernels import Bytes, Words, compiled
 
 _ffi: Any = backend_cffi.ffi

@@ -17,15 +17,16 @@ from typing import Any
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from . import dtypes, parquet
+from ..coding import dtypes
+from ..coding.chunk import Coding
+from ..coding.derived import Derivation, derivable
+from ..coding.digest import stored_digest
+from ..coding.rounded import Rounded
+from ..errors import Damaged, StateError, Unsupported
+from ..limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_INTEGER, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
+from . import parquet
 from .boxes import Box
-from .chunk import Coding
-from .derived import Derivation, derivable
-from .digest import stored_digest
-from .errors import Damaged, StateError, Unsupported
-from .limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_INTEGER, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
 from .records import shown
-from .rounded import Rounded
 from .version_record import FragmentInfo
 
 TENSOR, ARRAY, SCALAR, VALUE = "tensor", "array", "scalar", "value"

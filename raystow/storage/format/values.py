@@ -14,8 +14,8 @@ import re
 import struct
 from typing import Any
 
-from .errors import Damaged, StateError
-from .limits import MAX_DIGITS
+from ..errors import Damaged, StateError
+from ..limits import MAX_DIGITS
 from .records import shown
 
 Value = None | bool | int | float | complex | str | bytes | dict[Any, Any] | list[Any] | tuple[Any, ...]

@@ -16,9 +16,9 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from ..errors import Damaged, Unsupported
 from . import kernels, zstd
 from .dtypes import DType
-from .errors import Damaged, Unsupported
 from .kernels import Bytes
 
 STREAM = 32 << 10

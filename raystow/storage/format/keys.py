@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from .errors import Damaged
+from ..errors import Damaged
 
 MARKER = "raystow.json"
 ROOT = "root.json"

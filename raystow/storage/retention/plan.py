@@ -7,14 +7,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import store_clock, thinning
-from .chains import needed
-from .retention import Decision
-from .root import Dropped, Entry, Root
+from .. import store_clock
+from ..chains import needed
+from ..format.root import Dropped, Entry, Root
+from . import thinning
+from .policy import Decision
 from .thinning import Thinning
 
 if TYPE_CHECKING:
-    from .repository import Repository
+    from ..repository import Repository
 
 
 _PARTICIPLES = {"keep": "kept", "thin": "thinned", "drop": "dropped"}

@@ -12,11 +12,11 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from ..clock import Clock
+from ..errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable
+from ..limits import MAX_ROOT
+from ..object_store import ObjectStore
 from . import keys, records
-from .clock import Clock
-from .errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable
-from .limits import MAX_ROOT
-from .object_store import ObjectStore
 
 REPAIR = "`raystow repair URI` makes it anew from the version records"
 """What to do about a root or marker that is lost."""

@@ -11,9 +11,9 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, TypeVar
 
-from .chains import needed
-from .errors import StateError
-from .root import Entry
+from ..chains import needed
+from ..errors import StateError
+from ..format.root import Entry
 
 Best = tuple[str, str, int]
 """A metric's name, ``"min"`` or ``"max"``, and how many versions."""

@@ -23,10 +23,11 @@ import itertools
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 
-from . import keys, leases, probe, store_clock
-from .clock import Clock
-from .object_store import ObjectInfo, ObjectStore, Unfinished
-from .root import Register, Root
+from .. import leases, probe, store_clock
+from ..clock import Clock
+from ..format import keys
+from ..format.root import Register, Root
+from ..object_store import ObjectInfo, ObjectStore, Unfinished
 
 GRACE = 3600.0
 """Seconds that dropped versions and idle attempts are left alone, unless told otherwise."""

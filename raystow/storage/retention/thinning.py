@@ -18,19 +18,21 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from . import key_files, keys, leases, rewriting, store_clock
-from .committer import put_record
-from .errors import Untrusted
-from .groups import WEIGHTS, group
-from .log import about
+from .. import leases, store_clock
+from ..committer import put_record
+from ..errors import Untrusted
+from ..format import key_files, keys
+from ..format.groups import WEIGHTS, group
+from ..format.root import Dropped, Entry, Rewrite, Root
+from ..format.signing import Signer, Trust
+from ..format.version_record import Thinned
+from ..log import about
+from ..version import Version
+from . import rewriting
 from .rewriting import Progress, Rewriting
-from .root import Dropped, Entry, Rewrite, Root
-from .signing import Signer, Trust
-from .version import Version
-from .version_record import Thinned
 
 if TYPE_CHECKING:
-    from .repository import Repository
+    from ..repository import Repository
 
 logger = logging.getLogger(__name__)
 

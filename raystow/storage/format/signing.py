@@ -13,11 +13,11 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from ..coding.digest import stored_digest
+from ..errors import Damaged, NotFound, Unsupported, Untrusted
+from ..limits import MAX_SIGNATURE
+from ..object_store import ObjectStore
 from . import keys, records
-from .digest import stored_digest
-from .errors import Damaged, NotFound, Unsupported, Untrusted
-from .limits import MAX_SIGNATURE
-from .object_store import ObjectStore
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey

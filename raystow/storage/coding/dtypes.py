@@ -11,7 +11,7 @@ from typing import Any
 import ml_dtypes
 import numpy as np
 
-from .errors import Unsupported
+from ..errors import Unsupported
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
-from .errors import Damaged, Unsupported
-from .limits import MAX_CELLS, MAX_FOOTER, MAX_FRAGMENT, MAX_PAGES, MAX_ROWS, MAX_TEXT
+from ..errors import Damaged, Unsupported
+from ..limits import MAX_CELLS, MAX_FOOTER, MAX_FRAGMENT, MAX_PAGES, MAX_ROWS, MAX_TEXT
 from .thrift import I32, I64, LIST, STRUCT, Scanner, Struct, count, get
 
 # Numbers of parquet.thrift.

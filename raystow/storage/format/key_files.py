@@ -11,7 +11,7 @@ import re
 import stat
 from pathlib import Path
 
-from .errors import StateError
+from ..errors import StateError
 from .signing import PublicKey, Signer, Trust
 
 SIGNING_KEY = "RAYSTOW_SIGNING_KEY"

@@ -16,9 +16,9 @@ import math
 import reprlib
 from typing import Any, NoReturn
 
-from .digest import stored_digest
-from .errors import Damaged, StateError, Unsupported
-from .limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SIGNATURE, MAX_TIME
+from ..coding.digest import stored_digest
+from ..errors import Damaged, StateError, Unsupported
+from ..limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SIGNATURE, MAX_TIME
 
 FORMAT = 1
 LIMITS = {"raystow.json": MAX_MARKER, "root.json": MAX_ROOT, "version.json": MAX_RECORD, "version.sig": MAX_SIGNATURE}

@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..errors import Damaged
+from ..limits import MAX_NUMBER
 from . import keys, records, values
-from .errors import Damaged
-from .limits import MAX_NUMBER
 from .root import Entry
 
 

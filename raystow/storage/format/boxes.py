@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from .digest import stored_digest
+from ..coding.digest import stored_digest
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """Offset and extent, one number for each dimension: the elements ``[offset, offset + extent)``."""

@@ -1,0 +1,1 @@
+"""What is kept, what goes, and what is written anew for that: policy, plan, thinning, collection."""
