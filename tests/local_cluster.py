@@ -51,8 +51,8 @@ class LocalPort:
         self._core, self._committer = coordinator, committer
         self._changed = threading.Condition()
 
-    def join(self, rank: int, incarnation: str) -> None:
-        self._apply(lambda core: core.join(rank, incarnation))
+    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+        self._apply(lambda core: core.join(rank, incarnation, world_size))
 
     def begin(self, begin: Begin) -> Ticket:
         return self._apply(lambda core: core.begin(begin))
@@ -247,7 +247,7 @@ class LocalCluster:
     def hello(self, rank: int, world_size: int) -> dict[str, Any]:
         """Join as a new process of the rank; what to tell its node worker, from this process or another."""
         incarnation = SYSTEM.token()
-        self._port.join(rank, incarnation)
+        self._port.join(rank, incarnation, world_size)
         return {
             "uri": self.uri,
             "repository": self.repository.id,

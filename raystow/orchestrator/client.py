@@ -126,7 +126,7 @@ class Checkpointer:
         self._repository_id, self._signed_by = cluster.call(coordinator, _START, f"coordinator of {self.uri}")
         self._port = RayPort(self.uri)
         node_actor(RayPort)  # starts while the caller goes on, and is ready when the first save attaches
-        self._port.join(self.rank, self._incarnation)
+        self._port.join(self.rank, self._incarnation, self.world_size)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:
         """Begin to save ``state`` as of ``step`` (not negative); every rank calls this for the same steps in the same order.

@@ -102,6 +102,7 @@ class Coordinator:
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its save that failed there, and why
         self._generation = 0
+        self._world_size: int | None = None  # of that generation, once a rank has said
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # that no version tells of yet
         self._whole: Entry | None = None  # the newest version that is no difference
@@ -122,11 +123,11 @@ class Coordinator:
         """Ids of the versions that saves may be differences to, those under way and the next: they must stay."""
         return {base.id for base in (self._whole, *(attempt.base for attempt in self._open(*Phase))) if base is not None}
 
-    def join(self, rank: int, incarnation: str) -> None:
+    def join(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
         """A process has taken up a rank. What waits for the rank's former process, or holds a part of it, is given up.
 
-        The first rank that joins a second time begins a new generation. What the new generation has opened itself goes on while
-        its other ranks are still joining.
+        The first rank that joins a second time, or as one of another number of ranks, begins a new generation. What the new
+        generation has opened itself goes on while its other ranks are still joining.
         """
         former = self._members.get(rank)
         if former == incarnation:
@@ -134,8 +135,10 @@ class Coordinator:
         self._members[rank] = incarnation
         for missed in self._missed.values():
             missed.pop(rank, None)
-        if former is not None and self._joined[rank] == self._generation:
+        resized = world_size is not None and self._world_size not in (None, world_size)
+        if resized or (former is not None and self._joined[rank] == self._generation):
             self._generation += 1
+        self._world_size = world_size or self._world_size
         self._joined[rank] = self._generation
         for attempt in self._open(Phase.GATHERING):
             if rank in attempt.ranks or (former is not None and attempt.generation < self._generation):
@@ -144,7 +147,7 @@ class Coordinator:
     def begin(self, begin: Begin) -> Ticket:
         """A rank has begun to save a step: the attempt it belongs to, opened if it is the first."""
         if begin.rank not in self._members:  # it joined before this coordinator was restarted
-            self.join(begin.rank, begin.incarnation)
+            self.join(begin.rank, begin.incarnation, begin.world_size)
         if self._members[begin.rank] != begin.incarnation:
             raise SaveFailed("a newer process has taken up this rank", subject=f"rank {begin.rank}", remedy="let this one end")
         for attempt in self._open(Phase.GATHERING):

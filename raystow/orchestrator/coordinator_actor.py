@@ -88,9 +88,9 @@ class CoordinatorActor:
         repository, epoch = self._committer.repository.id, self._committer.epoch
         return Overview(self._uri, repository, epoch, newest, age, core.aborted_in_a_row, *attempts)
 
-    async def join(self, rank: int, incarnation: str) -> None:
+    async def join(self, rank: int, incarnation: str, world_size: int) -> None:
         """See ``Coordinator.join``."""
-        await self._apply(lambda core: core.join(rank, incarnation))
+        await self._apply(lambda core: core.join(rank, incarnation, world_size))
         async with self._restoring:
             self._rounds.left(rank, incarnation)
 
@@ -312,9 +312,9 @@ class RayPort:
         """See ``Port.gone``."""
         self._call("gone", _ANSWER, rank, incarnation, reason)
 
-    def join(self, rank: int, incarnation: str) -> None:
+    def join(self, rank: int, incarnation: str, world_size: int) -> None:
         """See ``Coordinator.join``."""
-        self._call("join", _ANSWER, rank, incarnation)
+        self._call("join", _ANSWER, rank, incarnation, world_size)
 
     def settle(self, vote: Vote) -> Choice | None:
         """See ``restoring``. Waits for the other ranks."""

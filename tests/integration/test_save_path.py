@@ -206,11 +206,16 @@ def test_the_coordinator_comes_back_after_a_kill_with_a_new_epoch(tmp_path: Path
     assert [(version.id, version.step) for version in repository.versions()][-1][1] == 2
 
 
+def _join(rank: Any) -> None:
+    made = rank.checkpointer
+    made._port.join(made.rank, made._incarnation, made.world_size)
+
+
 def _until(reached: Any, ranks: list[Any]) -> None:
     """Ask the coordinator for signs of life until something holds; it starts when it is first called."""
     for _ in range(100):
         try:
-            every(ranks, "do", lambda self: self.checkpointer._port.join(self.checkpointer.rank, self.checkpointer._incarnation))
+            every(ranks, "do", _join)
         except raystow.ClusterError:
             continue
         if reached():

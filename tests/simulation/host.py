@@ -42,8 +42,8 @@ class Host:
         self._tickets: dict[str, Ticket] = {}
         self.process.spawn(self._main)
 
-    def join(self, rank: int, incarnation: str) -> None:
-        self._apply(lambda core: core.join(rank, incarnation))
+    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+        self._apply(lambda core: core.join(rank, incarnation, world_size))
 
     def begin(self, begin: Begin) -> Ticket:
         ticket: Ticket = self._apply(lambda core: core.begin(begin))

@@ -47,8 +47,8 @@ class SimPort:
     def gone(self, rank: int, incarnation: str, reason: str) -> None:
         self._call("gone", _ANSWER, rank, incarnation, reason)
 
-    def join(self, rank: int, incarnation: str) -> None:
-        self._call("join", _ANSWER, rank, incarnation)
+    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+        self._call("join", _ANSWER, rank, incarnation, world_size)
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
         self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)

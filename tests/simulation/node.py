@@ -39,7 +39,7 @@ class Node:
                 port = SimPort(self._world, self.process)
                 if former:
                     port.gone(self.rank, former, "it went away before it saved")
-                port.join(self.rank, incarnation)
+                port.join(self.rank, incarnation, self._world.ranks)
             except RaystowError:
                 pass  # the coordinator learns it with the first save
 

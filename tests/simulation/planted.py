@@ -52,7 +52,7 @@ def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
 _ROOT_PY, _COMMITTER, _COLLECT = "storage/format/root.py", "storage/committer.py", "storage/retention/collect.py"
 _PLAN, _RETENTION, _REPOSITORY = "storage/retention/plan.py", "storage/retention/policy.py", "storage/repository.py"
 _COORDINATOR = "orchestrator/coordinator.py"
-_ERRORS = "from .errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
+_ERRORS = "from ..errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
 _EITHER = "            except (PreconditionFailed, StoreUnavailable) as error:\n"
 _GIVES_UP = '                raise SaveFailed("lost", subject=keys.ROOT) from error\n'
 

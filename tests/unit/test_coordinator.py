@@ -63,7 +63,7 @@ def world() -> World:
     committer = Committer(create_repository(f"memory://coordinator-{SYSTEM.token()}", clock=clock), "test")
     core = Coordinator(committer, clock, writer={})
     for rank in range(2):
-        core.join(rank, f"a{rank}")
+        core.join(rank, f"a{rank}", 2)
     return World(core, committer, clock)
 
 
@@ -137,6 +137,17 @@ def test_a_new_generation_may_save_while_its_ranks_still_join(world: World) -> N
     assert world.phase(old) is Phase.ABORTED
     assert world.phase(new) is Phase.GATHERING
     assert world.begin(0, process="b").attempt == new.attempt
+
+
+def test_a_larger_world_may_save_while_its_ranks_still_join(world: World) -> None:
+    old = world.begin(0)
+    world.core.join(2, "b2", 3)  # nobody knows this rank: it says by its world that all come anew
+    new = world.begin(2, process="b", world=3)
+    assert world.phase(old) is Phase.ABORTED
+    for rank in range(2):
+        world.core.join(rank, f"b{rank}", 3)
+        assert world.begin(rank, process="b", world=3).attempt == new.attempt
+    assert world.phase(new) is Phase.GATHERING
 
 
 def test_a_rank_restarted_alone_saves_with_the_others(world: World) -> None:
