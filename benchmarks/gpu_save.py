@@ -130,18 +130,19 @@ def note_arrivals(contestant: Raystow) -> list[float]:
     """A list that gets the time at which all chunks of a save are in host memory, for every save from now on.
 
     There must have been a save before.
-    THE HOOK FOR "ARRIVED": nothing public tells it. It is the moment at which the node worker hears that a save has ended.
+    THE HOOK FOR "ARRIVED": nothing public tells it. It is the time at which the staging thread, which has waited for every copy,
+    hands on the news that this was all. How soon the node worker reads the news is no matter of copying any more.
     """
     times: list[float] = []
     connection = contestant.checkpointer._staging._connection
-    send = connection.send
+    post = connection.post
 
-    def noting(message: dict[str, Any], *rest: Any) -> None:
-        send(message, *rest)
+    def noting(message: dict[str, Any]) -> None:
         if "end" in message:
             times.append(now())
+        post(message)
 
-    connection.send = noting
+    connection.post = noting
     return times
 
 
