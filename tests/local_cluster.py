@@ -26,6 +26,7 @@ from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
 from raystow.orchestrator.lossy.choice import Lossy
 from raystow.orchestrator.lossy.rules import Rule
 from raystow.orchestrator.planner import Planner, plan_save
+from raystow.orchestrator.row import Delta
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError, SaveFailed
@@ -122,7 +123,7 @@ class LocalCluster:
         codec: str = "auto",
         compress_in: str = "training",
         lossy: Mapping[str, Rule] | str | None = None,
-        delta: int = 0,
+        delta: Delta = 0,
         clock: Clock = SYSTEM,
     ) -> None:
         self.repository = create_repository(uri, clock=clock)

@@ -37,6 +37,7 @@ from .placement import placement
 from .planner import Planner, SavePlan, plan_save
 from .restore import restore_latest
 from .restoring import Vote
+from .row import AUTO, Delta
 
 logger = logging.getLogger(__name__)
 
@@ -63,7 +64,8 @@ class Checkpointer:
     copy of that in their memory (nodes with another label ``zone`` where there are such), sent at no more than ``replica_rate``
     bytes per second for each node.
     ``delta``: how many versions in a row may be stored as differences to one that is whole, chunk by chunk where that is smaller
-    and the whole one is in the node's memory; None: all are whole. What a GPU codes is whole in any case.
+    and the whole one is in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it; None: all are
+    whole. What a GPU codes is whole in any case.
     ``on_failure``: "warn": a failed save is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or
     ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None: never.
     """
@@ -86,7 +88,7 @@ class Checkpointer:
         keep_in_memory: int | None = None,
         replicas: int = 1,
         replica_rate: float | None = None,
-        delta: int | None = None,
+        delta: Delta | None = None,
     ) -> None:
         self._retention = kept_by_a_run(retention, os.fspath(uri))
         cluster.connect()
@@ -109,9 +111,9 @@ class Checkpointer:
         """The failed saves of this rank: ``total``, and ``in_a_row`` since the last that became durable."""
         if replicas < 0 or (replica_rate is not None and replica_rate <= 0):
             raise StateError(f"replicas={replicas} must be at least 0, replica_rate={replica_rate} more than 0")
-        if delta is not None and not (type(delta) is int and delta >= 1):
-            raise StateError(f"delta is {delta!r}", remedy="give a number of versions, at least 1, or None")
-        self._delta = delta or 0
+        if delta is not None and delta != AUTO and not (type(delta) is int and delta >= 1):
+            raise StateError(f"delta is {delta!r}", remedy='give a number of versions, at least 1, or "auto", or None')
+        self._delta: Delta = delta or 0
         self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
         self._keep_in_memory = keep_in_memory
         self._replicas, self._replica_rate = replicas, replica_rate

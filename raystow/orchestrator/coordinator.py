@@ -21,6 +21,7 @@ from ..storage.log import Log, about
 from ..storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ..storage.retention.policy import Policy
 from ..workers.port import MODULUS, Begin, Ticket
+from .row import Row, after
 
 logger = logging.getLogger(__name__)
 
@@ -105,8 +106,7 @@ class Coordinator:
         self._world_size: int | None = None  # of that generation, once a rank has said
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # that no version tells of yet
-        self._whole: Entry | None = None  # the newest version that is no difference
-        self._against = 0  # attempts that may be differences to it
+        self._row: Row | None = None  # of the newest version that is no difference
         self._lost: VersionRecord | None = None  # of the newest attempt that was given up when all of it was staged
         self.changes = 0
         """How often any attempt has entered another phase: all that anyone waits for."""
@@ -121,7 +121,8 @@ class Coordinator:
     @property
     def bases(self) -> set[int]:
         """Ids of the versions that saves may be differences to, those under way and the next: they must stay."""
-        return {base.id for base in (self._whole, *(attempt.base for attempt in self._open(*Phase))) if base is not None}
+        named = {attempt.base.id for attempt in self._open(*Phase) if attempt.base is not None}
+        return named if self._row is None else named | {self._row.whole.id}
 
     def join(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
         """A process has taken up a rank. What waits for the rank's former process, or holds a part of it, is given up.
@@ -297,7 +298,9 @@ class Coordinator:
         if isinstance(outcome, Entry):
             attempt.entry = outcome
             if not outcome.bases:
-                self._whole, self._against = outcome, 0
+                self._row = after(self._row, outcome, attempt.base)
+            elif self._row is not None:
+                self._row = self._row.difference(outcome)
             self.aborted_in_a_row = 0
             self._enter(attempt, Phase.COMMITTED)
             self._measure(outcome)
@@ -311,8 +314,8 @@ class Coordinator:
                 self._abort(other, str(outcome))
             return
         self._abort(attempt, f"the commit failed: {outcome}")
-        if attempt.base == self._whole:  # it may be gone: the next save is whole
-            self._whole = None
+        if self._row is not None and attempt.base == self._row.whole:  # it may be gone: the next save is whole
+            self._row = None
         # Unless the root said no, a write still under way may make it a version all the same: its objects must stay until a
         # collection has spent the id.
         attempt.swept = not isinstance(outcome, SaveFailed)
@@ -350,9 +353,12 @@ class Coordinator:
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
         attempt.generation = self._generation
-        if self._whole is not None and self._against < begin.delta:
-            attempt.base = self._whole
-            self._against += 1
+        if begin.delta and self._row is not None:
+            goes_on, why = self._row.goes_on(begin.delta)
+            if goes_on:
+                attempt.base, self._row = self._row.whole, self._row.begun()
+                why = f"to version {attempt.base.id} where that is smaller, {why}"
+            attempt.coding["difference" if goes_on else "whole"] = why
         return attempt
 
     def _of(self, ticket: Ticket, phase: Phase) -> Attempt:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, Literal, Protocol
 
 from ..storage.coding.digest import stored_digest
 from ..storage.format.root import Entry
@@ -23,7 +23,8 @@ class Begin:
     """A rank has begun its ``save``-th save. ``incarnation`` names its process. ``replicated`` is the coverage sum of the tensors
     that every rank must hold alike, ``expected`` that of the tensors that this rank vouches for, ``vouched`` the names of those
     that are DTensors. ``timeout`` is in seconds. ``coding`` and ``lossy``: see ``format.version_record``. ``retention``: what
-    to keep once this save is a version. ``delta``: how many versions in a row may be differences to one that is whole."""
+    to keep once this save is a version. ``delta``: how many versions in a row may be differences to one that is whole; "auto": as
+    many as pay."""
 
     rank: int
     world_size: int
@@ -39,7 +40,7 @@ class Begin:
     retention: Policy | None = None
     vouched: tuple[str, ...] = ()
     lossy: dict[str, str] = field(default_factory=dict)
-    delta: int = 0
+    delta: int | Literal["auto"] = 0
 
 
 @dataclass(frozen=True)

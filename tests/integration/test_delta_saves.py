@@ -72,6 +72,22 @@ def test_without_being_asked_every_version_is_whole(uri: str) -> None:
         assert bases(cluster) == [(), (), ()]
 
 
+def test_rows_as_long_as_pay(uri: str) -> None:
+    with LocalCluster(uri, delta="auto") as cluster:
+        for step, state in enumerate(itertools.islice(training(), 3)):
+            cluster.save(state, step=step)
+        for step in range(3, 6):  # each says nothing of the one before, so that none becomes a difference
+            cluster.save({"w": torch.randn(300, 500)}, step=step)
+        assert bases(cluster) == [(), (1,), (1,), (), (), ()]
+        told = [version.record.coding for version in cluster.repository.versions()]
+        assert [list(coding) for coding in told] == [[], *[["difference"]] * 5]
+        assert told[1]["difference"] == "to version 1 where that is smaller, number 1; none is stored yet"
+        cluster.save({"w": torch.randn(300, 500)}, step=6)
+        assert cluster.repository.latest().record.coding == {
+            "whole": "differences did not pay: tried again after 1 more whole version"
+        }
+
+
 def test_retention_keeps_what_is_needed_and_saves_go_on(uri: str) -> None:
     with LocalCluster(uri, delta=2) as cluster:
         for step, state in enumerate(itertools.islice(training(), 6)):

@@ -95,9 +95,10 @@ class Packs(Collection[PackInfo]):
 @dataclass(frozen=True)
 class VersionRecord:
     """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software.
-    ``coding``: which codec tensors on GPUs were coded with, and why; empty if there were none. ``restores``: what the run has
-    restored since its version before. ``lossy``: which tensors were to be rounded before they were stored, and how. For people,
-    as are ``writer``, ``coding`` and the stalls. ``thinned``: what became of the version since it was saved."""
+    ``coding``: which codec tensors on GPUs were coded with, and whether it was to be a difference, each with why.
+    ``restores``: what the run has restored since its version before. ``lossy``: which tensors were to be rounded before they were
+    stored, and how. For people, as are ``writer``, ``coding`` and the stalls. ``thinned``: what became of the version since it
+    was saved."""
 
     repository: str
     id: int
