@@ -44,6 +44,13 @@ def _rotate_back(t, W: tl.constexpr):
 
 
 @triton.jit
+def _signed(t, W: tl.constexpr):
+    """The differences that ``storage.coding.kernels.subtract`` has made numbers without a sign of: 0, 1, 2 are 0, -1, 1."""
+    half = (t >> 1) & (0x7FFFFFFFFFFFFFFF if W == 8 else 0x7FFFFFFF)
+    return half ^ -(t & 1)
+
+
+@triton.jit
 def _rounded(x, BF16: tl.constexpr):
     """float32, as int32, rounded to bfloat16 or to float16; the result in the lower half of an int32."""
     if BF16:  # to the nearest, of two equally near ones to the even one
@@ -65,6 +72,7 @@ def _pass(
     ROTATE: tl.constexpr,
     SPLIT: tl.constexpr,
     JOIN: tl.constexpr,
+    ADD: tl.constexpr,
     ROUND: tl.constexpr,
     PACKED: tl.constexpr,
     SAMPLE: tl.constexpr,
@@ -119,6 +127,8 @@ def _pass(
                         byte = tl.load(tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0)
                         t = t | (byte.to(t.dtype) << (8 * p))
                 v = _rotate_back(t, W) if ROTATE else t
+                if ADD:
+                    v = _signed(t, W) + tl.load(items + at, mask=inside, other=0).to(t.dtype)
                 tl.store(items + at, v.to(items.dtype.element_ty), mask=inside)
             else:
                 v = tl.load(items + at, mask=inside, other=0)
@@ -283,6 +293,12 @@ def join(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed:
     _run(table, largest, digests, W=width, ROTATE=rotate, PACKED=packed, JOIN=True)
 
 
+def add(table: torch.Tensor, largest: int, *, width: int, digests: torch.Tensor) -> None:
+    """``storage.coding.kernels.add``: the planes of each row are those of differences to the words that lie where the new ones
+    go; all else as for ``join``."""
+    _run(table, largest, digests, W=width, PACKED=False, JOIN=True, ADD=True)
+
+
 def derive(table: torch.Tensor, largest: int, *, dtype: str, digests: torch.Tensor) -> None:
     """``coding.derived.derive`` of each row, whose words of ``dtype`` (bfloat16 or float16) come of the float32 ones where
     otherwise the first plane is; ``digests`` as for ``join``."""
@@ -311,6 +327,7 @@ def _run(
     ROTATE: bool = False,
     SPLIT: bool = False,
     JOIN: bool = False,
+    ADD: bool = False,
     ROUND: str = "",
     SAMPLE: bool = False,
 ) -> None:
@@ -324,6 +341,7 @@ def _run(
             ROTATE=ROTATE,
             SPLIT=SPLIT,
             JOIN=JOIN,
+            ADD=ADD,
             ROUND=ROUND,
             PACKED=PACKED,
             SAMPLE=SAMPLE,
