@@ -166,7 +166,7 @@ BUGS = (
     _bug(
         "a plan made before a commit drops what that is a difference to",
         (_PLAN, "            going = {entry for entry in going if entry.id not in users}\n", ""),
-        (_COORDINATOR, "return {base.id for base in (self._whole,", "return set() and {base.id for base in (self._whole,"),
+        (_COORDINATOR, "return named if self._row is None else", "return set() and"),
     ),
     _bug(
         "a commit does not look whether what it is a difference to is there",
