@@ -59,7 +59,7 @@ test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 soak: $(READY)  ## the tests that take minutes
 	$(BIN)/pytest -m slow
 
-drills: $(READY)  ## kill and freeze everything on real clusters, and put what became of it into docs/failures.md (ten minutes)
+drills: $(READY)  ## kill and freeze everything on real clusters, and put what became of it into docs/failures.md (twenty minutes)
 	$(BIN)/pytest tests/drills --drill-table=docs/failures.md
 
 FUZZ_SECONDS ?= 60
