@@ -189,7 +189,8 @@ def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequen
 
 def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
     """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it. Of one
-    epoch there are two where a version was thinned: the one that holds all of it, if it can be read.
+    epoch there are two where a version was thinned, or written whole: the one that holds all of it, if it can be read, and of two
+    the one that needs no other.
 
     What is a difference to a version that does not come back, or that comes back thinned, does not come back either. Ids ascend,
     and bases are lower."""
@@ -202,7 +203,9 @@ def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
     for id, group in itertools.groupby(found, lambda f: f.id):
         same = list(group)
         whole = [f.record for f in same if f.record is not None and not f.lacks]
-        best = max(whole, key=lambda r: (r.epoch, not gone(r), r.thinned is None, r.created, r.attempt), default=None)
+        best = max(
+            whole, key=lambda r: (r.epoch, not gone(r), r.thinned is None, not r.bases, r.created, r.attempt), default=None
+        )
         for f in same:
             if best is not None and not f.lacks and f.attempt != best.attempt:
                 f = replace(f, lacks=f"the id belongs to attempt {best.attempt} of epoch {best.epoch}")

@@ -20,9 +20,10 @@ from .journal import Journal
 from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
 from .probe import probe_conditional_writes
-from .retention import collect
+from .retention import collect, compaction
 from .retention import policy as retention
 from .retention.collect import CollectionPlan
+from .retention.compaction import CompactionPlan
 from .retention.plan import RetentionPlan
 from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
@@ -158,12 +159,17 @@ class Repository:
         self.register.update(change)
 
     def plan_retention(
-        self, policy: retention.Policy, *, known: dict[str, dict[str, Any]] | None = None, bases: Collection[int] = ()
+        self,
+        policy: retention.Policy,
+        *,
+        known: dict[str, dict[str, Any]] | None = None,
+        bases: Collection[int] = (),
+        compact: bool = False,
     ) -> RetentionPlan:
         """What ``policy`` keeps, thins and drops of the versions there are now; changes nothing before ``execute()`` is called.
 
         Reads the root, the leases and, if the policy has ``keep_best``, every version's record. ``known``: metrics by attempt
-        that need not be read; those read are added to it. ``bases``: see ``retention.plan``.
+        that need not be read; those read are added to it. ``bases`` and ``compact``: see ``retention.policy.plan``.
         """
         root = self.root()
         metrics: dict[int, dict[str, Any]] = {}
@@ -176,7 +182,14 @@ class Repository:
 
         def decide(leased: Collection[tuple[int, str]]) -> tuple[retention.Decision, ...]:
             return retention.plan(
-                root.versions, policy, pins=root.pins, metrics=metrics, verified=root.verified, leased=leased, bases=bases
+                root.versions,
+                policy,
+                pins=root.pins,
+                metrics=metrics,
+                verified=root.verified,
+                leased=leased,
+                bases=bases,
+                compact=compact,
             )
 
         decisions = decide(())
@@ -200,6 +213,12 @@ class Repository:
             for entry in root.versions
         )
         return RetentionPlan(self, decisions, released)
+
+    def plan_compaction(self, ids: Collection[int] | None = None) -> CompactionPlan:
+        """Which of the versions ``ids``, None for all, are differences and can be written whole, so that what they need now may
+        be dropped; changes nothing before ``execute()`` is called. ``StateError`` for an id that is none."""
+        root = self.root()
+        return compaction.plan_of(self, root, ids, leases.held(self.store, store_clock.now(self.store, self.clock)))
 
     def plan_collection(self, *, grace: float = collect.GRACE, dropped_only: bool = False) -> CollectionPlan:
         """What lies in the store and belongs to no version; changes nothing before ``execute()`` is called.

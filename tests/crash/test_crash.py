@@ -1,5 +1,5 @@
-"""Every process is killed (SIGKILL) at every point of a save, a commit, retention, thinning, collection, and the making of a
-repository.
+"""Every process is killed (SIGKILL) at every point of a save, a commit, retention, thinning, compaction, collection, and the
+making of a repository.
 
 After each kill the last committed version has every bit, nothing half is to be seen, the next save works without help, and a
 collection leaves exactly the live versions. ``make test`` takes a spread of the points, ``make soak`` all of them; on S3 it plays
@@ -21,8 +21,8 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 
-SPREAD = {"create": 4, "save": 12, "prune": 4, "thin": 4, "gc": 6}
-SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "gc": 2}
+SPREAD = {"create": 4, "save": 12, "prune": 4, "thin": 4, "compact": 1, "gc": 6}
+SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "compact": 1, "gc": 2}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
 
 

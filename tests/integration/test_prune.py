@@ -91,7 +91,8 @@ def test_json(folder: Path) -> None:
     assert (facts["dry_run"], facts["dropped"], live(folder)) == (False, [1, 3], [2, 4, 5])
     assert [row["keep"] for row in facts["versions"]] == [False, True, False, True, True]
     assert facts["versions"][4]["rules"] == ["newest", "newest of steps 500 to 749"]
-    assert set(facts["versions"][0]) == {"id", "step", "created", "age", "stored", "keep", "thin", "stored_thin", "rules"}
+    about = {"keep", "thin", "stored_thin", "compact", "stored_whole", "rules"}
+    assert set(facts["versions"][0]) == {"id", "step", "created", "age", "stored", *about}
     assert run("verify", folder, "--all").exit_code == 0
 
 

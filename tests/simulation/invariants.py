@@ -13,6 +13,7 @@ from typing import Any
 
 from blake3 import blake3
 
+from . import payload
 from .journal import Violation
 from .model_store import STALE, Change, ModelStore
 
@@ -21,6 +22,8 @@ _ATTEMPT = re.compile(r"versions/(\d+)-([0-9a-f]{16})/(.+)")
 _LEASE = re.compile(r"leases/(\d+)-([0-9a-f]{16})-[0-9a-f]{16}\.json")
 
 _EMPTY = {"dropped": [], "rewrites": [], "verified": 0}
+
+_REWRITERS = ("thinner", "compactor", "coordinator")
 
 Attempt = tuple[int, str]
 Json = dict[str, Any]
@@ -147,7 +150,7 @@ class Watch:
         elif kinds == {"versions", "dropped"} and after < before:
             self._dropped(change, role, old, new)
         elif kinds == {"versions", "dropped", "rewrites"}:
-            self._thinned(change, role, old, new)
+            self._replaced(change, role, old, new)
         elif kinds == {"rewrites"} and len(new["rewrites"]) > len(old["rewrites"]):
             self._noted(change, role, old, new)
         elif kinds in ({"rewrites"}, {"rewrites", "next_id"}):
@@ -237,7 +240,7 @@ class Watch:
 
     def _noted(self, change: Change, role: Role, old: Json, new: Json) -> None:
         (note,) = [rewrite for rewrite in new["rewrites"] if rewrite not in old["rewrites"]]
-        if role.kind != "thinner" or note["id"] not in {e["id"] for e in old["versions"][:-1]}:
+        if role.kind not in _REWRITERS or note["id"] not in {e["id"] for e in old["versions"][:-1]}:
             raise Violation("what is rewritten is an old version", f"{change.who} noted {note}")
         if any(key.startswith(_folder(note)) for key in self.model.objects):
             raise Violation("a rewrite is noted before it is written", f"{change.who} noted {note}")
@@ -249,28 +252,47 @@ class Watch:
             if note not in new["rewrites"] and role.asked - role.grace < max([note["at"], *written]) < role.asked - STALE:
                 raise Violation("rewrites under way keep their notes", f"{change.who} struck out {note}")
 
-    def _thinned(self, change: Change, role: Role, old: Json, new: Json) -> None:
+    def _replaced(self, change: Change, role: Role, old: Json, new: Json) -> None:
+        """A version was thinned, or written whole."""
         pairs = [(e, f) for e, f in zip(old["versions"], new["versions"], strict=True) if e != f]
         ((before, after),) = pairs
         attempt, note = (after["id"], after["attempt"]), {"id": before["id"], "attempt": before["attempt"]}
         noted = [{"id": d["id"], "attempt": d["attempt"]} for d in new["dropped"][len(old["dropped"]) :]]
         if noted != [note] or attempt not in _attempts(old["rewrites"]) or attempt in _attempts(new["rewrites"]):
-            raise Violation("what is thinned was noted, and what it was is dropped", f"{change.who} wrote {attempt}, {noted}")
+            raise Violation("what is replaced was noted, and what it was is dropped", f"{change.who} wrote {attempt}, {noted}")
         same = ("id", "step", "created")
         if attempt in self.committed or [before[name] for name in same] != [after[name] for name in same]:
-            raise Violation("what is thinned is the same version", f"{change.who} made {after} of {before}")
-        newer = sum(not e.get("groups") for e in old["versions"] if e["id"] > after["id"])
-        if role.kind != "thinner" or newer < max(1, role.resumable) or after["id"] in {*old["pins"].values(), old["verified"]}:
-            raise Violation("what is pinned, verified or new is not thinned", f"{change.who} thinned {after['id']}")
+            raise Violation("what is replaced is the same version", f"{change.who} made {after} of {before}")
+        if role.kind == "coordinator" and (role.owner, role.epoch) != (new["owner"], new["epoch"]):
+            raise Violation("at most one coordinator's writes win", f"{change.who} of epoch {role.epoch} replaced {after['id']}")
         for lease in self.leases.values():
             early = lease.began < role.asked - STALE and lease.who != change.who
             if lease.guards and lease.attempt == (before["id"], before["attempt"]) and self._counts(lease) and early:
-                raise Violation("leased versions are not thinned", f"{change.who} thinned {lease.attempt}, leased by {lease.who}")
+                raise Violation("leased versions are not replaced", f"{change.who} replaced {lease.attempt}, of {lease.who}")
         self.committed[attempt] = self.model.changes
         self._check_whole(after)
         packs = [key for key in self.expected if key.startswith(_folder(after)) and key.endswith(".pack")]
+        if before.get("groups") != after.get("groups"):
+            self._thinned(change, role, old, before, after, packs)
+        else:
+            self._written_whole(change, role, old, before, after, packs)
+
+    def _thinned(self, change: Change, role: Role, old: Json, before: Json, after: Json, packs: list[str]) -> None:
+        newer = sum(not e.get("groups") for e in old["versions"] if e["id"] > after["id"])
+        if role.kind != "thinner" or newer < max(1, role.resumable) or after["id"] in {*old["pins"].values(), old["verified"]}:
+            raise Violation("what is pinned, verified or new is not thinned", f"{change.who} thinned {after['id']}")
         if any(self.expected[key] != self.expected[key.replace(_folder(after), _folder(before))] for key in packs) or not packs:
             raise Violation("what is thinned keeps its bytes", f"{change.who} wrote {packs}")
+
+    def _written_whole(self, change: Change, role: Role, old: Json, before: Json, after: Json, packs: list[str]) -> None:
+        if role.kind not in ("compactor", "coordinator") or after["id"] in (old["verified"], old["versions"][-1]["id"]):
+            raise Violation("what is newest or verified is not written anew", f"{change.who} wrote {after['id']} whole")
+        if after.get("bases") or not before.get("bases"):
+            raise Violation("what is written whole was a difference", f"{change.who} made {after} of {before}")
+        for key in packs:
+            node = int(key.rsplit("-", 2)[1])
+            if self.expected[key] != payload.part(node, after["id"] % payload.KINDS).pack:
+                raise Violation("what is written whole has the same numbers", f"{change.who} wrote {key}")
 
     def _pinned(self, change: Change, old: Json, new: Json) -> None:
         added = {name: id for name, id in new["pins"].items() if old["pins"].get(name) != id}

@@ -1,4 +1,4 @@
-"""Those who work on a repository beside the coordinator: they prune, thin, collect, pin, verify, and read under a lease."""
+"""Those who work on a repository beside the coordinator: they prune, thin, compact, collect, pin, verify, read under a lease."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .invariants import Role
 if TYPE_CHECKING:
     from .world import World
 
-_INTERVALS = {"prune": 1000.0, "thinner": 1200.0, "gc": 1500.0, "keeper": 900.0, "reader": 400.0}
+_INTERVALS = {"prune": 1000.0, "thinner": 1200.0, "compactor": 1100.0, "gc": 1500.0, "keeper": 900.0, "reader": 400.0}
 
 
 class Operator:
@@ -63,6 +63,13 @@ class Operator:
             thinning = plan.thinning(entry)
             if thinning.needed:
                 self._world.note(self.process, f"thins {entry.id}: {'done' if thinning.execute() else 'it stays as it is'}")
+
+    def _compactor(self, repository: Repository) -> None:
+        plan = repository.plan_compaction()
+        self._think()
+        for entry in plan.entries:
+            done = plan.compaction(entry).execute()
+            self._world.note(self.process, f"writes {entry.id} whole: {'done' if done else 'it stays as it is'}")
 
     def _gc(self, repository: Repository) -> None:
         self.role.since, self.role.grace = self._world.model.now, self._world.grace()

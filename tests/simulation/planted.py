@@ -51,6 +51,7 @@ def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
 
 _ROOT_PY, _COMMITTER, _COLLECT = "storage/format/root.py", "storage/committer.py", "storage/retention/collect.py"
 _PLAN, _RETENTION, _REPOSITORY = "storage/retention/plan.py", "storage/retention/policy.py", "storage/repository.py"
+_REPLACING, _COMPACTION = "storage/retention/replacing.py", "storage/retention/compaction.py"
 _COORDINATOR = "orchestrator/coordinator.py"
 _ERRORS = "from ..errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
 _EITHER = "            except (PreconditionFailed, StoreUnavailable) as error:\n"
@@ -160,8 +161,16 @@ BUGS = (
     ),
     _bug(
         "retention does not keep what a version that stays is a difference to",
-        (_RETENTION, "    users = needed(entries, [id", "    users = needed((), [id"),
+        (_RETENTION, "    users = needed(entries, ruled)", "    users = needed((), ruled)"),
         (_PLAN, "            going = {entry for entry in going if entry.id not in users}\n", ""),
+    ),
+    _bug(
+        "a version is written whole though nobody noted it any more",
+        (_REPLACING, "note not in root.rewrites or ", ""),
+    ),
+    _bug(
+        "what was verified last is written whole",
+        (_COMPACTION, "(root.verified, root.versions[-1].id)", "(root.versions[-1].id,)"),
     ),
     _bug(
         "a plan made before a commit drops what that is a difference to",
@@ -171,7 +180,7 @@ BUGS = (
     _bug(
         "a commit does not look whether what it is a difference to is there",
         (_COMMITTER, "if gone := set(entry.bases) - {", "if gone := set() - {"),
-        (_COORDINATOR, "return {base.id for base in (self._whole,", "return set() and {base.id for base in (self._whole,"),
+        (_COORDINATOR, "return named if self._row is None else", "return set() and"),
     ),
     _bug("collection knows no grace period", (_COLLECT, "elif g.since < grace:", "elif False:")),
     _bug(

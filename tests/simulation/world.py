@@ -49,7 +49,7 @@ class World:
         self.delta = root.fork("delta").choice([0, 0, 1, 3])
         self._hasty = shape.chance(0.35) and not self.weather.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
-        self._kinds += ["thinner"] if root.fork("thinner").chance(0.4) else []
+        self._kinds += [kind for kind in ("thinner", "compactor") if root.fork(kind).chance(0.4)]
         # A lost root is made anew from what can be read: no reading may deceive whoever does that.
         lossy = shape.chance(0.3) and not self.weather.stale and not self.weather.corrupted
         self._loss = shape.between(0.3, 0.9) * self._hours * 3600.0 if lossy else 0.0

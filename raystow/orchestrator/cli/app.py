@@ -23,6 +23,7 @@ _COMMANDS = {
     "pin": ".pin",
     "unpin": ".pin",
     "prune": ".prune",
+    "compact": ".compact",
     "gc": ".gc",
     "repair": ".repair",
     "cost": ".cost",

@@ -1,4 +1,4 @@
-"""``raystow prune``: drop the versions that no rule keeps, and thin old ones."""
+"""``raystow prune``: drop the versions that no rule keeps, thin old ones, and write differences whole."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from ...storage.errors import StateError
 from . import quantities
 from .asking import agreed
 from .present import age, count, emit, out, say, size, table
+from .replacements import Replacements
 from .reporting import complain, described, exit_code
 from .target import Json, Target, Uri, open_target
-from .thin import Thin
 
 if TYPE_CHECKING:
     from ...storage.format.root import Entry
@@ -45,6 +45,9 @@ def prune(
     resumable: Annotated[
         int | None, typer.Option(min=1, metavar="N", help="Of all but the newest N of these, keep the weights only.")
     ] = None,
+    compact: Annotated[
+        bool, typer.Option("--compact", help="Write differences whole where what they need can go by that, and frees more.")
+    ] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would become of each version, and do nothing.")] = False,
     yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
     json: Json = False,
@@ -53,35 +56,41 @@ def prune(
 
     A version is kept if any --keep rule keeps it. The newest version, the newest verified one, pinned ones and those being
     restored are always kept, and as they are. With --resumable, older ones are written again without the optimizer's state: their
-    weights keep every bit, and no training resumes from them. Asks before it does anything, unless --yes or --json is given.
-    `raystow gc` frees the space.
+    weights keep every bit, and no training resumes from them. What a kept version is a difference to is kept with it; with
+    --compact, the difference is written whole instead where that takes less. Asks before it does anything, unless --yes or --json
+    is given. `raystow gc` frees the space.
 
     Example:  raystow prune s3://bucket/runs/llama --keep-last 3 --keep-every 1000
     """
     policy = _policy(keep_last, keep_every, keep_interval, keep_best, max_bytes, resumable)
     target = open_target(uri)
-    plan = target.repository.plan_retention(policy)
+    plan = target.repository.plan_retention(policy, compact=compact)
     _check_metric(policy, plan, target)
-    thin = Thin(plan)
+    thin = Replacements("thinning", plan.thinned, plan.thinning)
+    whole = Replacements("writing whole", plan.compacted, plan.compaction)
     if not json:
-        _tell(target, plan, policy, thin)
+        _tell(target, plan, policy, thin, whole)
     anything, nothing = bool(plan.dropped or thin.due), f"nothing was dropped{' or thinned' if thin.due else ''}"
-    doing = anything and not dry_run and (yes or json or agreed(_question(plan, thin), nothing))
+    doing = anything and not dry_run and (yes or json or agreed(_question(plan, thin, whole), nothing))
     gone = plan.drop() if doing else ()
     thinned = thin.execute(quiet=json) if doing else []
+    compacted = whole.execute(quiet=json) if doing else []
+    gone = plan.drop() if compacted else gone
+    errors = [*thin.errors, *whole.errors]
     if json:
-        rows = [_row(target, decision, thin) for decision in plan.decisions]
+        rows = [_row(target, decision, thin, whole) for decision in plan.decisions]
         facts = {"uri": target.repository.uri, "dry_run": dry_run, "versions": rows}
         facts |= {"dropped": [entry.id for entry in gone], "thinned": sorted(entry.id for entry in thinned)}
-        emit(facts | ({"error": described(thin.errors[0])} if thin.errors else {}))
+        facts |= {"compacted": [entry.id for entry in compacted]}
+        emit(facts | ({"error": described(errors[0])} if errors else {}))
     elif doing:
-        _tell_done(plan, thin, gone, thinned)
+        _tell_done(plan, thin, whole, (gone, thinned, compacted))
     elif anything:
         say(f"{nothing}; when something is, {_OBJECTS_STAY}")
-    for error in thin.errors if not json else ():
+    for error in errors if not json else ():
         complain(described(error))
-    if thin.errors:
-        raise typer.Exit(exit_code(thin.errors[0]))
+    if errors:
+        raise typer.Exit(exit_code(errors[0]))
 
 
 def _policy(
@@ -108,42 +117,54 @@ def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:
         raise StateError(what, subject=target.repository.uri, remedy=remedy)
 
 
-def _tell(target: Target, plan: RetentionPlan, policy: Policy, thin: Thin) -> None:
+def _tell(target: Target, plan: RetentionPlan, policy: Policy, thin: Replacements, whole: Replacements) -> None:
     if not plan.decisions:
         out.print(f"no version yet in {target.repository.uri}", soft_wrap=True)
         return
-    rows = [_cells(target, decision, thin) for decision in plan.decisions]
+    rows = [_cells(target, decision, thin, whole) for decision in plan.decisions]
     out.print(table("", [">ID", ">STEP", ">CREATED", ">STORED", "", "WHY"], rows))
-    kept = [thin.sizes.get(decision.entry.id, decision.entry.stored) for decision in plan.decisions if decision.keep]
+    sizes = thin.sizes | whole.sizes
+    kept = [sizes.get(decision.entry.id, decision.entry.stored) for decision in plan.decisions if decision.keep]
     freed = [entry.stored for entry in plan.dropped]
     sums = [f"keep {count(len(kept), 'version')}, {size(sum(kept))}", f"drop {len(freed)}, {size(sum(freed))}"]
     if thin.due:
-        saved = sum(thinning.version.bytes - thinning.rewriting.stored for thinning in thin.due)
-        sums.insert(1, f"thin {len(thin.due)} of these, by about {size(saved)}")
+        sums.insert(1, f"thin {len(thin.due)} of these, by about {size(sum(thin.before.values()) - sum(thin.sizes.values()))}")
+    if whole.due:
+        more = sum(whole.sizes.values()) - sum(whole.before.values())
+        sums.insert(-1, f"write {len(whole.due)} of these whole, about {size(max(0, more))} more")
     out.print("; ".join(sums), style="dim")
     if policy.max_bytes is not None and sum(kept) > policy.max_bytes:
         what = "take more than" if not thin.due else "or thinned take more than"
         say(f"the versions that are always kept {what} {size(policy.max_bytes)}")
 
 
-def _question(plan: RetentionPlan, thin: Thin) -> str:
+def _question(plan: RetentionPlan, thin: Replacements, whole: Replacements) -> str:
     parts = [f"drop {count(len(plan.dropped), 'version')}"] if plan.dropped else []
     parts += [f"thin {count(len(thin.due), 'version')}, for good"] if thin.due else []
+    parts += [f"write {count(len(whole.due), 'version')} whole"] if whole.due else []
     return f"{' and '.join(parts)}?"
 
 
-def _tell_done(plan: RetentionPlan, thin: Thin, gone: Sequence[Entry], thinned: Sequence[Entry]) -> None:
+def _tell_done(
+    plan: RetentionPlan,
+    thin: Replacements,
+    whole: Replacements,
+    results: tuple[Sequence[Entry], Sequence[Entry], Sequence[Entry]],
+) -> None:
+    gone, *written = results
     done = [f"dropped {count(len(gone), 'version')}"] if plan.dropped else []
-    if thin.due:
-        before = {thinning.version.id: thinning.version.bytes for thinning in thin.due}
-        sizes = sum(before[entry.id] for entry in thinned), sum(entry.stored for entry in thinned)
-        done.append(f"thinned {count(len(thinned), 'version')}, {size(sizes[0])} to {size(sizes[1])}")
+    stayed = len(plan.dropped) - len(gone)
+    for all, some, how in ((thin, written[0], "thinned {}"), (whole, written[1], "wrote {} whole")):
+        if all.due:
+            sizes = sum(all.before[entry.id] for entry in some), sum(entry.stored for entry in some)
+            done.append(f"{how.format(count(len(some), 'version'))}, {size(sizes[0])} to {size(sizes[1])}")
+            stayed += len(all.due) - len(some) - all.failed
     say(f"{' and '.join(done)}; {_OBJECTS_STAY}")
-    if stayed := len(plan.dropped) - len(gone) + len(thin.due) - len(thinned) - thin.failed:
+    if stayed:
         say(f"{count(stayed, 'version')} stayed: pinned or verified meanwhile, or the newest now")
 
 
-def _row(target: Target, decision: Decision, thin: Thin) -> dict[str, Any]:
+def _row(target: Target, decision: Decision, thin: Replacements, whole: Replacements) -> dict[str, Any]:
     entry = decision.entry
     return {
         "id": entry.id,
@@ -154,13 +175,22 @@ def _row(target: Target, decision: Decision, thin: Thin) -> dict[str, Any]:
         "keep": decision.keep,
         "thin": entry.id in thin.sizes,
         "stored_thin": thin.sizes.get(entry.id),
-        "rules": [*decision.rules, *([decision.thin] if entry.id in thin.sizes else [])],
+        "compact": entry.id in whole.sizes,
+        "stored_whole": whole.sizes.get(entry.id),
+        "rules": [
+            *decision.rules,
+            *([decision.thin] if entry.id in thin.sizes else []),
+            *([decision.compact] if entry.id in whole.sizes else []),
+        ],
     }
 
 
-def _cells(target: Target, decision: Decision, thin: Thin) -> list[str]:
+def _cells(target: Target, decision: Decision, thin: Replacements, whole: Replacements) -> list[str]:
     entry, verdict, why = decision.entry, decision.verdict, decision.why
     if decision.thin:
         left = thin.sizes.get(entry.id)
         verdict, why = ("thin", f"{why}: about {size(left)} stay") if left is not None else ("keep", ", ".join(decision.rules))
+    if decision.compact:
+        left = whole.sizes.get(entry.id)
+        verdict, why = ("compact", f"{why}: about {size(left)}") if left is not None else ("keep", ", ".join(decision.rules))
     return [str(entry.id), str(entry.step), f"{age(target.age(entry.created))} ago", size(entry.stored), verdict, why]

@@ -1,5 +1,5 @@
-"""A retention plan, and what carries it out: one swap of the root drops, one for each thins. Deletes no object: that is
-``collect``'s part."""
+"""A retention plan, and what carries it out: one swap of the root drops, one for each thins or writes whole. Deletes no object:
+that is ``collect``'s part."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from typing import TYPE_CHECKING
 from .. import store_clock
 from ..chains import needed
 from ..format.root import Dropped, Entry, Root
-from . import thinning
+from . import compaction, thinning
+from .compaction import Compaction
+from .freeing import estimate
 from .policy import Decision
 from .thinning import Thinning
 
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from ..repository import Repository
 
 
-_PARTICIPLES = {"keep": "kept", "thin": "thinned", "drop": "dropped"}
+_PARTICIPLES = {"keep": "kept", "thin": "thinned", "compact": "kept", "drop": "dropped"}
 
 
 @dataclass(frozen=True)
@@ -41,32 +43,48 @@ class RetentionPlan:
         """The versions to thin, newest first: one may be a difference to the next, until it is thinned itself."""
         return tuple(decision.entry for decision in reversed(self.decisions) if decision.thin)
 
+    @property
+    def compacted(self) -> tuple[Entry, ...]:
+        """The versions to write whole, oldest first."""
+        return tuple(decision.entry for decision in self.decisions if decision.verdict == "compact")
+
     def explain(self) -> list[str]:
-        """A line for each version: kept, thinned or dropped, and why."""
+        """A line for each version: kept, thinned, written whole or dropped, and why."""
         return [f"version {d.entry.id} (step {d.entry.step}): {_PARTICIPLES[d.verdict]}: {d.why}" for d in self.decisions]
 
     def execute(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
-        """``drop``, then thin, one version after another; those that were dropped. Thinning reads and writes the weights.
+        """``drop``, then thin, and write whole, one version after another, then drop what those needed; all that were dropped.
 
-        Raises what ``drop`` and ``Thinning`` raise; what is thinned by then stays so, and the next plan finds the rest.
+        Raises what ``drop``, ``Thinning`` and ``Compaction`` raise; what is done by then stays so, and the next plan finds the
+        rest.
         """
         dropped = self.drop(check)
-        for entry in self.thinned:
-            if (each := self.thinning(entry)).needed:
+        for each in (*map(self.thinning, self.thinned), *map(self.compaction, self.compacted)):
+            if each.needed:
                 each.execute(check)
-        return dropped
+        return self.drop(check) if self.compacted else dropped
 
     def thinning(self, entry: Entry) -> Thinning:
         """How to thin one of ``thinned``, if it holds more than weights. Reads its record and manifest."""
         assert self.resumable is not None
         return thinning.plan(self.repository, entry, self.resumable)
 
+    def moved(self, entry: Entry) -> int:
+        """About how many stored bytes are read and written to make one of ``compacted`` whole."""
+        bases = [decision.entry for decision in self.decisions if decision.entry.id in entry.bases]
+        return entry.stored + sum(base.stored + estimate(entry, base) for base in bases)
+
+    def compaction(self, entry: Entry) -> Compaction:
+        """How to write one of ``compacted`` whole. Reads its record and manifest."""
+        return compaction.plan(self.repository, entry)
+
     def drop(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
         """Drop versions from the root in one swap; those that the root does not hold any more, by this call or another.
 
         A version that was pinned or verified since the plan was made stays, one that has become the newest meanwhile, and
-        what those that stay are differences to. Objects stay until a collection deletes them. ``check`` may raise to give up
-        on the root that is to be replaced. Raises what ``Register.update`` raises.
+        what those that stay are differences to: what is to go once those are whole goes by a call after that. Objects stay until
+        a collection deletes them. ``check`` may raise to give up on the root that is to be replaced. Raises what
+        ``Register.update`` raises.
         """
         doomed = set(self.dropped)
         if not doomed:

@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from ..chains import needed
 from ..errors import StateError
 from ..format.root import Entry
+from .freeing import Freeing, as_it_is, freeings
 
 Best = tuple[str, str, int]
 """A metric's name, ``"min"`` or ``"max"``, and how many versions."""
@@ -83,23 +84,25 @@ class Policy:
 @dataclass(frozen=True)
 class Decision:
     """What becomes of one version. ``rules``, for people: all that keep it; or why it is dropped, then what would keep it.
-    ``thin``: why its weights alone are kept; empty if all of it is."""
+    ``thin``: why its weights alone are kept; empty if all of it is. ``compact``: why it is to be written whole; empty if it is
+    not."""
 
     entry: Entry
     keep: bool
     rules: tuple[str, ...]
     thin: str = ""
+    compact: str = ""
 
     @property
     def verdict(self) -> str:
-        """``keep``, ``thin`` or ``drop``."""
-        return "drop" if not self.keep else "thin" if self.thin else "keep"
+        """``keep``, ``thin``, ``compact`` or ``drop``."""
+        return "drop" if not self.keep else "thin" if self.thin else "compact" if self.compact else "keep"
 
     @property
     def why(self) -> str:
         """The rules as one line."""
         if self.keep:
-            return ", ".join(self.rules) + (f"; {self.thin}" if self.thin else "")
+            return "; ".join(filter(None, (", ".join(self.rules), self.thin, self.compact)))
         return self.rules[0] + (f", in spite of {', '.join(self.rules[1:])}" if self.rules[1:] else "")
 
 
@@ -112,10 +115,12 @@ def plan(
     verified: int = 0,
     leased: Collection[tuple[int, str]] = (),
     bases: Collection[int] = (),
+    compact: bool = False,
 ) -> tuple[Decision, ...]:
     """A decision for each of ``entries`` (ids ascend, as in the root), in their order. ``metrics``: by id, for ``keep_best``.
     ``verified``: the newest version verified. ``leased``: (id, attempt) of those under a lease. ``bases``: ids of those that
-    saves under way may be differences to."""
+    saves under way may be differences to. ``compact``: let differences be written whole where that frees more than it writes;
+    what they need now is to be dropped then."""
     kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
     for entry in entries[-1:]:
         kept[entry.id].append("newest")
@@ -138,10 +143,17 @@ def plan(
             kept[id].append("no rule drops it")
     thin = _thin(entries, policy, kept, safe)
     over = _over(entries, policy, kept, safe, thin)
-    users = needed(entries, [id for id, rules in kept.items() if rules and id not in over])
-    return tuple(
-        _decision(entry, kept[entry.id], entry.id in over, users.get(entry.id, []), thin.get(entry.id, "")) for entry in entries
-    )
+    ruled = {id for id, rules in kept.items() if rules and id not in over}
+    users = needed(entries, ruled)
+    decisions = {
+        entry.id: _decision(entry, kept[entry.id], entry.id in over, users.get(entry.id, []), thin.get(entry.id, ""))
+        for entry in entries
+    }
+    if compact:
+        stay = as_it_is(entries, verified, leased) | dict.fromkeys(thin, "is thinned first")
+        for freeing in freeings(entries, ruled, ruled | users.keys(), stay):
+            decisions |= _freed(freeing, decisions)
+    return tuple(decisions.values())
 
 
 def best_rule(best: Best) -> str:
@@ -156,6 +168,19 @@ def _decision(entry: Entry, rules: Sequence[str], over: bool, users: Sequence[in
     if over:
         return Decision(entry, False, ("over max_bytes", *rules))
     return Decision(entry, bool(rules), tuple(rules) or ("no rule keeps it",), thin)
+
+
+def _freed(freeing: Freeing, decisions: Mapping[int, Decision]) -> dict[int, Decision]:
+    """The decisions on a base that nothing else keeps, and on what needs it."""
+    base, users = freeing.base, freeing.users
+    if freeing.lacks:
+        (*rules, last), before = decisions[base.id].rules, decisions[base.id]
+        return {base.id: replace(before, rules=(*rules, f"{last}: {freeing.lacks}"))}
+    others = f" and {len(users) - 1} more are" if users[1:] else " is"
+    last = f"version {users[-1].id}{others}" if users else "what needs those that need it is"  # which go
+    gone = Decision(base, False, (f"no rule keeps it once {last} written whole",))
+    why = f"written whole, so that version {base.id} can go"
+    return {base.id: gone} | {user.id: replace(decisions[user.id], compact=why) for user in users}
 
 
 def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, str]]:

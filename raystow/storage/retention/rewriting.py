@@ -2,9 +2,9 @@
 
 Stored bytes that can stay are copied as they are coded, with their digests, which are checked on the way. What is derived from a
 tensor that goes (weights are their master copy, rounded) is decoded, and coded as what it is: as a difference, if the version has
-been one, to the same. Boxes stay, and so does every bit.
+been one, to the same. Or what is a difference is decoded, and coded whole. Boxes stay, and so does every bit.
 
-Writes packs and fragments, and nothing that makes a version of them: that is ``thinning``'s part.
+Writes packs and fragments, and nothing that makes a version of them: that is the part of ``replacing``.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go.
-    ``base``: what the version is a difference to, if it is."""
+    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go, or are
+    to be whole. ``base``: what the version is a difference to, if it is and stays one."""
 
     version: Version
     base: Version | None
@@ -160,25 +160,29 @@ def _elements(version: Version, chunk: Chunk) -> Bytes:
     return raw.reshape(-1).view(np.uint8)
 
 
-def plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool]) -> Rewriting:
-    """What must be read and written to keep the tensors and values whose names are ``wanted``. Reads record and manifest."""
+def _all(name: str) -> bool:
+    return True
+
+
+def plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool] = _all, *, whole: bool = False) -> Rewriting:
+    """What must be read and written to keep the tensors and values whose names are ``wanted``; with ``whole``, as no differences.
+    Reads record and manifest."""
     fragments, loads, needed = list[tuple[FragmentInfo, Fragment]](), list[Load](), False
     for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
         chunks = tuple(chunk for chunk in fragment.chunks if wanted(chunk.name))
         values = tuple(value for value in fragment.values if wanted(value.name))
         rounded = {name: one for name, one in fragment.rounded.items() if wanted(name)}
         fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
-        loads += _loads(fragment.node, _bundles(chunks))
-        needed = needed or len(chunks) < len(fragment.chunks)
+        loads += _loads(fragment.node, _bundles(chunks, whole=whole))
+        needed = needed or len(chunks) < len(fragment.chunks) or (whole and bool(fragment.bases))
     bases = version.record.bases
-    base = (
-        version.bases.version(bases[0]) if len(bases) == 1 else None
-    )  # raystow writes differences to one version, which is whole
+    only = len(bases) == 1 and not whole  # raystow writes differences to one version, which is whole
+    base = version.bases.version(bases[0]) if only else None
     return Rewriting(version, base, store, tuple(fragments), tuple(loads), needed)
 
 
-def _bundles(chunks: Iterable[Chunk]) -> Iterator[Bundle]:
-    """The rows that stay, by the bytes that they need."""
+def _bundles(chunks: Iterable[Chunk], *, whole: bool = False) -> Iterator[Bundle]:
+    """The rows that stay, by the bytes that they need. ``whole``: what is a difference is coded anew."""
     places: dict[tuple[str, int, int, int], list[Chunk]] = defaultdict(list)
     for chunk in chunks:
         places[chunk.group, chunk.pack, chunk.start, chunk.coding.size].append(chunk)
@@ -189,8 +193,8 @@ def _bundles(chunks: Iterable[Chunk]) -> Iterator[Bundle]:
             owners = [chunk for chunk in rest if chunk.words.name == chunk.dtype][:1]
             rest = [chunk for chunk in rest if chunk not in owners]
         if owners:
-            yield from map(_owning, owners[1:])
-            yield _owning(owners[0], rest)
+            yield from (_owning(owner, whole=whole) for owner in owners[1:])
+            yield _owning(owners[0], rest, whole=whole)
             continue
         for _, alike in itertools.groupby(sorted(rest, key=lambda chunk: chunk.dtype), lambda chunk: chunk.dtype):
             source, *copies = alike
@@ -198,11 +202,12 @@ def _bundles(chunks: Iterable[Chunk]) -> Iterator[Bundle]:
             yield Bundle((made, *_from(made, copies)), source)
 
 
-def _owning(owner: Chunk, rest: Iterable[Chunk] = ()) -> Bundle:
+def _owning(owner: Chunk, rest: Iterable[Chunk] = (), *, whole: bool) -> Bundle:
     """A row that has the stored bytes, and those that follow from it."""
     made = replace(owner, derivation=None)
-    moved = owner.derivation is not None and owner.coding.base is not None  # a difference to the base's chunk of another name
-    return Bundle((made, *_from(made, rest)), owner if moved else None)
+    moved = owner.derivation is not None  # then what it is a difference to has another name in the base
+    anew = owner.coding.base is not None and (moved or whole)
+    return Bundle((made, *_from(made, rest)), owner if anew else None)
 
 
 def _from(owner: Chunk, rows: Iterable[Chunk]) -> Iterator[Chunk]:

@@ -1,119 +1,42 @@
 """Thinning: a version keeps its id and its weights, and lets go of what only resuming needs. It cannot be undone.
 
-The version is written once more, without the rest, and one swap of the root puts the new attempt in the place of the old, which
-is dropped then like any other: who reads it has the grace period, or a lease, to finish. Why no moment has neither:
-
-- The new attempt is noted in the root (``rewrites``) before anything of it is written. A collection leaves what is noted alone,
-  or, if it was not written to for the grace period, strikes the note out first.
-- The swap asks for the note, and for the old attempt, on the very root that it replaces. However late it comes, without a note it
-  is not made, and the version stays as it was.
-
-A thinning that dies leaves an attempt that is no version, for a collection to find.
+It is written once more without the rest, and replaced; see ``replacing``.
 """
 
 from __future__ import annotations
 
-import logging
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from .. import leases, store_clock
-from ..committer import put_record
-from ..errors import Untrusted
-from ..format import key_files, keys
 from ..format.groups import WEIGHTS, group
-from ..format.root import Dropped, Entry, Rewrite, Root
-from ..format.signing import Signer, Trust
-from ..format.version_record import Thinned
-from ..log import about
-from ..version import Version
+from ..format.root import Entry, Root
+from ..format.version_record import Thinned, VersionRecord
 from . import rewriting
-from .rewriting import Progress, Rewriting
+from .replacing import Replacement, signer
 
 if TYPE_CHECKING:
     from ..repository import Repository
 
-logger = logging.getLogger(__name__)
-
-Check = Callable[[Root], None]
-
 
 @dataclass(frozen=True)
-class Thinning:
-    """One version, to be left with its weights. ``resumable``: as many newer versions must hold all that was saved.
-    ``signer``: who signs it anew, None if it was not signed."""
+class Thinning(Replacement):
+    """One version, to be left with its weights; not if it was pinned or verified, is among the newest again, or another is a
+    difference to it. ``resumable``: as many newer versions must hold all that was saved."""
 
-    repository: Repository
-    version: Version
-    rewriting: Rewriting
     resumable: int
-    signer: Signer | None
-
-    @property
-    def needed(self) -> bool:
-        """Whether there is anything to let go of."""
-        return self.rewriting.needed
-
-    def execute(self, check: Check = lambda root: None, progress: Progress = lambda nbytes: None) -> Entry | None:
-        """The root's new entry; or None if the version stays as it is, since it was dropped, pinned, verified, leased or thinned
-        meanwhile, is among the newest again, or another is a difference to it. ``progress``: see ``Rewriting``.
-
-        ``check`` may raise to give up on the root that is to be replaced. Raises what reading and the store raise; then the
-        version is as it was, unless the store gave no answer in time to the swap.
-        """
-        old, repository = self.version, self.repository
-        note = self._noted(check)
-        if note is None:
-            return None
-        with repository.lease(old):
-            fragments, packs = self.rewriting.execute(note.attempt, progress)
-        now = store_clock.now(repository.store, repository.clock)
-        thinned = Thinned(old.attempt, now, (WEIGHTS,))
-        record = replace(old.record, attempt=note.attempt, fragments=fragments, packs=packs, thinned=thinned)
-        new, _ = put_record(repository.store, record, self.signer)
-        if (old.id, old.attempt) in leases.held(repository.store, now) or not self._swapped(note, new, now, check):
-            return None
-        whose = {"version": new.id, "attempt": new.attempt, "step": new.step}
-        log = about(logger, repository=repository.uri, **whose)
-        log.info("version %d, step %d, holds its weights only: %d bytes are %d", new.id, new.step, old.bytes, new.stored)
-        return new
-
-    def _noted(self, check: Check) -> Rewrite | None:
-        note = Rewrite(
-            self.version.id, self.repository.clock.token(), store_clock.now(self.repository.store, self.repository.clock)
-        )
-
-        def add(root: Root) -> Root:
-            if note in root.rewrites or not self._may(root):
-                return root
-            check(root)
-            return replace(root, rewrites=(*root.rewrites, note))
-
-        return note if note in self.repository.register.update(add).rewrites else None
-
-    def _swapped(self, note: Rewrite, new: Entry, now: float, check: Check) -> bool:
-        old = self.version.entry
-
-        def swap(root: Root) -> Root:
-            if new in root.versions or note not in root.rewrites or not self._may(root):
-                return root
-            check(root)
-            return replace(
-                root,
-                versions=tuple(new if entry == old else entry for entry in root.versions),
-                dropped=(*root.dropped, Dropped(old.id, old.attempt, now)),
-                rewrites=tuple(rewrite for rewrite in root.rewrites if rewrite != note),
-            )
-
-        return new in self.repository.register.update(swap).versions
 
     def _may(self, root: Root) -> bool:
-        entry = self.version.entry
-        newer = [other for other in root.versions if other.id > entry.id and other.resumable]
+        id = self.version.id
+        newer = [other for other in root.versions if other.id > id and other.resumable]
         kept = {root.verified, *root.pins.values()}
         kept |= {base for other in root.versions if other.resumable for base in other.bases}  # a thinned one needs weights only
-        return entry in root.versions and entry.id not in kept and len(newer) >= self.resumable
+        return id not in kept and len(newer) >= self.resumable
+
+    def _changed(self, record: VersionRecord, now: float) -> VersionRecord:
+        return replace(record, thinned=Thinned(self.version.attempt, now, (WEIGHTS,)))
+
+    def _done(self) -> str:
+        return "holds its weights only"
 
 
 def plan(repository: Repository, entry: Entry, resumable: int) -> Thinning:
@@ -123,23 +46,4 @@ def plan(repository: Repository, entry: Entry, resumable: int) -> Thinning:
     """
     version = repository.at(entry)
     kept = rewriting.plan(version, repository.store, lambda name: group(name) == WEIGHTS)
-    return Thinning(repository, version, kept, resumable, _signer(repository, version))
-
-
-def _signer(repository: Repository, version: Version) -> Signer | None:
-    """What was signed stays so, by a key with which versions are read here; nothing else becomes so."""
-    signer, trusts = key_files.signer(), [Trust(repository.signed_by), repository.trust]
-    if any(trust.keys for trust in trusts):  # and then the version was read because of its signature
-        for trust in trusts:
-            trust.admit(signer)
-        return signer
-    key = keys.signature(version.id, version.attempt)
-    if not any(info.key == key for info in repository.store.list(key)):
-        return None
-    if signer is None:
-        remedy = f"let {key_files.SIGNING_KEY} name the key that it was signed with"
-        raise Untrusted(f"version {version.id} is signed, and no signing key is set here", subject=key, remedy=remedy)
-    Trust((signer.public,)).check(
-        repository.store, repository.id, version.id, version.attempt, bytes.fromhex(version.entry.digest)
-    )
-    return signer
+    return Thinning(repository, version, kept, signer(repository, version), resumable)

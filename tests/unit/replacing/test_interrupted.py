@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 from fake_clock import FakeClock
+from mortal import Killed, Mortal
 from thinnable import bits, collect, thin, weights
 
 from raystow.storage.committer import Committer
@@ -123,33 +124,6 @@ def test_one_that_died_before_it_wrote_is_struck_out(repository: Repository, com
 
 
 # Killed
-
-
-class Killed(BaseException):
-    pass
-
-
-class Mortal:
-    """A store whose user dies before its ``last``-th change, or just after it."""
-
-    def __init__(self, store: ObjectStore, last: int, *, after: bool) -> None:
-        self._store, self.left, self._after = store, last, after
-
-    def __getattr__(self, name: str) -> Any:
-        method = getattr(self._store, name)
-        if name not in ("put", "put_if", "delete"):
-            return method
-
-        def change(*args: Any) -> Any:
-            self.left -= 1
-            if self.left < 0 or (self.left == 0 and not self._after):
-                raise Killed
-            found = method(*args)
-            if self.left == 0:
-                raise Killed
-            return found
-
-        return change
 
 
 @pytest.mark.parametrize("after", [False, True])

@@ -1,0 +1,159 @@
+"""Differences that are written whole at a shell, and by a run, so that what they needed can go."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from local_cluster import LocalCluster
+from schemas import check
+from test_delta_saves import same, training
+from typer.testing import CliRunner, Result
+
+from raystow.orchestrator.cli.app import build
+from raystow.orchestrator.housekeeping import Housekeeping
+from raystow.storage.committer import Committer
+from raystow.storage.format import keys
+from raystow.storage.repository import Repository, open_repository
+from raystow.storage.retention.policy import Policy
+
+ROW = 4
+STATES = list(itertools.islice(training(), 7))
+POLICY = Policy(keep_last=1)
+
+
+@pytest.fixture(scope="module")
+def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Two rows: of versions 1 to 5, and of 6 and 7. Version 3 is pinned."""
+    folder = tmp_path_factory.mktemp("compact") / "run"
+    with LocalCluster(str(folder), delta=ROW) as local:
+        for step, state in enumerate(STATES):
+            version = local.save(state, step=step)
+            if step == 2:
+                local.repository.pin(version, "good")
+    return folder
+
+
+@pytest.fixture
+def folder(template: Path, tmp_path: Path) -> Path:
+    return Path(shutil.copytree(template, tmp_path / "run"))
+
+
+def run(*words: object, code: int = 0) -> Result:
+    result = CliRunner().invoke(build(), [str(w) for w in words], env={"COLUMNS": "100", "NO_COLOR": "1"})
+    assert result.exit_code == code, result.output
+    return result
+
+
+def run_json(*words: object, code: int = 0) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(run(*words, "--json", code=code).stdout)
+    check(str(words[0]), fields)
+    return fields
+
+
+def bases(repository: Repository) -> dict[int, tuple[int, ...]]:
+    return {entry.id: entry.bases for entry in repository.root().versions}
+
+
+def whole(repository: Repository) -> bool:
+    repository.plan_collection(grace=0).execute()
+    assert repository.orphans() == []
+    for version in repository.versions():
+        repository.verify(version)
+    return all(same(version, STATES[version.step]) for version in repository.versions())
+
+
+def test_prune_writes_whole_what_else_would_keep_its_base(folder: Path) -> None:
+    repository = open_repository(str(folder))
+    rules = ("prune", folder, "--keep-last", 1, "--compact")
+    dry = run_json(*rules, "--dry-run")
+    assert {row["id"]: row["compact"] for row in dry["versions"] if row["keep"]} == {3: True, 6: False, 7: False}
+    assert dry["versions"][2]["rules"] == ["pinned as good", "written whole, so that version 1 can go"]
+    assert dry["versions"][0]["rules"] == ["no rule keeps it once version 3 is written whole"]
+    assert (dry["compacted"], dry["dropped"]) == ([], [])
+    without = run_json("prune", folder, "--keep-last", 1, "--dry-run")
+    assert without["versions"][0]["keep"], "it is needed"
+    said = " ".join(run(*rules, "--dry-run").stdout.split())
+    assert "compact pinned as good; written whole, so that version 1 can go: about" in said
+    assert "write 1 of these whole, about" in said
+    done = run_json(*rules)
+    assert (done["compacted"], done["dropped"]) == ([3], [1, 2, 4, 5])
+    assert bases(repository) == {3: (), 6: (), 7: (6,)}
+    assert whole(repository)
+    assert abs(dry["versions"][2]["stored_whole"] - repository.version(3).bytes) < 0.05 * repository.version(3).bytes
+
+
+def test_prune_tells_a_person_what_it_wrote(folder: Path) -> None:
+    said = " ".join(run("prune", folder, "--keep-last", 1, "--compact", "--yes").stdout.split())
+    assert "dropped 4 versions and wrote 1 version whole, " in said
+    assert "stayed" not in said
+
+
+def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> None:
+    repository = open_repository(str(folder))
+    said = " ".join(run("compact", folder, "--version", 3, "--version", 7, "--dry-run").stdout.split())
+    assert "by itself" in said
+    assert "keep is the newest" in said
+    done = run_json("compact", folder, "--version", 3, "--version", 7)
+    assert [(row["id"], row["bases"], row["compact"], row["why"]) for row in done["versions"]] == [
+        (3, [1], True, ""),
+        (7, [6], False, "is the newest"),
+    ]
+    assert done["compacted"] == [3]
+    assert bases(repository) == {1: (), 2: (1,), 3: (), 4: (1,), 5: (1,), 6: (), 7: (6,)}
+    assert repository.root().pins == {"good": 3}
+    assert "wrote 3 versions whole, " in " ".join(run("compact", folder, "--yes").stdout.split())
+    assert "keep is the newest" in " ".join(run("compact", folder).stdout.split()), "and nothing else is asked about"
+    assert whole(repository)
+    run("compact", folder, "--version", 99, code=2)
+
+
+def test_a_damaged_base_is_told_and_its_differences_stay(folder: Path) -> None:
+    repository = open_repository(str(folder))
+    first = repository.version(1)
+    for pack in first.record.packs:
+        repository.store.put(keys.pack(1, first.attempt, *pack.place), [bytes(pack.size)])
+    before = bases(repository)
+    fields = run_json("compact", folder, code=3)
+    assert fields["compacted"] == []
+    assert f"/00000001-{first.attempt}/" in fields["error"]["subject"]
+    assert bases(repository) == before
+
+
+def test_a_run_writes_whole_what_it_keeps_for_long(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    repository = open_repository(str(folder))
+    housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0)
+    with caplog.at_level(logging.INFO):
+        housekeeping.run(POLICY, bases=[6])
+        assert bases(repository) == {1: (), 3: (), 6: (), 7: (6,)}
+        assert "version 3, step 2, is no difference any more" in caplog.text
+        housekeeping.run(POLICY, bases=[6])
+    assert bases(repository) == {3: (), 6: (), 7: (6,)}
+    assert "version 1, step 0, is dropped: no rule keeps it" in caplog.text
+    assert whole(repository)
+
+
+def test_a_run_leaves_to_others_what_is_too_large_for_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    repository = open_repository(str(folder))
+    housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0, moved=1 << 20)
+    with caplog.at_level(logging.INFO):
+        for _ in range(2):
+            housekeeping.run(POLICY, bases=[6])
+    assert bases(repository) == {1: (), 3: (1,), 6: (), 7: (6,)}
+    assert caplog.text.count(f"version 3 is left to `raystow prune {repository.uri} --compact`") == 1
+
+
+def test_a_run_does_not_try_again_what_it_cannot_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+    repository = open_repository(str(folder))
+    first = repository.version(1)
+    repository.store.delete([keys.pack(1, first.attempt, *pack.place) for pack in first.record.packs])
+    housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0)
+    for _ in range(2):
+        housekeeping.run(POLICY, bases=[6])
+    assert caplog.text.count("version 3 stays a difference: ") == 1
+    assert bases(repository) == {1: (), 3: (1,), 6: (), 7: (6,)}

@@ -1,0 +1,99 @@
+"""Which differences are written whole: when that frees more than it writes, and nothing stands against it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystow.storage.format.root import Entry
+from raystow.storage.retention.policy import Decision, Policy, plan
+
+
+def entry(id: int, *bases: int, stored: int = 100) -> Entry:
+    return Entry(id, f"{id:016x}", "00", 1, 100 * id, 0.0, 200, stored if not bases else stored * 7 // 10, bases)
+
+
+ROW = [entry(1), *(entry(id, 1) for id in range(2, 8)), entry(8), entry(9, 8)]
+"""Two rows: of seven versions, and of two."""
+
+
+def decided(
+    policy: Policy, entries: Sequence[Entry] = ROW, pins: Mapping[str, int] | None = None, **how: object
+) -> dict[int, Decision]:
+    decisions = plan(entries, policy, pins=pins or {}, metrics={}, compact=True, **how)  # type: ignore[arg-type]
+    return {decision.entry.id: decision for decision in decisions}
+
+
+def told(policy: Policy, **how: object) -> dict[int, str]:
+    return {id: f"{one.verdict}: {one.why}" for id, one in decided(policy, **how).items() if one.verdict != "drop" or id == 1}  # type: ignore[arg-type]
+
+
+NEWEST = {8: "keep: base of version 9: version 9 is the newest", 9: "keep: newest, last 1"}
+
+
+def test_one_of_a_row_is_written_whole_and_its_base_goes() -> None:
+    assert told(Policy(keep_last=1), pins={"best": 5}) == {
+        1: "drop: no rule keeps it once version 5 is written whole",
+        5: "compact: pinned as best; written whole, so that version 1 can go",
+        **NEWEST,
+    }
+
+
+def test_two_of_a_row_take_less_by_themselves_and_four_do_not() -> None:
+    """Whole: 100 each. In the row: the base's 100 and 70 each."""
+    pins = {"a": 2, "b": 3, "c": 4, "d": 5}
+    assert (
+        told(Policy(keep_last=1), pins={"a": 2, "b": 3})[1]
+        == "drop: no rule keeps it once version 3 and 1 more are written whole"
+    )
+    kept = told(Policy(keep_last=1), pins=pins)
+    assert kept[1] == ("keep: base of version 5 and 3 more: to write them whole takes about 400 bytes, and would free 380")
+    assert kept[2] == "keep: pinned as a"
+
+
+def test_a_base_that_is_kept_for_itself_stays_and_so_do_its_differences() -> None:
+    kept = told(Policy(keep_last=1), pins={"best": 5, "first": 1})
+    assert (kept[1], kept[5]) == ("keep: pinned as first, base of version 5", "keep: pinned as best")
+    assert told(Policy(keep_last=1), pins={"best": 5}, bases=[1])[1] == "keep: base of a save under way, base of version 5"
+
+
+def test_what_must_stay_as_it_is_keeps_its_base() -> None:
+    kept = told(Policy(keep_last=1), pins={"best": 5}, verified=3)
+    assert kept[1] == "keep: base of version 5 and 1 more: version 3 was verified last"
+    kept = told(Policy(keep_last=1), pins={"best": 5}, leased={(3, f"{3:016x}")})
+    assert kept[1] == "keep: base of version 5 and 1 more: version 3 is being read under a lease"
+    assert "version 3 is thinned first" in told(Policy(keep_every=400, resumable=1))[1]
+
+
+def test_of_a_chain_the_last_is_written_whole_and_all_before_it_go() -> None:
+    chain = [entry(1), entry(2, 1), entry(3, 2), entry(4)]
+    decisions = decided(Policy(keep_last=1), chain, {"best": 3})
+    assert [one.verdict for one in decisions.values()] == ["drop", "drop", "compact", "keep"]
+    assert decisions[1].why == "no rule keeps it once what needs those that need it is written whole"
+
+
+def test_it_is_not_done_unless_asked_for() -> None:
+    decisions = plan(ROW, Policy(keep_last=1), pins={"best": 5}, metrics={})
+    assert {one.verdict for one in decisions} == {"keep", "drop"}
+
+
+@given(st.data())
+def test_no_version_that_a_rule_keeps_is_lost_or_loses_what_it_needs(data: st.DataObject) -> None:
+    entries: list[Entry] = []
+    for id in range(1, data.draw(st.integers(1, 9)) + 1):
+        wholes = [entry.id for entry in entries if not entry.bases]
+        bases = (data.draw(st.sampled_from(wholes)),) if wholes and data.draw(st.booleans()) else ()
+        entries.append(entry(id, *bases, stored=data.draw(st.integers(1, 200))))
+    ids = [entry.id for entry in entries]
+    policy = Policy(keep_last=data.draw(st.integers(1, 4)), keep_every=data.draw(st.sampled_from([None, 300])))
+    pins = data.draw(st.dictionaries(st.sampled_from("ab"), st.sampled_from(ids)))
+    how = {"verified": data.draw(st.sampled_from([0, *ids])), "bases": data.draw(st.sets(st.sampled_from(ids), max_size=1))}
+    before = {d.entry.id: d for d in plan(entries, policy, pins=pins, metrics={}, **how)}  # type: ignore[arg-type]
+    after = decided(policy, entries, pins, **how)
+    kept = {id for id, one in after.items() if one.keep}
+    assert {id for id, one in before.items() if one.keep and one.rules[0][:15] != "base of version"} <= kept
+    assert kept <= {id for id, one in before.items() if one.keep}
+    assert all(set(after[id].entry.bases) <= kept for id in kept if not after[id].compact)
+    assert all(after[id].entry.bases[0] not in kept for id in kept if after[id].compact), "else it frees nothing"
