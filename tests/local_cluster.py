@@ -128,9 +128,9 @@ class LocalCluster:
     ) -> None:
         self.repository = create_repository(uri, clock=clock)
         self.uri = self.repository.uri
-        self._committer = Committer(self.repository, f"local-{SYSTEM.token()}")
-        self.coordinator = Coordinator(self._committer, clock, writer={"raystow": __version__})
-        self._port = LocalPort(self.coordinator, self._committer)
+        self.committer = Committer(self.repository, f"local-{SYSTEM.token()}")
+        self.coordinator = Coordinator(self.committer, clock, writer={"raystow": __version__})
+        self._port = LocalPort(self.coordinator, self.committer)
         self._memory, self._codec, self._compress_in, self._lossy = memory, codec, compress_in, Lossy.of(lossy)
         self._delta = delta
         self._threads, self._ports = threads, PortServer(self._port) if compress_in == "node" else None

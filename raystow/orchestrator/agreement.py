@@ -124,13 +124,14 @@ class Together:
             said = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
             self._log.warning("restoring past the node worker, from the store: %s", error, extra=said)
             return self._repository.at(entry)
-        version = self._repository.at(entry, store=self._borrowing)
-        self._borrowing.given = {version.record_key: self._choice.record} if self._choice.record else {}
+        choices = (self._choice, *self._choice.needed)
+        version = self._repository.at(entry, store=self._borrowing, beside=[choice.entry for choice in choices[1:]])
+        self._borrowing.given = {_record_key(choice.entry): choice.record for choice in choices if choice.record}
         records = {version.record_key: Place(entry.size)}
         self._borrowing.place = records.get  # else once for all ranks of the node
-        self.sources = sources = Sources(self._choice.near, self._here, company=self._choice.company)
-        company, home = self._choice.company, (version.id, version.attempt)
-        sizes = {home: _sizes(version)}
+        near = {choice.entry.id: choice.near for choice in choices}
+        self.sources = sources = Sources(near.pop(entry.id), self._here, company=self._choice.company, bases=near)
+        company, sizes = self._choice.company, {(version.id, version.attempt): _sizes(version)}
         for base in version.bases.all():
             records[base.record_key] = Place(base.entry.size)
             sizes[base.id, base.attempt] = _sizes(base)
@@ -138,9 +139,9 @@ class Together:
         def place(key: str) -> Place | None:
             parts, whose = keys.place_of(key), keys.attempt_of(key)
             size = None if parts is None or whose not in sizes else sizes[whose].get(parts)
-            if parts is None or size is None:
+            if parts is None or whose is None or size is None:
                 return None
-            peers = sources.peers(parts[0]) if whose == home else ()
+            peers = sources.peers(parts[0], 0 if whose[0] == version.id else whose[0])
             return Place(size, peers, company.round, company.desk(key))
 
         self._borrowing.place = place
@@ -159,6 +160,10 @@ class Together:
                 record(RESTORED, nbytes, repository=self._repository.uri, source=source)
             self._borrowing.close()
             self._borrowing = None
+
+
+def _record_key(entry: Entry) -> str:
+    return keys.record(entry.id, entry.attempt)
 
 
 def _sizes(version: Version) -> dict[Any, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import itertools
 import logging
 import platform
 from collections.abc import Callable, Sequence
@@ -57,7 +58,7 @@ class CoordinatorActor:
         self._told = (0, 0)
         self._restoring = asyncio.Lock()
         self._offers: tuple[int, dict[str, Choice]] = (0, {})
-        self._shared: tuple[bytes, ray.ObjectRef | None] = (b"", None)
+        self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
         self._chores: asyncio.Task[None] | None = None
 
@@ -131,14 +132,14 @@ class CoordinatorActor:
         await self._apply(lambda core: core.gone(rank, incarnation, reason))
 
     async def settle_by_node(self, vote: Vote) -> tuple[Choice | None, ray.ObjectRef | None]:
-        """As ``settle``, but the record, if it is known here, comes through the object store: once to each node, and not to each
-        rank."""
+        """As ``settle``, but the records, if they are known here, come through the object store: once to each node, and not to
+        each rank."""
         choice = await self.settle(vote)
-        if choice is None or not choice.record:
+        if choice is None or not any(records := choice.records):
             return choice, None
-        if choice.record is not self._shared[0]:
-            self._shared = choice.record, ray.put(choice.record)
-        return replace(choice, record=b""), self._shared[1]
+        if records != self._shared[0]:
+            self._shared = records, ray.put(records)
+        return choice.with_records(itertools.repeat(b"")), self._shared[1]
 
     async def settle(self, vote: Vote) -> Choice | None:
         """Take a rank's word on the version that all restore; the one to restore, or that all have restored."""
@@ -157,18 +158,20 @@ class CoordinatorActor:
         if round.held is not None and entry == round.held.entry:
             return replace(round.held, company=round.company)
         async with self._restoring:
-            choice = await self._offer(entry.attempt, lambda: (entry, self._committer.record(entry)))
+            choice = await self._offer(entry.attempt, lambda: (entry, b""))
             return replace(choice, company=round.company)
 
     async def _offer(self, attempt: str, describe: Callable[[], tuple[Entry, bytes]]) -> Choice:
-        """What could be restored of an attempt, which has this entry and record. Who has what of it in memory is asked once for
-        all ranks, and again when a round of theirs has gone on."""
+        """What could be restored of an attempt, which has this entry, and this record if it is no version yet. Who has what in
+        memory is asked once for all ranks, and again when a round of theirs has gone on."""
         if self._offers[0] != self._rounds.changes:
             self._offers = self._rounds.changes, {}
         offers = self._offers[1]
         if attempt not in offers:
-            entry, record = describe()
-            offers[attempt] = Choice(entry, await holders(self._committer.repository.id, attempt), record)
+            entry, promised = describe()
+            near = await holders(self._committer.repository.id)
+            known = {entry: promised} if promised else {}
+            offers[attempt] = Choice.of(entry, self._known.entries, near, lambda of: known.get(of) or self._committer.record(of))
         return offers[attempt]
 
     async def _held(self) -> Choice | None:
@@ -319,10 +322,10 @@ class RayPort:
     def settle(self, vote: Vote) -> Choice | None:
         """See ``restoring``. Waits for the other ranks."""
         choice: Choice | None
-        choice, record = self._call("settle_by_node", vote.timeout + 2 * _ANSWER, vote)
-        if choice is None or record is None:
+        choice, records = self._call("settle_by_node", vote.timeout + 2 * _ANSWER, vote)
+        if choice is None or records is None:
             return choice
-        return replace(choice, record=call(record, _ANSWER, f"coordinator of {self._uri}"))
+        return choice.with_records(call(records, _ANSWER, f"coordinator of {self._uri}"))
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
         """See ``Coordinator.save_failed``."""

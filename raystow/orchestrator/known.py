@@ -23,6 +23,11 @@ class Known:
         self._last: tuple[Entry, ...] | None = None
 
     @property
+    def entries(self) -> tuple[Entry, ...]:
+        """The versions that were heard of last, oldest first."""
+        return self._last or ()
+
+    @property
     def newest(self) -> Entry | None:
         """The newest version that was heard of."""
         return self._last[-1] if self._last else None

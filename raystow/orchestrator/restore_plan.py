@@ -44,29 +44,35 @@ class Rates:
 class Sources:
     """Where stored bytes can be had. ``near``: number of a node of the save -> the nodes that have all of its objects in memory.
     ``here``: this node's id; empty where there is no node worker, and so no memory either. ``company``: the nodes that restore
-    together, and read from the store what several of them want only once."""
+    together, and read from the store what several of them want only once. ``bases``: as ``near``, of the versions with these ids,
+    to which the one that is restored is a difference."""
 
     near: Mapping[int, Sequence[str]] = field(default_factory=dict)
     here: str = ""
     rates: Rates = Rates()
     company: Company = ALONE
+    bases: Mapping[int, Mapping[int, Sequence[str]]] = field(default_factory=dict)
 
-    def peers(self, node: int) -> tuple[str, ...]:
-        """The other nodes to ask for the objects of node number ``node``, in this order, before the store: none where the store
-        is faster. Each node begins with another one, so that not all ask the same."""
-        others = [holder for holder in self.near.get(node, ()) if holder != self.here]
+    def holders(self, node: int, version: int = 0) -> Sequence[str]:
+        """The nodes that have all objects of node number ``node`` in memory; with a ``version``, of that one of ``bases``."""
+        return (self.bases.get(version, {}) if version else self.near).get(node, ())
+
+    def peers(self, node: int, version: int = 0) -> tuple[str, ...]:
+        """The other nodes to ask for these objects, in this order, before the store: none where the store is faster. Each node
+        begins with another one, so that not all ask the same."""
+        others = [holder for holder in self.holders(node, version) if holder != self.here]
         if not others or self.rates.peer < self.rates.store:
             return ()
         turn = int.from_bytes(stored_digest(self.here.encode())[:4], "little") % len(others)
         return (*others[turn:], *others[:turn])
 
-    def first(self, node: int) -> tuple[str, str, str]:
-        """The source that is tried first for the objects of a node of the save, the node that has them, and why that one."""
-        if self.here and self.here in self.near.get(node, ()):
+    def first(self, node: int, version: int = 0) -> tuple[str, str, str]:
+        """The source that is tried first for these objects, the node that has them, and why that one."""
+        if self.here and self.here in self.holders(node, version):
             return MEMORY, self.here, "kept by this node"
-        if peers := self.peers(node):
+        if peers := self.peers(node, version):
             return PEER, peers[0], f"node {peers[0][:8]} keeps a copy" + (f", {len(peers) - 1} more do" if peers[1:] else "")
-        why = "the store is faster than other nodes" if self.near.get(node) else "nobody has it in memory"
+        why = "the store is faster than other nodes" if self.holders(node, version) else "nobody has it in memory"
         nodes = len(self.company.nodes)
         return STORE, "", why + (f"; what several of {nodes} nodes want one of them reads" if nodes > 1 else "")
 
@@ -153,7 +159,8 @@ def build(
             of[base.version, base.pieces[0].chunk.node].append(base)
     parts = []
     for (version, node), found in sorted(of.items()):
-        source, holder, why = sources.first(node) if not version else (STORE, "", "it is a difference to this version")
+        source, holder, why = sources.first(node, version)
+        why = f"it is a difference to this version; {why}" if version else why
         nbytes, chunks = sum(run.length for run in found), sum(len(run.pieces) for run in found)
         seconds = nbytes / sources.rates.of(source)
         parts.append(Part(node, source, holder, chunks, len(found), nbytes, seconds, why, version))

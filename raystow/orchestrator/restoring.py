@@ -9,8 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
 from ..storage.clock import Clock
 from ..storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
@@ -47,12 +47,44 @@ class Vote:
 @dataclass(frozen=True)
 class Choice:
     """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
-    ``record``: the version's record, where the coordinator still has it. ``company``: the nodes of all ranks."""
+    ``record``: the version's record, where the coordinator still has it. ``company``: the nodes of all ranks. ``bases``: the same
+    of the versions that it is a difference to, as far as the coordinator knows them."""
 
     entry: Entry
     near: Mapping[int, Sequence[str]] = field(default_factory=dict)
     record: bytes = b""
     company: Company = ALONE
+    bases: tuple[Choice, ...] = ()
+
+    @property
+    def needed(self) -> Iterator[Choice]:
+        """All versions that it cannot be read without, as far as they are known."""
+        for base in self.bases:
+            yield base
+            yield from base.needed
+
+    @property
+    def records(self) -> tuple[bytes, ...]:
+        """Its record, and those of what it needs; ``with_records`` puts them back."""
+        return self.record, *(record for base in self.bases for record in base.records)
+
+    def with_records(self, records: Iterable[bytes]) -> Choice:
+        """The same with these records."""
+        left = iter(records)
+        return replace(self, record=next(left), bases=tuple(base.with_records(left) for base in self.bases))
+
+    @staticmethod
+    def of(
+        entry: Entry,
+        known: Sequence[Entry],
+        near: Mapping[str, Mapping[int, Sequence[str]]],
+        record: Callable[[Entry], bytes],
+    ) -> Choice:
+        """A version and what it needs. ``known``: the versions of the repository. ``near``: by attempt. ``record``: that of a
+        version, empty if it is not here."""
+        needs = [base for base in known if base.id in entry.bases and base.id < entry.id]
+        bases = tuple(Choice.of(base, known, near, record) for base in needs)
+        return Choice(entry, near.get(entry.attempt, {}), record(entry), bases=bases)
 
 
 @dataclass

@@ -29,7 +29,7 @@ class Committer:
         for trust in (Trust(repository.signed_by), repository.trust):
             trust.admit(signer)
         self.repository, self._signer = repository, signer
-        self._last: tuple[Entry, bytes] | None = None
+        self._records: dict[Entry, bytes] = {}
 
         def take(root: Root) -> Root:
             return root if root.owner == owner else replace(root, epoch=root.epoch + 1, owner=owner)
@@ -55,8 +55,8 @@ class Committer:
         what it is a difference to is gone, and ``StoreUnavailable`` if the store gave no answer in time: then the version may
         or may not exist, and calling again with the same record settles it.
         """
-        self._last = put_record(self.repository.store, record, self._signer)
-        entry = self._last[0]
+        entry, data = put_record(self.repository.store, record, self._signer)
+        self._records = {base: data for base, data in self._records.items() if base.id in entry.bases} | {entry: data}
 
         def add(root: Root) -> Root:
             if entry in root.versions:
@@ -74,8 +74,9 @@ class Committer:
         return self.repository.at(entry)
 
     def record(self, entry: Entry) -> bytes:
-        """The record of the version committed last, if that is ``entry``: nothing else is remembered."""
-        return self._last[1] if self._last is not None and self._last[0] == entry else b""
+        """The record of the version committed last, or of what that is a difference to, if ``entry`` is one of them: nothing else
+        is remembered."""
+        return self._records.get(entry, b"")
 
     def discard(self, id: int, attempt: str) -> None:
         """Delete the objects of an attempt that this epoch gave up; one that is or was a version is left alone.

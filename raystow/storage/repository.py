@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from typing import Any
@@ -70,9 +70,10 @@ class Repository:
         """Every committed version, oldest first. One read."""
         return [self.at(entry) for entry in self.root().versions]
 
-    def at(self, entry: Entry, *, store: ObjectStore | None = None) -> Version:
-        """The version that an entry of the root names; read through another ``store``, if one is given."""
-        return Version(store or self.store, entry, self.id, self.trust)
+    def at(self, entry: Entry, *, store: ObjectStore | None = None, beside: Sequence[Entry] = ()) -> Version:
+        """The version that an entry of the root names; read through another ``store``, if one is given. ``beside``: others, for
+        which the root need not be asked."""
+        return Version(store or self.store, entry, self.id, self.trust, beside)
 
     def latest(self) -> Version | None:
         """The newest version, or None if there is none yet."""

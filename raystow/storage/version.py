@@ -48,11 +48,14 @@ class TensorInfo:
 class Version:
     """One committed version. Immutable; its manifest is read, and checked against the root's digest, when first needed.
 
-    ``trust``: who must have signed it; by default whom this process's environment trusts when the record is read.
+    ``trust``: who must have signed it; by default whom this process's environment trusts when the record is read. ``beside``:
+    other versions, where the root has them: what this one is a difference to is looked for there first.
     """
 
-    def __init__(self, store: ObjectStore, entry: Entry, repository: str, trust: Trust | None = None) -> None:
-        self._store, self.entry, self._repository, self._trust = store, entry, repository, trust
+    def __init__(
+        self, store: ObjectStore, entry: Entry, repository: str, trust: Trust | None = None, beside: Sequence[Entry] = ()
+    ) -> None:
+        self._store, self.entry, self._repository, self._trust, self._beside = store, entry, repository, trust, beside
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
         self._boxes: dict[int, dict[tuple[str, Box], Chunk]] = {}  # by fragment
@@ -122,9 +125,12 @@ class Version:
         return Bases(self, self._sibling)
 
     def _sibling(self, id: int) -> Version | None:
-        """Another version of the repository, where the root says that it lies now."""
-        entries = Register(self._store, SYSTEM, repository=self._repository).read().versions
-        return next((Version(self._store, entry, self._repository, self._trust) for entry in entries if entry.id == id), None)
+        """Another version of the repository, where the root says that it lies."""
+        entries = self._beside
+        if all(entry.id != id for entry in entries):
+            entries = Register(self._store, SYSTEM, repository=self._repository).read().versions
+        found = (entry for entry in entries if entry.id == id)
+        return next((Version(self._store, entry, self._repository, self._trust, self._beside) for entry in found), None)
 
     def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
         """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand."""

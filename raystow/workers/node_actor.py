@@ -157,16 +157,15 @@ def saves_on(node: str) -> dict[str, Saves] | None:
     return saves
 
 
-async def holders(repository: str, attempt: str) -> dict[int, list[str]]:
-    """Number of a node in an attempt -> the nodes that have all its objects in memory, as far as they answer in time."""
+async def holders(repository: str) -> dict[str, dict[int, list[str]]]:
+    """Attempt -> number of a node in it -> the nodes that have all its objects in memory, as far as they answer in time."""
     alive = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-    found: dict[int, list[str]] = defaultdict(list)
+    found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
     for node, held in zip(alive, await asyncio.gather(*(_holdings(node, repository) for node in alive)), strict=True):
         for holding in held:
-            if holding.home.attempt == attempt:
-                for number in holding.whole:
-                    found[number].append(node)
-    return dict(found)
+            for number in holding.whole:
+                found[holding.home.attempt][number].append(node)
+    return {attempt: dict(nodes) for attempt, nodes in found.items()}
 
 
 async def _holdings(node: str, repository: str) -> list[Holding]:

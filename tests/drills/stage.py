@@ -111,7 +111,7 @@ class Stage:
         parts = len(repository.at(entry).record.fragments)
 
         def twice() -> bool:
-            found = asyncio.run(holders(repository.id, entry.attempt))
+            found = asyncio.run(holders(repository.id)).get(entry.attempt, {})
             return len(found) == parts and all(len(nodes) >= 2 for nodes in found.values())
 
         until(twice, f"two copies in memory of each part of version {entry.id}")

@@ -11,10 +11,13 @@ import pytest
 import torch
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.restore import restore
+from raystow.orchestrator.agreement import Together
+from raystow.orchestrator.restore import plan_restore, restore, restore_latest
+from raystow.orchestrator.restoring import Choice, Vote
 from raystow.storage.clock import SYSTEM
-from raystow.storage.errors import SaveFailed
+from raystow.storage.errors import SaveFailed, StoreUnavailable
 from raystow.storage.retention.policy import Policy
+from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.version import Version
 
 State = dict[str, Any]
@@ -138,6 +141,34 @@ def test_what_lies_in_other_boxes_is_stored_whole(uri: str) -> None:
         newest = cluster.repository.latest()
         assert torch.equal(newest.read("w"), first[2]["w"])
         cluster.repository.verify(newest)
+
+
+def test_while_the_store_is_down_a_difference_is_restored_from_memory(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Port:
+        """Offers the newest version, with what the coordinator knows."""
+
+        def settle(self, vote: Vote) -> Choice | None:
+            return Choice.of(newest.entry, known, near, cluster.committer.record)
+
+    def down(*_: object, **__: object) -> None:
+        raise StoreUnavailable("503", subject="the store")
+
+    with LocalCluster(uri, delta=9) as cluster:
+        for step, state in enumerate(itertools.islice(training(), 3)):
+            newest = cluster.save(state, step=step)
+        known = cluster.repository.root().versions
+        held = cluster.tier(0).holdings(cluster.repository.id)
+        assert [(holding.home.id, holding.whole) for holding in held] == [(1, {0}), (3, {0})]
+        near = {holding.home.attempt: {0: ["node-0"]} for holding in held}
+        for operation in ("get", "get_tagged", "get_range", "get_range_into", "list"):
+            monkeypatch.setattr(MemoryStore, operation, down)
+        agreement = Together(cluster.repository, Port(), Vote(0, 1, "me", 1, 60.0), lambda: cluster.address(0), here="node-0")
+        into = {group: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for group, of in state.items()}
+        assert restore_latest(cluster.repository, into, agreement) == newest
+        assert all(torch.equal(into[group][name], tensor) for group, of in state.items() for name, tensor in of.items())
+        plan = plan_restore(agreement.version(newest.entry), into, sources=agreement.sources)
+        assert {(part.base, part.source) for part in plan.parts} == {(0, "memory"), (1, "memory")}
+        agreement.give_up("enough")
 
 
 def test_a_base_that_was_removed_by_hand_costs_one_save(uri: str) -> None:

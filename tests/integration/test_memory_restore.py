@@ -49,6 +49,25 @@ def test_a_restarted_process_restores_from_its_node_without_the_store(tmp_path: 
     check_restored([rank], 2)
 
 
+def near(seed: int) -> dict[str, Any]:
+    """Not far from any other: saves become differences."""
+    return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in state(0).items()}
+
+
+def test_a_difference_is_restored_with_what_it_needs_without_the_store(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, delta=2)
+    for seed in (1, 2):
+        every(ranks, "set", near, seed)
+        every(ranks, "save", seed)
+        every(ranks, "result")
+    assert [entry.bases for entry in raystow.open(tmp_path).root().versions] == [(), (1,)]
+    lose_all_objects(tmp_path)
+    every(ranks, "set", near, -1)
+    assert {version.step for version in every(ranks, "restore")} == {2}
+    for got in ray.get([rank.do.remote(lambda self: self.state) for rank in ranks], timeout=60):
+        assert all(torch.equal(got[name], tensor) for name, tensor in near(2).items())
+
+
 def test_another_node_restores_from_the_memory_of_those_that_saved(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2)
     save(tmp_path, ranks, 3)
