@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +10,12 @@ import pytest
 import torch
 from local_cluster import LocalCluster
 from shell import run, run_json
+from test_delta_saves import training
 
+from raystow.orchestrator.cli.savings import savings
+from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository, open_repository
+from raystow.storage.retention.policy import Policy
 
 # "Cut Checkpoint Costs with About 30 Lines of Python and NVIDIA nvCOMP", NVIDIA Technical Blog, April 2026: a 70B model has
 # checkpoints of 782 GB, one every 30 minutes, written at 5 GB/s while 8 B200 at $4.40 an hour wait. Dense models get 1.27 times
@@ -94,13 +99,47 @@ def test_state_ratio_and_versions_come_from_a_repository(tmp_path: Path) -> None
     with LocalCluster(str(tmp_path)) as local:
         for step, size in ((1, 100), (2, 300)):
             local.save({"w": torch.randn(size, 100).bfloat16()}, step=step)
-    newest = open_repository(str(tmp_path)).version(2)
+    first, newest = open_repository(str(tmp_path)).versions()
     facts = run_json("cost", tmp_path, *PRICES)
     assert (facts["uri"], facts["version"]) == (tmp_path.as_uri(), 2)
     assert (facts["without"]["stored"], facts["without"]["kept"]) == (newest.raw, 2 * newest.raw)
-    assert facts["with"]["stored"] == pytest.approx(newest.bytes)
+    assert facts["with"]["stored"] == pytest.approx(newest.raw * (first.bytes + newest.bytes) / (first.raw + newest.raw))
+    assert (facts["with"]["kept"], facts["savings"]) == (first.bytes + newest.bytes, [])
     own = run_json("cost", tmp_path, *PRICES, "--state", "1GB", "--ratio", "2x", "--keep", 1)
     assert (own["without"]["kept"], own["with"]["kept"]) == (1e9, 5e8)
+
+
+def test_what_each_technique_has_saved(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path), delta=2) as local:
+        for step, state in enumerate(itertools.islice(training(), 6)):
+            local.save(state, step=step)
+    repository = open_repository(str(tmp_path))
+    repository.plan_retention(Policy(resumable=3)).execute()
+    facts = run_json("cost", tmp_path, *PRICES)
+    entries = repository.root().versions
+    assert [(bool(entry.groups), entry.bases) for entry in entries] == [
+        *((True, base) for base in [(), (1,), (1,)]),
+        *((False, base) for base in [(), (4,), (4,)]),
+    ]
+    assert facts["with"]["kept"] == sum(entry.stored for entry in entries)
+    derived, delta, thinning = facts["savings"]
+    assert [one["technique"] for one in facts["savings"]] == ["derived", "delta", "thinning"]
+    assert (derived["stored"], derived["instead"]) == (0, 600 * 500 * 2)
+    assert delta["stored"] == sum(entry.stored for entry in entries if entry.bases)
+    assert delta["stored"] < 0.85 * delta["instead"]
+    assert "a restore of one reads 1." in delta["told"]
+    assert thinning["stored"] == sum(entry.stored for entry in entries[:3])
+    assert thinning["instead"] == pytest.approx(sum(entry.stored for entry in entries[3:]), abs=3)
+    said = " ".join(run("cost", tmp_path, *PRICES).stdout.split())
+    assert "- delta: 4 differences between versions, of " in said
+    assert max(map(len, run("cost", tmp_path, *PRICES).stdout.splitlines())) <= 80
+    assert "savings" in run_json("cost", tmp_path, *PRICES, "--keep", 2)
+
+
+def test_differences_that_do_not_pay_are_advised_against() -> None:
+    entries = [Entry(1, "", "", 0, 0, 0.0, 200, 100), Entry(2, "", "", 0, 0, 0.0, 200, 97, (1,))]
+    (saving,) = savings(entries, 0)
+    assert saving.told.endswith("they do not pay here, leave out `delta=`")
 
 
 def test_an_empty_repository_has_no_size(tmp_path: Path) -> None:

@@ -38,17 +38,19 @@ class Habit:
 
 @dataclass(frozen=True)
 class Bill:
-    """A month of saves of ``stored`` bytes each, for which the training loop waits ``stall`` seconds."""
+    """A month of saves of ``stored`` bytes each, for which the training loop waits ``stall`` seconds. ``held``: bytes of all that
+    is kept, if these are known; else as many versions of that size as are kept."""
 
     habit: Habit
     prices: Prices
     stored: float
     stall: float
+    held: float | None = None
 
     @property
     def kept(self) -> float:
         """Bytes in the store, once there are as many versions as are kept."""
-        return self.stored * self.habit.keep
+        return self.stored * self.habit.keep if self.held is None else self.held
 
     @property
     def written(self) -> float:

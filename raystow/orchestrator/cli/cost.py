@@ -11,6 +11,7 @@ from ...storage.errors import NotFound
 from .bill import DAYS, Bill, Habit, Prices, break_even
 from .present import billed, count, emit, out, price, table
 from .quantities import duration, nbytes, stored_ratio
+from .savings import Saving, savings
 from .target import Json, open_target
 
 _STALLS = (
@@ -29,7 +30,8 @@ def cost(
         float, typer.Option(parser=duration, metavar="TIME", help="From one save to the next: 30m.", show_default=False)
     ],
     uri: Annotated[
-        str | None, typer.Argument(help="A repository: state and ratio are those of its newest version.", show_default=False)
+        str | None,
+        typer.Argument(help="A repository: state, ratio and what is kept come from its versions.", show_default=False),
     ] = None,
     state: Annotated[
         int | None, typer.Option(parser=nbytes, metavar="SIZE", help="Bytes of a version before compression: 782GB.")
@@ -72,12 +74,20 @@ def cost(
         what = f"a save takes {max(stalls):,.1f} s, and the next one begins after {every:,.0f} s"
         raise typer.BadParameter(f"{what}: save less often (--every)")
     habit, prices = Habit(gpus, every, keep or said.get("keep") or 1), Prices(gpu_price, store_price)
-    plain, coded = Bill(habit, prices, raw, stalls[0]), Bill(habit, prices, raw * part, stalls[1])
+    held = said.get("held") if state is None and ratio is None and keep is None else None
+    plain, coded = Bill(habit, prices, raw, stalls[0]), Bill(habit, prices, raw * part, stalls[1], held)
     assumed = _assumptions(plain, part, how, said.get("spared"))
+    found: list[Saving] = said.get("savings", [])
     if json:
-        emit({"uri": said.get("uri"), "version": said.get("version"), "ratio": round(part, 4), **_facts(plain, coded, assumed)})
+        facts = {"uri": said.get("uri"), "version": said.get("version"), "ratio": round(part, 4)}
+        emit({**facts, **_facts(plain, coded, assumed), "savings": [vars(saving) for saving in found]})
         return
     _tell(plain, coded)
+    if found:
+        out.print()
+        out.print("in it", style="dim")
+    for saving in found:
+        out.print(f"- {saving.technique}: {saving.told}")
     out.print()
     out.print("assumed", style="dim")
     for line in assumed:
@@ -85,14 +95,25 @@ def cost(
 
 
 def _read(uri: str) -> dict[str, Any]:
-    """What the root tells of the newest version, and its manifest, if not every bit was kept."""
+    """What the root tells of the versions, and the manifest of the newest one."""
     target = open_target(uri)
-    newest = target.version("latest")
+    newest, entries = target.version("latest"), target.root.versions
     if not newest.raw:
         raise NotFound(f"version {newest.id} holds no bytes", subject=target.repository.uri, remedy="say --state and --ratio")
     spared = sum(one.spared for one in newest.rounded().values()) if newest.record.lossy else None
-    facts = {"uri": target.repository.uri, "version": newest.id, "state": newest.raw, "ratio": newest.bytes / newest.raw}
-    return {**facts, "keep": len(target.versions()), "spared": spared}
+    full = [entry for entry in entries if entry.resumable] or entries
+    ratio = sum(entry.stored for entry in full) / sum(entry.raw for entry in full)
+    derived = sum(row.nbytes for rows in newest.chunks.values() for row in rows if row.derivation is not None)
+    return {
+        "uri": target.repository.uri,
+        "version": newest.id,
+        "state": newest.raw,
+        "ratio": ratio,
+        "keep": len(entries),
+        "held": sum(entry.stored for entry in entries),
+        "savings": savings(entries, derived),
+        "spared": spared,
+    }
 
 
 def _stalls(

@@ -1,0 +1,60 @@
+"""What each way to store less has saved in a repository, what it costs, and when to do without. Plain arithmetic."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from ...storage.format.root import Entry
+from ...storage.retention.freeing import estimate
+from .present import billed, count
+
+_PAYS = 0.95  # of what a whole version takes, at most: a restore reads that as well
+
+
+@dataclass(frozen=True)
+class Saving:
+    """``stored``: bytes of all that a technique was used for, ``instead``: what they would take without it, about. ``told``: what
+    it was used for, what it costs, and when to turn it off."""
+
+    technique: str
+    stored: int
+    instead: int
+    told: str
+
+
+def savings(entries: Sequence[Entry], derived: int) -> list[Saving]:
+    """Of the versions of a repository; ``derived``: bytes of the newest that follow from others of its bytes."""
+    return [
+        *([_derived(derived, entries[-1].raw)] if derived else []),
+        *_differences(entries),
+        *_thinned(entries),
+    ]
+
+
+def _derived(derived: int, raw: int) -> Saving:
+    what = f"{billed(derived)} of the newest version's {billed(raw)} follow from the rest, and take nothing"
+    return Saving("derived", 0, derived, f"{what}; it costs a comparison of digests, and there is nothing to turn off")
+
+
+def _differences(entries: Sequence[Entry]) -> list[Saving]:
+    whole = {entry.id: entry for entry in entries}
+    pairs = [(entry, whole[entry.bases[0]]) for entry in entries if entry.bases and entry.bases[0] in whole]
+    if not pairs:
+        return []
+    stored, instead = sum(entry.stored for entry, _ in pairs), sum(estimate(entry, base) for entry, base in pairs)
+    reads = sum(entry.stored + base.stored for entry, base in pairs) / max(1, sum(base.stored for _, base in pairs))
+    what = f"{count(len(pairs), 'difference')} between versions, of {billed(stored)} instead of about {billed(instead)}"
+    if stored > _PAYS * instead:
+        return [Saving("delta", stored, instead, f"{what}: they do not pay here, leave out `delta=`")]
+    cost = f"a restore of one reads {reads:.2f} times as much as of a whole version; where that is too long, leave out `delta=`"
+    return [Saving("delta", stored, instead, f"{what}; {cost}")]
+
+
+def _thinned(entries: Sequence[Entry]) -> list[Saving]:
+    thin, full = [entry for entry in entries if not entry.resumable], [entry for entry in entries if entry.resumable]
+    if not thin or not full:
+        return []
+    stored, instead = sum(entry.stored for entry in thin), len(thin) * sum(entry.stored for entry in full) // len(full)
+    what = f"{count(len(thin), 'thinned version')}, of {billed(stored)} instead of about {billed(instead)}"
+    return [Saving("thinning", stored, instead, f"{what}; nothing resumes from them: to keep that, prune without `--resumable`")]
