@@ -58,16 +58,16 @@ class Checkpointer:
     such as ``{"exp_avg": MantissaBits(5)}``; see ``docs/compression.md``. None: every bit is kept.
     ``timeout``: seconds after which a save that is not durable is given up, and the longest that ``fence`` waits.
     ``max_in_flight``: saves that may be under way; one more makes ``save`` wait for the oldest. ``retention``: what to keep; the
-    coordinator applies it after each save, and deletes what was dropped more than an hour ago. None keeps every version.
-    ``keep_in_memory``: bytes of the node's memory, not of each rank's, in which it keeps its part of the newest version to
-    restore from; by default a quarter of the memory. What does not fit is not kept. ``replicas``: how many other nodes keep a
-    copy of that in their memory (nodes with another label ``zone`` where there are such), sent at no more than ``replica_rate``
-    bytes per second for each node.
-    ``delta``: how many versions in a row may be stored as differences to one that is whole, chunk by chunk where that is smaller
-    and the whole one is in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it; None: all are
-    whole. What a GPU codes is whole in any case.
-    ``on_failure``: "warn": a failed save is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or
-    ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None: never.
+    coordinator applies it after each save, deletes what was dropped more than an hour ago, and writes differences whole whose
+    base nothing else needs, where that takes less. None keeps every version. ``keep_in_memory``: bytes of the node's memory, not
+    of each rank's, in which it keeps its part of the newest version to restore from; by default a quarter of the memory. What
+    does not fit is not kept. ``replicas``: how many other nodes keep a copy of that in their memory (nodes with another label
+    ``zone`` where there are such), sent at no more than ``replica_rate`` bytes per second for each node. ``delta``: how many
+    versions in a row may be stored as differences to one that is whole, chunk by chunk where that is smaller and the whole one is
+    in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it; None: all are whole. What a GPU codes
+    is whole in any case. ``on_failure``: "warn": a failed save is counted in ``failures``, logged, and nothing else; "raise": the
+    next ``save`` or ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None:
+    never.
     """
 
     def __init__(

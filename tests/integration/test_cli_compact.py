@@ -10,11 +10,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import torch.distributed.checkpoint as dcp
 from local_cluster import LocalCluster
 from schemas import check
 from test_delta_saves import same, training
 from typer.testing import CliRunner, Result
 
+from raystow.dcp import Reader
 from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer
@@ -111,6 +114,27 @@ def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> 
     assert "keep is the newest" in " ".join(run("compact", folder).stdout.split()), "and nothing else is asked about"
     assert whole(repository)
     run("compact", folder, "--version", 99, code=2)
+
+
+def test_of_a_history_of_differences_old_versions_keep_their_weights_and_dcp_loads_them(folder: Path) -> None:
+    """Thinned at first, written whole the next time; torch's DCP reads what is left either way."""
+    repository = open_repository(str(folder))
+    rules = ("prune", folder, "--keep-every", 3, "--resumable", 1, "--compact")
+    repository.unpin("good")
+    first, second = run_json(*rules), run_json(*rules)
+    assert (first["thinned"], first["compacted"], first["dropped"]) == ([1, 3], [], [2, 4, 5])
+    assert "base of version 3: version 3 is thinned first" in first["versions"][0]["rules"]
+    assert (second["thinned"], second["compacted"], second["dropped"]) == ([], [3], [1])
+    assert {entry.id: (entry.bases, entry.resumable) for entry in repository.root().versions} == {
+        3: ((), False),
+        6: ((), True),
+        7: ((6,), True),
+    }
+    for version in repository.versions():
+        repository.verify(version)
+        into = {"model": {"w": torch.zeros(600, 500, dtype=torch.bfloat16)}}
+        dcp.load(into, storage_reader=Reader(str(folder), version=version.id), no_dist=True)
+        assert torch.equal(into["model"]["w"], STATES[version.step]["model"]["w"])
 
 
 def test_a_damaged_base_is_told_and_its_differences_stay(folder: Path) -> None:

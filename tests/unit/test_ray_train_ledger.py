@@ -8,9 +8,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pyarrow.fs
 import pytest
-from handmade import empty_record
+from handmade import empty_record, whole
+from handmade import write as write_version
 
 from raystow import Policy, ray_train
 from raystow.orchestrator.integrations.ray_train.ledger import Ledger
@@ -251,6 +253,22 @@ def test_the_thread_does_both(repository: Repository, train: Train, commit: Any)
 
 
 # Pointers
+
+
+def test_what_was_written_anew_is_the_same_version(repository: Repository, train: Train) -> None:
+    committer, ledger = Committer(repository, "me"), new_process(repository, train)
+    words = np.random.default_rng(0).integers(0, 1 << 30, (1, 20000), np.int32)
+    for i in range(4):
+        write_version(committer, {"w": whole(words + i)}, base=(1, {"w": words}) if i else None)
+    ledger.look()
+    train.hear(ledger)
+    second = repository.version(2).entry
+    (anew,) = repository.plan_compaction([2]).execute()
+    assert (anew.attempt != second.attempt, anew.origin) == (True, second.attempt)
+    ledger.tidy()
+    assert live(repository) == [1, 2, 3, 4]
+    assert ray_train.version_of(train.checkpoint(second)).entry == anew
+    assert train.hear(new_process(repository, train)) == []
 
 
 def test_a_pointer_leads_to_its_version(repository: Repository, train: Train, commit: Any, tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...storage.retention.freeing import estimate
 from .present import age, count, emit, moment, out, printable, ratio_text, size, table
 from .summary import summary
 from .target import LATEST, Json, Target, Uri, Which, open_target
@@ -50,7 +51,7 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio_text(version.bytes, version.raw)})"),
         ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
         ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
-        ("needs", ", ".join(f"version {id}" for id in facts["bases"])),
+        ("needs", _needs(target, version)),
         ("thinned", _thinned(version)),
         *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
         *(("lossy", text) for text in _lossy(facts)),
@@ -59,6 +60,14 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
         ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),
     ]
     return [(name, text) for name, text in lines if text]
+
+
+def _needs(target: Target, version: Version) -> str:
+    """What it is a difference to, and what it would take by itself, where the root has that."""
+    bases = {entry.id: entry for entry in target.root.versions if entry.id in version.entry.bases}
+    whole = max((estimate(version.entry, base) for base in bases.values()), default=0)
+    told = ", ".join(f"version {id}" for id in version.entry.bases)
+    return f"{told} (by itself it would take about {size(whole)})" if whole else told
 
 
 def _thinned(version: Version) -> str:

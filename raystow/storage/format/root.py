@@ -28,7 +28,8 @@ class Entry:
 
     ``step``, ``created`` (seconds since 1970), ``raw`` and ``stored`` (bytes) are repeated here so that a listing needs one read;
     ``bases``, the ids of the versions that it cannot be read without, so that none of them is dropped before it; and the
-    ``groups`` that a thinned version still holds, none of one that holds all that was saved.
+    ``groups`` that a thinned version still holds, none of one that holds all that was saved. ``saved``: the attempt that it was
+    when it was saved, if it was written anew since.
     """
 
     id: int
@@ -41,6 +42,12 @@ class Entry:
     stored: int
     bases: tuple[int, ...] = ()
     groups: tuple[str, ...] = ()
+    saved: str = ""
+
+    @property
+    def origin(self) -> str:
+        """The attempt that it was when it was saved: with the id, a name that stays, and that no other version has."""
+        return self.saved or self.attempt
 
     @property
     def resumable(self) -> bool:
@@ -86,7 +93,7 @@ class Root:
 
     def dump(self) -> bytes:
         """The bytes of ``root.json``."""
-        versions = [{name: value for name, value in vars(entry).items() if value != ()} for entry in self.versions]
+        versions = [{name: value for name, value in vars(entry).items() if value not in ((), "")} for entry in self.versions]
         parts = {
             "versions": versions,
             "dropped": [vars(d) for d in self.dropped],
@@ -114,6 +121,7 @@ class Root:
                 stored=get("stored", int, entry),
                 bases=records.ids(entry, "bases", keys.ROOT) if "bases" in entry else (),
                 groups=records.texts(entry, "groups", keys.ROOT) if "groups" in entry else (),
+                saved=get("saved", str, entry) if "saved" in entry else "",
             )
             for entry in _objects(fields, "versions")
         )

@@ -98,7 +98,7 @@ class VersionRecord:
     ``coding``: which codec tensors on GPUs were coded with, and whether it was to be a difference, each with why.
     ``restores``: what the run has restored since its version before. ``lossy``: which tensors were to be rounded before they were
     stored, and how. For people, as are ``writer``, ``coding`` and the stalls. ``thinned``: what became of the version since it
-    was saved."""
+    was saved. ``saved``: see ``Entry``."""
 
     repository: str
     id: int
@@ -115,6 +115,7 @@ class VersionRecord:
     restores: tuple[RestoreInfo, ...] = ()
     lossy: dict[str, str] = field(default_factory=dict)
     thinned: Thinned | None = None
+    saved: str = ""
 
     @property
     def stall(self) -> float | None:
@@ -153,8 +154,9 @@ class VersionRecord:
             "restores": [vars(r) for r in self.restores],
         }
         fields = {**vars(self), "metrics": {name: values.encode(value) for name, value in self.metrics.items()}, **parts}
-        thinned = fields.pop("thinned")
-        return records.dump(fields if thinned is None else {**fields, "thinned": vars(thinned)}, self.key())
+        thinned, saved = fields.pop("thinned"), fields.pop("saved")
+        since = ({} if thinned is None else {"thinned": vars(thinned)}) | ({"saved": saved} if saved else {})
+        return records.dump({**fields, **since}, self.key())
 
     @staticmethod
     def load(data: bytes, key: str) -> VersionRecord:
@@ -210,6 +212,7 @@ class VersionRecord:
             packs=packs,
             restores=restores,
             thinned=_thinned(get("thinned", dict), key) if "thinned" in fields else None,
+            saved=get("saved", str) if "saved" in fields else "",
         )
 
     def entry(self, digest: bytes, size: int) -> Entry:
@@ -225,6 +228,7 @@ class VersionRecord:
             stored=self.stored,
             bases=self.bases,
             groups=self.thinned.groups if self.thinned is not None else (),
+            saved=self.saved,
         )
 
     def key(self) -> str:

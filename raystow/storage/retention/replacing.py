@@ -71,7 +71,8 @@ class Replacement(abc.ABC):
         with repository.lease(old):
             fragments, packs = self.rewriting.execute(note.attempt, progress)
         now = store_clock.now(repository.store, repository.clock)
-        record = self._changed(replace(old.record, attempt=note.attempt, fragments=fragments, packs=packs), now)
+        record = replace(old.record, attempt=note.attempt, saved=old.entry.origin, fragments=fragments, packs=packs)
+        record = self._changed(record, now)
         new, _ = put_record(repository.store, record, self.signer)
         if (old.id, old.attempt) in leases.held(repository.store, now) or not self._swapped(note, new, now, check):
             return None

@@ -31,6 +31,7 @@ def test_the_weights_keep_every_bit_and_the_rest_goes(repository: Repository, co
     assert after.record == replace(
         record,
         attempt=after.attempt,
+        saved=before.attempt,
         fragments=after.record.fragments,
         packs=after.record.packs,
         thinned=after.record.thinned,

@@ -96,7 +96,7 @@ class Ledger:
         if self._told is None:
             listed = self._listed(10.0)
             for entry in root.versions:  # pinned already, unless the root was repaired or somebody took the pin off
-                if (entry.id, entry.attempt) in listed and _pin(self._run, entry.id) not in root.pins:
+                if (entry.id, entry.origin) in listed and _pin(self._run, entry.id) not in root.pins:
                     self._repository.pin(self._repository.at(entry), _pin(self._run, entry.id))
             self._told = _known(root, self._run, listed)
         for entry in root.versions:
@@ -121,7 +121,7 @@ def drop_unlisted(repository: Repository, run: str, listed: Collection[Identity]
     it may not have heard of yet. What is pinned otherwise, leased, or verified last stays until it is not."""
     root = repository.root()
     newest = _newest(root, listed)
-    pins = {_pin(run, e.id) for e in root.versions if e.id < newest and (e.id, e.attempt) not in listed} & root.pins.keys()
+    pins = {_pin(run, e.id) for e in root.versions if e.id < newest and (e.id, e.origin) not in listed} & root.pins.keys()
     if not pins:
         return
     for entry in repository.plan_release(pins).execute():
@@ -138,7 +138,7 @@ def _known(root: Root, run: str, listed: Collection[Identity]) -> int:
 
 
 def _newest(root: Root, listed: Collection[Identity]) -> int:
-    return max((entry.id for entry in root.versions if (entry.id, entry.attempt) in listed), default=0)
+    return max((entry.id for entry in root.versions if (entry.id, entry.origin) in listed), default=0)
 
 
 def _pin(run: str, id: int) -> str:

@@ -21,7 +21,7 @@ from ...placement import placement
 from ...restore import restore as restore_version
 
 Identity = tuple[int, str]
-"""A version's id and the attempt that it was: no two versions have the same, in whatever repository."""
+"""A version's id and the attempt that it was when it was saved: no two versions have the same, in whatever repository."""
 
 FILE = "pointer.json"
 _FOLDER = re.compile(r"raystow-(\d{8,})-([0-9a-f]+)")
@@ -37,7 +37,7 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True)
 class Pointer:
-    """``uri``, ``repository``: where the version is, and that repository's id. ``version``: its id."""
+    """``uri``, ``repository``: where the version is, and that repository's id. ``version``, ``attempt``: its ``Identity``."""
 
     uri: str
     repository: str
@@ -64,7 +64,7 @@ class Pointer:
 
 def folder(entry: Entry) -> str:
     """The name of a version's pointer among the checkpoints of a run."""
-    return f"raystow-{entry.id:08d}-{entry.attempt}"
+    return f"raystow-{entry.id:08d}-{entry.origin}"
 
 
 def identity(path: str) -> Identity | None:
@@ -75,7 +75,7 @@ def identity(path: str) -> Identity | None:
 
 def write(repository: Repository, entry: Entry, filesystem: Any, path: str) -> None:
     """Make the pointer to a version in the folder ``path`` of a pyarrow file system. Raises ``OSError``."""
-    pointer = Pointer(repository.uri, repository.id, entry.id, entry.attempt, entry.step)
+    pointer = Pointer(repository.uri, repository.id, entry.id, entry.origin, entry.step)
     filesystem.create_dir(path)
     with filesystem.open_output_stream(f"{path}/{FILE}") as stream:
         stream.write(pointer.dump())
@@ -133,7 +133,7 @@ def _find(checkpoint: Checkpoint, uri: str | os.PathLike[str] | None) -> tuple[R
         raise NotFound(what, subject=repository.uri, remedy="pass uri= if that one was moved")
     versions = repository.versions()
     for version in versions:
-        if (version.id, version.attempt) == (pointer.version, pointer.attempt):
+        if (version.id, version.entry.origin) == (pointer.version, pointer.attempt):
             return repository, version
     there = ", ".join(str(version.id) for version in versions[-10:]) or "none"
     what = f"version {pointer.version} (step {pointer.step}) is not there any more: retention or somebody has dropped it"
