@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Protocol
 
+from ..storage.bases import Bases
 from ..storage.errors import Damaged, NotFound, RaystowError
 from ..storage.format import keys
 from ..storage.format.root import Entry
@@ -125,7 +126,10 @@ class Together:
             self._log.warning("restoring past the node worker, from the store: %s", error, extra=said)
             return self._repository.at(entry)
         choices = (self._choice, *self._choice.needed)
-        version = self._repository.at(entry, store=self._borrowing, beside=[choice.entry for choice in choices[1:]])
+        version = self._repository.at(entry, store=self._borrowing)
+        needed = {choice.entry.id: self._repository.at(choice.entry, store=self._borrowing) for choice in choices[1:]}
+        # Mostly without asking the root.
+        version.bases = Bases(version, lambda base: needed.get(base) or version.sibling(base))
         self._borrowing.given = {_record_key(choice.entry): choice.record for choice in choices if choice.record}
         records = {version.record_key: Place(entry.size)}
         self._borrowing.place = records.get  # else once for all ranks of the node

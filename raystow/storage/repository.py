@@ -68,17 +68,18 @@ class Repository:
 
     def versions(self) -> list[Version]:
         """Every committed version, oldest first. One read."""
-        return [self.at(entry) for entry in self.root().versions]
+        entries = self.root().versions
+        return [self.at(entry, beside=entries) for entry in entries]
 
     def at(self, entry: Entry, *, store: ObjectStore | None = None, beside: Sequence[Entry] = ()) -> Version:
-        """The version that an entry of the root names; read through another ``store``, if one is given. ``beside``: others, for
-        which the root need not be asked."""
+        """The version that an entry of the root names; read through another ``store``, if one is given. ``beside``: see
+        ``Version``."""
         return Version(store or self.store, entry, self.id, self.trust, beside)
 
     def latest(self) -> Version | None:
         """The newest version, or None if there is none yet."""
         entries = self.root().versions
-        return self.at(entries[-1]) if entries else None
+        return self.at(entries[-1], beside=entries) if entries else None
 
     def version(self, id: int) -> Version:
         """The version with this id."""
@@ -264,7 +265,7 @@ def latest_version(uri: str, *, trusted_keys: str | os.PathLike[str] | None = No
     except (NotFound, Damaged):
         return open_repository(uri, trusted_keys=trusted_keys).latest()
     trust = _TrustOfMarker(uri=store.uri, trusted_keys=trusted_keys)
-    return Version(store, root.versions[-1], root.repository, trust) if root.versions else None
+    return Version(store, root.versions[-1], root.repository, trust, root.versions) if root.versions else None
 
 
 @dataclass(frozen=True, kw_only=True)

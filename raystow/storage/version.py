@@ -49,7 +49,7 @@ class Version:
     """One committed version. Immutable; its manifest is read, and checked against the root's digest, when first needed.
 
     ``trust``: who must have signed it; by default whom this process's environment trusts when the record is read. ``beside``:
-    other versions, where the root has them: what this one is a difference to is looked for there first.
+    those that the root had when this one was found there: what it is a difference to can be read until it is collected.
     """
 
     def __init__(
@@ -122,15 +122,14 @@ class Version:
     @functools.cached_property
     def bases(self) -> Bases:
         """The versions that chunks of this one are differences to."""
-        return Bases(self, self._sibling)
+        return Bases(self, self.sibling)
 
-    def _sibling(self, id: int) -> Version | None:
-        """Another version of the repository, where the root says that it lies."""
-        entries = self._beside
-        if all(entry.id != id for entry in entries):
-            entries = Register(self._store, SYSTEM, repository=self._repository).read().versions
-        found = (entry for entry in entries if entry.id == id)
-        return next((Version(self._store, entry, self._repository, self._trust, self._beside) for entry in found), None)
+    def sibling(self, id: int) -> Version | None:
+        """Another version of the repository, where the root says that it lies now; or lay when this one was found, if it was
+        dropped since."""
+        entries = Register(self._store, SYSTEM, repository=self._repository).read().versions
+        found = (entry for entry in (*entries, *self._beside) if entry.id == id)
+        return next((Version(self._store, entry, self._repository, self._trust) for entry in found), None)
 
     def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
         """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand."""

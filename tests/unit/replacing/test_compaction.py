@@ -55,6 +55,19 @@ def test_it_is_whole_with_every_bit_and_what_it_needed_can_go(repository: Reposi
     assert repository.plan_compaction().entries == ()
 
 
+def test_who_had_found_it_before_reads_it_until_it_is_collected(repository: Repository, clock: FakeClock) -> None:
+    arrays = star(Committer(repository, "me"))
+    found = repository.version(2), repository.version(2)
+    assert compact(repository, 2)
+    assert compact(repository, 3)
+    repository.plan_retention(Policy(keep_last=3)).execute()
+    assert bases(repository) == [(), (), ()]
+    assert as_it_was(found[0], arrays)
+    collect(repository, clock)
+    with pytest.raises(Damaged):
+        bits(found[1])
+
+
 def test_what_others_are_differences_to_may_be_a_difference_itself(repository: Repository) -> None:
     """raystow does not write that; the format allows it."""
     import numpy as np
