@@ -67,6 +67,13 @@ def test_what_must_stay_as_it_is_keeps_its_base() -> None:
     assert "version 3 is thinned first" in told(Policy(keep_every=400, resumable=1))[1]
 
 
+def test_what_goes_soon_is_not_worth_it() -> None:
+    row = [entry(1), entry(2, 1), entry(3, 1), entry(4)]
+    kept = told(Policy(keep_last=2), entries=row)
+    assert kept[1] == "keep: base of version 3: version 3 is kept as one of the last 2 only"
+    assert told(Policy(keep_last=2, keep_every=300), entries=[*row, entry(5)])[1].startswith("drop: ")
+
+
 def test_of_a_chain_the_last_is_written_whole_and_all_before_it_go() -> None:
     chain = [entry(1), entry(2, 1), entry(3, 2), entry(4)]
     decisions = decided(Policy(keep_last=1), chain, {"best": 3})

@@ -150,7 +150,9 @@ def plan(
         for entry in entries
     }
     if compact:
-        stay = as_it_is(entries, verified, leased) | dict.fromkeys(thin, "is thinned first")
+        last = f"last {policy.keep_last}"
+        stay = {id: f"is kept as one of the {last} only" for id, rules in kept.items() if rules == [last]}  # and goes soon
+        stay |= as_it_is(entries, verified, leased) | dict.fromkeys(thin, "is thinned first")
         for freeing in freeings(entries, ruled, ruled | users.keys(), stay):
             decisions |= _freed(freeing, decisions)
     return tuple(decisions.values())
