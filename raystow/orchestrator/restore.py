@@ -162,17 +162,9 @@ def _convert(raw: Any, saved: str, target: Any) -> None:
 
 
 def fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: Progress) -> None:
-    """Fill tensors of a GPU by decoding there; without nvCOMP, and those that are differences to another version, one by one
-    through host memory."""
+    """Fill tensors of a GPU by decoding there; without nvCOMP one by one through host memory."""
     import torch
 
-    whole, differences = list[Request](), list[Request]()
-    for request in requests:
-        (whole if all(chunk.coding.base is None for chunk in request.chunks) else differences).append(request)
-    if differences:
-        what = "%d tensors of %d are differences to another version, and decoded on the CPU"
-        logger.info(what, len(differences), len(requests))
-        _fill_through_host(reader, differences, progress)
     try:
         from ..workers.cuda.decoder import Decoder
         from ..workers.cuda.nvcomp import version
@@ -180,11 +172,11 @@ def fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: 
         version()
     except (ImportError, Unsupported) as error:
         logger.warning("decoding on the CPU, at a tenth of the speed: %s", error)
-        _fill_through_host(reader, whole, progress)
+        _fill_through_host(reader, requests, progress)
         return
     decoder = Decoder(torch.device("cuda", device))
     try:
-        decoder.fill(reader, whole, progress)
+        decoder.fill(reader, requests, progress)
     finally:
         decoder.close()
 

@@ -109,6 +109,15 @@ class Run:
             what = f"tensor {chunk.name!r}, bytes {chunk.start} + {chunk.coding.size}: {error.what}"
             raise type(error)(what, subject=self.key, remedy=error.remedy) from error
 
+    @contextlib.contextmanager
+    def needing(self, piece: Piece) -> Iterator[None]:
+        """Let errors of what a piece is a difference to say who needs it."""
+        try:
+            yield
+        except (Damaged, Unsupported) as error:
+            what = f"{error.what}; {piece.chunk.name!r} of version {self.version} is a difference to it"
+            raise type(error)(what, subject=error.subject, remedy=error.remedy) from error
+
 
 class Reader:
     """Reads from the packs of one version. ``base``: what must be fetched of another one for a chunk that is a difference.
@@ -247,12 +256,9 @@ class Reader:
         """What a piece's words are differences to, if they are; errors name what is damaged, and say who needs it."""
         if piece.base is None:
             return None
-        try:
+        with run.needing(piece):
             ((_, raw),) = self.elements(piece.base)
-            return raw
-        except (Damaged, Unsupported) as error:
-            what = f"{error.what}; {piece.chunk.name!r} of version {run.version} is a difference to it"
-            raise type(error)(what, subject=error.subject, remedy=error.remedy) from error
+        return raw
 
 
 def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:

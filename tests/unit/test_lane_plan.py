@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import torch
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk
@@ -23,27 +24,31 @@ def chunk(number: int, nbytes: int, stored: int) -> Chunk:
 
 def run_of(*chunks: Chunk) -> Run:
     last = chunks[-1]
-    return Run("key", chunks[0].start, last.start + last.coding.size - chunks[0].start, tuple(map(Piece, chunks)))
+    pieces = tuple(Piece(one, target=torch.empty(0), direct=True) for one in chunks)
+    return Run("key", chunks[0].start, last.start + last.coding.size - chunks[0].start, pieces)
 
 
 def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
     run = run_of(*(chunk(i, 16 * MIB, 2 * MIB) for i in range(8)))
-    assert not lane_plan.fits(run)
-    parts = list(lane_plan.parts(run))
-    assert all(map(lane_plan.fits, parts))
+    found = list(lane_plan.parts(run))
+    assert all(needs is not None and needs.within(lane_plan.ROOM) for _, needs in found)
+    parts = [part for part, _ in found]
     assert [piece for part in parts for piece in part.pieces] == list(run.pieces)
     assert [(part.start, part.length) for part in parts] == [
         (part.pieces[0].chunk.start, sum(piece.chunk.coding.size for piece in part.pieces)) for part in parts
     ]
     assert len(parts) < 8, "not one by one"
-    assert sum(len(batch.runs) for batch in lane_plan.batches(parts)) == len(parts)
+    plans, others = lane_plan.plan([run])
+    assert [fetch.run for plan in plans for fetch in plan.fetches] == parts
+    assert not others
 
 
 def test_a_run_that_fits_stays_whole_and_a_chunk_that_never_will_is_left_for_the_host() -> None:
     small, huge = run_of(chunk(0, 16 * MIB, 2 * MIB), chunk(1, 16 * MIB, 2 * MIB)), run_of(chunk(0, 256 * MIB, 2 * MIB))
-    assert list(lane_plan.parts(small)) == [small]
-    assert list(lane_plan.parts(huge)) == [huge]
-    assert not lane_plan.fits(huge)
+    assert [part for part, _ in lane_plan.parts(small)] == [small]
+    (plan,), others = lane_plan.plan([huge, small])
+    assert [fetch.run for fetch in plan.fetches] == [small]
+    assert others == [huge]
 
 
 def test_streams_lie_one_behind_the_other_plane_by_plane() -> None:

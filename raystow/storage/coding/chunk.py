@@ -13,6 +13,7 @@ import itertools
 import threading
 import zlib
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
@@ -157,8 +158,7 @@ def _entropy(sample: Bytes) -> float:
     return float(-(p * np.log2(p)).sum() + (p.size - 1) / (2 * sample.size * np.log(2)))
 
 
-@dataclass(frozen=True)
-class Plane:
+class Plane(NamedTuple):
     """Where one plane of a chunk lies in its stored bytes, and the sizes of its streams."""
 
     number: int

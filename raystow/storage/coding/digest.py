@@ -25,7 +25,7 @@ _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
 
 
-def _mix(x: int) -> int:
+def _mix(x: Any) -> Any:
     """The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
     x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
     x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
@@ -35,7 +35,7 @@ def _mix(x: int) -> int:
 @functools.lru_cache(maxsize=65536)
 def _key(i: int) -> int:
     """The odd multiplier of word ``i``: odd, so that a change in a single word always changes the sum."""
-    return _mix(((i + 1) * _GOLDEN) & _MASK) | 1
+    return int(_mix(((i + 1) * _GOLDEN) & _MASK)) | 1
 
 
 WORD_KEYS = np.array([_key(i) for i in range(BLOCK)], dtype=np.uint64)
@@ -47,8 +47,8 @@ def block_key(block: int) -> int:
     return _key((1 << 32) + block)
 
 
-def finish(total: int, nbytes: int) -> int:
-    """The digest of ``nbytes`` bytes whose weighted words add up to ``total`` modulo 2**64."""
+def finish(total: Any, nbytes: Any) -> Any:
+    """The digest of ``nbytes`` bytes whose weighted words add up to ``total`` modulo 2**64; or several, as arrays of uint64."""
     return _mix((total & _MASK) ^ ((nbytes * _GOLDEN) & _MASK))
 
 
@@ -67,7 +67,7 @@ def raw_digest(raw: Bytes) -> int:
     if whole < raw.size:  # the padded last word, in whichever block it falls
         last, block = int.from_bytes(raw[whole:].tobytes(), "little"), words.size // BLOCK
         total += last * _key(words.size % BLOCK) * block_key(block)
-    return finish(total, raw.size)
+    return int(finish(total, raw.size))
 
 
 def stored_digest(*parts: Any) -> bytes:

@@ -16,10 +16,14 @@ def overlap(a: Box, b: Box) -> Box | None:
     """What two boxes share, or None if that is no element."""
     if a == b:  # as most are: nothing to work out
         return None if 0 in a[1] else a
-    lows = tuple(max(x, y) for x, y in zip(a[0], b[0], strict=True))
-    highs = (min(x + n, y + m) for x, n, y, m in zip(*a, *b, strict=True))
-    sizes = tuple(high - low for low, high in zip(lows, highs, strict=True))
-    return None if min(sizes, default=1) <= 0 else (lows, sizes)
+    lows, sizes = list[int](), list[int]()
+    for x, n, y, m in zip(*a, *b, strict=True):
+        low, high = max(x, y), min(x + n, y + m)
+        if high <= low:
+            return None
+        lows.append(low)
+        sizes.append(high - low)
+    return tuple(lows), tuple(sizes)
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
@@ -44,7 +48,7 @@ def tile(boxes: Sequence[Box], whole: Box) -> bool:
     boxes for it, as the numbers are digests of all boxes. So the time is a multiple of the number of boxes, however they lie; to
     compare them with each other would take hours for a hostile manifest.
     """
-    if len(boxes) == 1 and boxes[0] == whole:
+    if _in_a_row(boxes, whole):
         return True
     seed = stored_digest(repr((whole, *boxes)).encode())
     numbers: list[dict[int, int]] = [{} for _ in whole[0]]
@@ -62,3 +66,14 @@ def tile(boxes: Sequence[Box], whole: Box) -> bool:
         return product
 
     return sum(map(count, boxes)) % _PRIME == count(whole)
+
+
+def _in_a_row(boxes: Sequence[Box], whole: Box) -> bool:
+    """Whether each box begins where the one before ends, along the first axis; so raystow cuts tensors, and it is soon seen."""
+    at, end = whole[0][:1], whole[0][:1]
+    rest = whole[0][1:], whole[1][1:]
+    for offset, extent in boxes:
+        if offset[:1] != end or (offset[1:], extent[1:]) != rest:
+            return False
+        end = (offset[0] + extent[0],) if offset else ()
+    return bool(boxes) and end == tuple(low + size for low, size in zip(at, whole[1], strict=False))

@@ -182,20 +182,18 @@ def _tree(table, values, others, digests, LANES: tl.constexpr, LEAF: tl.constexp
     tl.store(digests + tl.program_id(0) * 8 + word, tl.load(source + word))
 
 
-def stored_digests(table: torch.Tensor, sizes: Sequence[int]) -> torch.Tensor:
-    """The digests of ranges of device memory, on the current stream: int32 [ranges, 8], whose bytes are the digests'.
+def stored_digests(table: torch.Tensor, sizes: Sequence[int], digests: torch.Tensor) -> None:
+    """The digests of ranges of device memory, on the current stream, into ``digests`` (int32, 8 for each range).
 
     ``table``: what ``table_of`` gives, on the device; ``sizes``: at least 1 each. Up to ``PAST`` bytes behind each range must be
     readable.
     """
     if not sizes:
-        return torch.empty((0, 8), dtype=torch.int32, device=table.device)
+        return
     leaves = sum(-(-size // LEAF) for size in sizes)
     values, others = (torch.empty((leaves, 8), dtype=torch.uint32, device=table.device) for _ in range(2))
-    digests = torch.empty((len(sizes), 8), dtype=torch.uint32, device=table.device)
     _leaves[(triton.cdiv(max(sizes), LEAF * _LANES), len(sizes))](table, values, LANES=_LANES, LEAF=LEAF)
-    _tree[(len(sizes),)](table, values, others, digests, LANES=_LANES, LEAF=LEAF)
-    return digests.view(torch.int32)
+    _tree[(len(sizes),)](table, values, others, digests.view(torch.uint32), LANES=_LANES, LEAF=LEAF)
 
 
 def table_of(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

@@ -3,72 +3,107 @@
 Threads fetch the bytes of a *lane* into pinned memory. They go up, and their digests are taken: only what was written reaches a
 decoder, since nvCOMP may do anything on bytes that were not. Then the lane's kernels are enqueued, while other lanes are filled.
 No raw tensor is ever whole in host memory.
+
+The thread that launches is what limits it: it shares the interpreter's lock with those that fetch, and lets go of it in every
+operation of torch. So what some lanes will do is worked out at once, and goes up by one copy.
 """
 
 from __future__ import annotations
 
 import functools
 import itertools
-from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+import logging
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
 
-from ...storage.coding import chunk as chunks
-from ...storage.coding.digest import finish
 from ...storage.errors import Damaged
-from ...storage.object_store import Buffer
 from ...storage.reader import Piece, Reader, Request, Run
 from . import blake3, kernels, tables
-from .lane_plan import ALIGNED, PLANES, STORED, LanePlan, Making, Streams, batches, fits, parts
+from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, Streams, plan
 from .nvcomp import ALIGN, Codec
 
+logger = logging.getLogger(__name__)
+
 _LANES, _FETCHING = 7, 4  # in all, and of these at most being filled: more requests at a time than a reader has threads
+_TOGETHER = 8  # lanes whose work is worked out at once
 
 Progress = Callable[[int], None]
+_Table = np.ndarray[Any, Any]
 
 
 class _Lane:
-    """Memory for some stored bytes on their way, and a stream to decode them on."""
+    """Memory for some stored bytes on their way, and a stream to decode them on; see ``lane_plan.Memory``."""
 
     def __init__(self, device: torch.device) -> None:
-        self.device = device
         self.stream = torch.cuda.Stream(device)
-        self.host = torch.empty(STORED, dtype=torch.uint8, pin_memory=True)
+        self.host = torch.empty(ROOM.stored, dtype=torch.uint8, pin_memory=True)
         self.bytes = self.host.numpy()
-        self.stored = torch.empty(STORED + blake3.PAST, dtype=torch.uint8, device=device)
-        self.aligned = torch.empty(ALIGNED, dtype=torch.uint8, device=device)
-        self.planes = torch.empty(PLANES, dtype=torch.uint8, device=device)
-        self.plan: LanePlan | None = None
-        self.digesting: Callable[[], torch.Tensor] = lambda: self.digests
-        self.launches: list[Callable[[], None]] = []
-        self.digests = torch.empty((0, 8), dtype=torch.int32)  # of the stored bytes, in pinned memory
-        self.arrived: Any = None
-        self.results = torch.empty(0, dtype=torch.int64)  # at first on the device, then in pinned memory
-        self.done: Any = None
+        self.stored = torch.empty(ROOM.stored + blake3.PAST, dtype=torch.uint8, device=device)
+        self.planes = torch.empty(ROOM.planes, dtype=torch.uint8, device=device)
+        self.aligned = torch.empty(ROOM.aligned, dtype=torch.uint8, device=device)
+        self.words = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def places(self) -> list[tuple[Run, memoryview]]:
+    def make_room(self, words: int) -> None:
+        """For so many bytes of words."""
+        self.words = torch.empty(words, dtype=torch.uint8, device=self.words.device)
+
+    @property
+    def memory(self) -> Memory:
+        """Where everything begins."""
+        return Memory(*(part.data_ptr() for part in (self.stored, self.planes, self.aligned, self.words)))
+
+
+class _Step(NamedTuple):
+    """Some kernels: what they want to know (int64), how many numbers (int64) come of them, and what enqueues them when there is
+    room for both on the device. ``check``: looks at the numbers, and yields the bytes of each piece that is done."""
+
+    table: _Table
+    results: int
+    launch: Callable[[torch.Tensor, torch.Tensor], None]
+    check: Callable[[_Table], Iterable[int]] = lambda found: ()
+    names: bool = False  # whether its errors name a tensor
+
+
+@dataclass
+class _Work:
+    """What a lane does with the bytes of a plan: ``steps``, of which the first takes their digests. ``tables``, ``results``: of
+    each step, on the device. ``told``: the results of the first step, and those of all others, with pinned memory for them."""
+
+    plan: LanePlan
+    lane: _Lane
+    fetches: list[Future[None]] = field(default_factory=list)
+    steps: list[_Step] = field(default_factory=list)
+    tables: list[torch.Tensor] = field(default_factory=list)
+    results: list[torch.Tensor] = field(default_factory=list)
+    told: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    event: Any = None  # of what was enqueued last
+
+    def places(self) -> Iterator[tuple[Fetch, memoryview]]:
         """What is to be fetched, and where it goes in host memory."""
-        assert self.plan is not None
-        whole = zip(self.plan.runs, self.plan.starts, strict=True)
-        return [(run, self.bytes[start : start + run.length].data) for run, start in whole]
+        return ((fetch, self.lane.bytes[fetch.start : fetch.start + fetch.run.length].data) for fetch in self.plan.fetches)
 
     def copy_up(self) -> None:
         """Enqueue the copy of all that was fetched."""
-        assert self.plan is not None
-        end = self.plan.starts[-1] + self.plan.runs[-1].length
-        self.stored[:end].copy_(self.host[:end], non_blocking=True)
+        last = self.plan.fetches[-1]
+        end = last.start + last.run.length
+        self.lane.stored[:end].copy_(self.lane.host[:end], non_blocking=True)
 
-    def empty(self) -> None:
-        """Forget what it was filled with."""
-        self.plan, self.launches = None, []
+    def run(self, some: slice, *, told: int) -> None:
+        """Enqueue some of the steps, and the copy of what comes of them."""
+        for step, table, results in zip(self.steps[some], self.tables[some], self.results[some], strict=True):
+            step.launch(table.view(step.table.shape), results)
+        found, pinned = self.told[told]
+        pinned.copy_(found, non_blocking=True)
 
 
 class Decoder:
-    """Fills tensors of one GPU. Takes 1.2 GiB of device memory and 504 MiB of pinned memory until ``close``."""
+    """Fills tensors of one GPU. Takes 1.2 GiB of device memory and 504 MiB of pinned memory until ``close``; for tensors of which
+    only parts of chunks are wanted, up to 672 MiB of device memory more."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -82,216 +117,166 @@ class Decoder:
         self._lanes.clear()
 
     def fill(self, reader: Reader, requests: Sequence[Request], progress: Progress) -> None:
-        """``Reader.fill`` for targets that are tensors of words on this device, and for no differences to other versions; what
-        the current stream still does to them is waited for. Chunks beyond a lane's size are decoded in host memory, one by
-        one."""
-        decoded, others = list[Run](), list[Run]()
-        for run in itertools.chain.from_iterable(map(parts, reader.runs(requests))):
-            (decoded if fits(run) else others).append(run)
-        ready = torch.cuda.current_stream(self._device).record_event()
+        """``Reader.fill`` for targets that are tensors of words on this device; what the current stream still does to them is
+        waited for. What no lane can take is decoded in host memory, one run after the other."""
+        runs = reader.runs(requests)
+        plans, others = plan(runs)
+        works = [_Work(plan, lane) for plan, lane in zip(plans, itertools.cycle(self._lanes), strict=False)]
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
-                fetching: deque[tuple[_Lane, list[Future[Buffer]]]] = deque()
-                arriving: deque[_Lane] = deque()
-                decoding: deque[_Lane] = deque(self._lanes)
-                for plan in batches(decoded):
-                    if len(fetching) == _FETCHING:
-                        arriving.append(self._take_up(*fetching.popleft()))
-                    if len(arriving) > 1:
-                        decoding.append(self._launch(reader, arriving.popleft()))
-                    lane = decoding.popleft()
-                    self._finish(lane, progress)
-                    lane.plan = plan
-                    lane.stream.wait_event(ready)
-                    fetching.append((lane, [pool.submit(reader.bring, *what) for what in lane.places()]))
-                    self._prepare(lane, plan)
-                arriving += [self._take_up(*one) for one in fetching]
-                decoding += [self._launch(reader, lane) for lane in arriving]
-                for lane in decoding:
-                    self._finish(lane, progress)
+                for work in works[:_FETCHING]:
+                    _fetch(reader, pool, work)
+                self._make_room(works)
+                stages: dict[int, Callable[[_Work], None]] = {
+                    0: _take_up,
+                    -1: functools.partial(_launch, reader),
+                    _FETCHING - _LANES: functools.partial(_finish, progress),
+                    _FETCHING: functools.partial(_fetch, reader, pool),  # into the lane that has finished
+                }
+                for i in range(len(works) + _LANES - _FETCHING):
+                    if i % _TOGETHER == 0:
+                        self._prepare(works[i : i + _TOGETHER])
+                    for ahead, stage in stages.items():
+                        if 0 <= i + ahead < len(works):
+                            stage(works[i + ahead])
+                if others:
+                    logger.warning(
+                        "%d of %d runs of bytes are decoded on the CPU: no lane of a GPU can take them", len(others), len(runs)
+                    )
                 for run in others:
                     _through_host(reader, run, progress)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 torch.cuda.synchronize(self._device)
                 raise
-            finally:
-                for lane in self._lanes:
-                    lane.empty()
 
-    def _prepare(self, lane: _Lane, plan: LanePlan) -> None:
-        """Work out all that a lane has to do once its bytes are there, while they are fetched."""
-        with torch.cuda.stream(lane.stream):
-            for run, start in zip(plan.runs, plan.starts, strict=True):
-                for same in run.places:
-                    with run.naming(same[0]):
-                        self._place(lane, plan, run, same, lane.stored.data_ptr() + start + same[0].chunk.start - run.start)
-            lane.results = torch.zeros(plan.results, dtype=torch.int64, device=self._device)
-            launches = list(self._launches(lane, plan, lane.results))
-            sizes = [same[0].chunk.coding.size for _, same in plan.stored]
-            ranges = blake3.table_of([address for address, _ in plan.stored], sizes)
-            stored, *uploaded = self._upload([ranges, *(table for table, _ in launches)])
-            lane.launches = [functools.partial(launch, table) for (_, launch), table in zip(launches, uploaded, strict=True)]
-            lane.digesting = functools.partial(blake3.stored_digests, stored, sizes)
+    def _make_room(self, works: Sequence[_Work]) -> None:
+        """For words that do not go straight to their place, as many as any of a lane's plans needs."""
+        for lane, its in zip(self._lanes, (works[i::_LANES] for i in range(_LANES)), strict=True):
+            lane.make_room(max((work.plan.needs.words for work in its), default=0))
 
-    def _take_up(self, lane: _Lane, fetches: list[Future[Buffer]]) -> _Lane:
-        """When a lane's bytes are in host memory: copy them, and take their digests."""
-        for fetch in fetches:
-            fetch.result()
-        with torch.cuda.stream(lane.stream):
-            lane.copy_up()
-            lane.digests = _to_host(lane.digesting())
-            lane.arrived = lane.stream.record_event()
-        return lane
-
-    def _launch(self, reader: Reader, lane: _Lane) -> _Lane:
-        """When they have arrived whole, enqueue everything that is to be done with them."""
-        plan = lane.plan
-        assert plan is not None
-        lane.arrived.synchronize()
-        with torch.cuda.stream(lane.stream):
-            if not _as_written(plan, lane.digests):
-                for run, place in lane.places():
-                    reader.fetch(run, place)  # they may have been changed on their way
-                lane.copy_up()
-            for launch in lane.launches:
-                launch()
-            for piece, raw in plan.copies:
-                _copy_part(piece, raw)
-            lane.results = _to_host(lane.results)
-            lane.done = lane.stream.record_event()
-        return lane
-
-    def _place(self, lane: _Lane, plan: LanePlan, run: Run, same: list[Piece], stored: int) -> None:
-        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and what is made of them: these pieces,
-        all of the same stored bytes, whose elements are the words, or are derived from them."""
-        chunk = same[0].chunk
-        if not chunk.decoded:
+    def _prepare(self, works: Sequence[_Work]) -> None:
+        """Work out all that lanes have to do once their bytes are there."""
+        for work in works:
+            work.plan.lay_out(work.lane.memory)
+            work.steps = [_digesting(work.plan), *self._decoding(work.plan, work.lane.memory)]
+        steps = [step for work in works for step in work.steps]
+        if not steps:
             return
-        places = chunks.layout(chunk.coding, chunk.words, chunk.decoded, chunk.coding.size)
-        plan.stored.append((stored, same))
-        width = len(places)
-        n = chunk.decoded // width
-        planes = [0] * width
-        for place in places:
-            source = stored + place.start
-            if place.codec == chunks.RAW:
-                planes[place.number] = source
-                continue
-            planes[place.number] = target = lane.planes.data_ptr() + plan.planes
-            plan.planes += -(-n // ALIGN) * ALIGN
-            if place.codec == chunks.PACK7:
-                plan.unpacks.append((source, target, n // 8))
-            else:
-                kind = place.codec, chunk.coding.stream
-                streams = plan.streams.setdefault(kind, Streams(chunk.coding.stream))
-                streams.planes.append((source, target, len(place.sizes), n))
-                streams.sizes += place.sizes
-        joined, words = plan.made[Making(width, chunk.coding.rotated)], 0
-        for piece in same:
-            if piece.chunk.dtype == chunk.words.name:
-                words = self._target(plan, piece)
-                joined.add([words, n, *planes], (run, piece))
-                continue
-            if not words:
-                words = self._memory(plan, chunk.decoded).data_ptr()
-                joined.add([words, n, *planes], None)
-            row = [self._target(plan, piece), piece.chunk.nbytes // 2, words]
-            plan.made[Making(2, rounded=piece.chunk.dtype)].add(row, (run, piece))
+        flat = torch.from_numpy(np.concatenate([step.table.reshape(-1) for step in steps])).pin_memory()
+        tables = _dealt(flat.to(self._device, non_blocking=True), [[step.table.size for step in work.steps] for work in works])
+        numbers = [[step.results for step in work.steps] for work in works]
+        first_and_others = [[first, sum(others)] for first, *others in numbers]
+        results = torch.zeros(sum(map(sum, numbers)), dtype=torch.int64, device=self._device)
+        pinned = torch.empty(results.shape, dtype=torch.int64, pin_memory=True)
+        told = map(zip, _dealt(results, first_and_others), _dealt(pinned, first_and_others))
+        for work, *work_has in zip(works, tables, _dealt(results, numbers), told, strict=True):
+            work.tables, work.results, work.told = map(list, work_has)
+        ready = torch.cuda.current_stream(self._device).record_event()
+        for work in works:
+            work.lane.stream.wait_event(ready)
 
-    def _target(self, plan: LanePlan, piece: Piece) -> int:
-        """Where the elements of a piece's chunk go: where they belong, or to memory from which a part is copied there."""
-        if not (piece.direct and piece.target.is_contiguous()):
-            raw = self._memory(plan, piece.chunk.nbytes)
-            plan.copies.append((piece, raw))
-            return int(raw.data_ptr())
-        return int(piece.target.data_ptr())
-
-    def _memory(self, plan: LanePlan, nbytes: int) -> torch.Tensor:
-        plan.held.append(torch.empty(nbytes, dtype=torch.uint8, device=self._device))
-        return plan.held[-1]
-
-    def _launches(
-        self, lane: _Lane, plan: LanePlan, results: torch.Tensor
-    ) -> Iterator[tuple[np.ndarray[Any, Any], Callable[[torch.Tensor], None]]]:
-        """All kernels of a lane, in order, each with the table that it wants on the device. ``results`` gets, as ``_finish``
-        expects it: for each codec the decoded sizes of its streams, and what nvCOMP says of them; the digests of words."""
-        aligned, end = lane.aligned.data_ptr(), 0
-        for key, streams in plan.streams.items():
+    def _decoding(self, plan: LanePlan, memory: Memory) -> Iterator[_Step]:
+        """What follows once the stored bytes are known to be what was written."""
+        aligned = memory.aligned
+        for kind, streams in plan.streams.items():
             table = streams.table(aligned)
             aligned = int(table[1, -1]) + -(-streams.sizes[-1] // ALIGN) * ALIGN
-            yield np.ascontiguousarray(table[:3].T), functools.partial(kernels.move, largest=max(streams.sizes))
-            begin, end = end, end + 2 * len(streams.sizes)
-            yield table[1:], functools.partial(self._decompress, key, results[begin:end])
+            largest = max(streams.sizes)
+            yield _Step(np.ascontiguousarray(table[:3].T), 0, _plain(kernels.move, largest))
+            check = functools.partial(_decoded, plan, streams)
+            yield _Step(table[1:], 2 * len(streams.sizes), functools.partial(self._decompress, kind), check)
         if plan.unpacks:
             unpacks = np.array(plan.unpacks, np.int64)
-            yield unpacks, functools.partial(kernels.unpack7, largest=int(unpacks[:, 2].max()))
+            yield _Step(unpacks, 0, _plain(kernels.unpack7, int(unpacks[:, 2].max())))
         for making, batch in plan.in_order:
-            table = np.zeros((len(batch.rows), tables.COLUMNS), np.int64)
-            for row, numbers in zip(table, batch.rows, strict=True):
-                row[: len(numbers)] = numbers
-            begin, end = end, end + len(table)
-            yield table, functools.partial(_make, making, table, results[begin:end])
+            table = batch.table()
+            largest, packed = int(table[:, 1].max()) * making.width, tables.can_pack(table, making.width)
+            yield _Step(table, len(table), functools.partial(_make, making, largest, packed), batch.check, names=True)
 
-    def _decompress(self, key: tuple[str, int], results: torch.Tensor, streams: torch.Tensor) -> None:
-        codec = self._codecs.setdefault(key, Codec(*key))
+    def _decompress(self, kind: tuple[str, int], streams: torch.Tensor, results: torch.Tensor) -> None:
+        codec = self._codecs.get(kind) or self._codecs.setdefault(kind, Codec(*kind))
         scratch = torch.empty(codec.decoding_scratch(streams.shape[1]), dtype=torch.uint8, device=self._device)
         decoded, said = results.view(2, -1)
         codec.decompress(*streams, decoded=decoded, scratch=scratch, status=said.view(torch.int32))
 
-    def _upload(self, rows: Sequence[np.ndarray[Any, Any]]) -> list[torch.Tensor]:
-        """Tables of int64, all by one copy."""
-        if not rows:
-            return []
-        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in rows])).pin_memory()
-        parts = flat.to(self._device, non_blocking=True).split([table.size for table in rows])
-        return [part.view(table.shape) for part, table in zip(parts, rows, strict=True)]
 
-    def _finish(self, lane: _Lane, progress: Progress) -> None:
-        """Wait for what a lane does, and look at what came out of it."""
-        plan = lane.plan
-        if plan is None:
-            return
-        lane.done.synchronize()
-        results, sound, end = lane.results.numpy(), True, 0
-        lane.empty()
-        for streams in plan.streams.values():
-            begin, end = end, end + 2 * len(streams.sizes)
-            decoded, said = results[begin:end].reshape(2, -1)
-            sound = sound and not said.view(np.int32)[: len(decoded)].any() and bool((decoded == streams.rooms).all())
-        for _, batch in plan.in_order:
-            begin, end = end, end + len(batch.of)
-            for of, total in zip(batch.of, results[begin:end].tolist(), strict=True):
-                if of is not None:  # else there are the digests of what follows from it
-                    _check(*of, total, progress)
-        if not sound:
-            raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.runs[0].key)
+def _digesting(plan: LanePlan) -> _Step:
+    sizes = [same[0].chunk.coding.size for _, same in plan.stored]
+    table = blake3.table_of([address for address, _ in plan.stored], sizes)
+    return _Step(table, 4 * len(sizes), lambda table, results: blake3.stored_digests(table, sizes, results.view(torch.int32)))
 
 
-def _make(making: Making, table: np.ndarray[Any, Any], digests: torch.Tensor, on_device: torch.Tensor) -> None:
-    largest = int(table[:, 1].max()) * making.width
+def _plain(kernel: Callable[[torch.Tensor, int], None], largest: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
+    return lambda table, results: kernel(table, largest)
+
+
+def _make(making: Making, largest: int, packed: bool, table: torch.Tensor, digests: torch.Tensor) -> None:
     if making.rounded:
-        kernels.derive(on_device, largest, dtype=making.rounded, digests=digests)
+        kernels.derive(table, largest, dtype=making.rounded, digests=digests)
+    elif making.added:
+        kernels.add(table, largest, width=making.width, digests=digests)
     else:
-        packed = tables.can_pack(table, making.width)
-        kernels.join(on_device, largest, width=making.width, rotate=making.rotated, packed=packed, digests=digests)
+        kernels.join(table, largest, width=making.width, rotate=making.rotated, packed=packed, digests=digests)
 
 
-def _as_written(plan: LanePlan, digests: torch.Tensor) -> bool:
-    """Whether all stored bytes have the digests that the manifest says. ``digests``: int32 [ranges, 8]."""
-    found = zip(plan.stored, digests.numpy(), strict=True)
-    return all(digest.tobytes() == piece.chunk.stored_digest for (_, same), digest in found for piece in same)
+def _decoded(plan: LanePlan, streams: Streams, found: _Table) -> Iterable[int]:
+    decoded, said = found.reshape(2, -1)
+    if said.view(np.int32)[: len(decoded)].any() or (decoded != streams.rooms).any():
+        raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.fetches[0].run.key)
+    return ()
 
 
-def _to_host(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True).copy_(tensor, non_blocking=True)
+def _dealt(flat: torch.Tensor, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
+    """Parts of a tensor, in groups."""
+    parts = iter(flat.split(list(itertools.chain.from_iterable(sizes))))
+    return [list(itertools.islice(parts, len(of))) for of in sizes]
 
 
-def _check(run: Run, piece: Piece, total: int, progress: Progress) -> None:
-    if finish(total, piece.chunk.nbytes) != piece.chunk.raw_digest:
-        with run.naming(piece):
-            raise Damaged("the decoded bytes do not match their digest")
-    progress(piece.chunk.nbytes)
+def _fetch(reader: Reader, pool: ThreadPoolExecutor, work: _Work) -> None:
+    work.fetches = [pool.submit(_bring, reader, *what) for what in work.places()]
+
+
+def _bring(reader: Reader, fetch: Fetch, into: memoryview) -> None:
+    with fetch.needed():
+        reader.bring(fetch.run, into)
+
+
+def _take_up(work: _Work) -> None:
+    """When a lane's bytes are in host memory: copy them, and take their digests."""
+    for fetch in work.fetches:
+        fetch.result()
+    with torch.cuda.stream(work.lane.stream):
+        work.copy_up()
+        work.run(slice(1), told=0)
+        work.event = work.lane.stream.record_event()
+
+
+def _launch(reader: Reader, work: _Work) -> None:
+    """When they have arrived whole, enqueue everything that is to be done with them."""
+    work.event.synchronize()
+    with torch.cuda.stream(work.lane.stream):
+        if not work.plan.as_written(work.told[0][1].numpy()):
+            for fetch, place in work.places():
+                with fetch.needed():
+                    reader.fetch(fetch.run, place)  # they may have been changed on their way
+            work.copy_up()
+        work.run(slice(1, None), told=1)
+        for piece, address in work.plan.copies:
+            start = address - work.lane.memory.words
+            _copy_part(piece, work.lane.words[start : start + piece.chunk.nbytes])
+        work.event = work.lane.stream.record_event()
+
+
+def _finish(progress: Progress, work: _Work) -> None:
+    """Wait for what a lane does, and look at what came out of it."""
+    work.event.synchronize()
+    others = work.steps[1:]
+    found = np.split(work.told[1][1].numpy(), np.cumsum([step.results for step in others])[:-1])
+    checks = sorted(zip(others, found, strict=True), key=lambda check: not check[0].names)
+    for step, numbers in checks:
+        for nbytes in step.check(numbers):
+            progress(nbytes)
 
 
 def _copy_part(piece: Piece, raw: torch.Tensor) -> None:

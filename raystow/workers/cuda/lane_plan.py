@@ -2,30 +2,78 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import itertools
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import numpy as np
-import torch
 
 from ...storage.coding import chunk as chunks
+from ...storage.coding.digest import finish
+from ...storage.errors import Damaged, Unsupported
 from ...storage.reader import Piece, Run
+from . import tables
 from .nvcomp import ALIGN
 
-STORED = 72 << 20  # bytes of a lane's pinned memory, and of as much on the device: fewer lanes take less launching
-ALIGNED = 36 << 20  # bytes on the device for coded streams, each at an address that nvCOMP takes
-PLANES = 64 << 20  # bytes of decoded planes on the device
+
+class Memory(NamedTuple):
+    """Of a lane: where each part of it begins, or how much of it something takes, in bytes. ``stored``: what is fetched.
+    ``planes``: that are decoded. ``aligned``: coded streams, each at an address that nvCOMP takes. ``words``: those that do not
+    go straight to their place."""
+
+    stored: int = 0
+    planes: int = 0
+    aligned: int = 0
+    words: int = 0
+
+    def __add__(self, other: Any) -> Memory:
+        return Memory(*map(sum, zip(self, other, strict=True)))
+
+    def within(self, room: Memory) -> bool:
+        """Whether there is room for it."""
+        return all(needed <= there for needed, there in zip(self, room, strict=True))
+
+
+NONE = Memory()
+ROOM = Memory(stored=72 << 20, planes=64 << 20, aligned=36 << 20, words=96 << 20)
+"""What a lane has, ``stored`` on the device and as much pinned on the host: fewer lanes take less launching."""
+
+
+class Fetch(NamedTuple):
+    """A run that is fetched to ``start`` of a lane's memory. ``users``: of a base, what is a difference to it, the nearest
+    first."""
+
+    run: Run
+    start: int
+    users: tuple[tuple[Run, Piece], ...] = ()
+
+    @contextlib.contextmanager
+    def needed(self) -> Iterator[None]:
+        """Let errors say who needs it."""
+        with contextlib.ExitStack() as stack:
+            for run, piece in reversed(self.users):
+                stack.enter_context(run.needing(piece))
+            yield
+
+    @contextlib.contextmanager
+    def naming(self, piece: Piece) -> Iterator[None]:
+        """Let errors name a piece as well."""
+        with self.needed(), self.run.naming(piece):
+            yield
 
 
 class Making(NamedTuple):
     """How words are made: all of a lane that are made alike are made by one launch. ``rounded``: to this dtype, of float32 words
-    that are made before; otherwise of ``width`` planes."""
+    that are made before; otherwise of ``width`` planes. ``added``: of differences, to words that are made before; how many
+    versions these are made of."""
 
     width: int
     rotated: bool = False
+    added: int = 0
     rounded: str = ""
 
 
@@ -35,12 +83,30 @@ class Batch:
     is to be done."""
 
     rows: list[list[int]] = field(default_factory=list)
-    of: list[tuple[Run, Piece] | None] = field(default_factory=list)
+    of: list[tuple[Fetch, Piece] | None] = field(default_factory=list)
 
-    def add(self, row: list[int], of: tuple[Run, Piece] | None) -> None:
+    def add(self, row: list[int], of: tuple[Fetch, Piece] | None) -> None:
         """One more."""
         self.rows.append(row)
         self.of.append(of)
+
+    def table(self) -> np.ndarray[Any, Any]:
+        """The rows, int64 [rows, COLUMNS]."""
+        return np.array([row + [0] * (tables.COLUMNS - len(row)) for row in self.rows], np.int64)
+
+    def check(self, sums: np.ndarray[Any, Any]) -> Iterator[int]:
+        """Hold each row's sum of ``raw_digest`` against what the manifest says. The bytes of each piece that was asked for;
+        ``Damaged`` naming the first that is wrong."""
+        known = [(i, *of) for i, of in enumerate(self.of) if of is not None]  # else there are digests of what follows from it
+        nbytes = [piece.chunk.nbytes for _, _, piece in known]
+        found = finish(sums.view(np.uint64)[[i for i, _, _ in known]], np.array(nbytes, np.uint64))
+        right = found == np.array([piece.chunk.raw_digest for _, _, piece in known], np.uint64)
+        for (_, fetch, piece), size, same in zip(known, nbytes, right.tolist(), strict=True):
+            if not same:
+                with fetch.naming(piece):
+                    raise Damaged("the decoded bytes do not match their digest")
+            if not fetch.users:
+                yield size
 
 
 @dataclass
@@ -75,34 +141,140 @@ class Streams:
 
 @dataclass
 class LanePlan:
-    """What a lane decodes: tables of addresses, in the units of ``kernels``."""
+    """What a lane decodes: tables of addresses, in the units of ``kernels``. ``fetches``: each run, then the bases of its
+    pieces. The rest is there when it is laid out."""
 
-    runs: list[Run]
-    starts: list[int]  # where each run lies in the lane's memory
-    copies: list[tuple[Piece, torch.Tensor]] = field(default_factory=list)  # what does not go straight to its place
+    fetches: list[Fetch] = field(default_factory=list)
+    needs: Memory = NONE
+    stored: list[tuple[int, list[Piece]]] = field(default_factory=list)  # where in device memory, and what is of these bytes
     unpacks: list[tuple[int, int, int]] = field(default_factory=list)
     streams: dict[tuple[str, int], Streams] = field(default_factory=dict)  # by codec and length
     made: dict[Making, Batch] = field(default_factory=lambda: defaultdict(Batch))
-    stored: list[tuple[int, list[Piece]]] = field(default_factory=list)  # where in device memory, and what is of these bytes
-    held: list[torch.Tensor] = field(default_factory=list)  # for words that do not go straight to their place
-    planes: int = 0  # bytes taken of the lane's memory of that name
+    copies: list[tuple[Piece, int]] = field(default_factory=list)  # what does not go straight to its place, and where it is made
+
+    def add(self, run: Run, needs: Memory) -> None:
+        """One run more, and its bases."""
+        end = self.needs.stored
+        for one, users in _with_bases(run):
+            self.fetches.append(Fetch(one, end, users))
+            end += _aligned(one.length)
+        self.needs += needs
+
+    def lay_out(self, memory: Memory) -> None:
+        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and what is made of them. ``Damaged`` or
+        ``Unsupported`` naming the first chunk whose description makes no sense."""
+        free = [*memory]  # from here on
+        fetches = iter(self.fetches)
+        for fetch in fetches:
+            for same in fetch.run.places:
+                chain = [(fetch, same)]
+                while (base := chain[-1][1][0].base) is not None:
+                    chain.append((next(fetches), list(base.pieces)))
+                if same[0].chunk.decoded:
+                    self._make(chain, memory.stored, free)
+
+    def _make(self, chain: list[tuple[Fetch, list[Piece]]], stored: int, free: list[int]) -> None:
+        """Pieces of the same stored bytes, whose elements are the words, or are derived from them: of what they are differences
+        to, if they are, and of the differences, one after the other in the same place."""
+        fetch, same = chain[0]
+        chunk = same[0].chunk
+        planes = [self._planes(*part, stored, free) for part in chain]
+        words = 0
+        for piece in same:
+            if piece.chunk.dtype != chunk.words.name:
+                continue
+            words = self._target(piece, free)
+            self._join(chain, planes, words, piece)
+        if not words:
+            words = _take(free, chunk.decoded)
+            self._join(chain, planes, words, None)
+        for piece in same:
+            if piece.chunk.dtype != chunk.words.name:
+                row = [self._target(piece, free), piece.chunk.nbytes // 2, words]
+                self.made[Making(2, rounded=piece.chunk.dtype)].add(row, (fetch, piece))
+
+    def _planes(self, fetch: Fetch, same: list[Piece], stored: int, free: list[int]) -> list[int]:
+        """Where the planes of a chunk are when they are decoded."""
+        chunk = same[0].chunk
+        coding, stored = chunk.coding, stored + fetch.start + chunk.start - fetch.run.start
+        try:
+            places = chunks.layout(coding, chunk.words, chunk.decoded, coding.size)
+        except (Damaged, Unsupported):
+            with fetch.naming(same[0]):
+                raise
+        self.stored.append((stored, same))
+        planes = [0] * len(places)
+        n = chunk.decoded // len(places)
+        for place in places:
+            source = stored + place.start
+            if place.codec == chunks.RAW:
+                planes[place.number] = source
+                continue
+            planes[place.number] = target = free[_PLANES]
+            free[_PLANES] += _aligned(n)
+            if place.codec == chunks.PACK7:
+                self.unpacks.append((source, target, n // 8))
+            else:
+                kind = place.codec, coding.stream
+                streams = self.streams.get(kind) or self.streams.setdefault(kind, Streams(coding.stream))
+                streams.planes.append((source, target, len(place.sizes), n))
+                streams.sizes += place.sizes
+        return planes
+
+    def _join(self, chain: list[tuple[Fetch, list[Piece]]], planes: list[list[int]], words: int, wanted: Piece | None) -> None:
+        """Make words at an address; ``wanted``: the piece whose elements they are."""
+        for added, ((fetch, same), of) in enumerate(zip(reversed(chain), reversed(planes), strict=True)):
+            piece = same[0] if fetch.users else wanted
+            making = Making(len(of), same[0].chunk.coding.rotated, added)
+            row = [words, same[0].chunk.decoded // len(of), *of]
+            self.made[making].add(row, None if piece is None else (fetch, piece))
+
+    def _target(self, piece: Piece, free: list[int]) -> int:
+        """Where the elements of a piece's chunk go: where they belong, or to memory from which a part is copied there."""
+        if _direct(piece):
+            return int(piece.target.data_ptr())
+        self.copies.append((piece, free[_WORDS]))
+        return _take(free, piece.chunk.nbytes)
+
+    def as_written(self, digests: np.ndarray[Any, Any]) -> bool:
+        """Whether all stored bytes have the digests that the manifest says. ``digests``: 32 bytes of each in ``stored``."""
+        found = digests.view("V32")
+        return all(
+            piece.chunk.stored_digest == digest
+            for (_, same), digest in zip(self.stored, found.tolist(), strict=True)
+            for piece in same
+        )
 
     @property
     def in_order(self) -> list[tuple[Making, Batch]]:
-        """What is rounded comes after what it is made of."""
-        return sorted(self.made.items(), key=lambda made: made[0].rounded != "")
-
-    @property
-    def results(self) -> int:
-        """How many numbers come of it: two for each stream, one for each row."""
-        streams = sum(len(streams.sizes) for streams in self.streams.values())
-        return 2 * streams + sum(len(batch.rows) for batch in self.made.values())
+        """What is added, or rounded, comes after what it is made of."""
+        return sorted(self.made.items(), key=lambda made: (made[0].rounded != "", made[0].added))
 
 
-def parts(run: Run) -> Iterator[Run]:
-    """A run as several, where it decodes to more than a lane can take."""
-    if fits(run) or len(run.places) < 2:
-        yield run
+_PLANES, _WORDS = Memory._fields.index("planes"), Memory._fields.index("words")
+
+
+def plan(runs: Iterable[Run]) -> tuple[list[LanePlan], list[Run]]:
+    """Runs in numbers that fit a lane; and those that no lane can take."""
+    plans, others = list[LanePlan](), list[Run]()
+    for run, needs in itertools.chain.from_iterable(map(parts, runs)):
+        if needs is None:
+            others.append(run)
+            continue
+        if not plans or not (plans[-1].needs + needs).within(ROOM):
+            plans.append(LanePlan())
+        plans[-1].add(run, needs)
+    return plans, others
+
+
+def parts(run: Run) -> Iterator[tuple[Run, Memory | None]]:
+    """A run as several, where it needs more than a lane has; each with what it needs, or None if that cannot be given to it."""
+    needs = _needs(run)
+    if needs.within(ROOM) and all(map(_decodable, run.pieces)):
+        yield run, needs
+        return
+    if len(run.places) < 2:
+        yield run, None
         return
     middle = len(run.places) // 2
     for half in (run.places[:middle], run.places[middle:]):
@@ -111,48 +283,56 @@ def parts(run: Run) -> Iterator[Run]:
         yield from parts(Run(run.key, start, end - start, tuple(pieces)))
 
 
-def batches(runs: list[Run]) -> Iterator[LanePlan]:
-    """Runs in numbers that fit a lane."""
-    some, starts, stored, planes, aligned = list[Run](), list[int](), 0, 0, 0
-    for run in runs:
-        length, raw, spread = -(-run.length // ALIGN) * ALIGN, _raw(run), _aligned(run)
-        if some and (stored + length > STORED or planes + raw > PLANES or aligned + spread > ALIGNED):
-            yield LanePlan(some, starts)
-            some, starts, stored, planes, aligned = [], [], 0, 0, 0
-        some.append(run)
-        starts.append(stored)
-        stored += length
-        planes += raw
-        aligned += spread
-    if some:
-        yield LanePlan(some, starts)
+def _needs(run: Run) -> Memory:
+    """What a run takes of a lane, and its bases: each stream and each plane may begin where nvCOMP wants it."""
+    stored = planes = aligned = words = 0
+    for one, users in _with_bases(run):
+        stored += _aligned(one.length)
+        for same in one.places:
+            coding, decoded = same[0].chunk.coding, same[0].chunk.decoded
+            plane = decoded // max(1, len(coding.codecs)) + 2 * ALIGN
+            for codec, size in zip(coding.codecs, coding.stored, strict=False):
+                planes += plane if codec != chunks.RAW else 0
+                aligned += size if codec in chunks.STREAMED else 0
+            aligned += ALIGN * len(coding.streams)
+            if not users:
+                words += sum(_aligned(piece.chunk.nbytes) for piece in same if not _direct(piece))
+                words += 0 if any(piece.chunk.dtype == same[0].chunk.words.name for piece in same) else _aligned(decoded)
+    return Memory(stored, planes, aligned, words)
 
 
-def _raw(run: Run) -> int:
-    """Bytes that the decoded planes of a run take, each rounded up."""
-    total = 0
+def _with_bases(run: Run, users: tuple[tuple[Run, Piece], ...] = ()) -> Iterator[tuple[Run, tuple[tuple[Run, Piece], ...]]]:
+    """A run, and all that its pieces are differences to, each with its users."""
+    yield run, users
     for same in run.places:
-        coding, decoded = same[0].chunk.coding, same[0].chunk.decoded
-        coded = sum(codec != chunks.RAW for codec in coding.codecs)
-        total += coded * (-(-decoded // max(1, len(coding.codecs))) + ALIGN)
-    return total
+        if (base := same[0].base) is not None:
+            yield from _with_bases(base, ((run, same[0]), *users))
 
 
-def _aligned(run: Run) -> int:
-    """Bytes that a run's streams may take at most, each beginning where nvCOMP wants it."""
-    total = 0
-    for same in run.places:
-        coding = same[0].chunk.coding
-        streamed = sum(size for codec, size in zip(coding.codecs, coding.stored, strict=False) if codec in chunks.STREAMED)
-        total += streamed + ALIGN * len(coding.streams)
-    return total
+def _decodable(piece: Piece) -> bool:
+    """Whether nvCOMP takes its streams, and the kernels its differences: of words that were taken apart, to elements that are
+    stored as they are."""
+    chunk, base = piece.chunk, piece.base
+    coding = chunk.coding
+    if coding.streams and coding.stream % ALIGN:
+        return False
+    if base is None:
+        return True
+    below = base.pieces[0]
+    return len(coding.codecs) == chunk.words.width and below.chunk.dtype == below.chunk.words.name and _decodable(below)
 
 
-def fits(run: Run) -> bool:
-    """Whether a lane can take a run, and nvCOMP its streams."""
-    return (
-        run.length <= STORED
-        and _raw(run) <= PLANES
-        and _aligned(run) <= ALIGNED
-        and all(not piece.chunk.coding.streams or piece.chunk.coding.stream % ALIGN == 0 for piece in run.pieces)
-    )
+def _direct(piece: Piece) -> bool:
+    """Whether the elements of a piece's chunk lie one behind the other where they belong."""
+    return piece.direct and bool(piece.target.is_contiguous())
+
+
+def _take(free: list[int], nbytes: int) -> int:
+    """Memory for words."""
+    start = free[_WORDS]
+    free[_WORDS] += _aligned(nbytes)
+    return start
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN

@@ -1,0 +1,76 @@
+"""A lane of a GPU's decoder, on memory of the host: it does what a plan says, in its order. The kernels' place is taken by those
+of the storage floor, and nvCOMP's by zlib and zstandard."""
+
+from __future__ import annotations
+
+import ctypes
+import zlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from host_encoder import weighed
+
+from raystow.storage.coding import kernels, zstd
+from raystow.storage.coding.chunk import DEFLATE
+from raystow.storage.coding.derived import derive
+from raystow.storage.coding.kernels import Bytes
+from raystow.storage.reader import Reader, Request
+from raystow.workers.cuda.lane_plan import LanePlan, Making, Memory, plan
+
+
+def fill(reader: Reader, requests: Sequence[Request]) -> list[int]:
+    """As ``Decoder.fill``, for targets that are torch tensors of words in host memory, and all of which a lane can take. The
+    bytes of each piece, in the order in which they are done."""
+    plans, others = plan(reader.runs(requests))
+    assert not others
+    return [nbytes for one in plans for nbytes in _decode(reader, one)]
+
+
+def _decode(reader: Reader, todo: LanePlan) -> list[int]:
+    memory = [np.full(size + 16, 0xAB, np.uint8) for size in todo.needs]
+    begins = Memory(*(-(-part.ctypes.data // 16) * 16 for part in memory))
+    for fetch in todo.fetches:
+        with fetch.needed():
+            reader.fetch(fetch.run, at(begins.stored + fetch.start, fetch.run.length).data)
+    todo.lay_out(begins)
+    for (codec, length), streams in todo.streams.items():
+        for source, _, size, target, room in streams.table(begins.aligned).T.tolist():
+            if codec == DEFLATE:
+                at(target, room)[:] = np.frombuffer(zlib.decompress(at(source, size).tobytes(), wbits=-15), np.uint8)
+            else:
+                zstd.decode(at(source, size), (size,), length, at(target, room))
+    for source, target, groups in todo.unpacks:
+        kernels.unpack7(at(source, 7 * groups), at(target, 8 * groups))
+    done = list[int]()
+    for making, batch in todo.in_order:
+        sums = [_make(making, row) for row in batch.table().tolist()]
+        done += batch.check(np.array(sums, np.uint64).view(np.int64))
+    for piece, address in todo.copies:
+        words = torch.from_numpy(at(address, piece.chunk.nbytes)).view(piece.target.dtype).reshape(piece.chunk.extent)
+        piece.target.copy_(words[(*piece.source, ...)])
+    return done
+
+
+def _make(making: Making, row: list[int]) -> int:
+    """The words of a row; the sum of their digest."""
+    words, n, *planes = row
+    width = making.width
+    made: Any = at(words, n * width)
+    if making.rounded:
+        made[:] = derive(at(planes[0], 4 * n), "float32", making.rounded)
+        return weighed(made)
+    base = made.copy()
+    if width == 1:
+        made[:] = at(planes[0], n)
+    else:
+        kernels.join(tuple(at(plane, n) for plane in planes[:width]), making.rotated, made.view(kernels.WORDS[width]))
+    if making.added:
+        kernels.add(made.view(kernels.WORDS[width]), base.view(kernels.WORDS[width]))
+    return weighed(made)
+
+
+def at(address: int, nbytes: int) -> Bytes:
+    """Memory as an array."""
+    return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)) if nbytes else np.empty(0, np.uint8)
