@@ -119,8 +119,7 @@ class Decoder:
     def fill(self, reader: Reader, requests: Sequence[Request], progress: Progress) -> None:
         """``Reader.fill`` for targets that are tensors of words on this device; what the current stream still does to them is
         waited for. What no lane can take is decoded in host memory, one run after the other."""
-        runs = reader.runs(requests)
-        plans, others = plan(runs)
+        plans, others = plan(reader.runs(requests))
         works = [_Work(plan, lane) for plan, lane in zip(plans, itertools.cycle(self._lanes), strict=False)]
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
@@ -140,9 +139,7 @@ class Decoder:
                         if 0 <= i + ahead < len(works):
                             stage(works[i + ahead])
                 if others:
-                    logger.warning(
-                        "%d of %d runs of bytes are decoded on the CPU: no lane of a GPU can take them", len(others), len(runs)
-                    )
+                    logger.warning("no lane of a GPU can take %d runs of stored bytes: they are decoded on the CPU", len(others))
                 for run in others:
                     _through_host(reader, run, progress)
             except BaseException:

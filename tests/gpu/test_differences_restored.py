@@ -1,0 +1,168 @@
+"""Differences to other versions are decoded on a GPU: their bases go up with them, and are added where the words belong."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+
+import blake3
+import numpy as np
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.orchestrator.restore import restore
+from raystow.storage.coding import kernels as host
+from raystow.storage.coding.digest import finish, raw_digest
+from raystow.storage.format import keys
+from raystow.storage.reader import Request
+from raystow.storage.version import Version
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+GOLDEN = Path(__file__).parents[1] / "compat" / "golden-deltas"
+DTYPES = (
+    *(torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.float8_e4m3fn),
+    *(torch.uint8, torch.int16, torch.int32, torch.int64, torch.complex64, torch.complex128),
+)
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def test_the_kernel_adds_what_the_cpu_adds() -> None:
+    from raystow.workers.cuda import kernels, tables
+
+    random = np.random.default_rng(0)
+    for width, word in host.WORDS.items():
+        rows, kept = [], []
+        for n in (1, 7, 4096, 65_537, 3_000_001):
+            words = random.integers(0, 256, n * width, np.uint8).view(word)
+            base = words + random.integers(0, 9, n).astype(word)
+            base[::5] = random.integers(0, 256, len(base[::5]) * width, np.uint8).view(word)
+            difference, planes = np.empty_like(words), np.empty((width, n), np.uint8)
+            host.subtract(words, base, difference)
+            if width == 1:
+                planes[0] = difference
+            else:
+                host.split(difference, False, tuple(planes))
+            there, parts = torch.from_numpy(base.view(np.uint8)).cuda(), [torch.from_numpy(plane).cuda() for plane in planes]
+            rows.append([there.data_ptr(), n, *(part.data_ptr() for part in parts), *[0] * (tables.COLUMNS - 2 - width)])
+            kept.append((words.view(np.uint8), there, parts))
+        table, sums = torch.tensor(rows).cuda(), torch.zeros(len(rows), dtype=torch.int64, device="cuda")
+        kernels.add(table, 3_000_001 * width, width=width, digests=sums)
+        for (words, there, _), total in zip(kept, sums.tolist(), strict=True):
+            assert np.array_equal(there.cpu().numpy(), words), (width, words.size)
+            assert finish(total, words.size) == raw_digest(words), (width, words.size)
+
+
+@pytest.mark.parametrize("id", [1, 2, 3])
+def test_a_chain_is_decoded_without_the_host(id: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The repository of which every reader of the format is held against: words of every width, and weights on top."""
+    version = raystow.open(str(GOLDEN)).version(id)
+    expected = json.loads((GOLDEN / "expected.json").read_text())[str(id)]
+    into = {
+        name: torch.zeros(info.shape, dtype=getattr(torch, info.dtype), device="cuda") for name, info in version.tensors().items()
+    }
+    with caplog.at_level(logging.INFO):
+        for names in (list(expected), ["weights"], ["weights", "few"]):
+            some = {name: into[name].zero_() for name in names}
+            restore(version, some, strict=False)
+            assert {name: blake3.blake3(as_bytes(tensor)).hexdigest() for name, tensor in some.items()} == {
+                name: expected[name] for name in names
+            }
+    assert "on the CPU" not in caplog.text
+
+
+def as_bytes(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().cpu().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def moved(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Every word by a little; the weights follow."""
+    after = {}
+    for name, tensor in state.items():
+        words = tensor.clone().view(torch.int64 if tensor.itemsize == 16 else WORDS[tensor.itemsize])
+        after[name] = words.add_(torch.randint(0, 2, words.shape).to(words.dtype)).view(tensor.dtype)
+    if "weights" in after:
+        after["weights"] = after["master"].bfloat16()
+    return after
+
+
+def begun() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    state = {str(dtype): torch.arange(2_100_000 // dtype.itemsize).to(dtype).reshape(-1, 50) for dtype in DTYPES}
+    state["master"] = torch.randn(3_000, 1_000) * 0.02
+    return {**state, "weights": state["master"].bfloat16()}
+
+
+@pytest.fixture(scope="module")
+def row() -> tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]:
+    """Versions of tensors on the CPU: one whole, two differences to it."""
+    states, versions = [begun()], list[Version]()
+    cluster = LocalCluster("memory://differences-restored", delta=3, memory=512 << 20)
+    with cluster:
+        for step in range(3):
+            versions.append(cluster.save(states[-1], step=step))
+            states.append(moved(states[-1]))
+    assert versions[2].record.bases == (1,)
+    return cluster, versions, states
+
+
+def test_a_row_comes_back_bit_for_bit(
+    row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]], caplog: pytest.LogCaptureFixture
+) -> None:
+    _, versions, states = row
+    for version, state in zip(versions, states, strict=False):
+        told = list[int]()
+        into = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in state.items()}
+        with caplog.at_level(logging.INFO):
+            restore(version, into, progress=told.append)
+        assert {name: as_bytes(into[name]) == as_bytes(state[name]) for name in state} == dict.fromkeys(state, True)
+        assert sum(told) == sum(tensor.nbytes for tensor in state.values())
+    assert "on the CPU" not in caplog.text
+
+
+def test_slices_and_weights_without_their_master(row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]) -> None:
+    """What another number of ranks asks for: parts of chunks, which go through memory of the lane."""
+    from raystow.workers.cuda.decoder import Decoder
+
+    _, versions, states = row
+    decoder = Decoder(torch.device("cuda", 0))
+    try:
+        for version, state in zip(versions, states, strict=False):
+            for names in (["weights"], ["master", "weights"], ["torch.float64", "torch.uint8"]):
+                requests, wanted = [], []
+                for name in names:
+                    box = (3, 7), (state[name].shape[0] - 100, state[name].shape[1] - 20)
+                    target = torch.zeros(box[1], dtype=WORDS[state[name].itemsize], device="cuda")
+                    requests.append(Request(name, version.chunks[name], box, target))
+                    wanted.append(state[name][3 : 3 + box[1][0], 7 : 7 + box[1][1]])
+                decoder.fill(version.reader(), requests, lambda nbytes: None)
+                for request, part in zip(requests, wanted, strict=True):
+                    assert as_bytes(request.target) == as_bytes(part), (version.id, request.name)
+    finally:
+        decoder.close()
+
+
+def test_a_damaged_base_is_named_with_what_needs_it(
+    row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]],
+) -> None:
+    _, versions, states = row
+    name = "torch.int32"
+    (first, *_) = versions[0].chunks[name]
+    key = keys.pack(1, versions[0].attempt, first.node, first.group, first.pack)
+    store = raystow.open("memory://differences-restored").store
+    data = store.get(key, max_bytes=1 << 30)
+    at = first.start + first.coding.size // 2
+    store.put(key, [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]])
+    try:
+        into = {name: torch.zeros_like(states[2][name], device="cuda")}
+        with pytest.raises(
+            raystow.Damaged, match=rf"{name}'.*not match.*; '{name}' of version 3 is a difference to it"
+        ) as raised:
+            restore(versions[2], into, strict=False)
+        assert raised.value.subject == key
+    finally:
+        store.put(key, [data])
