@@ -22,6 +22,7 @@ from ..storage.format.selection import Sought
 from ..storage.log import about
 from ..storage.reader import Reader, Request
 from ..storage.repository import Repository
+from ..storage.uncollected import uncollected
 from ..storage.version import Version
 from .agreement import Agreement
 from .restore_plan import FROM_STORE, RestorePlan, Sources, build
@@ -58,6 +59,7 @@ def restore(
     plan_restore(version, into, rank=rank, world_size=world_size, strict=strict, cast=cast).execute(progress)
 
 
+@uncollected()
 def plan_restore(
     version: Version,
     into: Any,

@@ -220,11 +220,10 @@ class Reader:
         """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they tile it."""
         pieces, parts = [], []
         for chunk in request.chunks:
-            part = overlap(request.box, chunk.box)
+            part = overlap(request.box, box := chunk.box)
             if part is not None:
-                target = request.target[within(part, request.box) + (...,)]
-                source, whole = within(part, chunk.box), part == chunk.box
-                pieces.append(Piece(chunk, source, target, direct=whole, base=self._based(chunk)))
+                target = request.target if part == request.box else request.target[within(part, request.box) + (...,)]
+                pieces.append(Piece(chunk, within(part, box), target, direct=part == box, base=self._based(chunk)))
                 parts.append(part)
         if not tile(parts, request.box):
             what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"

@@ -176,7 +176,8 @@ def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane
     if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored or coding.stream < 1:
         raise Damaged("the chunk's description does not fit its size")
     planes, end, streams = list[Plane](), 0, iter(coding.streams)
-    for p in sorted(range(width), key=lambda p: coding.codecs[p] != RAW):
+    raw = [p for p, codec in enumerate(coding.codecs) if codec == RAW]
+    for p in (*raw, *(p for p in range(width) if p not in raw)):
         codec, size = coding.codecs[p], coding.stored[p]
         sizes = tuple(itertools.islice(streams, -(-n // coding.stream))) if codec in STREAMED else ()
         if codec not in (RAW, PACK7, *STREAMED):

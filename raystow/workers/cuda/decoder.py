@@ -23,6 +23,7 @@ import torch
 
 from ...storage.errors import Damaged
 from ...storage.reader import Piece, Reader, Request, Run
+from ...storage.uncollected import uncollected
 from . import blake3, kernels, tables
 from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, Streams, plan
 from .nvcomp import ALIGN, Codec
@@ -119,7 +120,8 @@ class Decoder:
     def fill(self, reader: Reader, requests: Sequence[Request], progress: Progress) -> None:
         """``Reader.fill`` for targets that are tensors of words on this device; what the current stream still does to them is
         waited for. What no lane can take is decoded in host memory, one run after the other."""
-        plans, others = plan(reader.runs(requests))
+        with uncollected():
+            plans, others = plan(reader.runs(requests))
         works = [_Work(plan, lane) for plan, lane in zip(plans, itertools.cycle(self._lanes), strict=False)]
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
@@ -152,6 +154,7 @@ class Decoder:
         for lane, its in zip(self._lanes, (works[i::_LANES] for i in range(_LANES)), strict=True):
             lane.make_room(max((work.plan.needs.words for work in its), default=0))
 
+    @uncollected()
     def _prepare(self, works: Sequence[_Work]) -> None:
         """Work out all that lanes have to do once their bytes are there."""
         for work in works:

@@ -1,0 +1,38 @@
+"""The garbage collector is back when those who wanted it away are through, in whatever order."""
+
+from __future__ import annotations
+
+import gc
+
+import pytest
+
+from raystow.storage.uncollected import uncollected
+
+
+def test_it_is_back_afterwards_and_after_an_error() -> None:
+    assert gc.isenabled()
+    with uncollected(), uncollected():
+        assert not gc.isenabled()
+    assert gc.isenabled()
+    with pytest.raises(RuntimeError, match="within"), uncollected():
+        raise RuntimeError("within")
+    assert gc.isenabled()
+
+
+def test_of_two_that_overlap_neither_leaves_it_off() -> None:
+    one, other = uncollected(), uncollected()
+    one.__enter__()
+    other.__enter__()
+    one.__exit__(None, None, None)
+    other.__exit__(None, None, None)
+    assert gc.isenabled()
+
+
+def test_whoever_has_it_off_keeps_it_off() -> None:
+    gc.disable()
+    try:
+        with uncollected():
+            pass
+        assert not gc.isenabled()
+    finally:
+        gc.enable()
