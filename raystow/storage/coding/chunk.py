@@ -34,7 +34,9 @@ STREAMED = (ZSTD, DEFLATE, ANS)
 SMALL = 1024
 """Bytes; in a smaller chunk a stream's header eats what coding gains."""
 
-_WORTH = 7.95  # bits per byte; above, a plane is noise
+WORTH = 7.95
+"""Bits per byte; above, a plane is noise."""
+
 _KEPT = 16 << 20  # bytes of scratch that a decoding thread keeps; for larger chunks they are not worth keeping
 _SAMPLE = 64  # pieces of 64 words, evenly spread
 
@@ -111,7 +113,7 @@ class Encoder:
 
     def _choose_one(self, sample: Bytes, n: int) -> str:
         entropy = _entropy(sample)
-        if entropy > _WORTH:
+        if entropy > WORTH:
             return RAW
         # Seven random bits and a constant one: dense packing is as small as Huffman codes, and far faster.
         return PACK7 if entropy > 6.8 and n % 8 == 0 and not np.bitwise_or.reduce(sample) & 1 else ZSTD
@@ -140,7 +142,7 @@ def sample(words: kernels.Words) -> kernels.Words:
 def expected(words: kernels.Words, rotate: bool) -> float:
     """Bits that a word of this sample should take when it is coded."""
     entropies = map(_entropy, _split(words, rotate))
-    return sum(8.0 if entropy > _WORTH else entropy for entropy in entropies)
+    return sum(8.0 if entropy > WORTH else entropy for entropy in entropies)
 
 
 def _split(words: kernels.Words, rotate: bool) -> tuple[Bytes, ...]:

@@ -18,7 +18,8 @@ from .kernels import Bytes
 LEAST = 32 << 10
 """Bytes; a smaller chunk is not worth the second read that a difference costs whoever restores it."""
 
-_GAIN = 0.95  # of the bytes that the chunk takes by itself, at most: the same second read must pay
+GAIN = 0.95
+"""Of the bytes that the chunk takes by itself, at most: the same second read must pay."""
 
 
 def encode(encoder: Encoder, raw: Bytes, dtype: DType, base: Bytes, version: int) -> tuple[Bytes, Coding] | None:
@@ -31,7 +32,7 @@ def encode(encoder: Encoder, raw: Bytes, dtype: DType, base: Bytes, version: int
     some = sample(words)
     differences = np.empty_like(some)
     kernels.subtract(some, sample(others), differences)
-    if expected(differences, False) > _GAIN * expected(some, dtype.rotate):
+    if expected(differences, False) > GAIN * expected(some, dtype.rotate):
         return None
     kernels.subtract(words, others, others)
     stored, coding = encoder.encode(base, replace(dtype, rotate=False))

@@ -21,6 +21,9 @@ _GROUP = 16  # digest blocks that a program goes through
 _REACH = BLOCK * 4 * _GROUP  # bytes that the programs of one group cover together
 _SPAN = 16384  # bytes that one program moves
 
+SAMPLED = 4096
+"""Words that ``pick`` takes of a chunk."""
+
 
 @triton.jit
 def _rotate(v, W: tl.constexpr):
@@ -51,6 +54,25 @@ def _signed(t, W: tl.constexpr):
 
 
 @triton.jit
+def _joined(row, at, inside, W: tl.constexpr, LANES: tl.constexpr):
+    """Words put together from their planes, whose addresses follow those two numbers in ``row``."""
+    t = tl.zeros((LANES,), tl.int64) if W == 8 else tl.zeros((LANES,), tl.int32)
+    for p in tl.static_range(W):
+        byte = tl.load(tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0)
+        t = t | (byte.to(t.dtype) << (8 * p))
+    return t
+
+
+@triton.jit
+def _difference(v, b, W: tl.constexpr):
+    """``v - b`` modulo the words' range, small differences of either sign as small numbers. Shorter words come in an int32."""
+    SPARE: tl.constexpr = 32 - 8 * W if W < 4 else 0
+    d = ((v - b) << SPARE) >> SPARE
+    d = (d << 1) ^ (d >> (63 if W == 8 else 31))
+    return d & ((1 << (8 * W)) - 1) if W < 4 else d
+
+
+@triton.jit
 def _rounded(x, BF16: tl.constexpr):
     """float32, as int32, rounded to bfloat16 or to float16; the result in the lower half of an int32."""
     if BF16:  # to the nearest, of two equally near ones to the even one
@@ -61,6 +83,16 @@ def _rounded(x, BF16: tl.constexpr):
 
 
 @triton.jit
+def _total(low, high, word, lane, ITEM: tl.constexpr):
+    """Sums of items over blocks, multiplied with the keys of their words in a block, and added up."""
+    if ITEM == 8:
+        total = tl.sum(low * tl.load(word + 2 * lane) + high * tl.load(word + 2 * lane + 1))
+    else:
+        total = tl.sum(low * (tl.load(word + lane * ITEM // 4) << (8 * ITEM * (lane % (4 // ITEM)))))
+    return total
+
+
+@triton.jit
 def _pass(
     table,
     keys,
@@ -68,9 +100,12 @@ def _pass(
     digests,
     samples,
     odds,
+    bases,
+    base_digests,
     W: tl.constexpr,
     ROTATE: tl.constexpr,
     SPLIT: tl.constexpr,
+    DELTA: tl.constexpr,
     JOIN: tl.constexpr,
     ADD: tl.constexpr,
     ROUND: tl.constexpr,
@@ -84,6 +119,8 @@ def _pass(
 
     ``PACKED``: words of one or two bytes are read four or two at a time. The sum of ``word * key(block)`` is taken over the
     blocks first, and multiplied with ``key(word)`` once at the end. ``SAMPLE``: only the first slice of each block is looked at.
+    ``DELTA``: what is taken apart are differences to the words that are put together from the planes of ``bases``, which are
+    rotated if ``ROTATE``.
     """
     ITEM: tl.constexpr = 4 if PACKED and W < 4 else W  # bytes of an item: what a lane reads at a time
     LANES: tl.constexpr = 4 * SLICE // ITEM
@@ -106,6 +143,8 @@ def _pass(
         low = tl.zeros((LANES,), tl.int64)
         high = tl.zeros((LANES,), tl.int64)
         odd = tl.zeros((LANES,), tl.int32)
+        base_low = tl.zeros((LANES,), tl.int64)
+        base_high = tl.zeros((LANES,), tl.int64)
         for g in range(GROUP):
             block = first + g
             at = (block * BLOCK + part * SLICE).to(tl.int64) * 4 // ITEM + lane
@@ -123,9 +162,7 @@ def _pass(
                     upper = tl.load(tl.load(row + 3).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
                     t = (lower & 255) | ((lower & 0xFF00) << 8) | ((upper & 255) << 8) | ((upper & 0xFF00) << 16)
                 else:
-                    for p in tl.static_range(W):
-                        byte = tl.load(tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0)
-                        t = t | (byte.to(t.dtype) << (8 * p))
+                    t = _joined(row, at, inside, W, LANES)
                 v = _rotate_back(t, W) if ROTATE else t
                 if ADD:
                     v = _signed(t, W) + tl.load(items + at, mask=inside, other=0).to(t.dtype)
@@ -136,8 +173,17 @@ def _pass(
                     v = v.to(tl.int32)
             if ITEM < 4:
                 v = v & ((1 << (8 * ITEM)) - 1)
+            key = tl.load(block_keys + block)
             if SPLIT:
-                t = _rotate(v, W) if ROTATE else v
+                if DELTA:
+                    b = _joined(bases + chunk * 10, at, inside, W, LANES)
+                    b = _rotate_back(b, W) if ROTATE else b
+                    base_low += (b.to(tl.int64) & 0xFFFFFFFF) * key
+                    if ITEM == 8:
+                        base_high += ((b >> 32) & 0xFFFFFFFF) * key
+                    t = _difference(v, b, W)
+                else:
+                    t = _rotate(v, W) if ROTATE else v
                 if W == 1 and ITEM == 4:
                     tl.store(tl.load(row + 2).to(tl.pointer_type(tl.int32)) + at, t, mask=inside)
                 elif W == 2 and ITEM == 4:
@@ -151,15 +197,11 @@ def _pass(
                         plane = tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8))
                         tl.store(plane + at, ((t >> (8 * p)) & 255).to(tl.uint8), mask=inside)
                     odd = odd | (t & 1).to(tl.int32)
-            key = tl.load(block_keys + block)
             low += (v.to(tl.int64) & 0xFFFFFFFF) * key
             if ITEM == 8:
                 high += ((v >> 32) & 0xFFFFFFFF) * key
         word = keys + part * SLICE
-        if ITEM == 8:
-            total = tl.sum(low * tl.load(word + 2 * lane) + high * tl.load(word + 2 * lane + 1))
-        else:
-            total = tl.sum(low * (tl.load(word + lane * ITEM // 4) << (8 * ITEM * (lane % (4 // ITEM)))))
+        total = _total(low, high, word, lane, ITEM)
         if SAMPLE:
             tl.atomic_add(samples + chunk, total)
         else:
@@ -169,6 +211,17 @@ def _pass(
                 tl.atomic_add(samples + chunk, total)
             if tl.max(odd) != 0:
                 tl.store(odds + chunk, 1)
+            if DELTA:
+                tl.atomic_add(base_digests + chunk, _total(base_low, base_high, word, lane, ITEM))
+
+
+@triton.jit
+def _pick(table, picked, PIECE: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr):
+    row = table + tl.program_id(1) * 10
+    lane = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
+    at = (lane // PIECE) * (tl.load(row + 1) // COUNT) + lane % PIECE
+    words = tl.load(row).to(tl.pointer_type(picked.dtype.element_ty))
+    tl.store(picked + tl.program_id(1) * COUNT * PIECE + lane, tl.load(words + at))
 
 
 @triton.jit
@@ -278,14 +331,28 @@ def _keys(device: int) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.from_numpy(WORD_KEYS.view(np.int64)).to(place), torch.from_numpy(blocks.view(np.int64)).to(place)
 
 
-def split(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, results: torch.Tensor) -> None:
+def split(
+    table: torch.Tensor,
+    largest: int,
+    *,
+    width: int,
+    rotate: bool,
+    packed: bool,
+    results: torch.Tensor,
+    bases: torch.Tensor | None = None,
+) -> None:
     """Take apart the words of each chunk into its planes, on the current stream.
 
     ``table``: int64 [chunks, COLUMNS], see ``tables``; ``packed``: what ``can_pack`` says of it. ``largest``: bytes of the
     largest chunk. ``results``: int64 [3, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of
     ``sample``, and 1 where the lowest bit of any rotated word is set.
+
+    ``bases``: what is taken apart instead are differences (``storage.coding.kernels.subtract``) to the words that ``join`` would
+    make of this table, whose own addresses mean nothing. ``results`` is then int64 [4, chunks], and gets at last their digests.
+    ``rotate`` is said of them alone, since differences are not rotated; ``packed`` must be False.
     """
-    _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True)
+    digests = results[: 3 + (bases is not None)]
+    _run(table, largest, *digests, bases=bases, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True)
 
 
 def join(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, digests: torch.Tensor) -> None:
@@ -321,7 +388,9 @@ def _run(
     sums: torch.Tensor,
     samples: torch.Tensor | None = None,
     odds: torch.Tensor | None = None,
+    base_sums: torch.Tensor | None = None,
     *,
+    bases: torch.Tensor | None = None,
     W: int,
     PACKED: bool,
     ROTATE: bool = False,
@@ -337,9 +406,11 @@ def _run(
         grid = (slices * max(1, triton.cdiv(largest, _REACH)), len(table))
         _pass[grid](
             *(table, keys, block_keys, sums, sums if samples is None else samples, sums if odds is None else odds),
+            *(table if bases is None else bases, sums if base_sums is None else base_sums),
             W=W,
             ROTATE=ROTATE,
             SPLIT=SPLIT,
+            DELTA=bases is not None,
             JOIN=JOIN,
             ADD=ADD,
             ROUND=ROUND,
@@ -349,6 +420,13 @@ def _run(
             GROUP=_GROUP,
             BLOCK=BLOCK,
         )
+
+
+def pick(table: torch.Tensor, picked: torch.Tensor) -> None:
+    """``storage.coding.chunk.sample`` of each row of ``split``'s table: into ``picked`` (words as integers, [chunks,
+    SAMPLED]). A chunk has that many words at least."""
+    if len(table):
+        _pick[(SAMPLED // 1024, len(table))](table, picked, PIECE=64, COUNT=64, SPAN=1024)
 
 
 def tell(found: torch.Tensor, told: torch.Tensor) -> None:

@@ -1,0 +1,107 @@
+"""What chunks of an earlier version become in device memory, worked out before they are there: tables of addresses."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ...storage.coding.chunk import PACK7, RAW, STREAMED, layout
+from ...storage.coding.digest import stored_digest
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import Damaged
+from ...storage.format.manifest import Chunk
+from . import tables
+from .lane_plan import Streams
+from .nvcomp import ALIGN
+
+
+@dataclass(eq=False)
+class Former:
+    """A chunk of an earlier version, and its ``stored`` bytes. ``sound``: they have been held against their digest."""
+
+    chunk: Chunk
+    stored: Bytes
+    sound: bool = False
+
+    def copy(self, target: Bytes) -> None:
+        """Copy the stored bytes; ``Damaged`` if they are not what was stored, which is looked at once."""
+        target[:] = self.stored
+        if not self.sound and stored_digest(target) != self.chunk.stored_digest:
+            raise Damaged("the stored bytes do not match their digest", subject=self.chunk.name)
+        self.sound = True
+
+
+def serves(chunk: Chunk) -> bool:
+    """Whether a chunk can be brought up: it is no difference itself, and lies in planes as a GPU codes them."""
+    coding, dtype = chunk.coding, chunk.words
+    split = (coding.planes, coding.rotated) == ((True, dtype.rotate) if dtype.width > 1 else (False, False))
+    fits = not any(codec in STREAMED for codec in coding.codecs) or coding.stream % ALIGN == 0
+    return chunk.derivation is None and coding.base is None and split and fits
+
+
+def room(chunk: Chunk) -> int:
+    """Bytes that it takes in a lane of device memory."""
+    coding = chunk.coding
+    planes = sum(codec != RAW for codec in coding.codecs) * _aligned(chunk.decoded // len(coding.codecs))
+    return _aligned(coding.size) + planes + sum(map(_aligned, coding.streams))
+
+
+@dataclass
+class Load:
+    """What comes up together: where each chunk's bytes go, and how many there are in all. Tables, at first in host memory: of
+    ``kernels.move``, ``kernels.unpack7``, of each kind of coded streams what ``Codec.decompress`` takes, and ``planes``, what
+    ``kernels.split`` takes as ``bases``."""
+
+    formers: list[tuple[Former, int]]
+    nbytes: int
+    moves: Any
+    unpacks: Any
+    streams: dict[tuple[str, int], Any]
+    planes: Any
+    longest: int
+    largest: int
+
+
+def load(formers: Sequence[Former], address: int) -> Load:
+    """Work out what is done in a lane that begins at ``address``: first come the stored bytes, then decoded planes, then coded
+    streams where nvCOMP wants them. ``Damaged`` if a chunk's description makes no sense."""
+    places, end = list[tuple[Former, int]](), 0
+    for former in formers:
+        places.append((former, end))
+        end += _aligned(former.chunk.coding.size)
+    nbytes, unpacks, streams = end, list[tuple[int, int, int]](), dict[tuple[str, int], Streams]()
+    planes = np.zeros((len(formers), tables.COLUMNS), np.int64)
+    for row, (former, start) in zip(planes, places, strict=True):
+        chunk, coding = former.chunk, former.chunk.coding
+        found = layout(coding, chunk.words, chunk.decoded, former.stored.size)
+        n = chunk.decoded // len(found)
+        row[1] = n
+        for plane in found:
+            source = address + start + plane.start
+            row[2 + plane.number] = target = source if plane.codec == RAW else address + end
+            if plane.codec == RAW:
+                continue
+            end += _aligned(n)
+            if plane.codec == PACK7:
+                unpacks.append((source, target, n // 8))
+            else:
+                of = streams.setdefault((plane.codec, coding.stream), Streams(coding.stream))
+                of.planes.append((source, target, len(plane.sizes), n))
+                of.sizes += plane.sizes
+    moves, decodes = [np.empty((0, 3), np.int64)], dict[tuple[str, int], Any]()
+    for key, some in streams.items():
+        table = some.table(address + end)
+        end += sum(map(_aligned, some.sizes))
+        moves.append(np.ascontiguousarray(table[:3].T))
+        decodes[key] = table[1:]
+    longest = max((size for some in streams.values() for size in some.sizes), default=0)
+    largest = max((groups for *_, groups in unpacks), default=0)
+    rows = np.concatenate(moves), np.array(unpacks, np.int64).reshape(-1, 3)
+    return Load(places, nbytes, rows[0], rows[1], decodes, planes, longest, largest)
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGN) * ALIGN
