@@ -64,10 +64,10 @@ class Checkpointer:
     does not fit is not kept. ``replicas``: how many other nodes keep a copy of that in their memory (nodes with another label
     ``zone`` where there are such), sent at no more than ``replica_rate`` bytes per second for each node. ``delta``: how many
     versions in a row may be stored as differences to one that is whole, chunk by chunk where that is smaller and the whole one is
-    in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it; None: all are whole. What a GPU codes
-    is whole in any case. ``on_failure``: "warn": a failed save is counted in ``failures``, logged, and nothing else; "raise": the
-    next ``save`` or ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None:
-    never.
+    in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it; None: all are whole, as on a
+    GPU with ``compress_in="node"`` or ``codec="ans"``. ``on_failure``: "warn": a failed save is counted in ``failures``, logged,
+    and nothing else; "raise": the next ``save`` or ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a
+    row raise in either case; None: never.
     """
 
     def __init__(
@@ -307,8 +307,9 @@ class Checkpointer:
                 "replicas": self._replicas,
                 "replica_rate": self._replica_rate,
             }
-            if self._delta and plan.ready:
-                self._log.warning("tensors that a GPU codes are stored whole, not as differences to an earlier version")
+            if self._delta and plan.ready and (self._compress_in == "node" or self._codec == "ans"):
+                why = 'compress_in="node"' if self._compress_in == "node" else 'codec="ans"'
+                self._log.warning("with %s tensors on a GPU are stored whole, not as differences to an earlier version", why)
             self._staging = Staging(self._node_worker(), hello, codec=self._codec, compress_in=self._compress_in)
         return self._staging
 

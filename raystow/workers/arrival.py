@@ -17,6 +17,7 @@ import numpy as np
 from ..storage.coding import dtypes
 from ..storage.coding.chunk import PACK7, RAW
 from ..storage.coding.digest import finish
+from ..storage.format.boxes import Box
 
 Part = tuple[int, int, int]
 """Slot, start in the slot, bytes."""
@@ -55,13 +56,15 @@ def layout(
     streams: Any,
     high: Sequence[Sequence[int]],
     starts: Any,
+    bases: Sequence[int],
     batches: Sequence[Sequence[int]],
 ) -> Message:
     """What ``Layout`` takes: what is said of each chunk, in the order in which they are read. ``nbytes`` of each one, bytes of a
     plane in its coded ``streams`` (0: it leaves as it is, in one plane), and where its lowest plane ``starts`` in its batch (all
-    int64). ``high``: numbers of the planes that are coded. Of each batch the first chunk, the one after its last, and the bytes
-    of its lowest planes."""
-    numbers = np.stack([nbytes, streams, starts, [sum(1 << p for p in planes) for planes in high]]).astype("<i8").tobytes()
+    int64). ``high``: numbers of the planes that are coded. ``bases``: the version that each is a difference to, 0 if it is none.
+    Of each batch the first chunk, the one after its last, and the bytes of its lowest planes."""
+    masks = [sum(1 << p for p in planes) for planes in high]
+    numbers = np.stack([nbytes, streams, starts, masks, bases]).astype("<i8").tobytes()
     return {"chunks": list(chunks), "numbers": numbers, "batches": [list(batch) for batch in batches]}
 
 
@@ -70,8 +73,14 @@ class Layout:
 
     def __init__(self, message: Message) -> None:
         self._chunks, self._batches = message["chunks"], message["batches"]
-        self._nbytes, self._streams, self._starts, masks = np.frombuffer(message["numbers"], "<i8").reshape(4, -1).tolist()
+        numbers = np.frombuffer(message["numbers"], "<i8").reshape(5, -1).tolist()
+        self._nbytes, self._streams, self._starts, masks, self._bases = numbers
         self._high = [_planes(mask) for mask in masks]
+
+    @property
+    def boxes(self) -> set[tuple[str, Box]]:
+        """Name and box of every chunk."""
+        return {(chunk["name"], (tuple(chunk["offset"]), tuple(chunk["extent"]))) for chunk in self._chunks}
 
     def rows(self, arrived: Message) -> Iterator[Message]:
         """What ``attempt.draft`` takes, for every chunk in ``arrived``.
@@ -92,7 +101,7 @@ class Layout:
 
     def _raw(self, i: int, runs: Sequence[Sequence[Span]]) -> Message:
         size = self._nbytes[i]
-        return {"parts": parts(runs[0], self._starts[i], size), "coding": [False, False, [RAW], [size], 1], "streams": b""}
+        return {"parts": parts(runs[0], self._starts[i], size), "coding": [False, False, [RAW], [size], 1, None], "streams": b""}
 
     def _coded(
         self, i: int, runs: Sequence[Sequence[Span]], where: tuple[int, int, bool], middle: int, high: Sequence[_Plane]
@@ -111,9 +120,10 @@ class Layout:
             found[0] = _Plane(parts(runs[run], first, size), PACK7 if packed else RAW, size, _NOTHING)
         ordered = sorted(found, key=lambda p: (found[p].codec != RAW, p))
         codecs, stored = [found[p].codec for p in range(width)], [found[p].stored for p in range(width)]
+        rotated = width > 1 and dtype.rotate and not self._bases[i]
         return {
             "parts": _joined(part for p in ordered for part in found[p].parts),
-            "coding": [width > 1, width > 1 and dtype.rotate, codecs, stored, self._streams[i]],
+            "coding": [width > 1, rotated, codecs, stored, self._streams[i], self._bases[i] or None],
             "streams": b"".join(found[p].streams for p in ordered),
         }
 

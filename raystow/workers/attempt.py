@@ -57,7 +57,8 @@ class Workshop:
 
 
 class NodeAttempt:
-    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks hear the outcome."""
+    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks hear the outcome. ``former``: what
+    chunks may be differences to, if there is anything."""
 
     def __init__(
         self,
@@ -70,7 +71,7 @@ class NodeAttempt:
         former: Former | None = None,
     ) -> None:
         self._store, self._port, self._ticket, self._workshop = store, port, ticket, workshop
-        self._watch, self._keep, self._former = watch, keep, former
+        self._watch, self._keep, self.former = watch, keep, former
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
         self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed, keep=keep)
         self._lock = threading.Lock()
@@ -226,13 +227,13 @@ class NodeAttempt:
 
     def _base(self, chunk: Chunk) -> tuple[int, Bytes] | None:
         """What a chunk may be a difference to: a version's id, and the bytes there, in memory of this thread's."""
-        if self._former is None:
+        if self.former is None:
             return None
         scratch = getattr(_scratch, "base", None)
         if scratch is None:
             scratch = _scratch.base = np.empty(SLOT, np.uint8)
-        found = self._former.elements(chunk, scratch)
-        return None if found is None else (self._former.home.id, found)
+        found = self.former.elements(chunk, scratch)
+        return None if found is None else (self.former.home.id, found)
 
     def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
         """Pack a chunk that a GPU has coded, from where it lies."""
@@ -358,9 +359,9 @@ def draft(fields: dict[str, Any], node: int) -> Chunk:
     """A chunk row as the training process announced it, its place and what is not known yet still open."""
     coding = Coding(False, False, (), ())
     if "coding" in fields:
-        planes, rotated, codecs, stored, stream = fields["coding"]
+        planes, rotated, codecs, stored, stream, base = fields["coding"]
         sizes = np.frombuffer(fields["streams"], "<i4").tolist()
-        coding = Coding(planes, rotated, tuple(codecs), tuple(stored), tuple(sizes), stream)
+        coding = Coding(planes, rotated, tuple(codecs), tuple(stored), tuple(sizes), stream, base)
     return Chunk(
         name=fields["name"],
         path=fields["path"],

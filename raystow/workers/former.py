@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import os
+from collections.abc import Collection
 
 import numpy as np
 
@@ -16,6 +18,7 @@ from ..storage.format.manifest import Chunk, Fragment
 from ..storage.log import about
 from ..storage.reader import decode
 from .memory_tier import Home, MemoryTier
+from .offers import Pack
 
 logger = logging.getLogger(__name__)
 
@@ -44,6 +47,20 @@ class Former:
             log = about(logger, version=self.home.id, attempt=self.home.attempt)
             log.warning("%r is stored whole, since that of version %d does not serve: %s", chunk.name, self.home.id, error)
             return None
+
+    def lend(self, wanted: Collection[tuple[str, Box]]) -> tuple[bytes, dict[Pack, tuple[int, int]]]:
+        """Of these chunks the rows, as a fragment, and of the packs that they lie in the memory: a descriptor, for the caller to
+        close, and bytes. What is not here, or no good as a base, is left out."""
+        found = [self._chunks[key] for key in wanted if key in self._chunks]
+        packs, rows = dict[Pack, tuple[int, int]](), list[Chunk]()
+        for chunk in (chunk for chunk in found if chunk.coding.base is None and chunk.derivation is None):
+            of = chunk.group, chunk.pack
+            key = pack(self.home.id, self.home.attempt, chunk.node, *of)
+            if of not in packs and (memory := self._tier.borrow(self.home.repository, key)) is not None:
+                packs[of] = memory, os.fstat(memory).st_size
+            if of in packs:
+                rows.append(chunk)
+        return Fragment(0, tuple(rows), ()).dump(), packs
 
     @functools.cached_property
     def _chunks(self) -> dict[tuple[str, Box], Chunk]:

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import functools
 import logging
-from collections.abc import Sequence
+import os
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 from ..storage.coding.rounded import Rounded
 from ..storage.errors import RaystowError, SaveFailed
 from ..storage.format import values
+from ..storage.format.boxes import Box
 from ..storage.log import about
 from ..storage.retention.policy import Policy
 from .arrival import Layout
 from .attempt import NodeAttempt, Outcome, draft
+from .former import Former
+from .offers import Pack
 from .port import Begin
 from .ring import Ring
 from .slots import Slots
@@ -72,6 +76,8 @@ class Session:
         self._hello: Message = {}
         self._log = about(logger)
         self._layouts: dict[int, Layout] = {}  # of the chunks on each device
+        self._on_gpu = set[tuple[str, Box]]()  # chunks that the training process has coded there
+        self._offered = 0  # the version of which it has heard all
         self._attempt: NodeAttempt | None = None
         self._number = 0
 
@@ -166,9 +172,35 @@ class Session:
                 error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {begin.step}")
             self._attempt = None
             self._tell(save, error)
+            if fields.get("asks"):
+                self._name(save, None)
             return
         attempt.join(rank, [(v[0], v[1], v[2]) for v in fields["values"]], functools.partial(self._tell, save))
         self._attempt = attempt
+        if fields.get("asks"):
+            self._name(save, attempt.former)
+
+    def _name(self, save: int, former: Former | None) -> None:
+        """Say what the chunks of a save may be stored as differences to. Of a version that is new the memory is lent before."""
+        if former is not None and former.home.id != self._offered:
+            try:
+                fragment, packs = former.lend(self._on_gpu)
+            except RaystowError as error:
+                self._log.warning("version %d serves no chunk on a GPU: %s", former.home.id, error)
+                former = None
+            else:
+                self._offer(former.home.id, fragment, packs)
+        self._connection.send({"save": save, "named": former.home.id if former is not None else 0})
+
+    def _offer(self, id: int, fragment: bytes, packs: Mapping[Pack, tuple[int, int]]) -> None:
+        try:
+            for (group, number), (memory, size) in packs.items():
+                self._connection.send({"lent": [group, number, size]}, fd=memory)
+        finally:
+            for memory, _ in packs.values():
+                os.close(memory)
+        self._connection.send({"offer": id, "fragment": fragment})
+        self._offered = id
 
     def _chunks(self, announced: list[dict[str, Any]]) -> None:
         """Take over chunks that lie in slots, raw ones to be coded, coded ones as they are; note those that are derived."""
@@ -190,7 +222,8 @@ class Session:
     def _coded(self, device: int, layout: Message | None = None, arrived: Sequence[Message] = ()) -> None:
         """Take over chunks of a device that were coded by the training process; ``layout`` says of which it will speak."""
         if layout is not None:
-            self._layouts[device] = Layout(layout)
+            made = self._layouts[device] = Layout(layout)
+            self._on_gpu |= made.boxes
         for message in arrived:
             self._chunks(list(self._layouts[device].rows(message)))
 

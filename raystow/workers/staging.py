@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 import numpy as np
 
+from ..storage.coding.chunk import DEFLATE, ZSTD
 from ..storage.coding.derived import followed
 from ..storage.coding.dtypes import DType
 from ..storage.coding.kernels import Bytes
@@ -22,6 +23,7 @@ from ..storage.coding.rounded import Rounded
 from ..storage.errors import ClusterError, RaystowError, SaveFailed
 from ..storage.format.root import Entry
 from ..storage.log import about
+from .offers import Named, Offers
 from .ring import ALIGN, Ring
 from .wire import Connection, Message
 
@@ -120,7 +122,8 @@ class Plan(Protocol):
 @dataclass
 class Order:
     """One save: what to announce, what to stage, and whom to tell. Callbacks run on threads of the staging. ``urgent``: whether
-    the training waits for the staging. ``stall``: for how many seconds it has done so; None where nobody counts."""
+    the training waits for the staging. ``stall``: for how many seconds it has done so; None where nobody counts. ``named``: what
+    chunks on a GPU may be stored as differences to."""
 
     save: int
     begin: dict[str, Any]
@@ -130,6 +133,7 @@ class Order:
     on_warning: Callable[[str], None] = logger.warning
     urgent: Callable[[], bool] = lambda: False
     stall: Callable[[], float | None] = lambda: None
+    named: Named | None = None
     failed: bool = False
 
 
@@ -152,6 +156,7 @@ class Staging:
         for slot in range(self._ring.slots):
             self._free.put(slot)
         self._workbench: Any = None  # of workers.cuda, made when the first chunk on a GPU comes
+        self._offers = Offers()
         self._of_devices: queue.SimpleQueue[Message | None] = queue.SimpleQueue()  # what the node worker says of device memory
         self._orders: queue.SimpleQueue[Order | None] = queue.SimpleQueue()
         self._open: dict[int, Order] = {}
@@ -195,6 +200,9 @@ class Staging:
                 coding = {choice.codec: choice.why for choice in choices}
                 vouched = list(order.plan.vouched)
                 more = {"replicated": replicated, "expected": expected, "vouched": vouched, "coding": coding}
+                if order.begin.get("delta") and self._compress_in == "training" and coding.keys() & {DEFLATE, ZSTD}:
+                    more["asks"] = True  # for the version that chunks may be differences to; by ANS none is coded
+                    order.named = self._offers.of(order.save)
                 self._connection.post({"begin": {**order.begin, **more}})
                 self._hand_over(order, order.plan, devices)
                 rounded = {name: astuple(found) for name, found in order.plan.rounded().items()}
@@ -236,7 +244,7 @@ class Staging:
         encode = functools.partial(
             bench.encode, device, after=after, announce=functools.partial(self._announce_coded, order), urgent=order.urgent
         )
-        encode(part.pieces, on_read=read, meanwhile=follow)
+        encode(part.pieces, on_read=read, meanwhile=follow, named=order.named)
         self._announce(order, following[0].rows)
         strays = following[0].strays
         for follower in strays:
@@ -362,9 +370,11 @@ class Staging:
 
     def _hear(self) -> None:
         while (received := self._connection.receive()) is not None:
-            message = received[0]
+            message, descriptor = received
             if "device" in message:
                 self._of_devices.put(message)
+            elif message.keys() & {"lent", "offer", "named"}:
+                self._offers.hear(message, descriptor)
             elif "free" in message:
                 self._free.put(message["free"])
             elif "done" in message:
@@ -374,6 +384,7 @@ class Staging:
             elif "failed" in message:
                 self._end(message["failed"], SaveFailed(message["what"], subject=message["subject"], remedy=message["remedy"]))
         self.lost = True
+        self._offers.lost()
         self._free.put(None)
         self._of_devices.put(None)
         with self._lock:

@@ -16,14 +16,18 @@ from raystow.storage.coding import dtypes, kernels
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import BLOCK, WORD_KEYS, block_key
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.cuda.jobs import Job
+from raystow.workers.cuda.jobs import Aim, Job
 from raystow.workers.cuda.outbox import Outbox, Run
 from raystow.workers.cuda.program import Batch, Group, Limits, Program
+
+BASE = 7
+"""The version that differences are taken to."""
 
 
 @dataclass(frozen=True)
 class HostSource:
-    """A chunk in host memory. ``scattered``: it does not say where."""
+    """A chunk in host memory. ``scattered``: it does not say where. ``base``: what it is stored as a difference to, with all its
+    planes coded."""
 
     name: str
     dtype: dtypes.DType
@@ -31,6 +35,7 @@ class HostSource:
     scattered: bool = False
     identity: Any = None
     high: tuple[int, ...] = ()
+    base: Bytes | None = None
 
     @property
     def nbytes(self) -> int:
@@ -69,7 +74,9 @@ class HostEncoder:
         sizes = most + 8 * 16 * len(sources) + 512, 3 * limits.streams * limits.stream
         self._memory = [np.zeros(size, np.uint8) for size in sizes]
         kept, tops = map(torch.from_numpy, self._memory)
-        self.program = Program(sources, limits, kept=kept, tops=tops)
+        based = [(i, tuple(range(source.dtype.width))) for i, source in enumerate(sources) if source.base is not None]
+        aims = {i: Aim(2, BASE, high) for i, high in based if limits.stream}
+        self.program = Program(sources, limits, kept=kept, tops=tops, aims=aims)
         self.packed: set[str] = set()
         self._sources, self._outbox, self._room = sources, outbox, room
 
@@ -91,14 +98,18 @@ class HostEncoder:
     def _read(self, number: int, batch: Batch) -> list[Any]:
         jobs, sums, places = self.program.jobs[batch.first : batch.last], list[int](), Places()
         for job, row in zip(jobs, self.program.table[batch.first : batch.last].tolist(), strict=True):
-            raw = self._sources[job.index].raw
+            raw, base = self._sources[job.index].raw, self._sources[job.index].base
+            sums.append(weighed(raw))
+            if batch.differs:
+                assert base is not None
+                word, now, raw = kernels.WORDS[job.width], raw, np.empty_like(raw)
+                kernels.subtract(now.view(word), base.view(word), raw.view(word))
             planes = tuple(self._at(address, job.plane) for address in row[2 : 2 + job.width])
             if job.width > 1:
-                kernels.split(raw.view(kernels.WORDS[job.width]), batch.rotate, planes)
+                kernels.split(raw.view(kernels.WORDS[job.width]), batch.rotate and not batch.differs, planes)
             else:
                 planes[0][:] = raw
-            sums.append(weighed(raw))
-        if batch.rotate and batch.low and self._room is not None:
+        if batch.rotate and not batch.differs and batch.low and self._room is not None:
             self._write_packed(batch, jobs, places, self._room)
         elif batch.low + batch.middle:
             places.runs.append(self._write(self._at(batch.base, batch.low + batch.middle)))

@@ -50,7 +50,7 @@ def test_what_a_gpu_has_coded_is_understood() -> None:
         "offset": [0],
         "extent": [40_000],
         "group": "weights",
-        "coding": [True, True, ["raw", "deflate"], [40_000, 75_001], 16_384],
+        "coding": [True, True, ["raw", "deflate"], [40_000, 75_001], 16_384, None],
         "streams": sizes.astype("<i4").tobytes(),
         "digest": 2**64 - 1,
     }

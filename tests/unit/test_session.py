@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.errors import SaveFailed
+from raystow.storage.format.boxes import Box
 from raystow.storage.format.root import Entry
+from raystow.workers.arrival import layout
+from raystow.workers.former import Former
+from raystow.workers.memory_tier import Home
 from raystow.workers.port import Begin
 from raystow.workers.ring import Ring
 from raystow.workers.session import Session
@@ -32,7 +38,7 @@ HELLO = {
 }
 BEGIN = {"save": 5, "step": 9, "timeout": 60, "replicated": 0, "expected": 0, "metrics": {}, "values": []}
 ROW = {"path": "[]", "kind": "tensor", "dtype": "uint8", "shape": [4], "offset": [0], "extent": [4], "group": "weights"}
-CODING = {"coding": [False, False, ["raw"], [4], 1], "streams": b"", "digest": 1}
+CODING = {"coding": [False, False, ["raw"], [4], 1, None], "streams": b"", "digest": 1}
 
 
 @dataclass
@@ -66,6 +72,7 @@ class FakeAttempt:
     bytes: dict[str, bytes] = field(default_factory=dict)
     on_end: Any = None
     ended: list[str] = field(default_factory=list)
+    former: Former | None = None
 
     def join(self, rank: int, values: list[Any], on_end: Any) -> None:
         self.on_end = on_end
@@ -256,6 +263,52 @@ def test_the_outcome_is_told_with_its_warnings() -> None:
         assert talk.sent[-1] == {"failed": 5, "what": "late", "subject": "", "remedy": ""}
 
     serve(script, attempt)
+
+
+@dataclass
+class FakeFormer:
+    """Of version 3, whose chunks all lie in one pack."""
+
+    home: Home = field(default_factory=lambda: Home("r", 3, "0123456789abcdef"))
+    lent: list[set[tuple[str, Box]]] = field(default_factory=list)
+
+    def lend(self, wanted: set[tuple[str, Box]]) -> tuple[bytes, dict[tuple[str, int], tuple[int, int]]]:
+        self.lent.append(set(wanted))
+        return b"rows", {("weights", 0): (os.memfd_create("pack"), 9)}
+
+
+def test_what_chunks_may_be_differences_to_is_offered_once_and_named_in_every_save_that_asks() -> None:
+    attempt, former = FakeAttempt(), FakeFormer()
+    chunk = {**ROW, "name": "w"}
+    said = layout([chunk], nbytes=[4], streams=[0], high=[()], starts=[0], bases=[0], batches=[(0, 1, 0)])
+
+    def script(talk: Talk) -> Iterator[Message]:
+        yield {"begin": BEGIN}
+        yield {"coded": {"device": 0, "layout": said}}
+        assert not [message for message in talk.sent if "named" in message], "nobody has asked"
+        for save in (6, 7):
+            attempt.former = cast(Former, former)
+            yield {"begin": {**BEGIN, "save": save, "asks": True}}
+            assert talk.sent[-1] == {"save": save, "named": 3}
+        attempt.former = None
+        yield {"begin": {**BEGIN, "save": 8, "asks": True}}
+        assert talk.sent[-1] == {"save": 8, "named": 0}
+        (lent,) = [message for message in talk.sent if "lent" in message]
+        assert lent["lent"] == ["weights", 0, 9]
+        with pytest.raises(OSError, match="Bad file"):
+            os.fstat(lent["fd"])
+        assert [message for message in talk.sent if "offer" in message] == [{"offer": 3, "fragment": b"rows"}]
+
+    serve(script, attempt)
+    assert former.lent == [{("w", ((0,), (4,)))}], "the rows of its own chunks"
+
+
+def test_a_save_that_cannot_begin_is_told_that_nothing_is_named() -> None:
+    def script(talk: Talk) -> Iterator[Message]:
+        yield {"begin": {**BEGIN, "asks": True}}
+        assert talk.sent[-1] == {"save": 5, "named": 0}
+
+    serve(script, SaveFailed("no"))
 
 
 def test_memory_is_kept_for_chunks_that_outlive_their_process() -> None:

@@ -11,14 +11,17 @@ Every chunk goes through these stages, each on a stream of its own, many chunks 
 
 What is to be done depends on where the chunks lie, not on what is in them: it is worked out once (``program``). Nor is anything
 said of what has arrived before all has been read. The training waits for this thread, and shares an interpreter with it.
+
+Chunks may be stored as differences to those of an earlier version (``differences``). They are read last, when what they differ
+from has been brought to the device.
 """
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections import deque
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -26,12 +29,17 @@ import torch
 
 from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ...storage.errors import SaveFailed
+from ..offers import Named
 from . import kernels
 from .arena import Arena
-from .jobs import Sink, Source
+from .differences import Differences
+from .jobs import Aim, Sink, Source
+from .lanes import LANES, Lanes
 from .nvcomp import STREAM, Codec
-from .outbox import Run
-from .program import Batch, Group, Limits, Program, key
+from .program import Batch, Limits, Program, key
+from .sevens import COUNT as SEVENS
+from .sevens import Sevens, worth_packing
+from .stages import Arrived, CodedGroup, ReadBatch
 
 MEMORY = 1440 << 20
 """Bytes of device memory that an encoder takes by default."""
@@ -39,56 +47,17 @@ MEMORY = 1440 << 20
 _GROUP = {DEFLATE: 64 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that are coded by one call
 _BATCH, _PLANE = 128 << 20, 64 << 20  # raw bytes that are read by one launch, and bytes of each of their planes
 _BEFORE = 4  # batches that are being read before anything else is done
-_SEVENS = 4  # batches whose sevens are being packed, or are leaving, at a time
+_MOMENT = 1e-3  # seconds to wait for host memory, before the GPU is looked after again
 _SOON, _HASTE = -1, -5  # priorities: reading frees the training, coding may come later; the highest there is
 
 
-@dataclass
-class ReadBatch:
-    """A batch that is being read (until the event ``read``), is leaving, or has left. ``found``: int64 [3, jobs] in host memory,
-    what ``kernels.split`` has found. For ``runs`` and ``lows`` see ``arrival.Layout.rows``."""
-
-    number: int
-    batch: Batch
-    read: Any
-    found: torch.Tensor
-    copies: list[torch.Tensor]
-    runs: list[Run] = field(default_factory=list)
-    lows: list[tuple[int, int, bool]] = field(default_factory=list)
-
-    def said(self) -> list[Any]:
-        """What is said of it in a message."""
-        return [self.number, self.found[0].numpy().tobytes(), [run.spans for run in self.runs], self.lows]
-
-
-@dataclass
-class CodedGroup:
-    """A group that is being coded (until the event ``coded``), and then lies densely in ``size`` bytes at ``start`` in device
-    memory. ``results``: int64 [2, streams] in host memory, bytes of each and, as int32, the coder's status. ``run``: all its
-    planes, on their way."""
-
-    group: Group
-    batches: list[ReadBatch]
-    start: int
-    results: torch.Tensor
-    coded: Any
-    size: int = 0
-    run: Run = field(default_factory=Run)
-
-
-@dataclass(frozen=True)
-class Arrived:
-    """Chunks that are in host memory, all of whose bytes are in these ``runs``, and what is said of them: see
-    ``arrival.Layout.rows``."""
-
-    runs: list[Run]
-    message: dict[str, Any]
-
-
 class Encoder:
-    """Codes what is given to ``encode``, with ``memory`` bytes of one GPU. ``codec`` None: everything leaves as it is."""
+    """Codes what is given to ``encode``, with ``memory`` bytes of one GPU. ``codec`` None: everything leaves as it is.
+    ``differing``: chunks may be stored as differences."""
 
-    def __init__(self, device: torch.device, codec: str | None, sink: Sink, *, memory: int = MEMORY) -> None:
+    def __init__(
+        self, device: torch.device, codec: str | None, sink: Sink, *, memory: int = MEMORY, differing: bool = False
+    ) -> None:
         self._device, self._sink = device, sink
         with torch.cuda.device(device):
             self._reading, self._packing = (torch.cuda.Stream(device, priority=_SOON) for _ in range(2))
@@ -103,16 +72,20 @@ class Encoder:
                 streams += max(64, streams // 8)  # of many small chunks
                 scratch = self._codec.coding_scratch(streams)
                 tops, sevens = 3 * streams * stream, batch // 32 * 7 + (1 << 20)  # the lowest of four planes, packed
-            self._limits = Limits(batch, _PLANE, max(batch, sink.capacity // 4), streams, stream)
-            rest = memory - tops - scratch - streams * stride - _SEVENS * sevens
+            lane = memory // 15 // 512 * 512 if differing and self._codec else 0
+            self._lanes = Lanes(device, lane) if lane else None
+            self._limits = Limits(batch, _PLANE, max(batch, sink.capacity // 4), streams, stream, lane)
+            rest = memory - tops - scratch - streams * stride - SEVENS * sevens - LANES * lane
             self._scratch, self._tops, self._out = (self._room(size) for size in (scratch, tops, streams * stride))
-            self._sevens = [self._room(sevens) for _ in range(_SEVENS)]
+            self._sevens = Sevens([self._room(sevens) for _ in range(SEVENS)])
             self._dense = Arena(rest // 2 if codec else 0, device)
             self._kept = self._room(rest - self._dense.size)
             self._targets = self._out.data_ptr() + torch.arange(streams, device=device) * stride
             self._sizes = torch.empty(streams, dtype=torch.int64, device=device)
             torch.cuda.current_stream(device).synchronize()
         self._program: Program | None = None
+        self._plain: Program | None = None  # the last one without differences
+        self._known: Differences | None = None  # of the chunks that were last given with what may be a base
         self._reset()
 
     def _room(self, size: int) -> torch.Tensor:
@@ -128,14 +101,15 @@ class Encoder:
         self._done: list[Any] = []  # for each group whose coding has begun, when that is done
         self._batches_of: list[list[ReadBatch]] = [[] for _ in range(groups)]  # of each group, which have been read
         self._complete_groups = 0  # that have arrived
-        self._seven_left: list[Any] = [None] * _SEVENS
-        self._seven = 0
         self._all_read = False
         self._arrived: list[Arrived] = []
+        self._sevens.reset()
         self._sources: Sequence[Source] = ()
         self._emit: Callable[[list[Arrived]], None] = lambda coded: None
         self._urgent: Callable[[], bool] = lambda: False
+        self._differences: Differences | None = None  # in this save
         self._samples: Any = None
+        self._sampled: Any = None  # for each job, the number of its sample
         self._results: Any = None
         self._found: Any = None
 
@@ -147,9 +121,11 @@ class Encoder:
     def close(self) -> None:
         """Give the device memory back."""
         torch.cuda.synchronize(self._device)
-        del self._scratch, self._tops, self._out, self._sevens, self._dense, self._kept, self._targets, self._sizes
-        self._program = None
+        if self._lanes is not None:
+            self._lanes.close()
+        self._program = self._plain = self._known = self._lanes = None
         self._reset()
+        del self._scratch, self._tops, self._out, self._sevens, self._dense, self._kept, self._targets, self._sizes
 
     def encode(
         self,
@@ -160,27 +136,34 @@ class Encoder:
         emit: Callable[[list[Arrived]], None],
         urgent: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
+        named: Named | None = None,
     ) -> None:
         """Code all sources. ``emit`` gets what has arrived, bit by bit and in any order; ``on_read`` is called when everything
         has been read and may change. ``after``: a CUDA event before which nothing is read. ``urgent``: whether someone waits for
         the reading; from then on it goes before all else on the GPU, which has nothing better to do. ``meanwhile`` is called
-        once, as soon as the GPU and its link have something to do.
+        once, as soon as the GPU and its link have something to do. ``named``: what chunks may be stored as differences to.
 
         Raises ``SaveFailed`` naming a tensor that changed too early: a sixteenth of every chunk, evenly spread, is looked at when
-        the save begins, and its digest compared with that of what the chunk was taken apart from.
+        the save begins, and its digest compared with that of what the chunk was taken apart from. Or one that was to be stored
+        as a difference to what is damaged.
         """
         with torch.cuda.device(self._device):
             try:
-                program = self._prepare(sources)
+                program = self._prepare(sources, differing=named is not None)
                 self._sources, self._emit, self._urgent = sources, emit, urgent
                 for stream in (self._reading, self._hasty):
                     stream.wait_event(after)
                 self._take_samples(program)
-                for number, batch in enumerate(program.batches):
-                    self._read(program, number, batch)
-                    self._turn()
-                    if number == min(_BEFORE, len(program.batches)) - 1:
+                decided_at = self._differences.decided_at if self._differences is not None else len(program.batches)
+                for number in itertools.count():
+                    if number == min(_BEFORE, decided_at):
                         meanwhile()
+                    if number == decided_at and named is not None:
+                        program = self._decide(program, named)
+                    if number == len(program.batches):
+                        break
+                    self._read(program, number, program.batches[number])
+                    self._turn()
                 for reading in self._reads:
                     reading.read.synchronize()
                 self._all_read = True
@@ -188,28 +171,58 @@ class Encoder:
                 while self._reads or self._complete_groups < len(program.groups) or self._leaves:
                     self._wait()
                 self._flush()
+                if self._differences is not None:
+                    self._differences.saved(program, lambda batch: self._results_of(batch)[0].numpy())
             except BaseException:
                 torch.cuda.synchronize(self._device)
                 raise
             finally:
+                if self._differences is not None:
+                    self._differences.end()
                 self._dense.clear()
                 self._reset()
 
-    def _prepare(self, sources: Sequence[Source]) -> Program:
+    def _prepare(self, sources: Sequence[Source], *, differing: bool) -> Program:
         """The program for these chunks: the last one, if they lie where those did."""
-        if self._program is None or (self._program.sources is not sources and self._program.key != key(sources)):
-            self._program = None
-            self._program = Program(sources, self._limits, kept=self._kept, tops=self._tops)
-            torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device
+        if differing and self._lanes is not None:
+            if self._known is None or not _same(self._known.undecided, sources):
+                known, self._known = self._known, None
+                self._known = Differences(self._lanes, sources, functools.partial(self._make, sources))
+                if known is not None:
+                    self._known.take_over(known)
+            self._program = self._known.begin()
+        else:
+            if self._plain is None or not _same(self._plain, sources):
+                self._plain = None
+                self._plain = self._make(sources, {})
+            self._program = self._plain
         self._reset()
+        self._differences = self._known if differing else None
         return self._program
+
+    def _make(self, sources: Sequence[Source], aims: Mapping[int, Aim]) -> Program:
+        program = Program(sources, self._limits, kept=self._kept, tops=self._tops, aims=aims)
+        torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device
+        return program
+
+    def _decide(self, program: Program, named: Named) -> Program:
+        """How to go on, now that all has been read of which that was clear."""
+        if self._differences is None:
+            return program
+        with torch.cuda.stream(self._reading):  # which is not behind what the training has queued up
+            self._program = decided = self._differences.decide(named, self._tell)
+        if decided is not program:
+            number_of = {job.index: number for number, job in enumerate(program.jobs)}
+            self._sampled = np.array([number_of[job.index] for job in decided.jobs])
+            self._batches_of += [[] for _ in decided.groups[len(self._batches_of) :]]
+        return decided
 
     def _take_samples(self, program: Program) -> None:
         """Look at all chunks as they are now; compared when they have been read."""
         n = len(program.jobs)
         with torch.cuda.stream(self._reading):
             samples = torch.zeros(n, dtype=torch.int64, device=self._device)
-            self._results = torch.zeros(3 * n, dtype=torch.int64, device=self._device)
+            self._results = torch.zeros(4 * n, dtype=torch.int64, device=self._device)
             for (scattered, width, packed), alike in itertools.groupby(program.batches, _sampled_alike):
                 batches = list(alike)
                 first, last = batches[0].first, batches[-1].last
@@ -222,8 +235,10 @@ class Encoder:
                     table, copies = self._gathered(program, i, i + 1)
                     kernels.sample(table, job.nbytes, width=job.width, packed=False, samples=samples[i : i + 1])
                     del copies
-            self._samples = self._tell(samples)
-            self._found = torch.empty(3 * n, dtype=torch.int64, pin_memory=True)
+            self._samples, self._sampled = self._tell(samples), np.arange(n)
+            self._found = torch.empty(4 * n, dtype=torch.int64, pin_memory=True)
+            if self._differences is not None:
+                self._differences.sample()
             sampled = self._reading.record_event()
         self._hasty.wait_event(sampled)
 
@@ -289,15 +304,35 @@ class Encoder:
             stream.wait_event(self._left[batch.after - 1])
         if batch.after_group:
             stream.wait_event(self._done[batch.after_group - 1])
-        some = slice(3 * batch.first, 3 * batch.last)
+        bases: torch.Tensor | None = None
+        if batch.differs:
+            bases = self._bring(number, stream)
         with torch.cuda.stream(stream):
             table, copies = program.chunks[batch.first : batch.last], list[torch.Tensor]()
             if batch.scattered:
                 table, copies = self._gathered(program, batch.first, batch.last)
-            results, found = self._results[some].view(3, -1), self._found[some].view(3, -1)
-            kernels.split(table, batch.largest, width=batch.width, rotate=batch.rotate, packed=batch.packed, results=results)
+            results = self._results[4 * batch.first : 4 * batch.last].view(4, -1)
+            found, rotate, packed = self._results_of(batch), batch.rotate, batch.packed
+            kernels.split(table, batch.largest, width=batch.width, rotate=rotate, packed=packed, results=results, bases=bases)
             kernels.tell(results, found)
             self._reads.append(ReadBatch(number, batch, stream.record_event(), found, copies))
+        if batch.differs:
+            assert self._differences is not None
+            self._differences.was_read(number, self._reads[-1].read)
+
+    def _results_of(self, batch: Batch) -> torch.Tensor:
+        """What is found of a batch's chunks, in host memory."""
+        found: torch.Tensor = self._found[4 * batch.first : 4 * batch.last].view(4, -1)
+        return found
+
+    def _bring(self, number: int, stream: Any) -> torch.Tensor:
+        """What the chunks of a batch are differences to, on the device when the stream is so far."""
+        assert self._differences is not None
+        while not self._differences.filled(number, 0 if self._turn() else _MOMENT):
+            pass
+        planes, there = self._differences.bring(number)
+        stream.wait_event(there)
+        return planes
 
     def _let_leave(self, read: ReadBatch) -> None:
         """When a batch has been read: compare its digests, and let the planes go that stay as they are."""
@@ -305,17 +340,20 @@ class Encoder:
         read.copies.clear()
         batch, program = read.batch, self._program
         assert program is not None
-        _, samples, odds = read.found.numpy()
-        changed = np.flatnonzero(samples != self._samples[batch.first : batch.last].numpy())
+        _, samples, odds, bases = read.found.numpy()
+        changed = np.flatnonzero(samples != self._samples.numpy()[self._sampled[batch.first : batch.last]])
         if len(changed):
             raise SaveFailed(
                 "the tensor changed while it was being saved",
                 subject=program.jobs[batch.first + changed[0]].name,
                 remedy="call fence() before anything changes it, or guard(optimizer)",
             )
+        if batch.differs:
+            assert self._differences is not None
+            self._differences.check(batch, bases)
         self._keep_within_sink(batch)
         with torch.cuda.stream(self._leaving):
-            if batch.rotate and batch.low and self._can_pack(batch, odds):
+            if batch.rotate and not batch.differs and worth_packing(program.jobs[batch.first : batch.last], batch.low, odds):
                 self._write_packed(read, odds.tolist())
             elif batch.low + batch.middle:
                 self._leaving.wait_event(read.read)
@@ -332,29 +370,16 @@ class Encoder:
 
         self._leaves.append((event, left))
 
-    def _can_pack(self, batch: Batch, odds: Any) -> bool:
-        """Whether there are enough lowest planes of which every last bit is zero, since no word is negative. A few are not worth
-        the copies that a run is broken into."""
-        assert self._program is not None
-        even = np.flatnonzero(odds == 0)
-        return bool(sum(self._program.jobs[batch.first + i].plane for i in even) > batch.low // 4)
-
     def _write_packed(self, read: ReadBatch, odds: list[int]) -> None:
         """Let a batch go of which some lowest planes can be packed, by run."""
         batch, program = read.batch, self._program
         assert program is not None
         jobs, starts = program.jobs[batch.first : batch.last], program.starts[batch.first : batch.last].tolist()
-        base, room = batch.base - self._kept.data_ptr(), self._sevens[self._seven]
-        rows, used, places = list[tuple[int, int, int]](), 0, list[int | None]()  # where each packed plane begins
-        for job, start, odd in zip(jobs, starts, odds, strict=True):
-            size = -(-(job.plane // 8 * 7) // 16) * 16
-            if odd or job.plane % 8 or used + size > room.numel():
-                places.append(None)
-                continue
-            rows.append((batch.base + start, room.data_ptr() + used, job.plane // 8))
-            places.append(used)
-            used += size
-        packed = self._pack(rows, read.read) if rows else None
+        base, packing, packed = batch.base - self._kept.data_ptr(), self._sevens.plan(jobs, starts, odds, batch.base), None
+        if packing.rows:
+            stream = self._hasty if self._urgent() else self._packing
+            stream.wait_event(read.read)
+            packed = self._sevens.pack(packing, stream)
         self._leaving.wait_event(read.read)
         if batch.middle:
             between = self._kept[base + batch.low : base + batch.low + batch.middle]
@@ -362,10 +387,9 @@ class Encoder:
         if packed is not None:
             self._leaving.wait_event(packed)
             sevens = len(read.runs)
-            read.runs.append(self._sink.write(room[:used], self._relieve))
-            self._seven_left[self._seven] = self._leaving.record_event()
-            self._seven = (self._seven + 1) % _SEVENS
-        for alone, some in itertools.groupby(zip(jobs, starts, places, strict=True), lambda row: row[2] is None):
+            read.runs.append(self._sink.write(self._sevens.room[: packing.used], self._relieve))
+            self._sevens.leaves(self._leaving.record_event())
+        for alone, some in itertools.groupby(zip(jobs, starts, packing.places, strict=True), lambda row: row[2] is None):
             row = list(some)
             if alone:
                 first, end = row[0][1], row[-1][1] + row[-1][0].room
@@ -373,16 +397,6 @@ class Encoder:
                 read.runs.append(self._sink.write(self._kept[base + first : base + end], self._relieve))
             else:
                 read.lows += [(sevens, place, True) for _, _, place in row if place is not None]
-
-    def _pack(self, rows: list[tuple[int, int, int]], read: Any) -> Any:
-        """Pack planes into the sevens' next memory, when that is free; the event after which they lie there."""
-        stream = self._hasty if self._urgent() else self._packing
-        stream.wait_event(read)
-        if (left := self._seven_left[self._seven]) is not None:
-            stream.wait_event(left)
-        with torch.cuda.stream(stream):
-            kernels.pack7(self._upload(np.array(rows, np.int64)), max(groups for _, _, groups in rows))
-            return stream.record_event()
 
     def _keep_within_sink(self, batch: Batch) -> None:
         """Chunks that are not complete cannot be handed on: they must never fill the sink, or nothing would move any more. There
@@ -475,6 +489,10 @@ class Encoder:
         arrived, self._arrived = self._arrived, []
         if arrived:
             self._emit(arrived)
+
+
+def _same(program: Program, sources: Sequence[Source]) -> bool:
+    return program.sources is sources or program.key == key(sources)
 
 
 def _sampled_alike(batch: Batch) -> tuple[bool, int, bool]:

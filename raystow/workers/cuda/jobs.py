@@ -63,10 +63,25 @@ class Sink(Protocol):
 
 
 @dataclass(frozen=True)
+class Aim:
+    """What is made of a chunk, apart from what is made of all. ``turn``: it is read after those of an earlier one. ``base``: the
+    version to whose chunk it is stored as a difference, 0 if it is none; then ``high`` are the planes worth coding, and ``room``
+    the bytes that its base takes in a lane (see ``lanes``)."""
+
+    turn: int = 0
+    base: int = 0
+    high: tuple[int, ...] = ()
+    room: int = 0
+
+
+ALONE = Aim()
+
+
+@dataclass(frozen=True)
 class Job:
     """A chunk as an encoder sees it, in every save that it is part of: the ``index``-th of those given. ``stream``: bytes of a
     plane in a coded stream; 0 if the chunk leaves as it is, as one plane. ``high``: numbers of its planes that are to be coded.
-    The rest is what its source says of itself."""
+    The rest is what its source says of itself, and what is aimed at."""
 
     index: int
     name: str
@@ -75,6 +90,7 @@ class Job:
     dtype: DType
     stream: int = 0
     high: tuple[int, ...] = ()
+    aim: Aim = ALONE
 
     @property
     def coded(self) -> bool:
@@ -107,8 +123,9 @@ class Job:
         return -(-self.plane // self.stream) if self.coded else 0
 
     @property
-    def kind(self) -> tuple[bool, int, bool, bool, tuple[int, ...], str]:
+    def kind(self) -> tuple[int, bool, int, bool, bool, tuple[int, ...], str]:
         """Chunks of one kind are read together, in the order of this. First those that need no coding, and at last those of which
         most does: it lags behind the reading, until that is through. The last part of the name puts tensors together that are
         never negative."""
-        return self.coded, -self.width, self.dtype.rotate, self.address is None, self.high, self.name.rpartition(".")[2]
+        turn, scattered, last = self.aim.turn, self.address is None, self.name.rpartition(".")[2]
+        return turn, self.coded, -self.width, self.dtype.rotate, scattered, self.high, last

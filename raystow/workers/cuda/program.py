@@ -7,7 +7,7 @@ must have left before. So its tables lie in device memory, and a save that is li
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ import torch
 from ...storage.coding.chunk import SMALL
 from ..arrival import layout
 from . import tables
-from .jobs import Job, Source
+from .jobs import ALONE, Aim, Job, Source
 
 ROWS = 512
 """Chunks in a batch, at most."""
@@ -27,13 +27,15 @@ ROWS = 512
 class Limits:
     """``batch``: raw bytes that are read by one launch, and ``plane`` those of their planes that are to be coded. ``group``: raw
     bytes whose highest planes are coded by one call, and
-    ``streams`` their number, at most. ``stream``: bytes of a plane in a stream; 0 if nothing is coded."""
+    ``streams`` their number, at most. ``stream``: bytes of a plane in a stream; 0 if nothing is coded. ``lane``: bytes that what
+    the chunks of a batch are differences to may take."""
 
     batch: int
     plane: int
     group: int
     streams: int
     stream: int
+    lane: int = 0
 
 
 @dataclass(frozen=True)
@@ -43,7 +45,7 @@ class Batch:
     ``base``: where their planes begin in the memory of those that leave as they are: ``low`` bytes of lowest planes, then
     ``middle`` bytes. ``after``: batches that must have left it before. ``group``: what their other planes are coded with, -1 if
     there are none. ``after_group``: groups that must have been packed before those planes have room. ``rotate``, ``width``,
-    ``packed``, ``largest``: what ``kernels.split`` wants to know.
+    ``packed``, ``largest``: what ``kernels.split`` wants to know. ``turn``: see ``jobs.Aim``; ``differs``: they are differences.
     """
 
     first: int
@@ -59,6 +61,8 @@ class Batch:
     after: int
     group: int
     after_group: int
+    turn: int
+    differs: bool
 
 
 @dataclass(frozen=True)
@@ -105,11 +109,23 @@ class Circle:
 class Program:
     """``jobs`` in the order in which they are read, ``batches`` and ``groups`` of them. ``starts``: where each job's lowest plane
     begins among those of its batch. Tables: ``chunks`` for the kernels (int64 [jobs, COLUMNS]; in host memory ``table``), and for
-    the coder ``cuts`` (int64 [2, streams]: address, bytes)."""
+    the coder ``cuts`` (int64 [2, streams]: address, bytes).
 
-    def __init__(self, sources: Sequence[Source], limits: Limits, *, kept: torch.Tensor, tops: torch.Tensor) -> None:
+    ``aims``: by the number of a source, of those for which there is one. Programs of the same sources whose aims are the same
+    before some turn are the same up to there: one can take the other's place when that turn comes."""
+
+    def __init__(
+        self,
+        sources: Sequence[Source],
+        limits: Limits,
+        *,
+        kept: torch.Tensor,
+        tops: torch.Tensor,
+        aims: Mapping[int, Aim] | None = None,
+    ) -> None:
         self.key, self.sources = key(sources), sources
-        found = [_job(i, source, limits.stream) for i, source in enumerate(sources)]
+        aims = aims or {}
+        found = [_job(i, source, limits.stream, aims.get(i, ALONE)) for i, source in enumerate(sources)]
         self.jobs = sorted(found, key=_kind)
         self.batches: list[Batch] = []
         self.groups: list[Group] = []
@@ -130,8 +146,13 @@ class Program:
             streams=[job.stream for job in self.jobs],
             high=[job.high for job in self.jobs],
             starts=self.starts,
+            bases=[job.aim.base for job in self.jobs],
             batches=[(batch.first, batch.last, batch.low) for batch in self.batches],
         )
+
+    def begin_of(self, turn: int) -> int:
+        """The number of the first batch of this turn, or a later one."""
+        return next((i for i, batch in enumerate(self.batches) if batch.turn >= turn), len(self.batches))
 
     def _lay_out(self, table: Any, kept: Circle, tops: Circle) -> None:
         """Place the planes of all batches, and put the groups together."""
@@ -152,6 +173,9 @@ class Program:
             for i, p in enumerate(between):
                 table[first:last, 2 + p] = base + low + starts * len(between) + i * np.array([job.plane for job in jobs])
             group, after_group = -1, 0
+            if first and head.aim.turn != self.jobs[first - 1].aim.turn:  # what comes may be another program's
+                raw, streams = 0, 0
+                self._close_group(first)
             if head.coded:
                 coded = len(head.high)
                 more, size = sum(job.streams * coded for job in jobs), sum(job.nbytes for job in jobs)
@@ -169,11 +193,14 @@ class Program:
                 group_of.append(group)
                 raw, streams = raw + size, streams + more
             largest = max(job.nbytes for job in jobs)
-            packed = tables.can_pack(table[first:last], width)
+            differs = head.aim.base > 0
+            packed = not differs and tables.can_pack(table[first:last], width)
             self.batches.append(
                 Batch(
                     *(first, last, width, head.coded and head.dtype.rotate, head.address is None, packed),
                     *(largest, base, low, middle, after, group, after_group),
+                    turn=head.aim.turn,
+                    differs=differs,
                 )
             )
         self._close_group(len(self.jobs))
@@ -197,14 +224,15 @@ class Program:
         """Chunks of one kind (all of one width; all with a plane to code, or all without) in numbers that one launch takes."""
         first, position = 0, 0
         for _, alike in itertools.groupby(self.jobs, _kind):
-            size = planes = streams = 0
+            size = planes = streams = lane = 0
             for job in alike:
                 coded, more = job.plane * len(job.high), job.streams * len(job.high)
-                size, planes, streams = size + job.nbytes, planes + coded, streams + more
+                size, planes, streams, lane = size + job.nbytes, planes + coded, streams + more, lane + job.aim.room
                 wide = job.coded and (planes > self._limits.plane or streams > self._limits.streams)
+                wide = wide or lane > self._limits.lane
                 if position > first and (size > self._limits.batch or wide or position - first == ROWS):
                     yield first, position
-                    first, size, planes, streams = position, job.nbytes, coded, more
+                    first, size, planes, streams, lane = position, job.nbytes, coded, more, job.aim.room
                 position += 1
             yield first, position
             first = position
@@ -232,6 +260,8 @@ def _kind(job: Job) -> Any:
     return job.kind
 
 
-def _job(index: int, source: Source, stream: int) -> Job:
+def _job(index: int, source: Source, stream: int, aim: Aim) -> Job:
     of = source.name, source.address, source.nbytes, source.dtype
-    return Job(index, *of, stream, source.planes) if stream and source.nbytes >= SMALL else Job(index, *of)
+    if not stream or source.nbytes < SMALL:
+        return Job(index, *of, aim=aim)
+    return Job(index, *of, stream, aim.high if aim.base else source.planes, aim)

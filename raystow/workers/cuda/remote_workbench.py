@@ -14,6 +14,7 @@ Instead of an answer there may be a ``problem``. Where that comes before anythin
 
 from __future__ import annotations
 
+import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -23,6 +24,7 @@ from typing import Any
 import torch
 
 from ...storage.errors import RaystowError, SaveFailed
+from ..offers import Named
 from ..ring import ALIGN
 from ..wire import Message
 from .choice import Choice
@@ -107,12 +109,13 @@ class RemoteWorkbench:
         announce: Announce,
         urgent: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
+        named: Named | None = None,
     ) -> None:
-        """Hand over all chunks; returns when they have been read. See ``Workbench.encode``."""
+        """Hand over all chunks; returns when they have been read. See ``Workbench.encode``. What is coded by the node worker is
+        never stored as a difference."""
         if self._local is not None:
-            self._local.encode(
-                device, pieces, after=after, on_read=on_read, announce=announce, urgent=urgent, meanwhile=meanwhile
-            )
+            encode = functools.partial(self._local.encode, device, pieces, after=after, on_read=on_read, announce=announce)
+            encode(urgent=urgent, meanwhile=meanwhile, named=named)
             return
         meanwhile()
         mapped = self._mapped[device]

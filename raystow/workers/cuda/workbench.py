@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from ...storage.coding.chunk import RAW
+from ..offers import Named
 from ..ring import Ring
 from .choice import Choice, choose
-from .encoder import Arrived, Encoder
+from .encoder import Encoder
 from .following import Following, Lookout, follow
 from .outbox import Outbox
 from .program import Program
+from .stages import Arrived
 
 
 class Workbench:
@@ -50,6 +53,7 @@ class Workbench:
         announce: Callable[[dict[str, Any]], None],
         urgent: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
+        named: Named | None = None,
     ) -> None:
         """See ``Encoder.encode``. ``announce`` gets what the node worker must know: the ``layout`` of the chunks of a ``device``,
         where it is new, and what has ``arrived`` of them (see ``workers.arrival``)."""
@@ -64,10 +68,12 @@ class Workbench:
             self._outbox.announced(run for one in arrived for run in one.runs)
 
         if device not in self._encoders:
-            codec = self.choice(device).codec
-            self._encoders[device] = Encoder(torch.device("cuda", device), None if codec == RAW else codec, self._outbox)
+            codec, where = self.choice(device).codec, torch.device("cuda", device)
+            made = Encoder(where, None if codec == RAW else codec, self._outbox, differing=named is not None)
+            self._encoders[device] = made
+        encode = functools.partial(self._encoders[device].encode, pieces, after=after, on_read=on_read, emit=emit)
         try:
-            self._encoders[device].encode(pieces, after=after, on_read=on_read, emit=emit, urgent=urgent, meanwhile=meanwhile)
+            encode(urgent=urgent, meanwhile=meanwhile, named=named)
             self._outbox.end()
         except BaseException:
             self._outbox.abandon()

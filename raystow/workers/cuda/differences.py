@@ -1,0 +1,270 @@
+"""Which chunks of an encoder are stored as differences to an earlier version, and what is done with those.
+
+A version that may serve is named by the node worker, in every save anew, while the encoder reads what needs none. Where
+differences pay is decided once for each such version, in the first save that it is named for: from samples of all chunks, which
+were taken when the version itself was saved, and are compared with samples of now. Nothing more is worked out until another
+version is named.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from ...storage.coding.delta import LEAST
+from ...storage.coding.digest import finish
+from ...storage.errors import Damaged, SaveFailed
+from ..offers import Named, Offer
+from . import kernels, paying
+from .jobs import Aim, Source
+from .lanes import Lanes
+from .loads import Former, load, room, serves
+from .program import Batch, Program
+
+logger = logging.getLogger(__name__)
+
+_MAY, _DOES = 1, 2  # turns: chunks that may be differences, and those that are
+_PATIENCE = 1.0  # seconds to wait for the name of a version, while the training may be waiting as well
+_SEEN = 2  # versions of which samples are kept, since one save may begin before the other is a version
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+Make = Callable[[Mapping[int, Aim]], Program]
+
+
+@dataclass(frozen=True)
+class _Sampled:
+    """Chunks of one width: their numbers among the sources, and the kernels' table of them."""
+
+    numbers: list[int]
+    width: int
+    rotate: bool
+    table: torch.Tensor
+
+    def take(self) -> torch.Tensor:
+        """Samples of all, as they are now, on the current stream."""
+        picked = torch.empty((len(self.numbers), kernels.SAMPLED), dtype=_WORDS[self.width], device=self.table.device)
+        kernels.pick(self.table, picked)
+        return picked
+
+
+@dataclass(frozen=True)
+class _Seen:
+    """What is kept of a save that was whole: the sums of all chunks, before ``finish``, by number, and the samples."""
+
+    sums: Mapping[int, int]
+    samples: list[torch.Tensor]
+
+
+@dataclass(frozen=True)
+class _Star:
+    """What is decided as long as one version is named. ``formers``: by the number of a source what that is a difference to;
+    ``first``: the number of the first batch of differences in ``program``; ``whole``: the aims of what would be the same up to
+    there, without any."""
+
+    id: int
+    formers: Mapping[int, Former]
+    program: Program
+    first: int
+    whole: Mapping[int, Aim]
+
+
+@dataclass
+class Differences:
+    """In every save of ``sources``: ``begin``, ``sample``, ``decide`` before the batch ``decided_at``; for every batch that
+    ``differs`` what ``lanes`` want, and ``check``; at last ``saved``, if it went well, and in any case ``end``. ``make``: a
+    program of these sources; ``undecided``: the one as long as no version is named."""
+
+    lanes: Lanes
+    sources: Sequence[Source]
+    make: Make
+    undecided: Program = field(init=False)
+    _sampled: list[_Sampled] = field(init=False)
+    _samples: list[torch.Tensor] = field(default_factory=list)
+    _seen: deque[_Seen] = field(default_factory=lambda: deque(maxlen=_SEEN))
+    _star: _Star | None = None
+    _refused: set[int] = field(default_factory=set)  # versions that are of no use
+    _differing: bool = False
+
+    def __post_init__(self) -> None:
+        of = [i for i, source in enumerate(self.sources) if source.address is not None and source.nbytes >= LEAST]
+        self.undecided = self.make({i: Aim(_MAY) for i in of})
+        self._sampled = list(_sampled(self.undecided))
+
+    def take_over(self, other: Differences) -> None:
+        """What is known from the same chunks when they lay elsewhere, or from others."""
+        self._refused = other._refused
+        if _identities(other) == _identities(self):
+            self._seen = other._seen
+
+    def begin(self) -> Program:
+        """What to begin with; what is decided before will most likely hold, so lanes are filled for it at once."""
+        self._differing = False
+        if self._star is None:
+            return self.undecided
+        self.lanes.begin()
+        return self._star.program
+
+    @property
+    def decided_at(self) -> int:
+        """The number of the batch before which ``decide`` says how to go on."""
+        return self.undecided.begin_of(_MAY) if self._star is None else self._star.first
+
+    def sample(self) -> None:
+        """Look at some words of all chunks as they are now, on the current stream."""
+        self._samples = [alike.take() for alike in self._sampled]
+
+    def decide(self, named: Named, tell: Callable[[torch.Tensor], torch.Tensor]) -> Program:
+        """The program to go on with: the same as ``begin`` gave up to here. Waits for the name, and of a new one for the current
+        stream. ``tell``: a copy of int64 in host memory, there when that is through."""
+        offer, star = named(_PATIENCE), self._star
+        if star is not None and offer is not None and offer.id == star.id:
+            self._differing = True
+            return star.program
+        if star is not None:
+            self._let_go()
+            return self.make(star.whole)
+        if offer is None or offer.id in self._refused:
+            return self.undecided
+        self._star = self._compare(offer, tell)
+        if self._star is None:
+            self._refused.add(offer.id)
+            return self.undecided
+        self._differing = True
+        return self._star.program
+
+    def filled(self, batch: int, seconds: float) -> bool:
+        """See ``Lanes.filled``. ``SaveFailed`` if what the batch is a difference to is damaged."""
+        try:
+            return self.lanes.filled(self._load(batch), seconds)
+        except Damaged as error:
+            raise self._damaged(error.subject, error.what) from error
+
+    def bring(self, batch: int) -> tuple[torch.Tensor, Any]:
+        """What ``kernels.split`` takes as ``bases``, and the event after which their planes are there."""
+        return self.lanes.bring(self._load(batch))
+
+    def was_read(self, batch: int, event: Any) -> None:
+        """See ``Lanes.was_read``."""
+        self.lanes.was_read(self._load(batch), event)
+
+    def _load(self, batch: int) -> int:
+        """The number of what lanes bring for a batch."""
+        assert self._star is not None
+        return batch - self._star.first
+
+    def check(self, batch: Batch, sums: Any) -> None:
+        """``SaveFailed`` unless these sums are those of what the batch's chunks are differences to."""
+        star = self._star
+        assert star is not None
+        for job, total in zip(star.program.jobs[batch.first : batch.last], sums.tolist(), strict=True):
+            if finish(total, job.nbytes) != star.formers[job.index].chunk.raw_digest:
+                raise self._damaged(job.name, "the decoded bytes do not match their digest")
+
+    def saved(self, program: Program, sums: Callable[[Batch], Any]) -> None:
+        """All was read, with these ``sums`` of each batch: what is whole may be named in a later save."""
+        if not self._differing:
+            found = dict[int, int]()
+            for batch in program.batches:
+                jobs = program.jobs[batch.first : batch.last]
+                found.update(zip((job.index for job in jobs), sums(batch).tolist(), strict=True))
+            self._seen.append(_Seen(found, self._samples))
+
+    def end(self) -> None:
+        """The save is over, one way or the other."""
+        self._samples = []
+        self.lanes.end()
+
+    def _compare(self, offer: Offer, tell: Callable[[torch.Tensor], torch.Tensor]) -> _Star | None:
+        """Decide for which chunks differences to a version pay; None if for none."""
+        formers = self._formers(offer)
+        if not formers:
+            _note(offer, "no chunk of it is in this node's memory with the same elements")
+            return None
+        seen = max(self._seen, key=lambda seen: len(self._known(seen, formers)), default=None)
+        if seen is None or not (known := self._known(seen, formers)):
+            _note(offer, "this process has not saved it")
+            return None
+        aims = {i: Aim(_MAY) for alike in self._sampled for i in alike.numbers}
+        for alike, now, before in zip(self._sampled, self._samples, seen.samples, strict=True):
+            smaller, planes = paying.pays(now, before, rotate=alike.rotate)
+            told = tell(torch.cat([smaller[:, None], planes], dim=1).long())
+            if now.is_cuda:
+                torch.cuda.current_stream(now.device).synchronize()
+            for i, (pays, *worth) in zip(alike.numbers, told.tolist(), strict=True):
+                if pays and i in known:
+                    high = tuple(p for p, coded in enumerate(worth) if coded)
+                    aims[i] = Aim(_DOES, offer.id, high, room(formers[i].chunk))
+        formers = {i: former for i, former in formers.items() if aims[i].base}
+        if not formers:
+            _note(offer, "differences would not be smaller")
+            return None
+        program = self.make(aims)
+        first = program.begin_of(_DOES)
+        numbered = enumerate(program.batches[first:])
+        jobs = [(number, program.jobs[batch.first : batch.last]) for number, batch in numbered]
+        self.lanes.take([load([formers[job.index] for job in some], self.lanes.address(number)) for number, some in jobs])
+        self.lanes.begin()
+        nbytes = sum(former.chunk.nbytes for former in formers.values())
+        logger.info("%.1f MB are stored as differences to version %d", nbytes / 1e6, offer.id)
+        return _Star(offer.id, formers, program, first, {i: Aim(aim.turn) for i, aim in aims.items()})
+
+    def _formers(self, offer: Offer) -> dict[int, Former]:
+        """By the number of a source, the chunk with the same elements, where that is offered and can be brought up."""
+        formers = dict[int, Former]()
+        for i in (i for alike in self._sampled for i in alike.numbers):
+            said = self.sources[i].describe()
+            chunk = offer.chunks.get((said["name"], (tuple(said["offset"]), tuple(said["extent"]))))
+            if chunk is None or (chunk.dtype, chunk.shape) != (said["dtype"], tuple(said["shape"])) or not serves(chunk):
+                continue
+            if (stored := offer.stored(chunk)) is not None and room(chunk) <= self.lanes.size:
+                formers[i] = Former(chunk, stored)
+        return formers
+
+    def _known(self, seen: _Seen, formers: Mapping[int, Former]) -> set[int]:
+        """Those whose sample is one of the very bytes that are offered."""
+        found = ((i, former.chunk) for i, former in formers.items())
+        return {i for i, chunk in found if finish(seen.sums[i], chunk.nbytes) == chunk.raw_digest}
+
+    def _damaged(self, name: str, what: str) -> SaveFailed:
+        """The save fails, and no later one looks at that version again."""
+        assert self._star is not None
+        id = self._star.id
+        self._refused.add(id)
+        self._let_go()
+        return SaveFailed(
+            f"it was to be stored as a difference to version {id}, which is damaged in this node's memory: {what}",
+            subject=name,
+            remedy="save again: it will be stored whole",
+        )
+
+    def _let_go(self) -> None:
+        """Of the version that was named: its memory must not outlive what the node worker keeps it for."""
+        self.lanes.end()
+        self.lanes.take([])
+        self._star = None
+
+
+def _note(offer: Offer, why: str) -> None:
+    logger.info("chunks on a GPU are stored whole, not as differences to version %d: %s", offer.id, why)
+
+
+def _sampled(program: Program) -> list[_Sampled]:
+    """The chunks of a program that may be differences, by width."""
+    alike: dict[tuple[int, bool], list[int]] = {}
+    for row, job in enumerate(program.jobs):
+        if job.coded and job.aim.turn:
+            alike.setdefault((job.width, job.dtype.rotate), []).append(row)
+    device = program.chunks.device
+    return [
+        _Sampled([program.jobs[row].index for row in rows], *of, torch.from_numpy(program.table[rows]).to(device))
+        for of, rows in alike.items()
+    ]
+
+
+def _identities(one: Differences) -> Any:
+    return [source.identity for source in one.sources], [alike.numbers for alike in one._sampled]

@@ -1,0 +1,127 @@
+"""Brings up what chunks are differences to: stored bytes in this node's memory, to planes in device memory, a batch at a time.
+
+Threads copy the stored bytes of a batch into a *lane* of pinned memory. They go up in one copy, and are decoded as far as planes:
+whoever reads the chunks puts the words together for himself. There are a few lanes, so while one is read others are filled.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from typing import Any
+
+import numpy as np
+import torch
+
+from . import kernels
+from .loads import Former, Load
+from .nvcomp import Codec
+
+LANES = 3
+_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that copy: each moves some GB/s, and the link tens of them
+
+
+class Lanes:
+    """``LANES`` lanes of ``size`` bytes each, on one device. Those that use it say in turn, of load after load: ``filled``,
+    ``bring``, ``was_read``."""
+
+    def __init__(self, device: torch.device, size: int) -> None:
+        self.size, self._device = size, device
+        self.memory = torch.empty(LANES * size, dtype=torch.uint8, device=device)
+        self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(LANES)]
+        self._stream = torch.cuda.Stream(device, priority=-1)  # as soon as what waits for it
+        self._pool = ThreadPoolExecutor(_THREADS, "raystow-base")
+        self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
+        self._filling: dict[int, list[Future[None]]] = {}
+        self._up: list[Any] = [None] * LANES  # when what was copied up last has left pinned memory
+        self._read: list[Any] = [None] * LANES  # when the planes were read last
+        self._loads: list[Load] = []
+
+    def address(self, number: int) -> int:
+        """Where the lane of a load begins."""
+        return int(self.memory.data_ptr()) + number % LANES * self.size
+
+    def take(self, loads: list[Load]) -> None:
+        """These are brought up in every save, from now on; their tables go to the device."""
+        self._loads = loads
+        rows = [table for one in loads for table in (one.moves, one.unpacks, one.planes, *one.streams.values())]
+        if not rows:
+            return
+        flat = torch.from_numpy(np.concatenate([table.reshape(-1) for table in rows])).to(self._device)
+        parts = iter([part.view(table.shape) for part, table in zip(flat.split([t.size for t in rows]), rows, strict=True)])
+        scratch = 0
+        for one in loads:
+            one.moves, one.unpacks, one.planes = next(parts), next(parts), next(parts)
+            one.streams = {key: next(parts) for key in one.streams}
+            scratch = max([scratch, *(_codec(key).decoding_scratch(len(t[0])) for key, t in one.streams.items())])
+        self._scratch = torch.empty(scratch, dtype=torch.uint8, device=self._device)
+
+    def begin(self) -> None:
+        """Begin to fill the first lanes."""
+        for number in range(min(LANES, len(self._loads))):
+            self._fill(number)
+
+    def filled(self, number: int, seconds: float) -> bool:
+        """Whether a load lies in pinned memory; waits for so long. ``Damaged`` if its bytes are wrong."""
+        done, missing = wait(self._filling[number], seconds)
+        for future in done:
+            future.result()
+        return not missing
+
+    def bring(self, number: int) -> tuple[torch.Tensor, Any]:
+        """Enqueue the way up of a load that is ``filled``: what ``kernels.split`` takes as ``bases``, and the event after which
+        their planes lie in device memory."""
+        one, lane = self._loads[number], number % LANES
+        with torch.cuda.stream(self._stream):
+            if self._read[lane] is not None:
+                self._stream.wait_event(self._read[lane])
+            memory = self.memory[lane * self.size : lane * self.size + one.nbytes]
+            memory.copy_(self._host[lane][: one.nbytes], non_blocking=True)
+            self._up[lane] = self._stream.record_event()
+            kernels.move(one.moves, one.longest)
+            for key, table in one.streams.items():
+                decoded = torch.empty((2, len(table[0])), dtype=torch.int64, device=self._device)
+                status = decoded[1].view(torch.int32)  # nobody looks: what was not decoded has another digest
+                _codec(key).decompress(*table, decoded=decoded[0], scratch=self._scratch, status=status)
+            kernels.unpack7(one.unpacks, one.largest)
+            return one.planes, self._stream.record_event()
+
+    def was_read(self, number: int, event: Any) -> None:
+        """From this event on nobody reads the planes of a load: its lane can take another one."""
+        del self._filling[number]
+        self._read[number % LANES] = event
+        if number + LANES < len(self._loads):
+            self._fill(number + LANES)
+
+    def end(self) -> None:
+        """The save is over: wait for what is being copied still."""
+        for futures in self._filling.values():
+            for future in futures:
+                future.cancel()
+            wait(futures)
+        self._filling.clear()
+
+    def close(self) -> None:
+        """Give the memory back."""
+        self.end()
+        self._pool.shutdown()
+        self._loads.clear()
+        self._host.clear()
+        del self.memory, self._scratch
+
+    def _fill(self, number: int) -> None:
+        lane = number % LANES
+        host, up = self._host[lane].numpy(), self._up[lane]
+
+        def copy(former: Former, start: int) -> None:
+            if up is not None:
+                up.synchronize()  # what lay there before
+            former.copy(host[start : start + former.stored.size])
+
+        self._filling[number] = [self._pool.submit(copy, former, start) for former, start in self._loads[number].formers]
+
+
+@functools.cache
+def _codec(key: tuple[str, int]) -> Codec:
+    return Codec(*key)

@@ -1,0 +1,53 @@
+"""What an encoder has under way: batches that are read, groups that are coded, chunks that have arrived."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from .outbox import Run
+from .program import Batch, Group
+
+
+@dataclass
+class ReadBatch:
+    """A batch that is being read (until the event ``read``), is leaving, or has left. ``found``: int64 [4, jobs] in host memory,
+    what ``kernels.split`` has found. For ``runs`` and ``lows`` see ``arrival.Layout.rows``."""
+
+    number: int
+    batch: Batch
+    read: Any
+    found: torch.Tensor
+    copies: list[torch.Tensor]
+    runs: list[Run] = field(default_factory=list)
+    lows: list[tuple[int, int, bool]] = field(default_factory=list)
+
+    def said(self) -> list[Any]:
+        """What is said of it in a message."""
+        return [self.number, self.found[0].numpy().tobytes(), [run.spans for run in self.runs], self.lows]
+
+
+@dataclass
+class CodedGroup:
+    """A group that is being coded (until the event ``coded``), and then lies densely in ``size`` bytes at ``start`` in device
+    memory. ``results``: int64 [2, streams] in host memory, bytes of each and, as int32, the coder's status. ``run``: all its
+    planes, on their way."""
+
+    group: Group
+    batches: list[ReadBatch]
+    start: int
+    results: torch.Tensor
+    coded: Any
+    size: int = 0
+    run: Run = field(default_factory=Run)
+
+
+@dataclass(frozen=True)
+class Arrived:
+    """Chunks that are in host memory, all of whose bytes are in these ``runs``, and what is said of them: see
+    ``arrival.Layout.rows``."""
+
+    runs: list[Run]
+    message: dict[str, Any]

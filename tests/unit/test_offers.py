@@ -1,0 +1,109 @@
+"""What a training process hears of the version that it may store differences to, and how long it waits for that."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+import threading
+import weakref
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.format.manifest import Chunk, Fragment
+from raystow.workers.offers import Offers
+
+BYTES = np.arange(256, dtype=np.uint8)
+CODING = Coding(True, True, ("raw", "raw"), (10, 10))
+CHUNK = Chunk("t", '["t"]', "tensor", "bfloat16", (10,), (0,), (10,), 0, "weights", 2, 30, CODING, 1, bytes(32))
+
+
+def memory(content: bytes) -> int:
+    descriptor = os.memfd_create("pack")
+    os.write(descriptor, content)
+    return descriptor
+
+
+def offer(offers: Offers, id: int, *chunks: Chunk) -> None:
+    descriptor = memory(BYTES.tobytes())
+    offers.hear({"lent": ["weights", 2, BYTES.size]}, descriptor)
+    with pytest.raises(OSError, match="Bad file"):
+        os.fstat(descriptor)
+    offers.hear({"offer": id, "fragment": Fragment(0, chunks, ()).dump()}, None)
+
+
+def test_what_is_named_is_what_was_offered() -> None:
+    offers = Offers()
+    offer(offers, 7, CHUNK)
+    offers.hear({"save": 1, "named": 7}, None)
+    found = offers.of(1)(0)
+    assert found is not None
+    assert found.id == 7
+    assert found.chunks == {("t", ((0,), (10,))): CHUNK}
+    stored = found.stored(CHUNK)
+    assert stored is not None
+    assert stored.tolist() == list(range(30, 50))
+    assert not stored.flags.writeable
+    assert offers.of(1)(0) is found, "another device asks as well"
+    assert found.stored(replace(CHUNK, pack=3)) is None, "it was not lent"
+    assert found.stored(replace(CHUNK, start=240)) is None, "it does not lie in it"
+
+
+def test_what_nothing_is_named_for_is_let_go() -> None:
+    offers = Offers()
+    offer(offers, 7, CHUNK)
+    offers.hear({"save": 1, "named": 7}, None)
+    found = weakref.ref(offers.of(1)(0))
+    offers.hear({"save": 2, "named": 0}, None)
+    assert offers.of(2)(0) is None
+    gc.collect()
+    assert found() is None
+    offers.hear({"save": 3, "named": 7}, None)
+    assert offers.of(3)(0) is None
+
+
+def test_a_name_that_comes_late_costs_one_save_its_differences(caplog: pytest.LogCaptureFixture) -> None:
+    offers = Offers()
+    offer(offers, 7, CHUNK)
+    with caplog.at_level(logging.INFO, "raystow"):
+        assert offers.of(1)(0.01) is None
+    assert "save 1: no version was named in 0.01 seconds" in caplog.text
+    offers.hear({"save": 1, "named": 7}, None)
+    offers.hear({"save": 2, "named": 7}, None)
+    assert offers.of(2)(0) is not None
+
+
+@pytest.mark.parametrize("heard", ["named", "lost"])
+def test_who_waits_goes_on_when_something_is_heard(heard: str) -> None:
+    offers, found = Offers(), list[object]()
+    offer(offers, 7, CHUNK)
+    waiting = threading.Thread(target=lambda: found.append(offers.of(5)(60)))
+    waiting.start()
+    if heard == "named":
+        offers.hear({"save": 5, "named": 7}, None)
+    else:
+        offers.lost()
+    waiting.join(30)
+    assert [one is not None for one in found] == [heard == "named"]
+
+
+def test_a_pack_that_cannot_be_mapped_is_not_offered(caplog: pytest.LogCaptureFixture) -> None:
+    offers = Offers()
+    offers.hear({"lent": ["weights", 2, 10]}, None)
+    offers.hear({"offer": 7, "fragment": Fragment(0, (CHUNK,), ()).dump()}, None)
+    offers.hear({"save": 1, "named": 7}, None)
+    found = offers.of(1)(0)
+    assert found is not None
+    assert found.stored(CHUNK) is None
+    assert "weights-2 are stored whole: it cannot be mapped" in caplog.text
+
+
+def test_rows_that_make_no_sense_offer_nothing(caplog: pytest.LogCaptureFixture) -> None:
+    offers = Offers()
+    offers.hear({"offer": 7, "fragment": b"no Parquet"}, None)
+    offers.hear({"save": 1, "named": 7}, None)
+    assert offers.of(1)(0) is None
+    assert "stored whole" in caplog.text
