@@ -2,7 +2,8 @@
 
 Each is used as its documents say. All write to the same file system, whole states, and know when what they wrote is durable.
 
-- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec.
+- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec, and one that
+  stores 8 versions in a row as differences to the one before them.
 - torch.save: the training waits for all of it.
 - DCP: ``async_save`` whose stager keeps its pinned memory from save to save.
 - torch_checkpointing: ``CheckpointManager`` with asynchronous saves, fenced by its lock.
@@ -25,6 +26,7 @@ Wait = Callable[[], Any]
 TORCH_SAVE, DCP, TORCH_CHECKPOINTING = "torch.save", "DCP async pinned", "torch_checkpointing"
 PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
 NONE = "no save"
+DELTA = "raystow deflate delta"
 
 
 class Contestant:
@@ -132,13 +134,14 @@ class TorchCheckpointing(Folder):
 
 
 class Raystow(Contestant):
-    """A repository that keeps its versions; of those discarded it keeps the descriptions only."""
+    """A repository that keeps its versions; of those discarded it keeps the descriptions only. What later ones are differences to
+    stays in the node worker's memory."""
 
-    def __init__(self, root: Path, codec: str, memory: int | None) -> None:
+    def __init__(self, root: Path, codec: str, memory: int | None, delta: int | None = None) -> None:
         import raystow
 
         self._root = root
-        self.checkpointer = raystow.Checkpointer(str(root), rank=0, world_size=1, codec=codec, memory=memory)
+        self.checkpointer = raystow.Checkpointer(str(root), rank=0, world_size=1, codec=codec, memory=memory, delta=delta)
 
     def save(self, state: State, step: int) -> Wait:
         return self.checkpointer.save(state, step=step).result
@@ -174,6 +177,7 @@ def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, 
     """What makes each of them, by name; each has a folder below ``root`` for itself."""
     return {
         **{ours(codec): lambda codec=codec: Raystow(root / f"raystow-{codec}", codec, memory) for codec in codecs},
+        DELTA: lambda: Raystow(root / "raystow-delta", "deflate", memory, delta=8),
         TORCH_SAVE: lambda: TorchSave(root / "torch-save"),
         DCP: lambda: Dcp(root / "dcp"),
         TORCH_CHECKPOINTING: lambda: TorchCheckpointing(root / "torch-checkpointing"),
