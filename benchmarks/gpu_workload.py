@@ -179,15 +179,15 @@ class Training:
             "exp_avg_sq": self._named([of[m]["exp_avg_sq"] for m in self._master]),
         }
 
-    def bf16_state(self, copies: int = 2) -> State:
-        """Copies of the weights and of their gradients, all in bf16: what low-precision training has most of."""
-        self.forward_backward()
-        state: State = {}
-        for i in range(copies):
-            state[f"weights{i}"] = self._named([p.detach().clone() for p in self._weights])
-            state[f"gradients{i}"] = self._named([p.grad.clone() for p in self._weights if p.grad is not None])
-        for weight in self._weights:
-            weight.grad = None
+    def bf16_state(self, batches: int = 3) -> State:
+        """The weights, and their gradients by each of some micro-batches, all in bf16: what low-precision training has most of.
+        Nothing in it is a copy of anything else, which would be found."""
+        state = {"weights": self._named([p.detach() for p in self._weights])}
+        for i in range(batches):
+            self.forward_backward()
+            state[f"gradients{i}"] = self._named([p.grad for p in self._weights if p.grad is not None])
+            for weight in self._weights:
+                weight.grad = None
         return state
 
     def _named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
