@@ -12,14 +12,20 @@ from typer.testing import CliRunner, Result
 from raystow.orchestrator.cli.app import build
 
 
-def run(*words: object) -> Result:
-    return CliRunner().invoke(build(), [str(word) for word in words], env={"COLUMNS": "80", "NO_COLOR": "1"})
+def run(*words: object, input: str | None = None, columns: int = 80, **environment: str) -> Result:
+    env = {"COLUMNS": str(columns), "NO_COLOR": "1", **environment}
+    return CliRunner().invoke(build(), [str(word) for word in words], input=input, env=env)
 
 
-def run_json(*words: object, code: int = 0) -> dict[str, Any]:
-    result = run(*words, "--json")
+def ran(*words: object, code: int = 0, **how: Any) -> Result:
+    """What ``run`` gives, if the command ends with this code."""
+    result = run(*words, **how)
     assert result.exit_code == code, result.output
-    fields: dict[str, Any] = json.loads(result.stdout)
+    return result
+
+
+def run_json(*words: object, code: int = 0, **how: Any) -> dict[str, Any]:
+    fields: dict[str, Any] = json.loads(ran(*words, "--json", code=code, **how).stdout)
     schemas.check(str(words[0]), fields)
     return fields
 

@@ -2,28 +2,28 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-import json
 import logging
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
+import shell
 import torch
 import torch.distributed.checkpoint as dcp
 from local_cluster import LocalCluster
-from schemas import check
+from shell import run_json
 from test_delta_saves import same, training
-from typer.testing import CliRunner, Result
 
 from raystow.dcp import Reader
-from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention.policy import Policy
+
+ran = functools.partial(shell.ran, columns=100)
 
 ROW = 4
 STATES = list(itertools.islice(training(), 7))
@@ -45,18 +45,6 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def folder(template: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(template, tmp_path / "run"))
-
-
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(build(), [str(w) for w in words], env={"COLUMNS": "100", "NO_COLOR": "1"})
-    assert result.exit_code == code, result.output
-    return result
-
-
-def run_json(*words: object, code: int = 0) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(run(*words, "--json", code=code).stdout)
-    check(str(words[0]), fields)
-    return fields
 
 
 def bases(repository: Repository) -> dict[int, tuple[int, ...]]:
@@ -81,7 +69,7 @@ def test_prune_writes_whole_what_else_would_keep_its_base(folder: Path) -> None:
     assert (dry["compacted"], dry["dropped"]) == ([], [])
     without = run_json("prune", folder, "--keep-last", 1, "--dry-run")
     assert without["versions"][0]["keep"], "it is needed"
-    said = " ".join(run(*rules, "--dry-run").stdout.split())
+    said = " ".join(ran(*rules, "--dry-run").stdout.split())
     assert "compact pinned as good; written whole, so that version 1 can go: about" in said
     assert "write 1 of these whole, about" in said
     done = run_json(*rules)
@@ -92,14 +80,14 @@ def test_prune_writes_whole_what_else_would_keep_its_base(folder: Path) -> None:
 
 
 def test_prune_tells_a_person_what_it_wrote(folder: Path) -> None:
-    said = " ".join(run("prune", folder, "--keep-last", 1, "--compact", "--yes").stdout.split())
+    said = " ".join(ran("prune", folder, "--keep-last", 1, "--compact", "--yes").stdout.split())
     assert "dropped 4 versions and wrote 1 version whole, " in said
     assert "stayed" not in said
 
 
 def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> None:
     repository = open_repository(str(folder))
-    said = " ".join(run("compact", folder, "--version", 3, "--version", 7, "--dry-run").stdout.split())
+    said = " ".join(ran("compact", folder, "--version", 3, "--version", 7, "--dry-run").stdout.split())
     assert "by itself" in said
     assert "keep is the newest" in said
     done = run_json("compact", folder, "--version", 3, "--version", 7)
@@ -110,10 +98,10 @@ def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> 
     assert done["compacted"] == [3]
     assert bases(repository) == {1: (), 2: (1,), 3: (), 4: (1,), 5: (1,), 6: (), 7: (6,)}
     assert repository.root().pins == {"good": 3}
-    assert "wrote 3 versions whole, " in " ".join(run("compact", folder, "--yes").stdout.split())
-    assert "keep is the newest" in " ".join(run("compact", folder).stdout.split()), "and nothing else is asked about"
+    assert "wrote 3 versions whole, " in " ".join(ran("compact", folder, "--yes").stdout.split())
+    assert "keep is the newest" in " ".join(ran("compact", folder).stdout.split()), "and nothing else is asked about"
     assert whole(repository)
-    run("compact", folder, "--version", 99, code=2)
+    ran("compact", folder, "--version", 99, code=2)
 
 
 def test_of_a_history_of_differences_old_versions_keep_their_weights_and_dcp_loads_them(folder: Path) -> None:

@@ -2,32 +2,18 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 import ray
-from typer.testing import CliRunner, Result
+from shell import run, run_json
 
 import raystow
-from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.coordinator_actor import coordinator_actor
 from raystow.storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS
-
-
-def run(*words: object, **environment: str) -> Result:
-    return CliRunner().invoke(build(), [str(w) for w in words], env={"COLUMNS": "80", "NO_COLOR": "1", **environment})
-
-
-def run_json(*words: object, code: int = 0, **environment: str) -> dict[str, Any]:
-    result = run(*words, "--json", **environment)
-    assert result.exit_code == code, result.output
-    fields: dict[str, Any] = json.loads(result.stdout)
-    return fields
 
 
 def test_it_writes_a_pair_and_says_what_to_set(tmp_path: Path) -> None:

@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
-import json
+import functools
 import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
+import shell
 import torch
 from local_cluster import LocalCluster
-from typer.testing import CliRunner, Result
+from shell import run_json
 
 import raystow
-from raystow.orchestrator.cli.app import build
 from raystow.storage.format import keys
 
-
-def run(*words: object, input: str | None = None) -> Result:
-    return CliRunner().invoke(build(), [str(w) for w in words], input=input, env={"COLUMNS": "120", "NO_COLOR": "1"})
-
-
-def run_json(*words: object, code: int = 0) -> dict[str, Any]:
-    result = run(*words, "--json")
-    assert result.exit_code == code, result.output
-    fields: dict[str, Any] = json.loads(result.stdout)
-    return fields
+run = functools.partial(shell.run, columns=120)
 
 
 @pytest.fixture(scope="module")

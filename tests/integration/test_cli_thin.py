@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import shutil
 import sys
@@ -13,11 +12,9 @@ import numpy as np
 import pytest
 import torch
 from local_cluster import LocalCluster
-from schemas import check
-from typer.testing import CliRunner, Result
+from shell import ran, run_json
 
 import raystow
-from raystow.orchestrator.cli.app import build
 from raystow.orchestrator.restore import restore
 from raystow.storage.errors import StateError
 from raystow.storage.format import keys
@@ -57,18 +54,6 @@ def folder(template: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(template, tmp_path / "run"))
 
 
-def run(*words: object, code: int = 0) -> Result:
-    result = CliRunner().invoke(build(), [str(w) for w in words], env={"COLUMNS": "80", "NO_COLOR": "1"})
-    assert result.exit_code == code, result.output
-    return result
-
-
-def run_json(*words: object, code: int = 0) -> dict[str, Any]:
-    fields: dict[str, Any] = json.loads(run(*words, "--json", code=code).stdout)
-    check(str(words[0]), fields)
-    return fields
-
-
 def same(a: Any, b: Any) -> bool:
     if isinstance(a, dict):
         return a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
@@ -101,7 +86,7 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
     for id in (1, 2):
         check_thin(repository, id)
     assert repository.version(1).bytes <= estimate < before[1] / 2.5
-    run("gc", folder, "--grace", "0s", "--yes")
+    ran("gc", folder, "--grace", "0s", "--yes")
     assert repository.orphans() == []
     for id in (1, 2):
         check_thin(repository, id)
@@ -110,33 +95,33 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
         restore(version, into)
         assert same(into, state(version.step))
     assert [row["groups"] for row in run_json("ls", folder)["versions"]] == [["weights"], ["weights"], None, None]
-    assert "weights only" in run("ls", folder).stdout
+    assert "weights only" in ran("ls", folder).stdout
     shown = run_json("show", folder, 1)
     assert shown["thinned"]["groups"] == ["weights"]
     assert shown["world_size"] == 2
-    assert "holds weights only" in run("show", folder, 1).stdout
+    assert "holds weights only" in ran("show", folder, 1).stdout
     assert run_json("show", folder, 3)["thinned"] is None
     again = run_json("prune", folder, "--resumable", 2)
     assert (again["thinned"], [row["thin"] for row in again["versions"]]) == ([], [False] * 4)
-    run("verify", folder, "--all", "--deep")
-    run("diff", folder, 1, 3)
-    run("plan", folder, 1)
-    run("restore", folder, "--version", 1, "--to", folder.parent / "files")
+    ran("verify", folder, "--all", "--deep")
+    ran("diff", folder, 1, 3)
+    ran("plan", folder, 1)
+    ran("restore", folder, "--version", 1, "--to", folder.parent / "files")
     assert [path.name for path in sorted((folder.parent / "files").iterdir())] == ["values.json", "weights.safetensors"]
-    run("report", folder, "--output", folder.parent / "report.html")
+    ran("report", folder, "--output", folder.parent / "report.html")
     found = reader.read(folder, 1)
     assert {name.partition(".")[0] for name in found} == {"model"}
     assert np.array_equal(found["model.layer1"], state(1)["model"]["layer1"].view(torch.uint16).numpy())
 
 
 def test_prune_tells_a_person_what_it_does(folder: Path) -> None:
-    said = " ".join(run("prune", folder, "--keep-last", 3, "--resumable", 1, "--dry-run").stdout.split())
+    said = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--dry-run").stdout.split())
     assert "drop no rule keeps it" in said
     assert "thin last 3; older than the last 1 resumable: about" in said
     assert "keep 3 versions" in said
     assert "thin 2 of these, by about" in said
     assert "nothing was dropped or thinned" in said
-    said = " ".join(run("prune", folder, "--keep-last", 3, "--resumable", 1, "--yes").stdout.split())
+    said = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--yes").stdout.split())
     assert "dropped 1 version and thinned 2 versions, " in said
     assert [version.resumable for version in open_repository(str(folder)).versions()] == [False, False, True]
 
@@ -151,7 +136,7 @@ def test_a_damaged_version_is_told_and_the_others_are_thinned(folder: Path) -> N
     assert fields["thinned"] == [2, 3]
     assert key in fields["error"]["subject"]
     assert repository.version(1) == first
-    assert "error: " in run("prune", folder, "--resumable", 1, "--yes", code=3).stderr
+    assert "error: " in ran("prune", folder, "--resumable", 1, "--yes", code=3).stderr
 
 
 def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, caplog: pytest.LogCaptureFixture) -> None:

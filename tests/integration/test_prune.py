@@ -2,30 +2,16 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import typer
 from local_cluster import LocalCluster
-from typer.testing import CliRunner, Result
+from shell import run, run_json
 
 from raystow.orchestrator.cli import quantities
-from raystow.orchestrator.cli.app import build
 from raystow.storage.repository import create_repository, open_repository
-
-
-def run(*words: object, input: str | None = None) -> Result:
-    return CliRunner().invoke(build(), [str(w) for w in words], input=input, env={"COLUMNS": "80", "NO_COLOR": "1"})
-
-
-def run_json(*words: object, code: int = 0) -> dict[str, Any]:
-    result = run(*words, "--json")
-    assert result.exit_code == code, result.output
-    fields: dict[str, Any] = json.loads(result.stdout)
-    return fields
 
 
 @pytest.fixture

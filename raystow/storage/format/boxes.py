@@ -70,10 +70,12 @@ def tile(boxes: Sequence[Box], whole: Box) -> bool:
 
 def _in_a_row(boxes: Sequence[Box], whole: Box) -> bool:
     """Whether each box begins where the one before ends, along the first axis; so raystow cuts tensors, and it is soon seen."""
-    at, end = whole[0][:1], whole[0][:1]
-    rest = whole[0][1:], whole[1][1:]
+    if not whole[0]:
+        return False  # no axis to lie along: any number of boxes would
+    (end, *_), (size, *_) = whole
+    last, rest = end + size, (whole[0][1:], whole[1][1:])
     for offset, extent in boxes:
-        if offset[:1] != end or (offset[1:], extent[1:]) != rest:
+        if offset[0] != end or (offset[1:], extent[1:]) != rest:
             return False
-        end = (offset[0] + extent[0],) if offset else ()
-    return bool(boxes) and end == tuple(low + size for low, size in zip(at, whole[1], strict=False))
+        end += extent[0]
+    return bool(boxes) and end == last
