@@ -123,9 +123,9 @@ class Job:
         return -(-self.plane // self.stream) if self.coded else 0
 
     @property
-    def kind(self) -> tuple[int, bool, int, bool, bool, tuple[int, ...], str]:
+    def kind(self) -> tuple[int, bool, bool, int, bool, bool, tuple[int, ...], str]:
         """Chunks of one kind are read together, in the order of this. First those that need no coding, and at last those of which
         most does: it lags behind the reading, until that is through. The last part of the name puts tensors together that are
         never negative."""
-        turn, scattered, last = self.aim.turn, self.address is None, self.name.rpartition(".")[2]
-        return turn, self.coded, -self.width, self.dtype.rotate, scattered, self.high, last
+        differs, scattered, last = self.aim.base > 0, self.address is None, self.name.rpartition(".")[2]
+        return self.aim.turn, self.coded, differs, -self.width, self.dtype.rotate, scattered, self.high, last
