@@ -20,7 +20,9 @@ LONGEST = 16
 """Differences of a row, with ``AUTO``: all of them are lost with the one whole version, and in a longer row each would save
 at most a 17th more of what a difference saves."""
 
-_PAYS = 0.95  # of the whole version's bytes, at most: whoever restores the difference reads both
+PAYS = 0.95
+"""Of a whole version's bytes, what a difference may take at most: whoever restores it reads both."""
+
 _LONGEST_PAUSE = 16  # whole versions
 
 
@@ -49,7 +51,7 @@ class Row:
             return self.offered < delta, f"number {number} of {delta}" if self.offered < delta else f"after {delta} differences"
         if self.pause:
             return False, f"differences did not pay: tried again after {_versions(self.pause)}"
-        if self.stored and self.stored[0] > _PAYS * self.whole.stored:
+        if self.stored and self.stored[0] > PAYS * self.whole.stored:
             return False, f"a difference took {self.stored[0] / max(1, self.whole.stored):.2f} of the whole version"
         if self.offered >= LONGEST:
             return False, f"after {LONGEST} differences"
@@ -68,7 +70,7 @@ class Row:
         """The row after a version that is a difference; to this row's whole one, or to that of the row before."""
         if self.whole.id not in entry.bases:
             return self
-        paid = bool(self.stored) or entry.stored <= _PAYS * self.whole.stored
+        paid = bool(self.stored) or entry.stored <= PAYS * self.whole.stored
         return replace(self, stored=(*self.stored, entry.stored), misses=0 if paid else self.misses + 1)
 
 

@@ -80,11 +80,7 @@ def _tell(target: Target, plan: CompactionPlan, whole: Replacements) -> None:
 
 def _row(target: Target, entry: Entry, plan: CompactionPlan, whole: Replacements) -> dict[str, Any]:
     return {
-        "id": entry.id,
-        "step": entry.step,
-        "created": entry.created,
-        "age": round(target.age(entry.created), 3),
-        "stored": entry.stored,
+        **target.facts(entry),
         "bases": list(entry.bases),
         "compact": entry.id in whole.sizes,
         "stored_whole": whole.sizes.get(entry.id),

@@ -41,13 +41,9 @@ def ls(
 
 def _row(target: Target, version: Version, long: bool) -> dict[str, Any]:
     return {
-        "id": version.id,
-        "step": version.step,
-        "created": version.created,
-        "age": round(target.age(version.created), 3),
+        **target.facts(version.entry),
         **({"world_size": version.world_size} if long else {}),
         "raw": version.raw,
-        "stored": version.bytes,
         "ratio": ratio(version.bytes, version.raw),
         "groups": list(version.entry.groups) or None,
         "pins": target.pins(version.id),

@@ -167,11 +167,7 @@ def _tell_done(
 def _row(target: Target, decision: Decision, thin: Replacements, whole: Replacements) -> dict[str, Any]:
     entry = decision.entry
     return {
-        "id": entry.id,
-        "step": entry.step,
-        "created": entry.created,
-        "age": round(target.age(entry.created), 3),
-        "stored": entry.stored,
+        **target.facts(entry),
         "keep": decision.keep,
         "thin": entry.id in thin.sizes,
         "stored_thin": thin.sizes.get(entry.id),

@@ -7,9 +7,8 @@ from dataclasses import dataclass
 
 from ...storage.format.root import Entry
 from ...storage.retention.freeing import estimate
+from ..row import PAYS
 from .present import billed, count
-
-_PAYS = 0.95  # of what a whole version takes, at most: a restore reads that as well
 
 
 @dataclass(frozen=True)
@@ -45,7 +44,7 @@ def _differences(entries: Sequence[Entry]) -> list[Saving]:
     stored, instead = sum(entry.stored for entry, _ in pairs), sum(estimate(entry, base) for entry, base in pairs)
     reads = sum(entry.stored + base.stored for entry, base in pairs) / max(1, sum(base.stored for _, base in pairs))
     what = f"{count(len(pairs), 'difference')} between versions, of {billed(stored)} instead of about {billed(instead)}"
-    if stored > _PAYS * instead:
+    if stored > PAYS * instead:
         return [Saving("delta", stored, instead, f"{what}: they do not pay here, leave out `delta=`")]
     cost = f"a restore of one reads {reads:.2f} times as much as of a whole version; where that is too long, leave out `delta=`"
     return [Saving("delta", stored, instead, f"{what}; {cost}")]

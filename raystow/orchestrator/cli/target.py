@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from ...storage.errors import NotFound
 
 if TYPE_CHECKING:
-    from ...storage.format.root import Root
+    from ...storage.format.root import Entry, Root
     from ...storage.repository import Repository
     from ...storage.version import Version
 
@@ -49,6 +49,11 @@ class Target:
     def age(self, created: float) -> float:
         """Seconds since ``created``."""
         return self.repository.clock.now() - created
+
+    def facts(self, entry: Entry) -> dict[str, Any]:
+        """What every command prints of a version with ``--json``; ``age`` in seconds."""
+        age = round(self.age(entry.created), 3)
+        return {"id": entry.id, "step": entry.step, "created": entry.created, "age": age, "stored": entry.stored}
 
 
 def open_target(uri: str) -> Target:
