@@ -27,7 +27,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
-from raystow.workers.packer import PACK
+from raystow.workers.packing.packer import PACK
 from raystow.workers.port import MODULUS, Begin, Ticket, coverage
 
 RANKS, TENSORS = 8, 1000

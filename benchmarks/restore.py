@@ -51,7 +51,7 @@ from rich.table import Table
 
 import raystow
 from raystow.orchestrator.world_plan import plan_world
-from raystow.workers.borrowing import Borrowing
+from raystow.workers.fetching.borrowing import Borrowing
 
 CASES = ((1, 1, False), (4, 4, False), (4, 3, False), (4, 3, True))
 """Ranks that save, ranks that restore, and whether each holds all of the state."""

@@ -35,10 +35,10 @@ from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import create_repository
 from raystow.storage.version import Version
-from raystow.workers.memory_tier import MemoryTier
+from raystow.workers.ipc.ring import SLOT
+from raystow.workers.memory.memory_tier import MemoryTier
 from raystow.workers.node import Node
 from raystow.workers.port import Begin, Ticket
-from raystow.workers.ring import SLOT
 from raystow.workers.staging import Order, Staging
 
 _TICK = 0.05  # seconds between looks at deadlines

@@ -16,7 +16,7 @@ from ..storage.log import about
 from ..storage.metrics import RESTORED, record
 from ..storage.repository import Repository
 from ..storage.version import Version
-from ..workers.borrowing import Borrowing, Place
+from ..workers.fetching.borrowing import Borrowing, Place
 from .restore_plan import Sources, told
 from .restoring import Choice, Vote
 

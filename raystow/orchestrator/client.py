@@ -19,9 +19,9 @@ from ..storage.retention.policy import Policy
 from ..storage.stores import open_store
 from ..storage.version import Version
 from ..workers import ray_metrics
-from ..workers.host_memory import memory_limit
+from ..workers.ipc.ring import SLOT, slot_size
+from ..workers.memory.host_memory import memory_limit
 from ..workers.node_actor import node_actor
-from ..workers.ring import SLOT, slot_size
 from ..workers.staging import CODECS, PLACES, Order, Staging
 from . import cluster
 from .agreement import Together

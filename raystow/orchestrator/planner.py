@@ -25,8 +25,8 @@ from ..storage.format import values
 from ..storage.format.boxes import Box
 from ..storage.format.groups import OPTIMIZER, WEIGHTS, group
 from ..storage.format.manifest import path_text
+from ..workers.ipc.ring import SLOT
 from ..workers.port import MODULUS, coverage
-from ..workers.ring import SLOT
 from .lossy import rounding
 from .lossy.choice import Lossy
 from .lossy.rules import words_of

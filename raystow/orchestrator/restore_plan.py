@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 
 from ..storage.coding.digest import stored_digest
 from ..storage.reader import Run
-from ..workers.claims import ALONE, Company
+from ..workers.fetching.claims import ALONE, Company
 
 MEMORY, PEER, STORE = "memory", "peer", "store"
 """Sources: this node's memory, that of another node, and the store."""

@@ -18,7 +18,7 @@ from ..storage.format.root import Entry
 from ..storage.format.version_record import RestoreInfo
 from ..storage.log import about
 from ..storage.repository import Repository
-from ..workers.claims import ALONE, Company
+from ..workers.fetching.claims import ALONE, Company
 from .known import Known
 
 logger = logging.getLogger(__name__)

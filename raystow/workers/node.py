@@ -16,25 +16,25 @@ from ..storage.errors import ClusterError, NotARepository, RaystowError, SaveFai
 from ..storage.log import about
 from ..storage.repository import open_repository
 from ..storage.stores import open_store
-from .attempt import NodeAttempt, Outcome, Workshop, warm_up
-from .budget import Budget
-from .copies import Guests
-from .exchange import Exchange
-from .fetcher import Fetcher, Nowhere, Others
-from .former import Former
-from .host_memory import memory_limit
-from .keeping import keeper
-from .lender import lend
-from .line import Contact
-from .memory_tier import Holding, Home, MemoryTier
-from .metered import Metered
+from .fetching.fetcher import Fetcher, Nowhere, Others
+from .fetching.lender import lend
+from .ipc.wire import Connection, Listener
+from .memory.former import Former
+from .memory.host_memory import memory_limit
+from .memory.keeping import keeper
+from .memory.memory_tier import Holding, Home, MemoryTier
+from .network.copies import Guests
+from .network.exchange import Exchange
+from .network.line import Contact
+from .network.replication import Neighbours, Nobody, Replicator
+from .packing.attempt import NodeAttempt, Outcome, Workshop, warm_up
+from .packing.budget import Budget
+from .packing.metered import Metered
+from .packing.staleness import OptimizerWatch
 from .port import Begin, Port, Ticket
 from .progress import Saves, SavesHere
-from .replication import Neighbours, Nobody, Replicator
 from .session import Session
-from .staleness import OptimizerWatch
 from .status import NodeStatus, measure
-from .wire import Connection, Listener
 
 logger = logging.getLogger(__name__)
 

@@ -15,14 +15,14 @@ from ..storage.errors import ClusterError
 from ..storage.log import here
 from ..storage.object_store import Buffer
 from . import ray_metrics
-from .copies import Copy
-from .line import Contact
-from .memory_tier import Holding, Home, Part
+from .memory.memory_tier import Holding, Home, Part
+from .network.copies import Copy
+from .network.line import Contact
+from .network.peers import Peers
+from .network.replication import Progress
 from .node import Node
-from .peers import Peers
 from .port import Port
 from .progress import Saves
-from .replication import Progress
 from .status import NodeStatus
 
 NAMESPACE = "raystow"

@@ -14,14 +14,14 @@ from ..storage.format import values
 from ..storage.format.boxes import Box
 from ..storage.log import about
 from ..storage.retention.policy import Policy
-from .arrival import Layout
-from .attempt import NodeAttempt, Outcome, draft
-from .former import Former
-from .offers import Pack
+from .ipc.arrival import Layout
+from .ipc.offers import Pack
+from .ipc.ring import Ring
+from .ipc.slots import Slots
+from .ipc.wire import Connection, Message
+from .memory.former import Former
+from .packing.attempt import NodeAttempt, Outcome, draft
 from .port import Begin
-from .ring import Ring
-from .slots import Slots
-from .wire import Connection, Message
 
 logger = logging.getLogger(__name__)
 

@@ -23,9 +23,9 @@ from ..storage.coding.rounded import Rounded
 from ..storage.errors import ClusterError, RaystowError, SaveFailed
 from ..storage.format.root import Entry
 from ..storage.log import about
-from .offers import Named, Offers
-from .ring import ALIGN, Ring
-from .wire import Connection, Message
+from .ipc.offers import Named, Offers
+from .ipc.ring import ALIGN, Ring
+from .ipc.wire import Connection, Message
 
 logger = logging.getLogger(__name__)
 

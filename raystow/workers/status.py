@@ -17,7 +17,7 @@ from ..storage.metrics import (
     UPLOADS,
     record,
 )
-from .replication import Progress
+from .network.replication import Progress
 
 
 class Stage(enum.Enum):

@@ -17,7 +17,7 @@ from typing import Any
 from raystow.orchestrator.coordinator import Coordinator
 from raystow.storage.stores.local import LocalStore
 from raystow.storage.stores.s3 import S3Store
-from raystow.workers.wire import Connection
+from raystow.workers.ipc.wire import Connection
 
 Trip = Callable[[str], None]
 

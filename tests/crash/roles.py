@@ -32,9 +32,9 @@ from raystow.storage.errors import RaystowError
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 from raystow.workers import node_actor
+from raystow.workers.ipc.ring import SLOT
+from raystow.workers.network.peers import Peers
 from raystow.workers.node import Node
-from raystow.workers.peers import Peers
-from raystow.workers.ring import SLOT
 
 
 def play(request: Message, end: socket.socket) -> None:

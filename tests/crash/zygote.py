@@ -22,7 +22,7 @@ from roles import play
 
 import raystow.orchestrator.cli.app
 from raystow.storage.version import Version
-from raystow.workers.attempt import warm_up
+from raystow.workers.packing.attempt import warm_up
 
 with contextlib.suppress(ImportError):
     import pandas  # noqa: F401  pyarrow looks for it at its first use

@@ -18,7 +18,7 @@ from ray.cluster_utils import Cluster
 
 import raystow
 from raystow.storage.clock import SYSTEM
-from raystow.workers.memory_tier import Holding
+from raystow.workers.memory.memory_tier import Holding
 from raystow.workers.node_actor import NAMESPACE, holders
 
 DEADLINE = 90.0

@@ -16,7 +16,7 @@ from stage import Stage, until
 from training import Training
 
 import raystow
-from raystow.workers.memory_tier import Holding
+from raystow.workers.memory.memory_tier import Holding
 
 pytestmark = pytest.mark.slow
 

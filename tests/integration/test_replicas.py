@@ -16,8 +16,8 @@ from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
 
 from raystow.storage.clock import SYSTEM
+from raystow.workers.network.replication import Progress
 from raystow.workers.node_actor import NAMESPACE
-from raystow.workers.replication import Progress
 
 
 class Nodes:

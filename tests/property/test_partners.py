@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.workers.partners import partners
+from raystow.workers.network.partners import partners
 
 NAMES = st.lists(st.integers(0, 1 << 64).map("node-{:x}".format), unique=True, max_size=40)
 ZONED = NAMES.flatmap(lambda names: st.fixed_dictionaries({name: st.sampled_from("abcd") for name in names}))

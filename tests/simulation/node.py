@@ -1,4 +1,4 @@
-"""A node with one rank: does with a save what ``workers.attempt.NodeAttempt`` does, in that order, with bytes made beforehand."""
+"""A node with one rank: does with a save what ``NodeAttempt`` of the workers does, in that order, with bytes made beforehand."""
 
 from __future__ import annotations
 

@@ -17,11 +17,11 @@ from raystow.storage.coding import dtypes, kernels
 from raystow.storage.coding.chunk import DEFLATE, PACK7, RAW, SMALL, decode
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.arrival import Layout, parts
-from raystow.workers.attempt import draft
 from raystow.workers.cuda.outbox import Outbox
 from raystow.workers.cuda.program import Limits
-from raystow.workers.ring import Ring
+from raystow.workers.ipc.arrival import Layout, parts
+from raystow.workers.ipc.ring import Ring
+from raystow.workers.packing.attempt import draft
 
 DTYPES = ("float8_e5m2", "uint8", "bfloat16", "int16", "float32", "complex64", "float64")
 SLOT = 4096

@@ -10,10 +10,10 @@ import numpy as np
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.errors import SaveFailed
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.attempt import NodeAttempt, Outcome, Workshop, draft
-from raystow.workers.budget import Budget
+from raystow.workers.packing.attempt import NodeAttempt, Outcome, Workshop, draft
+from raystow.workers.packing.budget import Budget
+from raystow.workers.packing.staleness import OptimizerWatch
 from raystow.workers.port import Ticket
-from raystow.workers.staleness import OptimizerWatch
 
 
 class GivenUp:

@@ -10,11 +10,11 @@ import pytest
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.borrowing import Borrowing, Place
-from raystow.workers.fetcher import Fetcher, Nowhere
-from raystow.workers.lender import lend
-from raystow.workers.memory_tier import MemoryTier
-from raystow.workers.wire import Listener
+from raystow.workers.fetching.borrowing import Borrowing, Place
+from raystow.workers.fetching.fetcher import Fetcher, Nowhere
+from raystow.workers.fetching.lender import lend
+from raystow.workers.ipc.wire import Listener
+from raystow.workers.memory.memory_tier import MemoryTier
 
 
 class Failing(MemoryStore):

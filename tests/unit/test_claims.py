@@ -7,8 +7,8 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.workers.claims import Claims, Company
-from raystow.workers.pack_file import Span
+from raystow.workers.fetching.claims import Claims, Company
+from raystow.workers.memory.pack_file import Span
 
 spans = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
 

@@ -9,8 +9,8 @@ import pytest
 
 from raystow.storage.errors import ClusterError, NotFound
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.fetcher import Fetcher, Nowhere, Wanted
-from raystow.workers.memory_tier import Home, MemoryTier
+from raystow.workers.fetching.fetcher import Fetcher, Nowhere, Wanted
+from raystow.workers.memory.memory_tier import Home, MemoryTier
 
 DATA = os.urandom(1000)
 

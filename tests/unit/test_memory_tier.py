@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from raystow.storage.format import keys
-from raystow.workers.memory_tier import Home, MemoryTier, Part
+from raystow.workers.memory.memory_tier import Home, MemoryTier, Part
 
 KIB = 1 << 10
 

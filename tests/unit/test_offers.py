@@ -14,7 +14,7 @@ import pytest
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk, Fragment
-from raystow.workers.offers import Offers
+from raystow.workers.ipc.offers import Offers
 
 BYTES = np.arange(256, dtype=np.uint8)
 CODING = Coding(True, True, ("raw", "raw"), (10, 10))

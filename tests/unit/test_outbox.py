@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.workers.arrival import parts
 from raystow.workers.cuda.outbox import Outbox, Run
-from raystow.workers.ring import Ring
+from raystow.workers.ipc.arrival import parts
+from raystow.workers.ipc.ring import Ring
 
 SLOT = 64
 Runs = list[list[tuple[int, int]]]

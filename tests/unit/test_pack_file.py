@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.workers.pack_file import PackFile, Span, Spares
+from raystow.workers.memory.pack_file import PackFile, Span, Spares
 
 DATA = os.urandom(1000)
 

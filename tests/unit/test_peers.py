@@ -17,14 +17,14 @@ from fake_clock import FakeClock
 
 from raystow.storage.errors import ClusterError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers import exchange, line, peers
-from raystow.workers.claims import Company
-from raystow.workers.copies import Copy, Guests
-from raystow.workers.exchange import Exchange
-from raystow.workers.fetcher import Fetcher, Wanted
-from raystow.workers.line import Contact, Line
-from raystow.workers.memory_tier import Home, MemoryTier
-from raystow.workers.peers import Peers
+from raystow.workers.fetching.claims import Company
+from raystow.workers.fetching.fetcher import Fetcher, Wanted
+from raystow.workers.memory.memory_tier import Home, MemoryTier
+from raystow.workers.network import exchange, line, peers
+from raystow.workers.network.copies import Copy, Guests
+from raystow.workers.network.exchange import Exchange
+from raystow.workers.network.line import Contact, Line
+from raystow.workers.network.peers import Peers
 
 DATA = os.urandom(3_000_000)
 HOME = Home("r", 1, "a" * 16)

@@ -11,10 +11,10 @@ from fake_clock import FakeClock
 from raystow.storage.errors import ClusterError
 from raystow.storage.format import keys
 from raystow.storage.object_store import Buffer
-from raystow.workers.copies import Copy, Guests
-from raystow.workers.memory_tier import Holding, Home, MemoryTier, Part
-from raystow.workers.partners import partners
-from raystow.workers.replication import Replicator
+from raystow.workers.memory.memory_tier import Holding, Home, MemoryTier, Part
+from raystow.workers.network.copies import Copy, Guests
+from raystow.workers.network.partners import partners
+from raystow.workers.network.replication import Replicator
 
 KIB = 1 << 10
 
@@ -203,7 +203,7 @@ def test_what_a_newer_lost_attempt_has_replaced_is_not_sent_again_and_again():
 
 
 def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
-    caplog.set_level(logging.INFO, "raystow.workers.replication")
+    caplog.set_level(logging.INFO, "raystow.workers.network.replication")
     world = World("a", "b", "c")
     for number, name in enumerate("abc"):
         world[name].make(1, number)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from raystow.workers.ring import SLOT, Ring
+from raystow.workers.ipc.ring import SLOT, Ring
 
 
 def mapped(inode: int) -> bool:

@@ -16,13 +16,13 @@ from hypothesis import strategies as st
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.boxes import Box
 from raystow.storage.format.root import Entry
-from raystow.workers.arrival import layout
-from raystow.workers.former import Former
-from raystow.workers.memory_tier import Home
+from raystow.workers.ipc.arrival import layout
+from raystow.workers.ipc.ring import Ring
+from raystow.workers.ipc.wire import Connection, Message
+from raystow.workers.memory.former import Former
+from raystow.workers.memory.memory_tier import Home
 from raystow.workers.port import Begin
-from raystow.workers.ring import Ring
 from raystow.workers.session import Session
-from raystow.workers.wire import Connection, Message
 
 SLOTS, SLOT = 3, 1024
 HELLO = {

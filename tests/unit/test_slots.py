@@ -6,9 +6,9 @@ import mmap
 
 import pytest
 
+from raystow.workers.ipc.ring import Ring
+from raystow.workers.ipc.slots import Slots
 from raystow.workers.node_actor import _environment
-from raystow.workers.ring import Ring
-from raystow.workers.slots import Slots
 
 
 def test_the_back_of_a_ring_is_the_same_memory_and_outlives_the_whole() -> None:

@@ -14,9 +14,9 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
-from raystow.workers.ring import SLOT, Ring
+from raystow.workers.ipc.ring import SLOT, Ring
+from raystow.workers.ipc.wire import Connection, Listener
 from raystow.workers.staging import Order, Staging
-from raystow.workers.wire import Connection, Listener
 
 
 @dataclass

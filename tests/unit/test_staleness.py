@@ -12,8 +12,8 @@ from handmade import rows_and_pack, whole
 from local_cluster import LocalCluster
 
 from raystow.storage.clock import SYSTEM
-from raystow.workers import staleness
-from raystow.workers.wire import Connection, Message
+from raystow.workers.ipc.wire import Connection, Message
+from raystow.workers.packing import staleness
 
 State = dict[str, Any]
 

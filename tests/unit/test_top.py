@@ -27,7 +27,7 @@ from raystow.orchestrator.snapshot import Snapshot
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.errors import ClusterError, StateError
 from raystow.storage.format.root import Entry
-from raystow.workers.replication import Progress
+from raystow.workers.network.replication import Progress
 from raystow.workers.status import AttemptStatus, NodeStatus, Stage
 
 RUN, NAME = "s3://bucket/a-prefix-that-is-rather-long/of-several-parts/runs/llama", "coordinator-1"

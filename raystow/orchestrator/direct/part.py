@@ -22,11 +22,11 @@ from ...storage.format.groups import group
 from ...storage.format.manifest import Chunk, Fragment, Value, path_text
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...storage.object_store import ObjectStore
-from ...workers.attempt import draft, encode
-from ...workers.budget import Budget
-from ...workers.packer import Packer
+from ...workers.ipc.ring import SLOT
+from ...workers.packing.attempt import draft, encode
+from ...workers.packing.budget import Budget
+from ...workers.packing.packer import Packer
 from ...workers.port import MODULUS, Ticket, coverage
-from ...workers.ring import SLOT
 from ..planner import Piece, cuts
 from ..shards import Shard
 from ..state import Leaf

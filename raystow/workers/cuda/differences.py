@@ -19,7 +19,7 @@ import torch
 from ...storage.coding.delta import LEAST
 from ...storage.coding.digest import finish
 from ...storage.errors import Damaged, SaveFailed
-from ..offers import Named, Offer
+from ..ipc.offers import Named, Offer
 from . import kernels, paying
 from .jobs import Aim, Source
 from .lanes import Lanes

@@ -29,7 +29,7 @@ import torch
 
 from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ...storage.errors import SaveFailed
-from ..offers import Named
+from ..ipc.offers import Named
 from . import kernels
 from .arena import Arena
 from .differences import Differences

@@ -41,7 +41,7 @@ class Source(Protocol):
         """Equal for chunks of which the same is said: see ``describe``."""
 
     def describe(self) -> dict[str, Any]:
-        """What is said of it, apart from what it holds and how that is coded: see ``workers.attempt.draft``."""
+        """What is said of it, apart from what it holds and how that is coded: see ``packing.attempt.draft``."""
 
     def gather(self) -> torch.Tensor:
         """A contiguous copy, made on the current stream."""

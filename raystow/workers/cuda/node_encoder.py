@@ -22,11 +22,11 @@ from ...storage.coding.chunk import RAW
 from ...storage.coding.digest import finish
 from ...storage.errors import ClusterError, RaystowError, SaveFailed
 from ...storage.log import about
-from ..arrival import Layout
-from ..attempt import NodeAttempt, draft
-from ..ring import Ring
-from ..slots import Slots
-from ..wire import Message
+from ..ipc.arrival import Layout
+from ..ipc.ring import Ring
+from ..ipc.slots import Slots
+from ..ipc.wire import Message
+from ..packing.attempt import NodeAttempt, draft
 from .device_ring import DeviceRing
 from .nvcomp import version
 from .workbench import Workbench

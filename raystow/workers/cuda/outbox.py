@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 import torch
 
 from ...storage.errors import ClusterError
-from ..ring import Ring
+from ..ipc.ring import Ring
 
 
 @dataclass

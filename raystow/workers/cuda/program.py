@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...storage.coding.chunk import SMALL
-from ..arrival import layout
+from ..ipc.arrival import layout
 from . import tables
 from .jobs import ALONE, Aim, Job, Source
 

@@ -24,9 +24,9 @@ from typing import Any
 import torch
 
 from ...storage.errors import RaystowError, SaveFailed
-from ..offers import Named
-from ..ring import ALIGN
-from ..wire import Message
+from ..ipc.offers import Named
+from ..ipc.ring import ALIGN
+from ..ipc.wire import Message
 from .choice import Choice
 from .device_ring import DeviceRing
 from .digests import digests

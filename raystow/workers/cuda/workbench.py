@@ -9,8 +9,8 @@ from typing import Any
 import torch
 
 from ...storage.coding.chunk import RAW
-from ..offers import Named
-from ..ring import Ring
+from ..ipc.offers import Named
+from ..ipc.ring import Ring
 from .choice import Choice, choose
 from .encoder import Encoder
 from .following import Following, Lookout, follow
@@ -56,7 +56,7 @@ class Workbench:
         named: Named | None = None,
     ) -> None:
         """See ``Encoder.encode``. ``announce`` gets what the node worker must know: the ``layout`` of the chunks of a ``device``,
-        where it is new, and what has ``arrived`` of them (see ``workers.arrival``)."""
+        where it is new, and what has ``arrived`` of them (see ``ipc.arrival``)."""
 
         def emit(arrived: list[Arrived]) -> None:
             encoder = self._encoders[device]

@@ -61,7 +61,7 @@ def shared_memory() -> Finding:
     """The staging ring, made for real, and the memory there is for it."""
     if not hasattr(os, "memfd_create"):
         return warning("shared memory", "no memfd here", "saving needs Linux; everything else works")
-    from ....workers.ring import SLOT, Ring
+    from ....workers.ipc.ring import SLOT, Ring
 
     ring = Ring.create(2 * SLOT)
     try:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 
-from ..storage.coding.digest import stored_digest
+from ...storage.coding.digest import stored_digest
 
 
 def partners(zones: Mapping[str, str], replicas: int) -> dict[str, tuple[str, ...]]:

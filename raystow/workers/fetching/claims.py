@@ -13,8 +13,8 @@ from collections import OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from ..storage.coding.digest import stored_digest
-from .pack_file import Span, without
+from ...storage.coding.digest import stored_digest
+from ..memory.pack_file import Span, without
 
 _ROUNDS = 8  # restores that are remembered, of all repositories together
 

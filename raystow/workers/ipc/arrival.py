@@ -14,10 +14,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ..storage.coding import dtypes
-from ..storage.coding.chunk import PACK7, RAW
-from ..storage.coding.digest import finish
-from ..storage.format.boxes import Box
+from ...storage.coding import dtypes
+from ...storage.coding.chunk import PACK7, RAW
+from ...storage.coding.digest import finish
+from ...storage.format.boxes import Box
 
 Part = tuple[int, int, int]
 """Slot, start in the slot, bytes."""

@@ -16,12 +16,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
-from ..storage.errors import DeadlineExceeded, RaystowError
-from ..storage.log import about, whose
-from ..storage.object_store import ObjectStore
+from ...storage.errors import DeadlineExceeded, RaystowError
+from ...storage.log import about, whose
+from ...storage.object_store import ObjectStore
+from ..memory.memory_tier import MemoryTier
+from ..memory.pack_file import PackFile, Span
 from .claims import Claim, Claims
-from .memory_tier import MemoryTier
-from .pack_file import PackFile, Span
 
 logger = logging.getLogger(__name__)
 

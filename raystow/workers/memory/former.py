@@ -9,16 +9,16 @@ from collections.abc import Collection
 
 import numpy as np
 
-from ..storage.coding.delta import LEAST
-from ..storage.coding.kernels import Bytes
-from ..storage.errors import Damaged, Unsupported
-from ..storage.format.boxes import Box
-from ..storage.format.keys import pack
-from ..storage.format.manifest import Chunk, Fragment
-from ..storage.log import about
-from ..storage.reader import decode
+from ...storage.coding.delta import LEAST
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import Damaged, Unsupported
+from ...storage.format.boxes import Box
+from ...storage.format.keys import pack
+from ...storage.format.manifest import Chunk, Fragment
+from ...storage.log import about
+from ...storage.reader import decode
+from ..ipc.offers import Pack
 from .memory_tier import Home, MemoryTier
-from .offers import Pack
 
 logger = logging.getLogger(__name__)
 

@@ -12,10 +12,10 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from ..storage.errors import ClusterError, StoreUnavailable
-from ..storage.log import about, whose
-from ..storage.object_store import Buffer, ObjectStore
-from .wire import Connection
+from ...storage.errors import ClusterError, StoreUnavailable
+from ...storage.log import about, whose
+from ...storage.object_store import Buffer, ObjectStore
+from ..ipc.wire import Connection
 
 logger = logging.getLogger(__name__)
 

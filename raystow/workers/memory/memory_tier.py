@@ -13,9 +13,9 @@ import threading
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from ..storage.format import keys
-from ..storage.log import about
-from ..storage.object_store import Buffer
+from ...storage.format import keys
+from ...storage.log import about
+from ...storage.object_store import Buffer
 from .pack_file import PackFile, Spares
 
 logger = logging.getLogger(__name__)

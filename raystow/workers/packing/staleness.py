@@ -11,11 +11,11 @@ import math
 import threading
 from collections.abc import Iterable
 
-from ..storage.coding import dtypes
-from ..storage.coding.digest import stored_digest
-from ..storage.format.manifest import Chunk
-from ..storage.log import about
-from ..storage.metrics import STALE, record
+from ...storage.coding import dtypes
+from ...storage.coding.digest import stored_digest
+from ...storage.format.manifest import Chunk
+from ...storage.log import about
+from ...storage.metrics import STALE, record
 
 logger = logging.getLogger(__name__)
 

@@ -7,10 +7,10 @@ import os
 from collections import Counter
 from collections.abc import Callable
 
-from ..storage.errors import RaystowError, StoreUnavailable
-from ..storage.object_store import ObjectStore
+from ...storage.errors import RaystowError, StoreUnavailable
+from ...storage.object_store import ObjectStore
+from ..ipc.wire import Connection, Message
 from .fetcher import Fetcher, Wanted
-from .wire import Connection, Message
 
 logger = logging.getLogger(__name__)
 

@@ -17,12 +17,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol, TypeVar
 
-from ..storage.clock import Clock
-from ..storage.errors import RaystowError
-from ..storage.log import about
-from ..storage.object_store import Buffer
+from ...storage.clock import Clock
+from ...storage.errors import RaystowError
+from ...storage.log import about
+from ...storage.object_store import Buffer
+from ..memory.memory_tier import Holding, Home, MemoryTier, Part
 from .copies import Copy
-from .memory_tier import Holding, Home, MemoryTier, Part
 from .partners import partners
 
 logger = logging.getLogger(__name__)

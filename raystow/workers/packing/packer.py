@@ -8,13 +8,13 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Executor, Future, wait
 from dataclasses import dataclass, field
 
-from ..storage.errors import DeadlineExceeded, RaystowError
-from ..storage.format import keys
-from ..storage.format.version_record import PackInfo
-from ..storage.log import about
-from ..storage.object_store import Buffer, ObjectStore
-from .keeping import Keep, keep_nothing
-from .port import Ticket
+from ...storage.errors import DeadlineExceeded, RaystowError
+from ...storage.format import keys
+from ...storage.format.version_record import PackInfo
+from ...storage.log import about
+from ...storage.object_store import Buffer, ObjectStore
+from ..memory.keeping import Keep, keep_nothing
+from ..port import Ticket
 
 logger = logging.getLogger(__name__)
 

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..storage.object_store import Buffer
-from .memory_tier import Holding, Home, MemoryTier, Part
+from ...storage.object_store import Buffer
+from ..memory.memory_tier import Holding, Home, MemoryTier, Part
 
 
 @dataclass(frozen=True)

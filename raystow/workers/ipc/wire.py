@@ -17,7 +17,7 @@ from typing import Any
 
 import msgpack
 
-from ..storage.errors import ClusterError
+from ...storage.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 

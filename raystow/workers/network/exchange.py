@@ -9,12 +9,12 @@ import socket
 import threading
 from typing import Any
 
-from ..storage.clock import SYSTEM
-from ..storage.errors import DeadlineExceeded
+from ...storage.clock import SYSTEM
+from ...storage.errors import DeadlineExceeded
+from ..fetching.fetcher import Fetcher
+from ..memory.memory_tier import Home
 from .copies import Copy, Guests
-from .fetcher import Fetcher
 from .line import Contact, Line, Message
-from .memory_tier import Home
 
 logger = logging.getLogger(__name__)
 

@@ -11,7 +11,7 @@ import os
 
 import numpy as np
 
-from ..storage.coding.kernels import Bytes
+from ...storage.coding.kernels import Bytes
 
 SLOT = 4 << 20
 """Bytes of a slot in a ring for tensors in host memory, and of the largest chunk that is staged as it is."""

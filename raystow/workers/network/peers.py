@@ -9,14 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict
 from typing import TypeVar
 
-from ..storage.clock import Clock
-from ..storage.errors import ClusterError
-from ..storage.object_store import Buffer
-from .claims import Claim
+from ...storage.clock import Clock
+from ...storage.errors import ClusterError
+from ...storage.object_store import Buffer
+from ..fetching.claims import Claim
+from ..memory.memory_tier import Part
+from ..memory.pack_file import Span
 from .copies import Copy
 from .line import Contact, Line
-from .memory_tier import Part
-from .pack_file import Span
 
 logger = logging.getLogger(__name__)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
-from ..storage.object_store import Buffer
+from ...storage.object_store import Buffer
 from .memory_tier import Home, MemoryTier
 
 

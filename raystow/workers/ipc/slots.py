@@ -7,7 +7,7 @@ import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
-from ..storage.coding.kernels import Bytes
+from ...storage.coding.kernels import Bytes
 from .ring import Ring
 
 Part = Sequence[int]

@@ -14,8 +14,8 @@ import struct
 from dataclasses import dataclass
 from typing import Any
 
-from ..storage.clock import SYSTEM
-from ..storage.object_store import Buffer
+from ...storage.clock import SYSTEM
+from ...storage.object_store import Buffer
 
 Message = dict[str, Any]
 

@@ -12,11 +12,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ..storage.clock import SYSTEM
-from ..storage.coding.kernels import Bytes
-from ..storage.errors import Damaged, Unsupported
-from ..storage.format.boxes import Box
-from ..storage.format.manifest import Chunk, Fragment
+from ...storage.clock import SYSTEM
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import Damaged, Unsupported
+from ...storage.format.boxes import Box
+from ...storage.format.manifest import Chunk, Fragment
 from .wire import Message
 
 logger = logging.getLogger(__name__)

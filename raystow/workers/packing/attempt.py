@@ -15,28 +15,28 @@ from typing import Any
 
 import numpy as np
 
-from ..storage.clock import SYSTEM
-from ..storage.coding import delta, dtypes
-from ..storage.coding.chunk import Coding, Encoder
-from ..storage.coding.derived import Derivation
-from ..storage.coding.digest import raw_digest, stored_digest
-from ..storage.coding.kernels import Bytes
-from ..storage.coding.rounded import Rounded
-from ..storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
-from ..storage.format import keys
-from ..storage.format.manifest import Chunk, Fragment, Value
-from ..storage.format.root import Entry
-from ..storage.format.version_record import FragmentInfo
-from ..storage.log import about
-from ..storage.object_store import ObjectStore
+from ...storage.clock import SYSTEM
+from ...storage.coding import delta, dtypes
+from ...storage.coding.chunk import Coding, Encoder
+from ...storage.coding.derived import Derivation
+from ...storage.coding.digest import raw_digest, stored_digest
+from ...storage.coding.kernels import Bytes
+from ...storage.coding.rounded import Rounded
+from ...storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
+from ...storage.format import keys
+from ...storage.format.manifest import Chunk, Fragment, Value
+from ...storage.format.root import Entry
+from ...storage.format.version_record import FragmentInfo
+from ...storage.log import about
+from ...storage.object_store import ObjectStore
+from ..ipc.ring import SLOT
+from ..memory.former import Former
+from ..memory.keeping import Keep, keep_nothing
+from ..port import MODULUS, Port, Ticket, coverage
+from ..status import AttemptStatus, Stage
 from .budget import Budget
-from .former import Former
-from .keeping import Keep, keep_nothing
 from .packer import NOT_IN_TIME, Packer
-from .port import MODULUS, Port, Ticket, coverage
-from .ring import SLOT
 from .staleness import OptimizerWatch
-from .status import AttemptStatus, Stage
 
 logger = logging.getLogger(__name__)
 
