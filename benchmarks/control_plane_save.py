@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from raystow.orchestrator import coordinator_actor
-from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
@@ -54,7 +54,7 @@ def tensor(i: int, nodes: int) -> tuple[str, str, str, tuple[int, int], tuple[in
     """Tensor ``i`` of the model: name, group, dtype, global shape, the shape of a shard, and how a shard is coded."""
     group, dtype, shard, codecs, stored = _KINDS[i % len(_KINDS)]
     coded = stored[-1]
-    streams = (coded // 4,) * 4
+    streams = packed((coded // 4,) * 4)
     shape = (shard[0] * RANKS * nodes, shard[1])
     name = f"{'model' if group == 'weights' else 'optimizer.state'}.layers.{i // 12}.{i % 12}"
     return name, group, dtype, shape, shard, Coding(True, dtype == "float32", codecs, stored, streams, 65536)

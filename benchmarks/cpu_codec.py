@@ -181,7 +181,7 @@ class Raystow(Contestant):
         return self._target
 
     def size(self, coded: Any) -> int:
-        return sum(stored.size + 4 * len(coding.streams) + 9 * len(coding.stored) + 4 for stored, coding, *_ in coded)
+        return sum(stored.size + len(coding.streams) + 9 * len(coding.stored) + 4 for stored, coding, *_ in coded)
 
 
 def encoder() -> Encoder:

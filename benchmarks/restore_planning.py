@@ -62,7 +62,7 @@ def small(i: int) -> str:
 
 def small_row(i: int) -> Chunk:
     """Its chunk, with the first holder."""
-    name, coding = small(i), Coding(False, False, ("raw",), (4,), (), 65536)
+    name, coding = small(i), Coding(False, False, ("raw",), (4,), b"", 65536)
     return Chunk(
         name, path_text(tuple(name.split("."))), TENSOR, "float32", (), (), (), 0, "optimizer", 0, 4 * i, coding, 0, bytes(32)
     )

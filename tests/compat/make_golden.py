@@ -25,7 +25,7 @@ from local_cluster import LocalCluster
 
 from raystow.orchestrator.shards import bits
 from raystow.storage.clock import SYSTEM
-from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import DTYPES
 from raystow.storage.committer import Committer
@@ -123,7 +123,7 @@ class Hand:
         order = sorted(range(len(names)), key=lambda p: (names[p] != "raw", p))
         stored = b"".join(b"".join(done[p]) for p in order)
         streams = [len(s) for p in order if names[p] in ("zstd", "deflate") for s in done[p]]
-        coding = Coding(*TRANSFORMS[transform], tuple(names), tuple(sum(map(len, d)) for d in done), tuple(streams), stream)
+        coding = Coding(*TRANSFORMS[transform], tuple(names), tuple(sum(map(len, d)) for d in done), packed(streams), stream)
         self.chunks.append(
             Chunk(
                 name=name, path=path_text((name,)), kind="tensor", dtype=str(array.dtype), shape=array.shape, offset=box[0],

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raystow.storage.coding.chunk import Coding, Encoder
+from raystow.storage.coding.chunk import Coding, Encoder, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.format import keys, records, values
@@ -99,7 +99,9 @@ def packs() -> list[bytes]:
         found.append(described(replace(coding, rotated=False, base=3), kind, raw.size, stored.tobytes()))
     deflated = [zlib.compress(bytes(5000), 9, -15), zlib.compress(b"raystow" * 100, 1, -15)]
     sizes = tuple(map(len, deflated))
-    found.append(described(Coding(False, False, ("deflate",), (sum(sizes),), sizes, 5000), "uint8", 5700, b"".join(deflated)))
+    found.append(
+        described(Coding(False, False, ("deflate",), (sum(sizes),), packed(sizes), 5000), "uint8", 5700, b"".join(deflated))
+    )
     return found
 
 

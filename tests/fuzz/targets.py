@@ -124,7 +124,8 @@ CODECS = ("raw", "zstd", "deflate", "pack7", "ans", "lzw")
 
 def described(coding: Coding, kind: str, nbytes: int, stored: bytes) -> bytes:
     """What ``pack`` takes: a description, a line feed, and the bytes in the pack."""
-    return json.dumps([*asdict(coding).values(), kind, nbytes]).encode() + b"\n" + stored
+    fields = asdict(coding) | {"streams": coding.sizes.tolist()}
+    return json.dumps([*fields.values(), kind, nbytes]).encode() + b"\n" + stored
 
 
 def pack(data: bytes) -> None:
@@ -132,8 +133,10 @@ def pack(data: bytes) -> None:
     head, _, stored = data.partition(b"\n")
     try:
         planes, rotated, codecs, sizes, streams, stream, *base, kind, nbytes = json.loads(head)
-        numbers = [stream, nbytes, *sizes, *streams]
-        if not all(type(n) is int and -(1 << 63) <= n < 1 << 63 for n in numbers) or not all(type(c) is str for c in codecs):
+        numbers = [(stream, 32), (nbytes, 64), *((n, 64) for n in sizes), *((n, 32) for n in streams)]
+        if not all(type(n) is int and -(1 << bits) <= 2 * n < 1 << bits for n, bits in numbers) or not all(
+            type(c) is str for c in codecs
+        ):
             return
         dtype = DTYPES[kind]
     except (ValueError, TypeError, KeyError, RecursionError):
@@ -141,7 +144,9 @@ def pack(data: bytes) -> None:
     if min(sizes, default=-1) < 0 or not 0 <= nbytes <= READ:  # refused with the manifest
         return
     delta = base not in ([], [None])
-    coding = Coding(planes is True, rotated is True, tuple(codecs), tuple(sizes), tuple(streams), stream, 1 if delta else None)
+    coding = Coding(
+        planes is True, rotated is True, tuple(codecs), tuple(sizes), chunk.packed(streams), stream, 1 if delta else None
+    )
     chunk.decode(coding, dtype, np.frombuffer(stored, np.uint8), np.empty(nbytes, np.uint8), np.zeros(nbytes, np.uint8))
 
 

@@ -19,7 +19,7 @@ from fuzz.seeds import ROOT, row, value_row
 from fuzz.targets import described
 
 from raystow.storage import limits
-from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.format import boxes
 from raystow.storage.format.manifest import SCHEMA
 
@@ -101,17 +101,19 @@ def boxes_that_no_plane_parts(path: Path) -> None:
 
 def a_zstd_stream_that_expands(path: Path) -> None:
     frame = zstandard.compress(bytes(256 * MIB))
-    path.write_bytes(described(Coding(False, False, ("zstd",), (len(frame),), (len(frame),), 4096), "uint8", 4096, frame))
+    path.write_bytes(described(Coding(False, False, ("zstd",), (len(frame),), packed([len(frame)]), 4096), "uint8", 4096, frame))
 
 
 def a_deflate_stream_that_expands(path: Path) -> None:
     deflater = zlib.compressobj(1, zlib.DEFLATED, -15)
     frame = deflater.compress(bytes(64 * MIB)) + deflater.flush()
-    path.write_bytes(described(Coding(False, False, ("deflate",), (len(frame),), (len(frame),), 4096), "uint8", 4096, frame))
+    path.write_bytes(
+        described(Coding(False, False, ("deflate",), (len(frame),), packed([len(frame)]), 4096), "uint8", 4096, frame)
+    )
 
 
 def streams_of_one_byte(path: Path) -> None:
-    path.write_bytes(described(Coding(False, False, ("deflate",), (MIB,), (1,) * MIB, 1), "uint8", MIB, b"\3" * MIB))
+    path.write_bytes(described(Coding(False, False, ("deflate",), (MIB,), packed((1,) * MIB), 1), "uint8", MIB, b"\3" * MIB))
 
 
 def many_small_objects_in_a_root(path: Path) -> None:

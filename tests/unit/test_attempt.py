@@ -7,7 +7,7 @@ from typing import Any
 import msgpack
 import numpy as np
 
-from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.errors import SaveFailed
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.packing.attempt import NodeAttempt, Outcome, Workshop, draft
@@ -55,5 +55,5 @@ def test_what_a_gpu_has_coded_is_understood() -> None:
         "digest": 2**64 - 1,
     }
     chunk = draft(msgpack.unpackb(msgpack.packb(announced)), 3)
-    assert chunk.coding == Coding(True, True, ("raw", "deflate"), (40_000, 75_001), (5000, 70_000, 1), 16_384)
+    assert chunk.coding == Coding(True, True, ("raw", "deflate"), (40_000, 75_001), packed((5000, 70_000, 1)), 16_384)
     assert (chunk.node, chunk.raw_digest, chunk.shape, chunk.nbytes) == (3, 2**64 - 1, (40_000,), 80_000)

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
+import pyarrow as pa
 import pytest
 from handmade import Cut, rows_and_pack, whole, write, write_rows
 from hypothesis import given, settings
@@ -22,7 +23,7 @@ from raystow.storage.coding.dtypes import DTYPES, dtype
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, SaveFailed, Unsupported
 from raystow.storage.format import keys
-from raystow.storage.format.manifest import Fragment
+from raystow.storage.format.manifest import SCHEMA, Fragment, rows_of
 from raystow.storage.limits import MAX_CHAIN
 from raystow.storage.repository import Repository
 from raystow.storage.version import Version
@@ -253,4 +254,4 @@ def test_rows_that_make_no_sense_are_refused(transform: list[str], base: int | N
     row |= {"extent": [2], "group": "weights", "pack": 0, "start": 0, "base": base, "transform": transform, "codecs": ["raw"] * 4}
     row |= {"stored": [2] * 4, "stream": 1, "streams": [], "raw_digest": 0, "stored_digest": bytes(32)}
     with pytest.raises(kind):
-        Fragment.of([row], 0)
+        Fragment.of(rows_of(pa.Table.from_pylist([row], SCHEMA)), 0)

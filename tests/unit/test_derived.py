@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pyarrow as pa
 import pytest
 import torch
 
@@ -9,7 +10,7 @@ from raystow.storage.coding.derived import derivable, derive, followed
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import Damaged, Unsupported
 from raystow.storage.format.groups import OPTIMIZER, WEIGHTS
-from raystow.storage.format.manifest import Chunk, Derivation, Fragment
+from raystow.storage.format.manifest import SCHEMA, Chunk, Derivation, Fragment, rows_of
 
 
 def raw(tensor: torch.Tensor) -> np.ndarray:
@@ -166,7 +167,7 @@ def test_derivations_that_make_no_sense_are_refused(dtype: str, transform: list[
         "stored_digest": bytes(32),
     }
     with pytest.raises(kind):
-        Fragment.of([row], 0)
+        Fragment.of(rows_of(pa.Table.from_pylist([row], SCHEMA)), 0)
 
 
 def test_what_was_worked_out_is_used_again_without_keeping_the_tensors() -> None:

@@ -17,7 +17,7 @@ from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, Value, path
 from raystow.storage.format.selection import Selection, Sought, select
 from raystow.storage.format.version_record import FragmentInfo
 
-CODING = Coding(False, False, ("raw",), (4,), (), 65536)
+CODING = Coding(False, False, ("raw",), (4,), b"", 65536)
 
 
 def part(size: int, rank: int, world: int) -> Box:

@@ -121,7 +121,7 @@ def test_what_no_kernel_takes_is_left_for_the_host() -> None:
     """A base that is rounded from something else, and a difference that was stored as plain bytes."""
     _, versions, _ = with_weights()
     (f4,) = versions[1].chunks["f4"]
-    plain = replace(f4, coding=replace(f4.coding, planes=False, codecs=("raw",), stored=(f4.decoded,), streams=()))
+    plain = replace(f4, coding=replace(f4.coding, planes=False, codecs=("raw",), stored=(f4.decoded,), streams=b""))
     halves = replace(f4.coding, codecs=f4.coding.codecs[:2], stored=f4.coding.stored[:2])
     stray = replace(f4, name="weights", dtype="float16", coding=halves)
     reader = versions[1].reader()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import Piece, Run
 from raystow.workers.cuda import lane_plan
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 def chunk(number: int, nbytes: int, stored: int) -> Chunk:
     """Of float32, every plane coded."""
-    coding = Coding(True, True, ("deflate",) * 4, (stored // 4,) * 4, (1,) * (nbytes >> 14), 1 << 14)
+    coding = Coding(True, True, ("deflate",) * 4, (stored // 4,) * 4, packed((1,) * (nbytes >> 14)), 1 << 14)
     shape = (nbytes // 4,)
     return Chunk(f"t{number}", "[]", "tensor", "float32", shape, (0,), shape, 0, "weights", 0, number * stored, coding, 0, b"")
 
@@ -55,10 +55,9 @@ def test_streams_lie_one_behind_the_other_plane_by_plane() -> None:
     random, streams = np.random.default_rng(0), Streams(100)
     wanted, aligned = list[tuple[int, ...]](), 1 << 20
     for source, target, nbytes in ((1000, 50_000, 250), (7777, 60_000, 100), (9000, 70_000, 1), (12_345, 80_000, 999)):
-        sizes = tuple(random.integers(1, 90, -(-nbytes // 100)).tolist())
-        streams.planes.append((source, target, len(sizes), nbytes))
-        streams.sizes += sizes
-        for i, size in enumerate(sizes):
+        sizes = random.integers(1, 90, -(-nbytes // 100), np.int32)
+        streams.add(source, target, nbytes, sizes)
+        for i, size in enumerate(sizes.tolist()):
             wanted.append((source, aligned, size, target + 100 * i, min(100, nbytes - 100 * i)))
             source, aligned = source + size, aligned + -(-size // ALIGN) * ALIGN
     assert [tuple(row) for row in streams.table(1 << 20).T.tolist()] == wanted

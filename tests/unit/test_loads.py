@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.coding import kernels, zstd
-from raystow.storage.coding.chunk import DEFLATE, PACK7, RAW, ZSTD, Coding, Encoder
+from raystow.storage.coding.chunk import DEFLATE, PACK7, RAW, ZSTD, Coding, Encoder, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.coding.kernels import Bytes
@@ -56,7 +56,7 @@ def coded_on_gpu(name: str, raw: Bytes, stream: int = 1024) -> Former:
     streams = [deflated(planes[-1][i : i + stream].tobytes()) for i in range(0, planes[-1].size, stream)]
     sizes = tuple(map(len, streams))
     codecs = (*[RAW] * (of.width - 1), DEFLATE)
-    coding = Coding(of.width > 1, of.rotate, codecs, (*[p.size for p in planes[:-1]], sum(sizes)), sizes, stream)
+    coding = Coding(of.width > 1, of.rotate, codecs, (*[p.size for p in planes[:-1]], sum(sizes)), packed(sizes), stream)
     return former(name, raw, coding, np.frombuffer(b"".join([*map(bytes, planes[:-1]), *streams]), np.uint8))
 
 

@@ -9,11 +9,11 @@ A chunk may be stored as the difference to the same chunk of an earlier version,
 
 from __future__ import annotations
 
-import itertools
 import threading
 import zlib
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -37,6 +37,9 @@ SMALL = 1024
 WORTH = 7.95
 """Bits per byte; above, a plane is noise."""
 
+Sizes = np.ndarray[Any, np.dtype[np.int32]]
+
+_SIZE = np.dtype("<i4")
 _KEPT = 16 << 20  # bytes of scratch that a decoding thread keeps; for larger chunks they are not worth keeping
 _SAMPLE = 64  # pieces of 64 words, evenly spread
 
@@ -48,15 +51,15 @@ class Coding:
     ``planes``: False for bytes as they are (then there is one plane). ``rotated``: words were rotated left by one bit. ``base``:
     the words are differences to those of this version; see ``kernels.subtract``.
     ``codecs`` and ``stored``: one entry per plane, the least significant first; ``stored`` in bytes. ``streams``: the sizes in
-    bytes of the coded streams of all streamed planes, in the order of storage; every stream decodes to ``stream`` bytes of its
-    plane, the last one to the rest.
+    bytes of the coded streams of all streamed planes, in the order of storage, as ``packed`` gives them, since there are very
+    many; every stream decodes to ``stream`` bytes of its plane, the last one to the rest.
     """
 
     planes: bool
     rotated: bool
     codecs: tuple[str, ...]
     stored: tuple[int, ...]
-    streams: tuple[int, ...] = ()
+    streams: bytes = b""
     stream: int = 64 << 10
     base: int | None = None
 
@@ -64,6 +67,16 @@ class Coding:
     def size(self) -> int:
         """Bytes in the pack."""
         return sum(self.stored)
+
+    @property
+    def sizes(self) -> Sizes:
+        """Of the streams."""
+        return np.frombuffer(self.streams, _SIZE)
+
+
+def packed(sizes: Iterable[int]) -> bytes:
+    """The sizes of streams in four bytes each, little-endian."""
+    return np.fromiter(sizes, _SIZE).tobytes()
 
 
 class Encoder:
@@ -83,7 +96,7 @@ class Encoder:
         out = np.empty(raw.size + 512 * (raw.size // STREAM + 16), np.uint8)  # zstd may add some bytes per frame
         stored, streams = self._encode_planes(raw, dtype, codecs, out)
         out.resize(sum(stored), refcheck=False)  # gives the rest back; whatever views of it there were are gone
-        return out, Coding(width > 1, dtype.rotate, tuple(codecs), tuple(stored), tuple(streams), STREAM)
+        return out, Coding(width > 1, dtype.rotate, tuple(codecs), tuple(stored), packed(streams), STREAM)
 
     def _encode_planes(self, raw: Bytes, dtype: DType, codecs: list[str], out: Bytes) -> tuple[list[int], list[int]]:
         """Fill ``out``; the bytes of each plane in it, and the sizes of all streams. A codec that turns out not to fit is
@@ -167,7 +180,7 @@ class Plane(NamedTuple):
     codec: str
     start: int
     size: int
-    sizes: tuple[int, ...] = ()
+    sizes: Sizes
 
 
 def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane]:
@@ -177,22 +190,22 @@ def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane
     n, rest = divmod(nbytes, width)
     if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored or coding.stream < 1:
         raise Damaged("the chunk's description does not fit its size")
-    planes, end, streams = list[Plane](), 0, iter(coding.streams)
+    planes, end, streams, count = list[Plane](), 0, coding.sizes, -(-n // coding.stream)
     raw = [p for p, codec in enumerate(coding.codecs) if codec == RAW]
     for p in (*raw, *(p for p in range(width) if p not in raw)):
         codec, size = coding.codecs[p], coding.stored[p]
-        sizes = tuple(itertools.islice(streams, -(-n // coding.stream))) if codec in STREAMED else ()
+        sizes, streams = (streams[:count], streams[count:]) if codec in STREAMED else (streams[:0], streams)
         if codec not in (RAW, PACK7, *STREAMED):
             raise Unsupported(f"codec {codec!r} is not known here", remedy="upgrade raystow")
         if codec == RAW and size != n:
             raise Damaged(f"a raw plane of {size} bytes where {n} were expected")
         if codec == PACK7 and (n % 8 or size != n // 8 * 7):
             raise Damaged("a packed plane of the wrong size")
-        if codec in STREAMED and (len(sizes) != -(-n // coding.stream) or sum(sizes) != size or min(sizes, default=1) < 1):
+        if codec in STREAMED and (len(sizes) != count or sizes.sum() != size or sizes.min(initial=1) < 1):
             raise Damaged("the sizes of the streams do not add up to the plane")
         planes.append(Plane(p, codec, end, size, sizes))
         end += size
-    if next(streams, None) is not None:
+    if len(streams):
         raise Damaged("the chunk's description names more streams than its planes have")
     return planes
 
@@ -249,7 +262,7 @@ def _decode_plane(place: Plane, coded: Bytes, plane: Bytes, stream: int) -> None
         zstd.decode(coded, place.sizes, stream, plane)
     elif place.codec == DEFLATE:
         end = 0
-        for i, size in enumerate(place.sizes):
+        for i, size in enumerate(place.sizes.tolist()):
             _inflate(coded[end : end + size], plane[i * stream : (i + 1) * stream])
             end += size
     else:

@@ -80,7 +80,7 @@ def _encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -
 _local = threading.local()
 
 
-def decode(coded: Bytes, sizes: Sequence[int], stream: int, plane: Bytes) -> None:
+def decode(coded: Bytes, sizes: Sequence[int] | Words, stream: int, plane: Bytes) -> None:
     """Decode frames of the given sizes, which add up to ``coded``, each to ``stream`` bytes of ``plane``, the last to the rest.
 
     A frame that is malformed, or decodes to another number of bytes, raises ``Damaged``; nothing is written outside ``plane``.

@@ -10,9 +10,10 @@ import contextlib
 import itertools
 import json
 import math
+import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -69,6 +70,33 @@ ROUNDED = pa.schema(
 """Further columns where tensors were rounded before they were stored; for people. All rows of a tensor say the same, of what the
 node stores of it."""
 
+
+class Row(NamedTuple):
+    """A row as it is in Parquet, where anything may be missing; ``streams`` as ``Coding`` has them."""
+
+    name: str
+    path: str
+    kind: str
+    ranks: list[int]
+    value: str
+    dtype: str
+    shape: list[int]
+    offset: list[int]
+    extent: list[int]
+    group: str
+    pack: int
+    start: int
+    base: int | None
+    transform: list[str]
+    codecs: list[str]
+    stored: list[int]
+    stream: int
+    streams: bytes
+    raw_digest: int
+    stored_digest: bytes
+
+
+_REQUIRED = operator.itemgetter(*(i for i, name in enumerate(Row._fields) if name not in ("ranks", "value", "base")))
 _TRANSFORMS = {(False, False): [], (True, False): ["planes"], (True, True): ["rotl1", "planes"]}
 _CODINGS = {tuple(names): flags for flags, names in _TRANSFORMS.items()}
 _DELTA = "delta"
@@ -189,19 +217,38 @@ class Fragment:
     def load(data: bytes, node: int, key: str) -> Fragment:
         """Parse and check a fragment whose digest the caller has checked; ``Damaged`` naming ``key`` if a row makes no sense."""
         with parsing(key):
-            made = Fragment.of(itertools.chain.from_iterable(parquet.read(data, SCHEMA)), node)
+            made = Fragment.of(itertools.chain.from_iterable(map(rows_of, parquet.tables(data, SCHEMA))), node)
             return replace(made, rounded=_rounded(data))
 
     @staticmethod
-    def of(rows: Iterable[dict[str, Any]], node: int) -> Fragment:
-        """Rows as they are in Parquet, each of them checked."""
+    def of(rows: Iterable[Row], node: int) -> Fragment:
+        """Rows as ``rows_of`` gives them, each of them checked."""
         chunks, values = list[Chunk](), list[Value]()
         for row in rows:
-            if row["kind"] == VALUE:
+            if row.kind == VALUE:
                 values.append(_value(row))
             else:
                 chunks.append(_chunk(row, node))
         return Fragment(node, tuple(chunks), tuple(values))
+
+
+def rows_of(table: pa.Table) -> Iterator[Row]:
+    """The rows of a table of the manifest's columns. The sizes of streams, which are most of all numbers, come as they are kept
+    in memory, and are the only ones that are checked here."""
+    for batch in table.to_batches(max_chunksize=8192):
+        columns = (_packed(batch[name]) if name == "streams" else batch[name].to_pylist() for name in Row._fields)
+        yield from map(Row._make, zip(*columns, strict=True))
+
+
+def _packed(lists: pa.ListArray) -> list[bytes | None]:
+    """The sizes of each row's streams as ``Coding`` has them."""
+    ends = lists.offsets.to_numpy()
+    flat = lists.values[ends[0] : ends[-1]]
+    if flat.null_count or flat.to_numpy().min(initial=1) < 1:
+        raise Damaged("sizes of streams that cannot be")
+    data, ends = flat.to_numpy().tobytes(), ((ends - ends[0]) * flat.type.byte_width).tolist()
+    there = lists.is_valid().to_pylist()
+    return [data[start:end] if known else None for start, end, known in zip(ends, ends[1:], there, strict=False)]
 
 
 @contextlib.contextmanager
@@ -233,7 +280,7 @@ def _chunk_row(c: Chunk) -> dict[str, Any]:
         "codecs": c.coding.codecs,
         "stored": c.coding.stored,
         "stream": c.coding.stream,
-        "streams": c.coding.streams,
+        "streams": c.coding.sizes,
         "raw_digest": c.raw_digest,
         "stored_digest": c.stored_digest,
     }
@@ -250,17 +297,15 @@ def _delta(c: Chunk) -> list[str]:
     return [] if c.coding.base is None else [_DELTA]
 
 
-def _derivation(row: dict[str, Any]) -> Derivation | None:
+def _derivation(row: Row) -> Derivation | None:
     """The inverse."""
-    first = next(iter(row["transform"]), "")
+    first = row.transform[0] if row.transform else ""
     if first != _COPY and not first.startswith(_ROUNDED):
         return None
-    dtype = _text(row["dtype"])
-    found = Derivation(_text(row["value"]), dtype if first == _COPY else first.removeprefix(_ROUNDED))
-    if not derivable(found.dtype, dtype) or row["kind"] != TENSOR:
-        raise Unsupported(
-            f"row {shown(row['name'])}: {shown(dtype)} from {shown(found.dtype)} is not known", remedy="upgrade raystow"
-        )
+    found = Derivation(_text(row.value), row.dtype if first == _COPY else first.removeprefix(_ROUNDED))
+    if not derivable(found.dtype, row.dtype) or row.kind != TENSOR:
+        what = f"row {shown(row.name)}: {shown(row.dtype)} from {shown(found.dtype)} is not known"
+        raise Unsupported(what, remedy="upgrade raystow")
     return found
 
 
@@ -284,65 +329,60 @@ def _value_row(v: Value) -> dict[str, Any]:
     return {"name": v.name, "path": v.path, "kind": VALUE, "value": v.text, "ranks": v.ranks}
 
 
-def _chunk(row: dict[str, Any], node: int) -> Chunk:
+def _chunk(row: Row, node: int) -> Chunk:
     """A row as a chunk, with every number checked before anyone allocates or reads by it."""
-    derivation = _derivation(row)
-    transform, base = row["transform"][derivation is not None :], row["base"]
+    if None in _REQUIRED(row) or None in row.codecs or None in row.transform:
+        raise Damaged(f"row {shown(row.name)}: there is nothing where something must be")
+    derivation, base = _derivation(row), row.base
+    transform = row.transform[derivation is not None :]
     delta = transform[:1] == [_DELTA]
     flags = _CODINGS.get(tuple(transform[delta:]))
-    if flags is None or (delta and flags[1]) or delta is (base is None) or row["kind"] not in (TENSOR, ARRAY, SCALAR):
-        named = f"kind {shown(row['kind'])}, transform {shown(row['transform'])}, base {row['base']}"
-        raise Unsupported(f"row {shown(row['name'])}: {named} are not known", remedy="upgrade raystow")
-    chunk = Chunk(
-        name=_text(row["name"]),
-        path=_text(row["path"]),
-        kind=row["kind"],
-        dtype=_text(row["dtype"]),
-        shape=tuple(row["shape"]),
-        offset=tuple(row["offset"]),
-        extent=tuple(row["extent"]),
-        node=node,
-        group=_text(row["group"]),
-        pack=row["pack"],
-        start=row["start"],
-        coding=Coding(
-            *flags,
-            codecs=tuple(map(_text, row["codecs"])),
-            stored=tuple(row["stored"]),
-            streams=tuple(row["streams"]),
-            stream=int(row["stream"]),
-            base=None if base is None else int(base),
-        ),
-        raw_digest=int(row["raw_digest"]),
-        stored_digest=bytes(row["stored_digest"]),
-        derivation=derivation,
-    )
-    _short(chunk.name, chunk.path)
-    _check_box(chunk)
-    if chunk.start < 0 or not 0 <= chunk.pack <= MAX_NUMBER:
-        raise Damaged(f"row {chunk.name!r:.80}: there is no byte {chunk.start} of a pack {chunk.pack}")
+    if flags is None or (delta and flags[1]) or delta is (base is None) or row.kind not in (TENSOR, ARRAY, SCALAR):
+        named = f"kind {shown(row.kind)}, transform {shown(row.transform)}, base {base}"
+        raise Unsupported(f"row {shown(row.name)}: {named} are not known", remedy="upgrade raystow")
+    _short(row.name, row.path)
+    _check_box(row, dtypes.dtype(row.dtype).itemsize, dtypes.dtype(derivation.dtype if derivation else row.dtype).itemsize)
+    if row.start < 0 or not 0 <= row.pack <= MAX_NUMBER:
+        raise Damaged(f"row {row.name!r:.80}: there is no byte {row.start} of a pack {row.pack}")
     if base is not None and not 1 <= base <= MAX_INTEGER:
-        raise Damaged(f"row {chunk.name!r:.80}: there is no version {base}")
-    coding = chunk.coding
-    if min(coding.stored, default=-1) < 0 or min(coding.streams, default=1) < 1 or coding.size > MAX_STORED_CHUNK:
-        raise Damaged(f"row {chunk.name!r:.80}: planes of {shown(coding.stored)} bytes, or their streams, cannot be")
-    return chunk
+        raise Damaged(f"row {row.name!r:.80}: there is no version {base}")
+    if min(row.stored, default=-1) < 0 or sum(row.stored) > MAX_STORED_CHUNK:
+        raise Damaged(f"row {row.name!r:.80}: planes of {shown(row.stored)} bytes cannot be")
+    return Chunk(
+        row.name,
+        row.path,
+        row.kind,
+        row.dtype,
+        tuple(row.shape),
+        tuple(row.offset),
+        tuple(row.extent),
+        node,
+        row.group,
+        row.pack,
+        row.start,
+        Coding(*flags, tuple(row.codecs), tuple(row.stored), row.streams, row.stream, base),
+        row.raw_digest,
+        row.stored_digest,
+        derivation,
+    )
 
 
-def _check_box(chunk: Chunk) -> None:
+def _check_box(row: Row, item: int, word: int) -> None:
     """The box lies in the shape, and neither stands for more bytes than there can be. An empty tensor has a size as well: that of
-    its shape without the zeros, which is what numpy looks at."""
-    if not len(chunk.shape) == len(chunk.offset) == len(chunk.extent) <= MAX_DIMENSIONS:
-        raise Damaged(f"row {chunk.name!r:.80}: shape, offset and extent of different lengths, or of more than {MAX_DIMENSIONS}")
-    if any(o < 0 or e < 0 or o + e > s for o, e, s in zip(*chunk.box, chunk.shape, strict=True)):
-        raise Damaged(f"row {chunk.name!r:.80}: box {chunk.offset} + {chunk.extent} does not lie in shape {chunk.shape}")
-    item = dtypes.dtype(chunk.dtype).itemsize
-    if max(chunk.nbytes, chunk.decoded) > MAX_CHUNK or math.prod(filter(None, chunk.shape)) * item > MAX_TENSOR:
-        raise Damaged(f"row {chunk.name!r:.80}: extent {chunk.extent} or shape {chunk.shape} is too large")
+    its shape without the zeros, which is what numpy looks at. ``item`` and ``word``: bytes of an element, and of what is stored
+    of it."""
+    shape, offset, extent = row.shape, row.offset, row.extent
+    if not len(shape) == len(offset) == len(extent) <= MAX_DIMENSIONS:
+        raise Damaged(f"row {row.name!r:.80}: shape, offset and extent of different lengths, or of more than {MAX_DIMENSIONS}")
+    for first, size, end in zip(offset, extent, shape, strict=True):
+        if first < 0 or size < 0 or first + size > end:
+            raise Damaged(f"row {row.name!r:.80}: box {shown(offset)} + {shown(extent)} does not lie in shape {shown(shape)}")
+    if math.prod(extent) * max(item, word) > MAX_CHUNK or math.prod(filter(None, shape)) * item > MAX_TENSOR:
+        raise Damaged(f"row {row.name!r:.80}: extent {shown(extent)} or shape {shown(shape)} is too large")
 
 
-def _value(row: dict[str, Any]) -> Value:
-    value = Value(_text(row["name"]), _text(row["path"]), _text(row["value"]), tuple(map(int, row["ranks"])))
+def _value(row: Row) -> Value:
+    value = Value(_text(row.name), _text(row.path), _text(row.value), tuple(map(int, row.ranks)))
     _short(value.name, value.path)
     if not value.ranks or not 0 <= min(value.ranks) <= max(value.ranks) <= MAX_NUMBER:
         raise Damaged(f"row {value.name!r:.80}: ranks {shown(value.ranks)} cannot be")

@@ -12,7 +12,7 @@ from ..errors import Damaged
 from ..limits import MAX_DIMENSIONS
 from . import parquet
 from .boxes import Box, overlap, span
-from .manifest import SCHEMA, VALUE, Chunk, Fragment, Value, parsing
+from .manifest import SCHEMA, VALUE, Chunk, Fragment, Value, parsing, rows_of
 
 _BOX = ("name", "kind", "shape", "offset", "extent")
 
@@ -53,7 +53,7 @@ def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Se
             selection.names.update(table.filter(pc.invert(plain))["name"].unique().to_pylist())
             rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=wanted)))
             kept = pa.array(_kept(rows, sought, selection.spans), pa.int64())
-            made = Fragment.of(rows.take(kept).to_pylist(), node)
+            made = Fragment.of(rows_of(rows.take(kept)), node)
             selection.chunks += made.chunks
             selection.values += made.values
     return selection
@@ -62,17 +62,18 @@ def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Se
 def _kept(rows: pa.Table, sought: Mapping[str, Sought], spans: dict[str, tuple[int, int]]) -> list[int]:
     """The numbers of the rows to keep."""
     kept, alone = list[int](), set[str]()
-    for i, (name, kind, shape, offset, extent) in enumerate(zip(*(rows[column].to_pylist() for column in _BOX), strict=True)):
+    for i, (name, kind, *of) in enumerate(zip(*(rows[column].to_pylist() for column in _BOX), strict=True)):
         if kind == VALUE:
             kept.append(i)
             continue
         wanted = sought[name]
+        shape, offset, extent = map(tuple, of)
         if not len(shape) == len(offset) <= MAX_DIMENSIONS:
             raise Damaged(f"row {name!r:.80}: shape and offset of different lengths, or of more than {MAX_DIMENSIONS}")
         low, high = span((offset, extent), shape)
         known = spans.get(name)
         spans[name] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
-        alike = wanted.shape == tuple(shape)
+        alike = wanted.shape == shape
         if wanted.box is None or (alike and overlap(wanted.box, (offset, extent)) is not None):
             kept.append(i)
         elif name not in alone and (not alike or 0 in wanted.box[1]):

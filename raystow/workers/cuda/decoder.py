@@ -26,7 +26,7 @@ from ...storage.reader import Piece, Reader, Request, Run
 from ...storage.uncollected import uncollected
 from . import blake3, kernels, tables
 from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, Streams, plan
-from .nvcomp import ALIGN, Codec
+from .nvcomp import Codec
 
 logger = logging.getLogger(__name__)
 
@@ -180,9 +180,8 @@ class Decoder:
         """What follows once the stored bytes are known to be what was written."""
         aligned = memory.aligned
         for kind, streams in plan.streams.items():
-            table = streams.table(aligned)
-            aligned = int(table[1, -1]) + -(-streams.sizes[-1] // ALIGN) * ALIGN
-            largest = max(streams.sizes)
+            table, largest = streams.table(aligned), int(streams.sizes.max())
+            aligned += streams.room
             yield _Step(np.ascontiguousarray(table[:3].T), 0, _plain(kernels.move, largest))
             check = functools.partial(_decoded, plan, streams)
             yield _Step(table[1:], 2 * len(streams.sizes), functools.partial(self._decompress, kind), check)

@@ -112,16 +112,31 @@ class Batch:
 @dataclass
 class Streams:
     """Coded streams of one kind, by plane: where the first lies, where it is decoded to, how many there are, and the bytes of the
-    plane. ``sizes``: of all of them."""
+    plane."""
 
     length: int  # that each but a plane's last decodes to
-    planes: list[tuple[int, int, int, int]] = field(default_factory=list)
-    sizes: list[int] = field(default_factory=list)
+    _planes: list[tuple[int, int, int, int]] = field(default_factory=list)
+    _sizes: list[chunks.Sizes] = field(default_factory=list)
+
+    def add(self, source: int, target: int, nbytes: int, sizes: chunks.Sizes) -> None:
+        """The streams of one plane more."""
+        self._planes.append((source, target, len(sizes), nbytes))
+        self._sizes.append(sizes)
+
+    @functools.cached_property
+    def sizes(self) -> np.ndarray[Any, Any]:
+        """Of all of them, int64."""
+        return np.concatenate(self._sizes, dtype=np.int64)
+
+    @property
+    def room(self) -> int:
+        """Bytes that they take where each begins where nvCOMP wants it."""
+        return int((-(-self.sizes // ALIGN) * ALIGN).sum())
 
     @functools.cached_property
     def rooms(self) -> np.ndarray[Any, Any]:
         """What each decodes to."""
-        _, _, counts, sizes = np.array(self.planes, np.int64).T
+        _, _, counts, sizes = np.array(self._planes, np.int64).T
         before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
         rooms: np.ndarray[Any, Any] = np.minimum(self.length, np.repeat(sizes, counts) - before * self.length)
         return rooms
@@ -129,9 +144,8 @@ class Streams:
     def table(self, aligned: int) -> np.ndarray[Any, Any]:
         """int64 [5, streams]: where each lies, where it goes from the address ``aligned`` on, its size, where it is decoded to,
         and its room there."""
-        sources, targets, counts, _ = np.array(self.planes, np.int64).T
-        first = np.cumsum(counts) - counts
-        sizes = np.array(self.sizes, np.int64)
+        sources, targets, counts, _ = np.array(self._planes, np.int64).T
+        first, sizes = np.cumsum(counts) - counts, self.sizes
         room = -(-sizes // ALIGN) * ALIGN
         before = np.cumsum(sizes) - sizes
         sources = np.repeat(sources - before[first], counts) + before
@@ -217,8 +231,7 @@ class LanePlan:
             else:
                 kind = place.codec, coding.stream
                 streams = self.streams.get(kind) or self.streams.setdefault(kind, Streams(coding.stream))
-                streams.planes.append((source, target, len(place.sizes), n))
-                streams.sizes += place.sizes
+                streams.add(source, target, n, place.sizes)
         return planes
 
     def _join(self, chain: list[tuple[Fetch, list[Piece]]], planes: list[list[int]], words: int, wanted: Piece | None) -> None:
@@ -294,7 +307,7 @@ def _needs(run: Run) -> Memory:
             for codec, size in zip(coding.codecs, coding.stored, strict=False):
                 planes += plane if codec != chunks.RAW else 0
                 aligned += size if codec in chunks.STREAMED else 0
-            aligned += ALIGN * len(coding.streams)
+            aligned += ALIGN * len(coding.sizes)
             if not users:
                 words += sum(_aligned(piece.chunk.nbytes) for piece in same if not _direct(piece))
                 words += 0 if any(piece.chunk.dtype == same[0].chunk.words.name for piece in same) else _aligned(decoded)

@@ -46,7 +46,7 @@ def room(chunk: Chunk) -> int:
     """Bytes that it takes in a lane of device memory."""
     coding = chunk.coding
     planes = sum(codec != RAW for codec in coding.codecs) * _aligned(chunk.decoded // len(coding.codecs))
-    return _aligned(coding.size) + planes + sum(map(_aligned, coding.streams))
+    return _aligned(coding.size) + planes + int((-(-coding.sizes // ALIGN) * ALIGN).sum())
 
 
 @dataclass
@@ -89,15 +89,14 @@ def load(formers: Sequence[Former], address: int) -> Load:
                 unpacks.append((source, target, n // 8))
             else:
                 of = streams.setdefault((plane.codec, coding.stream), Streams(coding.stream))
-                of.planes.append((source, target, len(plane.sizes), n))
-                of.sizes += plane.sizes
+                of.add(source, target, n, plane.sizes)
     moves, decodes = [np.empty((0, 3), np.int64)], dict[tuple[str, int], Any]()
     for key, some in streams.items():
         table = some.table(address + end)
-        end += sum(map(_aligned, some.sizes))
+        end += some.room
         moves.append(np.ascontiguousarray(table[:3].T))
         decodes[key] = table[1:]
-    longest = max((size for some in streams.values() for size in some.sizes), default=0)
+    longest = max((int(some.sizes.max()) for some in streams.values()), default=0)
     largest = max((groups for *_, groups in unpacks), default=0)
     rows = np.concatenate(moves), np.array(unpacks, np.int64).reshape(-1, 3)
     return Load(places, nbytes, rows[0], rows[1], decodes, planes, longest, largest)

@@ -360,8 +360,7 @@ def draft(fields: dict[str, Any], node: int) -> Chunk:
     coding = Coding(False, False, (), ())
     if "coding" in fields:
         planes, rotated, codecs, stored, stream, base = fields["coding"]
-        sizes = np.frombuffer(fields["streams"], "<i4").tolist()
-        coding = Coding(planes, rotated, tuple(codecs), tuple(stored), tuple(sizes), stream, base)
+        coding = Coding(planes, rotated, tuple(codecs), tuple(stored), fields["streams"], stream, base)
     return Chunk(
         name=fields["name"],
         path=fields["path"],
