@@ -12,7 +12,7 @@ PORTS := import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in ran
 	print(a, b - 1000); socket.create_server(("127.0.0.1", b - 1000)).close()
 
 help:  ## this list
-	@sed -nE 's/^([a-z0-9-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 21
+	@sed -nE 's/^([a-z0-9-]+):[^#]*## (.*)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 23
 
 venv: $(READY)  ## the virtual environment in .venv, made once and after a change of dependencies
 
@@ -27,6 +27,7 @@ $(READY): pyproject.toml constraints.txt
 
 demo: $(READY)  ## train on a real cluster, lose a node in mid-save, get every bit back (two minutes)
 	$(BIN)/raystow demo
+	@echo; echo "raystow is in $(BIN): source $(BIN)/activate puts it on the path"
 
 test: lint  ## lint, types, layers, and all tests but those that need a GPU or take minutes
 	$(BIN)/pytest -m "not slow and not gpu"

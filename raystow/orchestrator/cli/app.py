@@ -12,29 +12,29 @@ from ... import __version__
 from .reporting import EXIT_CODES, reporting
 
 _COMMANDS = {
-    "demo": "..demo.command",
-    "ls": ".ls",
-    "show": ".show",
-    "diff": ".diff",
-    "verify": ".verify",
-    "restore": ".restore",
-    "import": ".importing",
-    "plan": ".plan",
-    "pin": ".pin",
-    "unpin": ".pin",
-    "prune": ".prune",
-    "compact": ".compact",
-    "gc": ".gc",
-    "repair": ".repair",
-    "cost": ".cost",
-    "sensitivity": ".sensitivity",
-    "report": ".report.command",
-    "drain": ".drain",
-    "keygen": ".keygen",
-    "top": ".top",
-    "doctor": ".doctor",
+    "Begin": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
+    "Look at versions, and take them out": {
+        "ls": ".ls",
+        "show": ".show",
+        "diff": ".diff",
+        "verify": ".verify",
+        "restore": ".restore",
+        "import": ".importing",
+        "plan": ".plan",
+    },
+    "Keep, drop and mend": {
+        "pin": ".pin",
+        "unpin": ".pin",
+        "prune": ".prune",
+        "compact": ".compact",
+        "gc": ".gc",
+        "repair": ".repair",
+    },
+    "Weigh what checkpoints cost": {"cost": ".cost", "sensitivity": ".sensitivity", "report": ".report.command"},
+    "On the cluster": {"top": ".top", "drain": ".drain"},
 }
-"""Command -> the module that holds the function of that name, in the order of the help; ``import_`` for a keyword."""
+"""What they are for -> command -> the module that holds the function of that name, in the order of the help; ``import_`` for a
+keyword."""
 
 
 def build() -> typer.Typer:
@@ -48,8 +48,10 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
         epilog="Exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     )
-    for name, home in _COMMANDS.items():
-        app.command(name)(reporting(getattr(importlib.import_module(home, __package__), name + "_" * iskeyword(name))))
+    for purpose, commands in _COMMANDS.items():
+        for name, home in commands.items():
+            function = getattr(importlib.import_module(home, __package__), name + "_" * iskeyword(name))
+            app.command(name, rich_help_panel=purpose)(reporting(function))
     return app
 
 

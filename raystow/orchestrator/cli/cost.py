@@ -31,7 +31,9 @@ def cost(
     ],
     uri: Annotated[
         str | None,
-        typer.Argument(help="A repository: state, ratio and what is kept come from its versions.", show_default=False),
+        typer.Argument(
+            metavar="URI", help="A repository: state, ratio and what is kept come from its versions.", show_default=False
+        ),
     ] = None,
     state: Annotated[
         int | None, typer.Option(parser=nbytes, metavar="SIZE", help="Bytes of a version before compression: 782GB.")

@@ -18,7 +18,9 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 
 def doctor(
-    uri: Annotated[str | None, typer.Argument(help="A repository, or the place for one: its store is tried out, too.")] = None,
+    uri: Annotated[
+        str | None, typer.Argument(metavar="URI", help="A repository, or the place for one: its store is tried out, too.")
+    ] = None,
     json: Json = False,
 ) -> None:
     """Check what this machine can do and, with a URI, what the store can.

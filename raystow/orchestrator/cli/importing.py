@@ -23,7 +23,7 @@ def import_(
     ],
     uri: Uri,
     step: Annotated[
-        int | None, typer.Option(min=0, help="The version's step; by default one more than the newest version's.")
+        int | None, typer.Option(min=0, metavar="N", help="The version's step; by default one more than the newest version's.")
     ] = None,
     json: Json = False,
 ) -> None:

@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from ...storage.repository import Repository
     from ...storage.version import Version
 
-Uri = Annotated[str, typer.Argument(help="The repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)]
+Uri = Annotated[
+    str, typer.Argument(metavar="URI", help="The repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)
+]
 Which = Annotated[str, typer.Argument(metavar="VERSION", help="A version's id, the name of a pin, or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md names its fields.")]
 

@@ -32,7 +32,8 @@ class Looking(Protocol):
 
 def top(
     uri: Annotated[
-        str | None, typer.Argument(help="The run's repository; not needed if it is the only one.", show_default=False)
+        str | None,
+        typer.Argument(metavar="URI", help="The run's repository; not needed if it is the only one.", show_default=False),
     ] = None,
     address: Annotated[
         str, typer.Option(metavar="HOST:PORT", help="The Ray cluster; by default the one of this machine.")

@@ -23,9 +23,11 @@ _WORKERS = 2
 
 
 def demo(
-    store: Annotated[str, typer.Option(help="Where the versions go: s3://bucket/prefix or a folder.")] = "raystow-demo",
-    steps: Annotated[int, typer.Option(min=8, help="Training steps of each run.")] = 24,
-    every: Annotated[int, typer.Option(min=1, help="Steps between two saves.")] = 4,
+    store: Annotated[
+        str, typer.Option(metavar="URI", help="Where the versions go: s3://bucket/prefix or a folder.")
+    ] = "raystow-demo",
+    steps: Annotated[int, typer.Option(min=8, metavar="N", help="Training steps of each run.")] = 24,
+    every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps between two saves.")] = 4,
 ) -> None:
     """Train on a real cluster, lose a node in the middle of a save, and get every bit back.
 
@@ -123,6 +125,7 @@ class _Screen:
             self._progress.stop_task(self._cluster)
         elif kind == "run":
             title = "training, undisturbed" if run == "undisturbed" else "training again, losing a node"
+            self._progress.console.print(title, style="bold")  # the bars stand below what is printed, or, piped, at its end
             self._bars[run] = self._progress.add_task(title, total=self._steps, note="workers start")
         elif kind == "step" and event["rank"] == 0:
             self._progress.update(self._bars[run], completed=event["step"], note=f"loss {event['loss']:.2f}")
