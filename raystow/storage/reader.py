@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -42,8 +41,7 @@ class Request:
     target: Any
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """The part of a chunk that one request wants, if any, and where it goes. ``direct``: it is the whole chunk. ``base``: what
     must be fetched besides, if the chunk is a difference to one of another version: that one alone."""
 
@@ -92,7 +90,13 @@ class Run:
     @functools.cached_property
     def places(self) -> list[list[Piece]]:
         """The pieces, put together where they are of the same stored bytes: those of a tensor, and of what is derived from it."""
-        return [list(same) for _, same in itertools.groupby(self.pieces, _place)]
+        places = list[list[Piece]]()
+        for piece in self.pieces:
+            if places and _same_bytes(places[-1][0].chunk, piece.chunk):
+                places[-1].append(piece)
+            else:
+                places.append([piece])
+        return places
 
     def stored(self, piece: Piece, data: Any) -> Any:
         """The bytes of one piece's chunk in what was fetched."""
@@ -223,7 +227,8 @@ class Reader:
             part = overlap(request.box, box := chunk.box)
             if part is not None:
                 target = request.target if part == request.box else request.target[within(part, request.box) + (...,)]
-                pieces.append(Piece(chunk, within(part, box), target, direct=part == box, base=self._based(chunk)))
+                source = () if part == box else within(part, box)
+                pieces.append(Piece(chunk, source, target, part == box, self._based(chunk)))
                 parts.append(part)
         if not tile(parts, request.box):
             what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"
@@ -278,9 +283,8 @@ def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
         yield Run(key, begin, end - begin, tuple(run))
 
 
-def _place(piece: Piece) -> Any:
-    chunk = piece.chunk
-    return chunk.start, chunk.coding, chunk.words, chunk.decoded
+def _same_bytes(a: Chunk, b: Chunk) -> bool:
+    return a.start == b.start and (a.coding, a.words, a.decoded) == (b.coding, b.words, b.decoded)
 
 
 def _cost(piece: Piece) -> int:

@@ -16,14 +16,15 @@ from raystow.storage.coding import kernels, zstd
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
-from raystow.storage.reader import Reader, Request
+from raystow.storage.reader import Reader, Request, Run
 from raystow.workers.cuda.lane_plan import LanePlan, Making, Memory, plan
 
 
 def fill(reader: Reader, requests: Sequence[Request]) -> list[int]:
     """As ``Decoder.fill``, for targets that are torch tensors of words in host memory, and all of which a lane can take. The
     bytes of each piece, in the order in which they are done."""
-    plans, others = plan(reader.runs(requests))
+    others = list[Run]()
+    plans = list(plan(reader.runs(requests), others))
     assert not others
     return [nbytes for one in plans for nbytes in _decode(reader, one)]
 
@@ -43,10 +44,8 @@ def _decode(reader: Reader, todo: LanePlan) -> list[int]:
                 zstd.decode(at(source, size), (size,), length, at(target, room))
     for source, target, groups in todo.unpacks:
         kernels.unpack7(at(source, 7 * groups), at(target, 8 * groups))
-    done = list[int]()
-    for making, batch in todo.in_order:
-        sums = [_make(making, row) for row in batch.table().tolist()]
-        done += batch.check(np.array(sums, np.uint64).view(np.int64))
+    sums = [_make(making, row) for making, batch in todo.in_order for row in batch.table().tolist()]
+    done = list(todo.check(np.array(sums, np.uint64).view(np.int64)))
     for piece, address in todo.copies:
         words = torch.from_numpy(at(address, piece.chunk.nbytes)).view(piece.target.dtype).reshape(piece.chunk.extent)
         piece.target.copy_(words[(*piece.source, ...)])

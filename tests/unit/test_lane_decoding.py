@@ -16,7 +16,7 @@ from raystow.storage.coding.digest import raw_digest
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged
 from raystow.storage.format.boxes import Box
-from raystow.storage.reader import Request
+from raystow.storage.reader import Request, Run
 from raystow.storage.version import Version
 from raystow.workers.cuda import lane_plan
 
@@ -127,5 +127,6 @@ def test_what_no_kernel_takes_is_left_for_the_host() -> None:
     reader = versions[1].reader()
     for row, left in ((f4, 0), (plain, 1), (stray, 1)):
         target = torch.zeros(row.extent, dtype=WORDS[np.dtype(row.dtype).itemsize])
-        plans, others = lane_plan.plan(reader.runs([Request(row.name, [row], row.box, target)]))
+        others = list[Run]()
+        plans = list(lane_plan.plan(reader.runs([Request(row.name, [row], row.box, target)]), others))
         assert (len(plans), len(others)) == (1 - left, left)

@@ -38,7 +38,8 @@ def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
         (part.pieces[0].chunk.start, sum(piece.chunk.coding.size for piece in part.pieces)) for part in parts
     ]
     assert len(parts) < 8, "not one by one"
-    plans, others = lane_plan.plan([run])
+    others = list[Run]()
+    plans = list(lane_plan.plan([run], others))
     assert [fetch.run for plan in plans for fetch in plan.fetches] == parts
     assert not others
 
@@ -46,7 +47,8 @@ def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
 def test_a_run_that_fits_stays_whole_and_a_chunk_that_never_will_is_left_for_the_host() -> None:
     small, huge = run_of(chunk(0, 16 * MIB, 2 * MIB), chunk(1, 16 * MIB, 2 * MIB)), run_of(chunk(0, 256 * MIB, 2 * MIB))
     assert [part for part, _ in lane_plan.parts(small)] == [small]
-    (plan,), others = lane_plan.plan([huge, small])
+    others = list[Run]()
+    (plan,) = lane_plan.plan([huge, small], others)
     assert [fetch.run for fetch in plan.fetches] == [small]
     assert others == [huge]
 

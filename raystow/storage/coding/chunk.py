@@ -9,6 +9,7 @@ A chunk may be stored as the difference to the same chunk of an earlier version,
 
 from __future__ import annotations
 
+import functools
 import threading
 import zlib
 from collections.abc import Iterable
@@ -63,7 +64,7 @@ class Coding:
     stream: int = 64 << 10
     base: int | None = None
 
-    @property
+    @functools.cached_property
     def size(self) -> int:
         """Bytes in the pack."""
         return sum(self.stored)
@@ -173,6 +174,9 @@ def _entropy(sample: Bytes) -> float:
     return float(-(p * np.log2(p)).sum() + (p.size - 1) / (2 * sample.size * np.log(2)))
 
 
+_NONE = np.empty(0, _SIZE)
+
+
 class Plane(NamedTuple):
     """Where one plane of a chunk lies in its stored bytes, and the sizes of its streams."""
 
@@ -191,18 +195,20 @@ def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane
     if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored or coding.stream < 1:
         raise Damaged("the chunk's description does not fit its size")
     planes, end, streams, count = list[Plane](), 0, coding.sizes, -(-n // coding.stream)
-    raw = [p for p, codec in enumerate(coding.codecs) if codec == RAW]
-    for p in (*raw, *(p for p in range(width) if p not in raw)):
-        codec, size = coding.codecs[p], coding.stored[p]
-        sizes, streams = (streams[:count], streams[count:]) if codec in STREAMED else (streams[:0], streams)
-        if codec not in (RAW, PACK7, *STREAMED):
+    for p in sorted(range(width), key=lambda p: coding.codecs[p] != RAW):
+        codec, size, sizes = coding.codecs[p], coding.stored[p], _NONE
+        if codec == RAW:
+            if size != n:
+                raise Damaged(f"a raw plane of {size} bytes where {n} were expected")
+        elif codec == PACK7:
+            if n % 8 or size != n // 8 * 7:
+                raise Damaged("a packed plane of the wrong size")
+        elif codec in STREAMED:
+            sizes, streams = streams[:count], streams[count:]
+            if len(sizes) != count or np.add.reduce(sizes) != size or np.minimum.reduce(sizes, initial=1) < 1:
+                raise Damaged("the sizes of the streams do not add up to the plane")
+        else:
             raise Unsupported(f"codec {codec!r} is not known here", remedy="upgrade raystow")
-        if codec == RAW and size != n:
-            raise Damaged(f"a raw plane of {size} bytes where {n} were expected")
-        if codec == PACK7 and (n % 8 or size != n // 8 * 7):
-            raise Damaged("a packed plane of the wrong size")
-        if codec in STREAMED and (len(sizes) != count or sizes.sum() != size or sizes.min(initial=1) < 1):
-            raise Damaged("the sizes of the streams do not add up to the plane")
         planes.append(Plane(p, codec, end, size, sizes))
         end += size
     if len(streams):

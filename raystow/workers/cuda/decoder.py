@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
@@ -25,7 +25,7 @@ from ...storage.errors import Damaged
 from ...storage.reader import Piece, Reader, Request, Run
 from ...storage.uncollected import uncollected
 from . import blake3, kernels, tables
-from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, Streams, plan
+from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, plan
 from .nvcomp import Codec
 
 logger = logging.getLogger(__name__)
@@ -61,13 +61,11 @@ class _Lane:
 
 class _Step(NamedTuple):
     """Some kernels: what they want to know (int64), how many numbers (int64) come of them, and what enqueues them when there is
-    room for both on the device. ``check``: looks at the numbers, and yields the bytes of each piece that is done."""
+    room for both on the device."""
 
     table: _Table
     results: int
     launch: Callable[[torch.Tensor, torch.Tensor], None]
-    check: Callable[[_Table], Iterable[int]] = lambda found: ()
-    names: bool = False  # whether its errors name a tensor
 
 
 @dataclass
@@ -120,13 +118,15 @@ class Decoder:
     def fill(self, reader: Reader, requests: Sequence[Request], progress: Progress) -> None:
         """``Reader.fill`` for targets that are tensors of words on this device; what the current stream still does to them is
         waited for. What no lane can take is decoded in host memory, one run after the other."""
-        with uncollected():
-            plans, others = plan(reader.runs(requests))
-        works = [_Work(plan, lane) for plan, lane in zip(plans, itertools.cycle(self._lanes), strict=False)]
+        others = list[Run]()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
-                for work in works[:_FETCHING]:
-                    _fetch(reader, pool, work)
+                with uncollected():
+                    plans = enumerate(plan(reader.runs(requests), others))
+                    works = [_Work(plan, self._lanes[i % _LANES]) for i, plan in itertools.islice(plans, _FETCHING)]
+                    for work in works:
+                        _fetch(reader, pool, work)
+                    works += [_Work(plan, self._lanes[i % _LANES]) for i, plan in plans]  # while they are on their way
                 self._make_room(works)
                 stages: dict[int, Callable[[_Work], None]] = {
                     0: _take_up,
@@ -183,15 +183,14 @@ class Decoder:
             table, largest = streams.table(aligned), int(streams.sizes.max())
             aligned += streams.room
             yield _Step(np.ascontiguousarray(table[:3].T), 0, _plain(kernels.move, largest))
-            check = functools.partial(_decoded, plan, streams)
-            yield _Step(table[1:], 2 * len(streams.sizes), functools.partial(self._decompress, kind), check)
+            yield _Step(table[1:], 2 * len(streams.sizes), functools.partial(self._decompress, kind))
         if plan.unpacks:
             unpacks = np.array(plan.unpacks, np.int64)
             yield _Step(unpacks, 0, _plain(kernels.unpack7, int(unpacks[:, 2].max())))
         for making, batch in plan.in_order:
             table = batch.table()
             largest, packed = int(table[:, 1].max()) * making.width, tables.can_pack(table, making.width)
-            yield _Step(table, len(table), functools.partial(_make, making, largest, packed), batch.check, names=True)
+            yield _Step(table, len(table), functools.partial(_make, making, largest, packed))
 
     def _decompress(self, kind: tuple[str, int], streams: torch.Tensor, results: torch.Tensor) -> None:
         codec = self._codecs.get(kind) or self._codecs.setdefault(kind, Codec(*kind))
@@ -217,13 +216,6 @@ def _make(making: Making, largest: int, packed: bool, table: torch.Tensor, diges
         kernels.add(table, largest, width=making.width, digests=digests)
     else:
         kernels.join(table, largest, width=making.width, rotate=making.rotated, packed=packed, digests=digests)
-
-
-def _decoded(plan: LanePlan, streams: Streams, found: _Table) -> Iterable[int]:
-    decoded, said = found.reshape(2, -1)
-    if said.view(np.int32)[: len(decoded)].any() or (decoded != streams.rooms).any():
-        raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.fetches[0].run.key)
-    return ()
 
 
 def _dealt(flat: torch.Tensor, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
@@ -270,12 +262,15 @@ def _launch(reader: Reader, work: _Work) -> None:
 def _finish(progress: Progress, work: _Work) -> None:
     """Wait for what a lane does, and look at what came out of it."""
     work.event.synchronize()
-    others = work.steps[1:]
-    found = np.split(work.told[1][1].numpy(), np.cumsum([step.results for step in others])[:-1])
-    checks = sorted(zip(others, found, strict=True), key=lambda check: not check[0].names)
-    for step, numbers in checks:
-        for nbytes in step.check(numbers):
-            progress(nbytes)
+    plan, numbers = work.plan, work.told[1][1].numpy()
+    counts = [len(streams.sizes) for streams in plan.streams.values()]
+    for nbytes in plan.check(numbers[2 * sum(counts) :]):  # first: an error of these names a tensor
+        progress(nbytes)
+    for streams, end in zip(plan.streams.values(), itertools.accumulate(counts), strict=True):
+        n = len(streams.sizes)
+        decoded, said = numbers[2 * (end - n) : 2 * end].reshape(2, n)
+        if said.view(np.int32)[:n].any() or (decoded != streams.rooms).any():
+            raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.fetches[0].run.key)
 
 
 def _copy_part(piece: Piece, raw: torch.Tensor) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import itertools
+import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
@@ -31,11 +32,11 @@ class Memory(NamedTuple):
     words: int = 0
 
     def __add__(self, other: Any) -> Memory:
-        return Memory(*map(sum, zip(self, other, strict=True)))
+        return Memory(*map(operator.add, self, other))
 
     def within(self, room: Memory) -> bool:
         """Whether there is room for it."""
-        return all(needed <= there for needed, there in zip(self, room, strict=True))
+        return all(map(operator.le, self, room))
 
 
 NONE = Memory()
@@ -94,20 +95,6 @@ class Batch:
         """The rows, int64 [rows, COLUMNS]."""
         return np.array([row + [0] * (tables.COLUMNS - len(row)) for row in self.rows], np.int64)
 
-    def check(self, sums: np.ndarray[Any, Any]) -> Iterator[int]:
-        """Hold each row's sum of ``raw_digest`` against what the manifest says. The bytes of each piece that was asked for;
-        ``Damaged`` naming the first that is wrong."""
-        known = [(i, *of) for i, of in enumerate(self.of) if of is not None]  # else there are digests of what follows from it
-        nbytes = [piece.chunk.nbytes for _, _, piece in known]
-        found = finish(sums.view(np.uint64)[[i for i, _, _ in known]], np.array(nbytes, np.uint64))
-        right = found == np.array([piece.chunk.raw_digest for _, _, piece in known], np.uint64)
-        for (_, fetch, piece), size, same in zip(known, nbytes, right.tolist(), strict=True):
-            if not same:
-                with fetch.naming(piece):
-                    raise Damaged("the decoded bytes do not match their digest")
-            if not fetch.users:
-                yield size
-
 
 @dataclass
 class Streams:
@@ -131,7 +118,7 @@ class Streams:
     @property
     def room(self) -> int:
         """Bytes that they take where each begins where nvCOMP wants it."""
-        return int((-(-self.sizes // ALIGN) * ALIGN).sum())
+        return int(_aligned(self.sizes).sum())
 
     @functools.cached_property
     def rooms(self) -> np.ndarray[Any, Any]:
@@ -145,8 +132,7 @@ class Streams:
         """int64 [5, streams]: where each lies, where it goes from the address ``aligned`` on, its size, where it is decoded to,
         and its room there."""
         sources, targets, counts, _ = np.array(self._planes, np.int64).T
-        first, sizes = np.cumsum(counts) - counts, self.sizes
-        room = -(-sizes // ALIGN) * ALIGN
+        first, sizes, room = np.cumsum(counts) - counts, self.sizes, _aligned(self.sizes)
         before = np.cumsum(sizes) - sizes
         sources = np.repeat(sources - before[first], counts) + before
         targets = np.repeat(targets - first * self.length, counts) + np.arange(len(sizes)) * self.length
@@ -190,57 +176,53 @@ class LanePlan:
     def _make(self, chain: list[tuple[Fetch, list[Piece]]], stored: int, free: list[int]) -> None:
         """Pieces of the same stored bytes, whose elements are the words, or are derived from them: of what they are differences
         to, if they are, and of the differences, one after the other in the same place."""
-        fetch, same = chain[0]
-        chunk = same[0].chunk
         planes = [self._planes(*part, stored, free) for part in chain]
-        words = 0
+        fetch, same = chain[0]
+        own, words = same[0].chunk.words.name, 0
         for piece in same:
-            if piece.chunk.dtype != chunk.words.name:
-                continue
-            words = self._target(piece, free)
-            self._join(chain, planes, words, piece)
+            if piece.chunk.dtype == own:
+                words = self._target(piece, free)
+                self._join(chain, planes, words, piece)
         if not words:
-            words = _take(free, chunk.decoded)
+            words = _take(free, same[0].chunk.decoded)
             self._join(chain, planes, words, None)
         for piece in same:
-            if piece.chunk.dtype != chunk.words.name:
+            if piece.chunk.dtype != own:
                 row = [self._target(piece, free), piece.chunk.nbytes // 2, words]
                 self.made[Making(2, rounded=piece.chunk.dtype)].add(row, (fetch, piece))
 
     def _planes(self, fetch: Fetch, same: list[Piece], stored: int, free: list[int]) -> list[int]:
-        """Where the planes of a chunk are when they are decoded."""
+        """The bytes of a plane of a chunk, and where each is when it is decoded."""
         chunk = same[0].chunk
-        coding, stored = chunk.coding, stored + fetch.start + chunk.start - fetch.run.start
+        coding, decoded, stored = chunk.coding, chunk.decoded, stored + fetch.start + chunk.start - fetch.run.start
         try:
-            places = chunks.layout(coding, chunk.words, chunk.decoded, coding.size)
+            places = chunks.layout(coding, chunk.words, decoded, coding.size)
         except (Damaged, Unsupported):
             with fetch.naming(same[0]):
                 raise
         self.stored.append((stored, same))
-        planes = [0] * len(places)
-        n = chunk.decoded // len(places)
-        for place in places:
-            source = stored + place.start
-            if place.codec == chunks.RAW:
-                planes[place.number] = source
-                continue
-            planes[place.number] = target = free[_PLANES]
-            free[_PLANES] += _aligned(n)
-            if place.codec == chunks.PACK7:
+        n = decoded // len(places)
+        planes = [n] * (1 + len(places))
+        for number, codec, start, _, sizes in places:
+            source = target = stored + start
+            if codec != chunks.RAW:
+                target = free[_PLANES]
+                free[_PLANES] += _aligned(n)
+            planes[1 + number] = target
+            if codec == chunks.PACK7:
                 self.unpacks.append((source, target, n // 8))
-            else:
-                kind = place.codec, coding.stream
+            elif codec != chunks.RAW:
+                kind = codec, coding.stream
                 streams = self.streams.get(kind) or self.streams.setdefault(kind, Streams(coding.stream))
-                streams.add(source, target, n, place.sizes)
+                streams.add(source, target, n, sizes)
         return planes
 
     def _join(self, chain: list[tuple[Fetch, list[Piece]]], planes: list[list[int]], words: int, wanted: Piece | None) -> None:
         """Make words at an address; ``wanted``: the piece whose elements they are."""
         for added, ((fetch, same), of) in enumerate(zip(reversed(chain), reversed(planes), strict=True)):
             piece = same[0] if fetch.users else wanted
-            making = Making(len(of), same[0].chunk.coding.rotated, added)
-            row = [words, same[0].chunk.decoded // len(of), *of]
-            self.made[making].add(row, None if piece is None else (fetch, piece))
+            making = Making(len(of) - 1, same[0].chunk.coding.rotated, added)
+            self.made[making].add([words, *of], None if piece is None else (fetch, piece))
 
     def _target(self, piece: Piece, free: list[int]) -> int:
         """Where the elements of a piece's chunk go: where they belong, or to memory from which a part is copied there."""
@@ -263,27 +245,44 @@ class LanePlan:
         """What is added, or rounded, comes after what it is made of."""
         return sorted(self.made.items(), key=lambda made: (made[0].rounded != "", made[0].added))
 
+    def check(self, sums: np.ndarray[Any, Any]) -> Iterator[int]:
+        """Hold the sum of ``raw_digest`` of each row of the batches, in order, against what the manifest says. The bytes of each
+        piece that was asked for; ``Damaged`` naming the first that is wrong."""
+        of = itertools.chain.from_iterable(batch.of for _, batch in self.in_order)
+        known = [(i, *one) for i, one in enumerate(of) if one is not None]  # else there are digests of what follows from it
+        nbytes = [piece.chunk.nbytes for _, _, piece in known]
+        found = finish(sums.view(np.uint64)[[i for i, _, _ in known]], np.array(nbytes, np.uint64))
+        right = found == np.array([piece.chunk.raw_digest for _, _, piece in known], np.uint64)
+        for (_, fetch, piece), size, same in zip(known, nbytes, right.tolist(), strict=True):
+            if not same:
+                with fetch.naming(piece):
+                    raise Damaged("the decoded bytes do not match their digest")
+            if not fetch.users:
+                yield size
+
 
 _PLANES, _WORDS = Memory._fields.index("planes"), Memory._fields.index("words")
 
 
-def plan(runs: Iterable[Run]) -> tuple[list[LanePlan], list[Run]]:
-    """Runs in numbers that fit a lane; and those that no lane can take."""
-    plans, others = list[LanePlan](), list[Run]()
+def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
+    """Runs in numbers that fit a lane, as they are asked for; and to ``others`` those that no lane can take."""
+    made = LanePlan()
     for run, needs in itertools.chain.from_iterable(map(parts, runs)):
         if needs is None:
             others.append(run)
             continue
-        if not plans or not (plans[-1].needs + needs).within(ROOM):
-            plans.append(LanePlan())
-        plans[-1].add(run, needs)
-    return plans, others
+        if made.fetches and not (made.needs + needs).within(ROOM):
+            yield made
+            made = LanePlan()
+        made.add(run, needs)
+    if made.fetches:
+        yield made
 
 
 def parts(run: Run) -> Iterator[tuple[Run, Memory | None]]:
     """A run as several, where it needs more than a lane has; each with what it needs, or None if that cannot be given to it."""
     needs = _needs(run)
-    if needs.within(ROOM) and all(map(_decodable, run.pieces)):
+    if needs.within(ROOM) and all(_decodable(same[0]) for same in run.places):
         yield run, needs
         return
     if len(run.places) < 2:
@@ -302,15 +301,18 @@ def _needs(run: Run) -> Memory:
     for one, users in _with_bases(run):
         stored += _aligned(one.length)
         for same in one.places:
-            coding, decoded = same[0].chunk.coding, same[0].chunk.decoded
-            plane = decoded // max(1, len(coding.codecs)) + 2 * ALIGN
-            for codec, size in zip(coding.codecs, coding.stored, strict=False):
-                planes += plane if codec != chunks.RAW else 0
-                aligned += size if codec in chunks.STREAMED else 0
-            aligned += ALIGN * len(coding.sizes)
+            chunk = same[0].chunk
+            coding, decoded, own = chunk.coding, chunk.decoded, chunk.words.name
+            coded = [codec for codec in coding.codecs if codec != chunks.RAW]
+            planes += len(coded) * (decoded // max(1, len(coding.codecs)) + 2 * ALIGN)
+            if coding.streams:
+                aligned += ALIGN * len(coding.sizes)
+                aligned += sum(
+                    size for codec, size in zip(coding.codecs, coding.stored, strict=False) if codec in chunks.STREAMED
+                )
             if not users:
                 words += sum(_aligned(piece.chunk.nbytes) for piece in same if not _direct(piece))
-                words += 0 if any(piece.chunk.dtype == same[0].chunk.words.name for piece in same) else _aligned(decoded)
+                words += 0 if any(piece.chunk.dtype == own for piece in same) else _aligned(decoded)
     return Memory(stored, planes, aligned, words)
 
 
@@ -347,5 +349,6 @@ def _take(free: list[int], nbytes: int) -> int:
     return start
 
 
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+def _aligned(nbytes: Any) -> Any:
+    """The next multiple of a power of two."""
+    return (nbytes + ALIGN - 1) & -ALIGN
