@@ -18,6 +18,7 @@ from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.reader import Reader, Request, Run
 from raystow.workers.cuda.lane_plan import LanePlan, Making, Memory, plan
+from raystow.workers.cuda.streams import work_out
 
 
 def fill(reader: Reader, requests: Sequence[Request]) -> list[int]:
@@ -36,8 +37,9 @@ def _decode(reader: Reader, todo: LanePlan) -> list[int]:
         with fetch.needed():
             reader.fetch(fetch.run, at(begins.stored + fetch.start, fetch.run.length).data)
     todo.lay_out(begins)
+    work_out(todo.streams.values())
     for (codec, length), streams in todo.streams.items():
-        for source, _, size, target, room in streams.table(begins.aligned).T.tolist():
+        for source, _, size, target, room in streams.table.T.tolist():
             if codec == DEFLATE:
                 at(target, room)[:] = np.frombuffer(zlib.decompress(at(source, size).tobytes(), wbits=-15), np.uint8)
             else:

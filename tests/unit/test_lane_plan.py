@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from raystow.storage.coding.chunk import Coding, packed
+from raystow.storage.coding.chunk import Coding, Plane, packed
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import Piece, Run
 from raystow.workers.cuda import lane_plan
-from raystow.workers.cuda.lane_plan import Streams
 from raystow.workers.cuda.nvcomp import ALIGN
+from raystow.workers.cuda.streams import Streams, work_out
 
 MIB = 1 << 20
 
@@ -54,12 +54,17 @@ def test_a_run_that_fits_stays_whole_and_a_chunk_that_never_will_is_left_for_the
 
 
 def test_streams_lie_one_behind_the_other_plane_by_plane() -> None:
-    random, streams = np.random.default_rng(0), Streams(100)
-    wanted, aligned = list[tuple[int, ...]](), 1 << 20
+    random, several, wanted, end = np.random.default_rng(0), [Streams(100), Streams(7), Streams(100)], [[], [], []], 1 << 20
     for source, target, nbytes in ((1000, 50_000, 250), (7777, 60_000, 100), (9000, 70_000, 1), (12_345, 80_000, 999)):
-        sizes = random.integers(1, 90, -(-nbytes // 100), np.int32)
-        streams.add(source, target, nbytes, sizes)
-        for i, size in enumerate(sizes.tolist()):
-            wanted.append((source, aligned, size, target + 100 * i, min(100, nbytes - 100 * i)))
-            source, aligned = source + size, aligned + -(-size // ALIGN) * ALIGN
-    assert [tuple(row) for row in streams.table(1 << 20).T.tolist()] == wanted
+        for streams, rows in zip(several[:2], wanted[:2], strict=True):
+            length, start = streams.length, end
+            sizes = random.integers(1, 90, -(-nbytes // length), np.int32)
+            end += streams.add(Plane(0, "zstd", 0, int(sizes.sum()), sizes), source, start, target, nbytes)
+            at = source
+            for i, size in enumerate(sizes.tolist()):
+                rows.append([at, start, size, target + length * i, min(length, nbytes - length * i)])
+                at, start = at + size, start + -(-size // ALIGN) * ALIGN
+            assert start <= end
+            assert end % ALIGN == 0
+    work_out(several)
+    assert [streams.table.T.tolist() for streams in several] == wanted

@@ -27,6 +27,7 @@ from ...storage.uncollected import uncollected
 from . import blake3, kernels, tables
 from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, plan
 from .nvcomp import Codec
+from .streams import work_out
 
 logger = logging.getLogger(__name__)
 
@@ -159,7 +160,9 @@ class Decoder:
         """Work out all that lanes have to do once their bytes are there."""
         for work in works:
             work.plan.lay_out(work.lane.memory)
-            work.steps = [_digesting(work.plan), *self._decoding(work.plan, work.lane.memory)]
+        work_out([streams for work in works for streams in work.plan.streams.values()])
+        for work in works:
+            work.steps = [_digesting(work.plan), *self._decoding(work.plan)]
         steps = [step for work in works for step in work.steps]
         if not steps:
             return
@@ -176,14 +179,12 @@ class Decoder:
         for work in works:
             work.lane.stream.wait_event(ready)
 
-    def _decoding(self, plan: LanePlan, memory: Memory) -> Iterator[_Step]:
+    def _decoding(self, plan: LanePlan) -> Iterator[_Step]:
         """What follows once the stored bytes are known to be what was written."""
-        aligned = memory.aligned
         for kind, streams in plan.streams.items():
-            table, largest = streams.table(aligned), int(streams.sizes.max())
-            aligned += streams.room
-            yield _Step(np.ascontiguousarray(table[:3].T), 0, _plain(kernels.move, largest))
-            yield _Step(table[1:], 2 * len(streams.sizes), functools.partial(self._decompress, kind))
+            moves, decodes = streams.table[:3].T, streams.table[1:]
+            yield _Step(moves, 0, _plain(kernels.move, int(moves[:, 2].max())))
+            yield _Step(decodes, 2 * len(moves), functools.partial(self._decompress, kind))
         if plan.unpacks:
             unpacks = np.array(plan.unpacks, np.int64)
             yield _Step(unpacks, 0, _plain(kernels.unpack7, int(unpacks[:, 2].max())))
@@ -263,13 +264,12 @@ def _finish(progress: Progress, work: _Work) -> None:
     """Wait for what a lane does, and look at what came out of it."""
     work.event.synchronize()
     plan, numbers = work.plan, work.told[1][1].numpy()
-    counts = [len(streams.sizes) for streams in plan.streams.values()]
-    for nbytes in plan.check(numbers[2 * sum(counts) :]):  # first: an error of these names a tensor
+    rooms = [streams.table[4] for streams in plan.streams.values()]
+    *decoded, sums = np.split(numbers, np.cumsum([2 * len(room) for room in rooms], dtype=np.int64))
+    for nbytes in plan.check(sums):  # first: an error of these names a tensor
         progress(nbytes)
-    for streams, end in zip(plan.streams.values(), itertools.accumulate(counts), strict=True):
-        n = len(streams.sizes)
-        decoded, said = numbers[2 * (end - n) : 2 * end].reshape(2, n)
-        if said.view(np.int32)[:n].any() or (decoded != streams.rooms).any():
+    for room, (sizes, said) in zip(rooms, (one.reshape(2, -1) for one in decoded), strict=True):
+        if said.view(np.int32)[: len(room)].any() or (sizes != room).any():
             raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.fetches[0].run.key)
 
 

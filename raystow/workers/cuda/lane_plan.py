@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import operator
 from collections import defaultdict
@@ -19,6 +18,7 @@ from ...storage.errors import Damaged, Unsupported
 from ...storage.reader import Piece, Run
 from . import tables
 from .nvcomp import ALIGN
+from .streams import Streams, aligned, spread
 
 
 class Memory(NamedTuple):
@@ -97,49 +97,6 @@ class Batch:
 
 
 @dataclass
-class Streams:
-    """Coded streams of one kind, by plane: where the first lies, where it is decoded to, how many there are, and the bytes of the
-    plane."""
-
-    length: int  # that each but a plane's last decodes to
-    _planes: list[tuple[int, int, int, int]] = field(default_factory=list)
-    _sizes: list[chunks.Sizes] = field(default_factory=list)
-
-    def add(self, source: int, target: int, nbytes: int, sizes: chunks.Sizes) -> None:
-        """The streams of one plane more."""
-        self._planes.append((source, target, len(sizes), nbytes))
-        self._sizes.append(sizes)
-
-    @functools.cached_property
-    def sizes(self) -> np.ndarray[Any, Any]:
-        """Of all of them, int64."""
-        return np.concatenate(self._sizes, dtype=np.int64)
-
-    @property
-    def room(self) -> int:
-        """Bytes that they take where each begins where nvCOMP wants it."""
-        return int(_aligned(self.sizes).sum())
-
-    @functools.cached_property
-    def rooms(self) -> np.ndarray[Any, Any]:
-        """What each decodes to."""
-        _, _, counts, sizes = np.array(self._planes, np.int64).T
-        before = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-        rooms: np.ndarray[Any, Any] = np.minimum(self.length, np.repeat(sizes, counts) - before * self.length)
-        return rooms
-
-    def table(self, aligned: int) -> np.ndarray[Any, Any]:
-        """int64 [5, streams]: where each lies, where it goes from the address ``aligned`` on, its size, where it is decoded to,
-        and its room there."""
-        sources, targets, counts, _ = np.array(self._planes, np.int64).T
-        first, sizes, room = np.cumsum(counts) - counts, self.sizes, _aligned(self.sizes)
-        before = np.cumsum(sizes) - sizes
-        sources = np.repeat(sources - before[first], counts) + before
-        targets = np.repeat(targets - first * self.length, counts) + np.arange(len(sizes)) * self.length
-        return np.stack((sources, aligned + np.cumsum(room) - room, sizes, targets, self.rooms))
-
-
-@dataclass
 class LanePlan:
     """What a lane decodes: tables of addresses, in the units of ``kernels``. ``fetches``: each run, then the bases of its
     pieces. The rest is there when it is laid out."""
@@ -157,12 +114,12 @@ class LanePlan:
         end = self.needs.stored
         for one, users in _with_bases(run):
             self.fetches.append(Fetch(one, end, users))
-            end += _aligned(one.length)
+            end += aligned(one.length)
         self.needs += needs
 
     def lay_out(self, memory: Memory) -> None:
-        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and what is made of them. ``Damaged`` or
-        ``Unsupported`` naming the first chunk whose description makes no sense."""
+        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and what is made of them; ``streams`` are
+        then to be worked out. ``Damaged`` or ``Unsupported`` naming the first chunk whose description makes no sense."""
         free = [*memory]  # from here on
         fetches = iter(self.fetches)
         for fetch in fetches:
@@ -203,18 +160,18 @@ class LanePlan:
         self.stored.append((stored, same))
         n = decoded // len(places)
         planes = [n] * (1 + len(places))
-        for number, codec, start, _, sizes in places:
-            source = target = stored + start
-            if codec != chunks.RAW:
+        for place in places:
+            source = target = stored + place.start
+            if place.codec != chunks.RAW:
                 target = free[_PLANES]
-                free[_PLANES] += _aligned(n)
-            planes[1 + number] = target
-            if codec == chunks.PACK7:
+                free[_PLANES] += aligned(n)
+            planes[1 + place.number] = target
+            if place.codec == chunks.PACK7:
                 self.unpacks.append((source, target, n // 8))
-            elif codec != chunks.RAW:
-                kind = codec, coding.stream
+            elif place.codec != chunks.RAW:
+                kind = place.codec, coding.stream
                 streams = self.streams.get(kind) or self.streams.setdefault(kind, Streams(coding.stream))
-                streams.add(source, target, n, sizes)
+                free[_ALIGNED] += streams.add(place, source, free[_ALIGNED], target, n)
         return planes
 
     def _join(self, chain: list[tuple[Fetch, list[Piece]]], planes: list[list[int]], words: int, wanted: Piece | None) -> None:
@@ -261,7 +218,7 @@ class LanePlan:
                 yield size
 
 
-_PLANES, _WORDS = Memory._fields.index("planes"), Memory._fields.index("words")
+_PLANES, _ALIGNED, _WORDS = map(Memory._fields.index, ("planes", "aligned", "words"))
 
 
 def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
@@ -297,23 +254,21 @@ def parts(run: Run) -> Iterator[tuple[Run, Memory | None]]:
 
 def _needs(run: Run) -> Memory:
     """What a run takes of a lane, and its bases: each stream and each plane may begin where nvCOMP wants it."""
-    stored = planes = aligned = words = 0
+    stored = planes = streams = words = 0
     for one, users in _with_bases(run):
-        stored += _aligned(one.length)
+        stored += aligned(one.length)
         for same in one.places:
             chunk = same[0].chunk
             coding, decoded, own = chunk.coding, chunk.decoded, chunk.words.name
             coded = [codec for codec in coding.codecs if codec != chunks.RAW]
             planes += len(coded) * (decoded // max(1, len(coding.codecs)) + 2 * ALIGN)
             if coding.streams:
-                aligned += ALIGN * len(coding.sizes)
-                aligned += sum(
-                    size for codec, size in zip(coding.codecs, coding.stored, strict=False) if codec in chunks.STREAMED
-                )
+                streamed = [size for codec, size in zip(coding.codecs, coding.stored, strict=False) if codec in chunks.STREAMED]
+                streams += spread(sum(streamed), len(coding.sizes) + len(streamed))
             if not users:
-                words += sum(_aligned(piece.chunk.nbytes) for piece in same if not _direct(piece))
-                words += 0 if any(piece.chunk.dtype == own for piece in same) else _aligned(decoded)
-    return Memory(stored, planes, aligned, words)
+                words += sum(aligned(piece.chunk.nbytes) for piece in same if not _direct(piece))
+                words += 0 if any(piece.chunk.dtype == own for piece in same) else aligned(decoded)
+    return Memory(stored, planes, streams, words)
 
 
 def _with_bases(run: Run, users: tuple[tuple[Run, Piece], ...] = ()) -> Iterator[tuple[Run, tuple[tuple[Run, Piece], ...]]]:
@@ -345,10 +300,5 @@ def _direct(piece: Piece) -> bool:
 def _take(free: list[int], nbytes: int) -> int:
     """Memory for words."""
     start = free[_WORDS]
-    free[_WORDS] += _aligned(nbytes)
+    free[_WORDS] += aligned(nbytes)
     return start
-
-
-def _aligned(nbytes: Any) -> Any:
-    """The next multiple of a power of two."""
-    return (nbytes + ALIGN - 1) & -ALIGN

@@ -14,8 +14,8 @@ from ...storage.coding.kernels import Bytes
 from ...storage.errors import Damaged
 from ...storage.format.manifest import Chunk
 from . import tables
-from .lane_plan import Streams
 from .nvcomp import ALIGN
+from .streams import Streams, aligned, spread, work_out
 
 
 @dataclass(eq=False)
@@ -45,8 +45,9 @@ def serves(chunk: Chunk) -> bool:
 def room(chunk: Chunk) -> int:
     """Bytes that it takes in a lane of device memory."""
     coding = chunk.coding
-    planes = sum(codec != RAW for codec in coding.codecs) * _aligned(chunk.decoded // len(coding.codecs))
-    return _aligned(coding.size) + planes + int((-(-coding.sizes // ALIGN) * ALIGN).sum())
+    planes = sum(codec != RAW for codec in coding.codecs) * aligned(chunk.decoded // len(coding.codecs))
+    streamed = [size for codec, size in zip(coding.codecs, coding.stored, strict=True) if codec in STREAMED]
+    return aligned(coding.size) + planes + spread(sum(streamed), len(coding.sizes) + len(streamed))
 
 
 @dataclass
@@ -66,12 +67,12 @@ class Load:
 
 
 def load(formers: Sequence[Former], address: int) -> Load:
-    """Work out what is done in a lane that begins at ``address``: first come the stored bytes, then decoded planes, then coded
+    """Work out what is done in a lane that begins at ``address``: first come the stored bytes, then decoded planes, and coded
     streams where nvCOMP wants them. ``Damaged`` if a chunk's description makes no sense."""
     places, end = list[tuple[Former, int]](), 0
     for former in formers:
         places.append((former, end))
-        end += _aligned(former.chunk.coding.size)
+        end += aligned(former.chunk.coding.size)
     nbytes, unpacks, streams = end, list[tuple[int, int, int]](), dict[tuple[str, int], Streams]()
     planes = np.zeros((len(formers), tables.COLUMNS), np.int64)
     for row, (former, start) in zip(planes, places, strict=True):
@@ -84,23 +85,15 @@ def load(formers: Sequence[Former], address: int) -> Load:
             row[2 + plane.number] = target = source if plane.codec == RAW else address + end
             if plane.codec == RAW:
                 continue
-            end += _aligned(n)
+            end += aligned(n)
             if plane.codec == PACK7:
                 unpacks.append((source, target, n // 8))
             else:
                 of = streams.setdefault((plane.codec, coding.stream), Streams(coding.stream))
-                of.add(source, target, n, plane.sizes)
-    moves, decodes = [np.empty((0, 3), np.int64)], dict[tuple[str, int], Any]()
-    for key, some in streams.items():
-        table = some.table(address + end)
-        end += some.room
-        moves.append(np.ascontiguousarray(table[:3].T))
-        decodes[key] = table[1:]
-    longest = max((int(some.sizes.max()) for some in streams.values()), default=0)
+                end += of.add(plane, source, address + end, target, n)
+    work_out(streams.values())
+    moves = np.concatenate([np.empty((0, 3), np.int64), *(some.table[:3].T for some in streams.values())])
+    decodes = {key: some.table[1:] for key, some in streams.items()}
     largest = max((groups for *_, groups in unpacks), default=0)
-    rows = np.concatenate(moves), np.array(unpacks, np.int64).reshape(-1, 3)
-    return Load(places, nbytes, rows[0], rows[1], decodes, planes, longest, largest)
-
-
-def _aligned(nbytes: int) -> int:
-    return -(-nbytes // ALIGN) * ALIGN
+    longest = int(moves[:, 2].max(initial=0))
+    return Load(places, nbytes, moves, np.array(unpacks, np.int64).reshape(-1, 3), decodes, planes, longest, largest)
