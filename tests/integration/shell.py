@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +29,11 @@ def run_json(*words: object, code: int = 0, **how: Any) -> dict[str, Any]:
     fields: dict[str, Any] = json.loads(ran(*words, "--json", code=code, **how).stdout)
     schemas.check(str(words[0]), fields)
     return fields
+
+
+def without_packs(folder: Path, copy: Path) -> Path:
+    """A copy of the repository in ``folder`` that lacks every pack."""
+    return Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.pack")))
 
 
 def flip_byte(path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 from local_cluster import LocalCluster
-from shell import run, run_json
+from shell import run, run_json, without_packs
 
 from raystow.orchestrator import planner
 
@@ -66,12 +66,7 @@ def test_deep_tells_by_how_much(folder):
 
 
 def test_digests_alone_need_no_pack_and_deep_reads_only_what_may_have_changed(folder, tmp_path):
-    copy = tmp_path / "copy"
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix != ".pack":
-            target = copy / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+    copy = without_packs(folder, tmp_path / "copy")
     assert run_json("diff", copy, 1, 2)["tensors"] == run_json("diff", folder, 1, 2)["tensors"]
     assert run_json("diff", copy, 2, 2, "--deep")["different"] is False
     assert run_json("diff", copy, 1, 2, "--deep", code=3)["error"]["kind"] == "Damaged"

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from local_cluster import LocalCluster
-from shell import run, run_json
+from shell import run, run_json, without_packs
 
 
 @pytest.fixture(scope="module")
@@ -69,10 +69,5 @@ def test_what_cannot_be_is_refused(folder):
 
 
 def test_nothing_of_the_packs_is_read(folder, tmp_path):
-    copy = tmp_path / "copy"
-    for path in folder.rglob("*"):
-        if path.is_file() and path.suffix != ".pack":
-            target = copy / path.relative_to(folder)
-            target.parent.mkdir(parents=True, exist_ok=True)
-            target.write_bytes(path.read_bytes())
+    copy = without_packs(folder, tmp_path / "copy")
     assert run_json("plan", copy, "--world", 4)["bytes"] > 0

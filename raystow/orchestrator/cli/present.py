@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import textwrap
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import datetime, timezone
 from typing import Any
 
@@ -20,22 +20,20 @@ _AGES = ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"),
 
 def size(nbytes: float) -> str:
     """Bytes in binary units with three digits: ``1.25 GiB``."""
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    for unit in ("KiB", "MiB", "GiB", "TiB", "PiB"):
-        nbytes /= 1024
-        if nbytes < 999.5 or unit == "PiB":
-            break
-    return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
+    return _in_units(nbytes, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB"))
 
 
 def billed(nbytes: float) -> str:
     """Bytes in decimal units with three digits, as stores bill them and links are sold: ``782 GB``."""
+    return _in_units(nbytes, 1000, ("kB", "MB", "GB", "TB", "PB"))
+
+
+def _in_units(nbytes: float, step: int, units: Sequence[str]) -> str:
     if nbytes < 1000:
         return f"{nbytes:.0f} B"
-    for unit in ("kB", "MB", "GB", "TB", "PB"):
-        nbytes /= 1000
-        if nbytes < 999.5 or unit == "PB":
+    for unit in units:
+        nbytes /= step
+        if nbytes < 999.5 or unit == units[-1]:
             break
     return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
 

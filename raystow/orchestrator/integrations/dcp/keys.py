@@ -102,3 +102,8 @@ def step_of(checkpoint_id: object) -> int:
         remedy = "end it in the step, as in 'step-100', or pass none: the repository is the Writer's and the Reader's"
         raise StateError("names no step", subject=f"checkpoint_id {str(checkpoint_id)!r}", remedy=remedy)
     return int(match[1])
+
+
+def names_step(checkpoint_id: object) -> bool:
+    """Whether ``step_of`` finds one."""
+    return _STEP.fullmatch(str(checkpoint_id)) is not None

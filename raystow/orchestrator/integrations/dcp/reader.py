@@ -22,7 +22,7 @@ from ....storage.version import Version
 from ...restore import fill_on_gpu
 from ...shards import bits
 from .catalogue import Catalogue
-from .keys import step_of
+from .keys import names_step, step_of
 from .placing import check_placed
 
 _AT_ONCE = 64  # boxes that are converted or copied to another device together
@@ -103,10 +103,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            return step_of(checkpoint_id) >= 0
-        except StateError:
-            return False
+        return names_step(checkpoint_id)
 
     def _choose(self, repository: Repository) -> Version:
         if type(self._wanted) is int:

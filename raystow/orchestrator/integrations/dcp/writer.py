@@ -28,7 +28,7 @@ from ...direct.part import Part, Storing, check_same, cores
 from ...housekeeping import kept_by_a_run
 from ...shards import Shard, dtype_name, shard_of
 from ...state import Leaf, flatten
-from .keys import path_of, step_of
+from .keys import names_step, path_of, step_of
 from .placing import check_placed
 
 _WHAT = "state_dict"
@@ -151,10 +151,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
         """Whether it names a step."""
-        try:
-            return step_of(checkpoint_id) >= 0
-        except StateError:
-            return False
+        return names_step(checkpoint_id)
 
 
 def _of_values(plan: SavePlan) -> list[WriteItem]:
