@@ -102,11 +102,7 @@ def _together(shares: Iterable[_Share]) -> _Share:
 def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share, askers: Mapping[int, int] | None = None) -> Reads:
     """``askers``: how many nodes want each chunk."""
     runs = reader.whole(chunks[number] for number in share)
-    sizes = {
-        _place(same[0].chunk): same[0].chunk.coding.size + (same[0].base.nbytes if same[0].base else 0)
-        for run in runs
-        for same in run.places
-    }
+    sizes = {_place(place.chunk): place.size + (place.base.nbytes if place.base else 0) for run in runs for place in run.places}
     needed, passed = dict[Any, float](), dict[Any, float]()  # of each place in a pack: derived tensors lie where others do
     for number, part in share.items():
         place = _place(chunks[number])

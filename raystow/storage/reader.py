@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import operator
 import os
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -16,6 +17,7 @@ import numpy as np
 from .coding import chunk as chunks
 from .coding.derived import derive
 from .coding.digest import raw_digest, stored_digest
+from .coding.dtypes import DType
 from .coding.kernels import Bytes
 from .errors import Damaged, NotFound, Unsupported
 from .format import keys
@@ -52,6 +54,33 @@ class Piece(NamedTuple):
     base: Run | None = None
 
 
+class Place(NamedTuple):
+    """Stored bytes in a run, and the pieces whose chunks are made of them: a tensor's, and those of what is derived from it.
+    ``size``: how many these are. They are decoded to ``decoded`` bytes of ``words``."""
+
+    pieces: list[Piece]
+    size: int
+    words: DType
+    decoded: int
+
+    @property
+    def chunk(self) -> Chunk:
+        """The first piece's."""
+        return self.pieces[0].chunk
+
+    @property
+    def base(self) -> Run | None:
+        """What they are a difference to, if they are."""
+        return self.pieces[0].base
+
+    def holds(self, chunk: Chunk) -> bool:
+        """Whether these are the stored bytes of another chunk of the pack."""
+        first = self.chunk
+        if chunk.start != first.start:
+            return False
+        return (chunk.coding, chunk.words, chunk.decoded) == (first.coding, self.words, self.decoded)
+
+
 @dataclass(frozen=True)
 class Run:
     """Pieces of one pack that are fetched together: ``length`` bytes of the object ``key`` from ``start``."""
@@ -70,8 +99,8 @@ class Run:
     @property
     def bases(self) -> Iterator[Run]:
         """All that must be fetched besides, of other versions."""
-        for same in self.places:
-            if (base := same[0].base) is not None:
+        for place in self.places:
+            if (base := place.base) is not None:
                 yield base
                 yield from base.bases
 
@@ -88,14 +117,15 @@ class Run:
         return found[0]
 
     @functools.cached_property
-    def places(self) -> list[list[Piece]]:
-        """The pieces, put together where they are of the same stored bytes: those of a tensor, and of what is derived from it."""
-        places = list[list[Piece]]()
+    def places(self) -> list[Place]:
+        """Where the stored bytes of each piece are; together where they are the same."""
+        places = list[Place]()
         for piece in self.pieces:
-            if places and _same_bytes(places[-1][0].chunk, piece.chunk):
-                places[-1].append(piece)
+            chunk = piece.chunk
+            if places and places[-1].holds(chunk):
+                places[-1].pieces.append(piece)
             else:
-                places.append([piece])
+                places.append(Place([piece], chunk.coding.size, chunk.words, chunk.decoded))
         return places
 
     def stored(self, piece: Piece, data: Any) -> Any:
@@ -180,9 +210,9 @@ class Reader:
         """A run's pieces, each with the bytes of all its chunk's elements, fetched and checked. ``into``: memory that they may be
         decoded into, if they are what is stored."""
         data = np.frombuffer(self.fetch(run), np.uint8)
-        for same in run.places:
+        for place in run.places:
             words: Bytes | None = None
-            for piece in same:
+            for piece in place.pieces:
                 base = self._needed(run, piece) if words is None else None
                 with run.naming(piece):
                     words, raw = decode(piece.chunk, run.stored(piece, data), words, into=into(piece), base=base)
@@ -200,9 +230,9 @@ class Reader:
 
     def _fetch(self, run: Run, into: memoryview | None) -> Buffer:
         data = self.bring(run, into)
-        for same in run.places:
-            found = stored_digest(run.stored(same[0], memoryview(data)))
-            for piece in same:
+        for place in run.places:
+            found = stored_digest(run.stored(place.pieces[0], memoryview(data)))
+            for piece in place.pieces:
                 with run.naming(piece):
                     if found != piece.chunk.stored_digest:
                         raise Damaged("the stored bytes do not match their digest")
@@ -268,10 +298,9 @@ class Reader:
 def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
     """The pieces of one pack in runs that are fetched by one request each."""
     run, begin, end = list[Piece](), 0, 0
-    for piece in sorted(
-        pieces, key=lambda piece: (piece.chunk.start, piece.chunk.coding.size, piece.chunk.derivation is not None)
-    ):
-        start, size = piece.chunk.start, piece.chunk.coding.size
+    chunks = ((piece.chunk, piece) for piece in pieces)
+    places = (((chunk.start, chunk.coding.size, chunk.derivation is not None), piece) for chunk, piece in chunks)
+    for (start, size, _), piece in sorted(places, key=operator.itemgetter(0)):
         if run and (start > end + _GAP or start + size - begin > _RUN):
             yield Run(key, begin, end - begin, tuple(run))
             run = []
@@ -281,10 +310,6 @@ def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
         end = max(end, start + size)
     if run:
         yield Run(key, begin, end - begin, tuple(run))
-
-
-def _same_bytes(a: Chunk, b: Chunk) -> bool:
-    return a.start == b.start and (a.coding, a.words, a.decoded) == (b.coding, b.words, b.decoded)
 
 
 def _cost(piece: Piece) -> int:

@@ -9,7 +9,6 @@ A chunk may be stored as the difference to the same chunk of an earlier version,
 
 from __future__ import annotations
 
-import functools
 import threading
 import zlib
 from collections.abc import Iterable
@@ -64,7 +63,7 @@ class Coding:
     stream: int = 64 << 10
     base: int | None = None
 
-    @functools.cached_property
+    @property
     def size(self) -> int:
         """Bytes in the pack."""
         return sum(self.stored)

@@ -50,10 +50,10 @@ def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Se
     with parsing(key):
         for table in parquet.tables(data, SCHEMA):
             plain = pc.equal(table["kind"], VALUE)
-            selection.names.update(table.filter(pc.invert(plain))["name"].unique().to_pylist())
+            selection.names.update(table["name"].filter(pc.invert(plain)).unique().to_pylist())
             rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=wanted)))
-            kept = pa.array(_kept(rows, sought, selection.spans), pa.int64())
-            made = Fragment.of(rows_of(rows.take(kept)), node)
+            kept = _kept(rows, sought, selection.spans)
+            made = Fragment.of(rows_of(rows.take(pa.array(kept, pa.int64())) if len(kept) < len(rows) else rows), node)
             selection.chunks += made.chunks
             selection.values += made.values
     return selection

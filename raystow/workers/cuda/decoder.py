@@ -201,7 +201,7 @@ class Decoder:
 
 
 def _digesting(plan: LanePlan) -> _Step:
-    sizes = [same[0].chunk.coding.size for _, same in plan.stored]
+    sizes = [place.size for _, place in plan.stored]
     table = blake3.table_of([address for address, _ in plan.stored], sizes)
     return _Step(table, 4 * len(sizes), lambda table, results: blake3.stored_digests(table, sizes, results.view(torch.int32)))
 

@@ -15,7 +15,7 @@ import numpy as np
 from ...storage.coding import chunk as chunks
 from ...storage.coding.digest import finish
 from ...storage.errors import Damaged, Unsupported
-from ...storage.reader import Piece, Run
+from ...storage.reader import Piece, Place, Run
 from . import tables
 from .nvcomp import ALIGN
 from .streams import Streams, aligned, spread
@@ -103,7 +103,7 @@ class LanePlan:
 
     fetches: list[Fetch] = field(default_factory=list)
     needs: Memory = NONE
-    stored: list[tuple[int, list[Piece]]] = field(default_factory=list)  # where in device memory, and what is of these bytes
+    stored: list[tuple[int, Place]] = field(default_factory=list)  # where in device memory they begin
     unpacks: list[tuple[int, int, int]] = field(default_factory=list)
     streams: dict[tuple[str, int], Streams] = field(default_factory=dict)  # by codec and length
     made: dict[Making, Batch] = field(default_factory=lambda: defaultdict(Batch))
@@ -123,62 +123,62 @@ class LanePlan:
         free = [*memory]  # from here on
         fetches = iter(self.fetches)
         for fetch in fetches:
-            for same in fetch.run.places:
-                chain = [(fetch, same)]
-                while (base := chain[-1][1][0].base) is not None:
-                    chain.append((next(fetches), list(base.pieces)))
-                if same[0].chunk.decoded:
+            for place in fetch.run.places:
+                chain = [(fetch, place)]
+                while (base := chain[-1][1].base) is not None:
+                    chain.append((next(fetches), base.places[0]))
+                if place.decoded:
                     self._make(chain, memory.stored, free)
 
-    def _make(self, chain: list[tuple[Fetch, list[Piece]]], stored: int, free: list[int]) -> None:
+    def _make(self, chain: list[tuple[Fetch, Place]], stored: int, free: list[int]) -> None:
         """Pieces of the same stored bytes, whose elements are the words, or are derived from them: of what they are differences
         to, if they are, and of the differences, one after the other in the same place."""
         planes = [self._planes(*part, stored, free) for part in chain]
-        fetch, same = chain[0]
-        own, words = same[0].chunk.words.name, 0
-        for piece in same:
+        fetch, place = chain[0]
+        own, words = place.words.name, 0
+        for piece in place.pieces:
             if piece.chunk.dtype == own:
                 words = self._target(piece, free)
                 self._join(chain, planes, words, piece)
         if not words:
-            words = _take(free, same[0].chunk.decoded)
+            words = _take(free, place.decoded)
             self._join(chain, planes, words, None)
-        for piece in same:
+        for piece in place.pieces:
             if piece.chunk.dtype != own:
                 row = [self._target(piece, free), piece.chunk.nbytes // 2, words]
                 self.made[Making(2, rounded=piece.chunk.dtype)].add(row, (fetch, piece))
 
-    def _planes(self, fetch: Fetch, same: list[Piece], stored: int, free: list[int]) -> list[int]:
+    def _planes(self, fetch: Fetch, place: Place, stored: int, free: list[int]) -> list[int]:
         """The bytes of a plane of a chunk, and where each is when it is decoded."""
-        chunk = same[0].chunk
-        coding, decoded, stored = chunk.coding, chunk.decoded, stored + fetch.start + chunk.start - fetch.run.start
+        chunk, coding = place.chunk, place.chunk.coding
+        stored += fetch.start + chunk.start - fetch.run.start
         try:
-            places = chunks.layout(coding, chunk.words, decoded, coding.size)
+            found = chunks.layout(coding, place.words, place.decoded, place.size)
         except (Damaged, Unsupported):
-            with fetch.naming(same[0]):
+            with fetch.naming(place.pieces[0]):
                 raise
-        self.stored.append((stored, same))
-        n = decoded // len(places)
-        planes = [n] * (1 + len(places))
-        for place in places:
-            source = target = stored + place.start
-            if place.codec != chunks.RAW:
+        self.stored.append((stored, place))
+        n = place.decoded // len(found)
+        planes = [n] * (1 + len(found))
+        for plane in found:
+            source = target = stored + plane.start
+            if plane.codec != chunks.RAW:
                 target = free[_PLANES]
                 free[_PLANES] += aligned(n)
-            planes[1 + place.number] = target
-            if place.codec == chunks.PACK7:
+            planes[1 + plane.number] = target
+            if plane.codec == chunks.PACK7:
                 self.unpacks.append((source, target, n // 8))
-            elif place.codec != chunks.RAW:
-                kind = place.codec, coding.stream
+            elif plane.codec != chunks.RAW:
+                kind = plane.codec, coding.stream
                 streams = self.streams.get(kind) or self.streams.setdefault(kind, Streams(coding.stream))
-                free[_ALIGNED] += streams.add(place, source, free[_ALIGNED], target, n)
+                free[_ALIGNED] += streams.add(plane, source, free[_ALIGNED], target, n)
         return planes
 
-    def _join(self, chain: list[tuple[Fetch, list[Piece]]], planes: list[list[int]], words: int, wanted: Piece | None) -> None:
+    def _join(self, chain: list[tuple[Fetch, Place]], planes: list[list[int]], words: int, wanted: Piece | None) -> None:
         """Make words at an address; ``wanted``: the piece whose elements they are."""
-        for added, ((fetch, same), of) in enumerate(zip(reversed(chain), reversed(planes), strict=True)):
-            piece = same[0] if fetch.users else wanted
-            making = Making(len(of) - 1, same[0].chunk.coding.rotated, added)
+        for added, ((fetch, place), of) in enumerate(zip(reversed(chain), reversed(planes), strict=True)):
+            piece = place.pieces[0] if fetch.users else wanted
+            making = Making(len(of) - 1, place.chunk.coding.rotated, added)
             self.made[making].add([words, *of], None if piece is None else (fetch, piece))
 
     def _target(self, piece: Piece, free: list[int]) -> int:
@@ -193,8 +193,8 @@ class LanePlan:
         found = digests.view("V32")
         return all(
             piece.chunk.stored_digest == digest
-            for (_, same), digest in zip(self.stored, found.tolist(), strict=True)
-            for piece in same
+            for (_, place), digest in zip(self.stored, found.tolist(), strict=True)
+            for piece in place.pieces
         )
 
     @property
@@ -239,7 +239,7 @@ def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
 def parts(run: Run) -> Iterator[tuple[Run, Memory | None]]:
     """A run as several, where it needs more than a lane has; each with what it needs, or None if that cannot be given to it."""
     needs = _needs(run)
-    if needs.within(ROOM) and all(_decodable(same[0]) for same in run.places):
+    if needs.within(ROOM) and all(_decodable(place.pieces[0]) for place in run.places):
         yield run, needs
         return
     if len(run.places) < 2:
@@ -247,8 +247,8 @@ def parts(run: Run) -> Iterator[tuple[Run, Memory | None]]:
         return
     middle = len(run.places) // 2
     for half in (run.places[:middle], run.places[middle:]):
-        pieces = [piece for same in half for piece in same]
-        start, end = pieces[0].chunk.start, max(piece.chunk.start + piece.chunk.coding.size for piece in pieces)
+        pieces = [piece for place in half for piece in place.pieces]
+        start, end = pieces[0].chunk.start, max(place.chunk.start + place.size for place in half)
         yield from parts(Run(run.key, start, end - start, tuple(pieces)))
 
 
@@ -257,26 +257,25 @@ def _needs(run: Run) -> Memory:
     stored = planes = streams = words = 0
     for one, users in _with_bases(run):
         stored += aligned(one.length)
-        for same in one.places:
-            chunk = same[0].chunk
-            coding, decoded, own = chunk.coding, chunk.decoded, chunk.words.name
+        for place in one.places:
+            coding, decoded = place.chunk.coding, place.decoded
             coded = [codec for codec in coding.codecs if codec != chunks.RAW]
             planes += len(coded) * (decoded // max(1, len(coding.codecs)) + 2 * ALIGN)
             if coding.streams:
                 streamed = [size for codec, size in zip(coding.codecs, coding.stored, strict=False) if codec in chunks.STREAMED]
                 streams += spread(sum(streamed), len(coding.sizes) + len(streamed))
             if not users:
-                words += sum(aligned(piece.chunk.nbytes) for piece in same if not _direct(piece))
-                words += 0 if any(piece.chunk.dtype == own for piece in same) else aligned(decoded)
+                words += sum(aligned(piece.chunk.nbytes) for piece in place.pieces if not _direct(piece))
+                words += 0 if any(piece.chunk.dtype == place.words.name for piece in place.pieces) else aligned(decoded)
     return Memory(stored, planes, streams, words)
 
 
 def _with_bases(run: Run, users: tuple[tuple[Run, Piece], ...] = ()) -> Iterator[tuple[Run, tuple[tuple[Run, Piece], ...]]]:
     """A run, and all that its pieces are differences to, each with its users."""
     yield run, users
-    for same in run.places:
-        if (base := same[0].base) is not None:
-            yield from _with_bases(base, ((run, same[0]), *users))
+    for place in run.places:
+        if (base := place.base) is not None:
+            yield from _with_bases(base, ((run, place.pieces[0]), *users))
 
 
 def _decodable(piece: Piece) -> bool:
