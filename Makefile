@@ -57,8 +57,10 @@ s3-suite: $(READY)
 test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest -m gpu
 
-soak: $(READY)  ## the tests that take minutes
-	$(BIN)/pytest -m slow
+SOAK ?= tests
+
+soak: $(READY)  ## the tests that take minutes, but for drills: one to two hours on two cores; SOAK=tests/simulation for those alone
+	$(BIN)/pytest -v -m "slow and not drill" $(SOAK)
 
 drills: $(READY)  ## kill and freeze everything on real clusters, and put what became of it into docs/failures.md (twenty minutes)
 	$(BIN)/pytest tests/drills --drill-table=docs/failures.md

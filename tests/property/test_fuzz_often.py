@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-@settings(max_examples=10_000, deadline=10_000)
+@settings(max_examples=2_000, deadline=10_000)
 @given(data=st.data())
 def test_changed_bytes(target: str, data: st.DataObject) -> None:
     whole = bytearray(data.draw(st.sampled_from(seeds()[target])))
