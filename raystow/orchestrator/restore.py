@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import logging
 import math
 from collections import defaultdict
@@ -20,7 +21,7 @@ from ..storage.format.boxes import overlap
 from ..storage.format.manifest import Chunk
 from ..storage.format.selection import Sought
 from ..storage.log import about
-from ..storage.reader import Reader, Request
+from ..storage.reader import Reader, Request, Run
 from ..storage.repository import Repository
 from ..storage.uncollected import uncollected
 from ..storage.version import Version
@@ -89,9 +90,9 @@ def plan_restore(
         logger.warning("version %d %s: %d names of `into` stay as they are, as %s does", *told)
     in_memory: list[Request] = []
     to_cast: list[tuple[Shard, list[Chunk]]] = []
+    wanted: list[Chunk] = []  # of these
     on_gpu: dict[int, list[Request]] = defaultdict(list)
     new: dict[tuple[Any, ...], Any] = {}
-    wanted: list[Chunk] = []
     for leaf in leaves:
         chunks = found.chunks.get(leaf.name)
         if leaf.name in found.values and not (leaf.is_tensor and chunks):
@@ -101,23 +102,26 @@ def plan_restore(
         elif chunks:
             shard = _matching(leaf, shards[leaf.name] or shard_of(leaf, what="into"), version, chunks[0], cast)
             box = shard.offset, shard.extent
-            wanted += [chunk for chunk in chunks if overlap(box, chunk.box) is not None]
             if shard.dtype != chunks[0].dtype:
                 to_cast.append((shard, chunks))
+                wanted += [chunk for chunk in chunks if overlap(box, chunk.box) is not None]
                 continue
             request = Request(leaf.name, chunks, box, shard.bits)
             (in_memory if shard.device is None else on_gpu[shard.device]).append(request)
     reader = version.reader(turn=rank / world_size)
+    runs = reader.runs(in_memory)
+    runs_on_gpu = {device: reader.runs(requests) for device, requests in on_gpu.items()}
 
     def fill(progress: Progress) -> None:
-        reader.fill(in_memory, progress)
+        reader.complete(runs, progress)
         for device, requests in on_gpu.items():
-            fill_on_gpu(reader, device, requests, progress)
+            fill_on_gpu(reader, device, requests, runs_on_gpu[device], progress)
         for shard, chunks in to_cast:
             _fill_and_cast(reader, shard, chunks, progress)
         replace(into, new)
 
-    return build(reader.whole(wanted), sources, names=frozenset(found.chunks), fill=fill)
+    every = itertools.chain(runs, *runs_on_gpu.values(), reader.whole(wanted))
+    return build(every, sources, names=frozenset(found.chunks), fill=fill)
 
 
 def _is_replaced(leaf: Leaf) -> bool:
@@ -163,8 +167,9 @@ def _convert(raw: Any, saved: str, target: Any) -> None:
     target.detach().copy_(numbers)
 
 
-def fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: Progress) -> None:
-    """Fill tensors of a GPU by decoding there; without nvCOMP one by one through host memory."""
+def fill_on_gpu(reader: Reader, device: int, requests: list[Request], runs: list[Run], progress: Progress) -> None:
+    """Fill tensors of a GPU by decoding there; without nvCOMP one by one through host memory. ``runs``: what the reader says must
+    be fetched for the requests."""
     import torch
 
     try:
@@ -178,7 +183,7 @@ def fill_on_gpu(reader: Reader, device: int, requests: list[Request], progress: 
         return
     decoder = Decoder(torch.device("cuda", device))
     try:
-        decoder.fill(reader, requests, progress)
+        decoder.fill(reader, runs, progress)
     finally:
         decoder.close()
 

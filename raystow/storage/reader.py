@@ -99,6 +99,8 @@ class Run:
     @property
     def bases(self) -> Iterator[Run]:
         """All that must be fetched besides, of other versions."""
+        if all(piece.base is None for piece in self.pieces):
+            return  # as mostly
         for place in self.places:
             if (base := place.base) is not None:
                 yield base
@@ -172,12 +174,16 @@ class Reader:
         self.threads = threads or min(16, 2 * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Fill every request's target; ``progress`` is told the decoded bytes of each finished chunk.
+        """Fill every request's target; see ``complete``."""
+        self.complete(self.runs(requests), progress)
+
+    def complete(self, runs: Sequence[Run], progress: Callable[[int], None] = lambda nbytes: None) -> None:
+        """Fill the targets of runs that ``runs`` gave; ``progress`` is told the decoded bytes of each finished chunk.
 
         Raises ``Damaged`` naming the pack and the tensor, or the store's error; what the targets hold is undefined then.
         Memory beyond the targets: for each thread 16 MiB of stored bytes and one chunk.
         """
-        for _ in self._decode(self.runs(requests), progress, self.threads):
+        for _ in self._decode(runs, progress, self.threads):
             pass
 
     def check(self, runs: Sequence[Run], progress: Callable[[int], None], *, memory: int) -> Iterator[Run]:

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ...storage.errors import Damaged
-from ...storage.reader import Piece, Reader, Request, Run
+from ...storage.reader import Piece, Reader, Run
 from ...storage.uncollected import uncollected
 from . import blake3, kernels, tables
 from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, plan
@@ -116,14 +116,14 @@ class Decoder:
         torch.cuda.synchronize(self._device)
         self._lanes.clear()
 
-    def fill(self, reader: Reader, requests: Sequence[Request], progress: Progress) -> None:
-        """``Reader.fill`` for targets that are tensors of words on this device; what the current stream still does to them is
+    def fill(self, reader: Reader, runs: Sequence[Run], progress: Progress) -> None:
+        """``Reader.complete`` for targets that are tensors of words on this device; what the current stream still does to them is
         waited for. What no lane can take is decoded in host memory, one run after the other."""
         others = list[Run]()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
                 with uncollected():
-                    plans = enumerate(plan(reader.runs(requests), others))
+                    plans = enumerate(plan(runs, others))
                     works = [_Work(plan, self._lanes[i % _LANES]) for i, plan in itertools.islice(plans, _FETCHING)]
                     for work in works:
                         _fetch(reader, pool, work)

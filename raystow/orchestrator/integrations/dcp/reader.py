@@ -138,7 +138,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         reader = self.version.reader(threads=self._threads)
         reader.fill(in_memory)
         for device, requests in on_gpu.items():
-            fill_on_gpu(reader, device, requests, lambda nbytes: None)
+            fill_on_gpu(reader, device, requests, reader.runs(requests), lambda nbytes: None)
         for start in range(0, len(indirect), _AT_ONCE):
             _convert(reader, indirect[start : start + _AT_ONCE])
         for item, target in targets:
