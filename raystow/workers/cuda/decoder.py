@@ -50,9 +50,10 @@ class _Lane:
         self.aligned = torch.empty(ROOM.aligned, dtype=torch.uint8, device=device)
         self.words = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def make_room(self, words: int) -> None:
-        """For so many bytes of words."""
-        self.words = torch.empty(words, dtype=torch.uint8, device=self.words.device)
+    def make_room(self) -> None:
+        """For words, which most lanes never need."""
+        if not self.words.numel():
+            self.words = torch.empty(ROOM.words, dtype=torch.uint8, device=self.words.device)
 
     @property
     def memory(self) -> Memory:
@@ -122,22 +123,23 @@ class Decoder:
         others = list[Run]()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
-                with uncollected():
-                    plans = enumerate(plan(runs, others))
-                    works = [_Work(plan, self._lanes[i % _LANES]) for i, plan in itertools.islice(plans, _FETCHING)]
-                    for work in works:
-                        _fetch(reader, pool, work)
-                    works += [_Work(plan, self._lanes[i % _LANES]) for i, plan in plans]  # while they are on their way
-                self._make_room(works)
+                planned = map(_Work, plan(runs, others), itertools.cycle(self._lanes))
+                works = list(itertools.islice(planned, _FETCHING))
+                for work in works:
+                    _fetch(reader, pool, work)
                 stages: dict[int, Callable[[_Work], None]] = {
                     0: _take_up,
                     -1: functools.partial(_launch, reader),
                     _FETCHING - _LANES: functools.partial(_finish, progress),
                     _FETCHING: functools.partial(_fetch, reader, pool),  # into the lane that has finished
                 }
-                for i in range(len(works) + _LANES - _FETCHING):
+                for i in itertools.count():
                     if i % _TOGETHER == 0:
-                        self._prepare(works[i : i + _TOGETHER])
+                        with uncollected():
+                            works += itertools.islice(planned, _TOGETHER)
+                            self._prepare(works[i : i + _TOGETHER])
+                    if i == len(works) + _LANES - _FETCHING:
+                        break
                     for ahead, stage in stages.items():
                         if 0 <= i + ahead < len(works):
                             stage(works[i + ahead])
@@ -150,15 +152,11 @@ class Decoder:
                 torch.cuda.synchronize(self._device)
                 raise
 
-    def _make_room(self, works: Sequence[_Work]) -> None:
-        """For words that do not go straight to their place, as many as any of a lane's plans needs."""
-        for lane, its in zip(self._lanes, (works[i::_LANES] for i in range(_LANES)), strict=True):
-            lane.make_room(max((work.plan.needs.words for work in its), default=0))
-
-    @uncollected()
     def _prepare(self, works: Sequence[_Work]) -> None:
         """Work out all that lanes have to do once their bytes are there."""
         for work in works:
+            if work.plan.needs.words:
+                work.lane.make_room()
             work.plan.lay_out(work.lane.memory)
         work_out([streams for work in works for streams in work.plan.streams.values()])
         for work in works:
