@@ -84,6 +84,7 @@ class Attempt:
     swept: bool = False
     generation: int = 0
     base: Entry | None = None
+    serves: bool = False
     ended: float = 0.0
 
     def forget_parts(self) -> None:
@@ -167,7 +168,7 @@ class Coordinator:
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
         self._abort_if_missed(attempt)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
-        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base)
+        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base, attempt.serves)
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
         """A rank's shards are all coded on its node."""
@@ -353,6 +354,7 @@ class Coordinator:
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
         attempt.generation = self._generation
+        attempt.serves = bool(begin.delta) and (self._row is None or self._row.begins(begin.delta))
         if begin.delta and self._row is not None:
             goes_on, why = self._row.goes_on(begin.delta)
             if goes_on:

@@ -5,14 +5,14 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
+from ..storage.format.boxes import Box
 from ..storage.log import about
 from ..storage.repository import open_repository
 from ..storage.stores import open_store
@@ -32,6 +32,7 @@ from .packing.budget import Budget
 from .packing.metered import Metered
 from .packing.staleness import OptimizerWatch
 from .port import Begin, Port, Ticket
+from .priority import give_way
 from .progress import Saves, SavesHere
 from .session import Session
 from .status import NodeStatus, measure
@@ -39,7 +40,6 @@ from .status import NodeStatus, measure
 logger = logging.getLogger(__name__)
 
 _UPLOADS = max(4, min(16, os.cpu_count() or 1))
-_NICE = 10  # of the threads that code and upload: the training, which has to launch kernels in time, goes before them
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
 
 
@@ -78,14 +78,16 @@ class Node:
         self.guests, self.replicator = Guests(self._tier), Replicator(node, self._tier, neighbours or Nobody(), SYSTEM)
         self._exchange = Exchange(host, self._fetcher, self.guests)
         self._workshop = Workshop(
-            coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=_give_way),
-            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=_give_way),
+            coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
+            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
             budget=Budget(),
         )
+        self._threads = max(1, (threads or os.cpu_count() or 1) // 2)  # that decode planes
+        self._unfolding = ThreadPoolExecutor(1, "raystow-unfolding")
         self._lock = threading.Lock()
         self._repositories: dict[str, _Repository] = {}  # by URI
         self._attempts: dict[tuple[str, str], NodeAttempt] = {}
-        self._formers: dict[str, Former] = {}  # the last by repository
+        self._formers: dict[Home, Former] = {}
         self._raw = 0  # bytes coded in attempts that are over
         self._closed = threading.Event()
         self._saves = SavesHere()
@@ -115,6 +117,7 @@ class Node:
         self.replicator.close()
         self._workshop.coders.shutdown(wait=False)
         self._workshop.uploads.shutdown(wait=False)
+        self._unfolding.shutdown(wait=False, cancel_futures=True)
         self._tier.close()
 
     def _accept(self) -> None:
@@ -219,7 +222,7 @@ class Node:
                 made = NodeAttempt(here.store, here.port, ticket, self._workshop, here.watch, keep, self._former(home, ticket))
                 attempt = self._attempts[key] = made
                 number = self._saves.begin(uri)
-                attempt.on_end(lambda outcome, _: self._settle(uri, number, home, outcome))
+                attempt.on_end(lambda outcome, _: self._settle(uri, number, home, attempt, outcome))
             return self._attempts[key], ticket.node
 
     def _former(self, home: Home, ticket: Ticket) -> Former | None:
@@ -229,12 +232,14 @@ class Node:
             return None
         base = Home(home.repository, ticket.base.id, ticket.base.attempt)
         self._tier.lean(home, base)
-        known = self._formers.get(home.repository)
-        if known is None or known.home != base:
-            known = self._formers[home.repository] = Former(self._tier, base)
-        return known
+        return self._former_at(base)
 
-    def _settle(self, uri: str, number: int, home: Home, outcome: Outcome) -> None:
+    def _former_at(self, home: Home) -> Former:
+        """What is here of a version, under the lock; of those that are here no more all is forgotten."""
+        self._formers = {other: former for other, former in self._formers.items() if other in self._tier}
+        return self._formers.setdefault(home, Former(self._tier, home))
+
+    def _settle(self, uri: str, number: int, home: Home, attempt: NodeAttempt, outcome: Outcome) -> None:
         if isinstance(outcome, RaystowError):
             self._tier.given_up(home)
             self.replicator.give_up(home)
@@ -242,9 +247,14 @@ class Node:
             self._saves.settle(uri, number)
             self._tier.committed(home)
             self.replicator.wake()
+            if attempt.serves and attempt.on_gpu and not outcome.bases:
+                with self._lock:
+                    former = self._former_at(home)
+                with contextlib.suppress(RuntimeError):  # this node worker is being closed
+                    self._unfolding.submit(self._unfold, former, attempt.on_gpu)
 
-
-def _give_way() -> None:
-    """Let this thread have the CPU when nothing more urgent wants it. On Linux, where that can be said of a thread."""
-    if sys.platform == "linux":
-        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)
+    def _unfold(self, former: Former, wanted: Collection[tuple[str, Box]]) -> None:
+        try:
+            former.unfold(wanted, threads=self._threads)
+        except Exception:
+            logger.exception("GPUs decode planes of version %d in every save that differs from it", former.home.id)

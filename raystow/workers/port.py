@@ -47,7 +47,7 @@ class Begin:
 class Ticket:
     """The attempt that a save of ``step`` belongs to. ``node`` is the number of the asking node within the attempt; ``timeout``
     the seconds that are left until the coordinator gives the attempt up. ``base``: a whole version that its chunks may be
-    differences to, if there is one."""
+    differences to, if there is one. ``serves``: if it comes out whole itself, later ones should be differences to it."""
 
     id: int
     attempt: str
@@ -55,6 +55,7 @@ class Ticket:
     timeout: float
     step: int
     base: Entry | None = None
+    serves: bool = False
 
 
 class Port(Protocol):

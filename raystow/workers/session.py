@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 from ..storage.coding.rounded import Rounded
@@ -15,11 +15,10 @@ from ..storage.format.boxes import Box
 from ..storage.log import about
 from ..storage.retention.policy import Policy
 from .ipc.arrival import Layout
-from .ipc.offers import Pack
 from .ipc.ring import Ring
 from .ipc.slots import Slots
 from .ipc.wire import Connection, Message
-from .memory.former import Former
+from .memory.former import Former, Loan
 from .packing.attempt import NodeAttempt, Outcome, draft
 from .port import Begin
 
@@ -77,7 +76,8 @@ class Session:
         self._log = about(logger)
         self._layouts: dict[int, Layout] = {}  # of the chunks on each device
         self._on_gpu = set[tuple[str, Box]]()  # chunks that the training process has coded there
-        self._offered = 0  # the version of which it has heard all
+        self._asks = False  # what chunks on a GPU may be differences to
+        self._offered = (0, False)  # the version of which it has heard all, and whether of decoded planes as well
         self._attempt: NodeAttempt | None = None
         self._number = 0
 
@@ -133,6 +133,8 @@ class Session:
             elif "end" in message and self._attempt is not None:
                 self._attempt.stalled(message.get("stall"))
                 self._attempt.rounded({name: Rounded(*found) for name, found in message.get("rounded", {}).items()})
+                if self._asks:
+                    self._attempt.on_gpu |= self._on_gpu
                 if self._coder is not None:
                     self._coder.end(self._attempt)
                 else:
@@ -147,6 +149,7 @@ class Session:
 
     def _begin(self, fields: dict[str, Any]) -> None:
         save, rank = fields["save"], self._hello["rank"]
+        self._asks = fields.get("asks", False)
         begin = Begin(
             rank=rank,
             world_size=self._hello["world_size"],
@@ -172,35 +175,39 @@ class Session:
                 error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {begin.step}")
             self._attempt = None
             self._tell(save, error)
-            if fields.get("asks"):
+            if self._asks:
                 self._name(save, None)
             return
         attempt.join(rank, [(v[0], v[1], v[2]) for v in fields["values"]], functools.partial(self._tell, save))
         self._attempt = attempt
-        if fields.get("asks"):
+        if self._asks:
             self._name(save, attempt.former)
 
     def _name(self, save: int, former: Former | None) -> None:
-        """Say what the chunks of a save may be stored as differences to. Of a version that is new the memory is lent before."""
-        if former is not None and former.home.id != self._offered:
+        """Say what the chunks of a save may be stored as differences to. Of a version that is new the memory is lent before, and
+        once more when its planes have been decoded, or had to go."""
+        if former is not None and (former.home.id, former.unfolded) != self._offered:
             try:
-                fragment, packs = former.lend(self._on_gpu)
+                loan = former.lend(self._on_gpu)
             except RaystowError as error:
                 self._log.warning("version %d serves no chunk on a GPU: %s", former.home.id, error)
                 former = None
             else:
-                self._offer(former.home.id, fragment, packs)
+                self._offer(former.home.id, loan)
         self._connection.send({"save": save, "named": former.home.id if former is not None else 0})
 
-    def _offer(self, id: int, fragment: bytes, packs: Mapping[Pack, tuple[int, int]]) -> None:
+    def _offer(self, id: int, loan: Loan) -> None:
+        planes = [] if loan.planes is None else [loan.planes]
         try:
-            for (group, number), (memory, size) in packs.items():
+            for (group, number), (memory, size) in loan.packs.items():
                 self._connection.send({"lent": [group, number, size]}, fd=memory)
+            for memory, size in planes:
+                self._connection.send({"planes": size}, fd=memory)
         finally:
-            for memory, _ in packs.values():
+            for memory, _ in (*loan.packs.values(), *planes):
                 os.close(memory)
-        self._connection.send({"offer": id, "fragment": fragment})
-        self._offered = id
+        self._connection.send({"offer": id, "fragment": loan.fragment, "starts": loan.starts})
+        self._offered = id, bool(planes)
 
     def _chunks(self, announced: list[dict[str, Any]]) -> None:
         """Take over chunks that lie in slots, raw ones to be coded, coded ones as they are; note those that are derived."""

@@ -373,7 +373,7 @@ class Staging:
             message, descriptor = received
             if "device" in message:
                 self._of_devices.put(message)
-            elif message.keys() & {"lent", "offer", "named"}:
+            elif message.keys() & {"lent", "planes", "offer", "named"}:
                 self._offers.hear(message, descriptor)
             elif "free" in message:
                 self._free.put(message["free"])

@@ -47,8 +47,8 @@ class AttemptStatus:
 class NodeStatus:
     """A node worker. ``at``: its clock, in monotonic seconds. ``raw``: bytes coded since it began; ``uploaded``: bytes that
     stores have taken, by the URI of the repository. ``queue``: bytes being coded, or coded and not uploaded yet. ``uploads``:
-    objects on their way. ``memory``: bytes kept to restore from, ``spare``: that were kept and wait to be used again. ``copies``:
-    on other nodes. ``ranks``: how many are connected, by the URI."""
+    objects on their way. ``memory``: bytes kept to restore from, and what of those lies there decoded as well; ``spare``: that
+    were kept and wait to be used again. ``copies``: on other nodes. ``ranks``: how many are connected, by the URI."""
 
     node: str
     at: float

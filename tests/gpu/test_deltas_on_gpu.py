@@ -6,6 +6,7 @@ import gc
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -21,6 +22,7 @@ from raystow.storage.coding import chunk, kernels
 from raystow.storage.coding.digest import finish, raw_digest
 from raystow.storage.format import keys
 from raystow.storage.version import Version
+from raystow.workers.memory.memory_tier import Home
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -173,19 +175,110 @@ def test_what_is_not_in_memory_is_no_base(caplog: pytest.LogCaptureFixture) -> N
         check(version, state, "cuda")
 
 
+def unfolded(cluster: LocalCluster, id: int) -> None:
+    """Wait until the node has decoded the planes of a version."""
+    until = SYSTEM.monotonic() + 60
+    while not any(held.planes for held in cluster.tier(0).holdings(cluster.repository.id) if held.home.id == id):
+        assert SYSTEM.monotonic() < until, f"the planes of version {id} are not decoded"
+        threading.Event().wait(0.01)
+
+
+@pytest.fixture
+def decoded(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """How many streams each call of nvCOMP's decoders was given."""
+    from raystow.workers.cuda.nvcomp import Codec
+
+    calls, decompress = list[int](), Codec.decompress
+
+    def counted(self: Any, *table: Any, **more: Any) -> None:
+        calls.append(len(table[0]))
+        decompress(self, *table, **more)
+
+    monkeypatch.setattr(Codec, "decompress", counted)
+    return calls
+
+
+def test_no_save_decodes_on_the_gpu_what_the_node_has_decoded(decoded: list[int]) -> None:
+    with cluster_of(delta=3) as cluster:
+        states, kept = training(), list[tuple[Version, State]]()
+        for step in range(6):
+            state = next(states)
+            kept.append((cluster.save(state, step=step), {name: tensor.cpu() for name, tensor in state.items()}))
+            if step in (0, 4):
+                unfolded(cluster, step + 1)
+        assert [entry.bases for entry in cluster.repository.root().versions] == [(), (1,), (1,), (1,), (), (5,)]
+        assert decoded == []
+        for version, state in kept:
+            check(version, state, "cpu")
+
+
+def test_planes_that_are_not_decoded_yet_or_had_to_go_are_decoded_on_the_gpu(
+    decoded: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from raystow.workers.memory import former
+
+    may, unfold_all = threading.Event(), former.unfold_all
+
+    def late(*args: Any, **more: Any) -> Any:
+        assert may.wait(60)
+        return unfold_all(*args, **more)
+
+    monkeypatch.setattr(former, "unfold_all", late)
+    with cluster_of(delta=9) as cluster:
+        states, tier, kept = training(), cluster.tier(0), list[tuple[Version, State]]()
+
+        def save() -> int:
+            """How often something was decoded meanwhile."""
+            before, state = len(decoded), next(states)
+            version = cluster.save(state, step=len(kept))
+            kept.append((version, {name: tensor.cpu() for name, tensor in state.items()}))
+            return len(decoded) - before
+
+        assert save() == 0, "it is whole"
+        assert save() > 0, "they are not decoded yet"
+        may.set()
+        unfolded(cluster, 1)
+        assert [save(), save()] == [0, 0]
+        tier.resize(tier.used - 1)
+        assert not any(held.planes for held in tier.holdings(cluster.repository.id))
+        assert save() > 0, "they had to go"
+        assert [bases(version)["optim.master"] for version, _ in kept] == [{None}, *[{1}] * 4]
+        for version, state in kept:
+            check(version, state, "cpu")
+
+
+def test_planes_for_which_there_is_no_room_are_decoded_on_the_gpu(decoded: list[int], caplog: pytest.LogCaptureFixture) -> None:
+    with cluster_of(delta=9) as cluster:
+        cluster.save({"another": torch.zeros(10)}, step=0)
+        states = training()
+        state = next(states)
+        cluster.tier(0).resize(int(0.95 * sum(tensor.nbytes for tensor in state.values())))
+        cluster.save(state, step=1)
+        version = cluster.save(state := next(states), step=2)
+        assert bases(version)["optim.master"] == {2}
+        assert decoded
+        assert "GPUs decode planes of version 2 in every save that differs from it" in caplog.text
+        check(version, state, "cuda")
+
+
+@pytest.mark.parametrize("where", ["as it is stored", "decoded"])
 @pytest.mark.parametrize("after", [1, 2], ids=["before it was looked at", "after that"])
-def test_a_save_fails_whose_base_is_damaged_and_the_next_is_whole(after: int) -> None:
+def test_a_save_fails_whose_base_is_damaged_and_the_next_is_whole(after: int, where: str) -> None:
     with cluster_of(delta=9) as cluster:
         states = training()
         for step in range(after):
             cluster.save(next(states), step=step)
+        unfolded(cluster, 1)
         base = cluster.repository.version(1)
         place = base.chunks["optim.master"][0]  # which begins with planes that are noise, and stored as they are
         key = keys.pack(base.id, base.record.attempt, place.node, place.group, place.pack)
-        descriptor = cluster.tier(0).borrow(cluster.repository.id, key)
-        os.pwrite(descriptor, bytes(4096), place.start + 5000)
+        tier, home = cluster.tier(0), Home(cluster.repository.id, base.id, base.record.attempt)
+        descriptor = tier.borrow_planes(home) if where == "decoded" else tier.borrow(cluster.repository.id, key)
+        at = 5000 if where == "decoded" else place.start + 5000
+        garbage = bytes(byte ^ 0x55 for byte in os.pread(descriptor, 4096, at))
+        os.pwrite(descriptor, garbage, at)
         os.close(descriptor)
-        with pytest.raises(raystow.SaveFailed, match=r"master: .* difference to version 1, which is damaged"):
+        with pytest.raises(raystow.SaveFailed, match=r": .* difference to version 1, which is damaged"):
             cluster.save(next(states), step=8)
         version = cluster.save(state := next(states), step=9)
         assert {base for name, found in bases(version).items() if name != "ints" for base in found} == {None}

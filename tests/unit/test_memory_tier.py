@@ -197,3 +197,61 @@ def test_the_memory_of_a_version_is_the_next_ones_within_the_budget():
     assert descriptors() == before - 1
     tier.close()
     assert descriptors() == before - 3  # its own, and its mapping's
+
+
+def read_planes(tier: MemoryTier, of: Home) -> bytes | None:
+    lent = tier.borrow_planes(of)
+    if lent is None:
+        return None
+    with open(lent, "rb") as file:
+        return file.read()
+
+
+def write_nines(target: memoryview) -> None:
+    target[:] = b"9" * len(target)
+
+
+def test_planes_lie_beside_their_version_and_go_with_it(tier):
+    assert not tier.put_planes(home(1), KIB, write_nines), "nothing of it is here"
+    staged(tier, 1)
+    tier.committed(home(1))
+    assert tier.put_planes(home(1), KIB, write_nines)
+    assert (tier.planes(home(1)), read_planes(tier, home(1)), tier.used) == (KIB, b"9" * KIB, 2 * KIB + 8)
+    assert [held.planes for held in tier.holdings("r")] == [KIB]
+    assert not tier.put_planes(home(1), KIB, write_nines), "once is enough"
+    staged(tier, 2)
+    tier.lean(home(2), home(1))
+    tier.committed(home(2))
+    assert tier.planes(home(1)) == KIB
+    staged(tier, 3)
+    tier.committed(home(3))
+    assert (ids(tier), tier.used, tier.planes(home(1)), read_planes(tier, home(1))) == ([3], KIB + 8, 0, None)
+
+
+def test_planes_drive_nothing_out_and_make_room_for_everything(tier, caplog):
+    staged(tier, 1, size=6 * KIB)
+    tier.committed(home(1))
+    assert not tier.put_planes(home(1), 4 * KIB, write_nines)
+    assert (ids(tier), tier.used) == ([1], 6 * KIB + 8)
+    assert tier.put_planes(home(1), 3 * KIB, write_nines)
+    tier.put(home(2), 1, "a copy", [bytes(2 * KIB)], line=("b", "a"))
+    assert (tier.planes(home(1)), tier.used) == (0, 8 * KIB + 8)
+    assert tier.put_planes(home(1), KIB, write_nines)
+    staged(tier, 2, size=KIB)
+    assert (ids(tier), tier.planes(home(1)), tier.used) == ([1, 2], 0, 9 * KIB + 16)
+    assert caplog.text.count("GPUs decode planes of version 1 from now on") == 2
+    assert [held.planes for held in tier.holdings("r")] == [0, 0]
+
+
+def test_planes_of_a_version_that_goes_meanwhile_go_as_well(tier):
+    def write(target: memoryview) -> None:
+        staged(tier, 2)
+        tier.committed(home(2))
+
+    staged(tier, 1)
+    tier.committed(home(1))
+    assert not tier.put_planes(home(1), KIB, write)
+    assert (ids(tier), tier.used) == ([2], KIB + 8)
+    with pytest.raises(ZeroDivisionError):
+        tier.put_planes(home(2), KIB, lambda target: 1 / 0)
+    assert (tier.planes(home(2)), tier.used) == (0, KIB + 8)

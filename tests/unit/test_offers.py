@@ -12,7 +12,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from raystow.storage.coding.chunk import Coding
+from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.format.manifest import Chunk, Fragment
 from raystow.workers.ipc.offers import Offers
 
@@ -32,24 +32,23 @@ def offer(offers: Offers, id: int, *chunks: Chunk) -> None:
     offers.hear({"lent": ["weights", 2, BYTES.size]}, descriptor)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
-    offers.hear({"offer": id, "fragment": Fragment(0, chunks, ()).dump()}, None)
+    offers.hear({"offer": id, "fragment": Fragment(0, chunks, ()).dump(), "starts": [-1] * len(chunks)}, None)
 
 
 def test_what_is_named_is_what_was_offered() -> None:
     offers = Offers()
-    offer(offers, 7, CHUNK)
+    elsewhere, outside = replace(CHUNK, name="not lent", pack=3), replace(CHUNK, name="not in it", start=240)
+    offer(offers, 7, CHUNK, elsewhere, outside)
     offers.hear({"save": 1, "named": 7}, None)
     found = offers.of(1)(0)
     assert found is not None
     assert found.id == 7
-    assert found.chunks == {("t", ((0,), (10,))): CHUNK}
-    stored = found.stored(CHUNK)
-    assert stored is not None
-    assert stored.tolist() == list(range(30, 50))
-    assert not stored.flags.writeable
+    assert found.chunks.keys() == {("t", ((0,), (10,)))}
+    (one,) = found.chunks.values()
+    assert one.chunk == CHUNK
+    assert [part.tolist() for part in one.parts] == [list(range(30, 50))]
+    assert not one.parts[0].flags.writeable
     assert offers.of(1)(0) is found, "another device asks as well"
-    assert found.stored(replace(CHUNK, pack=3)) is None, "it was not lent"
-    assert found.stored(replace(CHUNK, start=240)) is None, "it does not lie in it"
 
 
 def test_what_nothing_is_named_for_is_let_go() -> None:
@@ -93,17 +92,46 @@ def test_who_waits_goes_on_when_something_is_heard(heard: str) -> None:
 def test_a_pack_that_cannot_be_mapped_is_not_offered(caplog: pytest.LogCaptureFixture) -> None:
     offers = Offers()
     offers.hear({"lent": ["weights", 2, 10]}, None)
-    offers.hear({"offer": 7, "fragment": Fragment(0, (CHUNK,), ()).dump()}, None)
+    offers.hear({"offer": 7, "fragment": Fragment(0, (CHUNK,), ()).dump(), "starts": [-1]}, None)
     offers.hear({"save": 1, "named": 7}, None)
     found = offers.of(1)(0)
     assert found is not None
-    assert found.stored(CHUNK) is None
+    assert not found.chunks
     assert "weights-2 are stored whole: it cannot be mapped" in caplog.text
 
 
 def test_rows_that_make_no_sense_offer_nothing(caplog: pytest.LogCaptureFixture) -> None:
     offers = Offers()
-    offers.hear({"offer": 7, "fragment": b"no Parquet"}, None)
+    offers.hear({"offer": 7, "fragment": b"no Parquet", "starts": []}, None)
     offers.hear({"save": 1, "named": 7}, None)
     assert offers.of(1)(0) is None
     assert "stored whole" in caplog.text
+
+
+def test_chunks_whose_planes_were_decoded_are_as_if_nothing_had_coded_them() -> None:
+    """Of four planes the highest in streams, the lowest packed: stored as 1, 2, packed 0, coded 3."""
+    coding = Coding(True, True, ("pack7", "raw", "raw", "deflate"), (7, 8, 8, 5), packed([5]), 16 << 10)
+    chunk = replace(CHUNK, name="s", dtype="float32", shape=(8,), extent=(8,), start=100, coding=coding)
+    offers = Offers()
+    offers.hear({"lent": ["weights", 2, BYTES.size]}, memory(BYTES.tobytes()))
+    offers.hear({"planes": 20}, memory(bytes(range(200, 220))))
+    offers.hear({"offer": 7, "fragment": Fragment(0, (chunk, CHUNK), ()).dump(), "starts": [9, -1]}, None)
+    offers.hear({"save": 1, "named": 7}, None)
+    found = offers.of(1)(0)
+    assert found is not None
+    plain, as_it_was = found.chunks["s", chunk.box], found.chunks["t", CHUNK.box]
+    assert as_it_was.chunk == CHUNK
+    assert plain.chunk == replace(chunk, coding=Coding(True, True, ("pack7", "raw", "raw", "raw"), (7, 8, 8, 8), b"", 16 << 10))
+    assert [part.tolist() for part in plain.parts] == [[*range(100, 116)], [*range(209, 217)], [*range(116, 123)]]
+
+
+@pytest.mark.parametrize("lost", [True, False], ids=["not mapped", "too short"])
+def test_planes_that_are_not_there_are_not_offered(lost: bool) -> None:
+    coding = Coding(True, True, ("raw", "deflate"), (10, 5), packed([5]), 16 << 10)
+    chunk, offers = replace(CHUNK, coding=coding), Offers()
+    offers.hear({"lent": ["weights", 2, BYTES.size]}, memory(BYTES.tobytes()))
+    offers.hear({"planes": 10}, None if lost else memory(bytes(10)))
+    offers.hear({"offer": 7, "fragment": Fragment(0, (chunk,), ()).dump(), "starts": [0 if lost else 1]}, None)
+    offers.hear({"save": 1, "named": 7}, None)
+    found = offers.of(1)(0)
+    assert found is None or not found.chunks

@@ -25,7 +25,9 @@ def played(whole: int, differences: Iterable[int], number: int, *, row: Row | No
             row = row.begun()
             row = row.difference(entry(id, sizes[len(row.stored)], row.whole.id))
         else:
+            follow = row.begins(AUTO)
             row = after(row, entry(id, whole), None)
+            assert row.goes_on(AUTO)[0] == follow, "as was known when it began"
     return found, row
 
 

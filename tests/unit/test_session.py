@@ -19,7 +19,7 @@ from raystow.storage.format.root import Entry
 from raystow.workers.ipc.arrival import layout
 from raystow.workers.ipc.ring import Ring
 from raystow.workers.ipc.wire import Connection, Message
-from raystow.workers.memory.former import Former
+from raystow.workers.memory.former import Former, Loan
 from raystow.workers.memory.memory_tier import Home
 from raystow.workers.port import Begin
 from raystow.workers.session import Session
@@ -73,6 +73,7 @@ class FakeAttempt:
     on_end: Any = None
     ended: list[str] = field(default_factory=list)
     former: Former | None = None
+    on_gpu: set[tuple[str, Box]] = field(default_factory=set)
 
     def join(self, rank: int, values: list[Any], on_end: Any) -> None:
         self.on_end = on_end
@@ -271,10 +272,12 @@ class FakeFormer:
 
     home: Home = field(default_factory=lambda: Home("r", 3, "0123456789abcdef"))
     lent: list[set[tuple[str, Box]]] = field(default_factory=list)
+    unfolded: bool = False
 
-    def lend(self, wanted: set[tuple[str, Box]]) -> tuple[bytes, dict[tuple[str, int], tuple[int, int]]]:
+    def lend(self, wanted: set[tuple[str, Box]]) -> Loan:
         self.lent.append(set(wanted))
-        return b"rows", {("weights", 0): (os.memfd_create("pack"), 9)}
+        planes = (os.memfd_create("planes"), 5) if self.unfolded else None
+        return Loan(b"rows", {("weights", 0): (os.memfd_create("pack"), 9)}, planes, [3 if planes else -1])
 
 
 def test_what_chunks_may_be_differences_to_is_offered_once_and_named_in_every_save_that_asks() -> None:
@@ -297,10 +300,45 @@ def test_what_chunks_may_be_differences_to_is_offered_once_and_named_in_every_sa
         assert lent["lent"] == ["weights", 0, 9]
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(lent["fd"])
-        assert [message for message in talk.sent if "offer" in message] == [{"offer": 3, "fragment": b"rows"}]
+        assert [message for message in talk.sent if "offer" in message] == [{"offer": 3, "fragment": b"rows", "starts": [-1]}]
 
     serve(script, attempt)
     assert former.lent == [{("w", ((0,), (4,)))}], "the rows of its own chunks"
+
+
+def test_a_version_is_offered_again_when_its_planes_were_decoded_and_when_they_had_to_go() -> None:
+    attempt, former = FakeAttempt(), FakeFormer()
+    attempt.former = cast(Former, former)
+
+    def script(talk: Talk) -> Iterator[Message]:
+        for save, unfolded in enumerate([False, True, True, False], 6):
+            former.unfolded = unfolded
+            yield {"begin": {**BEGIN, "save": save, "asks": True}}
+            assert talk.sent[-1] == {"save": save, "named": 3}
+        for message in talk.sent:
+            if "fd" in message and "ring" not in message:
+                with pytest.raises(OSError, match="Bad file"):
+                    os.fstat(message["fd"])
+        said = [key for message in talk.sent for key in ("lent", "planes", "offer", "named") if key in message]
+        once, plain = ["lent", "offer", "named"], ["lent", "planes", "offer", "named"]
+        assert said == [*once, *plain, "named", *once]
+        assert [message["starts"] for message in talk.sent if "offer" in message] == [[-1], [3], [-1]]
+
+    serve(script, attempt)
+
+
+def test_a_rank_that_asks_says_which_chunks_it_has_coded_itself() -> None:
+    said = layout([{**ROW, "name": "w"}], nbytes=[4], streams=[0], high=[()], starts=[0], bases=[0], batches=[(0, 1, 0)])
+    for asks in (True, False):
+        attempt = FakeAttempt()
+
+        def script(talk: Talk, asks: bool = asks) -> Iterator[Message]:
+            yield {"begin": {**BEGIN, "asks": asks}}
+            yield {"coded": {"device": 0, "layout": said}}
+            yield {"end": 5}
+
+        serve(script, attempt)
+        assert attempt.on_gpu == ({("w", ((0,), (4,)))} if asks else set())
 
 
 def test_a_save_that_cannot_begin_is_told_that_nothing_is_named() -> None:

@@ -247,6 +247,19 @@ def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes, base: Bytes 
         kernels.add(raw.view(word), base.view(word))
 
 
+def unfolded(coding: Coding, nbytes: int) -> int:
+    """Bytes that ``unfold`` makes of a chunk of ``nbytes``."""
+    return sum(codec in STREAMED for codec in coding.codecs) * (nbytes // len(coding.codecs))
+
+
+def unfold(coding: Coding, dtype: DType, nbytes: int, stored: Bytes, out: Bytes) -> None:
+    """Decode only the planes of a chunk of ``nbytes`` that are made of streams, one behind the other as they are stored, into
+    ``out`` (uint8, ``unfolded`` bytes). ``stored``, and what is raised: see ``decode``."""
+    places = [place for place in layout(coding, dtype, nbytes, stored.size) if place.codec in STREAMED]
+    for place, plane in zip(places, np.split(out, len(places)) if places else (), strict=True):
+        _decode_plane(place, stored[place.start : place.start + place.size], plane, coding.stream)
+
+
 _local = threading.local()
 
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -63,14 +63,18 @@ class _Seen:
 @dataclass(frozen=True)
 class _Star:
     """What is decided as long as one version is named. ``formers``: by the number of a source what that is a difference to;
-    ``first``: the number of the first batch of differences in ``program``; ``whole``: the aims of what would be the same up to
-    there, without any."""
+    ``first``: the number of the first batch of differences in ``program``, which has these ``aims``."""
 
-    id: int
+    offer: Offer
     formers: Mapping[int, Former]
+    aims: Mapping[int, Aim]
     program: Program
     first: int
-    whole: Mapping[int, Aim]
+
+    @property
+    def whole(self) -> dict[int, Aim]:
+        """The aims of what would be the same up to the first difference, without any."""
+        return {i: Aim(aim.turn) for i, aim in self.aims.items()}
 
 
 @dataclass
@@ -122,9 +126,12 @@ class Differences:
         """The program to go on with: the same as ``begin`` gave up to here. Waits for the name, and of a new one for the current
         stream. ``tell``: a copy of int64 in host memory, there when that is through."""
         offer, star = named(_PATIENCE), self._star
-        if star is not None and offer is not None and offer.id == star.id:
-            self._differing = True
-            return star.program
+        if star is not None and offer is not None and offer.id == star.offer.id:
+            if offer is not star.offer:
+                self._star = self._lent_anew(star, offer)
+            if self._star is not None:
+                self._differing = True
+                return self._star.program
         if star is not None:
             self._let_go()
             return self.make(star.whole)
@@ -203,26 +210,40 @@ class Differences:
         if not formers:
             _note(offer, "differences would not be smaller")
             return None
+        nbytes = sum(former.chunk.nbytes for former in formers.values())
+        logger.info("%.1f MB are stored as differences to version %d", nbytes / 1e6, offer.id)
+        return self._decided(offer, formers, aims)
+
+    def _decided(self, offer: Offer, formers: Mapping[int, Former], aims: Mapping[int, Aim]) -> _Star:
+        """From now on chunks with these aims are differences to what is offered, which begins to come up."""
         program = self.make(aims)
         first = program.begin_of(_DOES)
         numbered = enumerate(program.batches[first:])
         jobs = [(number, program.jobs[batch.first : batch.last]) for number, batch in numbered]
+        self.lanes.end()
         self.lanes.take([load([formers[job.index] for job in some], self.lanes.address(number)) for number, some in jobs])
         self.lanes.begin()
-        nbytes = sum(former.chunk.nbytes for former in formers.values())
-        logger.info("%.1f MB are stored as differences to version %d", nbytes / 1e6, offer.id)
-        return _Star(offer.id, formers, program, first, {i: Aim(aim.turn) for i, aim in aims.items()})
+        return _Star(offer, formers, aims, program, first)
+
+    def _lent_anew(self, star: _Star, offer: Offer) -> _Star | None:
+        """The same chunks in other memory, as when planes of theirs were decoded; None if some are not in it."""
+        formers = self._formers(offer)
+        if not star.formers.keys() <= formers.keys():
+            return None
+        formers = {i: formers[i] for i in star.formers}
+        aims = {i: replace(aim, room=room(formers[i].chunk)) if aim.base else aim for i, aim in star.aims.items()}
+        return self._decided(offer, formers, aims)
 
     def _formers(self, offer: Offer) -> dict[int, Former]:
         """By the number of a source, the chunk with the same elements, where that is offered and can be brought up."""
         formers = dict[int, Former]()
         for i in (i for alike in self._sampled for i in alike.numbers):
             said = self.sources[i].describe()
-            chunk = offer.chunks.get((said["name"], (tuple(said["offset"]), tuple(said["extent"]))))
-            if chunk is None or (chunk.dtype, chunk.shape) != (said["dtype"], tuple(said["shape"])) or not serves(chunk):
+            found = offer.chunks.get((said["name"], (tuple(said["offset"]), tuple(said["extent"]))))
+            if found is None or (found.chunk.dtype, found.chunk.shape) != (said["dtype"], tuple(said["shape"])):
                 continue
-            if (stored := offer.stored(chunk)) is not None and room(chunk) <= self.lanes.size:
-                formers[i] = Former(chunk, stored)
+            if serves(found.chunk) and room(found.chunk) <= self.lanes.size:
+                formers[i] = Former(found.chunk, found.parts)
         return formers
 
     def _known(self, seen: _Seen, formers: Mapping[int, Former]) -> set[int]:
@@ -233,7 +254,7 @@ class Differences:
     def _damaged(self, name: str, what: str) -> SaveFailed:
         """The save fails, and no later one looks at that version again."""
         assert self._star is not None
-        id = self._star.id
+        id = self._star.offer.id
         self._refused.add(id)
         self._let_go()
         return SaveFailed(

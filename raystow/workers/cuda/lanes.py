@@ -1,7 +1,8 @@
-"""Brings up what chunks are differences to: stored bytes in this node's memory, to planes in device memory, a batch at a time.
+"""Brings up what chunks are differences to: bytes in this node's memory, to planes in device memory, a batch at a time.
 
-Threads copy the stored bytes of a batch into a *lane* of pinned memory. They go up in one copy, and are decoded as far as planes:
-whoever reads the chunks puts the words together for himself. There are a few lanes, so while one is read others are filled.
+Threads copy the bytes of a batch into a *lane* of pinned memory. They go up in one copy, and are decoded as far as planes, if
+the node worker has not done that: whoever reads the chunks puts the words together for himself. There are a few lanes, so while
+one is read others are filled.
 """
 
 from __future__ import annotations
@@ -14,12 +15,13 @@ from typing import Any
 import numpy as np
 import torch
 
+from ..priority import give_way
 from . import kernels
 from .loads import Former, Load
 from .nvcomp import Codec
 
 LANES = 3
-_THREADS = max(1, min(8, (os.cpu_count() or 1) // 2))  # that copy: each moves some GB/s, and the link tens of them
+_THREADS = max(1, min(12, 3 * (os.cpu_count() or 1) // 4))  # that copy: each moves some GB/s, and the link tens of them
 
 
 class Lanes:
@@ -31,7 +33,7 @@ class Lanes:
         self.memory = torch.empty(LANES * size, dtype=torch.uint8, device=device)
         self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(LANES)]
         self._stream = torch.cuda.Stream(device, priority=-1)  # as soon as what waits for it
-        self._pool = ThreadPoolExecutor(_THREADS, "raystow-base")
+        self._pool = ThreadPoolExecutor(_THREADS, "raystow-base", initializer=give_way)
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._filling: dict[int, list[Future[None]]] = {}
         self._up: list[Any] = [None] * LANES  # when what was copied up last has left pinned memory
@@ -117,7 +119,7 @@ class Lanes:
         def copy(former: Former, start: int) -> None:
             if up is not None:
                 up.synchronize()  # what lay there before
-            former.copy(host[start : start + former.stored.size])
+            former.copy(host[start : start + former.chunk.coding.size])
 
         self._filling[number] = [self._pool.submit(copy, former, start) for former, start in self._loads[number].formers]
 

@@ -20,15 +20,22 @@ from .streams import Streams, aligned, spread, work_out
 
 @dataclass(eq=False)
 class Former:
-    """A chunk of an earlier version, and its ``stored`` bytes. ``sound``: they have been held against their digest."""
+    """A chunk of an earlier version, and its bytes, in ``parts``. ``sound``: a decoder may see them."""
 
     chunk: Chunk
-    stored: Bytes
+    parts: Sequence[Bytes]
     sound: bool = False
 
+    def __post_init__(self) -> None:
+        if not any(codec in STREAMED for codec in self.chunk.coding.codecs):
+            self.sound = True  # none will: whatever they are, nothing is wrong but the words, whose digest is looked at
+
     def copy(self, target: Bytes) -> None:
-        """Copy the stored bytes; ``Damaged`` if they are not what was stored, which is looked at once."""
-        target[:] = self.stored
+        """Copy the bytes; ``Damaged`` if they are not what was stored, which is looked at once, before something decodes them."""
+        end = 0
+        for part in self.parts:
+            target[end : end + part.size] = part
+            end += part.size
         if not self.sound and stored_digest(target) != self.chunk.stored_digest:
             raise Damaged("the stored bytes do not match their digest", subject=self.chunk.name)
         self.sound = True
@@ -77,7 +84,7 @@ def load(formers: Sequence[Former], address: int) -> Load:
     planes = np.zeros((len(formers), tables.COLUMNS), np.int64)
     for row, (former, start) in zip(planes, places, strict=True):
         chunk, coding = former.chunk, former.chunk.coding
-        found = layout(coding, chunk.words, chunk.decoded, former.stored.size)
+        found = layout(coding, chunk.words, chunk.decoded, chunk.coding.size)
         n = chunk.decoded // len(found)
         row[1] = n
         for plane in found:

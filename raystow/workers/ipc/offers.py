@@ -1,5 +1,6 @@
 """What a node worker offers its training processes of an earlier version, so that they can store differences to it: the rows of
-their own chunks, and the memory in which those lie. It is handed over once; afterwards each save only names it."""
+their own chunks, and the memory in which those lie. It is handed over once, and once more when planes of it have been decoded;
+each save only names it."""
 
 from __future__ import annotations
 
@@ -8,11 +9,12 @@ import mmap
 import os
 import threading
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from ...storage.clock import SYSTEM
+from ...storage.coding.chunk import RAW, STREAMED, layout
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import Damaged, Unsupported
 from ...storage.format.boxes import Box
@@ -26,18 +28,20 @@ Pack = tuple[str, int]
 
 
 @dataclass(frozen=True)
+class Offered:
+    """A chunk, and its bytes in ``parts``, one behind the other as its coding says. They have not been held against their digest,
+    which is that of what is in the pack: not of these bytes, if planes were decoded meanwhile."""
+
+    chunk: Chunk
+    parts: tuple[Bytes, ...]
+
+
+@dataclass(frozen=True)
 class Offer:
     """Chunks of the version ``id``. The memory is mapped for as long as anything holds it."""
 
     id: int
-    chunks: Mapping[tuple[str, Box], Chunk]
-    packs: Mapping[Pack, Bytes]
-
-    def stored(self, chunk: Chunk) -> Bytes | None:
-        """The stored bytes of one of the chunks, not yet held against their digest; None if they were not offered."""
-        pack = self.packs.get((chunk.group, chunk.pack))
-        stored = None if pack is None else pack[chunk.start : chunk.start + chunk.coding.size]
-        return stored if stored is not None and stored.size == chunk.coding.size else None
+    chunks: Mapping[tuple[str, Box], Offered]
 
 
 Named = Callable[[float], Offer | None]
@@ -50,18 +54,23 @@ class Offers:
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._packs: dict[Pack, Bytes] = {}  # of the offer that is coming
+        self._planes: Bytes | None = None  # of the same, decoded
         self._offer: Offer | None = None
         self._named: dict[int, int] = {}  # save -> version, 0 for none
         self._over = False
 
     def hear(self, message: Message, descriptor: int | None) -> None:
-        """One of the messages of ``workers.session``: a pack that is ``lent``, the ``offer`` that it belongs to, and which
-        version is ``named`` in a save."""
+        """One of the messages of ``workers.session``: a pack that is ``lent``, decoded ``planes``, the ``offer`` that they belong
+        to, and which version is ``named`` in a save."""
         if "lent" in message:
-            self._map(*message["lent"], descriptor=descriptor)
+            group, number, size = message["lent"]
+            if (memory := _mapped(descriptor, size, f"pack {group}-{number}")) is not None:
+                self._packs[group, number] = memory
+        elif "planes" in message:
+            self._planes = _mapped(descriptor, message["planes"], "their decoded planes")
         elif "offer" in message:
-            packs, self._packs = self._packs, {}
-            self._take(message["offer"], message["fragment"], packs)
+            packs, planes, self._packs, self._planes = self._packs, self._planes, {}, None
+            self._take(message, packs, planes)
         else:
             with self._changed:
                 self._named[message["save"]] = message["named"]
@@ -77,25 +86,22 @@ class Offers:
         """What is named in a save."""
         return lambda seconds: self._wait(save, seconds)
 
-    def _map(self, group: str, number: int, size: int, *, descriptor: int | None) -> None:
+    def _take(self, message: Message, packs: Mapping[Pack, Bytes], planes: Bytes | None) -> None:
+        id, chunks = message["offer"], dict[tuple[str, Box], Offered]()
         try:
-            if descriptor is None:  # as the kernel does it where a process has too many
-                raise OSError("its descriptor did not arrive")
-            try:
-                self._packs[group, number] = np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
-            finally:
-                os.close(descriptor)
-        except OSError as error:
-            logger.warning("chunks of pack %s-%d are stored whole: it cannot be mapped (%s; see ulimit -n)", group, number, error)
-
-    def _take(self, id: int, fragment: bytes, packs: dict[Pack, Bytes]) -> None:
-        try:
-            chunks = Fragment.load(fragment, 0, f"what is offered of version {id}").chunks
+            rows = Fragment.load(message["fragment"], 0, f"what is offered of version {id}").chunks
+            for chunk, start in zip(rows, message["starts"], strict=True):
+                pack = packs.get((chunk.group, chunk.pack))
+                stored = None if pack is None else pack[chunk.start : chunk.start + chunk.coding.size]
+                if stored is None or stored.size != chunk.coding.size or (start >= 0 and planes is None):
+                    continue
+                whole = Offered(chunk, (stored,))
+                chunks[chunk.name, chunk.box] = whole if planes is None or start < 0 else _plain(chunk, stored, planes[start:])
         except (Damaged, Unsupported) as error:
             logger.warning("chunks on a GPU are stored whole: %s", error)
             return
         with self._changed:
-            self._offer = Offer(id, {(chunk.name, chunk.box): chunk for chunk in chunks}, packs)
+            self._offer = Offer(id, chunks)
 
     def _wait(self, save: int, seconds: float) -> Offer | None:
         until = SYSTEM.monotonic() + seconds
@@ -109,3 +115,40 @@ class Offers:
             if self._offer is not None and self._offer.id != self._named[save]:
                 self._offer = None  # nothing is stored as a difference to it any more: its memory must not be held
             return self._offer
+
+
+def _mapped(descriptor: int | None, size: int, what: str) -> Bytes | None:
+    try:
+        if descriptor is None:  # as the kernel does it where a process has too many
+            raise OSError("its descriptor did not arrive")
+        try:
+            return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        logger.warning("chunks of %s are stored whole: it cannot be mapped (%s; see ulimit -n)", what, error)
+        return None
+
+
+def _plain(chunk: Chunk, stored: Bytes, decoded: Bytes) -> Offered:
+    """A chunk whose planes of streams were ``decoded``, as one that was stored without coding them; in as few parts as possible,
+    since whoever copies them shares an interpreter with the training."""
+    coding = chunk.coding
+    n, places, end = chunk.decoded // len(coding.codecs), dict[int, tuple[bool, int, int]](), 0  # decoded, from, to
+    for place in layout(coding, chunk.words, chunk.decoded, stored.size):
+        if place.codec in STREAMED:
+            places[place.number] = True, end, end + n
+            end += n
+        else:
+            places[place.number] = False, place.start, place.start + place.size
+    codecs = tuple(RAW if codec in STREAMED else codec for codec in coding.codecs)
+    plain = replace(coding, codecs=codecs, stored=tuple(places[p][2] - places[p][1] for p in range(len(codecs))), streams=b"")
+    spans = list[tuple[bool, int, int]]()
+    for place in layout(plain, chunk.words, chunk.decoded, plain.size):
+        which, start, stop = places[place.number]
+        if spans and spans[-1][0] == which and spans[-1][2] == start:
+            start = spans.pop()[1]
+        spans.append((which, start, stop))
+    if end > decoded.size:
+        raise Damaged(f"{decoded.size} bytes of planes where {end} were expected", subject=chunk.name)
+    return Offered(replace(chunk, coding=plain), tuple((decoded if which else stored)[i:j] for which, i, j in spans))

@@ -2,6 +2,8 @@
 
 A hard budget: what does not fit is not kept, and that is said. Copies of what other nodes have made drive nothing out, and make
 room for what this node makes. The memory of what was dropped is used again, as far as the budget allows; else it is given back.
+
+Beside a version may lie planes of it that were decoded (``memory.unfolding``): they make room for everything else.
 """
 
 from __future__ import annotations
@@ -10,7 +12,7 @@ import copy
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from ...storage.format import keys
@@ -44,13 +46,14 @@ class Part:
 class Holding:
     """What is kept of an attempt. ``parts``: by the number of the node in the attempt that made it. ``committed``: it is a
     version. ``given_up``: it will not be one, but may be restored until there is a newer one. ``base``: the version that it may
-    be a difference to."""
+    be a difference to. ``planes``: bytes of it that lie here decoded as well."""
 
     home: Home
     parts: dict[int, Part] = field(default_factory=dict)
     committed: bool = False
     given_up: bool = False
     base: Home | None = None
+    planes: int = 0
 
     @property
     def whole(self) -> set[int]:
@@ -72,6 +75,7 @@ class MemoryTier:
         self._writes: dict[str, int] = {}  # repository -> when it was last written to
         self._numbers = itertools.count()
         self._files: dict[tuple[str, str], PackFile] = {}  # by repository and key
+        self._planes: dict[Home, PackFile] = {}
         self._spares = Spares()  # within the budget as well
 
     @property
@@ -113,6 +117,7 @@ class MemoryTier:
             else:
                 older = (old for old in self._given_up() if old.repository == home.repository and old.id < home.id)
                 self._drop_while_needed(size, older)
+                self._drop_planes_while_needed(size)
             if self._used + size > self._budget:
                 self._refuse(home, part, size)
                 return None
@@ -134,6 +139,38 @@ class MemoryTier:
             self._files[home.repository, key] = file
             part.objects[key] = size
             return file.content
+
+    def put_planes(self, home: Home, size: int, write: Callable[[memoryview], None]) -> bool:
+        """Keep ``size`` bytes beside a version, which ``write`` fills, for as long as the version is kept and nothing else needs
+        the room. False if there is none, or the version is gone. What ``write`` raises is raised here."""
+        with self._lock:
+            self._drop_while_needed(size, self._superseded(keep=1))
+            if home not in self._holdings or home in self._planes or self._used + size > self._budget:
+                return False
+            self._used += size
+            memory = self._spares.take(size)
+            self._spares.keep(self._budget - self._used)
+        file, kept = PackFile(size, memory), False
+        try:
+            file.fill(write)
+        finally:
+            with self._lock:
+                if home in self._holdings and file.filled:
+                    self._holdings[home].planes, self._planes[home], kept = size, file, True
+                else:
+                    file.close()
+                    self._used -= size
+        return kept
+
+    def planes(self, home: Home) -> int:
+        """Bytes that lie beside a version."""
+        with self._lock:
+            return self._planes[home].size if home in self._planes else 0
+
+    def borrow_planes(self, home: Home) -> int | None:
+        """A descriptor of what lies beside a version, for the caller to close; None if there is nothing."""
+        with self._lock:
+            return self._planes[home].lend() if home in self._planes else None
 
     def lean(self, home: Home, base: Home) -> None:
         """An attempt may be a difference to a version, which stays for as long as the attempt does, if it is here."""
@@ -170,6 +207,11 @@ class MemoryTier:
             found = [held for held in self._holdings.values() if held.home.repository == repository]
             return copy.deepcopy(sorted(found, key=lambda held: held.home.id))
 
+    def __contains__(self, home: Home) -> bool:
+        """Whether anything is kept of an attempt."""
+        with self._lock:
+            return home in self._holdings
+
     def repositories(self) -> set[str]:
         """Those of which anything is kept."""
         with self._lock:
@@ -203,11 +245,13 @@ class MemoryTier:
         part.short = True
 
     def _make_room(self, size: int, repository: str) -> None:
-        """Drop what is replaced, then what was given up, then what belongs to other repositories, those first that nothing was
-        stored in for longest; at last copies, the oldest first."""
+        """Drop what is replaced, then what was given up, then decoded planes, then what belongs to other repositories, those
+        first that nothing was stored in for longest; at last copies, the oldest first."""
         others = [home for home in self._holdings if home.repository != repository]
         others.sort(key=lambda home: (self._writes[home.repository], home.id))
-        self._drop_while_needed(size, (*self._superseded(keep=1), *self._given_up(), *others))
+        self._drop_while_needed(size, (*self._superseded(keep=1), *self._given_up()))
+        self._drop_planes_while_needed(size)
+        self._drop_while_needed(size, others)
         for holding in sorted(self._holdings.values(), key=lambda holding: holding.home.id):
             for part in holding.parts.values():
                 if part.line and self._used + size > self._budget:
@@ -217,6 +261,19 @@ class MemoryTier:
         for old in homes:
             if self._used + size > self._budget:
                 self._drop(old)
+
+    def _drop_planes_while_needed(self, size: int) -> None:
+        for home in sorted(self._planes, key=lambda home: home.id):
+            if self._used + size > self._budget:
+                what = "GPUs decode planes of version %d from now on, in every save that differs from it: they have to make room"
+                about(logger, version=home.id, attempt=home.attempt).warning(what, home.id)
+                self._drop_planes(home)
+
+    def _drop_planes(self, home: Home) -> None:
+        if (file := self._planes.pop(home, None)) is not None:
+            self._spares.give(file)
+            self._used -= file.size
+            self._holdings[home].planes = 0
 
     def _given_up(self) -> list[Home]:
         """Attempts that will be no versions, the oldest first."""
@@ -236,6 +293,7 @@ class MemoryTier:
         return sorted((home for home in old if home not in needed), key=lambda home: home.id)
 
     def _drop(self, home: Home) -> None:
+        self._drop_planes(home)
         holding = self._holdings.pop(home, None)
         for part in holding.parts.values() if holding is not None else ():
             self._empty(home, part)

@@ -49,6 +49,12 @@ class PackFile:
         with self._changed:
             self._present = [(0, self.size)]
 
+    def fill(self, write: Callable[[memoryview], None]) -> None:
+        """Let ``write`` fill all of it."""
+        write(memoryview(self._map))
+        with self._changed:
+            self._present = [(0, self.size)]
+
     def ensure(self, spans: Sequence[Span], fetch: Callable[[int, memoryview], None]) -> None:
         """Return when the spans are here. ``fetch(start, target)`` gets what is missing, every byte once however many threads ask
         at a time; what it raises is raised here, and whoever waits for the same bytes tries for itself."""

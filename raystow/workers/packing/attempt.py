@@ -24,6 +24,7 @@ from ...storage.coding.kernels import Bytes
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
 from ...storage.format import keys
+from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk, Fragment, Value
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo
@@ -90,6 +91,9 @@ class NodeAttempt:
         self._coded = 0
         self.raw = 0
         """Bytes of the chunks that are coded."""
+        self.on_gpu = set[tuple[str, Box]]()
+        """Chunks that ranks code themselves on a GPU, and may soon store as differences to this version's."""
+        self.serves = ticket.serves
         self.over = False
         timeout = ticket.timeout - min(_SOONER, ticket.timeout / 10)
         self._until = SYSTEM.monotonic() + timeout
