@@ -13,7 +13,8 @@ from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.format.manifest import Chunk
-from raystow.workers.cuda.loads import Former, load, room
+from raystow.workers.cuda.copying import copy
+from raystow.workers.cuda.loads import Former, load, pieces, room
 from raystow.workers.cuda.nvcomp import ALIGN
 
 
@@ -62,9 +63,10 @@ def taken_apart(formers: list[Former]) -> list[list[Bytes]]:
         assert start <= first <= first + nbytes <= memory.size
         return memory[first : first + nbytes]
 
+    copy(pieces(made.formers, memory.ctypes.data + start))
     for one, begin in made.formers:
         assert begin + one.chunk.coding.size <= made.nbytes
-        one.copy(memory[start + begin : start + begin + one.chunk.coding.size])
+        one.check(memory[start + begin : start + begin + one.chunk.coding.size])
     for source, target, size in made.moves.tolist():
         assert size <= made.longest
         at(target, size)[:] = at(source, size)

@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 
 from raystow.storage.coding.chunk import PACK7
 from raystow.storage.errors import Damaged
-from raystow.workers.cuda.loads import serves
+from raystow.workers.cuda.copying import copy
+from raystow.workers.cuda.loads import pieces, serves
 
 DTYPES = ("float8_e5m2", "bfloat16", "float32", "float64")
 WANTED = st.tuples(st.sampled_from(DTYPES), st.integers(300, 90_000), st.booleans(), st.booleans())
@@ -45,15 +46,24 @@ def test_all_ways_of_coding_serve_but_those_that_are_not_in_planes() -> None:
 def test_stored_bytes_are_held_against_their_digest_once() -> None:
     one = coded_on_cpu("float32", numbers("float32", 40_000, 0, positive=False))
     (sound,) = one.parts
-    one.parts = [sound[:10], sound[10:].copy()]
-    one.parts[1][7] ^= 1
-    target = np.empty_like(sound)
+    wrong = sound.copy()
+    wrong[17] ^= 1
     with pytest.raises(Damaged, match="do not match their digest") as caught:
-        one.copy(target)
+        one.check(wrong)
     assert caught.value.subject == "t"
-    one.parts = [sound[:10], sound[10:]]
-    one.copy(target)
-    assert np.array_equal(target, sound)
-    one.parts = [np.zeros_like(sound)]
-    one.copy(target)
-    assert not target.any(), "that the decoded bytes are wrong is found when they are read"
+    one.check(sound)
+    one.check(wrong)  # that the decoded bytes are wrong is found when they are read
+
+
+def test_pieces_of_chunks_are_put_together_and_nothing_else_is_touched() -> None:
+    chunks = [coded_on_cpu("bfloat16", numbers("bfloat16", 500 * i, i, positive=False)) for i in (1, 2, 3)]
+    for one in chunks:
+        (stored,) = one.parts
+        one.parts = [stored[:7], stored[7:7], stored[7:]]
+    places, memory = list(zip(chunks, (5, 4000, 10_000), strict=True)), np.full(20_000, 9, np.uint8)
+    wanted = memory.copy()
+    for one, start in places:
+        wanted[start : start + one.chunk.coding.size] = np.concatenate(one.parts)
+    copy(pieces(places, memory.ctypes.data))
+    assert np.array_equal(memory, wanted)
+    copy(pieces([], memory.ctypes.data))

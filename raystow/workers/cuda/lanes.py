@@ -9,19 +9,30 @@ from __future__ import annotations
 
 import functools
 import os
+from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..priority import give_way
+from ...storage.coding.kernels import Bytes
 from . import kernels
-from .loads import Former, Load
+from .copying import copy
+from .loads import Former, Load, pieces
 from .nvcomp import Codec
 
 LANES = 3
-_THREADS = max(1, min(12, 3 * (os.cpu_count() or 1) // 4))  # that copy: each moves some GB/s, and the link tens of them
+_SHARES = max(1, min(4, (os.cpu_count() or 1) // 4))  # threads that fill a lane: each moves some GB/s, and the link tens of them
+
+
+@dataclass(frozen=True)
+class _Share:
+    """What one thread brings to a lane of pinned memory: ``pieces`` for ``copy``, and each chunk with its bytes there."""
+
+    pieces: Any
+    formers: list[tuple[Former, Bytes]]
 
 
 class Lanes:
@@ -33,12 +44,13 @@ class Lanes:
         self.memory = torch.empty(LANES * size, dtype=torch.uint8, device=device)
         self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(LANES)]
         self._stream = torch.cuda.Stream(device, priority=-1)  # as soon as what waits for it
-        self._pool = ThreadPoolExecutor(_THREADS, "raystow-base", initializer=give_way)
+        self._pool = ThreadPoolExecutor(LANES * _SHARES, "raystow-base")
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
         self._filling: dict[int, list[Future[None]]] = {}
         self._up: list[Any] = [None] * LANES  # when what was copied up last has left pinned memory
         self._read: list[Any] = [None] * LANES  # when the planes were read last
         self._loads: list[Load] = []
+        self._shares: list[list[_Share]] = []  # of each load
 
     def address(self, number: int) -> int:
         """Where the lane of a load begins."""
@@ -47,6 +59,7 @@ class Lanes:
     def take(self, loads: list[Load]) -> None:
         """These are brought up in every save, from now on; their tables go to the device."""
         self._loads = loads
+        self._shares = [list(_shared(one, self._host[number % LANES])) for number, one in enumerate(loads)]
         rows = [table for one in loads for table in (one.moves, one.unpacks, one.planes, *one.streams.values())]
         if not rows:
             return
@@ -109,19 +122,29 @@ class Lanes:
         self.end()
         self._pool.shutdown()
         self._loads.clear()
+        self._shares.clear()
         self._host.clear()
         del self.memory, self._scratch
 
     def _fill(self, number: int) -> None:
-        lane = number % LANES
-        host, up = self._host[lane].numpy(), self._up[lane]
+        up = self._up[number % LANES]
 
-        def copy(former: Former, start: int) -> None:
+        def fill(share: _Share) -> None:
             if up is not None:
                 up.synchronize()  # what lay there before
-            former.copy(host[start : start + former.chunk.coding.size])
+            copy(share.pieces)
+            for former, there in share.formers:
+                former.check(there)
 
-        self._filling[number] = [self._pool.submit(copy, former, start) for former, start in self._loads[number].formers]
+        self._filling[number] = [self._pool.submit(fill, share) for share in self._shares[number]]
+
+
+def _shared(one: Load, host: torch.Tensor) -> Iterator[_Share]:
+    """What is copied to a lane of pinned memory, by some threads."""
+    for i in range(min(_SHARES, len(one.formers))):
+        mine = one.formers[i::_SHARES]
+        copies = [(former, host.numpy()[start : start + former.chunk.coding.size]) for former, start in mine]
+        yield _Share(pieces(mine, host.data_ptr()), copies)
 
 
 @functools.cache

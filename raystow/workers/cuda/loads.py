@@ -30,13 +30,10 @@ class Former:
         if not any(codec in STREAMED for codec in self.chunk.coding.codecs):
             self.sound = True  # none will: whatever they are, nothing is wrong but the words, whose digest is looked at
 
-    def copy(self, target: Bytes) -> None:
-        """Copy the bytes; ``Damaged`` if they are not what was stored, which is looked at once, before something decodes them."""
-        end = 0
-        for part in self.parts:
-            target[end : end + part.size] = part
-            end += part.size
-        if not self.sound and stored_digest(target) != self.chunk.stored_digest:
+    def check(self, copy: Bytes) -> None:
+        """``Damaged`` if the bytes, of which this is a copy, are not what was stored: looked at once, before something decodes
+        them."""
+        if not self.sound and stored_digest(copy) != self.chunk.stored_digest:
             raise Damaged("the stored bytes do not match their digest", subject=self.chunk.name)
         self.sound = True
 
@@ -71,6 +68,16 @@ class Load:
     planes: Any
     longest: int
     largest: int
+
+
+def pieces(places: Sequence[tuple[Former, int]], address: int) -> Any:
+    """What ``copying.copy`` takes to bring chunks to ``places`` behind an address."""
+    found = list[tuple[int, int, int]]()
+    for former, start in places:
+        for part in former.parts:
+            found.append((part.ctypes.data, address + start, part.size))
+            start += part.size
+    return np.array(found, np.int64).reshape(-1, 3)
 
 
 def load(formers: Sequence[Former], address: int) -> Load:
