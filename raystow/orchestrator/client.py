@@ -169,7 +169,7 @@ class Checkpointer:
             on_staged=lambda: self._staged(pending),
             on_end=lambda outcome: self._ended(pending, number, outcome),
             on_warning=pending._warn,
-            urgent=pending._urgent.is_set,
+            urgent=pending._urgent,
             stall=lambda: pending.stall,
         )
         with pending._holding_up(start):

@@ -42,10 +42,10 @@ def placed(tensor: Any, where: str) -> Placed:
         what = f"this rank holds {held} of {tuple(tensor.shape)}, where {tuple(placements)} places {tuple(extent)}"
         raise StateError(what, subject=where, remedy="split it as torch.chunk does")
     same = tuple(None if p.is_replicate() else at for p, at in zip(placements, here, strict=True))
-    return Placed((tuple(offset), tuple(extent)), *_holders(_Mesh(mesh), same))
+    return Placed((tuple(offset), tuple(extent)), *_holders(Mesh(mesh), same))
 
 
-class _Mesh:
+class Mesh:
     """A mesh as a key of a cache: by identity, since equal ones may have been cut from different worlds."""
 
     def __init__(self, mesh: Any) -> None:
@@ -55,11 +55,11 @@ class _Mesh:
         return id(self.mesh)
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, _Mesh) and self.mesh is other.mesh
+        return isinstance(other, Mesh) and self.mesh is other.mesh
 
 
 @functools.lru_cache(maxsize=64)  # thousands of tensors lie on a few meshes, and a mesh may have ten thousands of ranks
-def _holders(key: _Mesh, same: tuple[int | None, ...]) -> tuple[tuple[int, ...], int]:
+def _holders(key: Mesh, same: tuple[int | None, ...]) -> tuple[tuple[int, ...], int]:
     """The ranks at these coordinates of the mesh, ascending (None: at any), and the lowest of all its ranks."""
     mesh, ranks = key.mesh, key.mesh.mesh.numpy()
     mine = ranks[tuple(slice(None) if at is None else at for at in same)]

@@ -31,7 +31,8 @@ from .lossy import rounding
 from .lossy.choice import Lossy
 from .lossy.rules import words_of
 from .relations import Relations
-from .shards import Shard, shard_of
+from .seen import Seen, Sight
+from .shards import Shard
 from .state import Path, flatten, show
 
 logger = logging.getLogger(__name__)
@@ -193,27 +194,27 @@ class Division:
 
 class Planner:
     """What one rank knows from save to save. A training saves the same tensors again and again, and waits whenever this is
-    worked out: so it is kept, without the tensors, and used again while they lie where they did. ``lossy``: what is rounded."""
+    worked out: so it is kept, without the tensors, and used again while they lie where they did. ``seen``: what is known of
+    each. ``lossy``: what is rounded."""
 
     def __init__(self, lossy: Lossy | None = None) -> None:
         self._lossy, self._warned = lossy or Lossy({}), False
+        self.seen = Seen()
         self._relations = Relations()
         self._last: Division | None = None
         self._key: list[Any] = []
 
     def divide(self, plan: SavePlan) -> Division:
         """On the thread that stages, which divides one save at a time."""
-        sources = self._relations.of(plan.shards, plan.ready, save=plan.save)
-        key = [
-            (s.leaf.path, s.kind, s.dtype, s.shape, s.offset, s.extent, s.holders, s.device, s.device is not None and s.place)
-            for s in plan.shards
-        ]
+        known = [sight.known for sight in plan.sights]
+        sources = self._relations.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
+        key = [shard.identity for shard in known]
         if self._last is None or sources is not self._last.sources or key != self._key:
             self._choose_rules(plan.shards)
             self._last, self._key = _divide(plan, sources), key
         else:
-            for kept, shard in zip(self._last.shards, plan.shards, strict=True):
-                kept.hold(shard)
+            for kept, sight in zip(self._last.shards, plan.sights, strict=True):
+                kept.hold(sight.leaf, sight.local)
         return self._last
 
     def _choose_rules(self, shards: Iterable[Shard]) -> None:
@@ -237,8 +238,8 @@ class Planner:
 
 @dataclass(frozen=True)
 class SavePlan:
-    """``shards``: what this rank holds. ``values``: its plain values (name, path, JSON text). ``ready``: for each CUDA device an
-    event, after which its tensors may be read on any stream. ``on_gpu``: what lies there is coded there. ``planner``: the same
+    """``sights``: of what this rank holds. ``values``: its plain values (name, path, JSON text). ``ready``: for each CUDA device
+    an event, after which its tensors may be read on any stream. ``on_gpu``: what lies there is coded there. ``planner``: the same
     for all saves of this rank; ``save``: their number, the same on all ranks.
 
     What follows from these is worked out when it is first asked for: off the training thread.
@@ -246,12 +247,17 @@ class SavePlan:
 
     rank: int
     world_size: int
-    shards: tuple[Shard, ...]
+    sights: tuple[Sight, ...]
     values: tuple[tuple[str, str, str], ...]
     ready: dict[int, Any]
     on_gpu: bool
     planner: Planner
     save: int
+
+    @functools.cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """What this rank holds."""
+        return tuple(sight.known.again(sight.leaf, sight.local) for sight in self.sights)
 
     @functools.cached_property
     def division(self) -> Division:
@@ -364,9 +370,10 @@ def plan_save(
             subject=show(largest.path),
             remedy="make it an array",
         )
-    shards = [shard_of(leaf) for leaf in leaves if leaf.is_tensor]
-    ready = {device: _record_event(device) for device in {shard.device for shard in shards} if device is not None}
-    return SavePlan(rank, world_size, tuple(shards), rows, ready, on_gpu, planner or Planner(), save)
+    planner = planner or Planner()
+    sights = planner.seen.look([leaf for leaf in leaves if leaf.is_tensor])
+    ready = {device: _record_event(device) for device in {sight.known.device for sight in sights} if device is not None}
+    return SavePlan(rank, world_size, sights, rows, ready, on_gpu, planner, save)
 
 
 def _record_event(device: int) -> Any:

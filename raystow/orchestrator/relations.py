@@ -6,17 +6,15 @@ A look at some elements of each tensor says which; whether all elements follow i
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from ..storage.coding.derived import derivable, derive
-from ..storage.format import manifest
 from .shards import Shard
 
 _SAMPLE = 64  # elements
-_LEAST = 4096  # bytes; for smaller tensors a row costs as much as what it says
 
 
 class Relations:
@@ -26,16 +24,18 @@ class Relations:
     def __init__(self) -> None:
         self._looked = 0  # in which save
         self._found: dict[int, int] = {}
-        self._known: list[Any] = []
+        self._known: Sequence[Any] = ()
 
-    def of(self, shards: Sequence[Shard], ready: Mapping[int, Any], *, save: int) -> dict[int, int]:
-        """Numbers of shards, each with that of the shard from which it seems to follow. ``ready``: for each device an event,
-        after which its tensors may be read. ``save``: its number, from 1 on. Off the training thread."""
-        known = [(shard.leaf.name, shard.dtype, shard.extent, _may_follow(shard)) for shard in shards]
+    def of(
+        self, known: Sequence[Any], shards: Callable[[], Sequence[Shard]], ready: Mapping[int, Any], *, save: int
+    ) -> dict[int, int]:
+        """Numbers of shards, each with that of the shard from which it seems to follow. ``known``: the ``likeness`` of all.
+        ``ready``: for each device an event, after which its tensors may be read. ``save``: its number, from 1 on. Off the
+        training thread."""
         if known != self._known or self._looked.bit_length() < save.bit_length():
             for event in ready.values():
                 event.synchronize()
-            self._looked, self._found, self._known = save, _find(shards), known
+            self._looked, self._found, self._known = save, _find(shards()), known
         return self._found
 
     def forget(self, shard: Shard) -> None:
@@ -46,7 +46,7 @@ class Relations:
 def _find(shards: Sequence[Shard]) -> dict[int, int]:
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
-        if _may_follow(shard):
+        if shard.may_follow:
             alike[shard.shape, shard.offset, shard.extent, shard.holders, shard.device].append(i)
     found: dict[int, int] = {}
     for numbers in alike.values():
@@ -61,12 +61,6 @@ def _find(shards: Sequence[Shard]) -> dict[int, int]:
                     if derivable(shards[i].dtype, dtype):
                         sources.setdefault((dtype, derive(sample, shards[i].dtype, dtype).tobytes()), i)
     return found
-
-
-def _may_follow(shard: Shard) -> bool:
-    """Or something from it."""
-    simple = shard.kind == manifest.TENSOR and shard.format.is_float and shard.itemsize <= 8
-    return simple and shard.nbytes >= _LEAST and shard.place is not None
 
 
 def _samples(shards: Sequence[Shard]) -> list[Any]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import math
 import sys
@@ -18,6 +19,7 @@ from .lossy.rules import Rule
 from .placed import placed
 from .state import Leaf, numpy_dtype, show
 
+_LEAST = 4096  # bytes of a tensor that may follow from another; for smaller ones a row costs as much as what it says
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -41,10 +43,22 @@ class Shard:
     rule: Rule | None = None
     findings: dict[Box, Any] = field(default_factory=dict)
 
-    def hold(self, other: Shard) -> None:
-        """The elements of another one, which is the same apart from these."""
-        self.leaf, self.local = other.leaf, other.local
+    def hold(self, leaf: Leaf, local: Any) -> None:
+        """The same tensor's elements in another save."""
+        self.leaf, self.local = leaf, local
         self.__dict__.pop("bits", None)
+
+    def without_elements(self) -> Shard:
+        """One that is kept for later saves, and knows what can be told while the elements are there."""
+        _ = self.identity, self.likeness
+        return self.again(self.leaf._replace(value=None), None)
+
+    def again(self, leaf: Leaf, local: Any) -> Shard:
+        """One that knows what this one has found out, and holds the same tensor's elements in another save."""
+        other = copy.copy(self)
+        other.findings = {}
+        other.hold(leaf, local)
+        return other
 
     def let_go(self) -> None:
         """Of the elements."""
@@ -80,6 +94,23 @@ class Shard:
         """On a device: the address of the first element; None if elements do not lie one behind the other as they are."""
         local = self.local
         return int(local.data_ptr()) if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
+
+    @functools.cached_property
+    def may_follow(self) -> bool:
+        """Whether it may follow from another tensor, or another one from it: see ``relations``."""
+        simple = self.kind == manifest.TENSOR and self.format.is_float and self.itemsize <= 8
+        return simple and self.nbytes >= _LEAST and self.place is not None
+
+    @functools.cached_property
+    def likeness(self) -> tuple[Any, ...]:
+        """Equal for shards of one name that relate to others in the same way."""
+        return self.leaf.name, self.dtype, self.extent, self.may_follow
+
+    @functools.cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for shards of one tensor that lie in the same place."""
+        where = self.device, self.device is not None and self.place
+        return self.leaf.path, self.kind, self.dtype, self.shape, self.offset, self.extent, self.holders, *where
 
 
 def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
