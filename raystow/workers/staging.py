@@ -10,11 +10,12 @@ import queue
 import threading
 from collections import defaultdict, deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import astuple, dataclass, field
 from typing import Any, Protocol
 
 import numpy as np
 
+from ..storage.clock import SYSTEM
 from ..storage.coding.chunk import DEFLATE, ZSTD
 from ..storage.coding.derived import followed
 from ..storage.coding.dtypes import DType
@@ -35,6 +36,10 @@ CODECS = ("auto", "deflate", "zstd", "ans", "raw", "cpu")
 PLACES = ("training", "node")
 """Which process codes chunks on a GPU: the training process, or the node worker's, for training processes that must not be
 touched."""
+
+HEAD_START = 4e-3
+"""Seconds in which a training that saves tensors on a GPU may launch kernels undisturbed, when ``save`` returns and when
+``fence`` does. It has waited, so little is queued up, and the GPU would idle while the staging thread has the interpreter."""
 
 
 class Piece(Protocol):
@@ -121,7 +126,7 @@ class Plan(Protocol):
 
 @dataclass
 class Order:
-    """One save: what to announce, what to stage, and whom to tell. Callbacks run on threads of the staging. ``urgent``: whether
+    """One save: what to announce, what to stage, and whom to tell. Callbacks run on threads of the staging. ``urgent``: set when
     the training waits for the staging. ``stall``: for how many seconds it has done so; None where nobody counts. ``named``: what
     chunks on a GPU may be stored as differences to."""
 
@@ -131,7 +136,7 @@ class Order:
     on_staged: Callable[[], None]
     on_end: Callable[[Entry | RaystowError], None]
     on_warning: Callable[[str], None] = logger.warning
-    urgent: Callable[[], bool] = lambda: False
+    urgent: threading.Event = field(default_factory=threading.Event)
     stall: Callable[[], float | None] = lambda: None
     named: Named | None = None
     failed: bool = False
@@ -194,6 +199,8 @@ class Staging:
             subject, self._order = f"save of step {order.begin['step']}", order
             try:
                 assert order.plan is not None
+                if order.plan.ready:
+                    order.urgent.wait(HEAD_START)
                 devices = sorted(device for device in order.plan.parts if device is not None)
                 choices = [self._bench().choice(device) for device in devices]
                 replicated, expected = order.plan.coverage
@@ -240,9 +247,11 @@ class Staging:
         def read() -> None:
             if not following[0].strays:
                 on_read()
+                if order.urgent.is_set():
+                    SYSTEM.sleep(HEAD_START)
 
         encode = functools.partial(
-            bench.encode, device, after=after, announce=functools.partial(self._announce_coded, order), urgent=order.urgent
+            bench.encode, device, after=after, announce=functools.partial(self._announce_coded, order), urgent=order.urgent.is_set
         )
         encode(part.pieces, on_read=read, meanwhile=follow, named=order.named)
         self._announce(order, following[0].rows)

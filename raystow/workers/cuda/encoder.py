@@ -46,7 +46,6 @@ MEMORY = 1440 << 20
 
 _GROUP = {DEFLATE: 64 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that are coded by one call
 _BATCH, _PLANE = 128 << 20, 64 << 20  # raw bytes that are read by one launch, and bytes of each of their planes
-_BEFORE = 4  # batches that are being read before anything else is done
 _MOMENT = 1e-3  # seconds to wait for host memory, before the GPU is looked after again
 _SOON, _HASTE = -1, -5  # priorities: reading frees the training, coding may come later; the highest there is
 
@@ -141,7 +140,7 @@ class Encoder:
         """Code all sources. ``emit`` gets what has arrived, bit by bit and in any order; ``on_read`` is called when everything
         has been read and may change. ``after``: a CUDA event before which nothing is read. ``urgent``: whether someone waits for
         the reading; from then on it goes before all else on the GPU, which has nothing better to do. ``meanwhile`` is called
-        once, as soon as the GPU and its link have something to do. ``named``: what chunks may be stored as differences to.
+        once, when the link has as much to do as fits into device memory. ``named``: what chunks may be stored as differences to.
 
         Raises ``SaveFailed`` naming a tensor that changed too early: a sixteenth of every chunk, evenly spread, is looked at when
         the save begins, and its digest compared with that of what the chunk was taken apart from. Or one that was to be stored
@@ -155,8 +154,9 @@ class Encoder:
                     stream.wait_event(after)
                 self._take_samples(program)
                 decided_at = self._differences.decided_at if self._differences is not None else len(program.batches)
+                busy_at = min(program.full, decided_at)
                 for number in itertools.count():
-                    if number == min(_BEFORE, decided_at):
+                    if number == busy_at:
                         meanwhile()
                     if number == decided_at and named is not None:
                         program = self._decide(program, named)

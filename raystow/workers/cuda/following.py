@@ -13,7 +13,8 @@ from ...storage.coding.digest import finish
 from . import kernels
 from .digests import Digests
 
-_SOON = -1  # priority: a millisecond, before anything is read
+_LATER = 0  # priority: behind what is read meanwhile, on which all copies to the host wait
+_AT_ONCE = 8  # chunks that one launch compares: a longer one keeps the coder waiting, and thereby the reading
 
 
 class Following:
@@ -52,24 +53,26 @@ class Lookout:
         self._device, self._ordered = device, sorted(followers, key=_rounded)
         self._copies = sum(not _rounded(follower) for follower in followers)
         rounded = self._ordered[self._copies :]
-        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device, priority=_SOON)):
+        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device, priority=_LATER)):
             self._stream = stream
             of = [one.piece for one in self._ordered] + [one.source for one in self._ordered[: self._copies]]
             self._digests = Digests(of, device)
             rows = np.array([(one.source.origin, one.piece.address, one.piece.nbytes // 2) for one in rounded], np.int64)
             self._table = torch.from_numpy(rows.reshape(-1, 3)).pin_memory().to(device, non_blocking=True)
-        self._batches, end = list[tuple[str, int, int, int]](), 0
+        self._batches, end = list[tuple[str, slice, int]](), 0
         for dtype, alike in itertools.groupby(rounded, _rounded):
             begin, end = end, end + len(list(alike))
-            self._batches.append((dtype, begin, end, int(rows[begin:end, 2].max())))
+            for first in range(begin, end, _AT_ONCE):
+                some = slice(first, min(first + _AT_ONCE, end))
+                self._batches.append((dtype, some, int(rows[some, 2].max())))
 
     def look(self, *, after: Any) -> Following:
         """Begin to look, when the CUDA event ``after`` has come."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             misses = torch.zeros(len(self._table), dtype=torch.int64, device=self._device)
-            for dtype, begin, end, largest in self._batches:
-                kernels.compare(self._table[begin:end], largest, dtype=dtype, misses=misses[begin:end])
+            for dtype, some, largest in self._batches:
+                kernels.compare(self._table[some], largest, dtype=dtype, misses=misses[some])
             told = torch.empty(misses.shape, dtype=torch.int64, pin_memory=True)
             kernels.tell(misses, told)
             sums = self._digests.take()

@@ -154,6 +154,11 @@ class Program:
         """The number of the first batch of this turn, or a later one."""
         return next((i for i, batch in enumerate(self.batches) if batch.turn >= turn), len(self.batches))
 
+    @property
+    def full(self) -> int:
+        """The number of the first batch that waits for others to make room, or of batches if none does."""
+        return next((i for i, batch in enumerate(self.batches) if batch.after or batch.after_group), len(self.batches))
+
     def _lay_out(self, table: Any, kept: Circle, tops: Circle) -> None:
         """Place the planes of all batches, and put the groups together."""
         group_of: list[int] = []  # of each region in ``tops``
