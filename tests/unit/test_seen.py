@@ -1,0 +1,90 @@
+"""What is kept of a tensor's shard serves for the same tensor in later saves, and for no other."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from raystow.orchestrator.planner import Planner, plan_save
+from raystow.orchestrator.seen import Seen, Sight
+from raystow.orchestrator.shards import shard_of
+from raystow.orchestrator.state import flatten
+from raystow.storage.errors import StateError
+
+MEMORY = torch.arange(240, dtype=torch.float32)
+
+
+def look(seen: Seen, tensor: Any) -> Sight:
+    (sight,) = seen.look(flatten({"a": {"b": tensor}}))
+    return sight
+
+
+def test_a_tensor_that_is_the_same_is_found_again_and_its_elements_are_not_kept() -> None:
+    seen = Seen()
+    first, again = look(seen, MEMORY.view(24, 10)), look(seen, MEMORY.view(24, 10).detach())
+    assert again.known is first.known
+    assert again.known.local is None
+    assert again.known.leaf.value is None
+    assert again.local.data_ptr() == MEMORY.data_ptr()
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        lambda: MEMORY.view(12, 20),
+        lambda: MEMORY.view(10, 24).T,
+        lambda: MEMORY[24:].view(24, 9),
+        lambda: MEMORY.clone().view(24, 10),
+        lambda: MEMORY.view(torch.int32).view(24, 10),
+        lambda: torch.view_as_complex(MEMORY.view(12, 10, 2)),
+        lambda: torch.view_as_complex(MEMORY.view(12, 10, 2)).conj(),
+        lambda: torch.view_as_complex(MEMORY.view(12, 10, 2)).conj().imag,
+        lambda: MEMORY.numpy().reshape(24, 10),
+    ],
+    ids=["shape", "strides", "length", "memory", "dtype", "complex", "conjugate", "negative", "array"],
+)
+def test_one_that_differs_is_looked_at_anew(other: Callable[[], Any]) -> None:
+    seen = Seen()
+    for state in (MEMORY.view(24, 10), torch.view_as_complex(MEMORY.view(12, 10, 2)), other()):
+        sight = look(seen, state)
+    (leaf,) = flatten({"a": {"b": other()}})
+    fresh = shard_of(leaf)
+    for what in ("kind", "dtype", "shape", "extent", "device"):
+        assert getattr(sight.known, what) == getattr(fresh, what)
+    made = sight.known.again(sight.leaf, sight.local)
+    assert bytes(made.bits.tobytes()) == bytes(fresh.bits.tobytes())
+
+
+def test_another_place_in_the_state_is_another_tensor_even_with_the_same_name() -> None:
+    seen = Seen()
+    assert seen.look(flatten({"a": {"b": MEMORY}}))[0].known.leaf.path == ("a", "b")
+    assert seen.look(flatten({"a.b": MEMORY}))[0].known.leaf.path == ("a.b",)
+
+
+@pytest.mark.parametrize(
+    "tensor",
+    [MEMORY.view(24, 10).to_sparse(), torch.empty(24, 10, device="meta"), torch.nested.nested_tensor([MEMORY], layout=torch.jagged)],
+    ids=["sparse", "meta", "nested"],
+)
+def test_what_cannot_be_stored_is_an_error_also_where_a_tensor_was_before(tensor: Any) -> None:
+    seen = Seen()
+    look(seen, MEMORY.view(24, 10))
+    with pytest.raises(StateError, match="cannot be stored"):
+        look(seen, tensor)
+
+
+def test_what_is_divided_holds_the_tensors_of_its_own_save() -> None:
+    planner, kept = Planner(), MEMORY.clone()
+
+    def save(value: float) -> bytes:
+        kept.fill_(value)
+        plan = plan_save({"x": kept.view(24, 10), "n": 1}, rank=0, world_size=1, planner=planner)
+        (piece,) = plan.pieces
+        found: bytes = piece.shard.bits.tobytes()
+        plan.let_go()
+        assert piece.shard.local is None
+        return found
+
+    assert [save(value) for value in (1.0, 2.0)] == [torch.full((240,), value).numpy().tobytes() for value in (1.0, 2.0)]
