@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+
 from raystow.orchestrator.planner import Planner, plan_save
 from raystow.orchestrator.seen import Seen, Sight
 from raystow.orchestrator.shards import shard_of
@@ -65,7 +66,11 @@ def test_another_place_in_the_state_is_another_tensor_even_with_the_same_name() 
 
 @pytest.mark.parametrize(
     "tensor",
-    [MEMORY.view(24, 10).to_sparse(), torch.empty(24, 10, device="meta"), torch.nested.nested_tensor([MEMORY], layout=torch.jagged)],
+    [
+        MEMORY.view(24, 10).to_sparse(),
+        torch.empty(24, 10, device="meta"),
+        torch.nested.nested_tensor([MEMORY], layout=torch.jagged),
+    ],
     ids=["sparse", "meta", "nested"],
 )
 def test_what_cannot_be_stored_is_an_error_also_where_a_tensor_was_before(tensor: Any) -> None:
