@@ -86,6 +86,7 @@ def main(
     saves: Annotated[int, typer.Option(min=1, help="windows with a save that count")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="training steps before anything is measured")] = 400,
     rounds: Annotated[int, typer.Option(min=1, help="restores that count")] = 5,
+    saving: Annotated[bool, typer.Option(help="also measure what saves cost")] = True,
 ) -> None:
     """Measure two trainings on one host."""
     console = console_for_tables()
@@ -106,7 +107,7 @@ def main(
         results: dict[str, Any] = {**ray.get(both[0].about.remote()), "codec": codec, "steps": {}, "restore": {}}
         ray.get([trainer.about.remote() for trainer in both])
         groups = {ALONE: both[:1], BOTH: both}
-        for length, every in ((SHORT, 10), (LONG, 4)):
+        for length, every in ((SHORT, 10), (LONG, 4)) if saving else ():
             results["steps"][length] = {
                 title: ray.get([trainer.save.remote(saves, length, every) for trainer in group])
                 for title, group in groups.items()
