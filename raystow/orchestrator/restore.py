@@ -173,7 +173,7 @@ def fill_on_gpu(reader: Reader, device: int, requests: list[Request], runs: list
     import torch
 
     try:
-        from ..workers.cuda.decoder import Decoder
+        from ..workers.cuda.decoding.decoder import Decoder
         from ..workers.cuda.nvcomp import version
 
         version()

@@ -32,7 +32,7 @@ _GAP = 64 << 10  # bytes; a hole of this size costs less than another request
 @dataclass(frozen=True)
 class Request:
     """Fill ``target`` (shape: the box's extent; any strides; items of the dtype's size) with the box of one tensor. It is a numpy
-    array, or for ``workers.cuda.decoder`` a torch tensor of words on a GPU.
+    array, or for ``workers.cuda.decoding.decoder`` a torch tensor of words on a GPU.
 
     ``chunks``: the tensor's rows, or at least those that overlap the box.
     """

@@ -49,7 +49,7 @@ class Host(Protocol):
 
 
 class GpuCoder(Protocol):
-    """Codes what lies in device memory, for training processes that must not be touched: ``workers.cuda.node_encoder``."""
+    """Codes what lies in device memory, for training processes that must not be touched: ``workers.cuda.node_mode.node_encoder``."""
 
     def ask(self, message: Message) -> None:
         """A device is to be used: answer the training process."""
@@ -237,7 +237,7 @@ class Session:
     def _gpu_coder(self, ring: Ring) -> GpuCoder | None:
         """What codes on this node's GPUs; None, with a warning, if this process lacks what that takes. Loads torch and Triton."""
         try:
-            from .cuda.node_encoder import NodeEncoder
+            from .cuda.node_mode.node_encoder import NodeEncoder
 
             return NodeEncoder(ring, self._hello["rank"], self._connection.send)
         except ImportError as error:

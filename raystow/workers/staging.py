@@ -306,7 +306,7 @@ class Staging:
 
     def _bench(self) -> Any:
         if self._workbench is None and self._compress_in == "node":
-            from .cuda.remote_workbench import RemoteWorkbench
+            from .cuda.node_mode.remote_workbench import RemoteWorkbench
 
             self._workbench = RemoteWorkbench(
                 self._codec, send=self._connection.post, receive=self._of_device, lend=self._lend, local=self._local_bench

@@ -126,7 +126,7 @@ def test_a_row_comes_back_bit_for_bit(
 
 def test_slices_and_weights_without_their_master(row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]) -> None:
     """What another number of ranks asks for: parts of chunks, which go through memory of the lane."""
-    from raystow.workers.cuda.decoder import Decoder
+    from raystow.workers.cuda.decoding.decoder import Decoder
 
     _, versions, states = row
     decoder = Decoder(torch.device("cuda", 0))

@@ -57,7 +57,7 @@ def host(tensor: torch.Tensor) -> np.ndarray:
 
 
 def test_the_gpu_says_what_the_cpu_says() -> None:
-    from raystow.workers.cuda.following import follow
+    from raystow.workers.cuda.encoding.following import follow
 
     followers = []
     for n in (4096, 4097, 100_003, 4 << 20):

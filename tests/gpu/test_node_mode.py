@@ -137,7 +137,7 @@ def test_with_expandable_segments() -> None:
 def test_where_ipc_fails_the_training_process_codes_and_says_so(
     cluster: LocalCluster, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from raystow.workers.cuda import device_ring
+    from raystow.workers.cuda.node_mode import device_ring
 
     def refused(handle: Any) -> int:
         raise ClusterError("not permitted here")

@@ -21,7 +21,7 @@ SIZES = (1, 3, 63, 64, 65, 1023, 1024, 1025, 2048, 3 * 1024, 5000, 128 * 1024, 1
 
 
 def test_the_gpu_takes_the_digests_that_the_cpu_takes() -> None:
-    from raystow.workers.cuda import blake3
+    from raystow.workers.cuda.decoding import blake3
 
     memory = torch.randint(0, 256, (sum(SIZES) + 3 * len(SIZES) + blake3.PAST,), device="cuda").to(torch.uint8)
     starts = [sum(SIZES[:i]) + 3 * i for i in range(len(SIZES))]  # of every remainder by four

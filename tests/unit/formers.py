@@ -13,8 +13,8 @@ from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.format.manifest import Chunk
-from raystow.workers.cuda.copying import copy
-from raystow.workers.cuda.loads import Former, load, pieces, room
+from raystow.workers.cuda.bases.copying import copy
+from raystow.workers.cuda.bases.loads import Former, load, pieces, room
 from raystow.workers.cuda.nvcomp import ALIGN
 
 

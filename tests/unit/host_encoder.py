@@ -16,9 +16,9 @@ from raystow.storage.coding import dtypes, kernels
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import BLOCK, WORD_KEYS, block_key
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.cuda.jobs import Aim, Job
-from raystow.workers.cuda.outbox import Outbox, Run
-from raystow.workers.cuda.program import Batch, Group, Limits, Program
+from raystow.workers.cuda.encoding.jobs import Aim, Job
+from raystow.workers.cuda.encoding.outbox import Outbox, Run
+from raystow.workers.cuda.encoding.program import Batch, Group, Limits, Program
 
 BASE = 7
 """The version that differences are taken to."""

@@ -17,7 +17,7 @@ from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.reader import Reader, Request, Run
-from raystow.workers.cuda.lane_plan import LanePlan, Making, Memory, plan
+from raystow.workers.cuda.decoding.lane_plan import LanePlan, Making, Memory, plan
 from raystow.workers.cuda.streams import work_out
 
 

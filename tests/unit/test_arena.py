@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.workers.cuda.arena import Arena
+from raystow.workers.cuda.encoding.arena import Arena
 
 UNIT = 512
 CPU = torch.device("cpu")

@@ -17,8 +17,8 @@ from raystow.storage.coding import dtypes, kernels
 from raystow.storage.coding.chunk import DEFLATE, PACK7, RAW, SMALL, decode
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.cuda.outbox import Outbox
-from raystow.workers.cuda.program import Limits
+from raystow.workers.cuda.encoding.outbox import Outbox
+from raystow.workers.cuda.encoding.program import Limits
 from raystow.workers.ipc.arrival import Layout, parts
 from raystow.workers.ipc.ring import Ring
 from raystow.workers.packing.attempt import draft

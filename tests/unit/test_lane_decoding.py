@@ -18,7 +18,7 @@ from raystow.storage.errors import Damaged
 from raystow.storage.format.boxes import Box
 from raystow.storage.reader import Request, Run
 from raystow.storage.version import Version
-from raystow.workers.cuda import lane_plan
+from raystow.workers.cuda.decoding import lane_plan
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 

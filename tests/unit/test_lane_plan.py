@@ -8,7 +8,7 @@ import torch
 from raystow.storage.coding.chunk import Coding, Plane, packed
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import Piece, Run
-from raystow.workers.cuda import lane_plan
+from raystow.workers.cuda.decoding import lane_plan
 from raystow.workers.cuda.nvcomp import ALIGN
 from raystow.workers.cuda.streams import Streams, work_out
 

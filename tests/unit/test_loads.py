@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 
 from raystow.storage.coding.chunk import PACK7
 from raystow.storage.errors import Damaged
-from raystow.workers.cuda.copying import copy
-from raystow.workers.cuda.loads import pieces, serves
+from raystow.workers.cuda.bases.copying import copy
+from raystow.workers.cuda.bases.loads import pieces, serves
 
 DTYPES = ("float8_e5m2", "bfloat16", "float32", "float64")
 WANTED = st.tuples(st.sampled_from(DTYPES), st.integers(300, 90_000), st.booleans(), st.booleans())

@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.workers.cuda.outbox import Outbox, Run
+from raystow.workers.cuda.encoding.outbox import Outbox, Run
 from raystow.workers.ipc.arrival import parts
 from raystow.workers.ipc.ring import Ring
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from raystow.storage.coding import chunk, delta, kernels
 from raystow.storage.coding.dtypes import dtype
-from raystow.workers.cuda.paying import pays
+from raystow.workers.cuda.encoding.paying import pays
 
 
 @settings(max_examples=40, deadline=None)

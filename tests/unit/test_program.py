@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raystow.storage.coding import dtypes
 from raystow.storage.coding.chunk import SMALL
-from raystow.workers.cuda.program import ROWS, Batch, Circle, Limits, Program, key
+from raystow.workers.cuda.encoding.program import ROWS, Batch, Circle, Limits, Program, key
 
 Interval = tuple[int, int]
 NAMES = ("float8_e4m3fn", "uint8", "bfloat16", "int16", "float32", "int32", "complex64", "float64", "int64")

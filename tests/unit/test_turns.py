@@ -12,8 +12,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.coding import dtypes
-from raystow.workers.cuda.jobs import Aim
-from raystow.workers.cuda.program import Limits, Program
+from raystow.workers.cuda.encoding.jobs import Aim
+from raystow.workers.cuda.encoding.program import Limits, Program
 
 LIMITS = Limits(batch=40_000, plane=20_000, group=60_000, streams=40, stream=1024, lane=30_000)
 SIZES = [1, 500, 1024, 8192, 20_000]

@@ -22,8 +22,8 @@ from raystow.storage.coding.kernels import Bytes
 from raystow.storage.format import keys
 from raystow.storage.format.boxes import Box
 from raystow.storage.format.manifest import Chunk, Fragment
-from raystow.workers.cuda.loads import Former as Brought
-from raystow.workers.cuda.loads import load
+from raystow.workers.cuda.bases.loads import Former as Brought
+from raystow.workers.cuda.bases.loads import load
 from raystow.workers.ipc.arrival import layout
 from raystow.workers.ipc.offers import Offer, Offers
 from raystow.workers.ipc.ring import Ring

@@ -12,11 +12,11 @@ from ...storage.coding.chunk import RAW
 from ..ipc.offers import Named
 from ..ipc.ring import Ring
 from .choice import Choice, choose
-from .encoder import Encoder
-from .following import Following, Lookout, follow
-from .outbox import Outbox
-from .program import Program
-from .stages import Arrived
+from .encoding.encoder import Encoder
+from .encoding.following import Following, Lookout, follow
+from .encoding.outbox import Outbox
+from .encoding.program import Program
+from .encoding.stages import Arrived
 
 
 class Workbench:

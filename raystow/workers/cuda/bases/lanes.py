@@ -17,11 +17,11 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.coding.kernels import Bytes
-from . import kernels
+from ....storage.coding.kernels import Bytes
+from .. import kernels
+from ..nvcomp import Codec
 from .copying import copy
 from .loads import Former, Load, pieces
-from .nvcomp import Codec
 
 LANES = 3
 _SHARES = max(1, min(4, (os.cpu_count() or 1) // 4))  # threads that fill a lane: each moves some GB/s, and the link tens of them

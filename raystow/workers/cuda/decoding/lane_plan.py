@@ -12,13 +12,13 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from ...storage.coding import chunk as chunks
-from ...storage.coding.digest import finish
-from ...storage.errors import Damaged, Unsupported
-from ...storage.reader import Piece, Place, Run
-from . import tables
-from .nvcomp import ALIGN
-from .streams import Streams, aligned, spread
+from ....storage.coding import chunk as chunks
+from ....storage.coding.digest import finish
+from ....storage.errors import Damaged, Unsupported
+from ....storage.reader import Piece, Place, Run
+from .. import tables
+from ..nvcomp import ALIGN
+from ..streams import Streams, aligned, spread
 
 
 class Memory(NamedTuple):

@@ -8,14 +8,14 @@ from typing import Any
 
 import numpy as np
 
-from ...storage.coding.chunk import PACK7, RAW, STREAMED, layout
-from ...storage.coding.digest import stored_digest
-from ...storage.coding.kernels import Bytes
-from ...storage.errors import Damaged
-from ...storage.format.manifest import Chunk
-from . import tables
-from .nvcomp import ALIGN
-from .streams import Streams, aligned, spread, work_out
+from ....storage.coding.chunk import PACK7, RAW, STREAMED, layout
+from ....storage.coding.digest import stored_digest
+from ....storage.coding.kernels import Bytes
+from ....storage.errors import Damaged
+from ....storage.format.manifest import Chunk
+from .. import tables
+from ..nvcomp import ALIGN
+from ..streams import Streams, aligned, spread, work_out
 
 
 @dataclass(eq=False)

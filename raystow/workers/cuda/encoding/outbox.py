@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ...storage.errors import ClusterError
-from ..ipc.ring import Ring
+from ....storage.errors import ClusterError
+from ...ipc.ring import Ring
 
 
 @dataclass

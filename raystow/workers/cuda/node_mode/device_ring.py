@@ -15,8 +15,8 @@ from typing import Any
 
 import torch
 
-from ...storage.clock import SYSTEM
-from ...storage.errors import ClusterError
+from ....storage.clock import SYSTEM
+from ....storage.errors import ClusterError
 
 SLOT = 64 << 20
 """Bytes of a slot; the largest chunk must fit."""

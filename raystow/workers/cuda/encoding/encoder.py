@@ -27,15 +27,15 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
-from ...storage.errors import SaveFailed
-from ..ipc.offers import Named
-from . import kernels
+from ....storage.coding.chunk import ANS, DEFLATE, ZSTD
+from ....storage.errors import SaveFailed
+from ...ipc.offers import Named
+from .. import kernels
+from ..bases.lanes import LANES, Lanes
+from ..nvcomp import STREAM, Codec
 from .arena import Arena
 from .differences import Differences
 from .jobs import Aim, Sink, Source
-from .lanes import LANES, Lanes
-from .nvcomp import STREAM, Codec
 from .program import Batch, Limits, Program, key
 from .sevens import COUNT as SEVENS
 from .sevens import Sevens, worth_packing

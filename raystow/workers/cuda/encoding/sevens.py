@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from . import kernels
+from .. import kernels
 from .jobs import Job
 
 COUNT = 4

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.coding.digest import finish
-from . import kernels
-from .digests import Digests
+from ....storage.coding.digest import finish
+from .. import kernels
+from ..digests import Digests
 
 _LATER = 0  # priority: behind what is read meanwhile, on which all copies to the host wait
 _AT_ONCE = 8  # chunks that one launch compares: a longer one keeps the coder waiting, and thereby the reading

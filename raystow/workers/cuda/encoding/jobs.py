@@ -9,7 +9,7 @@ from typing import Any, Protocol
 
 import torch
 
-from ...storage.coding.dtypes import DType
+from ....storage.coding.dtypes import DType
 from .outbox import Run
 
 

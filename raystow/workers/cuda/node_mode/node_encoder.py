@@ -17,19 +17,19 @@ from typing import Any
 
 import torch
 
-from ...storage.coding import dtypes
-from ...storage.coding.chunk import RAW
-from ...storage.coding.digest import finish
-from ...storage.errors import ClusterError, RaystowError, SaveFailed
-from ...storage.log import about
-from ..ipc.arrival import Layout
-from ..ipc.ring import Ring
-from ..ipc.slots import Slots
-from ..ipc.wire import Message
-from ..packing.attempt import NodeAttempt, draft
+from ....storage.coding import dtypes
+from ....storage.coding.chunk import RAW
+from ....storage.coding.digest import finish
+from ....storage.errors import ClusterError, RaystowError, SaveFailed
+from ....storage.log import about
+from ...ipc.arrival import Layout
+from ...ipc.ring import Ring
+from ...ipc.slots import Slots
+from ...ipc.wire import Message
+from ...packing.attempt import NodeAttempt, draft
+from ..nvcomp import version
+from ..workbench import Workbench
 from .device_ring import DeviceRing
-from .nvcomp import version
-from .workbench import Workbench
 
 logger = logging.getLogger(__name__)
 

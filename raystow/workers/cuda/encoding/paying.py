@@ -6,8 +6,8 @@ import math
 
 import torch
 
-from ...storage.coding.chunk import WORTH
-from ...storage.coding.delta import GAIN
+from ....storage.coding.chunk import WORTH
+from ....storage.coding.delta import GAIN
 
 _AT_ONCE = 64  # chunks: what counting takes is 16 bytes for each byte of a sample
 

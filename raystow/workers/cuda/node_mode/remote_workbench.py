@@ -23,15 +23,15 @@ from typing import Any
 
 import torch
 
-from ...storage.errors import RaystowError, SaveFailed
-from ..ipc.offers import Named
-from ..ipc.ring import ALIGN
-from ..ipc.wire import Message
-from .choice import Choice
+from ....storage.errors import RaystowError, SaveFailed
+from ...ipc.offers import Named
+from ...ipc.ring import ALIGN
+from ...ipc.wire import Message
+from ..choice import Choice
+from ..digests import digests
+from ..encoding.following import Following, Lookout, follow
+from ..workbench import Workbench
 from .device_ring import DeviceRing
-from .digests import digests
-from .following import Following, Lookout, follow
-from .workbench import Workbench
 
 logger = logging.getLogger(__name__)
 

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import torch
 
-from ...storage.coding.chunk import SMALL
-from ..ipc.arrival import layout
-from . import tables
+from ....storage.coding.chunk import SMALL
+from ...ipc.arrival import layout
+from .. import tables
 from .jobs import ALONE, Aim, Job, Source
 
 ROWS = 512

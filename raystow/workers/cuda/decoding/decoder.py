@@ -21,13 +21,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from ...storage.errors import Damaged
-from ...storage.reader import Piece, Reader, Run
-from ...storage.uncollected import uncollected
-from . import blake3, kernels, tables
+from ....storage.errors import Damaged
+from ....storage.reader import Piece, Reader, Run
+from ....storage.uncollected import uncollected
+from .. import kernels, tables
+from ..nvcomp import Codec
+from ..streams import work_out
+from . import blake3
 from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, plan
-from .nvcomp import Codec
-from .streams import work_out
 
 logger = logging.getLogger(__name__)
 

@@ -16,14 +16,15 @@ from typing import Any
 
 import torch
 
-from ...storage.coding.delta import LEAST
-from ...storage.coding.digest import finish
-from ...storage.errors import Damaged, SaveFailed
-from ..ipc.offers import Named, Offer
-from . import kernels, paying
+from ....storage.coding.delta import LEAST
+from ....storage.coding.digest import finish
+from ....storage.errors import Damaged, SaveFailed
+from ...ipc.offers import Named, Offer
+from .. import kernels
+from ..bases.lanes import Lanes
+from ..bases.loads import Former, load, room, serves
+from . import paying
 from .jobs import Aim, Source
-from .lanes import Lanes
-from .loads import Former, load, room, serves
 from .program import Batch, Program
 
 logger = logging.getLogger(__name__)
