@@ -49,7 +49,7 @@ class Host(Protocol):
 
 
 class GpuCoder(Protocol):
-    """Codes what lies in device memory, for training processes that must not be touched: ``workers.cuda.node_mode.node_encoder``."""
+    """Codes what lies in device memory, for training processes that must not be touched: see ``workers.cuda.node_mode``."""
 
     def ask(self, message: Message) -> None:
         """A device is to be used: answer the training process."""
