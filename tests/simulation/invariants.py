@@ -73,6 +73,8 @@ class Watch:
     refused: set[Attempt] = field(default_factory=set)
     leases: dict[str, Lease] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
+    left: dict[Attempt, int] = field(default_factory=dict)
+    """What is no version any more -> number of the change that took it out of the root."""
     lost: bool = False
     """Whether the root is lost at the moment, by the world's will."""
 
@@ -96,6 +98,8 @@ class Watch:
     def guards(self, who: str, attempt: Attempt, looked: int, *, written: bool) -> None:
         """A reader was told that the version it leased is live; it last looked at the root after the ``looked``-th change.
         ``written``: it knows that its lease was."""
+        if self.left.get(attempt, looked + 1) <= looked and not (self.root and attempt in _live(self.root)):
+            raise Violation("what is leased is live", f"{who} was told so of {attempt}, and had seen that it is not")
         for lease in self.leases.values():
             if (lease.who, lease.attempt) == (who, attempt) and self._counts(lease):
                 lease.guards = lease.first <= looked
@@ -143,6 +147,7 @@ class Watch:
         }
         role = self.roles.get(change.who, Role("nobody"))
         before, after = _live(old), _live(new)
+        self.left |= dict.fromkeys(before - after, self.model.changes)
         if kinds == {"epoch", "owner"}:
             self._took(change, role, old, new)
         elif kinds == {"next_id", "versions"} and new["versions"][:-1] == old["versions"]:

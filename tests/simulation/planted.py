@@ -157,6 +157,15 @@ BUGS = (
     ),
     _bug(
         "a reader does not look at the root after it wrote its lease",
+        (_REPOSITORY, "                versions = self.root().versions\n                if", "                if"),
+        (
+            _REPOSITORY,
+            "                for entry in fresh:\n",
+            "                versions = self.root().versions\n                for entry in fresh:\n",
+        ),
+    ),
+    _bug(
+        "a reader is given a lease of what it sees to be gone",
         (_REPOSITORY, "if version.entry not in versions:", "if False:"),
     ),
     _bug(
