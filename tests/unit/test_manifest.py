@@ -12,9 +12,11 @@ import pyarrow.parquet as pq
 import pytest
 from handmade import rows_and_pack, whole
 
+from raystow.storage.coding.chunk import packed
 from raystow.storage.coding.rounded import Rounded
 from raystow.storage.errors import Damaged, RaystowError, Unsupported
 from raystow.storage.format.manifest import SCHEMA, Fragment, Value
+from raystow.storage.format.selection import Sought, select
 
 KEY = "versions/00000001-0000000000000000/tensors-00003.parquet"
 VALUES = (Value("lr", '["lr"]', "0.1", (0, 1)), Value("seed", '["seed"]', "7", (1,)))
@@ -46,6 +48,23 @@ def test_the_node_is_that_of_the_file() -> None:
 
 def test_an_empty_fragment_comes_back() -> None:
     assert Fragment.load(Fragment(0, (), ()).dump(), 0, KEY) == Fragment(0, (), ())
+
+
+def test_each_of_very_many_rows_has_its_own_streams() -> None:
+    """They are read as one list of numbers, some thousands of rows at a time."""
+    first = ROWS[0]
+    codings = [replace(first.coding, streams=packed(range(1, 1 + i % 5))) for i in range(9000)]
+    chunks = tuple(replace(first, name=f"t{i:04}", coding=coding) for i, coding in enumerate(codings))
+    data = Fragment(0, chunks, VALUES).dump()
+    assert Fragment.load(data, 0, KEY).chunks == chunks
+    found = select(data, 0, KEY, {chunk.name: Sought(tensor=True) for chunk in chunks[::3]})
+    assert tuple(found.chunks) == chunks[::3]
+
+
+@pytest.mark.parametrize("streams", [[0], [-1], [5, 0, 5], [5, None]], ids=str)
+def test_a_stream_of_no_bytes_is_damage(streams: list[Any]) -> None:
+    with pytest.raises(Damaged, match=KEY):
+        Fragment.load(changed(streams=streams), 0, KEY)
 
 
 def test_rows_are_sorted_by_name_and_offset() -> None:
