@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 import torch
+from torch import distributed
 
 from raystow.orchestrator.planner import Planner, plan_save
 from raystow.orchestrator.seen import Seen, Sight
@@ -93,3 +94,28 @@ def test_what_is_divided_holds_the_tensors_of_its_own_save() -> None:
         return found
 
     assert [save(value) for value in (1.0, 2.0)] == [torch.full((240,), value).numpy().tobytes() for value in (1.0, 2.0)]
+
+
+@pytest.fixture
+def alone() -> Iterator[None]:
+    """A world of one rank."""
+    distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
+    yield
+    distributed.destroy_process_group()
+
+
+def test_a_distributed_tensor_is_another_one_where_it_is_spread_otherwise(alone: None) -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
+
+    def spread(mesh: Any, placement: Placement) -> Any:
+        return DTensor.from_local(MEMORY.view(24, 10), mesh, [placement])
+
+    seen, mesh = Seen(), init_device_mesh("cpu", (1,))
+    first, again = look(seen, spread(mesh, Shard(0))), look(seen, spread(mesh, Shard(0)))
+    assert again.known is first.known
+    assert again.known.extent == (24, 10)
+    assert again.local.data_ptr() == MEMORY.data_ptr()
+    assert look(seen, spread(mesh, Replicate())).known is not first.known
+    assert look(seen, spread(init_device_mesh("cpu", (1,)), Replicate())).known is not first.known
+    assert look(seen, MEMORY.view(24, 10)).known.holders == ()
