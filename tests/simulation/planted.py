@@ -51,7 +51,7 @@ def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
 
 _ROOT_PY, _COMMITTER, _COLLECT = "storage/format/root.py", "storage/committer.py", "storage/retention/collect.py"
 _PLAN, _RETENTION, _REPOSITORY = "storage/retention/plan.py", "storage/retention/policy.py", "storage/repository.py"
-_REPLACING, _COMPACTION = "storage/retention/replacing.py", "storage/retention/compaction.py"
+_COMPACTION = "storage/retention/compaction.py"
 _COORDINATOR = "orchestrator/coordinator.py"
 _ERRORS = "from ..errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
 _EITHER = "            except (PreconditionFailed, StoreUnavailable) as error:\n"
@@ -172,10 +172,6 @@ BUGS = (
         "retention does not keep what a version that stays is a difference to",
         (_RETENTION, "    users = needed(entries, ruled)", "    users = needed((), ruled)"),
         (_PLAN, "            going = {entry for entry in going if entry.id not in users}\n", ""),
-    ),
-    _bug(
-        "a version is written whole though nobody noted it any more",
-        (_REPLACING, "note not in root.rewrites or ", ""),
     ),
     _bug(
         "what was verified last is written whole",
