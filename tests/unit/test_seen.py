@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -119,3 +121,15 @@ def test_a_distributed_tensor_is_another_one_where_it_is_spread_otherwise(alone:
     assert look(seen, spread(mesh, Replicate())).known is not first.known
     assert look(seen, spread(init_device_mesh("cpu", (1,)), Replicate())).known is not first.known
     assert look(seen, MEMORY.view(24, 10)).known.holders == ()
+
+
+def test_arrays_are_looked_at_without_torch() -> None:
+    script = """
+import sys
+import numpy as np
+sys.modules["torch"] = None  # importing it fails
+from raystow.orchestrator.planner import plan_save
+plan = plan_save({"a": np.arange(10), "n": np.float32(1)}, rank=0, world_size=1)
+assert sorted(piece.name for piece in plan.pieces) == ["a", "n"]
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
