@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 import queue
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
+from raystow.workers import staging
 from raystow.workers.ipc.ring import SLOT, Ring
 from raystow.workers.ipc.wire import Connection, Listener
 from raystow.workers.staging import Order, Staging
@@ -81,23 +84,85 @@ def within(seconds: float, work: Callable[[], None]) -> bool:
 
 
 def staged(address: str, chunks: list[Chunk]) -> tuple[Staging, threading.Event, queue.SimpleQueue[Entry | RaystowError]]:
-    staging, done = Staging(address, {}), threading.Event()
+    made, done = Staging(address, {}), threading.Event()
     outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-    staging.submit(Order(1, {"step": 7}, Plan(chunks), on_staged=done.set, on_end=outcomes.put))
-    return staging, done, outcomes
+    made.submit(Order(1, {"step": 7}, Plan(chunks), on_staged=done.set, on_end=outcomes.put))
+    return made, done, outcomes
 
 
 def test_closing_does_not_wait_for_a_node_worker_that_frees_no_slot(frozen: str) -> None:
-    staging, done, outcomes = staged(frozen, [Chunk() for _ in range(5)])
+    made, done, outcomes = staged(frozen, [Chunk() for _ in range(5)])
     assert not done.wait(0.3)  # three chunks have no slot
-    assert within(20, lambda: staging.close(patience=0.1))
+    assert within(20, lambda: made.close(patience=0.1))
     assert done.is_set()
     assert isinstance(outcomes.get(timeout=1), SaveFailed)
 
 
 def test_what_cannot_be_sent_ends_the_save_at_once(frozen: str) -> None:
-    staging, done, outcomes = staged(frozen, [Chunk(fields={"no JSON": object()})])
+    made, done, outcomes = staged(frozen, [Chunk(fields={"no JSON": object()})])
     assert isinstance(outcomes.get(timeout=5), SaveFailed)
     assert done.wait(5)
-    assert staging.lost
-    assert within(20, staging.close)
+    assert made.lost
+    assert within(20, made.close)
+
+
+@dataclass
+class OnGpu(Plan):
+    """A plan whose chunks lie on a device; ``seen`` gets what has happened by the time that it is looked at."""
+
+    seen: list[str] = field(default_factory=list)
+    ready: dict[int, Any] = field(default_factory=lambda: {0: None})
+
+    @property
+    def parts(self) -> dict[Any, Plan]:
+        self.seen.append("looked at")
+        return {0: self}
+
+
+class Bench:
+    """Codes nothing, and has read all at once."""
+
+    def choice(self, device: int) -> Any:
+        return SimpleNamespace(codec="deflate", why="")
+
+    def follow(self, *_: Any, **__: Any) -> Any:
+        return SimpleNamespace(strays=[], rows=[])
+
+    def encode(self, *_: Any, meanwhile: Callable[[], None], on_read: Callable[[], None], **__: Any) -> None:
+        meanwhile()
+        on_read()
+
+    def close(self) -> None: ...
+
+
+class Urgent(threading.Event):
+    def __init__(self) -> None:
+        super().__init__()
+        self.waited_for = threading.Event()
+
+    def wait(self, timeout: float | None = None) -> bool:
+        self.waited_for.set()
+        return super().wait(timeout)
+
+
+def test_a_training_on_a_gpu_has_a_head_start_unless_it_waits_and_again_when_it_has_waited(
+    frozen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging, "HEAD_START", 3600.0)
+    plan, urgent, over = OnGpu([]), Urgent(), threading.Event()
+    monkeypatch.setattr(staging, "SYSTEM", SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}")))
+
+    def staged() -> None:
+        plan.seen.append("staged")
+        if plan.seen.count("staged") == 2:  # all was read; the save's part here is over
+            over.set()
+
+    made = Staging(frozen, {})
+    made._workbench = Bench()
+    made.submit(Order(1, {"step": 7}, plan, on_staged=staged, on_end=lambda outcome: None, urgent=urgent))
+    assert urgent.waited_for.wait(5)
+    plan.seen.append("fence")
+    urgent.set()
+    assert over.wait(5)
+    assert [what for what, _ in itertools.groupby(plan.seen)] == ["fence", "looked at", "staged", "slept 3600", "staged"]
+    made.close(patience=0.1)
