@@ -40,6 +40,7 @@ def _silent(nbytes: int) -> None:
     pass
 
 
+@uncollected()
 def restore(
     version: Version,
     into: Any,
@@ -215,26 +216,30 @@ def restore_latest(
     Falls back past a damaged version, with an error in the log. With ``strict=False``, ``Damaged`` if a tensor that the damaged
     version holds is not in the one before: it may be filled already, and would be of another version than the rest.
     """
-    filled: Collection[str] = ()
+    filled = set[str]()
+
+    @uncollected()
+    def fill(version: Version) -> None:
+        plan = plan_restore(
+            version,
+            into,
+            rank=rank,
+            world_size=world_size,
+            strict=strict,
+            cast=cast,
+            sources=agreement.sources,
+            filled=filled,
+        )
+        filled.update(plan.names)
+        whose = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": rank}
+        log = about(logger, repository=repository.uri, **whose)
+        log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
+        plan.execute(progress)
+
     damage, entry = "", agreement.settle(None, "")
     while entry is not None:
         try:
-            version = agreement.version(entry)
-            plan = plan_restore(
-                version,
-                into,
-                rank=rank,
-                world_size=world_size,
-                strict=strict,
-                cast=cast,
-                sources=agreement.sources,
-                filled=filled,
-            )
-            filled = plan.names
-            whose = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": rank}
-            log = about(logger, repository=repository.uri, **whose)
-            log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
-            plan.execute(progress)
+            fill(agreement.version(entry))
             damage = ""
         except Damaged as error:
             damage = str(error)

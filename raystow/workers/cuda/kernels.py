@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from ...storage.coding.digest import BLOCK, WORD_KEYS, block_key
+from .tables import Table
 
 _SLICE = 1024  # 32-bit words: what a program takes of a digest block at a time, always with the same keys
 _GROUP = 16  # digest blocks that a program goes through
@@ -324,11 +325,10 @@ def _unpack7(table, SPAN: tl.constexpr):
 
 
 @functools.cache
-def _keys(device: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
     """The digest's keys of words and of blocks, int64 on the device."""
-    place = f"cuda:{device}" if device >= 0 else "cpu"
     blocks = np.array([block_key(b) for b in range(1 << 12)], np.uint64)
-    return torch.from_numpy(WORD_KEYS.view(np.int64)).to(place), torch.from_numpy(blocks.view(np.int64)).to(place)
+    return torch.from_numpy(WORD_KEYS.view(np.int64)).to(device), torch.from_numpy(blocks.view(np.int64)).to(device)
 
 
 def split(
@@ -355,18 +355,18 @@ def split(
     _run(table, largest, *digests, bases=bases, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True)
 
 
-def join(table: torch.Tensor, largest: int, *, width: int, rotate: bool, packed: bool, digests: torch.Tensor) -> None:
+def join(table: Table, largest: int, *, width: int, rotate: bool, packed: bool, digests: Table) -> None:
     """The inverse of ``split``; ``digests`` (int64 [chunks], zeros) gets the sums of ``raw_digest`` of the words it makes."""
     _run(table, largest, digests, W=width, ROTATE=rotate, PACKED=packed, JOIN=True)
 
 
-def add(table: torch.Tensor, largest: int, *, width: int, digests: torch.Tensor) -> None:
+def add(table: Table, largest: int, *, width: int, digests: Table) -> None:
     """``storage.coding.kernels.add``: the planes of each row are those of differences to the words that lie where the new ones
     go; all else as for ``join``."""
     _run(table, largest, digests, W=width, PACKED=False, JOIN=True, ADD=True)
 
 
-def derive(table: torch.Tensor, largest: int, *, dtype: str, digests: torch.Tensor) -> None:
+def derive(table: Table, largest: int, *, dtype: str, digests: Table) -> None:
     """``coding.derived.derive`` of each row, whose words of ``dtype`` (bfloat16 or float16) come of the float32 ones where
     otherwise the first plane is; ``digests`` as for ``join``."""
     _run(table, largest, digests, W=2, PACKED=False, ROUND=dtype)
@@ -383,9 +383,9 @@ def sample(table: torch.Tensor, largest: int, *, width: int, packed: bool, sampl
 
 
 def _run(
-    table: torch.Tensor,
+    table: Table,
     largest: int,
-    sums: torch.Tensor,
+    sums: Table,
     samples: torch.Tensor | None = None,
     odds: torch.Tensor | None = None,
     base_sums: torch.Tensor | None = None,
@@ -401,7 +401,7 @@ def _run(
     SAMPLE: bool = False,
 ) -> None:
     if len(table):
-        keys, block_keys = _keys(table.device.index if table.is_cuda else -1)
+        keys, block_keys = _keys(table.device)
         slices = 1 if SAMPLE else BLOCK // _SLICE
         grid = (slices * max(1, triton.cdiv(largest, _REACH)), len(table))
         _pass[grid](
@@ -444,7 +444,7 @@ def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tens
         _compare[grid](table, misses, BF16=dtype == "bfloat16", SPAN=4096)
 
 
-def move(table: torch.Tensor, largest: int) -> None:
+def move(table: Table, largest: int) -> None:
     """Copy bytes: ``table`` int64 [pieces, 3] of source address, target address, bytes; ``largest`` of the latter."""
     if len(table):
         _move[(max(1, triton.cdiv(largest, _SPAN)), len(table))](table, SPAN=_SPAN)
@@ -487,7 +487,7 @@ def pack7(table: torch.Tensor, largest: int) -> None:
         _pack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)
 
 
-def unpack7(table: torch.Tensor, largest: int) -> None:
+def unpack7(table: Table, largest: int) -> None:
     """The inverse of ``pack7``: address of the packed bytes, address of the plane, groups of seven bytes."""
     if len(table):
         _unpack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)

@@ -16,6 +16,7 @@ import torch
 
 from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ...storage.errors import Unsupported
+from .tables import Table
 
 MAJOR = 6
 ALIGN = 16
@@ -128,14 +129,14 @@ class Codec:
 
     def decompress(
         self,
-        sources: torch.Tensor,
-        sizes: torch.Tensor,
-        targets: torch.Tensor,
-        rooms: torch.Tensor,
+        sources: Table,
+        sizes: Table,
+        targets: Table,
+        rooms: Table,
         *,
-        decoded: torch.Tensor,
+        decoded: Table,
         scratch: torch.Tensor,
-        status: torch.Tensor,
+        status: Table,
     ) -> None:
         """Decode streams whose digest was checked (a coder may do anything on bytes that are no stream of its own): from
         ``sources``, ``sizes`` bytes each, to ``targets`` with room for ``rooms`` bytes; the decoded sizes into ``decoded``."""
@@ -161,7 +162,7 @@ class Codec:
             raise RuntimeError(f"{self._prefix}{what}: {text.decode() if text else code}")
 
 
-def _pointer(tensor: torch.Tensor) -> ctypes.c_void_p:
+def _pointer(tensor: Table) -> ctypes.c_void_p:
     return ctypes.c_void_p(tensor.data_ptr())
 
 

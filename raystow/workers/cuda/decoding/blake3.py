@@ -8,11 +8,14 @@ the flags are those of the specification (O'Connor, Aumasson, Neves, Wilcox-O'He
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 import numpy as np
 import torch
 import triton
 import triton.language as tl
+
+from ..tables import Addressed, Table
 
 LEAF = 1024
 """Bytes."""
@@ -182,18 +185,23 @@ def _tree(table, values, others, digests, LANES: tl.constexpr, LEAF: tl.constexp
     tl.store(digests + tl.program_id(0) * 8 + word, tl.load(source + word))
 
 
-def stored_digests(table: torch.Tensor, sizes: Sequence[int], digests: torch.Tensor) -> None:
-    """The digests of ranges of device memory, on the current stream, into ``digests`` (int32, 8 for each range).
+def stored_digests(table: Table, sizes: Sequence[int], digests: Table, scratch: torch.Tensor) -> None:
+    """The digests of ranges of device memory, on the current stream, into ``digests`` (uint32, 8 for each range).
 
     ``table``: what ``table_of`` gives, on the device; ``sizes``: at least 1 each. Up to ``PAST`` bytes behind each range must be
-    readable.
+    readable. ``scratch``: ``scratch_of(sizes)`` bytes.
     """
     if not sizes:
         return
-    leaves = sum(-(-size // LEAF) for size in sizes)
-    values, others = (torch.empty((leaves, 8), dtype=torch.uint32, device=table.device) for _ in range(2))
+    values = Addressed(scratch.data_ptr(), 0, table.device, torch.uint32)
+    others = replace(values, address=values.address + scratch_of(sizes) // 2)
     _leaves[(triton.cdiv(max(sizes), LEAF * _LANES), len(sizes))](table, values, LANES=_LANES, LEAF=LEAF)
-    _tree[(len(sizes),)](table, values, others, digests.view(torch.uint32), LANES=_LANES, LEAF=LEAF)
+    _tree[(len(sizes),)](table, values, others, digests, LANES=_LANES, LEAF=LEAF)
+
+
+def scratch_of(sizes: Sequence[int]) -> int:
+    """Bytes for two values of each leaf."""
+    return 2 * 32 * sum(-(-size // LEAF) for size in sizes)
 
 
 def table_of(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:

@@ -13,9 +13,9 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -23,10 +23,10 @@ import torch
 
 from ....storage.errors import Damaged
 from ....storage.reader import Piece, Reader, Run
-from ....storage.uncollected import uncollected
 from .. import kernels, tables
 from ..nvcomp import Codec
 from ..streams import work_out
+from ..tables import Addressed, Table
 from . import blake3
 from .lane_plan import ROOM, Fetch, LanePlan, Making, Memory, plan
 
@@ -36,11 +36,13 @@ _LANES, _FETCHING = 7, 4  # in all, and of these at most being filled: more requ
 _TOGETHER = 8  # lanes whose work is worked out at once
 
 Progress = Callable[[int], None]
-_Table = np.ndarray[Any, Any]
+_Numbers = np.ndarray[Any, Any]
+_NOTHING = np.empty(0, np.int64)
 
 
 class _Lane:
-    """Memory for some stored bytes on their way, and a stream to decode them on; see ``lane_plan.Memory``."""
+    """Memory for some stored bytes on their way, and a stream to decode them on; see ``lane_plan.Memory``. ``scratch``: what its
+    kernels need besides, one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -49,12 +51,17 @@ class _Lane:
         self.stored = torch.empty(ROOM.stored + blake3.PAST, dtype=torch.uint8, device=device)
         self.planes = torch.empty(ROOM.planes, dtype=torch.uint8, device=device)
         self.aligned = torch.empty(ROOM.aligned, dtype=torch.uint8, device=device)
-        self.words = torch.empty(0, dtype=torch.uint8, device=device)
+        self.words = self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def make_room(self) -> None:
-        """For words, which most lanes never need."""
+    def make_room_for_words(self) -> None:
+        """Which most lanes never need."""
         if not self.words.numel():
             self.words = torch.empty(ROOM.words, dtype=torch.uint8, device=self.words.device)
+
+    def make_scratch(self, nbytes: int) -> None:
+        """On its stream, when nothing is under way there that uses what there was."""
+        if self.scratch.numel() < nbytes:
+            self.scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.scratch.device)
 
     @property
     def memory(self) -> Memory:
@@ -63,26 +70,30 @@ class _Lane:
 
 
 class _Step(NamedTuple):
-    """Some kernels: what they want to know (int64), how many numbers (int64) come of them, and what enqueues them when there is
-    room for both on the device."""
+    """Some kernels. ``table``: what they want to know (int64); ``results``: how many numbers (int64) come of them; ``launch``
+    enqueues them when there is room for both on the device, and for ``scratch`` bytes."""
 
-    table: _Table
+    table: _Numbers
     results: int
-    launch: Callable[[torch.Tensor, torch.Tensor], None]
+    launch: Callable[[Addressed, Addressed, torch.Tensor], None]
+    scratch: int = 0
 
 
 @dataclass
 class _Work:
-    """What a lane does with the bytes of a plan: ``steps``, of which the first takes their digests. ``tables``, ``results``: of
-    each step, on the device. ``told``: the results of the first step, and those of all others, with pinned memory for them."""
+    """What a lane does with the bytes of a plan: ``steps``, of which the first takes their digests. Of each step ``tables`` and
+    ``results`` on the device (``held`` is their memory), and ``found``: the results on the host, once they are ``told``, those of
+    the first step and those of all others, from the device to pinned memory."""
 
     plan: LanePlan
     lane: _Lane
     fetches: list[Future[None]] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
-    tables: list[torch.Tensor] = field(default_factory=list)
-    results: list[torch.Tensor] = field(default_factory=list)
+    tables: list[Addressed] = field(default_factory=list)
+    results: list[Addressed] = field(default_factory=list)
+    found: list[_Numbers] = field(default_factory=list)
     told: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+    held: tuple[torch.Tensor, ...] = ()
     event: Any = None  # of what was enqueued last
 
     def places(self) -> Iterator[tuple[Fetch, memoryview]]:
@@ -98,7 +109,7 @@ class _Work:
     def run(self, some: slice, *, told: int) -> None:
         """Enqueue some of the steps, and the copy of what comes of them."""
         for step, table, results in zip(self.steps[some], self.tables[some], self.results[some], strict=True):
-            step.launch(table.view(step.table.shape), results)
+            step.launch(table, results, self.lane.scratch)
         found, pinned = self.told[told]
         pinned.copy_(found, non_blocking=True)
 
@@ -124,9 +135,9 @@ class Decoder:
         others = list[Run]()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
-                planned = map(_Work, plan(runs, others), itertools.cycle(self._lanes))
-                works = list(itertools.islice(planned, _FETCHING))
-                for work in works:
+                planned = enumerate(map(_Work, plan(runs, others), itertools.cycle(self._lanes)))
+                works = dict(itertools.islice(planned, _FETCHING))
+                for work in works.values():
                     _fetch(reader, pool, work)
                 stages: dict[int, Callable[[_Work], None]] = {
                     0: _take_up,
@@ -136,14 +147,14 @@ class Decoder:
                 }
                 for i in itertools.count():
                     if i % _TOGETHER == 0:
-                        with uncollected():
-                            works += itertools.islice(planned, _TOGETHER)
-                            self._prepare(works[i : i + _TOGETHER])
-                    if i == len(works) + _LANES - _FETCHING:
+                        works.update(itertools.islice(planned, _TOGETHER))
+                        self._prepare([works[j] for j in range(i, i + _TOGETHER) if j in works])
+                    if not works:
                         break
                     for ahead, stage in stages.items():
-                        if 0 <= i + ahead < len(works):
+                        if i + ahead in works:
                             stage(works[i + ahead])
+                    works.pop(i + _FETCHING - _LANES, None)
                 if others:
                     logger.warning("no lane of a GPU can take %d runs of stored bytes: they are decoded on the CPU", len(others))
                 for run in others:
@@ -157,7 +168,7 @@ class Decoder:
         """Work out all that lanes have to do once their bytes are there."""
         for work in works:
             if work.plan.needs.words:
-                work.lane.make_room()
+                work.lane.make_room_for_words()
             work.plan.lay_out(work.lane.memory)
         work_out([streams for work in works for streams in work.plan.streams.values()])
         for work in works:
@@ -165,25 +176,50 @@ class Decoder:
         steps = [step for work in works for step in work.steps]
         if not steps:
             return
-        flat = torch.from_numpy(np.concatenate([step.table.reshape(-1) for step in steps])).pin_memory()
-        tables = _dealt(flat.to(self._device, non_blocking=True), [[step.table.size for step in work.steps] for work in works])
-        numbers = [[step.results for step in work.steps] for work in works]
-        first_and_others = [[first, sum(others)] for first, *others in numbers]
-        results = torch.zeros(sum(map(sum, numbers)), dtype=torch.int64, device=self._device)
-        pinned = torch.empty(results.shape, dtype=torch.int64, pin_memory=True)
-        told = map(zip, _dealt(results, first_and_others), _dealt(pinned, first_and_others))
-        for work, *work_has in zip(works, tables, _dealt(results, numbers), told, strict=True):
-            work.tables, work.results, work.told = map(list, work_has)
+        *tables, end = _one_behind_the_other(step.table.size for step in steps)
+        flat = torch.empty(end, dtype=torch.int64, pin_memory=True)
+        numbers = flat.numpy()
+        for step, at in zip(steps, tables, strict=True):
+            numbers[at : at + step.table.size].reshape(step.table.shape)[...] = step.table
+        *results, end = _one_behind_the_other(step.results for step in steps)
+        on_device = flat.to(self._device, non_blocking=True), torch.zeros(end, dtype=torch.int64, device=self._device)
+        pinned = torch.empty(end, dtype=torch.int64, pin_memory=True)
+        self._deal(works, tables, results, on_device, pinned)
         ready = torch.cuda.current_stream(self._device).record_event()
         for work in works:
             work.lane.stream.wait_event(ready)
+
+    def _deal(
+        self,
+        works: Sequence[_Work],
+        tables: Sequence[int],
+        results: Sequence[int],
+        held: tuple[torch.Tensor, torch.Tensor],
+        pinned: torch.Tensor,
+    ) -> None:
+        """Tell each lane where the tables and the results of its steps begin in what all of them have together."""
+        places, found = iter(zip(tables, results, strict=True)), pinned.numpy()
+        first_table, first_result = (tensor.data_ptr() for tensor in held)
+        for work in works:
+            work.held = held
+            for step, (table, result) in zip(work.steps, places, strict=False):
+                work.tables.append(Addressed(first_table + 8 * table, len(step.table), self._device))
+                work.results.append(Addressed(first_result + 8 * result, step.results, self._device))
+                work.found.append(found[result : result + step.results])
+        sizes = [[_even(step.results) for step in work.steps] for work in works]
+        parts = [part for first, *others in sizes for part in (first, sum(others))]
+        told = zip(held[1].split(parts), pinned.split(parts), strict=True)
+        for work in works:
+            work.told = list(itertools.islice(told, 2))
 
     def _decoding(self, plan: LanePlan) -> Iterator[_Step]:
         """What follows once the stored bytes are known to be what was written."""
         for kind, streams in plan.streams.items():
             moves, decodes = streams.table[:3].T, streams.table[1:]
             yield _Step(moves, 0, _plain(kernels.move, int(moves[:, 2].max())))
-            yield _Step(decodes, 2 * len(moves), functools.partial(self._decompress, kind))
+            codec = self._codecs.get(kind) or self._codecs.setdefault(kind, Codec(*kind))
+            launch = functools.partial(_decompress, codec, len(moves))
+            yield _Step(decodes, 2 * len(moves), launch, codec.decoding_scratch(len(moves)))
         if plan.unpacks:
             unpacks = np.array(plan.unpacks, np.int64)
             yield _Step(unpacks, 0, _plain(kernels.unpack7, int(unpacks[:, 2].max())))
@@ -192,36 +228,45 @@ class Decoder:
             largest, packed = int(table[:, 1].max()) * making.width, tables.can_pack(table, making.width)
             yield _Step(table, len(table), functools.partial(_make, making, largest, packed))
 
-    def _decompress(self, kind: tuple[str, int], streams: torch.Tensor, results: torch.Tensor) -> None:
-        codec = self._codecs.get(kind) or self._codecs.setdefault(kind, Codec(*kind))
-        scratch = torch.empty(codec.decoding_scratch(streams.shape[1]), dtype=torch.uint8, device=self._device)
-        decoded, said = results.view(2, -1)
-        codec.decompress(*streams, decoded=decoded, scratch=scratch, status=said.view(torch.int32))
+
+def _one_behind_the_other(sizes: Iterable[int]) -> list[int]:
+    """Where each begins, counted in numbers; at last, where the last one ends."""
+    return [0, *itertools.accumulate(map(_even, sizes))]
+
+
+def _even(numbers: int) -> int:
+    """So that every address is a multiple of 16: kernels are compiled anew for others."""
+    return numbers + numbers % 2
 
 
 def _digesting(plan: LanePlan) -> _Step:
     sizes = [place.size for _, place in plan.stored]
     table = blake3.table_of([address for address, _ in plan.stored], sizes)
-    return _Step(table, 4 * len(sizes), lambda table, results: blake3.stored_digests(table, sizes, results.view(torch.int32)))
+
+    def launch(table: Addressed, digests: Addressed, scratch: torch.Tensor) -> None:
+        blake3.stored_digests(table, sizes, replace(digests, dtype=torch.uint32), scratch)
+
+    return _Step(table, 4 * len(sizes), launch, blake3.scratch_of(sizes))
 
 
-def _plain(kernel: Callable[[torch.Tensor, int], None], largest: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    return lambda table, results: kernel(table, largest)
+def _plain(kernel: Callable[[Table, int], None], largest: int) -> Callable[[Addressed, Addressed, torch.Tensor], None]:
+    return lambda table, results, scratch: kernel(table, largest)
 
 
-def _make(making: Making, largest: int, packed: bool, table: torch.Tensor, digests: torch.Tensor) -> None:
+def _decompress(codec: Codec, n: int, table: Addressed, results: Addressed, scratch: torch.Tensor) -> None:
+    """``table``: four rows of numbers about ``n`` streams; ``results``: their decoded sizes, and what nvCOMP says of each."""
+    rows = [Addressed(table.address + 8 * n * row, n, table.device) for row in range(len(table))]
+    status = replace(results, address=results.address + 8 * n, dtype=torch.int32)
+    codec.decompress(*rows, decoded=results, scratch=scratch, status=status)
+
+
+def _make(making: Making, largest: int, packed: bool, table: Addressed, digests: Addressed, scratch: torch.Tensor) -> None:
     if making.rounded:
         kernels.derive(table, largest, dtype=making.rounded, digests=digests)
     elif making.added:
         kernels.add(table, largest, width=making.width, digests=digests)
     else:
         kernels.join(table, largest, width=making.width, rotate=making.rotated, packed=packed, digests=digests)
-
-
-def _dealt(flat: torch.Tensor, sizes: list[list[int]]) -> list[list[torch.Tensor]]:
-    """Parts of a tensor, in groups."""
-    parts = iter(flat.split(list(itertools.chain.from_iterable(sizes))))
-    return [list(itertools.islice(parts, len(of))) for of in sizes]
 
 
 def _fetch(reader: Reader, pool: ThreadPoolExecutor, work: _Work) -> None:
@@ -238,6 +283,7 @@ def _take_up(work: _Work) -> None:
     for fetch in work.fetches:
         fetch.result()
     with torch.cuda.stream(work.lane.stream):
+        work.lane.make_scratch(max(step.scratch for step in work.steps))
         work.copy_up()
         work.run(slice(1), told=0)
         work.event = work.lane.stream.record_event()
@@ -247,7 +293,7 @@ def _launch(reader: Reader, work: _Work) -> None:
     """When they have arrived whole, enqueue everything that is to be done with them."""
     work.event.synchronize()
     with torch.cuda.stream(work.lane.stream):
-        if not work.plan.as_written(work.told[0][1].numpy()):
+        if not work.plan.as_written(work.found[0]):
             for fetch, place in work.places():
                 with fetch.needed():
                     reader.fetch(fetch.run, place)  # they may have been changed on their way
@@ -262,14 +308,13 @@ def _launch(reader: Reader, work: _Work) -> None:
 def _finish(progress: Progress, work: _Work) -> None:
     """Wait for what a lane does, and look at what came out of it."""
     work.event.synchronize()
-    plan, numbers = work.plan, work.told[1][1].numpy()
-    rooms = [streams.table[4] for streams in plan.streams.values()]
-    *decoded, sums = np.split(numbers, np.cumsum([2 * len(room) for room in rooms], dtype=np.int64))
-    for nbytes in plan.check(sums):  # first: an error of these names a tensor
-        progress(nbytes)
-    for room, (sizes, said) in zip(rooms, (one.reshape(2, -1) for one in decoded), strict=True):
+    made = [found for step, found in zip(work.steps[1:], work.found[1:], strict=True) if step.results]
+    decoded, sums = made[: len(work.plan.streams)], made[len(work.plan.streams) :]
+    progress(sum(work.plan.check(np.concatenate((_NOTHING, *sums)))))  # first: an error of these names a tensor
+    for streams, (sizes, said) in zip(work.plan.streams.values(), (one.reshape(2, -1) for one in decoded), strict=True):
+        room = streams.table[4]
         if said.view(np.int32)[: len(room)].any() or (sizes != room).any():
-            raise Damaged("nvCOMP did not decode every stream to its size", subject=plan.fetches[0].run.key)
+            raise Damaged("nvCOMP did not decode every stream to its size", subject=work.plan.fetches[0].run.key)
 
 
 def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
