@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from local_cluster import LocalCluster
 
-import raystow
+from raystow.orchestrator.restore import restore
 from raystow.storage.clock import SYSTEM
 from raystow.storage.uncollected import uncollected
 
@@ -45,6 +45,7 @@ def test_whoever_has_it_off_keeps_it_off() -> None:
 def test_nothing_is_collected_before_a_restore_is_over() -> None:
     seen = list[bool]()
     with LocalCluster(f"memory://uncollected-{SYSTEM.token()}") as cluster:
-        cluster.save({"w": np.ones(3)}, step=1)
-        raystow.restore_latest(cluster.uri, into={"w": np.zeros(3)}, progress=lambda nbytes: seen.append(gc.isenabled()))
-    assert seen == [False] and gc.isenabled()
+        version = cluster.save({"w": np.ones(3)}, step=1)
+        restore(version, {"w": np.zeros(3)}, progress=lambda nbytes: seen.append(gc.isenabled()))
+    assert seen == [False]
+    assert gc.isenabled()
