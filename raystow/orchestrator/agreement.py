@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import replace
@@ -140,6 +141,7 @@ class Together:
             records[base.record_key] = Place(base.entry.size)
             sizes[base.id, base.attempt] = _sizes(base)
 
+        @functools.cache
         def place(key: str) -> Place | None:
             parts, whose = keys.place_of(key), keys.attempt_of(key)
             size = None if parts is None or whose not in sizes else sizes[whose].get(parts)

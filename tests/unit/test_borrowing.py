@@ -14,7 +14,7 @@ from raystow.workers.fetching.borrowing import Borrowing, Place
 from raystow.workers.fetching.fetcher import Fetcher, Nowhere
 from raystow.workers.fetching.lender import lend
 from raystow.workers.ipc.wire import Listener
-from raystow.workers.memory.memory_tier import MemoryTier
+from raystow.workers.memory.memory_tier import Home, MemoryTier
 
 
 class Failing(MemoryStore):
@@ -32,9 +32,14 @@ def failing() -> Failing:
 
 
 @pytest.fixture
-def rank(failing: Failing) -> Iterator[Borrowing]:
+def tier() -> MemoryTier:
+    return MemoryTier(1 << 20)
+
+
+@pytest.fixture
+def rank(failing: Failing, tier: MemoryTier) -> Iterator[Borrowing]:
     """A rank to which the store answers, though not to its node worker."""
-    listener, fetcher = Listener(f"raystow-test-{SYSTEM.token()}"), Fetcher(MemoryTier(0), Nowhere(), budget=1 << 20)
+    listener, fetcher = Listener(f"raystow-test-{SYSTEM.token()}"), Fetcher(tier, Nowhere(), budget=1 << 20)
 
     def serve() -> None:
         connection = listener.accept()
@@ -66,3 +71,19 @@ def test_what_the_node_worker_may_not_read_the_rank_reads_itself(rank: Borrowing
     failing.error = StoreError("403", subject="pack")
     assert rank.get_range("pack", 0, 5) == b"bytes"
     assert rank.read == {"store": 5}
+
+
+def test_what_the_node_worker_has_whole_is_asked_for_once(rank: Borrowing, tier: MemoryTier) -> None:
+    tier.put(Home("r", 1, "a"), 0, "pack", [memoryview(b"hello")])
+    target = bytearray(3)
+    rank.get_range_into("pack", 0, memoryview(target))
+    tier.close()  # this rank has it still
+    assert bytes(rank.get_range("pack", 2, 3)) == b"llo"
+    rank.get_range_into("pack", 1, memoryview(target))
+    assert (target, rank.read) == (b"ell", {"memory": 9})
+
+
+def test_what_was_wrong_comes_from_the_store_though_it_is_held(rank: Borrowing, tier: MemoryTier) -> None:
+    tier.put(Home("r", 1, "a"), 0, "pack", [memoryview(b"wrong")])
+    assert [bytes(rank.get_range("pack", 0, 5)) for _ in range(2)] == [b"wrong", b"bytes"]
+    assert rank.read == {"memory": 5, "store": 5}

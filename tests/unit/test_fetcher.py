@@ -43,8 +43,9 @@ class World:
         self.visit.__exit__(None, None, None)
 
     def get(self, key: str, *spans: tuple[int, int], near: tuple[str, ...] = ()) -> list[bytes]:
-        descriptor = self.fetcher.get(Wanted("r", key, len(DATA), spans, near), self.store)
-        with open(descriptor, "rb") as file:
+        lent = self.fetcher.get(Wanted("r", key, len(DATA), spans, near), self.store)
+        self.whole = lent.whole
+        with open(lent.descriptor, "rb") as file:
             return [os.pread(file.fileno(), end - start, start) for start, end in spans]
 
 
@@ -61,9 +62,11 @@ def test_memory_before_peers_before_the_store(make, caplog):
     world.store.put("pack", [DATA])
     assert world.get("pack", (0, 20), (900, 1000)) == [DATA[:20], DATA[900:]]
     assert told(world) == {"peer": 10, "store": 110}
+    assert not world.whole
     world.tier.put(Home("r", 1, "a"), 0, "pack", [DATA])
     assert world.get("pack", (0, 1000), near=("a",)) == [DATA]
     assert told(world) == {"memory": 1000, "peer": 10, "store": 110}
+    assert world.whole
 
 
 def told(world: World) -> dict[str, int]:

@@ -170,7 +170,7 @@ class Counting(MemoryStore):
 def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, company: Company | None = None) -> bytes:
     company = company or Company("restore", sorted(cluster.workers))
     wanted = Wanted("r", key, len(DATA), [(span[0], span[1])], round=company.round, desk=company.desk(key))
-    with open(cluster[by].fetcher.get(wanted, store), "rb") as file:
+    with open(cluster[by].fetcher.get(wanted, store).descriptor, "rb") as file:
         return os.pread(file.fileno(), span[1] - span[0], span[0])
 
 

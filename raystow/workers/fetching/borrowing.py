@@ -20,7 +20,7 @@ from ..ipc.wire import Connection
 logger = logging.getLogger(__name__)
 
 _Result = TypeVar("_Result")
-_MAPPED = 32  # objects that stay mapped: what the node worker lets go of must not be held here
+_HELD = 32  # objects of which the memory is held: what the node worker lets go of should not stay for long
 
 
 @dataclass(frozen=True)
@@ -37,8 +37,8 @@ class Place:
 class Borrowing:
     """An ``ObjectStore`` for reading, from any thread. Objects that have a ``place`` are mapped from the node worker at
     ``address``, those of ``given`` are known already; all others, and all if the node worker fails, are read from the store. So
-    is what is asked for a second time: the first was wrong. ``read``: bytes by where they came from, without what another rank of
-    the node had asked for before."""
+    is what is asked for a second time: the first was wrong. Objects that the node worker has whole are asked for once. ``read``:
+    bytes by where they came from, without what another rank of the node had asked for before."""
 
     def __init__(self, store: ObjectStore, address: str, repository: str) -> None:
         self._store, self._address, self._repository = store, address, repository
@@ -48,6 +48,7 @@ class Borrowing:
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._answered = set[tuple[str, int, int]]()
+        self._whole = dict[str, int]()  # key -> descriptor
         self._mapped: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()  # key -> inode and mapping
 
     @property
@@ -78,21 +79,25 @@ class Borrowing:
         held."""
 
         def read(place: Place, descriptor: int) -> bool:
-            self._check(place, descriptor)
             done = 0
             while done < target.nbytes:
-                done += os.preadv(descriptor, [target[done:]], start + done)
+                if not (got := os.preadv(descriptor, [target[done:]], start + done)):
+                    raise ClusterError(f"the memory that the node worker lent ends at {start + done}", subject=self._address)
+                done += got
             return True
 
         if self._borrowed(key, start, target.nbytes, read) is None:
             self._store.get_range_into(key, start, target)
 
     def close(self) -> None:
-        """End the conversations, and let go of the memory as soon as no view of it is held."""
+        """When no thread reads any more: end the conversations, and let go of the memory as soon as no view of it is held."""
         with self._lock:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
+            for descriptor in self._whole.values():
+                os.close(descriptor)
+            self._whole.clear()
             self._mapped.clear()
 
     def __getattr__(self, name: str) -> Any:
@@ -108,7 +113,12 @@ class Borrowing:
             if asked in self._answered:
                 raise ClusterError("what it gave is asked for again: it must have been wrong", subject=self._address)
             self._answered.add(asked)
-            return self._borrow(key, place, start, length, functools.partial(use, place))
+            held = self._whole.get(key)
+            if held is None:
+                return self._borrow(key, place, start, length, functools.partial(use, place))
+            with self._lock:
+                self.read["memory"] += length
+            return use(place, held)
         except ClusterError as error:
             about(logger, repository=self.uri, **whose(key)).warning("%s is read past the node worker: %s", key, error)
             with self._lock:
@@ -126,9 +136,10 @@ class Borrowing:
             "round": place.round,
             "desk": place.desk,
         }
-        return self._talk(lambda connection: self._ask(connection, key, wanted, use))
+        return self._talk(lambda connection: self._ask(connection, wanted, use))
 
-    def _ask(self, connection: Connection, key: str, wanted: dict[str, Any], use: Callable[[int], _Result]) -> _Result:
+    def _ask(self, connection: Connection, wanted: dict[str, Any], use: Callable[[int], _Result]) -> _Result:
+        key = wanted["key"]
         connection.send(wanted)
         answer = connection.receive()
         if answer is None:
@@ -138,31 +149,30 @@ class Borrowing:
             if message["store_is_down"]:  # it has tried for minutes: so would this process
                 raise StoreUnavailable(f"the node worker waited for the store in vain: {message['error']}", subject=key)
             raise ClusterError(f"the node worker could not get it: {message['error']}", subject=self._address)
-        with self._lock:
-            self.read.update(message["read"])
+        held = False
         try:
+            if (size := os.fstat(descriptor).st_size) < wanted["size"]:
+                raise ClusterError(f"the node worker lent {size} bytes instead of {wanted['size']}", subject=self._address)
+            with self._lock:
+                self.read.update(message["read"])
+                if message["whole"] and len(self._whole) < _HELD:
+                    held = self._whole.setdefault(key, descriptor) == descriptor
             return use(descriptor)
         finally:
-            os.close(descriptor)
+            if not held:
+                os.close(descriptor)
 
     def _map(self, key: str, place: Place, descriptor: int) -> mmap.mmap:
         """One mapping for each object that was asked for lately, as long as the node worker lends the same memory."""
-        inode = self._check(place, descriptor)
+        inode = os.fstat(descriptor).st_ino
         with self._lock:
             known = self._mapped.get(key)
             if known is None or known[0] != inode:
                 known = self._mapped[key] = inode, mmap.mmap(descriptor, place.size, prot=mmap.PROT_READ)
             self._mapped.move_to_end(key)
-            if len(self._mapped) > _MAPPED:
+            if len(self._mapped) > _HELD:
                 self._mapped.popitem(last=False)
             return known[1]
-
-    def _check(self, place: Place, descriptor: int) -> int:
-        """The inode of what was lent, which must be the whole object."""
-        status = os.fstat(descriptor)
-        if status.st_size < place.size:
-            raise ClusterError(f"the node worker lent {status.st_size} bytes instead of {place.size}", subject=self._address)
-        return status.st_ino
 
     def _talk(self, work: Callable[[Connection], _Result]) -> _Result:
         """With a conversation of this thread's own: another may be waiting for its answer."""

@@ -14,7 +14,7 @@ import threading
 from collections import Counter, OrderedDict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.log import about, whose
@@ -38,6 +38,13 @@ class Wanted:
     near: Sequence[str] = ()
     round: str = ""
     desk: str = ""
+
+
+class Lent(NamedTuple):
+    """A descriptor of memory, for the borrower to close. ``whole``: all of the object is there, not only what was asked for."""
+
+    descriptor: int
+    whole: bool
 
 
 class Others(Protocol):
@@ -76,8 +83,8 @@ class Fetcher:
         self._visitors = 0
         self.read: dict[str, int] = {"memory": 0, "peer": 0, "store": 0, "instead": 0}
 
-    def get(self, wanted: Wanted, store: ObjectStore, read: Counter[str] | None = None) -> int:
-        """A descriptor of memory in which the spans are filled, for the caller to close. Raises what the store raises.
+    def get(self, wanted: Wanted, store: ObjectStore, read: Counter[str] | None = None) -> Lent:
+        """Memory in which the spans are filled. Raises what the store raises.
 
         ``read`` is told the bytes that this call got, by source; what others got meanwhile or before is not among them.
         """
@@ -85,10 +92,10 @@ class Fetcher:
         kept = self._tier.borrow(wanted.repository, wanted.key)
         if kept is not None:
             self._count(read, "memory", sum(end - start for start, end in wanted.spans))
-            return kept
+            return Lent(kept, whole=True)
         with self._file(wanted) as file:
             file.ensure(wanted.spans, lambda start, target: self._fetch(wanted, store, read, start, target))
-            return file.lend()
+            return Lent(file.lend(), whole=False)
 
     def lend(self, repository: str, key: str, span: Span, seconds: float) -> int | None:
         """A descriptor of memory in which a span is filled, for another node; None if it is not here. What is being fetched is

@@ -30,13 +30,13 @@ def lend(connection: Connection, first: Message, fetcher: Fetcher, store_of: Cal
                 desk=message["desk"],
             )
             read = Counter[str]()
-            descriptor = fetcher.get(wanted, store_of(message["uri"]), read)
+            lent = fetcher.get(wanted, store_of(message["uri"]), read)
         except RaystowError as error:
             connection.send({"error": str(error), "store_is_down": isinstance(error, StoreUnavailable)})
         else:
             try:
-                connection.send({"read": read}, fd=descriptor)
+                connection.send({"read": read, "whole": lent.whole}, fd=lent.descriptor)
             finally:
-                os.close(descriptor)
+                os.close(lent.descriptor)
         received = connection.receive()
         message = received and received[0]
