@@ -1,4 +1,4 @@
-"""Each of nvCOMP's coders by itself, on the parts of a training state: how small, how fast, and whether it all comes back."""
+"""Each of the GPU's coders by itself, on the parts of a training state: how small, how fast, and whether it all comes back."""
 
 from __future__ import annotations
 
@@ -23,14 +23,15 @@ class Pipeline:
 
     def __init__(self, words: Tensor, coder: str) -> None:
         """``words``: integers of the part's width, [chunks, words in a chunk]."""
-        from raystow.workers.cuda.nvcomp import STREAM, Codec
+        from raystow.workers.cuda.huffman import coder as coder_of
+        from raystow.workers.cuda.nvcomp import STREAM
 
         self._words, self._stream = words, STREAM[coder]
         self.chunks, self.words_each = words.shape
         self.width = words.element_size()
         device = words.device
         n = words.numel()
-        self._codec = Codec(coder, self._stream)
+        self._codec = coder_of(coder, self._stream)
         self._planes = torch.empty((self.width, n), dtype=torch.uint8, device=device)
         self._target = torch.zeros_like(words)
         self._taking, self._joining = self._table(words), self._table(self._target)

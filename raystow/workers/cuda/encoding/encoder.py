@@ -32,7 +32,8 @@ from ....storage.errors import SaveFailed
 from ...ipc.offers import Named
 from .. import kernels
 from ..bases.lanes import LANES, Lanes
-from ..nvcomp import STREAM, Codec
+from ..huffman import coder
+from ..nvcomp import STREAM
 from .arena import Arena
 from .differences import Differences
 from .jobs import Aim, Sink, Source
@@ -62,7 +63,7 @@ class Encoder:
             self._reading, self._packing = (torch.cuda.Stream(device, priority=_SOON) for _ in range(2))
             self._hasty = torch.cuda.Stream(device, priority=_HASTE)
             self._coding_stream, self._leaving = (torch.cuda.Stream(device) for _ in range(2))
-            self._codec = Codec(codec, STREAM[codec]) if codec else None
+            self._codec = coder(codec, STREAM[codec]) if codec else None
             stride = stream = streams = scratch = tops = sevens = 0
             batch = min(_BATCH, memory // 10, sink.capacity // 8)
             if self._codec:

@@ -1,0 +1,77 @@
+"""What the GPU's Deflate coder writes is Deflate: zlib and nvCOMP read it, whatever is coded."""
+
+from __future__ import annotations
+
+import zlib
+
+import pytest
+import torch
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+STREAM = 16 << 10
+
+
+def cases() -> dict[str, torch.Tensor]:
+    torch.manual_seed(0)
+    bell = torch.randn(STREAM).abs().log2().floor().add(127).to(torch.uint8)  # as exponents lie
+    few = torch.cat([torch.full((2**k,), k, dtype=torch.uint8) for k in range(14)])  # codes as long as there are
+    return {
+        "exponents": bell,
+        "exponents, fewer": bell[:5003],
+        "with zeros": torch.where(torch.rand(STREAM) < 0.5, bell, 0),
+        "zeros": torch.zeros(STREAM, dtype=torch.uint8),
+        "one byte": bell[:1],
+        "the same byte": torch.full((77,), 255, dtype=torch.uint8),
+        "each byte once": torch.arange(256).to(torch.uint8),
+        "one of each among zeros": torch.cat([torch.arange(256).to(torch.uint8), torch.zeros(STREAM - 256, dtype=torch.uint8)]),
+        "from rare to frequent": few,
+        "the other way round": few.flip(0),
+        "noise": torch.randint(0, 256, (STREAM,)).to(torch.uint8),
+    }
+
+
+def test_whatever_is_coded_is_read_by_zlib_and_by_nvcomp() -> None:
+    from raystow.workers.cuda.huffman import Deflate
+
+    coder, given = Deflate("deflate", STREAM), cases()
+    n = len(given)
+    sources = [stream.cuda() for stream in given.values()]
+    sizes = torch.tensor([len(stream) for stream in sources], device="cuda")
+    out = torch.full((n, coder.stride), 0xAB, dtype=torch.uint8, device="cuda")
+    back = torch.zeros((n, STREAM), dtype=torch.uint8, device="cuda")
+    at = torch.tensor([stream.data_ptr() for stream in sources], device="cuda")
+    targets, returned = (rows.data_ptr() + torch.arange(n, device="cuda") * rows.shape[1] for rows in (out, back))
+    coded, decoded = (torch.zeros(n, dtype=torch.int64, device="cuda") for _ in range(2))
+    scratch = torch.empty(max(coder.coding_scratch(n), coder.decoding_scratch(n)), dtype=torch.uint8, device="cuda")
+    status = torch.ones(n, dtype=torch.int32, device="cuda")
+    coder.compress(at, sizes, targets, coded, scratch=scratch, status=status)
+    assert not status.any()
+    for (what, stream), row, size in zip(given.items(), out.cpu(), coded.tolist(), strict=True):
+        assert zlib.decompress(row[:size].numpy().tobytes(), wbits=-15) == stream.numpy().tobytes(), what
+    exponents = given["exponents"].numpy().tobytes()
+    best = zlib.compressobj(9, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+    wanted = len(best.compress(exponents) + best.flush())
+    assert coded[0].item() < 1.03 * wanted
+    status.fill_(1)
+    coder.decompress(targets, coded, returned, sizes, decoded=decoded, scratch=scratch, status=status)
+    assert not status.any()
+    assert torch.equal(decoded, sizes)
+    for (what, stream), row in zip(given.items(), back.cpu(), strict=True):
+        assert torch.equal(row[: len(stream)], stream), what
+
+
+def test_what_would_grow_beyond_its_room_is_given_up() -> None:
+    from raystow.workers.cuda import huffman
+
+    coder = huffman.Deflate("deflate", STREAM)
+    at = torch.arange(STREAM, device="cuda")
+    looked_at = at % 4 == at // (4 * huffman._WORDS) % 4
+    steep = torch.rand(STREAM, device="cuda").log2().neg().floor().clamp(max=14)  # zeros in half of the places, and so on
+    misleading = torch.where(looked_at, steep, 14).to(torch.uint8)  # all others hold what is rarest among these
+    out = torch.full((2 * coder.stride,), 0xAB, dtype=torch.uint8, device="cuda")
+    places = [torch.tensor([number], device="cuda") for number in (misleading.data_ptr(), STREAM, out.data_ptr(), 0)]
+    scratch = torch.empty(coder.coding_scratch(1), dtype=torch.uint8, device="cuda")
+    coder.compress(*places, scratch=scratch, status=torch.ones(1, dtype=torch.int32, device="cuda"))
+    assert places[3].item() > STREAM
+    assert (out[coder.stride :] == 0xAB).all()
