@@ -30,7 +30,7 @@ demo: $(READY)  ## train on a real cluster, lose a node in mid-save, get every b
 	@echo; echo "raystow is in $(BIN): source $(BIN)/activate puts it on the path"
 
 test: lint  ## lint, types, layers, and all tests but those that need a GPU or take minutes
-	$(BIN)/pytest -m "not slow and not gpu"
+	$(BIN)/pytest -n 2 --no-loadscope-reorder -m "not slow and not gpu"
 
 lint: $(READY)  ## style (ruff), types (mypy), layers (import-linter)
 	$(BIN)/ruff check

@@ -1,8 +1,15 @@
-"""Fixtures that every floor's tests may use."""
+"""Fixtures that every floor's tests may use, and how tests are shared out between processes (``pytest -n``).
+
+Whatever starts Ray is played by one process, so that its tests share a cluster and there is never a second one. It comes first,
+since it takes longest; the other processes take file after file of the rest, and so does the first when it is done.
+"""
 
 from __future__ import annotations
 
+import os
+import re
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
@@ -11,10 +18,32 @@ from s3_server import make_bucket, s3_server
 from raystow.storage.clock import SYSTEM
 
 _BUCKET = "raystow-tests"
+_STARTS_RAY = re.compile(
+    "tests/drills/|tests/monitoring/|tests/s3_faults/test_on_ray"
+    "|tests/integration/test_(?!cli(?!_keygen|_top)|dcp|delta_saves|gc|prune|reading_alone)"
+)
+
+# How wide the terminal is, tests say themselves; pytest, which imports readline, would tell the processes that it starts.
+os.environ.pop("COLUMNS", None)
 
 # Nothing is asserted of time, also not by Hypothesis: a busy machine is no fault of the code.
 settings.register_profile("raystow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("raystow")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: _STARTS_RAY.match(item.nodeid) is None)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "on Ray" if _STARTS_RAY.match(nodeid) else super()._split_scope(nodeid)
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -38,7 +38,7 @@ def on_s3(zygote: Zygote, s3_bucket: str, tmp_path_factory: pytest.TempPathFacto
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Where the points lie, and how many of them were tried."""
+    """Where the points lie, and how many of them were tried. Not with ``pytest -n``, whose processes have the table."""
     if not TABLE:
         return
     terminalreporter.section("crash trials")
