@@ -27,7 +27,7 @@ def save_on_notice(rank: Rank, node: str) -> None:
 
 
 def test_what_is_saved_on_notice_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
-    leaving = cluster.add_node(num_cpus=1, resources={"leaving": 100})
+    leaving = cluster.add_node(num_cpus=1, resources={"leaving": 100}, include_log_monitor=False)
     try:
         (rank,) = start(str(tmp_path), 1, nodes=("leaving",))
         every([rank], "set", dict, {"w": torch.ones(1000)})

@@ -26,7 +26,7 @@ NODES = ("node_a", "node_b", "node_c")
 
 @pytest.fixture(scope="module", autouse=True)
 def third(cluster: Cluster) -> Iterator[None]:
-    node = cluster.add_node(num_cpus=2, resources={"node_c": 100})
+    node = cluster.add_node(num_cpus=2, resources={"node_c": 100}, include_log_monitor=False)
     yield
     cluster.remove_node(node)
 

@@ -12,7 +12,8 @@ from raystow import ray_train
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_worker_dies_and_its_group_goes_on(tmp_path: Path) -> None:
+def test_a_worker_dies_and_its_group_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's looks at its workers, instead of 2
     result = trainer(tmp_path, {"steps": 4, "die": 2}, num_to_keep=2).fit()
     assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2]
     repository = raystow.open(tmp_path / "ray" / "run" / "raystow")
