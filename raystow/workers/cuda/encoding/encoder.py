@@ -4,8 +4,8 @@ Every chunk goes through these stages, each on a stream of its own, many chunks 
 
 1. *read*: one kernel takes its words apart into planes and adds up its digest. From here on the tensor may change.
 2. *leave*: planes that are not worth coding are copied to pinned host memory.
-3. *code*: nvCOMP codes the others, of most chunks the highest alone, of several batches in one call, since it is the faster the
-   more streams it sees. Coded streams are put together densely, and wait in device memory until everything has been read: the
+3. *code*: the others are coded, of most chunks the highest alone, of several batches in one call, since coders are the faster the
+   more streams they see. Coded streams are put together densely, and wait in device memory until everything has been read: the
    link to the host moves a fiftieth of what the GPU's memory does, so what need not leave before ``fence`` returns does not.
 4. *leave*: they are copied to the host too.
 
