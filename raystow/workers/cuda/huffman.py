@@ -216,8 +216,13 @@ def _code(
 
 
 class Deflate(Codec):
-    """As nvCOMP's, which decodes: streams of at most ``stream`` bytes, at multiples of four. What would grow by more than a
-    thirtieth is not coded: its size comes to a GiB."""
+    """As nvCOMP's, which decodes: streams of at most ``stream`` bytes, 16 KiB or less, at multiples of four. What would grow by
+    more than a thirtieth is not coded: its size comes to a GiB."""
+
+    def __init__(self, name: str, stream: int) -> None:
+        if stream > _FULL // 2:  # a rare byte's code would be longer than Deflate's may be
+            raise ValueError(f"streams of {stream} bytes are too long")
+        super().__init__(name, stream)
 
     @functools.cached_property
     def stride(self) -> int:
