@@ -47,6 +47,13 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
 
 
 @pytest.fixture(scope="session")
+def beside_no_other() -> None:
+    """For a cluster that all tests of the session share: only where no other process starts one."""
+    first = os.environ["PYTEST_CURRENT_TEST"]
+    assert _STARTS_RAY.match(first), f"{first} starts Ray, maybe beside others that do: name its file in _STARTS_RAY"
+
+
+@pytest.fixture(scope="session")
 def s3_endpoint() -> Iterator[str]:
     """The endpoint of an S3 server; the AWS_* variables lead there until the session ends."""
     with s3_server() as endpoint:

@@ -14,7 +14,7 @@ from ray.cluster_utils import Cluster
 
 
 @pytest.fixture(scope="session")
-def cluster() -> Iterator[Cluster]:
+def cluster(beside_no_other: None) -> Iterator[Cluster]:
     """Head without CPUs, and two nodes of two CPUs each, with the resources ``node_a`` and ``node_b`` to place actors by."""
     # Actors of the tests import the tests' modules.
     os.environ["PYTHONPATH"] = os.pathsep.join(

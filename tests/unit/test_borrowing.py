@@ -20,10 +20,12 @@ from raystow.workers.memory.memory_tier import Home, MemoryTier
 class Failing(MemoryStore):
     """What the node worker sees of the store."""
 
-    error: RaystowError = StoreUnavailable("503", subject="pack")
+    error: RaystowError | None = StoreUnavailable("503", subject="pack")
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
-        raise self.error
+        if self.error is not None:
+            raise self.error
+        super().get_range_into(key, start, target)
 
 
 @pytest.fixture
@@ -81,6 +83,16 @@ def test_what_the_node_worker_has_whole_is_asked_for_once(rank: Borrowing, tier:
     assert bytes(rank.get_range("pack", 2, 3)) == b"llo"
     rank.get_range_into("pack", 1, memoryview(target))
     assert (target, rank.read) == (b"ell", {"memory": 9})
+
+
+def test_what_the_node_worker_has_in_part_is_asked_for_each_time(
+    rank: Borrowing, failing: Failing, caplog: pytest.LogCaptureFixture
+) -> None:
+    failing.error = None
+    failing.put("pack", [b"bytes"])
+    assert [bytes(rank.get_range("pack", *span)) for span in ((0, 2), (2, 3))] == [b"by", b"tes"]
+    assert rank.read == {"store": 5}
+    assert not caplog.text, "the node worker gave both"
 
 
 def test_what_was_wrong_comes_from_the_store_though_it_is_held(rank: Borrowing, tier: MemoryTier) -> None:
