@@ -226,7 +226,10 @@ def main(
             continue
         torch.manual_seed(0)
         if name == "adapters" and base is None:
-            base = gpt(size).to(where, torch.bfloat16)
+            console.print(f"a GPT to adapt, {steps} steps")
+            first = Run(gpt(size), text, size, seed=1)
+            losses(first, steps)
+            base = first.model
         model = gpt(size) if name == "GPT" else moe(size) if name == "experts" else lora(base)  # type: ignore[arg-type]
         resume_at = length * 3 // 4
         console.print(f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {length} steps")

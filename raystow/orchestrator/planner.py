@@ -30,10 +30,11 @@ from ..workers.port import MODULUS, coverage
 from .lossy import rounding
 from .lossy.choice import Lossy
 from .lossy.rules import words_of
+from .outline import Outline
 from .relations import Relations
 from .seen import Seen, Sight
 from .shards import Shard
-from .state import Path, flatten, show
+from .state import Path, show
 
 logger = logging.getLogger(__name__)
 
@@ -194,12 +195,12 @@ class Division:
 
 class Planner:
     """What one rank knows from save to save. A training saves the same tensors again and again, and waits whenever this is
-    worked out: so it is kept, without the tensors, and used again while they lie where they did. ``seen``: what is known of
-    each. ``lossy``: what is rounded."""
+    worked out: so it is kept, without the tensors, and used again while they lie where they did. ``outline``: what the state
+    looks like, ``seen``: what is known of each tensor. ``lossy``: what is rounded."""
 
     def __init__(self, lossy: Lossy | None = None) -> None:
         self._lossy, self._warned = lossy or Lossy({}), False
-        self.seen = Seen()
+        self.outline, self.seen = Outline(), Seen()
         self._relations = Relations()
         self._last: Division | None = None
         self._key: list[Any] = []
@@ -361,7 +362,8 @@ def plan_save(
 ) -> SavePlan:
     """Plan a save; ``planner``: the same for all saves of a rank, and ``save`` their number. ``StateError`` naming the path if
     the state holds what cannot be stored; nothing is read or copied yet."""
-    leaves = flatten(state)
+    planner = planner or Planner()
+    leaves = planner.outline.leaves(state)
     rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
     if sum(len(text) for _, _, text in rows) > MAX_VALUES:
         largest = max((leaf for leaf in leaves if not leaf.is_tensor), key=lambda leaf: len(values.dumps(leaf.value)))
@@ -370,7 +372,6 @@ def plan_save(
             subject=show(largest.path),
             remedy="make it an array",
         )
-    planner = planner or Planner()
     sights = planner.seen.look([leaf for leaf in leaves if leaf.is_tensor])
     ready = {device: _record_event(device) for device in {sight.known.device for sight in sights} if device is not None}
     return SavePlan(rank, world_size, sights, rows, ready, on_gpu, planner, save)
