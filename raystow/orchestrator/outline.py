@@ -33,7 +33,7 @@ class Outline:
         return leaves
 
     def _fits(self, found: list[Any]) -> bool:
-        """Whether these are leaves, too: each is of the class of the one before it in its place, and no container has become full."""
+        """Whether these are leaves, too: each of the class of the one before it, and no container among them full."""
         return list(map(type, found)) == self._kinds and not any(found[i] for i in self._empty)
 
 

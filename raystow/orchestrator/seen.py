@@ -52,8 +52,8 @@ class Seen:
         return tuple(sights)
 
 
-def _usual() -> tuple[tuple[type, ...], type | None]:
-    """The classes of plain tensors, and that of distributed ones. Who has not imported torch saves arrays, and need not have it."""
+def _usual() -> tuple[tuple[type, ...], type[Any] | None]:
+    """The classes of plain tensors, and that of distributed ones. Who saves arrays need not have torch."""
     torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")
     return () if torch is None else (torch.Tensor, torch.nn.Parameter), None if distributed is None else distributed.DTensor
 

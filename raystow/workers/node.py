@@ -39,7 +39,7 @@ from .status import NodeStatus, measure
 
 logger = logging.getLogger(__name__)
 
-_UPLOADS = max(4, min(16, os.cpu_count() or 1))
+_UPLOADS = max(4, min(32, os.cpu_count() or 1))
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
 
 

@@ -31,7 +31,7 @@ def test_the_same_chunks_pay_and_the_same_planes_are_coded(name: str, distances:
     now, before = (torch.from_numpy(one.view(np.int8 if of.width == 1 else f"i{of.width}")) for one in samples)
     if of.width == 1:
         now, before = now.view(torch.uint8), before.view(torch.uint8)
-    paying, planes = pays(now, before, rotate=of.rotate)
+    paying, planes = pays(now, before, rotate=of.rotate, gain=delta.GAIN)
     for i, row in enumerate(words):
         encoder = chunk.Encoder(row.nbytes)
         made = delta.encode(encoder, row.view(np.uint8), of, base[i].copy().view(np.uint8), 1)

@@ -8,12 +8,11 @@ Beside a version may lie planes of it that were decoded (``memory.unfolding``): 
 
 from __future__ import annotations
 
-import copy
 import itertools
 import logging
 import threading
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ...storage.format import keys
 from ...storage.log import about
@@ -63,6 +62,11 @@ class Holding:
     def fragment(self, number: int) -> str:
         """The key of the fragment of node ``number``."""
         return keys.fragment(self.home.id, self.home.attempt, number)
+
+    def copy(self) -> Holding:
+        """One that stays as it is. Asked for after every object, with the lock held that all who keep one need."""
+        parts = {number: replace(part, objects=dict(part.objects)) for number, part in self.parts.items()}
+        return replace(self, parts=parts)
 
 
 class MemoryTier:
@@ -204,8 +208,8 @@ class MemoryTier:
     def holdings(self, repository: str) -> list[Holding]:
         """What is kept of a repository, oldest first."""
         with self._lock:
-            found = [held for held in self._holdings.values() if held.home.repository == repository]
-            return copy.deepcopy(sorted(found, key=lambda held: held.home.id))
+            found = [held.copy() for held in self._holdings.values() if held.home.repository == repository]
+        return sorted(found, key=lambda held: held.home.id)
 
     def __contains__(self, home: Home) -> bool:
         """Whether anything is kept of an attempt."""
