@@ -27,7 +27,7 @@ from ..storage.uncollected import uncollected
 from ..storage.version import Version
 from .agreement import Agreement
 from .restore_plan import FROM_STORE, RestorePlan, Sources, build
-from .shards import Shard, shard_of
+from .shards import Shard, overlaps, shard_of
 from .state import Leaf, flatten, replace, show
 
 logger = logging.getLogger(__name__)
@@ -97,7 +97,9 @@ def plan_restore(
     for leaf in leaves:
         chunks = found.chunks.get(leaf.name)
         if leaf.name in found.values and not (leaf.is_tensor and chunks):
-            new[leaf.path] = values.loads(found.values[leaf.name].text)
+            value = values.loads(found.values[leaf.name].text)
+            if not (isinstance(value, dict | list | tuple) and isinstance(leaf.value, type(value))):  # both are empty, then
+                new[leaf.path] = value
         elif chunks and _is_replaced(leaf):
             new[leaf.path] = version.assemble(leaf.name, chunks)
         elif chunks:
@@ -256,6 +258,8 @@ def restore_latest(
 def _matching(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, cast: bool) -> Shard:
     if isinstance(shard.bits, np.ndarray) and isinstance(leaf.value, np.ndarray) and not leaf.value.flags.writeable:
         raise StateError("the array is read-only", subject=show(leaf.path, "into"))
+    if overlaps(shard.local):
+        raise StateError("elements share memory", subject=show(leaf.path, "into"), remedy="give it memory of its own: clone() it")
     if shard.shape != saved.shape or (shard.dtype != saved.dtype and not cast):
         raise StateError(
             f"is {shard.dtype} {shard.shape}, but version {version.id} holds {saved.dtype} {saved.shape}",

@@ -40,11 +40,11 @@ class Seen:
                 sights.append(_unusual(leaf))
                 continue
             try:
-                where = local.get_device(), local.data_ptr(), local.stride(), local.is_conj(), local.is_neg()
+                where = local.get_device(), local.data_ptr(), local.shape, local.stride(), local.is_conj(), local.is_neg()
             except RuntimeError:  # it does not lie in memory as other tensors do
                 sights.append(_unusual(leaf))
                 continue
-            marks, known = (path, spread, local.dtype, local.shape, where), before.get(name)
+            marks, known = (path, spread, local.dtype, where), before.get(name)
             if known is None or known[0] != marks:  # as long as they are the same, so is the shard, but for what the elements are
                 known = marks, shard_of(leaf).without_elements()
             self._known[name] = known

@@ -20,6 +20,7 @@ from .placed import placed
 from .state import Leaf, numpy_dtype, show
 
 _LEAST = 4096  # bytes of a tensor that may follow from another; for smaller ones a row costs as much as what it says
+_ARRAYS = (np.ndarray, np.memmap)  # other classes may hold more than their elements: a mask, say
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
 
@@ -117,6 +118,8 @@ def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
     """The shard of a tensor leaf. ``StateError`` for a tensor of a kind that is not plain bytes in memory."""
     value = leaf.value
     if isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:
+            raise _unsuitable(leaf, what, f"arrays of class {type(value).__name__}", "save its parts")
         kind = manifest.ARRAY if isinstance(value, np.ndarray) else manifest.SCALAR
         array = np.asarray(value)
         dtype, shape = numpy_dtype(array, show(leaf.path, what)), tuple(array.shape)
@@ -128,7 +131,11 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     import torch
 
     tensor = leaf.value
-    shape, kind = tuple(tensor.shape), type(tensor)
+    kind = type(tensor)
+    try:
+        shape = tuple(tensor.shape)
+    except RuntimeError as error:  # a nested one, or a parameter that has none before its first use
+        raise _unsuitable(leaf, what, f"tensors of class {kind.__name__} without a shape", "save dense tensors") from error
     offset, extent, first, local = (0,) * len(shape), shape, 0, tensor
     holders: tuple[int, ...] = ()
     if kind is torch.Tensor or kind is torch.nn.Parameter:  # as most are
@@ -137,20 +144,41 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
         place, local = placed(tensor, show(leaf.path, what)), tensor.to_local()
         (offset, extent), holders, first = place.box, place.holders, place.first
     elif kind is not torch.nn.Buffer:
-        raise StateError(
-            f"tensors of class {kind.__name__} cannot be stored", subject=show(leaf.path, what), remedy="save its parts"
-        )
+        raise _unsuitable(leaf, what, f"tensors of class {kind.__name__}", "save its parts")
     if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
         sort = (
             "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
         )
-        raise StateError(f"{sort} tensors cannot be stored", subject=show(leaf.path, what), remedy="save dense tensors")
+        raise _unsuitable(leaf, what, f"{sort} tensors", "save dense tensors")
+    if local.numel() and (local.storage_offset() + _reach(local)) * local.element_size() > local.untyped_storage().nbytes():
+        raise _unsuitable(leaf, what, "tensors whose memory was freed", "gather them first, as their framework does")
     dtype = dtype_name(tensor.dtype)
     if dtype not in dtypes.DTYPES:
         raise StateError(f"dtype {dtype} cannot be stored", subject=show(leaf.path, what))
     return Shard(
         leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, local.device.index if local.is_cuda else None
     )
+
+
+def _unsuitable(leaf: Leaf, what: str, sort: str, remedy: str) -> StateError:
+    return StateError(f"{sort} cannot be stored", subject=show(leaf.path, what), remedy=remedy)
+
+
+def _reach(local: Any) -> int:
+    """From the first element of a tensor that has some up to the end of the last, in elements."""
+    return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(local.shape, local.stride(), strict=True))
+
+
+def overlaps(local: Any) -> bool:
+    """Whether elements of a tensor or array may share memory, as in one that is expanded."""
+    if 0 in local.shape:
+        return False
+    strides, least = (local.strides, local.itemsize) if isinstance(local, np.ndarray) else (local.stride(), 1)
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, local.shape, strict=True) if size > 1):
+        if stride < least:
+            return True
+        least += stride * (size - 1)  # what the dimensions so far reach over
+    return False
 
 
 @functools.cache

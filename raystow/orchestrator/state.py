@@ -12,6 +12,8 @@ from ..storage.coding import dtypes
 from ..storage.errors import StateError
 from ..storage.format import values
 
+_DEEPEST = 100  # containers around a leaf, far from where Python would give up
+
 Path = tuple[Any, ...]
 """Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""
 
@@ -55,6 +57,8 @@ def _walk(node: Any, path: Path, name: str, what: str, around: tuple[int, ...], 
     elif isinstance(node, dict | list | tuple):
         if id(node) in around:
             raise StateError("contains itself", subject=show(path, what))
+        if len(around) == _DEEPEST:
+            raise StateError(f"is nested more than {_DEEPEST} deep", subject=show(path[:3], what), remedy="flatten it")
         items = _items(node, path, what)
         if not items and path:
             leaves.append(Leaf(path, name, node, False))

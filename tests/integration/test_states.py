@@ -166,6 +166,78 @@ def test_mismatches_are_told_before_anything_changes() -> None:
         raystow.restore_latest(cluster.uri, into={"a": frozen}, strict=False)
 
 
+def freed() -> torch.Tensor:
+    tensor = torch.ones(300)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+def deep(levels: int) -> Any:
+    state: Any = torch.ones(1)
+    for _ in range(levels):
+        state = {"x": state}
+    return state
+
+
+UNSUITABLE = {
+    "freed": (freed, "tensors whose memory was freed cannot be stored"),
+    "nested": (lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]), "without a shape cannot be stored"),
+    "not made yet": (lambda: torch.nn.LazyLinear(3).weight, "without a shape cannot be stored"),
+    "masked": (lambda: np.ma.masked_equal([1, 2, 3], 2), "arrays of class MaskedArray cannot be stored"),
+    "deep": (lambda: deep(3000), "is nested more than 100 deep"),
+}
+
+
+@pytest.mark.parametrize("name", UNSUITABLE)
+def test_what_cannot_be_stored_is_refused_by_its_path_before_and_after_a_save(name: str) -> None:
+    make, what = UNSUITABLE[name]
+    with LocalCluster(f"memory://unsuitable-{name.replace(' ', '-')}") as cluster:
+        for _ in range(2):
+            with pytest.raises(raystow.StateError, match=rf'state\["a"\].*{what}'):
+                cluster.save({"a": make()}, step=1)
+            cluster.save({"a": torch.ones(300)}, step=1)
+    with pytest.raises(raystow.StateError, match=rf'into\["a"\].*{what}'):
+        raystow.restore_latest(cluster.uri, into={"a": make()})
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        lambda: torch.zeros(1, 64).expand(16, 64),
+        lambda: torch.zeros(80).as_strided((16, 64), (1, 1)),
+        lambda: np.lib.stride_tricks.as_strided(np.zeros(64, np.float32), (16, 64), (0, 4)),
+    ],
+    ids=["expanded", "overlapping", "array"],
+)
+def test_what_shares_memory_with_itself_is_not_filled(target: Any) -> None:
+    with LocalCluster("memory://shared") as cluster:
+        cluster.save({"a": torch.randn(16, 64)}, step=1)
+    with pytest.raises(raystow.StateError, match=r'into\["a"\]: elements share memory'):
+        raystow.restore_latest(cluster.uri, into={"a": target()})
+
+
+def test_views_of_all_kinds_are_filled() -> None:
+    with LocalCluster("memory://views") as cluster:
+        cluster.save({"a": torch.randn(16, 64)}, step=1)
+    whole = cluster.repository.versions()[-1].read("a")
+    memory = np.zeros((16, 64), np.float32)
+    targets = (torch.zeros(64, 16).T, torch.zeros(32, 128)[::2, ::2], torch.zeros(16, 1, 64)[:, 0], memory[::-1, ::-1])
+    for target in targets:
+        raystow.restore_latest(cluster.uri, into={"a": target})
+        assert np.array_equal(np.asarray(target), np.asarray(whole))
+
+
+def test_empty_containers_stay_what_they_are() -> None:
+    with LocalCluster("memory://empty-containers") as cluster:
+        cluster.save({"d": {}, "l": [], "t": (), "n": {}}, step=1)
+    ordered, listed = collections.OrderedDict[str, Any](), list[Any]()
+    into: dict[str, Any] = {"d": ordered, "l": listed, "t": (), "n": None}
+    raystow.restore_latest(cluster.uri, into=into)
+    assert into["d"] is ordered
+    assert into["l"] is listed
+    assert into == {"d": {}, "l": [], "t": (), "n": {}}
+
+
 def test_restoring_from_an_empty_repository_gives_none_and_from_nothing_an_error(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path / "empty")):
         pass
