@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import leases, store_clock
-from .chains import needed
+from .chains import dependents, needed
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
 from .format import key_files, keys, records
@@ -151,14 +151,22 @@ class Repository:
                 wanted = {entry for entry in versions if entry.id in users}
             yield
 
-    def record_verified(self, version: Version) -> None:
-        """Note that a deep verification found ``version`` whole: retention keeps the newest of which that is said."""
+    def record_verified(self, *whole: Version, damaged: Collection[Version] = ()) -> int:
+        """Note the newest version that a deep verification found ``whole``, unless a newer one is noted: retention keeps it.
+
+        If the noted one is among those that it found ``damaged``, or cannot be read without one of these, the newest whole one
+        takes its place, or none does. The id that is noted afterwards, 0 for none.
+        """
 
         def change(root: Root) -> Root:
-            known = version.entry in root.versions and version.id > root.verified
-            return replace(root, verified=version.id) if known else root
+            found = {version.entry for version in whole}
+            newest = max((entry.id for entry in root.versions if entry in found), default=0)
+            broken = [version.id for version in damaged if version.entry in root.versions]
+            lost = {id for one in broken for id in (one, *dependents(root.versions, one))}
+            verified = newest if root.verified in lost else max(newest, root.verified)
+            return root if verified == root.verified else replace(root, verified=verified)
 
-        self.register.update(change)
+        return self.register.update(change).verified
 
     def plan_retention(
         self,

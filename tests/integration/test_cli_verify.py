@@ -143,14 +143,26 @@ def test_the_newest_whole_version_is_noted_in_the_root(folder: Path) -> None:
     assert verified(folder) == 2
 
 
+def test_a_noted_version_that_is_damaged_gives_way_to_the_newest_whole_one(folder: Path) -> None:
+    assert run_json("verify", folder, "--deep", "--all")["recorded"] == 3
+    flip_byte(pack(folder, 1))
+    assert run_json("verify", folder, 1, "--deep", code=3)["recorded"] == 3  # another one: the note stays
+    flip_byte(pack(folder, 3))
+    assert run_json("verify", folder, "--deep", "--all", code=3)["recorded"] == 2
+    assert verified(folder) == 2
+    assert run("prune", folder, "--keep-last", 1, "--yes").exit_code == 0
+    assert [version.id for version in open_repository(str(folder)).versions()] == [2, 3]
+    assert run("verify", folder, 2, "--deep").exit_code == 0
+
+
 def test_a_store_that_cannot_be_written_is_verified_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse(self: Repository, version: Any) -> None:
+    def refuse(self: Repository, *whole: Any, damaged: Any) -> int:
         raise StoreError("Access Denied", subject="root.json")
 
     monkeypatch.setattr(Repository, "record_verified", refuse)
     result = run("verify", folder, "--deep")
     assert result.exit_code == 0
-    assert result.stderr.splitlines() == ["note: not noted in the root as verified: root.json: Access Denied"]
+    assert result.stderr.splitlines() == ["note: what was found is not noted in the root: root.json: Access Denied"]
     report = run_json("verify", folder, "--deep")
     assert (report["recorded"], report["warning"]["what"]) == (None, "Access Denied")
 

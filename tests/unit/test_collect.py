@@ -182,6 +182,48 @@ def test_the_newest_verified_version_is_kept(world):
     assert [(d.entry.id, d.rules) for d in decisions if d.keep] == [(2, ("newest verified",)), (4, ("newest", "last 1"))]
 
 
+def test_a_noted_version_that_is_damaged_gives_way_to_the_newest_whole_one(world):
+    one, two, three, four = world.commit(4)
+    assert world.repository.record_verified(one, two, three, four) == 4
+    assert world.repository.record_verified(one, damaged=[two]) == 4  # another one is damaged: the note stays
+    assert world.repository.record_verified(one, two, three, damaged=[four]) == world.repository.root().verified == 3
+    world.drop()
+    assert [version.id for version in world.repository.versions()] == [3, 4]
+    assert world.repository.record_verified(two, damaged=[three]) == 0  # what was dropped is not noted
+
+
+def test_a_noted_version_goes_with_what_it_is_a_difference_to(world):
+    states = [np.arange(5_000) + step for step in range(3)]
+    one, two = (write(world.committer, {"w": whole(state)}) for state in states[:2])
+    three = write(world.committer, {"w": whole(states[2])}, base=(1, {"w": states[0]}))
+    assert world.repository.record_verified(three) == 3
+    assert world.repository.record_verified(damaged=[two]) == 3
+    assert world.repository.record_verified(two, damaged=[one]) == 2
+
+
+def test_a_note_that_has_moved_meanwhile_is_not_taken_back(world, monkeypatch):
+    one, two, three = world.commit(3)
+    world.repository.record_verified(two)
+    put_if = world.store.put_if
+
+    def beaten(*args):
+        monkeypatch.setattr(world.store, "put_if", put_if)
+        assert world.repository.record_verified(three) == 3
+        return put_if(*args)
+
+    monkeypatch.setattr(world.store, "put_if", beaten)
+    assert world.repository.record_verified(one, damaged=[two]) == 3
+
+
+def test_a_version_that_was_written_anew_is_not_the_one_found_damaged(world):
+    one, two, _ = world.commit(3)
+    anew = replace(two.entry, attempt="f" * 16)
+    world.repository.register.update(
+        lambda root: replace(root, versions=(root.versions[0], anew, root.versions[2]), verified=anew.id)
+    )
+    assert world.repository.record_verified(one, damaged=[two]) == 2
+
+
 def test_a_collection_that_died_is_run_again(world):
     world.commit(3)
     world.drop()

@@ -65,7 +65,7 @@ def verify(
         if all or resume is not None or not deep:
             tell_summary(sums, DEEP if deep else QUICK, str(resume or ""))
         if refused is not None:
-            typer.echo(printable(f"note: not noted in the root as verified: {refused}"), err=True)
+            typer.echo(printable(f"note: what was found is not noted in the root: {refused}"), err=True)
     if worst is not None and worst.error is not None:
         raise typer.Exit(exit_code(worst.error))
 
@@ -109,12 +109,11 @@ def _verdict(
 
 
 def _record(repository: Repository, verdicts: Sequence[Verdict]) -> tuple[int | None, StoreError | None]:
-    """Note in the root the newest version that was found whole: retention keeps it. Its id; or why the store refused."""
+    """Note in the root which is the newest whole version, by what was found: retention keeps it. The id that the root notes
+    then, None for none; or why the store refused."""
     whole = [verdict.version for verdict in verdicts if verdict.outcome == WHOLE]
-    if not whole:
-        return None, None
+    damaged = [verdict.version for verdict in verdicts if verdict.outcome == DAMAGED]
     try:
-        repository.record_verified(whole[-1])
+        return repository.record_verified(*whole, damaged=damaged) or None, None
     except StoreError as error:
         return None, error
-    return whole[-1].id, None
