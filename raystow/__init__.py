@@ -106,9 +106,10 @@ def open(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] | 
     ``Untrusted``. By default those that ``RAYSTOW_TRUSTED_KEYS`` names, else those that the repository itself asks for.
     ``NotARepository`` if there is none. For S3, endpoint, region and credentials come from the usual AWS configuration.
     """
+    from .orchestrator.arguments import address
     from .storage.repository import open_repository
 
-    return open_repository(str(uri), trusted_keys=trusted_keys)
+    return open_repository(address(uri), trusted_keys=trusted_keys)
 
 
 def latest(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] | None = None) -> Version | None:
@@ -116,9 +117,10 @@ def latest(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] 
 
     Raises what ``open`` and ``latest`` raise.
     """
+    from .orchestrator.arguments import address
     from .storage.repository import latest_version
 
-    return latest_version(str(uri), trusted_keys=trusted_keys)
+    return latest_version(address(uri), trusted_keys=trusted_keys)
 
 
 def restore_latest(

@@ -19,12 +19,13 @@ from ..storage.retention.policy import Policy
 from ..storage.stores import open_store
 from ..storage.version import Version
 from ..workers import ray_metrics
-from ..workers.ipc.ring import SLOT, slot_size
+from ..workers.ipc.ring import slot_size
 from ..workers.memory.host_memory import memory_limit
 from ..workers.node_actor import node_actor
 from ..workers.staging import CODECS, PLACES, Order, Staging
-from . import cluster
+from . import arguments, cluster
 from .agreement import Together
+from .arguments import LONGEST, integer, one_of, positive
 from .codec import usable_codec
 from .coordinator_actor import RayPort, coordinator_actor
 from .failures import Failures
@@ -67,7 +68,7 @@ class Checkpointer:
     in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it; None: all are whole, as on a
     GPU with ``compress_in="node"`` or ``codec="ans"``. ``on_failure``: "warn": a failed save is counted in ``failures``, logged,
     and nothing else; "raise": the next ``save`` or ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a
-    row raise in either case; None: never.
+    row raise in either case; None: never. ``StateError`` for what cannot be, before anything is started.
     """
 
     def __init__(
@@ -90,34 +91,31 @@ class Checkpointer:
         replica_rate: float | None = None,
         delta: Delta | None = None,
     ) -> None:
-        self._retention = kept_by_a_run(retention, os.fspath(uri))
-        cluster.connect()
-        ray_metrics.export()
-        here(node=cluster.node_here())
-        found_rank, found_world = placement()
-        self.rank, self.world_size = found_rank if rank is None else rank, found_world if world_size is None else world_size
-        if not 0 <= self.rank < self.world_size:
-            raise StateError(f"rank {self.rank} of {self.world_size} cannot be", remedy="pass both rank= and world_size=")
-        if (memory is not None and memory < 8 * SLOT) or max_in_flight < 1:
-            raise StateError(f"memory must be at least {8 * SLOT >> 20} MiB and max_in_flight at least 1")
-        if codec not in CODECS:
-            raise StateError(f"codec {codec!r} is none of {', '.join(CODECS)}")
-        if compress_in not in PLACES:
-            raise StateError(f"compress_in {compress_in!r} is none of {', '.join(PLACES)}")
-        self._store = open_store(os.fspath(uri))
+        address = arguments.address(uri)
+        self._store, self._retention = open_store(address), kept_by_a_run(retention, address)
         self.uri = self._store.uri
+        found_rank, found_world = placement()
+        self.rank = integer("rank", found_rank if rank is None else rank, least=0)
+        self.world_size = integer("world_size", found_world if world_size is None else world_size, least=1)
+        if self.rank >= self.world_size:
+            raise StateError(f"rank {self.rank} of {self.world_size} cannot be", remedy="pass both rank= and world_size=")
         self._log = about(logger, repository=self.uri, rank=self.rank)
         self.failures = Failures(on_failure=on_failure, most=max_failures, count=self._count_failure, log=self._log)
         """The failed saves of this rank: ``total``, and ``in_a_row`` since the last that became durable."""
-        if replicas < 0 or (replica_rate is not None and replica_rate <= 0):
-            raise StateError(f"replicas={replicas} must be at least 0, replica_rate={replica_rate} more than 0")
-        if delta is not None and delta != AUTO and not (type(delta) is int and delta >= 1):
-            raise StateError(f"delta is {delta!r}", remedy='give a number of versions, at least 1, or "auto", or None')
-        self._delta: Delta = delta or 0
-        self._memory, self._codec, self._timeout, self._max_in_flight = memory, usable_codec(codec), timeout, max_in_flight
-        self._keep_in_memory = keep_in_memory
-        self._replicas, self._replica_rate = replicas, replica_rate
-        self._compress_in, self._lossy = compress_in, Lossy.of(lossy)
+        self._memory = None if memory is None else arguments.memory_of_a_rank(memory)
+        self._timeout = positive("timeout", timeout, most=LONGEST)
+        self._max_in_flight = integer("max_in_flight", max_in_flight, least=1)
+        self._keep_in_memory = None if keep_in_memory is None else integer("keep_in_memory", keep_in_memory, least=0)
+        self._replicas = integer("replicas", replicas, least=0)
+        self._replica_rate = None if replica_rate is None else positive("replica_rate", replica_rate)
+        self._delta: Delta = (
+            AUTO if delta == AUTO else 0 if delta is None else integer("delta", delta, least=1, instead='"auto" or None')
+        )
+        self._compress_in, self._lossy = one_of("compress_in", compress_in, PLACES), Lossy.of(lossy)
+        self._codec = usable_codec(one_of("codec", codec, CODECS))
+        cluster.connect()
+        ray_metrics.export()
+        here(node=cluster.node_here())
         if self._lossy.rules and self.rank == 0:
             self._log.warning("not every bit will be stored, as lossy= asks for: %s", self._lossy)
         self._incarnation = SYSTEM.token()
@@ -131,7 +129,7 @@ class Checkpointer:
         self._port.join(self.rank, self._incarnation, self.world_size)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:
-        """Begin to save ``state`` as of ``step`` (not negative); every rank calls this for the same steps in the same order.
+        """Begin to save ``state`` as of ``step`` (0 to 2**63 - 1); every rank calls this for the same steps in the same order.
 
         Returns when the state is checked and planned: tensors are staged in the background, and may change after ``fence``.
         Plain tensors and arrays are taken to be the same on every rank and stored once; DTensors say what they are; plain
@@ -143,10 +141,7 @@ class Checkpointer:
         """
         start = SYSTEM.monotonic()
         self.failures.check()
-        metrics = dict(metrics or {})
-        bad = [name for name, value in metrics.items() if not isinstance(name, str) or not values.is_plain(value)]
-        if bad or type(step) is not int or step < 0:
-            raise StateError(f"step {step!r}, metrics {bad}: a step is an integer >= 0, metrics are plain values by name")
+        step, metrics = integer("step", step, least=0), arguments.metrics_of(metrics)
         who = {"rank": self.rank, "world_size": self.world_size}
         number = next(self._saves)
         plan = plan_save(state, **who, on_gpu=self._codec != "cpu", planner=self._planner, save=number)

@@ -6,8 +6,9 @@ import logging
 import threading
 from collections.abc import Callable
 
-from ..storage.errors import RaystowError, SaveFailed, StateError
+from ..storage.errors import RaystowError, SaveFailed
 from ..storage.log import Log
+from .arguments import integer, one_of
 
 logger = logging.getLogger(__name__)
 
@@ -25,8 +26,9 @@ class Failures:
     def __init__(
         self, *, on_failure: str, most: int | None, count: Callable[[], None], log: logging.Logger | Log = logger
     ) -> None:
-        if on_failure not in REACTIONS or (most is not None and most < 1):
-            raise StateError(f"on_failure is one of {', '.join(REACTIONS)}, max_failures at least 1 or None")
+        one_of("on_failure", on_failure, REACTIONS)
+        if most is not None:
+            integer("max_failures", most, least=1, instead="None")
         self.total = self.in_a_row = 0
         self._on_failure, self._most, self._count, self._log = on_failure, most, count, log
         self._due: SaveFailed | None = None

@@ -71,7 +71,9 @@ class Housekeeping:
 
 
 def kept_by_a_run(policy: Policy | None, uri: str) -> Policy | None:
-    """``policy``; ``StateError`` if it has a rule that a run does not carry out."""
+    """``policy``; ``StateError`` if it is none, or has a rule that a run does not carry out."""
+    if policy is not None and not isinstance(policy, Policy):
+        raise StateError(f"retention is {policy!r:.80}", remedy="give a raystow.Policy, such as Policy(keep_last=3), or None")
     if policy is not None and policy.resumable is not None:
         what = "a run drops versions and does not thin them, which is to read and to write them again"
         remedy = f"let `raystow prune {uri} --resumable {policy.resumable} --yes` run every night"

@@ -68,7 +68,10 @@ def test_without_a_limit_training_goes_on_for_ever() -> None:
     assert watch.in_a_row == 1000
 
 
-@pytest.mark.parametrize(("on_failure", "most"), [("ignore", 3), ("warn", 0), ("raise", -1)])
-def test_what_makes_no_sense_is_refused(on_failure: str, most: int) -> None:
-    with pytest.raises(StateError, match="on_failure is one of warn, raise"):
+@pytest.mark.parametrize(
+    ("on_failure", "most", "said"),
+    [("ignore", 3, "on_failure 'ignore' is none of warn, raise"), ("warn", 0, "max_failures is 0"), ("raise", -1, "is -1")],
+)
+def test_what_makes_no_sense_is_refused(on_failure: str, most: int, said: str) -> None:
+    with pytest.raises(StateError, match=said):
         failures(on_failure, most)

@@ -61,6 +61,8 @@ class Lossy:
                     f"lossy={asked!r} is no profile", remedy=f"choose {' or '.join(PROFILES)}, or say a rule by group"
                 )
             return Lossy(PROFILES[asked], asked)
+        if asked is not None and not isinstance(asked, Mapping):
+            raise StateError(f"lossy is {asked!r:.80}", remedy=f"choose {' or '.join(PROFILES)}, or say a rule by group")
         for name, rule in (asked or {}).items():
             if not isinstance(rule, MantissaBits | Blockwise):
                 raise StateError(f"{rule!r} is no rule", subject=f"lossy[{name!r}]", remedy="use MantissaBits or Blockwise")

@@ -17,12 +17,13 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ....storage.errors import SaveFailed, StateError
-from ....storage.format import values
 from ....storage.repository import open_repository
 from ....storage.retention.policy import Policy
 from ....storage.stores import open_store
 from ....storage.version import Version
 from ....workers.port import Ticket, coverage
+from ... import arguments
+from ...arguments import integer
 from ...direct.committing import Committing
 from ...direct.part import Part, Storing, check_same, cores
 from ...housekeeping import kept_by_a_run
@@ -68,13 +69,10 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         memory: int = _MEMORY,
         threads: int | None = None,
     ) -> None:
-        bad = [name for name, value in (metrics or {}).items() if not isinstance(name, str) or not values.is_plain(value)]
-        if bad or not (step is None or (type(step) is int and step >= 0)):
-            raise StateError(f"step {step!r}, metrics {bad}: a step is an integer >= 0, metrics are plain values by name")
-        self.uri, self.step = os.fspath(uri), step
+        self.uri, self.step = arguments.address(uri), None if step is None else integer("step", step, least=0)
         self.version: Version | None = None
         """What was saved, on the coordinator rank; None before."""
-        self._metrics, self._retention = dict(metrics or {}), kept_by_a_run(retention, self.uri)
+        self._metrics, self._retention = arguments.metrics_of(metrics), kept_by_a_run(retention, self.uri)
         self._timeout, self._memory, self._threads = timeout, memory, threads
         self._committing: Committing | None = None
 

@@ -1,0 +1,104 @@
+"""What a Checkpointer cannot do anything with is refused by name, before anything is started."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import pytest
+
+import raystow
+from raystow.orchestrator import client
+from raystow.orchestrator.arguments import metrics_of
+from raystow.storage.errors import StateError
+from raystow.workers.memory.host_memory import memory_limit
+
+GIB = 1 << 30
+
+
+@pytest.fixture(autouse=True)
+def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    def connect() -> None:
+        raise ConnectionRefusedError("all arguments will do")
+
+    monkeypatch.setattr(client.cluster, "connect", connect)
+
+
+@pytest.mark.parametrize(
+    ("name", "values"),
+    [
+        ("rank", ["0", 0.0, True, -1]),
+        ("world_size", ["1", 1.0, True, 0]),
+        ("memory", ["1GB", 1.5 * GIB, True, (32 << 20) - 1, 1 << 50]),
+        ("codec", ["gzip", None, ["auto"]]),
+        ("compress_in", ["gpu", None]),
+        ("lossy", [0.5, ["weights"]]),
+        ("timeout", ["5", None, True, 0, -1, float("nan"), float("inf"), 1e10]),
+        ("max_in_flight", ["2", None, 1.5, True, 0]),
+        ("on_failure", ["ignore", None]),
+        ("max_failures", ["10", 1.5, True, 0]),
+        ("retention", [{"keep_last": 1}, 3]),
+        ("keep_in_memory", ["1GB", 0.5, True, -1, 1 << 63]),
+        ("replicas", ["1", None, 1.5, True, -1]),
+        ("replica_rate", ["1", True, 0, -1.0, float("nan")]),
+        ("delta", ["all", 1.5, True, 0, 1 << 63]),
+    ],
+)
+def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: list[object]) -> None:
+    for value in values:
+        options: dict[str, Any] = {"rank": 0, "world_size": 1, name: value}
+        with pytest.raises(StateError) as refused:
+            raystow.Checkpointer("memory://arguments", **options)
+        assert name in str(refused.value)
+        assert repr(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {
+            "memory": 32 << 20,
+            "keep_in_memory": 0,
+            "replicas": 0,
+            "replica_rate": 1,
+            "delta": 1,
+            "timeout": 1,
+            "max_failures": None,
+        },
+        {"memory": memory_limit(), "delta": "auto", "timeout": 0.5, "replica_rate": 1e9, "retention": raystow.Policy()},
+    ],
+)
+def test_what_can_be_is_taken(options: Mapping[str, Any]) -> None:
+    with pytest.raises(ConnectionRefusedError):
+        raystow.Checkpointer("memory://arguments", **options)
+
+
+def test_how_much_memory_there_is_is_told() -> None:
+    with pytest.raises(StateError, match=f"fewer than the {memory_limit():,} that this machine"):
+        raystow.Checkpointer("memory://arguments", memory=1 << 50)
+
+
+@pytest.mark.parametrize("uri", [None, b"/tmp/r", 5])
+@pytest.mark.parametrize("door", [raystow.Checkpointer, raystow.open, raystow.latest])
+def test_an_address_is_text_or_a_path(door: Callable[[Any], object], uri: object) -> None:
+    with pytest.raises(StateError, match=f"uri is of type {type(uri).__name__}"):
+        door(uri)
+
+
+@pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 63, 1 << 70])
+def test_a_step_is_an_integer_that_fits_into_the_format(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a Checkpointer that has nothing to save with: nothing else is looked at first."""
+    checkpointer = object.__new__(raystow.Checkpointer)
+    monkeypatch.setattr(checkpointer, "failures", client.Failures(on_failure="warn", most=None, count=int), raising=False)
+    with pytest.raises(StateError, match=f"step is {step!r} .*below 2"):
+        checkpointer.save({}, step=step)
+
+
+@pytest.mark.parametrize(
+    ("metrics", "named"),
+    [([1], "metrics is"), ("loss", "metrics is"), ({"loss": [1]}, "loss"), ({1: 2}, r"metrics\[1\]")],
+)
+def test_metrics_are_plain_values_by_name(metrics: object, named: str) -> None:
+    with pytest.raises(StateError, match=named):
+        metrics_of(metrics)
