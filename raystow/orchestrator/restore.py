@@ -15,7 +15,7 @@ import numpy as np
 
 from ..storage.coding import dtypes
 from ..storage.errors import Damaged, StateError, Unsupported
-from ..storage.finder import Found, Seeker
+from ..storage.finder import Finder, Seeker
 from ..storage.format import values
 from ..storage.format.boxes import overlap
 from ..storage.format.manifest import Chunk
@@ -80,12 +80,13 @@ def plan_restore(
     leaves = flatten(into, what="into")
     shards = {leaf.name: _shard(leaf) for leaf in leaves if not _is_replaced(leaf)}
     sought = {leaf.name: _sought(leaf, shards.get(leaf.name)) for leaf in leaves}
-    found = version.find(sought, Seeker(rank, world_size, version.world_size))
+    finder = version.finder(Seeker(rank, world_size, version.world_size))
+    found = finder.find(sought)
     if left := sorted(set(filled) - found.chunks.keys()):
         raise Damaged(f"does not hold {left[0]!r}, which a damaged newer version does", subject=f"version {version.id}")
     names = {leaf.name for leaf in leaves}
     if strict:
-        _check_names(names, found, version, rank)
+        _check_names(names, finder, version)
     elif version.record.thinned is not None and (missing := names - found.chunks.keys() - found.values.keys()):
         told = version.id, _thinned(version), len(missing), min(missing)
         logger.warning("version %d %s: %d names of `into` stay as they are, as %s does", *told)
@@ -269,15 +270,16 @@ def _matching(leaf: Leaf, shard: Shard, version: Version, saved: Chunk, cast: bo
     return shard
 
 
-def _check_names(wanted: set[str], found: Found, version: Version, rank: int) -> None:
+def _check_names(wanted: set[str], finder: Finder, version: Version) -> None:
     """``StateError`` for names that only one side has. The rest of the manifest is read only if there may be others: each element
     is saved once, so a version whose bytes are all wanted holds no other tensor, but for empty ones."""
+    found = finder.found
     missing = sorted(wanted - found.chunks.keys() - found.values.keys())
     first = [rows[0] for name, rows in found.chunks.items() if rows]
     nbytes = sum(math.prod(row.shape) * dtypes.dtype(row.dtype).itemsize for row in first)
     saved = found.names | found.values.keys()
     if missing or nbytes != version.record.raw:
-        saved = version.chunks.keys() | {row.name for row in version.value_rows(rank)}
+        saved = finder.names()
     unexpected = sorted(saved - wanted)
     if not (missing or unexpected):
         return

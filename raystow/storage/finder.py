@@ -72,6 +72,12 @@ class Finder:
                 break
         return self.found
 
+    def names(self) -> set[str]:
+        """Of all tensors of the version, and of the seeker's plain values: reads what ``find`` has left unread."""
+        self._open = {}
+        self._read(set(self._unread))
+        return self.found.names | self.found.values.keys()
+
     def _waves(self) -> Iterator[set[int]]:
         """Places of fragments to read next: where what is still open is most likely, then everything."""
         seeker, count = self._seeker, len(self._fragments)

@@ -17,12 +17,12 @@ from .coding import dtypes
 from .coding.digest import stored_digest
 from .coding.rounded import Rounded
 from .errors import Damaged, NotFound, StateError, Unsupported
-from .finder import Finder, Found, Seeker
+from .finder import Finder, Seeker
 from .format import key_files, keys, manifest, values
 from .format.boxes import Box
 from .format.manifest import Chunk, Fragment
 from .format.root import Entry, Register
-from .format.selection import Sought, select
+from .format.selection import select
 from .format.signing import Trust
 from .format.version_record import FragmentInfo, VersionRecord
 from .limits import MAX_FRAGMENT, MAX_RECORD
@@ -141,9 +141,9 @@ class Version:
                 return found
         return None
 
-    def find(self, sought: Mapping[str, Sought], seeker: Seeker) -> Found:
-        """The rows of the manifest that a rank needs, with as little of the manifest read as will do; see ``finder``."""
-        return Finder(self.record.fragments, lambda info, of: select(*self._fragment(info), of), seeker).find(sought)
+    def finder(self, seeker: Seeker) -> Finder:
+        """Finds the rows of the manifest that a rank needs, with as little of the manifest read as will do."""
+        return Finder(self.record.fragments, lambda info, of: select(*self._fragment(info), of), seeker)
 
     def _fragment(self, info: FragmentInfo) -> tuple[bytes, int, str]:
         key = keys.fragment(self.id, self.attempt, info.node)

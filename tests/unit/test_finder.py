@@ -129,6 +129,19 @@ def test_what_is_nowhere_is_looked_for_everywhere_and_not_found():
     assert found.names == {"a"}
 
 
+def test_all_names_are_told_and_nothing_is_read_twice():
+    version = Saved({"a": 160}, 160, per_node=8)
+    version.rows[11].append(row("b", 4, ((0,), (4,)), 11))
+    version.values[0] += [value("epoch", 1, *range(160)), value("of another", 2, 3)]
+    version.values[7].append(value("of mine", 3, 60))
+    finder = version.finder(60, 160)
+    finder.find({"a": Sought(True, (160,), part(160, 60, 160))})
+    assert version.read == [7]
+    for _ in range(2):
+        assert finder.names() == {"a", "b", "epoch", "of mine"}
+        assert sorted(version.read) == list(range(20))
+
+
 def test_another_shape_is_found_and_left_to_the_caller():
     version = Saved({"a": 160}, 16)
     found = version.finder(15, 16).find({"a": Sought(True, (320,), ((300,), (20,)))})

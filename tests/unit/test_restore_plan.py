@@ -34,10 +34,15 @@ def state(seed: int) -> dict[str, Any]:
 
 
 class Counting:
-    """A store that counts what is read of packs."""
+    """A store that counts what is read of packs, and which other objects are read."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store, self.read = store, 0
+        self.objects = Counter[str]()
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        self.objects[key] += 1
+        return self._store.get(key, max_bytes=max_bytes)
 
     def get_range(self, key: str, start: int, length: int) -> Any:
         self.read += length
@@ -84,6 +89,17 @@ def test_it_reads_no_more_than_what_is_wanted(version):
     assert store.read == plan.nbytes
     with pytest.raises(StateError, match="saved but not in `into`: a, lr, n"):
         plan_restore(reading, into)
+
+
+@pytest.mark.parametrize("stray", [{}, {"c": torch.zeros(1)}])
+def test_names_that_do_not_match_are_told_and_nothing_is_read_twice(version, stray):
+    """What a rank asks its node worker for a second time counts as wrong the first time."""
+    reading, store = fresh(version)
+    with pytest.raises(StateError, match="saved but not in `into`: a, lr, n"):
+        plan_restore(reading, {"b": torch.zeros(2 * MIB), **stray}, world_size=2)
+    assert store.objects == dict.fromkeys(
+        [version.record_key, *(keys.fragment(version.id, version.attempt, n) for n in (0, 1))], 1
+    )
 
 
 def test_it_is_priced_by_source_and_says_why(version):
