@@ -50,7 +50,7 @@ def memory_of_a_rank(value: object) -> int:
     """Bytes to stage and to code in: eight slots at least, and no more than there are."""
     nbytes, there = integer("memory", value, least=8 * SLOT, instead="None"), memory_limit()
     if nbytes > there:
-        raise _refused("memory", value, f"bytes, fewer than the {there:,} that this machine or container has", "None")
+        raise _refused("memory", value, f"bytes, at most the {there:,} that this machine or container has", "None")
     return nbytes
 
 

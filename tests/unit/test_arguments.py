@@ -75,7 +75,7 @@ def test_what_can_be_is_taken(options: Mapping[str, Any]) -> None:
 
 
 def test_how_much_memory_there_is_is_told() -> None:
-    with pytest.raises(StateError, match=f"fewer than the {memory_limit():,} that this machine"):
+    with pytest.raises(StateError, match=f"at most the {memory_limit():,} that this machine"):
         raystow.Checkpointer("memory://arguments", memory=1 << 50)
 
 
