@@ -101,7 +101,14 @@ def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> 
     assert "wrote 3 versions whole, " in " ".join(ran("compact", folder, "--yes").stdout.split())
     assert "keep is the newest" in " ".join(ran("compact", folder).stdout.split()), "and nothing else is asked about"
     assert whole(repository)
-    ran("compact", folder, "--version", 99, code=2)
+    assert run_json("compact", folder, "--version", 99, code=4)["error"]["kind"] == "NotFound"
+
+
+def test_what_is_named_and_no_difference_is_told(folder: Path) -> None:
+    assert ran("compact", folder, "--version", 1).stdout.splitlines() == ["version 1 is no difference to another"]
+    said = ran("compact", folder, "--version", 3, "--version", 6, "--dry-run").stdout
+    assert "by itself" in said
+    assert said.splitlines()[-1] == "version 6 is no difference to another"
 
 
 def test_of_a_history_of_differences_old_versions_keep_their_weights_and_dcp_loads_them(folder: Path) -> None:

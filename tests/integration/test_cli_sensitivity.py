@@ -61,3 +61,9 @@ def test_it_prints_what_it_measured_and_what_to_pass(module: str) -> None:
 def test_what_cannot_be_measured_is_said(module: str, name: str) -> None:
     result = run("sensitivity", name)
     assert result.exit_code == 2
+
+
+def test_what_is_no_function_is_said() -> None:
+    result = run("sensitivity", "math:pi")
+    assert result.exit_code == 2
+    assert "is not a function" in " ".join(result.stderr.split())

@@ -35,10 +35,11 @@ def compact(
     Example:  raystow compact s3://bucket/runs/llama --version 40
     """
     target = open_target(uri)
-    plan = target.repository.plan_compaction(version or None)
+    named = [target.version(str(id)).id for id in dict.fromkeys(version or ())]
+    plan = target.repository.plan_compaction(named or None)
     whole = Replacements("writing whole", plan.entries, plan.compaction)
     if not json:
-        _tell(target, plan, whole)
+        _tell(target, plan, whole, named)
     question = f"write {count(len(whole.due), 'version')} whole?"
     doing = bool(whole.due) and not dry_run and (yes or json or agreed(question, "nothing was written"))
     done = whole.execute(quiet=json) if doing else []
@@ -62,9 +63,9 @@ def _all(plan: CompactionPlan) -> list[Entry]:
     return sorted((*plan.entries, *plan.kept), key=lambda entry: entry.id)
 
 
-def _tell(target: Target, plan: CompactionPlan, whole: Replacements) -> None:
-    rows = []
-    for entry in _all(plan):
+def _tell(target: Target, plan: CompactionPlan, whole: Replacements, named: list[int]) -> None:
+    rows, differences = [], _all(plan)
+    for entry in differences:
         bases = ", ".join(str(base) for base in entry.bases)
         verdict, why = ("keep", plan.kept[entry]) if entry in plan.kept else ("compact", "")
         if entry.id in whole.sizes:
@@ -74,8 +75,10 @@ def _tell(target: Target, plan: CompactionPlan, whole: Replacements) -> None:
         )
     if rows:
         out.print(table("", [">ID", ">STEP", ">CREATED", ">STORED", ">NEEDS", "", "WHY"], rows))
-    else:
+    elif not named:
         say("no version is a difference to another")
+    for id in sorted({*named} - {entry.id for entry in differences}):
+        say(f"version {id} is no difference to another")
 
 
 def _row(target: Target, entry: Entry, plan: CompactionPlan, whole: Replacements) -> dict[str, Any]:

@@ -69,6 +69,8 @@ def _arguments(source: str) -> Mapping[str, Any]:
         function: Callable[[], Mapping[str, Any]] = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
         raise typer.BadParameter(f"{source!r} cannot be had: {error}") from error
+    if not callable(function):
+        raise typer.BadParameter(f"{source!r} is not a function")
     made = function()
     if not isinstance(made, Mapping) or not {"state", "loss"} <= {*made} <= {"state", "loss", "train", "levels"}:
         raise typer.BadParameter(f"{source} must return a dict of state and loss, and perhaps train and levels")
