@@ -1,7 +1,7 @@
 """Every error that raystow raises, cut by what a caller would do about it.
 
     RaystowError
-    ├── StateError             the state (or ``into``) holds something that cannot be stored or filled: change it
+    ├── StateError             the state (or ``into``) holds what cannot be stored or filled, or an argument cannot be: change it
     ├── StoreError             the object store said no
     │   ├── NotFound           there is no such object
     │   ├── PreconditionFailed a conditional write lost: read again
@@ -44,7 +44,8 @@ def _rebuild(kind: type[RaystowError], what: str, subject: str, remedy: str) -> 
 
 
 class StateError(RaystowError):
-    """The state, or a part of ``into``, is not of a kind that raystow stores or fills."""
+    """The state, or a part of ``into``, is not of a kind that raystow stores or fills; or something else that was asked for
+    cannot be, such as an address that names no store."""
 
 
 class StoreError(RaystowError):

@@ -16,7 +16,7 @@ from pathlib import Path
 
 import pytest
 
-from raystow.storage.errors import NotFound, PreconditionFailed, StoreError, StoreUnavailable, UnsafeStore
+from raystow.storage.errors import NotFound, PreconditionFailed, StateError, StoreError, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores import open_store
 from raystow.storage.stores.local import LOCK, LocalStore
@@ -260,7 +260,7 @@ def test_relative_addresses_and_homes(root: Path, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_a_bad_address_is_explained(uri: str) -> None:
-    with pytest.raises(StoreError, match=r"use s3://bucket/prefix, file:///path") as caught:
+    with pytest.raises(StateError, match=r"use s3://bucket/prefix, file:///path") as caught:
         open_store(uri)
     assert "hush" not in str(caught.value)
 

@@ -248,6 +248,15 @@ def test_a_restore_that_stops_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
+def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(run_folder: Path, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    for to in (Path("/proc/x/y"), tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
+        error, remedy = run("restore", run_folder, "--to", to).stderr.splitlines()
+        assert error.split(": ")[1] in map(str, (to, *to.parents))
+        assert remedy.startswith("  try: ")
+    assert [path.name for path in tmp_path.iterdir()] == ["file"]
+
+
 def test_a_damaged_version_is_not_restored(own_folder: Path, tmp_path: Path) -> None:
     flip_byte(next(own_folder.glob("versions/00000002-*/optimizer-*.pack")))
     result = run("restore", own_folder, "--to", tmp_path / "out")
@@ -443,7 +452,8 @@ def test_wrong_words_are_usage_errors(run_folder: Path) -> None:
     assert run("list").exit_code == 2
     assert run("restore", run_folder).exit_code == 2
     assert run("verify", run_folder, 1, "--all").exit_code == 2
-    assert run("ls", "gopher://x").exit_code == 1
+    for address in ("gopher://x", "gs://b/x", "s3://", ""):
+        assert run_json("ls", address, code=2)["error"]["kind"] == "StateError"
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "restore", "doctor"])

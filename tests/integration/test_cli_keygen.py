@@ -48,6 +48,12 @@ def test_it_overwrites_nothing(tmp_path: Path) -> None:
     assert [path.name for path in tmp_path.iterdir()] == ["key.pub"]  # no private half without its public one
 
 
+def test_where_none_can_be_written_is_told_with_what_to_do(tmp_path: Path) -> None:
+    error = run_json("keygen", tmp_path / "no" / "key", code=1)["error"]
+    assert error["subject"] == str(tmp_path / "no" / "key")
+    assert error["remedy"]
+
+
 def test_openssl_knows_the_files(tmp_path: Path) -> None:
     told = run_json("keygen", tmp_path / "key")
     public = subprocess.run(["openssl", "pkey", "-in", told["private"], "-pubout"], capture_output=True, text=True)

@@ -148,7 +148,10 @@ def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
 def test_what_was_there_is_replaced_by_a_whole_page_only(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "r.html").write_text("of yesterday")
     assert run("report", tmp_path / "nowhere", "-o", tmp_path / "r.html").exit_code == 4
-    assert run("report", run_dir, "-o", tmp_path / "no" / "r.html").exit_code == 1
+    for missing in (tmp_path / "no" / "r.html", tmp_path / "r.html" / "r.html"):
+        error = run_json("report", run_dir, "-o", missing, code=1)["error"]
+        assert error["subject"] == str(missing)
+        assert error["remedy"]
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
     assert (tmp_path / "r.html").read_text() == "of yesterday"
     page_of(run_dir, tmp_path / "r.html")

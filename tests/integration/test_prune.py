@@ -133,6 +133,10 @@ def test_wrong_words_are_usage_errors(folder: Path, words: list[str]) -> None:
     assert live(folder) == [1, 2, 3, 4, 5]
 
 
+def test_no_limit_is_said_as_a_shell_says_it(folder: Path) -> None:
+    assert "leave the option out" in " ".join(run("prune", folder, "--max-bytes", 0).stderr.split())
+
+
 def test_empty_and_missing_repositories(tmp_path: Path) -> None:
     assert run("prune", tmp_path, "--keep-last", 1).exit_code == 4
     create_repository(str(tmp_path))

@@ -98,6 +98,8 @@ def _policy(
 ) -> Policy:
     from ...storage.retention.policy import Policy
 
+    if max_bytes is not None and max_bytes < 1:
+        raise typer.BadParameter("--max-bytes takes at least 1 byte; leave the option out for no limit")
     policy = Policy(last, every, interval, quantities.best(best) if best is not None else None, max_bytes, resumable)
     if not (policy.drops or policy.resumable):
         raise typer.BadParameter(

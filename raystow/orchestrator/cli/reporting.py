@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 from collections.abc import Callable
 from typing import ParamSpec
@@ -25,6 +26,15 @@ EXIT_CODES = {
 """What each exit code means."""
 
 _CODES: dict[type[RaystowError], int] = {StateError: 2, Damaged: 3, NotARepository: 4, NotFound: 4, UnsafeStore: 5, Untrusted: 6}
+_FILE_IN_THE_WAY = "a folder of this path is a file: name another path"
+_REMEDIES = {
+    errno.ENOENT: "name a path in a folder that is there and can be written to",
+    errno.ENOTDIR: _FILE_IN_THE_WAY,
+    errno.EEXIST: _FILE_IN_THE_WAY,
+    **dict.fromkeys((errno.EACCES, errno.EPERM, errno.EROFS), "use a path that this user has the rights to"),
+    **dict.fromkeys((errno.ENOSPC, errno.EDQUOT), "make room, or name a path on another disk"),
+}
+"""By the number of an operating system's error: what to do about the path that it names."""
 _DAMAGED = "`raystow verify URI --deep --all` tells which versions are whole"
 
 _P = ParamSpec("_P")
@@ -62,7 +72,8 @@ def reporting(command: Callable[_P, None]) -> Callable[_P, None]:
             raise  # the reader of our output has seen enough: typer ends quietly
         except OSError as error:
             subject = str(error.filename2 or error.filename or "")
-            report, code = {"kind": "OSError", "what": error.strerror or str(error), "subject": subject, "remedy": ""}, 1
+            remedy = _REMEDIES.get(error.errno or 0, "") if subject else ""
+            report, code = {"kind": "OSError", "what": error.strerror or str(error), "subject": subject, "remedy": remedy}, 1
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None

@@ -9,7 +9,7 @@ import re
 from pathlib import Path
 from urllib.parse import unquote, urlsplit
 
-from ..errors import StoreError
+from ..errors import StateError
 from ..object_store import ObjectStore
 
 __all__ = ["open_store"]
@@ -23,7 +23,7 @@ _REMEDY = "use s3://bucket/prefix, file:///path, a plain path, or memory://name"
 def open_store(uri: str) -> ObjectStore:
     """The store at ``s3://bucket/prefix``, ``file:///path``, a plain path, or ``memory://name`` (this process only, for tests).
 
-    Nothing is contacted, created or checked yet. An address that cannot be understood raises ``StoreError``.
+    Nothing is contacted, created or checked yet. An address that cannot be understood raises ``StateError``.
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")
@@ -77,5 +77,5 @@ def _memory(name: str) -> ObjectStore:
     return MemoryStore.named(name)
 
 
-def _bad(what: str, subject: str) -> StoreError:
-    return StoreError(what, subject=subject, remedy=_REMEDY)
+def _bad(what: str, subject: str) -> StateError:
+    return StateError(what, subject=subject, remedy=_REMEDY)

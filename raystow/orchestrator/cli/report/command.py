@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 from dataclasses import asdict
 from importlib.util import find_spec
@@ -76,13 +77,16 @@ def _tariff(store_price: float | None, gpu_price: float | None, gpus: int | None
 
 
 def _write(path: Path, page: str) -> None:
-    """All of it or, if that fails, what was there before."""
+    """All of it or, if that fails, what was there before. ``OSError`` names ``path``."""
     work = path.with_name(f".{path.name}.{SYSTEM.token()}")
     try:
         work.write_text(page, encoding="utf-8")
         os.replace(work, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
-        work.unlink(missing_ok=True)
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # moved into place, or never made
+            work.unlink()
 
 
 def _fields(facts: Facts) -> dict[str, Any]:
