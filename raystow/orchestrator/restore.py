@@ -15,7 +15,7 @@ import numpy as np
 
 from ..storage.coding import dtypes
 from ..storage.errors import Damaged, StateError, Unsupported
-from ..storage.finder import Finder, Seeker
+from ..storage.finder import Finder, Found, Seeker
 from ..storage.format import values
 from ..storage.format.boxes import overlap
 from ..storage.format.manifest import Chunk
@@ -90,6 +90,9 @@ def plan_restore(
     elif version.record.thinned is not None and (missing := names - found.chunks.keys() - found.values.keys()):
         told = version.id, _thinned(version), len(missing), min(missing)
         logger.warning("version %d %s: %d names of `into` stay as they are, as %s does", *told)
+    elif (asked := _nbytes(found)) < version.record.raw and rank == 0:
+        what = "strict=False: `into` has no place for %d of the %d bytes that version %d holds"
+        logger.warning(what, version.record.raw - asked, version.record.raw, version.id)
     in_memory: list[Request] = []
     to_cast: list[tuple[Shard, list[Chunk]]] = []
     wanted: list[Chunk] = []  # of these
@@ -275,10 +278,8 @@ def _check_names(wanted: set[str], finder: Finder, version: Version) -> None:
     is saved once, so a version whose bytes are all wanted holds no other tensor, but for empty ones."""
     found = finder.found
     missing = sorted(wanted - found.chunks.keys() - found.values.keys())
-    first = [rows[0] for name, rows in found.chunks.items() if rows]
-    nbytes = sum(math.prod(row.shape) * dtypes.dtype(row.dtype).itemsize for row in first)
     saved = found.names | found.values.keys()
-    if missing or nbytes != version.record.raw:
+    if missing or _nbytes(found) != version.record.raw:
         saved = finder.names()
     unexpected = sorted(saved - wanted)
     if not (missing or unexpected):
@@ -293,6 +294,12 @@ def _check_names(wanted: set[str], finder: Finder, version: Version) -> None:
         parts.append(f"it {_thinned(version)}")
         remedy = "restore a newer version to resume, or pass strict=False for what is left of this one"
     raise StateError("; ".join(parts), subject=f"version {version.id}", remedy=remedy)
+
+
+def _nbytes(found: Found) -> int:
+    """Of all that was found, whole tensors."""
+    first = [rows[0] for rows in found.chunks.values() if rows]
+    return sum(math.prod(row.shape) * dtypes.dtype(row.dtype).itemsize for row in first)
 
 
 def _thinned(version: Version) -> str:

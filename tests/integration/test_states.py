@@ -148,14 +148,16 @@ def test_a_tensor_of_many_chunks_is_read_in_part_from_few_of_them() -> None:
     assert version.read("long", index=-1) == (3 << 20) - 1
 
 
-def test_mismatches_are_told_before_anything_changes() -> None:
+def test_mismatches_are_told_before_anything_changes(caplog: pytest.LogCaptureFixture) -> None:
     with LocalCluster("memory://mismatch") as cluster:
         cluster.save({"a": torch.ones(3), "b": torch.ones(2, 2), "n": 1}, step=1)
     into: dict[str, Any] = {"a": torch.zeros(3), "c": torch.zeros(1), "n": 0}
     with pytest.raises(raystow.StateError, match=r"in `into` but not saved: c; saved but not in `into`: b"):
         raystow.restore_latest(cluster.uri, into=into)
     assert into["a"].sum() == 0
+    assert not caplog.records
     raystow.restore_latest(cluster.uri, into=into, strict=False)
+    assert "no place for 16 of the 28 bytes that version 1 holds" in caplog.text
     assert into["a"].sum() == 3
     assert into["n"] == 1
     with pytest.raises(raystow.StateError, match=r'into\["b"\]: is float64 \(2, 2\), but version 1 holds float32 \(2, 2\)'):
