@@ -1,7 +1,7 @@
 """Every error that raystow raises, cut by what a caller would do about it.
 
     RaystowError
-    ├── StateError             the state (or ``into``) holds what cannot be stored or filled, or an argument cannot be: change it
+    ├── StateError             the state (or ``into``) holds what cannot be stored or filled, or an argument will not do: change it
     ├── StoreError             the object store said no
     │   ├── NotFound           there is no such object
     │   ├── PreconditionFailed a conditional write lost: read again

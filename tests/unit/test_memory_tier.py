@@ -52,6 +52,18 @@ def test_objects_come_back_as_they_were(tier):
     assert (holding.parts, holding.committed) == ({0: Part({"a": 10, "empty": 0})}, False)
 
 
+def test_what_was_told_of_holdings_stays_as_it_was(tier):
+    tier.put(home(1), 0, "a", [b"one"])
+    (before,) = tier.holdings("r")
+    before.parts[0].line = ("a node that nobody asked",)
+    tier.put(home(1), 0, "b", [b"two"])
+    tier.put(home(1), 3, "c", [b"three"], line=("n", "m"))
+    tier.committed(home(1))
+    assert (before.committed, {number: part.objects for number, part in before.parts.items()}) == (False, {0: {"a": 3}})
+    (after,) = tier.holdings("r")
+    assert (after.committed, after.parts[0].line, list(after.parts)) == (True, (), [0, 3])
+
+
 def test_a_version_replaces_the_one_before_and_what_never_became_one(tier):
     for id in (1, 2, 3):
         tier.put(home(id), 0, f"pack {id}", [bytes(KIB)])

@@ -101,6 +101,13 @@ def test_a_container_that_has_come_to_contain_itself_is_refused() -> None:
         outline.leaves(inner)
 
 
+def test_a_state_of_the_same_outline_is_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    outline = Outline()
+    outline.leaves(state())
+    monkeypatch.setattr("raystow.orchestrator.outline.flatten", lambda state: pytest.fail("it is walked again"))
+    assert not differs(outline.leaves(taken := state()), flatten(taken))
+
+
 def test_nothing_of_a_state_is_kept() -> None:
     outline, taken = Outline(), state()
     outline.leaves(taken)

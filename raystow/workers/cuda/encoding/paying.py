@@ -10,7 +10,6 @@ from ....storage.coding.chunk import WORTH
 
 _AT_ONCE = 64  # chunks: what counting takes is 16 bytes for each byte of a sample
 
-
 GAIN = 0.9
 """Of the bytes that a chunk takes by itself, at most. ``storage.coding.delta`` is content with less: here the base must also come
 up to the device, in every save anew, beside a training that wants the memory and the interpreter which that takes."""
