@@ -1,7 +1,7 @@
 """Every error that raystow raises, cut by what a caller would do about it.
 
     RaystowError
-    ├── StateError             the state (or ``into``) holds what cannot be stored or filled, or an argument will not do: change it
+    ├── StateError             the state (or ``into``), or an argument, is not what can be stored, filled or done: change it
     ├── StoreError             the object store said no
     │   ├── NotFound           there is no such object
     │   ├── PreconditionFailed a conditional write lost: read again
