@@ -15,6 +15,7 @@ from rich.console import Console
 from shell import flip_byte, run, run_json
 
 from raystow.orchestrator.cli import progress
+from raystow.orchestrator.cli import verify as cli_verify
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, StoreError, StoreUnavailable, Unsupported, Untrusted
 from raystow.storage.repository import Repository, create_repository, open_repository
@@ -137,10 +138,42 @@ def test_a_flipped_byte_is_named_and_the_rest_is_verified_all_the_same(folder: P
 
 def test_the_newest_whole_version_is_noted_in_the_root(folder: Path) -> None:
     flip_byte(pack(folder, 3))
-    assert run_json("verify", folder, "--deep", code=3)["recorded"] is None
+    assert run_json("verify", folder, 3, "--deep", code=3)["recorded"] is None
     assert verified(folder) == 0
     assert run_json("verify", folder, "--deep", "--all", code=3)["recorded"] == 2
     assert verified(folder) == 2
+
+
+def test_the_nightly_one_goes_back_to_a_version_that_is_whole(folder: Path) -> None:
+    assert run_json("verify", folder, "--deep")["recorded"] == 3
+    flip_byte(pack(folder, 3))
+    result = run("verify", folder, "--deep")
+    assert result.exit_code == 3
+    told = [line for line in result.stdout.splitlines() if line.startswith("version")]
+    assert [line.split(":")[1].split(",")[0] for line in told] == [" DAMAGED", " whole"]
+    assert "1 whole, 1 damaged; " in result.stdout
+    assert verified(folder) == 2
+
+    flip_byte(pack(folder, 2))
+    report = run_json("verify", folder, "latest", "--deep", code=3)
+    assert [(row["id"], row["outcome"]) for row in report["versions"]] == [(3, "damaged"), (2, "damaged"), (1, "whole")]
+    assert (report["recorded"], report["error"]) == (1, report["versions"][0]["error"])
+
+
+def test_it_goes_back_no_further_than_a_bound_and_only_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for version in (2, 3):
+        flip_byte(pack(folder, version))
+    assert outcomes(run_json("verify", folder, 3, "--deep", code=3)) == ["damaged"]
+    assert outcomes(run_json("verify", folder, code=0)) == ["whole"]  # the quick one reads no pack
+    monkeypatch.setattr(cli_verify, "BACK", 2)
+    report = run_json("verify", folder, "--deep", code=3)
+    assert (outcomes(report), report["recorded"]) == (["damaged", "damaged"], None)
+
+
+def test_it_does_not_go_back_after_the_store_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    flip_byte(pack(folder, 3))
+    fail_on(monkeypatch, 2, StoreUnavailable("no answer"))
+    assert outcomes(run_json("verify", folder, "--deep", code=3)) == ["damaged", "unchecked"]
 
 
 def test_a_noted_version_that_is_damaged_gives_way_to_the_newest_whole_one(folder: Path) -> None:

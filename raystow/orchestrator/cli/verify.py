@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Sequence
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,6 +23,9 @@ if TYPE_CHECKING:
     from ...storage.repository import Repository
     from ...storage.version import Version
 
+BACK = 24
+"""Versions that are looked at for one that is whole: more than the longest row of differences, which are lost together, has."""
+
 
 def verify(
     uri: Uri,
@@ -38,8 +42,9 @@ def verify(
 ) -> None:
     """Tell whether a version is whole.
 
-    Checks record and manifest by their digests, and that every pack is there in its size. With --deep it reads the packs as well.
-    Names the damaged object and exits with 3 if anything is missing, cut or changed.
+    Checks record and manifest by their digests, and that every pack is there in its size. With --deep it reads the packs as well,
+    and if the latest version is damaged goes back to one that is whole. Names the damaged object and exits with 3 if anything is
+    missing, cut or changed.
 
     Example:  raystow verify s3://bucket/runs/llama --deep --all
     """
@@ -50,7 +55,10 @@ def verify(
     target = open_target(uri)
     repository = target.repository
     start = repository.clock.monotonic()
-    verdicts = _verdicts(repository, target.versions() if all else [target.version(version or LATEST)], deep, resume, quiet=json)
+    look = partial(_verdicts, repository, deep=deep, resume=resume, quiet=json)
+    versions = target.versions() if all else [target.version(version or LATEST)]
+    back = deep and not all and version in (None, LATEST)
+    verdicts = _until_whole(target.versions(), look) if back else look(versions)
     recorded, refused = _record(repository, verdicts) if deep else (None, None)
     sums = summary(verdicts, repository.clock.monotonic() - start)
     worst = min((v for v in verdicts if v.error is not None), key=lambda v: OUTCOMES.index(v.outcome), default=None)
@@ -62,7 +70,7 @@ def verify(
     elif not verdicts:
         out.print(f"no version yet in {repository.uri}", soft_wrap=True)
     else:
-        if all or resume is not None or not deep:
+        if len(verdicts) > 1 or all or resume is not None or not deep:
             tell_summary(sums, DEEP if deep else QUICK, str(resume or ""))
         if refused is not None:
             typer.echo(printable(f"note: what was found is not noted in the root: {refused}"), err=True)
@@ -70,8 +78,19 @@ def verify(
         raise typer.Exit(exit_code(worst.error))
 
 
+def _until_whole(versions: Sequence[Version], look: Callable[[Sequence[Version]], list[Verdict]]) -> list[Verdict]:
+    """The verdict on the newest version, and while one is damaged on that before it, on ``BACK`` at most: so that the root has
+    one noted that is whole, whatever has become of the newest."""
+    verdicts = list[Verdict]()
+    for version in reversed(versions[-BACK:]):
+        verdicts += look([version])
+        if verdicts[-1].outcome not in (DAMAGED, REMOVED):
+            break
+    return verdicts
+
+
 def _verdicts(
-    repository: Repository, versions: Sequence[Version], deep: bool, resume: Path | None, *, quiet: bool
+    repository: Repository, versions: Sequence[Version], *, deep: bool, resume: Path | None, quiet: bool
 ) -> list[Verdict]:
     """The verdict on each version, told at once unless ``quiet``; on none after one for which the store failed."""
     verdicts = list[Verdict]()
