@@ -1,5 +1,4 @@
-"""What a caller has passed, looked at before anything is done with it: ``StateError`` names the argument, its value, and what
-would do. Nothing is converted, and a bool is no number."""
+"""What the caller of a save or a restore has passed, looked at as in ``storage.arguments``."""
 
 from __future__ import annotations
 
@@ -7,6 +6,7 @@ import os
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from ..storage.arguments import integer, refused
 from ..storage.errors import StateError
 from ..storage.format import values
 from ..workers.ipc.ring import SLOT
@@ -25,17 +25,10 @@ def address(uri: object) -> str:
     return uri
 
 
-def integer(name: str, value: object, *, least: int, instead: str = "") -> int:
-    """An integer that fits into messages and into the format. ``instead``: what else would do, for the remedy."""
-    if type(value) is not int or not least <= value < 1 << 63:
-        raise _refused(name, value, f"an integer of at least {least} and below 2**63", instead)
-    return value
-
-
 def positive(name: str, value: object, *, most: float = float("inf"), instead: str = "") -> float:
     """A number above 0."""
     if type(value) is bool or not isinstance(value, int | float) or not 0 < value <= most:
-        raise _refused(name, value, "a number above 0" + (f", at most {most:,.0f}" if most < float("inf") else ""), instead)
+        raise refused(name, value, "a number above 0" + (f", at most {most:,.0f}" if most < float("inf") else ""), instead)
     return value
 
 
@@ -50,7 +43,7 @@ def memory_of_a_rank(value: object) -> int:
     """Bytes to stage and to code in: eight slots at least, and no more than there are."""
     nbytes, there = integer("memory", value, least=8 * SLOT, instead="None"), memory_limit()
     if nbytes > there:
-        raise _refused("memory", value, f"bytes, at most the {there:,} that this machine or container has", "None")
+        raise refused("memory", value, f"bytes, at most the {there:,} that this machine or container has", "None")
     return nbytes
 
 
@@ -59,12 +52,8 @@ def metrics_of(metrics: object) -> dict[str, Any]:
     if metrics is None:
         return {}
     if not isinstance(metrics, Mapping):
-        raise _refused("metrics", metrics, "a dict of plain values by name", "None")
+        raise refused("metrics", metrics, "a dict of plain values by name", "None")
     for name, value in metrics.items():
         if not isinstance(name, str) or not values.is_plain(value):
-            raise _refused(f"metrics[{name!r:.80}]", value, "plain values by name")
+            raise refused(f"metrics[{name!r:.80}]", value, "plain values by name")
     return dict(metrics)
-
-
-def _refused(name: str, value: object, wanted: str, instead: str = "") -> StateError:
-    return StateError(f"{name} is {value!r:.80}", remedy=f"give {wanted}" + (f", or {instead}" if instead else ""))

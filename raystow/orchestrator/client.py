@@ -8,6 +8,7 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from ..storage.arguments import integer
 from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
 from ..storage.format import key_files, values
@@ -25,7 +26,7 @@ from ..workers.node_actor import node_actor
 from ..workers.staging import CODECS, PLACES, Order, Staging
 from . import arguments, cluster
 from .agreement import Together
-from .arguments import LONGEST, integer, one_of, positive
+from .arguments import LONGEST, one_of, positive
 from .codec import usable_codec
 from .coordinator_actor import RayPort, coordinator_actor
 from .failures import Failures

@@ -6,9 +6,10 @@ import logging
 import threading
 from collections.abc import Callable
 
+from ..storage.arguments import integer
 from ..storage.errors import RaystowError, SaveFailed
 from ..storage.log import Log
-from .arguments import integer, one_of
+from .arguments import one_of
 
 logger = logging.getLogger(__name__)
 

@@ -149,6 +149,7 @@ def test_what_is_to_be_thinned_counts_for_max_bytes_when_its_size_is_known() -> 
         {"keep_best": ("loss", "min", True)},
         {"keep_best": "loss"},
         {"max_bytes": -1},
+        {"max_bytes": 1 << 63},  # no message and no record holds it
     ],
 )
 def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:

@@ -11,8 +11,8 @@ from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
+from ..arguments import integer, refused
 from ..chains import needed
-from ..errors import StateError
 from ..format.root import Entry
 from .freeing import Freeing, as_it_is, freeings
 
@@ -53,10 +53,11 @@ class Policy:
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "max_bytes", "resumable"):
-            _check_count(name, getattr(self, name))
+            if (count := getattr(self, name)) is not None:
+                integer(name, count, least=1, instead="None for no such rule", subject="retention")
         seconds = self.keep_every_seconds
         if seconds is not None and not (type(seconds) in (int, float) and 1 <= seconds < math.inf):
-            raise StateError(f"keep_every_seconds is {seconds!r}", subject="retention", remedy="give at least 1 second")
+            raise refused("keep_every_seconds", seconds, "at least 1 second", subject="retention")
         if self.keep_best is not None:
             _check_best(self.keep_best)
 
@@ -257,14 +258,8 @@ def _span(seconds: float) -> str:
     return f"{seconds / unit:g} {name}"
 
 
-def _check_count(name: str, value: object) -> None:
-    if value is not None and not (type(value) is int and value >= 1):
-        remedy = "give an integer of at least 1, or None for no such rule"
-        raise StateError(f"{name} is {value!r}", subject="retention", remedy=remedy)
-
-
 def _check_best(best: object) -> None:
     match best:
         case (str(), "min" | "max", int() as number) if type(best) is tuple and type(number) is int and number >= 1:
             return
-    raise StateError(f"keep_best is {best!r}", subject="retention", remedy='give (metric, "min" or "max", how many)')
+    raise refused("keep_best", best, '(metric, "min" or "max", how many)', subject="retention")

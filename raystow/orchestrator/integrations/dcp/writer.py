@@ -16,6 +16,7 @@ from torch.distributed.checkpoint.planner import SavePlan, SavePlanner, WriteIte
 from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
+from ....storage.arguments import integer
 from ....storage.errors import SaveFailed, StateError
 from ....storage.repository import open_repository
 from ....storage.retention.policy import Policy
@@ -23,7 +24,6 @@ from ....storage.stores import open_store
 from ....storage.version import Version
 from ....workers.port import Ticket, coverage
 from ... import arguments
-from ...arguments import integer
 from ...direct.committing import Committing
 from ...direct.part import Part, Storing, check_same, cores
 from ...housekeeping import kept_by_a_run
