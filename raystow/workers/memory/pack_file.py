@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import mmap
 import os
@@ -9,23 +10,49 @@ import threading
 from collections import deque
 from collections.abc import Callable, Sequence
 
+import numpy as np
+
 _PARTS = 512  # that one call writes; the kernel takes 1,024
 
 Span = tuple[int, int]
 """First byte, and the byte after the last."""
 
 
+class Memory:
+    """An anonymous file (memfd), and this process's mapping of it: whoever is given both need not have it mapped page by page
+    again, which costs as much as what is written to it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, 1)  # nothing at all cannot be mapped
+        self.mapping = mmap.mmap(self.descriptor, 1)
+        self.used = False  # its pages are there, most likely
+
+    def resize(self, size: int) -> None:
+        """``BufferError`` if somebody looks at it."""
+        self.mapping.resize(max(1, size))
+        os.ftruncate(self.descriptor, size)
+
+    def close(self) -> None:
+        """Let go of it. The memory stays as long as somebody looks at it."""
+        descriptor, self.descriptor = self.descriptor, -1  # the number may be another file's soon
+        os.close(descriptor)
+        mapping = self.mapping
+        del self.mapping  # a view of it that is still held closes it when it goes
+        with contextlib.suppress(BufferError):
+            mapping.close()
+
+
 class PackFile:
-    """An anonymous file (memfd) of the object's size. Pages that nobody filled take no memory, and other processes map it instead
+    """Anonymous memory of the object's size. Pages that nobody filled take no memory, and other processes map it instead
     of getting a copy. From any thread. Closing it lets go of this process's part; what was lent stays with the borrower."""
 
-    def __init__(self, size: int, memory: int | None = None) -> None:
-        """``memory``: the descriptor of one that was ``vacated``."""
+    def __init__(self, size: int, memory: Memory | None = None) -> None:
+        """``memory``: what another one has ``vacated``."""
         self.size = size
-        self._descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC) if memory is None else memory
+        self._memory = memory or Memory()
+        self._memory.resize(size)
         self._lent = False
-        os.ftruncate(self._descriptor, size)
-        self._map: mmap.mmap | bytes = mmap.mmap(self._descriptor, size) if size else b""
         self._changed = threading.Condition()
         self._present: list[Span] = []
         self._coming: list[Span] = []
@@ -38,20 +65,35 @@ class PackFile:
 
     def write(self, parts: Sequence[memoryview]) -> None:
         """Fill it whole with the concatenation of ``parts``."""
+        if self._memory.used:
+            self._copy(parts)
+        else:
+            self._write(parts)
+        with self._changed:
+            self._present = [(0, self.size)]
+
+    def _write(self, parts: Sequence[memoryview]) -> None:
+        """As a file: pages that are not there yet would be found and cleared one by one."""
         left, at = deque(part for part in parts if part.nbytes), 0
-        while left:  # as a file: a mapping would be filled page by page, and with the lock of the interpreter held
-            written = os.pwritev(self._descriptor, list(itertools.islice(left, _PARTS)), at)
+        while left:
+            written = os.pwritev(self._memory.descriptor, list(itertools.islice(left, _PARTS)), at)
             at += written
             while left and written >= left[0].nbytes:
                 written -= left.popleft().nbytes
             if written:
                 left[0] = left[0][written:]
-        with self._changed:
-            self._present = [(0, self.size)]
+
+    def _copy(self, parts: Sequence[memoryview]) -> None:
+        """Within memory, by numpy, which lets go of the interpreter meanwhile."""
+        whole, at = np.frombuffer(self._memory.mapping, np.uint8), 0
+        for part in parts:
+            whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
+            at += part.nbytes
 
     def fill(self, write: Callable[[memoryview], None]) -> None:
         """Let ``write`` fill all of it."""
-        write(memoryview(self._map))
+        with self._view() as whole:
+            write(whole)
         with self._changed:
             self._present = [(0, self.size)]
 
@@ -62,7 +104,7 @@ class PackFile:
             while (claimed := self._claim(wanted)) is not None:
                 arrived = False
                 try:
-                    with memoryview(self._map)[claimed[0] : claimed[1]] as target:
+                    with self._view()[claimed[0] : claimed[1]] as target:
                         fetch(claimed[0], target)
                     arrived = True
                 finally:
@@ -81,32 +123,32 @@ class PackFile:
     @property
     def content(self) -> memoryview:
         """All of it. The memory stays as long as a view of it is held."""
-        return memoryview(self._map).toreadonly()
+        return self._view().toreadonly()
 
     def lend(self) -> int:
         """A descriptor of the memory, for the caller to close."""
         self._lent = True
-        return os.dup(self._descriptor)
+        return os.dup(self._memory.descriptor)
 
     def close(self) -> None:
         """Let go of the memory."""
         if (memory := self.vacate()) is not None:
-            os.close(memory)
+            memory.close()
 
-    def vacate(self) -> int | None:
-        """Close it, and give away its memory, if nobody else has that: a descriptor, the caller's to close."""
-        memory, self._descriptor = self._descriptor, -1  # the number may be another file's soon
-        mapping, mine = self._map, not self._lent
-        del self._map  # a view of it that is still held closes the mapping when it goes
-        if isinstance(mapping, mmap.mmap):
-            try:
-                mapping.close()
-            except BufferError:
-                mine = False
-        if mine:
-            return memory
-        os.close(memory)
+    def vacate(self) -> Memory | None:
+        """Close it, and give away its memory, if nobody else has that."""
+        memory = self._memory
+        del self._memory  # which may be another file's soon
+        if not self._lent:
+            with contextlib.suppress(BufferError):
+                memory.resize(self.size)  # the same: asks whether somebody looks at it
+                memory.used = True
+                return memory
+        memory.close()
         return None
+
+    def _view(self) -> memoryview:
+        return memoryview(self._memory.mapping)[: self.size]
 
     def _is_coming(self, span: Span) -> bool:
         missing = without(span, self._present)
@@ -125,11 +167,11 @@ class PackFile:
 
 
 class Spares:
-    """Memory of objects that are gone, for those that come: pages that the kernel has to find and clear cost more than what is
-    written to them. Not thread-safe."""
+    """Memory of objects that are gone, for those that come: pages that the kernel has to find, clear and map cost more than what
+    is written to them. Not thread-safe."""
 
     def __init__(self) -> None:
-        self._spares: list[tuple[int, int]] = []  # bytes, descriptor
+        self._spares: list[tuple[int, Memory]] = []  # bytes of the object that was there
 
     @property
     def nbytes(self) -> int:
@@ -141,18 +183,23 @@ class Spares:
         if (memory := file.vacate()) is not None:
             self._spares.append((file.size, memory))
 
-    def take(self, size: int) -> int | None:
+    def take(self, size: int) -> Memory | None:
         """What ``PackFile`` takes as ``memory``: the smallest that is large enough, else the largest; None if there is none."""
-        fitting = min((spare for spare in self._spares if spare[0] >= size), default=max(self._spares, default=None))
-        if fitting is None:
+        if not self._spares:
             return None
-        self._spares.remove(fitting)
-        return fitting[1]
+        fitting = [spare for spare in self._spares if spare[0] >= size]
+        found = min(fitting, key=_nbytes) if fitting else max(self._spares, key=_nbytes)
+        self._spares.remove(found)
+        return found[1]
 
     def keep(self, nbytes: int) -> None:
         """Let go of what is more than so many bytes."""
         while self._spares and self.nbytes > max(0, nbytes):
-            os.close(self._spares.pop()[1])
+            self._spares.pop()[1].close()
+
+
+def _nbytes(spare: tuple[int, Memory]) -> int:
+    return spare[0]
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:
