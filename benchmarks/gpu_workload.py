@@ -179,9 +179,10 @@ class Training:
             "exp_avg_sq": self._named([of[m]["exp_avg_sq"] for m in self._master]),
         }
 
-    def bf16_state(self, batches: int = 3) -> State:
+    def bf16_state(self, batches: int = 6) -> State:
         """The weights, and their gradients by each of some micro-batches, all in bf16: what low-precision training has most of.
-        Nothing in it is a copy of anything else, which would be found."""
+        As many bytes as ``state`` has, so that both are measured alike. Nothing in it is a copy of anything else, which would be
+        found."""
         state = {"weights": self._named([p.detach() for p in self._weights])}
         for i in range(batches):
             self.forward_backward()

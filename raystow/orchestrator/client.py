@@ -186,7 +186,6 @@ class Checkpointer:
         start = SYSTEM.monotonic()
         waited = [p for p in self._pending if not p.staged(0)]
         for pending in waited:
-            pending._urgent.set()
             left = max(0.0, start + self._timeout - SYSTEM.monotonic())
             with pending._holding_up(start):
                 if not pending.staged(left):
