@@ -33,7 +33,7 @@ from .lossy.rules import words_of
 from .outline import Outline
 from .relations import Relations
 from .seen import Seen, Sight
-from .shards import Shard
+from .shards import Shard, check_memory
 from .state import Path, show
 
 logger = logging.getLogger(__name__)
@@ -206,7 +206,9 @@ class Planner:
         self._key: list[Any] = []
 
     def divide(self, plan: SavePlan) -> Division:
-        """On the thread that stages, which divides one save at a time."""
+        """On the thread that stages, which divides one save at a time. ``StateError`` if a tensor's memory ends before it."""
+        for leaf, local, known in plan.sights:  # of one that was seen before there may be less by now, in the same place
+            check_memory(leaf, local, known.reach)
         known = [sight.known for sight in plan.sights]
         sources = self._relations.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
         key = [shard.identity for shard in known]

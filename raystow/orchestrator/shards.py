@@ -51,7 +51,7 @@ class Shard:
 
     def without_elements(self) -> Shard:
         """One that is kept for later saves, and knows what can be told while the elements are there."""
-        _ = self.identity, self.likeness
+        _ = self.identity, self.likeness, self.reach
         return self.again(self.leaf._replace(value=None), None)
 
     def again(self, leaf: Leaf, local: Any) -> Shard:
@@ -95,6 +95,13 @@ class Shard:
         """On a device: the address of the first element; None if elements do not lie one behind the other as they are."""
         local = self.local
         return int(local.data_ptr()) if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
+
+    @functools.cached_property
+    def reach(self) -> int:
+        """From the first element of a tensor up to the end of the last, in elements; 0 for one without, and for an array."""
+        if isinstance(self.local, np.ndarray) or not self.local.numel():
+            return 0
+        return 1 + sum((size - 1) * stride for size, stride in zip(self.local.shape, self.local.stride(), strict=True))
 
     @functools.cached_property
     def may_follow(self) -> bool:
@@ -150,23 +157,23 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
             "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
         )
         raise _unsuitable(leaf, what, f"{sort} tensors", "save dense tensors")
-    if local.numel() and (local.storage_offset() + _reach(local)) * local.element_size() > local.untyped_storage().nbytes():
-        raise _unsuitable(leaf, what, "tensors whose memory was freed", "gather them first, as their framework does")
     dtype = dtype_name(tensor.dtype)
     if dtype not in dtypes.DTYPES:
         raise StateError(f"dtype {dtype} cannot be stored", subject=show(leaf.path, what))
-    return Shard(
-        leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, local.device.index if local.is_cuda else None
-    )
+    device = local.device.index if local.is_cuda else None
+    shard = Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, device)
+    check_memory(leaf, local, shard.reach, what=what)
+    return shard
+
+
+def check_memory(leaf: Leaf, local: Any, reach: int, *, what: str = "state") -> None:
+    """``StateError`` if the memory of a tensor ends before its elements do. ``reach``: see ``Shard``."""
+    if reach and (local.storage_offset() + reach) * local.element_size() > local.untyped_storage().nbytes():
+        raise _unsuitable(leaf, what, "tensors whose memory was freed", "gather them first, as their framework does")
 
 
 def _unsuitable(leaf: Leaf, what: str, sort: str, remedy: str) -> StateError:
     return StateError(f"{sort} cannot be stored", subject=show(leaf.path, what), remedy=remedy)
-
-
-def _reach(local: Any) -> int:
-    """From the first element of a tensor that has some up to the end of the last, in elements."""
-    return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(local.shape, local.stride(), strict=True))
 
 
 def overlaps(local: Any) -> bool:

@@ -98,6 +98,28 @@ def test_what_is_divided_holds_the_tensors_of_its_own_save() -> None:
     assert [save(value) for value in (1.0, 2.0)] == [torch.full((240,), value).numpy().tobytes() for value in (1.0, 2.0)]
 
 
+def test_a_tensor_whose_memory_was_made_smaller_is_refused_by_name_before_anything_is_read(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Where an allocator puts what is left in the place where all of it was, it looks the same at a glance."""
+    monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 4096)
+    planner, tensor = Planner(), MEMORY.clone()
+    state = {"a": [torch.ones(4), tensor[24:].view(24, 9)]}
+
+    def save() -> int:
+        plan = plan_save(state, rank=0, world_size=1, planner=planner)
+        found = len(plan.pieces)
+        plan.let_go()
+        return found
+
+    assert save() == 2
+    tensor.untyped_storage().resize_(tensor.nbytes)
+    assert save() == 2
+    tensor.untyped_storage().resize_(tensor.nbytes - 1)
+    with pytest.raises(StateError, match=r'state\["a"\]\[1\]: tensors whose memory was freed'):
+        save()
+
+
 @pytest.fixture
 def alone() -> Iterator[None]:
     """A world of one rank."""
