@@ -207,8 +207,8 @@ class Planner:
 
     def divide(self, plan: SavePlan) -> Division:
         """On the thread that stages, which divides one save at a time. ``StateError`` if a tensor's memory ends before it."""
-        for leaf, local, known in plan.sights:  # of one that was seen before there may be less by now, in the same place
-            check_memory(leaf, local, known.reach)
+        for sight in plan.sights:  # of one that was seen before there may be less by now, in the same place
+            check_memory(sight.leaf, sight.local, sight.known.reach)
         known = [sight.known for sight in plan.sights]
         sources = self._relations.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
         key = [shard.identity for shard in known]

@@ -101,7 +101,7 @@ class Shard:
         """From the first element of a tensor up to the end of the last, in elements; 0 for one without, and for an array."""
         if isinstance(self.local, np.ndarray) or not self.local.numel():
             return 0
-        return 1 + sum((size - 1) * stride for size, stride in zip(self.local.shape, self.local.stride(), strict=True))
+        return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(self.local.shape, self.local.stride(), strict=True))
 
     @functools.cached_property
     def may_follow(self) -> bool:
