@@ -39,11 +39,11 @@ def one_of(name: str, value: object, known: Sequence[str]) -> str:
     return value
 
 
-def memory_of_a_rank(value: object) -> int:
+def memory_of_a_rank(value: object, *, least: int = 8 * SLOT, instead: str = "None") -> int:
     """Bytes to stage and to code in: eight slots at least, and no more than there are."""
-    nbytes, there = integer("memory", value, least=8 * SLOT, instead="None"), memory_limit()
+    nbytes, there = integer("memory", value, least=least, instead=instead), memory_limit()
     if nbytes > there:
-        raise refused("memory", value, f"bytes, at most the {there:,} that this machine or container has", "None")
+        raise refused("memory", value, f"bytes, at most the {there:,} that this machine or container has", instead)
     return nbytes
 
 

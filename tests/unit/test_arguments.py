@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import pytest
 
 import raystow
+from raystow import dcp
 from raystow.orchestrator import client
 from raystow.orchestrator.arguments import metrics_of
 from raystow.storage.errors import StateError
@@ -74,13 +76,29 @@ def test_what_can_be_is_taken(options: Mapping[str, Any]) -> None:
         raystow.Checkpointer("memory://arguments", **options)
 
 
+@pytest.mark.parametrize(
+    ("door", "name", "values"),
+    [
+        (dcp.Writer, "timeout", ["5", None, True, 0, -1, float("nan"), float("inf"), 1e10]),
+        (dcp.Writer, "memory", ["1GB", None, 1.5 * GIB, True, 0, 1 << 50]),
+        (dcp.Writer, "threads", ["4", 1.5, True, 0, -1]),
+        (dcp.Reader, "threads", ["4", 1.5, True, 0, -1]),
+    ],
+)
+def test_so_is_one_of_dcps_writer_or_reader(door: Callable[..., object], name: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(StateError, match=f"{name} is {re.escape(repr(value))}"):
+            door("memory://arguments", **{name: value})
+    door("memory://arguments", threads=1)
+
+
 def test_how_much_memory_there_is_is_told() -> None:
     with pytest.raises(StateError, match=f"at most the {memory_limit():,} that this machine"):
         raystow.Checkpointer("memory://arguments", memory=1 << 50)
 
 
 @pytest.mark.parametrize("uri", [None, b"/tmp/r", 5])
-@pytest.mark.parametrize("door", [raystow.Checkpointer, raystow.open, raystow.latest])
+@pytest.mark.parametrize("door", [raystow.Checkpointer, raystow.open, raystow.latest, dcp.Writer, dcp.Reader])
 def test_an_address_is_text_or_a_path(door: Callable[[Any], object], uri: object) -> None:
     with pytest.raises(StateError, match=f"uri is of type {type(uri).__name__}"):
         door(uri)

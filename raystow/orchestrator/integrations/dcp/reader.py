@@ -14,11 +14,13 @@ from torch.distributed.checkpoint.planner import LoadItemType, LoadPlan, LoadPla
 from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
+from ....storage.arguments import integer
 from ....storage.errors import StateError
 from ....storage.reader import Reader as PackReader
 from ....storage.reader import Request
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
+from ...arguments import address
 from ...restore import fill_on_gpu
 from ...shards import bits
 from .catalogue import Catalogue
@@ -47,9 +49,9 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         threads: int | None = None,
     ) -> None:
         if version != "latest" and type(version) is not int:
-            raise StateError(f"version {version!r} is neither 'latest' nor an id", subject=os.fspath(uri))
-        self.uri, self._wanted = os.fspath(uri), version
-        self._trusted, self._threads = trusted_keys, threads
+            raise StateError(f"version {version!r} is neither 'latest' nor an id", subject=address(uri))
+        self.uri, self._wanted, self._trusted = address(uri), version, trusted_keys
+        self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
         self._step: int | None = None
         self._rank = 0
         self._repository: Repository | None = None

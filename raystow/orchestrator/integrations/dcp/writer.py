@@ -73,7 +73,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         self.version: Version | None = None
         """What was saved, on the coordinator rank; None before."""
         self._metrics, self._retention = arguments.metrics_of(metrics), kept_by_a_run(retention, self.uri)
-        self._timeout, self._memory, self._threads = timeout, memory, threads
+        self._timeout = arguments.positive("timeout", timeout, most=arguments.LONGEST)
+        self._memory = arguments.memory_of_a_rank(memory, least=1, instead="")  # a larger chunk is under way alone
+        self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
         self._committing: Committing | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
