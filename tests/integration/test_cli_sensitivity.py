@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -32,6 +33,27 @@ def probe():
 
 def wrong():
     return {"model": 1}
+
+def asking(batches):
+    return {}
+
+def failing():
+    open_the_batches()
+
+def counting():
+    return {"state": 1, "loss": float}
+
+def losing(loss):
+    return {**probe(), "loss": loss}
+
+def lost():
+    return losing(lambda: {}["batch"])
+
+def without():
+    return losing(lambda: None)
+
+def number():
+    return losing(2.5)
 """
 
 
@@ -57,13 +79,32 @@ def test_it_prints_what_it_measured_and_what_to_pass(module: str) -> None:
     assert "no rule stays within" in run("sensitivity", f"{module}:probe", "--budget", 0).stdout
 
 
-@pytest.mark.parametrize("name", ["my_probe:wrong", "my_probe:none", "no_such_module:probe", "my_probe"])
-def test_what_cannot_be_measured_is_said(module: str, name: str) -> None:
-    result = run("sensitivity", name)
-    assert result.exit_code == 2
+@pytest.mark.parametrize(
+    ("source", "subject", "what"),
+    [
+        ("no_such_module:probe", "", "cannot be had: No module named 'no_such_module'"),
+        ("my_probe:none", "", "cannot be had: module 'my_probe' has no attribute 'none'"),
+        ("my_probe", "", "cannot be had"),
+        ("math:pi", "", "3.14159.* is not a function"),
+        ("math:sqrt", "", "called with no arguments, it raised TypeError: .*exactly one argument"),
+        ("my_probe:asking", "", "called with no arguments, it raised TypeError: .*'batches'"),
+        ("my_probe:failing", "", "called with no arguments, it raised NameError: .*'open_the_batches'"),
+        ("my_probe:wrong", "", "returned {'model': 1}"),
+        ("my_probe:counting", "", "returned a state that is 1"),
+        ("my_probe:lost", "loss of ", "called with no arguments, it raised KeyError: 'batch'"),
+        ("my_probe:without", "loss of ", "returned None"),
+        ("my_probe:number", "loss of ", "2.5 is not a function"),
+    ],
+)
+def test_what_cannot_be_measured_is_said(module: str, source: str, subject: str, what: str) -> None:
+    error = run_json("sensitivity", source, code=2)["error"]
+    assert error["subject"] == subject + source
+    assert re.match(what, error["what"])
+    assert "function that takes no arguments" in error["remedy"] or source == "my_probe:counting"
 
 
-def test_what_is_no_function_is_said() -> None:
-    result = run("sensitivity", "math:pi")
-    assert result.exit_code == 2
-    assert "is not a function" in " ".join(result.stderr.split())
+def test_where_it_was_raised_is_told_if_that_is_in_the_function(module: str) -> None:
+    within = run("sensitivity", "my_probe:failing").stderr.splitlines()
+    assert [line.split(", ")[-1] for line in within if line.startswith("  File")] == ["in failing"]
+    assert within[-2].startswith("error: my_probe:failing: called with no arguments, it raised NameError")
+    assert len(run("sensitivity", "math:sqrt").stderr.splitlines()) == 2

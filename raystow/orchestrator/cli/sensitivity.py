@@ -5,16 +5,21 @@ from __future__ import annotations
 import importlib
 import os
 import sys
-from collections.abc import Callable, Mapping
+import traceback
+from collections.abc import Mapping
+from functools import partial
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
+from ...storage.errors import RaystowError, StateError
 from .present import emit, out, ratio_text, say, size, table
 from .target import Json
 
 if TYPE_CHECKING:
     from ..sensitivity import Proposal, Sensitivity
+
+_WRITE = 'write a function that takes no arguments and returns {"state": ..., "loss": ...}, and perhaps "train" and "levels"'
 
 
 def sensitivity(
@@ -60,21 +65,49 @@ def _change(trial: Any) -> str:
     return "" if trial.rule is None else f"{trial.change:+.2g}"
 
 
-def _arguments(source: str) -> Mapping[str, Any]:
-    """What the user's function returns."""
+def _arguments(source: str) -> dict[str, Any]:
+    """What the user's function returns, and in the place of ``loss`` and ``train`` what calls them."""
     module, _, name = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
-        function: Callable[[], Mapping[str, Any]] = getattr(importlib.import_module(module), name)
+        function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise typer.BadParameter(f"{source!r} cannot be had: {error}") from error
-    if not callable(function):
-        raise typer.BadParameter(f"{source!r} is not a function")
-    made = function()
+        raise StateError(f"cannot be had: {error}", subject=source, remedy=_WRITE) from error
+    made = _called(function, source, _WRITE)
     if not isinstance(made, Mapping) or not {"state", "loss"} <= {*made} <= {"state", "loss", "train", "levels"}:
-        raise typer.BadParameter(f"{source} must return a dict of state and loss, and perhaps train and levels")
-    return made
+        raise StateError(f"returned {made!r:.80}", subject=source, remedy=_WRITE)
+    if not isinstance(made["state"], Mapping):
+        raise StateError(f"returned a state that is {made['state']!r:.80}", subject=source, remedy="make it a dict of tensors")
+    called = {
+        what: partial(_number, made[what], f"{what} of {source}") for what in ("loss", "train") if made.get(what) is not None
+    }
+    return {**made, **called}
+
+
+def _number(function: Any, subject: str) -> float:
+    """What a function of the user's returns, a number."""
+    remedy = "write a function that takes no arguments and returns the loss as a number"
+    found = _called(function, subject, remedy)
+    try:
+        return float(found)
+    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of more than one element
+        raise StateError(f"returned {found!r:.80}", subject=subject, remedy=remedy) from error
+
+
+def _called(function: Any, subject: str, remedy: str) -> Any:
+    """What a function of the user's returns. ``StateError`` if it is none or raises; from where is told before."""
+    if not callable(function):
+        raise StateError(f"{function!r:.80} is not a function", subject=subject, remedy=remedy)
+    try:
+        return function()
+    except RaystowError:
+        raise
+    except Exception as error:
+        if error.__traceback__ is not None and (within := error.__traceback__.tb_next) is not None:
+            typer.echo("".join(traceback.format_tb(within)), err=True, nl=False)
+        what = f"called with no arguments, it raised {type(error).__name__}: {error}"
+        raise StateError(what, subject=subject, remedy=remedy) from error
 
 
 def _facts(found: Sensitivity, proposal: Proposal, budget: float) -> dict[str, Any]:
