@@ -59,6 +59,7 @@ class Node:
     with what ``contact`` says; ``others``: how this one reaches them. Memory: for each training process the ring and the coded
     bytes that it asked for, and about 9 MiB of scratch for each coding thread; a quarter of the machine's for the newest version,
     unless ``keep_in_memory`` says otherwise, and a quarter of that for what restoring processes read from elsewhere.
+    ``when_warm``: called once, on a coding thread, when what those need is loaded.
     """
 
     def __init__(
@@ -70,6 +71,7 @@ class Node:
         neighbours: Neighbours | None = None,
         host: str = "127.0.0.1",
         threads: int | None = None,
+        when_warm: Callable[[], None] = lambda: None,
     ) -> None:
         self._node, self._connect = node, connect
         self._keep = memory_limit() // 4
@@ -95,6 +97,7 @@ class Node:
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
         for _ in range(threads or os.cpu_count() or 1):
             self._workshop.coders.submit(warm_up)
+        self._workshop.coders.submit(when_warm)  # comes up when the first of them is through: it has loaded all
         threading.Thread(target=self._accept, name="raystow-accept", daemon=True).start()
         threading.Thread(target=self.replicator.run, name="raystow-copies", daemon=True).start()
         threading.Thread(target=self._measure, name="raystow-measure", daemon=True).start()

@@ -14,6 +14,7 @@ from ..storage.clock import SYSTEM
 from ..storage.errors import ClusterError
 from ..storage.log import here
 from ..storage.object_store import Buffer
+from ..storage.uncollected import freeze
 from . import ray_metrics
 from .memory.memory_tier import Holding, Home, Part
 from .network.copies import Copy
@@ -45,7 +46,8 @@ class NodeActor:
         peers = Peers(lambda node: _ask(node, "contact", _START), SYSTEM)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         here(node=node)
-        self._node = Node(node, connect, others=peers, neighbours=RayNeighbours(peers), host=host)
+        # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
+        self._node = Node(node, connect, others=peers, neighbours=RayNeighbours(peers), host=host, when_warm=freeze)
 
     def address(self) -> str:
         """Where training processes of this node connect to."""

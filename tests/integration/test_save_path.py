@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from pathlib import Path
@@ -11,9 +12,11 @@ import pytest
 import ray
 import torch
 from ranks import Rank, every, start, take
+from ray_train_runs import until
 
 import raystow
 from raystow.orchestrator.coordinator_actor import coordinator_actor
+from raystow.workers.node_actor import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -93,6 +96,13 @@ def test_save_returns_before_the_bytes_are_coded_and_the_guard_fences(tmp_path: 
         return unstaged, staged
 
     assert ray.get(rank.do.remote(run), timeout=120) == (True, True)
+
+
+def test_a_node_worker_looks_through_its_modules_for_garbage_but_once(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1)
+    node = ray.get(rank.do.remote(lambda self: ray.get_runtime_context().get_node_id()))
+    worker = ray.get_actor(f"node-{node}", NAMESPACE)
+    until(lambda: ray.get(worker.__ray_call__.remote(lambda self: gc.get_freeze_count())) > 50_000, "the modules are frozen")
 
 
 def test_refused_states_name_the_path_and_write_nothing(tmp_path: Path) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -40,6 +42,21 @@ def test_whoever_has_it_off_keeps_it_off() -> None:
         assert not gc.isenabled()
     finally:
         gc.enable()
+
+
+def test_what_is_frozen_is_looked_at_no_more() -> None:
+    script = """
+import gc
+from raystow.storage.uncollected import freeze
+there, loop = len(gc.get_objects()), []
+loop.append(loop)
+del loop
+freeze()
+assert gc.get_freeze_count() > there // 2
+assert len(gc.get_objects()) < there // 100
+assert not gc.garbage
+"""
+    subprocess.run([sys.executable, "-c", script], check=True)
 
 
 def test_nothing_is_collected_before_a_restore_is_over() -> None:
