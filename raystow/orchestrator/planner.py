@@ -234,6 +234,10 @@ class Planner:
             for shard in self._last.shards:
                 shard.let_go()
 
+    def look_again(self, plan: SavePlan) -> None:
+        """See ``Relations``."""
+        self._relations.look_again(plan.division.shards, plan.ready, save=plan.save)
+
     def forget(self, shard: Shard) -> None:
         """See ``Relations``."""
         self._relations.forget(shard)
@@ -305,6 +309,10 @@ class SavePlan:
             for shard in self.division.shards
             if shard.rule is not None and shard.findings
         }
+
+    def look_again(self) -> None:
+        """See what may follow from what, for the saves to come: before the tensors may change."""
+        self.planner.look_again(self)
 
     def strayed(self, follower: Follower) -> None:
         """It did not follow. Other ranks that hold the tensor have not seen that: then it stays agreed until all look again."""

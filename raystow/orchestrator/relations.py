@@ -16,34 +16,46 @@ from .shards import Shard
 
 _SAMPLE = 64  # elements
 
+Ready = Mapping[int, Any]
+
 
 class Relations:
     """What one rank has found. It looks in its first, second, fourth, eighth save and so on, and where the state has other
-    tensors than before: in the same saves as all ranks, so that those who hold the same tensors find the same."""
+    tensors than before: in the same saves as all ranks, so that those who hold the same tensors find the same.
+
+    A look takes the staging thread some milliseconds, in which nothing is read, and somebody may be waiting for that. So only
+    the first save waits for it, and one with other tensors; the others look when there is time, for those that come.
+    """
 
     def __init__(self) -> None:
         self._looked = 0  # in which save
         self._found: dict[int, int] = {}
         self._known: Sequence[Any] = ()
 
-    def of(
-        self, known: Sequence[Any], shards: Callable[[], Sequence[Shard]], ready: Mapping[int, Any], *, save: int
-    ) -> dict[int, int]:
+    def of(self, known: Sequence[Any], shards: Callable[[], Sequence[Shard]], ready: Ready, *, save: int) -> dict[int, int]:
         """Numbers of shards, each with that of the shard from which it seems to follow. ``known``: the ``likeness`` of all.
         ``ready``: for each device an event, after which its tensors may be read. ``save``: its number, from 1 on. Off the
         training thread."""
-        if known != self._known or self._looked.bit_length() < save.bit_length():
-            for event in ready.values():
-                event.synchronize()
-            self._looked, self._found, self._known = save, _find(shards()), known
+        if known != self._known or self._is_due(save - 1):
+            self._looked, self._found, self._known = save, _find(shards(), ready), known
         return self._found
+
+    def look_again(self, shards: Sequence[Shard], ready: Ready, *, save: int) -> None:
+        """For the saves to come, if this is one in which to look: at the shards of ``of``, before the tensors may change."""
+        if self._is_due(save):
+            self._looked, self._found = save, _find(shards, ready)
+
+    def _is_due(self, save: int) -> bool:
+        return self._looked.bit_length() < save.bit_length()
 
     def forget(self, shard: Shard) -> None:
         """It does not follow."""
         self._found = {i: source for i, source in self._found.items() if self._known[i][0] != shard.leaf.name}
 
 
-def _find(shards: Sequence[Shard]) -> dict[int, int]:
+def _find(shards: Sequence[Shard], ready: Ready) -> dict[int, int]:
+    for event in ready.values():
+        event.synchronize()
     alike: dict[Any, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
         if shard.may_follow:
@@ -71,7 +83,8 @@ def _samples(shards: Sequence[Shard]) -> list[Any]:
         return [words[some].view(np.uint8) for words, some in zip(flat, at, strict=True)]
     import torch
 
-    index = torch.from_numpy(at[0]).to(flat[0].device)
-    picked = torch.cat([words[index].view(torch.uint8) for words in flat]).cpu().numpy()
+    with torch.cuda.stream(torch.cuda.Stream(flat[0].device)):  # whatever the training has queued up is not waited for
+        index = torch.from_numpy(at[0]).to(flat[0].device)
+        picked = torch.cat([words[index].view(torch.uint8) for words in flat]).cpu().numpy()
     ends = np.cumsum([shard.itemsize * _SAMPLE for shard in shards])
     return np.split(picked, ends[:-1])

@@ -4,7 +4,7 @@ about each is kept, and found again by what can be told at a glance."""
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterable
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from .placed import Mesh
@@ -25,39 +25,61 @@ class Seen:
 
     def __init__(self) -> None:
         self._known: dict[str, tuple[Any, Shard]] = {}
+        self._marks: list[Any] = []  # of the last look, if no tensor was unusual
+        self._shards: list[Shard] = []
 
-    def look(self, leaves: Iterable[Leaf]) -> tuple[Sight, ...]:
-        """At all these tensors; ``StateError`` as by ``shard_of``. One loop without a call for each: there may be thousands."""
-        before, self._known = self._known, {}
-        plain, distributed = _usual()
-        sights = list[Sight]()
-        for leaf in leaves:
-            path, name, local, _ = leaf
-            spread = None
-            if type(local) is distributed:
-                spread, local = (local.shape, local.placements, Mesh(local.device_mesh)), local._local_tensor
-            if type(local) not in plain:
-                sights.append(_unusual(leaf))
-                continue
-            try:
-                where = local.get_device(), local.data_ptr(), local.shape, local.stride(), local.is_conj(), local.is_neg()
-            except RuntimeError:  # it does not lie in memory as other tensors do
-                sights.append(_unusual(leaf))
-                continue
-            marks, known = (path, spread, local.dtype, where), before.get(name)
-            if known is None or known[0] != marks:  # as long as they are the same, so is the shard, but for what the elements are
-                known = marks, shard_of(leaf).without_elements()
-            self._known[name] = known
-            sights.append(Sight(leaf, local, known[1]))
+    def look(self, leaves: Sequence[Leaf]) -> tuple[Sight, ...]:
+        """At all these tensors; ``StateError`` as by ``shard_of``. There may be thousands: those of the last look are told from
+        others all at once."""
+        locals, marks = _glance(leaves)
+        if marks == self._marks:  # as long as they are the same, so is the shard, but for what the elements are
+            return tuple(map(Sight._make, zip(leaves, locals, self._shards, strict=True)))
+        sights = self._find(leaves, locals, marks)
+        usual = None not in marks  # the shards of others hold their elements
+        self._marks, self._shards = (marks, [sight.known for sight in sights]) if usual else ([], [])
         return tuple(sights)
+
+    def _find(self, leaves: Sequence[Leaf], locals: list[Any], marks: list[Any]) -> list[Sight]:
+        before, self._known = self._known, {}
+        sights = list[Sight]()
+        for leaf, local, mark in zip(leaves, locals, marks, strict=True):
+            if mark is None:
+                shard = shard_of(leaf)
+                sights.append(Sight(leaf, shard.local, shard))
+                continue
+            known = before.get(leaf.name)
+            if known is None or known[0] != mark:
+                known = mark, shard_of(leaf).without_elements()
+            self._known[leaf.name] = known
+            sights.append(Sight(leaf, local, known[1]))
+        return sights
+
+
+def _glance(leaves: Sequence[Leaf]) -> tuple[list[Any], list[Any]]:
+    """This rank's part of each tensor, and what it is known again by; None of one that does not lie in memory as most do."""
+    plain, distributed = _usual()
+    values = [leaf.value for leaf in leaves]
+    spread: list[Any] = [None] * len(values)
+    if distributed is not None:
+        for i, value in enumerate(values):
+            if type(value) is distributed:
+                spread[i], values[i] = (value.shape, value.placements, Mesh(value.device_mesh)), value._local_tensor
+    marks = [
+        _mark(leaf.path, over, value) if type(value) in plain else None
+        for leaf, over, value in zip(leaves, spread, values, strict=True)
+    ]
+    return values, marks
+
+
+def _mark(path: Any, spread: Any, local: Any) -> Any:
+    try:
+        where = local.get_device(), local.data_ptr(), local.shape, local.stride(), local.is_conj(), local.is_neg()
+    except RuntimeError:  # it does not lie in memory as other tensors do
+        return None
+    return path, spread, local.dtype, where
 
 
 def _usual() -> tuple[tuple[type, ...], type[Any] | None]:
     """The classes of plain tensors, and that of distributed ones. Who saves arrays need not have torch."""
     torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")
     return () if torch is None else (torch.Tensor, torch.nn.Parameter), None if distributed is None else distributed.DTensor
-
-
-def _unusual(leaf: Leaf) -> Sight:
-    shard = shard_of(leaf)
-    return Sight(leaf, shard.local, shard)

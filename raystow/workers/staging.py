@@ -102,6 +102,9 @@ class Plan(Protocol):
     def parts(self) -> Mapping[int | None, Part]:
         """All chunks, by the CUDA device that codes them; None: the node worker does."""
 
+    def look_again(self) -> None:
+        """See what may follow from what in the saves to come. Called while tensors are staged, once or more."""
+
     def strayed(self, follower: Any) -> None:
         """It does not follow."""
 
@@ -234,6 +237,7 @@ class Staging:
         if host is not None:
             for event in plan.ready.values():
                 event.synchronize()
+            plan.look_again()
             self._stage_host(order, plan, host)
 
     def _stage_device(self, order: Order, plan: Plan, device: int, on_read: Callable[[], None]) -> None:
@@ -243,6 +247,7 @@ class Staging:
 
         def follow() -> None:
             following.append(bench.follow(device, part.followers, after=after))
+            plan.look_again()
 
         def read() -> None:
             if not following[0].strays:

@@ -79,11 +79,12 @@ def _state(rank: Any) -> Any:
 @pytest.mark.parametrize("world", [1, 2])
 def test_what_strays_is_looked_for_again(tmp_path: Path, world: int) -> None:
     ranks = start(str(tmp_path), world)
-    for step, stray in ((1, None), (2, N // 2), (3, N // 2), (4, None)):
+    strays = (None, N // 2, N // 2, N // 2, None)  # the fourth save looks, for the fifth
+    for step, stray in enumerate(strays, 1):
         every(ranks, "set", mixed, step, stray)
         every(ranks, "save", step)
         every(ranks, "result")
-    check_strays(tmp_path, (None, N // 2, N // 2, None))
+    check_strays(tmp_path, strays)
 
 
 def test_a_chunk_that_does_not_follow_is_stored(tmp_path: Path) -> None:

@@ -46,6 +46,8 @@ class Plan:
     def parts(self) -> dict[None, Plan]:
         return {None: self}
 
+    def look_again(self) -> None: ...
+
     def let_go(self) -> None: ...
 
     def rounded(self) -> dict[str, Any]:
@@ -118,6 +120,9 @@ class OnGpu(Plan):
         self.seen.append("looked at")
         return {0: self}
 
+    def look_again(self) -> None:
+        self.seen.append("looked for relations")
+
 
 class Bench:
     """Codes nothing, and has read all at once."""
@@ -164,5 +169,7 @@ def test_a_training_on_a_gpu_has_a_head_start_unless_it_waits_and_again_when_it_
     plan.seen.append("fence")
     urgent.set()
     assert over.wait(5)
-    assert [what for what, _ in itertools.groupby(plan.seen)] == ["fence", "looked at", "staged", "slept 3600", "staged"]
+    assert [what for what, _ in itertools.groupby(plan.seen)] == [
+        *("fence", "looked at", "looked for relations", "staged", "slept 3600", "staged")
+    ]
     made.close(patience=0.1)
