@@ -63,5 +63,5 @@ MAX_DIGITS = 1 << 20
 MAX_NUMBER = 10**9 - 1
 """The number of a node, of a rank and of a pack."""
 
-MAX_CHAIN = 8
+MAX_CHAIN = 12
 """Versions that a chunk is made of: its own, that which it is a difference to, what that is a difference to, and so on."""

@@ -66,7 +66,7 @@ ACTS = {
         Act("create", "empty", _create),
         Act("save", "two", _save),
         Act("prune", "many", _command("prune", "--keep-last", "1", "--yes"), keep=1),
-        Act("thin", "many", _command("prune", "--resumable", "1", "--yes"), keep=4),
+        Act("thin", "many", _command("prune", "--resumable", "1", "--delta", "3", "--yes"), keep=4),
         Act("compact", "many", _command("compact", "--yes"), keep=4),
         Act("gc", "littered", _command("gc", "--grace", "0s", "--yes")),
     )

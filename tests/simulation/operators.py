@@ -57,7 +57,7 @@ class Operator:
 
     def _thinner(self, repository: Repository) -> None:
         self.role.resumable = self._dice.number(1, 2)
-        plan = repository.plan_retention(Policy(resumable=self.role.resumable))
+        plan = repository.plan_retention(Policy(resumable=self.role.resumable, delta=self._dice.choice([None, 2])))
         self._think()
         for entry in plan.thinned:
             thinning = plan.thinning(entry)

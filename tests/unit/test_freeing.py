@@ -81,6 +81,16 @@ def test_of_a_chain_the_last_is_written_whole_and_all_before_it_go() -> None:
     assert decisions[1].why == "no rule keeps it once what needs those that need it is written whole"
 
 
+def test_of_a_chain_of_small_differences_all_that_goes_together_is_counted() -> None:
+    chain = [entry(1), entry(2, 1, stored=30), entry(3, 2, stored=30), entry(4, 3, stored=30), entry(5)]
+    decisions = decided(Policy(keep_last=1), chain, {"best": 3})
+    assert [one.verdict for one in decisions.values()] == ["drop", "drop", "compact", "drop", "keep"]
+    decisions = decided(Policy(keep_last=1), chain, {"best": 4, "first": 1})
+    assert [one.verdict for one in decisions.values()] == ["keep"] * 5
+    assert decisions[3].why == "base of version 4: to write them whole takes about 100 bytes, and would free 63"
+    assert decisions[2].why == "base of version 3: version 3 is kept for others only"
+
+
 def test_it_is_not_done_unless_asked_for() -> None:
     decisions = plan(ROW, Policy(keep_last=1), pins={"best": 5}, metrics={})
     assert {one.verdict for one in decisions} == {"keep", "drop"}

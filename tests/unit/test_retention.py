@@ -138,6 +138,9 @@ def test_what_is_to_be_thinned_counts_for_max_bytes_when_its_size_is_known() -> 
     [
         {"resumable": 0},
         {"resumable": True},
+        {"delta": 1},
+        {"delta": 0, "resumable": 1},
+        {"delta": 11, "resumable": 1},
         {"keep_last": 0},
         {"keep_last": True},
         {"keep_every": 1.5},

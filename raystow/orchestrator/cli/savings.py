@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from ...storage.chains import line
 from ...storage.format.root import Entry
 from ...storage.retention.freeing import estimate
 from ..row import PAYS
@@ -37,13 +38,13 @@ def _derived(derived: int, raw: int) -> Saving:
 
 
 def _differences(entries: Sequence[Entry]) -> list[Saving]:
-    whole = {entry.id: entry for entry in entries}
-    pairs = [(entry, whole[entry.bases[0]]) for entry in entries if entry.bases and entry.bases[0] in whole]
-    if not pairs:
+    by_id = {entry.id: entry for entry in entries}
+    lines = [of for entry in entries if (of := line(by_id, entry))[1:]]
+    if not lines:
         return []
-    stored, instead = sum(entry.stored for entry, _ in pairs), sum(estimate(entry, base) for entry, base in pairs)
-    reads = sum(entry.stored + base.stored for entry, base in pairs) / max(1, sum(base.stored for _, base in pairs))
-    what = f"{count(len(pairs), 'difference')} between versions, of {billed(stored)} instead of about {billed(instead)}"
+    stored, instead = sum(of[0].stored for of in lines), sum(estimate(of[0], of[-1]) for of in lines)
+    reads = sum(estimate(of[0], one) for of in lines for one in of) / max(1, instead)  # of each no more than it needs
+    what = f"{count(len(lines), 'difference')} between versions, of {billed(stored)} instead of about {billed(instead)}"
     if stored > PAYS * instead:
         return [Saving("delta", stored, instead, f"{what}: they do not pay here, leave out `delta=`")]
     cost = f"a restore of one reads {reads:.2f} times as much as of a whole version; where that is too long, leave out `delta=`"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING, Any
 
+from ...storage.chains import line
 from ...storage.retention.freeing import estimate
 from .present import age, count, emit, moment, out, printable, ratio_text, size, table
 from .summary import summary
@@ -64,10 +65,11 @@ def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tupl
 
 def _needs(target: Target, version: Version) -> str:
     """What it is a difference to, and what it would take by itself, where the root has that."""
-    bases = {entry.id: entry for entry in target.root.versions if entry.id in version.entry.bases}
-    whole = max((estimate(version.entry, base) for base in bases.values()), default=0)
     told = ", ".join(f"version {id}" for id in version.entry.bases)
-    return f"{told} (by itself it would take about {size(whole)})" if whole else told
+    _, *bases = line({entry.id: entry for entry in target.root.versions}, version.entry)
+    if bases[1:]:
+        told += f", and {count(len(bases) - 1, 'version')} that it needs"
+    return f"{told} (by itself it would take about {size(estimate(version.entry, bases[-1]))})" if bases else told
 
 
 def _thinned(version: Version) -> str:

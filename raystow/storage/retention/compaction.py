@@ -26,6 +26,11 @@ class Compaction(Replacement):
     """One version, to be written whole; not if it is the newest, which a restore may be about to take, or was verified last."""
 
     @property
+    def needed(self) -> bool:
+        """Whether it is a difference."""
+        return bool(self.version.record.bases)
+
+    @property
     def stored(self) -> int:
         """About how many stored bytes come of it."""
         bases = [base.entry for base in self.version.bases.all()]
@@ -44,7 +49,7 @@ def plan(repository: Repository, entry: Entry) -> Compaction:
     ``Untrusted`` if it is signed, or should be, and nobody here can sign what would take its place.
     """
     version = repository.at(entry)
-    return Compaction(repository, version, rewriting.plan(version, repository.store, whole=True), signer(repository, version))
+    return Compaction(repository, version, rewriting.plan_onto(version, repository.store, None), signer(repository, version))
 
 
 @dataclass(frozen=True)

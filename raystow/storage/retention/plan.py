@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .. import store_clock
-from ..chains import needed
+from ..chains import line, needed
 from ..format.root import Dropped, Entry, Root
 from . import compaction, thinning
 from .compaction import Compaction
@@ -26,12 +26,13 @@ _PARTICIPLES = {"keep": "kept", "thin": "thinned", "compact": "kept", "drop": "d
 @dataclass(frozen=True)
 class RetentionPlan:
     """Decisions on the versions that there were when it was made, oldest first. ``released``: the names of pins that do not
-    keep a version; they go with it. ``resumable``: of the policy, if it has that rule."""
+    keep a version; they go with it. ``resumable``, ``delta``: of the policy, if it has these rules."""
 
     repository: Repository
     decisions: tuple[Decision, ...]
     released: frozenset[str] = frozenset()
     resumable: int | None = None
+    delta: int | None = None
 
     @property
     def dropped(self) -> tuple[Entry, ...]:
@@ -67,12 +68,20 @@ class RetentionPlan:
     def thinning(self, entry: Entry) -> Thinning:
         """How to thin one of ``thinned``, if it holds more than weights. Reads its record and manifest."""
         assert self.resumable is not None
-        return thinning.plan(self.repository, entry, self.resumable)
+        if self.delta is None:
+            return thinning.plan(self.repository, entry, self.resumable)
+        bases = {decision.base for decision in self.decisions if decision.entry == entry}
+        base = next((other for other in self._entries if other.id in bases), None)
+        return thinning.plan_chained(self.repository, entry, self.resumable, base)
 
     def moved(self, entry: Entry) -> int:
         """About how many stored bytes are read and written to make one of ``compacted`` whole."""
-        bases = [decision.entry for decision in self.decisions if decision.entry.id in entry.bases]
-        return entry.stored + sum(base.stored + estimate(entry, base) for base in bases)
+        read = line({other.id: other for other in self._entries}, entry)
+        return sum(one.stored for one in read) + estimate(entry, read[-1])
+
+    @property
+    def _entries(self) -> tuple[Entry, ...]:
+        return tuple(decision.entry for decision in self.decisions)
 
     def compaction(self, entry: Entry) -> Compaction:
         """How to write one of ``compacted`` whole. Reads its record and manifest."""

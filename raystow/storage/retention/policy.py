@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from ..arguments import integer, refused
 from ..chains import needed
 from ..format.root import Entry
+from .chaining import MOST, chained
 from .freeing import Freeing, as_it_is, freeings
 
 Best = tuple[str, str, int]
@@ -42,6 +43,9 @@ class Policy:
     - ``resumable``: of the kept versions that hold all that was saved, the newest so many stay as they are; of older ones the
       weights stay, and what only resuming needs, the optimizer's state, goes. Those kept always are never thinned. To thin is to
       read and write the weights; ``max_bytes`` counts what is to be thinned for nothing, and by its size when it is.
+    - ``delta``: with ``resumable``. Of the versions that are thinned, so many in a row, at most 10, become differences, each to
+      the one before, and the next is whole; those that were thinned before stay as they are. One that no other rule keeps
+      stays for as long as a difference needs it. Without the rule, a thinned version is a difference to what it has been one to.
     """
 
     keep_last: int | None = None
@@ -50,11 +54,16 @@ class Policy:
     keep_best: Best | None = None
     max_bytes: int | None = None
     resumable: int | None = None
+    delta: int | None = None
 
     def __post_init__(self) -> None:
-        for name in ("keep_last", "keep_every", "max_bytes", "resumable"):
+        for name in ("keep_last", "keep_every", "max_bytes", "resumable", "delta"):
             if (count := getattr(self, name)) is not None:
                 integer(name, count, least=1, instead="None for no such rule", subject="retention")
+        if self.delta is not None and self.resumable is None:
+            raise refused("delta", self.delta, "resumable= as well: differences are made of what is thinned", subject="retention")
+        if self.delta is not None and self.delta > MOST:
+            raise refused("delta", self.delta, f"at most {MOST}: longer chains cannot be read", subject="retention")
         seconds = self.keep_every_seconds
         if seconds is not None and not (type(seconds) in (int, float) and 1 <= seconds < math.inf):
             raise refused("keep_every_seconds", seconds, "at least 1 second", subject="retention")
@@ -85,14 +94,16 @@ class Policy:
 @dataclass(frozen=True)
 class Decision:
     """What becomes of one version. ``rules``, for people: all that keep it; or why it is dropped, then what would keep it.
-    ``thin``: why its weights alone are kept; empty if all of it is. ``compact``: why it is to be written whole; empty if it is
-    not."""
+    ``thin``: why its weights alone are kept; empty if all of it is. ``base``: the id of the version that these are to be a
+    difference to, None if they are to be whole, or if the policy does not say. ``compact``: why it is to be written whole; empty
+    if it is not."""
 
     entry: Entry
     keep: bool
     rules: tuple[str, ...]
     thin: str = ""
     compact: str = ""
+    base: int | None = None
 
     @property
     def verdict(self) -> str:
@@ -150,6 +161,11 @@ def plan(
         entry.id: _decision(entry, kept[entry.id], entry.id in over, users.get(entry.id, []), thin.get(entry.id, ""))
         for entry in entries
     }
+    if policy.delta is not None:
+        going = {id for id in thin if decisions[id].keep}
+        for id, base in chained(entries, going, ruled, policy.delta).items():
+            why = f"{thin[id]}, as a difference to version {base}"
+            decisions[id] = replace(decisions[id], thin=why, base=base)
     if compact:
         last = f"last {policy.keep_last}"
         stay = {id: f"is kept as one of the {last} only" for id, rules in kept.items() if rules == [last]}  # and goes soon

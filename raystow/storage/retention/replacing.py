@@ -14,12 +14,14 @@ A replacement that dies leaves an attempt that is no version, for a collection t
 from __future__ import annotations
 
 import abc
+import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from .. import leases, store_clock
+from ..chains import sound
 from ..committer import put_record
 from ..errors import Untrusted
 from ..format import key_files, keys
@@ -68,7 +70,7 @@ class Replacement(abc.ABC):
         note = self._noted(check)
         if note is None:
             return None
-        with repository.lease(old):
+        with self._leased():
             fragments, packs = self.rewriting.execute(note.attempt, progress)
         now = store_clock.now(repository.store, repository.clock)
         record = replace(old.record, attempt=note.attempt, saved=old.entry.origin, fragments=fragments, packs=packs)
@@ -93,6 +95,16 @@ class Replacement(abc.ABC):
         """What the record says of it."""
         return record
 
+    @contextlib.contextmanager
+    def _leased(self) -> Iterator[None]:
+        """Leases on all that is read: the version, what it is a difference to, and what it is to be one to."""
+        base = self.rewriting.base
+        with contextlib.ExitStack() as held:
+            held.enter_context(self.repository.lease(self.version))
+            if base is not None and base.id not in self.version.entry.bases:
+                held.enter_context(self.repository.lease(base))
+            yield
+
     def _noted(self, check: Check) -> Rewrite | None:
         note = Rewrite(
             self.version.id, self.repository.clock.token(), store_clock.now(self.repository.store, self.repository.clock)
@@ -112,10 +124,13 @@ class Replacement(abc.ABC):
         def swap(root: Root) -> Root:
             if new in root.versions or note not in root.rewrites or old not in root.versions or not self._may(root):
                 return root
+            versions = tuple(new if entry == old else entry for entry in root.versions)
+            if not sound(versions, new):  # what it was to be a difference to has gone, or has become one itself
+                return root
             check(root)
             return replace(
                 root,
-                versions=tuple(new if entry == old else entry for entry in root.versions),
+                versions=versions,
                 dropped=(*root.dropped, Dropped(old.id, old.attempt, now)),
                 rewrites=tuple(rewrite for rewrite in root.rewrites if rewrite != note),
             )

@@ -2,7 +2,8 @@
 
 Stored bytes that can stay are copied as they are coded, with their digests, which are checked on the way. What is derived from a
 tensor that goes (weights are their master copy, rounded) is decoded, and coded as what it is: as a difference, if the version has
-been one, to the same. Or what is a difference is decoded, and coded whole. Boxes stay, and so does every bit.
+been one, to the same. Or all is coded anew, as differences to another version; or what is a difference is, and whole. Boxes stay,
+and so does every bit.
 
 Writes packs and fragments, and nothing that makes a version of them: that is the part of ``replacing``.
 """
@@ -33,6 +34,7 @@ _PACK = 64 << 20  # bytes
 _AT_ONCE = 4  # packs
 
 Progress = Callable[[int], None]
+Anew = Callable[[Chunk], bool]
 
 
 @dataclass(frozen=True)
@@ -66,8 +68,8 @@ class Load:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go, or are
-    to be whole. ``base``: what the version is a difference to, if it is and stays one."""
+    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go.
+    ``base``: what the version is to be a difference to, if it is to be one."""
 
     version: Version
     base: Version | None
@@ -164,25 +166,41 @@ def _all(name: str) -> bool:
     return True
 
 
-def plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool] = _all, *, whole: bool = False) -> Rewriting:
-    """What must be read and written to keep the tensors and values whose names are ``wanted``; with ``whole``, as no differences.
-    Reads record and manifest."""
+def _never(chunk: Chunk) -> bool:
+    return False
+
+
+def plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool] = _all) -> Rewriting:
+    """What must be read and written to keep the tensors and values whose names are ``wanted``. What is a difference stays one, to
+    the same. Reads record and manifest."""
+    bases = version.record.bases  # a save makes differences to one version
+    return _plan(version, store, wanted, version.bases.version(bases[0]) if len(bases) == 1 else None, _never)
+
+
+def plan_onto(version: Version, store: ObjectStore, base: Version | None, wanted: Callable[[str], bool] = _all) -> Rewriting:
+    """The same, to make all of it differences to ``base``, where that pays, and to no other version; or whole without one."""
+    to = base.id if base is not None else None
+
+    def anew(chunk: Chunk) -> bool:
+        return chunk.coding.base != to and (chunk.coding.base is not None or chunk.decoded >= delta.LEAST)
+
+    return _plan(version, store, wanted, base, anew)
+
+
+def _plan(version: Version, store: ObjectStore, wanted: Callable[[str], bool], base: Version | None, anew: Anew) -> Rewriting:
     fragments, loads, needed = list[tuple[FragmentInfo, Fragment]](), list[Load](), False
     for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
         chunks = tuple(chunk for chunk in fragment.chunks if wanted(chunk.name))
         values = tuple(value for value in fragment.values if wanted(value.name))
         rounded = {name: one for name, one in fragment.rounded.items() if wanted(name)}
         fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
-        loads += _loads(fragment.node, _bundles(chunks, whole=whole))
-        needed = needed or len(chunks) < len(fragment.chunks) or (whole and bool(fragment.bases))
-    bases = version.record.bases
-    only = len(bases) == 1 and not whole  # raystow writes differences to one version, which is whole
-    base = version.bases.version(bases[0]) if only else None
+        loads += _loads(fragment.node, _bundles(chunks, anew))
+        needed = needed or len(chunks) < len(fragment.chunks)
     return Rewriting(version, base, store, tuple(fragments), tuple(loads), needed)
 
 
-def _bundles(chunks: Iterable[Chunk], *, whole: bool = False) -> Iterator[Bundle]:
-    """The rows that stay, by the bytes that they need. ``whole``: what is a difference is coded anew."""
+def _bundles(chunks: Iterable[Chunk], anew: Anew = _never) -> Iterator[Bundle]:
+    """The rows that stay, by the bytes that they need. ``anew``: which of those that have bytes of their own are coded anew."""
     places: dict[tuple[str, int, int, int], list[Chunk]] = defaultdict(list)
     for chunk in chunks:
         places[chunk.group, chunk.pack, chunk.start, chunk.coding.size].append(chunk)
@@ -193,8 +211,8 @@ def _bundles(chunks: Iterable[Chunk], *, whole: bool = False) -> Iterator[Bundle
             owners = [chunk for chunk in rest if chunk.words.name == chunk.dtype][:1]
             rest = [chunk for chunk in rest if chunk not in owners]
         if owners:
-            yield from (_owning(owner, whole=whole) for owner in owners[1:])
-            yield _owning(owners[0], rest, whole=whole)
+            yield from (_owning(owner, (), anew) for owner in owners[1:])
+            yield _owning(owners[0], rest, anew)
             continue
         for _, alike in itertools.groupby(sorted(rest, key=lambda chunk: chunk.dtype), lambda chunk: chunk.dtype):
             source, *copies = alike
@@ -202,12 +220,11 @@ def _bundles(chunks: Iterable[Chunk], *, whole: bool = False) -> Iterator[Bundle
             yield Bundle((made, *_from(made, copies)), source)
 
 
-def _owning(owner: Chunk, rest: Iterable[Chunk] = (), *, whole: bool) -> Bundle:
+def _owning(owner: Chunk, rest: Iterable[Chunk], anew: Anew) -> Bundle:
     """A row that has the stored bytes, and those that follow from it."""
     made = replace(owner, derivation=None)
-    moved = owner.derivation is not None  # then what it is a difference to has another name in the base
-    anew = owner.coding.base is not None and (moved or whole)
-    return Bundle((made, *_from(made, rest)), owner if anew else None)
+    moved = owner.derivation is not None and owner.coding.base is not None  # what it is a difference to has another name there
+    return Bundle((made, *_from(made, rest)), owner if moved or anew(owner) else None)
 
 
 def _from(owner: Chunk, rows: Iterable[Chunk]) -> Iterator[Chunk]:

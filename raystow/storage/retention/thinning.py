@@ -45,5 +45,17 @@ def plan(repository: Repository, entry: Entry, resumable: int) -> Thinning:
     ``Untrusted`` if it is signed, or should be, and nobody here can sign what would take its place.
     """
     version = repository.at(entry)
-    kept = rewriting.plan(version, repository.store, lambda name: group(name) == WEIGHTS)
+    kept = rewriting.plan(version, repository.store, _stays)
     return Thinning(repository, version, kept, signer(repository, version), resumable)
+
+
+def plan_chained(repository: Repository, entry: Entry, resumable: int, base: Entry | None) -> Thinning:
+    """The same for one whose weights become a difference to those of ``base``, or whole without one."""
+    version = repository.at(entry)
+    former = repository.at(base) if base is not None else None
+    kept = rewriting.plan_onto(version, repository.store, former, _stays)
+    return Thinning(repository, version, kept, signer(repository, version), resumable)
+
+
+def _stays(name: str) -> bool:
+    return group(name) == WEIGHTS

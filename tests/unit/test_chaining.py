@@ -1,0 +1,72 @@
+"""Which thinned versions become differences: no chain is longer than it may be, and nothing else is kept for it."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from raystow.storage.chains import depths, line, sound
+from raystow.storage.format.root import Entry
+from raystow.storage.retention.chaining import MOST, chained
+from raystow.storage.retention.policy import Policy, plan
+
+
+def entry(id: int, *bases: int, thin: bool = False) -> Entry:
+    return Entry(id, f"{id:016x}", "00", 1, 10 * id, 0.0, 20, 10, bases, ("weights",) if thin else ())
+
+
+def chain(entries: list[Entry], policy: Policy, **how: object) -> dict[int, int | None]:
+    decisions = plan(entries, policy, pins={}, metrics={}, **how)  # type: ignore[arg-type]
+    return {one.entry.id: one.base for one in decisions if one.thin}
+
+
+def test_a_chain_goes_on_where_it_has_ended() -> None:
+    entries = [entry(1, thin=True), entry(2, 1, thin=True), entry(3), entry(4), entry(5)]
+    assert chain(entries, Policy(resumable=1, delta=2)) == {3: 2, 4: None}
+    assert chain(entries, Policy(resumable=1, delta=5)) == {3: 2, 4: 3}
+    assert chain(entries, Policy(resumable=1)) == {3: None, 4: None}
+
+
+def test_what_leads_to_a_version_counts() -> None:
+    """One that was thinned while those before it stayed as they were, since thinning was cut short."""
+    entries = [entry(1), entry(2), entry(3), entry(4, 3, thin=True), entry(5, 4, thin=True), entry(6)]
+    assert chain(entries, Policy(resumable=1, delta=3)) == {1: None, 2: 1, 3: None}
+    assert chain(entries, Policy(resumable=1, delta=4)) == {1: None, 2: 1, 3: 2}
+
+
+def test_a_version_that_stays_as_it_is_is_passed_over() -> None:
+    decisions = plan([entry(id) for id in range(1, 5)], Policy(resumable=1, delta=3), pins={"good": 2}, metrics={})
+    assert [(one.verdict, one.base) for one in decisions] == [("thin", None), ("keep", None), ("thin", 1), ("keep", None)]
+
+
+def test_what_leads_from_a_version_to_a_whole_one() -> None:
+    entries = {one.id: one for one in (entry(1), entry(2, 1), entry(3, 2), entry(5, 4), entry(6, 7))}
+    assert [[one.id for one in line(entries, of)] for of in entries.values()] == [[1], [2, 1], [3, 2, 1], [5], [6]]
+
+
+@given(st.data())
+def test_no_chain_is_too_long_and_each_base_is_kept_for_itself(data: st.DataObject) -> None:
+    entries: list[Entry] = []
+    for id in range(1, data.draw(st.integers(1, 12)) + 1):
+        thin = data.draw(st.booleans())
+        bases = [one.id for one in entries if depths(entries)[one.id] <= MOST and (not one.resumable or not thin)]
+        some = (data.draw(st.sampled_from(bases)),) if bases and data.draw(st.booleans()) else ()
+        entries.append(entry(id, *some, thin=thin))
+    full = [one.id for one in entries if one.resumable]
+    needed = {base for one in entries if one.resumable for base in one.bases}
+    thin = data.draw(st.sets(st.sampled_from(full))) - needed if full else set()
+    ruled = data.draw(st.sets(st.sampled_from([one.id for one in entries])))
+    most = data.draw(st.integers(1, MOST))
+    found = chained(entries, thin, ruled, most)
+    assert found.keys() <= thin
+    assert set(found.values()) <= ruled
+    after = [
+        entry(one.id, *([found[one.id]] if one.id in found else []), thin=True) if one.id in thin else one for one in entries
+    ]
+    by_id = {one.id: one for one in after}
+    for id, base in found.items():
+        assert base < id
+        assert not by_id[base].resumable
+        longest = max(depths(after)[one.id] for one in after if id in {of.id for of in line(by_id, one)})
+        assert longest - 1 <= most
+    assert all(sound(after, by_id[id]) for id in found)
