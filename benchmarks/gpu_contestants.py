@@ -2,8 +2,8 @@
 
 Each is used as its documents say. All write to the same file system, whole states, and know when what they wrote is durable.
 
-- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec, and one that
-  stores 8 versions in a row as differences to the one before them.
+- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec, one that
+  stores 8 versions in a row as differences to the one before them, and one that does so while it pays and nobody waits for it.
 - torch.save: the training waits for all of it.
 - DCP: ``async_save`` whose stager keeps its pinned memory from save to save.
 - torch_checkpointing: ``CheckpointManager`` with asynchronous saves, fenced by its lock.
@@ -15,7 +15,7 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from gpu_workload import State
@@ -26,7 +26,7 @@ Wait = Callable[[], Any]
 TORCH_SAVE, DCP, TORCH_CHECKPOINTING = "torch.save", "DCP async pinned", "torch_checkpointing"
 PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
 NONE = "no save"
-DELTA = "raystow deflate delta"
+DELTA, AUTO = "raystow deflate delta", "raystow deflate auto"
 
 
 class Contestant:
@@ -137,7 +137,7 @@ class Raystow(Contestant):
     """A repository that keeps its versions; of those discarded it keeps the descriptions only. What later ones are differences to
     stays in the node worker's memory."""
 
-    def __init__(self, root: Path, codec: str, memory: int | None, delta: int | None = None) -> None:
+    def __init__(self, root: Path, codec: str, memory: int | None, delta: int | Literal["auto"] | None = None) -> None:
         import raystow
 
         self._root = root
@@ -178,6 +178,7 @@ def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, 
     return {
         **{ours(codec): lambda codec=codec: Raystow(root / f"raystow-{codec}", codec, memory) for codec in codecs},
         DELTA: lambda: Raystow(root / "raystow-delta", "deflate", memory, delta=8),
+        AUTO: lambda: Raystow(root / "raystow-auto", "deflate", memory, delta="auto"),
         TORCH_SAVE: lambda: TorchSave(root / "torch-save"),
         DCP: lambda: Dcp(root / "dcp"),
         TORCH_CHECKPOINTING: lambda: TorchCheckpointing(root / "torch-checkpointing"),

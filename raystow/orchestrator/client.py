@@ -167,6 +167,7 @@ class Checkpointer:
             on_warning=pending._warn,
             urgent=pending._urgent,
             stall=lambda: pending.stall,
+            patient=self._delta != AUTO,
         )
         with pending._holding_up(start):
             try:

@@ -43,7 +43,8 @@ class Relations:
     def look_again(self, shards: Sequence[Shard], ready: Ready, *, save: int) -> None:
         """For the saves to come, if this is one in which to look: at the shards of ``of``, before the tensors may change."""
         if self._is_due(save):
-            self._looked, self._found = save, _find(shards, ready)
+            found = _find(shards, ready)
+            self._looked, self._found = save, self._found if found == self._found else found  # what hangs on it is kept
 
     def _is_due(self, save: int) -> bool:
         return self._looked.bit_length() < save.bit_length()

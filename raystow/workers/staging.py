@@ -131,7 +131,7 @@ class Plan(Protocol):
 class Order:
     """One save: what to announce, what to stage, and whom to tell. Callbacks run on threads of the staging. ``urgent``: set when
     the training waits for the staging. ``stall``: for how many seconds it has done so; None where nobody counts. ``named``: what
-    chunks on a GPU may be stored as differences to."""
+    chunks on a GPU may be stored as differences to; unless ``patient``, as few as do not keep the training waiting."""
 
     save: int
     begin: dict[str, Any]
@@ -142,6 +142,7 @@ class Order:
     urgent: threading.Event = field(default_factory=threading.Event)
     stall: Callable[[], float | None] = lambda: None
     named: Named | None = None
+    patient: bool = True
     failed: bool = False
 
 
@@ -258,7 +259,7 @@ class Staging:
         encode = functools.partial(
             bench.encode, device, after=after, announce=functools.partial(self._announce_coded, order), urgent=order.urgent.is_set
         )
-        encode(part.pieces, on_read=read, meanwhile=follow, named=order.named)
+        encode(part.pieces, on_read=read, meanwhile=follow, named=order.named, patient=order.patient)
         self._announce(order, following[0].rows)
         strays = following[0].strays
         for follower in strays:

@@ -161,6 +161,47 @@ def test_rows_of_saves_are_smaller_and_come_back_bit_for_bit(codec: str, in_plac
         assert first.bytes < third.bytes < 0.9 * whole.bytes
 
 
+def test_a_training_that_waits_is_not_kept_waiting_for_differences(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As with ``delta="auto"``: from the moment on at which somebody waits, what has not been read is stored whole."""
+    from raystow.workers.cuda.encoding import differences
+    from raystow.workers.cuda.encoding.encoder import Encoder
+
+    waits, brought, after = threading.Event(), list[int](), [1 << 30]
+    encode, bring = Encoder.encode, Encoder._bring
+
+    def hurried(self: Any, *args: Any, **more: Any) -> None:
+        encode(self, *args, **{**more, "patient": False, "urgent": waits.is_set})
+
+    def counted(self: Any, number: int, stream: Any) -> torch.Tensor:
+        brought.append(number)
+        if len(brought) == after[0]:
+            waits.set()
+        return bring(self, number, stream)
+
+    monkeypatch.setattr(Encoder, "encode", hurried)
+    monkeypatch.setattr(Encoder, "_bring", counted)
+    monkeypatch.setattr(differences, "_TURN", 8 * MIB)
+    kept, shares = list[tuple[Version, State]](), list[float]()
+    with cluster_of(delta=8) as cluster, caplog.at_level(logging.INFO, "raystow"):
+        for step, state in enumerate(itertools.islice(training(), 7)):
+            after[0] = {2: 2, 5: 1}.get(step, 1 << 30)
+            waits.set() if step == 4 else waits.clear()
+            brought.clear()
+            kept.append((cluster.save(state, step=step), {name: tensor.cpu() for name, tensor in state.items()}))
+            chunks = [one for some in kept[-1][0].chunks.values() for one in some]
+            shares.append(sum(one.decoded for one in chunks if one.coding.base) / sum(one.decoded for one in chunks))
+        print(shares, [entry.bases for entry in cluster.repository.root().versions])
+        assert shares[0] == 0 < shares[5] <= shares[2] < shares[1] == shares[3], shares
+        assert shares[4] == 0
+        assert [text for text in caplog.messages if "the training waits" in text]
+        for version, state in kept:
+            for where in ("cpu", "cuda"):
+                check(version, state, where)
+            cluster.repository.verify(version, deep=True)
+
+
 def test_what_is_not_in_memory_is_no_base(caplog: pytest.LogCaptureFixture) -> None:
     with cluster_of() as cluster, caplog.at_level(logging.INFO, "raystow"):
         states = training()

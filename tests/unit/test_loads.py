@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from raystow.storage.coding.chunk import PACK7
 from raystow.storage.errors import Damaged
 from raystow.workers.cuda.bases.copying import copy
-from raystow.workers.cuda.bases.loads import pieces, serves
+from raystow.workers.cuda.bases.loads import evenly, pieces, serves
 
 DTYPES = ("float8_e5m2", "bfloat16", "float32", "float64")
 WANTED = st.tuples(st.sampled_from(DTYPES), st.integers(300, 90_000), st.booleans(), st.booleans())
@@ -67,3 +67,22 @@ def test_pieces_of_chunks_are_put_together_and_nothing_else_is_touched() -> None
     copy(pieces(places, memory.ctypes.data))
     assert np.array_equal(memory, wanted)
     copy(pieces([], memory.ctypes.data))
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.integers(0, 5000), max_size=8), st.integers(1, 8))
+def test_pieces_are_divided_evenly_and_copied_once(sizes: list[int], parts: int) -> None:
+    source, target = np.random.default_rng(0).integers(0, 256, 50_000, np.uint8), np.zeros(50_000, np.uint8)
+    starts = np.cumsum([0, *sizes])[:-1] + 3 * np.arange(len(sizes))
+    whole = np.array([(source.ctypes.data + a, target.ctypes.data + a, n) for a, n in zip(starts, sizes, strict=True)], np.int64)
+    shares = list(evenly(whole.reshape(-1, 3), parts))
+    counts = [int(share[:, 2].sum()) for share in shares]
+    assert sum(counts) == sum(sizes)
+    assert len(shares) == min(parts, sum(sizes))
+    assert max(counts, default=0) - min(counts, default=0) <= 1
+    for share in shares:
+        copy(share)
+    wanted = np.zeros_like(target)
+    for a, n in zip(starts, sizes, strict=True):
+        wanted[a : a + n] = source[a : a + n]
+    assert np.array_equal(target, wanted)

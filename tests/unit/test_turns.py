@@ -39,17 +39,20 @@ def benches(draw: st.DrawFn) -> Bench:
         of = dtypes.dtype(draw(st.sampled_from(["bfloat16", "float32", "float64", "float8_e5m2"])))
         raw = np.zeros(of.itemsize * -(-draw(st.sampled_from(SIZES)) // of.itemsize), np.uint8)
         sources.append(HostSource(draw(st.sampled_from(["a.w", "b.w", "m"])), of, raw, draw(st.booleans())))
-        turn = draw(st.integers(0, 2)) if raw.size >= 8192 and not sources[i].scattered else 0
+        turn = draw(st.integers(0, 4)) if raw.size >= 8192 and not sources[i].scattered else 0
         high = tuple(sorted(draw(st.sets(st.integers(0, of.width - 1), min_size=1))))
-        aims[i] = Aim(turn, 5, high, raw.size + 100) if turn == 2 and draw(st.booleans()) else Aim(turn)
+        aims[i] = Aim(turn, 5, high, raw.size + 100) if turn >= 2 and draw(st.booleans()) else Aim(turn)
     return Bench(sources, aims)
 
 
 @settings(max_examples=150, deadline=None)
-@given(benches(), st.integers(1, 2))
-def test_programs_are_the_same_up_to_the_turn_in_which_they_part(bench: Bench, turn: int) -> None:
-    """By turn 1 it is open which chunks are differences; by turn 2 whether they are."""
-    aims = {i: Aim(min(aim.turn, turn)) for i, aim in bench.aims.items()}
+@given(benches(), st.integers(1, 4), st.booleans())
+def test_programs_are_the_same_up_to_the_turn_in_which_they_part(bench: Bench, turn: int, decided: bool) -> None:
+    """By turn 1 it is open which chunks are differences; by turn 2 whether they are, and by each later one whether more are."""
+    if decided:
+        aims = {i: aim if aim.turn < turn else Aim(aim.turn) for i, aim in bench.aims.items()}
+    else:
+        aims = {i: aim if aim.turn < turn else Aim(turn) for i, aim in bench.aims.items()}
     one, other = bench.program(aims), bench.program(bench.aims)
     first = one.begin_of(turn)
     assert first == other.begin_of(turn)

@@ -54,6 +54,7 @@ class Workbench:
         urgent: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
         named: Named | None = None,
+        patient: bool = True,
     ) -> None:
         """See ``Encoder.encode``. ``announce`` gets what the node worker must know: the ``layout`` of the chunks of a ``device``,
         where it is new, and what has ``arrived`` of them (see ``ipc.arrival``)."""
@@ -73,7 +74,7 @@ class Workbench:
             self._encoders[device] = made
         encode = functools.partial(self._encoders[device].encode, pieces, after=after, on_read=on_read, emit=emit)
         try:
-            encode(urgent=urgent, meanwhile=meanwhile, named=named)
+            encode(urgent=urgent, meanwhile=meanwhile, named=named, patient=patient)
             self._outbox.end()
         except BaseException:
             self._outbox.abandon()

@@ -21,10 +21,10 @@ from ....storage.coding.kernels import Bytes
 from .. import kernels
 from ..nvcomp import Codec
 from .copying import copy
-from .loads import Former, Load, pieces
+from .loads import Former, Load, evenly, pieces
 
 LANES = 3
-_SHARES = max(1, min(4, (os.cpu_count() or 1) // 4))  # threads that fill a lane: each moves some GB/s, and the link tens of them
+_SHARES = max(1, min(8, (os.cpu_count() or 1) // 4))  # threads that fill a lane: each moves some GB/s, and the link tens of them
 
 
 @dataclass(frozen=True)
@@ -140,9 +140,14 @@ class Lanes:
 
 
 def _shared(one: Load, host: torch.Tensor) -> Iterator[_Share]:
-    """What is copied to a lane of pinned memory, by some threads."""
-    for i in range(min(_SHARES, len(one.formers))):
-        mine = one.formers[i::_SHARES]
+    """What is copied to a lane of pinned memory, by some threads: as much by each, but that each checks chunks that it has copied
+    itself."""
+    sound = [place for place in one.formers if place[0].sound]
+    for rows in evenly(pieces(sound, host.data_ptr()), _SHARES):
+        yield _Share(rows, [])
+    others = [place for place in one.formers if not place[0].sound]
+    for i in range(min(_SHARES, len(others))):
+        mine = others[i::_SHARES]
         copies = [(former, host.numpy()[start : start + former.chunk.coding.size]) for former, start in mine]
         yield _Share(pieces(mine, host.data_ptr()), copies)
 

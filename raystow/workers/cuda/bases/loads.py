@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -78,6 +79,17 @@ def pieces(places: Sequence[tuple[Former, int]], address: int) -> Any:
             found.append((part.ctypes.data, address + start, part.size))
             start += part.size
     return np.array(found, np.int64).reshape(-1, 3)
+
+
+def evenly(rows: Any, parts: int) -> Iterator[Any]:
+    """Such pieces, divided into so many parts of as many bytes, one more or less; as many as are not empty."""
+    ends, sizes = np.cumsum(rows[:, 2]), rows[:, 2]
+    bounds = np.linspace(0, sizes.sum(), parts + 1).astype(np.int64)
+    for begin, end in itertools.pairwise(bounds):
+        first, last = np.maximum(ends - sizes, begin), np.minimum(ends, end)
+        skipped, some = first - (ends - sizes), last > first
+        if some.any():
+            yield np.stack([rows[:, 0] + skipped, rows[:, 1] + skipped, last - first], axis=1)[some]
 
 
 def load(formers: Sequence[Former], address: int) -> Load:

@@ -29,7 +29,8 @@ from .program import Batch, Program
 
 logger = logging.getLogger(__name__)
 
-_MAY, _DOES = 1, 2  # turns: chunks that may be differences, and those that are
+_MAY, _DOES = 1, 2  # turns: of chunks that may be differences, and the first of those that are
+_TURN = 256 << 20  # raw bytes of differences in one turn, after each of which a save can go on without
 _PATIENCE = 1.0  # seconds to wait for the name of a version, while the training may be waiting as well
 _SEEN = 2  # versions of which samples are kept, since one save may begin before the other is a version
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -64,25 +65,27 @@ class _Seen:
 @dataclass(frozen=True)
 class _Star:
     """What is decided as long as one version is named. ``formers``: by the number of a source what that is a difference to;
-    ``first``: the number of the first batch of differences in ``program``, which has these ``aims``."""
+    ``first``: the number of the first batch of differences in ``program``, which has these ``aims``. ``cut``: by turn the program
+    that is the same up to there, and goes on without, as far as it was asked for."""
 
     offer: Offer
     formers: Mapping[int, Former]
     aims: Mapping[int, Aim]
     program: Program
     first: int
+    cut: dict[int, Program] = field(default_factory=dict)
 
-    @property
-    def whole(self) -> dict[int, Aim]:
-        """The aims of what would be the same up to the first difference, without any."""
-        return {i: Aim(aim.turn) for i, aim in self.aims.items()}
+    def up_to(self, turn: int) -> dict[int, Aim]:
+        """The aims of ``cut``."""
+        return {i: aim if aim.turn < turn else Aim(aim.turn) for i, aim in self.aims.items()}
 
 
 @dataclass
 class Differences:
     """In every save of ``sources``: ``begin``, ``sample``, ``decide`` before the batch ``decided_at``; for every batch that
-    ``differs`` what ``lanes`` want, and ``check``; at last ``saved``, if it went well, and in any case ``end``. ``make``: a
-    program of these sources; ``undecided``: the one as long as no version is named."""
+    ``differs`` what ``lanes`` want, and ``check``; ``give_way`` before one, if no more are to be differences; at last ``saved``,
+    if it went well, and in any case ``end``. ``make``: a program of these sources; ``undecided``: the one as long as no version
+    is named."""
 
     lanes: Lanes
     sources: Sequence[Source]
@@ -94,6 +97,7 @@ class Differences:
     _star: _Star | None = None
     _refused: set[int] = field(default_factory=set)  # versions that are of no use
     _differing: bool = False
+    _gave_way: bool = False
 
     def __post_init__(self) -> None:
         of = [i for i, source in enumerate(self.sources) if source.address is not None and source.nbytes >= LEAST]
@@ -108,7 +112,7 @@ class Differences:
 
     def begin(self) -> Program:
         """What to begin with; what is decided before will most likely hold, so lanes are filled for it at once."""
-        self._differing = False
+        self._differing = self._gave_way = False
         if self._star is None:
             return self.undecided
         self.lanes.begin()
@@ -123,20 +127,20 @@ class Differences:
         """Look at some words of all chunks as they are now, on the current stream."""
         self._samples = [alike.take() for alike in self._sampled]
 
-    def decide(self, named: Named, tell: Callable[[torch.Tensor], torch.Tensor]) -> Program:
+    def decide(self, named: Named, tell: Callable[[torch.Tensor], torch.Tensor], *, hurried: bool) -> Program:
         """The program to go on with: the same as ``begin`` gave up to here. Waits for the name, and of a new one for the current
-        stream. ``tell``: a copy of int64 in host memory, there when that is through."""
-        offer, star = named(_PATIENCE), self._star
+        stream; not if it is ``hurried``. ``tell``: a copy of int64 in host memory, there when that is through."""
+        offer, star = named(0 if hurried else _PATIENCE), self._star
         if star is not None and offer is not None and offer.id == star.offer.id:
-            if offer is not star.offer:
+            if offer is not star.offer and not hurried:
                 self._star = self._lent_anew(star, offer)
             if self._star is not None:
                 self._differing = True
                 return self._star.program
         if star is not None:
             self._let_go()
-            return self.make(star.whole)
-        if offer is None or offer.id in self._refused:
+            return self.make(star.up_to(_DOES))
+        if offer is None or hurried or offer.id in self._refused:
             return self.undecided
         self._star = self._compare(offer, tell)
         if self._star is None:
@@ -144,6 +148,22 @@ class Differences:
             return self.undecided
         self._differing = True
         return self._star.program
+
+    def give_way(self, batch: int) -> Program | None:
+        """The program to go on with if from this batch on nothing is to be a difference; None where that cannot be, as no turn
+        begins there, or is so anyway. What was begun to come up is let be."""
+        star = self._star
+        if star is None or self._gave_way or not star.first <= batch < len(star.program.batches):
+            return None
+        turn = star.program.batches[batch].turn
+        if batch != star.program.begin_of(turn):
+            return None
+        self._gave_way, self._differing = True, batch > star.first
+        if turn not in star.cut:
+            star.cut[turn] = self.make(star.up_to(turn))
+        nbytes = sum(job.nbytes for job in star.program.jobs[star.program.batches[batch].first :])
+        logger.info("%.1f MB are stored whole, not as differences to version %d: the training waits", nbytes / 1e6, star.offer.id)
+        return star.cut[turn]
 
     def filled(self, batch: int, seconds: float) -> bool:
         """See ``Lanes.filled``. ``SaveFailed`` if what the batch is a difference to is damaged."""
@@ -217,6 +237,7 @@ class Differences:
 
     def _decided(self, offer: Offer, formers: Mapping[int, Former], aims: Mapping[int, Aim]) -> _Star:
         """From now on chunks with these aims are differences to what is offered, which begins to come up."""
+        aims = {**aims, **self._in_turns({i: aims[i] for i in formers})}
         program = self.make(aims)
         first = program.begin_of(_DOES)
         numbered = enumerate(program.batches[first:])
@@ -225,6 +246,18 @@ class Differences:
         self.lanes.take([load([formers[job.index] for job in some], self.lanes.address(number)) for number, some in jobs])
         self.lanes.begin()
         return _Star(offer, formers, aims, program, first)
+
+    def _in_turns(self, aims: Mapping[int, Aim]) -> dict[int, Aim]:
+        """The same, of chunks that are differences, in turns of some bytes. Those that are read together stay so."""
+
+        def alike(i: int) -> Any:
+            return self.sources[i].dtype.name, aims[i].high, self.sources[i].name.rpartition(".")[2]
+
+        found, nbytes = dict[int, Aim](), 0
+        for i in sorted(aims, key=alike):
+            found[i] = replace(aims[i], turn=_DOES + nbytes // _TURN)
+            nbytes += self.sources[i].nbytes
+        return found
 
     def _lent_anew(self, star: _Star, offer: Offer) -> _Star | None:
         """The same chunks in other memory, as when planes of theirs were decoded; None if some are not in it."""

@@ -22,7 +22,8 @@ import functools
 import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from operator import attrgetter
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from ..nvcomp import STREAM
 from .arena import Arena
 from .differences import Differences
 from .jobs import Aim, Sink, Source
-from .program import Batch, Limits, Program, key
+from .program import Batch, Limits, Program
 from .sevens import COUNT as SEVENS
 from .sevens import Sevens, worth_packing
 from .stages import Arrived, CodedGroup, ReadBatch
@@ -48,6 +49,7 @@ MEMORY = 1440 << 20
 _GROUP = {DEFLATE: 64 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that are coded by one call
 _BATCH, _PLANE = 128 << 20, 64 << 20  # raw bytes that are read by one launch, and bytes of each of their planes
 _MOMENT = 1e-3  # seconds to wait for host memory, before the GPU is looked after again
+_ALIKE = attrgetter("scattered", "width", "packed")  # batches of which samples are taken together
 _SOON, _HASTE = -1, -5  # priorities: reading frees the training, coding may come later; the highest there is
 
 
@@ -137,11 +139,13 @@ class Encoder:
         urgent: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
         named: Named | None = None,
+        patient: bool = True,
     ) -> None:
         """Code all sources. ``emit`` gets what has arrived, bit by bit and in any order; ``on_read`` is called when everything
         has been read and may change. ``after``: a CUDA event before which nothing is read. ``urgent``: whether someone waits for
         the reading; from then on it goes before all else on the GPU, which has nothing better to do. ``meanwhile`` is called
-        once, when the link has as much to do as fits into device memory. ``named``: what chunks may be stored as differences to.
+        once, when the link has as much to do as fits into device memory. ``named``: what chunks may be stored as differences to;
+        unless ``patient``, none that has not been read by the time that someone waits.
 
         Raises ``SaveFailed`` naming a tensor that changed too early: a sixteenth of every chunk, evenly spread, is looked at when
         the save begins, and its digest compared with that of what the chunk was taken apart from. Or one that was to be stored
@@ -159,8 +163,9 @@ class Encoder:
                 for number in itertools.count():
                     if number == busy_at:
                         meanwhile()
-                    if number == decided_at and named is not None:
-                        program = self._decide(program, named)
+                    if self._differences is not None:
+                        name = named if number == decided_at else None
+                        program = self._decide(program, name, number, hurried=not patient and urgent())
                     if number == len(program.batches):
                         break
                     self._read(program, number, program.batches[number])
@@ -186,14 +191,14 @@ class Encoder:
     def _prepare(self, sources: Sequence[Source], *, differing: bool) -> Program:
         """The program for these chunks: the last one, if they lie where those did."""
         if differing and self._lanes is not None:
-            if self._known is None or not _same(self._known.undecided, sources):
+            if self._known is None or not self._known.undecided.fits(sources):
                 known, self._known = self._known, None
                 self._known = Differences(self._lanes, sources, functools.partial(self._make, sources))
                 if known is not None:
                     self._known.take_over(known)
             self._program = self._known.begin()
         else:
-            if self._plain is None or not _same(self._plain, sources):
+            if self._plain is None or not self._plain.fits(sources):
                 self._plain = None
                 self._plain = self._make(sources, {})
             self._program = self._plain
@@ -206,17 +211,21 @@ class Encoder:
         torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device
         return program
 
-    def _decide(self, program: Program, named: Named) -> Program:
-        """How to go on, now that all has been read of which that was clear."""
-        if self._differences is None:
-            return program
-        with torch.cuda.stream(self._reading):  # which is not behind what the training has queued up
-            self._program = decided = self._differences.decide(named, self._tell)
-        if decided is not program:
+    def _decide(self, program: Program, named: Named | None, number: int, *, hurried: bool) -> Program:
+        """How to go on: with differences to what is ``named``, if it is time for that, and without any more if it is hurried."""
+        assert self._differences is not None
+        other = program
+        with torch.cuda.stream(self._hasty if hurried else self._reading):  # neither is behind what the training has queued up
+            if named is not None:
+                other = self._differences.decide(named, self._tell, hurried=hurried)
+            if hurried:
+                other = self._differences.give_way(number) or other
+        if other is not program:
             number_of = {job.index: number for number, job in enumerate(program.jobs)}
-            self._sampled = np.array([number_of[job.index] for job in decided.jobs])
-            self._batches_of += [[] for _ in decided.groups[len(self._batches_of) :]]
-        return decided
+            self._sampled = self._sampled[[number_of[job.index] for job in other.jobs]]
+            self._batches_of += [[] for _ in other.groups[len(self._batches_of) :]]
+            self._program = other
+        return other
 
     def _take_samples(self, program: Program) -> None:
         """Look at all chunks as they are now; compared when they have been read."""
@@ -224,7 +233,7 @@ class Encoder:
         with torch.cuda.stream(self._reading):
             samples = torch.zeros(n, dtype=torch.int64, device=self._device)
             self._results = torch.zeros(4 * n, dtype=torch.int64, device=self._device)
-            for (scattered, width, packed), alike in itertools.groupby(program.batches, _sampled_alike):
+            for (scattered, width, packed), alike in itertools.groupby(program.batches, _ALIKE):
                 batches = list(alike)
                 first, last = batches[0].first, batches[-1].last
                 if not scattered:
@@ -323,8 +332,7 @@ class Encoder:
 
     def _results_of(self, batch: Batch) -> torch.Tensor:
         """What is found of a batch's chunks, in host memory."""
-        found: torch.Tensor = self._found[4 * batch.first : 4 * batch.last].view(4, -1)
-        return found
+        return cast(torch.Tensor, self._found[4 * batch.first : 4 * batch.last].view(4, -1))
 
     def _bring(self, number: int, stream: Any) -> torch.Tensor:
         """What the chunks of a batch are differences to, on the device when the stream is so far."""
@@ -490,11 +498,3 @@ class Encoder:
         arrived, self._arrived = self._arrived, []
         if arrived:
             self._emit(arrived)
-
-
-def _same(program: Program, sources: Sequence[Source]) -> bool:
-    return program.sources is sources or program.key == key(sources)
-
-
-def _sampled_alike(batch: Batch) -> tuple[bool, int, bool]:
-    return batch.scattered, batch.width, batch.packed

@@ -138,6 +138,10 @@ class Program:
         self.table = table
         self.chunks, self.cuts = (torch.from_numpy(rows).to(self._device) for rows in (table, self._cut(table)))
 
+    def fits(self, sources: Sequence[Source]) -> bool:
+        """Whether it is what to do with these, too."""
+        return self.sources is sources or self.key == key(sources)
+
     def layout(self, sources: Sequence[Source]) -> dict[str, Any]:
         """What can be said of the chunks once for all saves."""
         return layout(

@@ -110,12 +110,13 @@ class RemoteWorkbench:
         urgent: Callable[[], bool] = lambda: False,
         meanwhile: Callable[[], None] = lambda: None,
         named: Named | None = None,
+        patient: bool = True,
     ) -> None:
         """Hand over all chunks; returns when they have been read. See ``Workbench.encode``. What is coded by the node worker is
         never stored as a difference."""
         if self._local is not None:
             encode = functools.partial(self._local.encode, device, pieces, after=after, on_read=on_read, announce=announce)
-            encode(urgent=urgent, meanwhile=meanwhile, named=named)
+            encode(urgent=urgent, meanwhile=meanwhile, named=named, patient=patient)
             return
         meanwhile()
         mapped = self._mapped[device]
