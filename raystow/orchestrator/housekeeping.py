@@ -76,6 +76,7 @@ def kept_by_a_run(policy: Policy | None, uri: str) -> Policy | None:
         raise StateError(f"retention is {policy!r:.80}", remedy="give a raystow.Policy, such as Policy(keep_last=3), or None")
     if policy is not None and policy.resumable is not None:
         what = "a run drops versions and does not thin them, which is to read and to write them again"
-        remedy = f"let `raystow prune {uri} --resumable {policy.resumable} --yes` run every night"
+        delta = "" if policy.delta is None else f" --delta {policy.delta}"
+        remedy = f"let `raystow prune {uri} --resumable {policy.resumable}{delta} --yes` run every night"
         raise StateError(what, subject="retention", remedy=remedy)
     return policy

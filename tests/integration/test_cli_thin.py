@@ -161,8 +161,8 @@ def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, c
 
 def test_a_run_does_not_thin() -> None:
     with pytest.raises(StateError, match="drops versions and does not thin them") as caught:
-        raystow.Checkpointer("/nowhere", retention=Policy(keep_last=9, resumable=2))
-    assert "raystow prune /nowhere --resumable 2" in caught.value.remedy
+        raystow.Checkpointer("/nowhere", retention=Policy(keep_last=9, resumable=2, delta=5))
+    assert "raystow prune /nowhere --resumable 2 --delta 5 --yes" in caught.value.remedy
 
 
 @pytest.mark.s3
