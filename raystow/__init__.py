@@ -16,6 +16,7 @@ if TYPE_CHECKING:
 
     from .orchestrator.client import Checkpointer
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
+    from .orchestrator.lossy.sqnr import Sqnr
     from .orchestrator.pending import Pending
     from .orchestrator.sensitivity import sensitivity
     from .storage.errors import (
@@ -59,6 +60,7 @@ __all__ = [
     "Repository",
     "RetentionPlan",
     "SaveFailed",
+    "Sqnr",
     "StateError",
     "StoreError",
     "StoreUnavailable",
@@ -82,6 +84,7 @@ _HOMES = {
     "Policy": "storage.retention.policy",
     "Repository": "storage.repository",
     "RetentionPlan": "storage.retention.plan",
+    "Sqnr": "orchestrator.lossy.sqnr",
     "TensorInfo": "storage.version",
     "Version": "storage.version",
     "sensitivity": "orchestrator.sensitivity",

@@ -32,7 +32,7 @@ from .coordinator_actor import RayPort, coordinator_actor
 from .failures import Failures
 from .housekeeping import kept_by_a_run
 from .lossy.choice import Lossy
-from .lossy.rules import Rule
+from .lossy.rules import Asked
 from .memory import share_of_memory
 from .pending import Pending
 from .placement import placement
@@ -81,7 +81,7 @@ class Checkpointer:
         memory: int | None = None,
         codec: str = "auto",
         compress_in: str = "training",
-        lossy: Mapping[str, Rule] | str | None = None,
+        lossy: Mapping[str, Asked] | str | None = None,
         timeout: float = 600.0,
         max_in_flight: int = 2,
         on_failure: str = "warn",

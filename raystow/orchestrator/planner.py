@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import functools
 import heapq
-import itertools
-import logging
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Mapping
@@ -27,6 +25,8 @@ from ..storage.format.groups import OPTIMIZER, WEIGHTS, group
 from ..storage.format.manifest import path_text
 from ..workers.ipc.ring import SLOT
 from ..workers.port import MODULUS, coverage
+from .choices import Choices
+from .cutting import Cut, cuts
 from .lossy import rounding
 from .lossy.choice import Lossy
 from .lossy.rules import words_of
@@ -36,8 +36,6 @@ from .seen import Seen, Sight
 from .shards import Shard, check_memory
 from .state import Path, show
 
-logger = logging.getLogger(__name__)
-
 MAX_VALUES = 64 << 20
 """Bytes of plain values that one rank may save; more belongs into arrays."""
 
@@ -46,15 +44,6 @@ DEVICE_CHUNK = 16 << 20
 
 SMALL = 64 << 10
 """Bytes up to which a shard that several ranks hold is not spread: who looks for it asks its first holder's node alone."""
-
-
-class Cut(NamedTuple):
-    """A box of a shard, in the shard's own coordinates, and its bytes. ``start``: the first of them, where the shard's elements
-    lie one behind the other."""
-
-    box: Box
-    nbytes: int
-    start: int
 
 
 @dataclass(frozen=True)
@@ -199,9 +188,8 @@ class Planner:
     looks like, ``seen``: what is known of each tensor. ``lossy``: what is rounded."""
 
     def __init__(self, lossy: Lossy | None = None) -> None:
-        self._lossy, self._warned = lossy or Lossy({}), False
         self.outline, self.seen = Outline(), Seen()
-        self._relations = Relations()
+        self._relations, self._choices = Relations(), Choices(lossy or Lossy({}))
         self._last: Division | None = None
         self._key: list[Any] = []
 
@@ -213,20 +201,15 @@ class Planner:
         sources = self._relations.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
         key = [shard.identity for shard in known]
         if self._last is None or sources is not self._last.sources or key != self._key:
-            self._choose_rules(plan.shards)
-            self._last, self._key = _divide(plan, sources), key
+            self._choices.ask(plan.shards)
+            self._choices.choose(plan.shards, plan.ready)
+            self._last, self._key = _divide(plan, plan.shards, sources), key
         else:
             for kept, sight in zip(self._last.shards, plan.sights, strict=True):
                 kept.hold(sight.leaf, sight.local)
+            if self._choices.choose(self._last.shards, plan.ready):
+                self._last = _divide(plan, self._last.shards, sources)
         return self._last
-
-    def _choose_rules(self, shards: Iterable[Shard]) -> None:
-        for shard in shards:
-            shard.rule = self._lossy.rule(shard.leaf.name, shard.dtype, shard.shape)
-        idle = [] if self._warned else self._lossy.idle(shard.leaf.name for shard in shards)
-        if idle and (not self._lossy.profile or len(idle) == len(self._lossy.rules)):
-            logger.warning("lossy=: no tensor of this rank belongs to %s: nothing is rounded for that", ", ".join(idle))
-        self._warned = True
 
     def let_go(self) -> None:
         """Of the tensors."""
@@ -324,17 +307,16 @@ class SavePlan:
         self.planner.let_go()
 
 
-def _divide(plan: SavePlan, sources: Mapping[int, int]) -> Division:
+def _divide(plan: SavePlan, shards: tuple[Shard, ...], sources: Mapping[int, int]) -> Division:
     """``sources``: by the number of a shard that of the shard from which it follows."""
-    shards = plan.shards
     follows = {i: source for i, source in sources.items() if _still_follows(shards[i], shards[source])}
     everyone = tuple(range(plan.world_size))
     dependents: dict[int, list[Shard]] = defaultdict(list)
     for i, source in follows.items():
-        dependents[source].append(plan.shards[i])
+        dependents[source].append(shards[i])
     alike: dict[tuple[int, ...], list[Piece]] = defaultdict(list)
     followers: dict[int, list[Shard]] = {}  # by the identity of the shard from which they follow
-    for i, shard in enumerate(plan.shards):
+    for i, shard in enumerate(shards):
         if i not in follows:
             device = _coder(shard) if plan.on_gpu else None
             limit = SLOT if device is None else DEVICE_CHUNK
@@ -348,18 +330,18 @@ def _divide(plan: SavePlan, sources: Mapping[int, int]) -> Division:
         device: Part(tuple(pieces), tuple(_follower(shard, piece) for piece in pieces for shard in followers[id(piece.shard)]))
         for device, pieces in mine.items()
     }
-    weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in plan.shards]
+    weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in shards]
     replicated = sum(weight for shard, weight in weights if not shard.holders)
     expected = sum(weight for shard, weight in weights if shard.first == plan.rank)
-    vouched = tuple(shard.leaf.name for shard in plan.shards if shard.holders and shard.first == plan.rank)
-    return Division(plan.shards, sources, parts, (replicated % MODULUS, expected % MODULUS), vouched)
+    vouched = tuple(shard.leaf.name for shard in shards if shard.holders and shard.first == plan.rank)
+    return Division(shards, sources, parts, (replicated % MODULUS, expected % MODULUS), vouched)
 
 
 def _still_follows(shard: Shard, source: Shard) -> bool:
     """Whether what follows from the source as it is does so from the source as it is stored."""
     if shard.dtype == source.dtype:
-        return shard.rule == source.rule
-    return shard.rule is None and (source.rule is None or source.rule.lets_follow(source.dtype, shard.dtype))
+        return shard.asked == source.asked
+    return shard.asked is None and (source.asked is None or source.asked.lets_follow(source.dtype, shard.dtype))
 
 
 def _coder(shard: Shard) -> int | None:
@@ -403,33 +385,6 @@ def _follower(shard: Shard, source: Piece) -> Follower:
 def _group_of(shards: Iterable[Shard]) -> str:
     """The packs of a tensor and of what follows from it: whoever wants the weights alone finds all of them in theirs."""
     return WEIGHTS if any(group(shard.leaf.name) == WEIGHTS for shard in shards) else OPTIMIZER
-
-
-def cuts(shard: Shard, limit: int) -> tuple[Cut, ...]:
-    """Cut a shard into boxes of at most ``limit`` bytes, each contiguous in row-major order. An empty shard has none, unless
-    the tensor itself is empty: that one has a single empty box, so that the manifest names it."""
-    if 0 in shard.extent:
-        return (Cut(((0,) * len(shard.extent), shard.extent), 0, 0),) if 0 in shard.shape else ()
-    return _cut(shard.extent, shard.itemsize, limit)
-
-
-@functools.lru_cache(maxsize=4096)
-def _cut(extent: tuple[int, ...], itemsize: int, limit: int) -> tuple[Cut, ...]:
-    whole = len(extent)  # dimensions from here on are taken whole
-    row = itemsize
-    while whole and row * extent[whole - 1] <= limit:
-        whole -= 1
-        row *= extent[whole]
-    if not whole:
-        return (Cut(((0,) * len(extent), extent), row, 0),)
-    step, cut, end, found = max(1, limit // row), whole - 1, 0, list[Cut]()
-    for outer in itertools.product(*(range(n) for n in extent[:cut])):
-        for start in range(0, extent[cut], step):
-            rows = min(step, extent[cut] - start)
-            box = (*outer, start, *(0,) * (len(extent) - whole)), (*(1,) * cut, rows, *extent[whole:])
-            found.append(Cut(box, rows * row, end))
-            end += rows * row
-    return tuple(found)
 
 
 def share(pieces: list[Piece], holders: tuple[int, ...], rank: int) -> list[Piece]:

@@ -14,16 +14,16 @@ from ..storage.coding import dtypes
 from ..storage.coding.chunk import Encoder
 from ..storage.errors import StateError
 from ..storage.format.groups import WEIGHTS
-from .lossy.choice import KINDS, LEAST, kind
+from .lossy.choice import KINDS, LEAST, kind, suited
 from .lossy.rounding import round_in_place
-from .lossy.rules import MantissaBits, Rule, words_of
+from .lossy.rules import Asked, MantissaBits, words_of
 from .roles import role
 from .shards import dtype_name
 from .state import flatten
 
 _SAMPLE = 1 << 20  # bytes of each tensor that are coded, to see what a rule saves
 
-LEVELS: Mapping[str, Sequence[Rule]] = {
+LEVELS: Mapping[str, Sequence[Asked]] = {
     **{name: [MantissaBits(n) for n in (7, 5, 3, 2, 1)] for name in KINDS},
     **{name: [MantissaBits(n) for n in (16, 12, 9)] for name in (WEIGHTS, "master")},
 }
@@ -36,7 +36,7 @@ class Trial:
     loss. ``raw`` and ``stored``: bytes before and after coding, the latter from a sample of each tensor."""
 
     group: str
-    rule: Rule | None
+    rule: Asked | None
     change: float
     raw: int
     stored: int
@@ -47,7 +47,7 @@ class Proposal:
     """The rules that save most within a budget, for ``Checkpointer(lossy=)``. ``change``: what they are predicted to do to the
     loss, the sum of what each did alone. ``raw`` and ``stored``: bytes of the groups that were tried."""
 
-    rules: Mapping[str, Rule] = field(default_factory=dict)
+    rules: Mapping[str, Asked] = field(default_factory=dict)
     change: float = 0.0
     raw: int = 0
     stored: int = 0
@@ -96,7 +96,7 @@ def sensitivity(
     *,
     loss: Callable[[], float],
     train: Callable[[], float] | None = None,
-    levels: Mapping[str, Sequence[Rule]] | None = None,
+    levels: Mapping[str, Sequence[Asked]] | None = None,
 ) -> Sensitivity:
     """Round the tensors of ``state`` (as given to ``Checkpointer.save``: the model's and the optimizer's own) group by group, and
     see what becomes of the loss. Afterwards they are as they were, bit for bit.
@@ -120,13 +120,14 @@ def sensitivity(
         for (what, group), names in _groups(tensors).items():
             if what != WEIGHTS and trained is None:
                 continue
-            some = [_local(tensors[name]) for name in names]
+            local = {name: _local(tensors[name]) for name in names}
+            some = list(local.values())
             found.append(Trial(group, None, 0.0, *_sizes(some)))
             for rule in (levels or LEVELS).get(what, ()):
                 if any(rule.changes(dtype_name(tensor.dtype)) for tensor in some):
-                    for tensor in some:
-                        if rule.changes(dtype_name(tensor.dtype)):
-                            round_in_place(rule, tensor)
+                    for name, tensor in local.items():
+                        if (asked := suited(rule, name)).changes(dtype_name(tensor.dtype)):
+                            round_in_place(asked, tensor)
                     sizes = _sizes(some)
                     shown, usual = (loss, before) if what == WEIGHTS or train is None else (train, trained or 0.0)
                     change = float(shown()) - usual

@@ -15,7 +15,7 @@ from ..storage.coding import dtypes
 from ..storage.errors import StateError
 from ..storage.format import manifest
 from ..storage.format.boxes import Box
-from .lossy.rules import Rule
+from .lossy.rules import Asked, Rule
 from .placed import placed
 from .state import Leaf, numpy_dtype, show
 
@@ -28,8 +28,8 @@ _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 class Shard:
     """``holders``: the ranks that hold this very box, ascending; empty for all ranks. ``first``: the rank that vouches for the
     tensor's existence. ``local``: this rank's elements, a numpy array or a torch tensor. ``device``: the CUDA device that holds
-    them; None for host memory. ``rule``: how they are rounded before they are stored, if they are; ``findings``: what came of
-    that, by the box of each chunk (see ``lossy.rounding``)."""
+    them; None for host memory. ``asked``: how they may be rounded before they are stored, if at all; ``rule``: how they are;
+    ``findings``: what came of that, by the box of each chunk (see ``lossy.rounding``)."""
 
     leaf: Leaf
     kind: str
@@ -41,6 +41,7 @@ class Shard:
     first: int
     local: Any
     device: int | None = None
+    asked: Asked | None = None
     rule: Rule | None = None
     findings: dict[Box, Any] = field(default_factory=dict)
 

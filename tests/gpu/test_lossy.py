@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.orchestrator.lossy import rounding
+from raystow.orchestrator.lossy.numbers import Numbers
 from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
+from raystow.orchestrator.lossy.sqnr import Sqnr
 from raystow.storage.errors import SaveFailed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
@@ -59,6 +62,46 @@ def test_the_gpu_rounds_and_finds_what_the_cpu_does(rule: Rule, dtype: torch.dty
     assert torch.equal(on_gpu.cpu(), on_cpu)
     assert torch.equal(told.cpu()[[0, 1, 5]], found[[0, 1, 5]])
     torch.testing.assert_close(told.cpu(), found, rtol=1e-9, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("asked", [Sqnr(40), Sqnr(40, ())], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
+def test_the_gpu_chooses_what_the_cpu_does(asked: Sqnr, dtype: torch.dtype) -> None:
+    name, words = str(dtype)[6:], {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
+    generator = torch.Generator().manual_seed(0)
+    normal, tenth = torch.randn(700, 900, generator=generator), torch.rand(700, 900, generator=generator) < 0.1
+    kinds = {"normal": normal, "wide": normal * (normal * 3).exp(), "spikes": normal * torch.where(tenth, 90.0, 1.0)}
+    kinds |= {"rounded": normal.bfloat16().float() / 2, "nothing": normal * 0, "strange": normal.masked_fill(tenth, float("nan"))}
+    for kind, values in kinds.items():
+        bits, boxes = values.to(dtype).view(words), [((0, 0), (400, 900)), ((400, 0), (300, 900))]
+        places = bits.numpy(), bits.cuda().t().contiguous().t()
+        on_cpu, on_gpu = (asked.choose(functools.partial(Numbers, kind, name, where, boxes)) for where in places)
+        assert on_gpu == on_cpu, (kind, on_gpu, on_cpu)
+
+
+@pytest.mark.parametrize("place", ["training", "node"])
+def test_statistics_choose_for_each_tensor_and_what_was_chosen_once_stays(tmp_path: Path, place: str) -> None:
+    state = mixed()
+    state["exp_avg.w"][::500] *= 1000
+    lossy = {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(36), "master": Sqnr(61)}
+    with LocalCluster(str(tmp_path), compress_in=place, memory=512 << 20, lossy=lossy) as cluster:
+        versions = [cluster.save(state, step=1)]
+        for step in (2, 3, 4):
+            into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+            raystow.restore_latest(cluster.uri, into=into)
+            versions.append(cluster.save(into, step=step))
+            assert all(torch.equal(versions[-1].read(name), versions[0].read(name)) for name in state), step
+            assert not any(one.noise for one in versions[-1].rounded().values()), step
+        changed = {name: tensor * 1.0001 if tensor.is_floating_point() else tensor for name, tensor in state.items()}
+        last = cluster.save(changed, step=9)
+        raystow.open(cluster.uri).verify(last, deep=True)
+    for version in (versions[0], last):
+        assert not version.tensors()["model.w"].stored or version is last, "it follows from the master copy as that is stored"
+        for name, one in version.rounded().items():
+            assert (one.sqnr or 0) >= (61 if "master" in name else 36), (name, one)
+            assert "exp_avg_sq" not in name or one.rule == "MantissaBits(5)", (name, one)
+        assert (version.read("exp_avg_sq.w") == 0).equal(state["exp_avg_sq.w"].cpu() == 0)
+    assert torch.equal(versions[0].read("model.w"), state["model.w"].cpu())
 
 
 @pytest.mark.parametrize("place", ["training", "node"])

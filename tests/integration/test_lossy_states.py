@@ -18,6 +18,7 @@ import raystow
 from raystow.orchestrator.cli.present import size
 from raystow.orchestrator.lossy import rounding
 from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits
+from raystow.orchestrator.lossy.sqnr import Sqnr
 from raystow.storage.errors import SaveFailed, StateError
 
 N = 200_003
@@ -72,7 +73,13 @@ def test_a_profile_is_small_keeps_its_bounds_and_leaves_the_weights_as_they_were
 
 
 @pytest.mark.parametrize(
-    "lossy", ["archive", {"exp_avg": Blockwise(8, 64), "exp_avg_sq": MantissaBits(3), "weights": MantissaBits(2)}], ids=str
+    "lossy",
+    [
+        "archive",
+        {"exp_avg": Blockwise(8, 64), "exp_avg_sq": MantissaBits(3), "weights": MantissaBits(2)},
+        {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(24), "master": Sqnr(61)},
+    ],
+    ids=str,
 )
 def test_to_save_and_restore_twenty_times_loses_nothing_after_the_first(tmp_path: Path, lossy: Any) -> None:
     state, first = mixed(30_001), dict[str, torch.Tensor]()
@@ -84,6 +91,32 @@ def test_to_save_and_restore_twenty_times_loses_nothing_after_the_first(tmp_path
             first = first or flat(state)
             assert all(torch.equal(tensor, first[name]) for name, tensor in flat(state).items())
             assert all(bool(one.noise) == (step == 0) for one in version.rounded().values())
+
+
+def test_what_statistics_chose_is_told_of_each_tensor_and_keeps_what_was_asked(tmp_path: Path) -> None:
+    """Ranks of two nodes, then one that knows nothing of the first save."""
+    state = mixed()
+    state["optim"]["exp_avg"]["b"][::500] *= 1000
+    lossy = {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(36), "master": Sqnr(61)}
+    with LocalCluster(str(tmp_path), codec="cpu", nodes=2, lossy=lossy) as cluster:
+        version = cluster.save_all([state, state], step=1)
+    found, wanted = version.rounded(), flat(state)
+    for name, one in found.items():
+        assert (one.sqnr or 0) >= (61 if "master" in name else 36), name
+        assert (version.read(name) == 0).any() <= ("exp_avg." in name)
+    assert {one.rule for name, one in found.items() if "exp_avg." not in name} == {"MantissaBits(9)", "MantissaBits(5)"}
+    assert found["optim.exp_avg.a"].rule != found["optim.exp_avg.b"].rule
+    assert torch.equal(version.read("model.a"), wanted["model.a"])
+    assert not version.tensors()["model.a"].stored
+    facts = run_json("show", tmp_path)
+    assert facts["lossy"]["exp_avg"] == "Sqnr(36)"
+    assert facts["rounded"]["optim.exp_avg.b"]["rule"] == found["optim.exp_avg.b"].rule
+    restored = zeros(state)
+    raystow.restore_latest(str(tmp_path), into=restored)
+    with LocalCluster(str(tmp_path), codec="cpu", lossy=lossy) as cluster:
+        again = cluster.save(restored, step=2)
+    assert {one.rule.partition("(")[0] for one in again.rounded().values()} == {"Settled"}
+    assert all(torch.equal(again.read(name), version.read(name)) for name in found)
 
 
 def test_what_no_longer_follows_is_stored(tmp_path: Path) -> None:

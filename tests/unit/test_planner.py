@@ -6,7 +6,8 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.planner import SMALL, Cut, Piece, cuts, plan_save, share
+from raystow.orchestrator.cutting import Cut, cuts
+from raystow.orchestrator.planner import SMALL, Piece, plan_save, share
 from raystow.orchestrator.shards import Shard
 from raystow.orchestrator.state import Leaf
 from raystow.storage.format.groups import WEIGHTS

@@ -12,7 +12,7 @@ import numpy as np
 from ...storage.coding import dtypes
 from ...storage.format.boxes import Box
 from ...storage.reader import Request
-from ..planner import cuts
+from ..cutting import cuts
 from ..shards import Shard
 from ..state import Leaf
 from .differences import Difference, What

@@ -18,7 +18,7 @@ from ...storage.format import values
 from ...storage.format.boxes import Box
 from ...storage.reader import Request
 from ...storage.version import Version
-from ..planner import cuts
+from ..cutting import cuts
 from ..shards import Shard
 from ..state import Leaf
 from .new_folder import durable_file

@@ -27,7 +27,8 @@ from ...workers.packing.attempt import draft, encode
 from ...workers.packing.budget import Budget
 from ...workers.packing.packer import Packer
 from ...workers.port import MODULUS, Ticket, coverage
-from ..planner import Piece, cuts
+from ..cutting import cuts
+from ..planner import Piece
 from ..shards import Shard
 from ..state import Leaf
 

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format.groups import WEIGHTS, group
 from ..roles import role
-from .rules import Blockwise, MantissaBits, Rule
+from .rules import Asked, Blockwise, MantissaBits
+from .sqnr import Sqnr
 
 LEAST = 4096
 """Bytes; in smaller tensors there is nothing to gain, and a loss scale or a counter may be among them."""
@@ -20,7 +21,7 @@ _SQUARES = ("exp_avg_sq", "max_exp_avg_sq")
 KINDS = ("master", *_MOMENTS, *_SQUARES)
 """What an optimizer keeps for each weight, by the names that torch gives it."""
 
-PROFILES: Mapping[str, Mapping[str, Rule]] = {
+PROFILES: Mapping[str, Mapping[str, Asked]] = {
     "resume-bounded": {
         **dict.fromkeys((WEIGHTS, "master"), MantissaBits(16)),
         **dict.fromkeys((*_MOMENTS, *_SQUARES), MantissaBits(5)),
@@ -41,17 +42,23 @@ def kind(name: str) -> str | None:
     return next((part for part in reversed(name.lower().split(".")) if part in KINDS), None)
 
 
+def suited(asked: Asked, name: str) -> Asked:
+    """To a tensor: blocks, whose small numbers become zero, are for first moments alone. The optimizer divides by second moments,
+    weights follow from their master copy, and of others nothing is known."""
+    return replace(asked, blocks=()) if isinstance(asked, Sqnr) and kind(name) not in _MOMENTS else asked
+
+
 @dataclass(frozen=True)
 class Lossy:
     """``rules`` by what they are for: a part of tensors' names (``exp_avg``), ``weights`` (all that is not the optimizer's), a
     role in the model (``attention``; see ``roles``), or several of these with dots between (``attention.exp_avg``): then all must
     fit. The key with most of them wins. ``profile``: its name, or nothing."""
 
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, Asked]
     profile: str = ""
 
     @staticmethod
-    def of(asked: Lossy | Mapping[str, Rule] | str | None) -> Lossy:
+    def of(asked: Lossy | Mapping[str, Asked] | str | None) -> Lossy:
         """What a user asks for; ``StateError`` if that cannot be."""
         if isinstance(asked, Lossy):
             return asked
@@ -64,8 +71,9 @@ class Lossy:
         if asked is not None and not isinstance(asked, Mapping):
             raise StateError(f"lossy is {asked!r:.80}", remedy=f"choose {' or '.join(PROFILES)}, or say a rule by group")
         for name, rule in (asked or {}).items():
-            if not isinstance(rule, MantissaBits | Blockwise):
-                raise StateError(f"{rule!r} is no rule", subject=f"lossy[{name!r}]", remedy="use MantissaBits or Blockwise")
+            if not isinstance(rule, MantissaBits | Blockwise | Sqnr):
+                remedy = "use MantissaBits, Blockwise or Sqnr"
+                raise StateError(f"{rule!r} is no rule", subject=f"lossy[{name!r}]", remedy=remedy)
             if isinstance(rule, Blockwise) and set(name.lower().split(".")) & {*_SQUARES}:
                 what = "the optimizer divides by the root of second moments, and small ones of a block would become zero"
                 raise StateError(what, subject=f"lossy[{name!r}]", remedy="use MantissaBits")
@@ -79,13 +87,13 @@ class Lossy:
         fitting = [key for key in self.rules if labels.issuperset(key.split("."))]
         return max(fitting, key=lambda key: key.count("."), default=None)
 
-    def rule(self, name: str, dtype: str, shape: Iterable[int]) -> Rule | None:
-        """How a tensor is rounded; None if it is stored as it is."""
+    def asked(self, name: str, dtype: str, shape: Iterable[int]) -> Asked | None:
+        """What is asked for a tensor; None if it is stored as it is."""
         key = self.group(name)
         if key is None or math.prod(shape) * dtypes.dtype(dtype).itemsize < LEAST:
             return None
-        rule = self.rules[key]
-        return rule if rule.changes(dtype) else None
+        asked = suited(self.rules[key], name)
+        return asked if asked.changes(dtype) else None
 
     def idle(self, names: Iterable[str]) -> list[str]:
         """The groups to which none of these tensors belongs."""

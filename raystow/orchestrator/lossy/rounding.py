@@ -8,7 +8,8 @@ from typing import Any
 
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
-from .rules import MANTISSA, Rule, words_of
+from .numbers import Numbers
+from .rules import MANTISSA, Asked, Rule, dtype_of, words_of
 
 _AT_ONCE = 1 << 16  # numbers, on the CPU
 
@@ -24,7 +25,7 @@ def rounded(rule: Rule, words: Any, dtype: str, first: int = 0) -> tuple[Any, An
     for rows, columns in _parts(words.shape, rule.block, first):
         made[rows, columns], found = _rounded(rule, words[rows, columns].contiguous(), dtype, first + columns.start)
         findings.append(found)
-    return made, _together(torch.stack(findings))
+    return made, together(torch.stack(findings))
 
 
 def _parts(shape: tuple[int, int], block: int, first: int) -> Iterator[tuple[slice, slice]]:
@@ -59,12 +60,12 @@ def _rounded(rule: Rule, words: Any, dtype: str, first: int) -> tuple[Any, Any]:
         (error / size.clamp(min=torch.finfo(values.dtype).smallest_normal)).amax(),
         torch.linalg.vector_norm(size, dtype=torch.float64).square(),
         torch.linalg.vector_norm(error, dtype=torch.float64).square(),
-        (_zeros(made, dtype) * (made != words)).sum() / 8,
+        (zeros(made, dtype) * (made != words)).sum() / 8,
     )
     return made, torch.stack([found.double() for found in findings])
 
 
-def _zeros(words: Any, dtype: str) -> Any:
+def zeros(words: Any, dtype: str) -> Any:
     """How many bits at the end of each mantissa are zeros."""
     import torch
 
@@ -76,8 +77,8 @@ def _zeros(words: Any, dtype: str) -> Any:
     return (lowest.float().view(torch.int32) >> 23) - 127
 
 
-def _together(found: Any) -> Any:
-    """Findings of parts, one in each row: errors are the largest, the rest is added up."""
+def together(found: Any) -> Any:
+    """Findings of parts, one in each row, as one: errors are the largest, the rest is added up."""
     total = found.sum(0)
     total[1:3] = found[:, 1:3].amax(0)
     return total
@@ -91,7 +92,7 @@ def read(name: str, rule: Rule, findings: Iterable[Any]) -> Rounded:
     # On a GPU not on the stream of the training, whose queue would be waited for: what is to be read has been there for long.
     beside = torch.cuda.stream(torch.cuda.Stream(found[0].device)) if found[0].is_cuda else contextlib.nullcontext()
     with beside:
-        broken, error, relative, signal, noise, spared = _together(torch.stack(found).cpu()).tolist()
+        broken, error, relative, signal, noise, spared = together(torch.stack(found).cpu()).tolist()
     if broken:
         what = f"{rule} has changed {broken:.0f} numbers by more than it may, or they changed meanwhile"
         raise SaveFailed(
@@ -100,9 +101,11 @@ def read(name: str, rule: Rule, findings: Iterable[Any]) -> Rounded:
     return Rounded(str(rule), error, relative, signal, noise, int(spared))
 
 
-def round_in_place(rule: Rule, tensor: Any) -> None:
+def round_in_place(asked: Asked, tensor: Any) -> None:
     """Round a torch tensor as a save would."""
-    values = tensor.detach()
-    rows = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous()
-    bits, _ = rounded(rule, rows.view(words_of(values.element_size())), str(values.dtype).removeprefix("torch."))
-    values.copy_(bits.view(values.dtype).view(values.shape))
+    values, dtype = tensor.detach(), dtype_of(tensor)
+    rows = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous().view(words_of(values.element_size()))
+    rule = asked.choose(lambda: Numbers("tensor", dtype, rows, [((0, 0), tuple(rows.shape))]))
+    if rule is not None:
+        bits, _ = rounded(rule, rows, dtype)
+        values.copy_(bits.view(values.dtype).view(values.shape))

@@ -7,14 +7,32 @@ was rounded before stays as it is, however often it is saved and restored.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 
+if TYPE_CHECKING:
+    from .numbers import Numbers
+
 MANTISSA = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 """What can be rounded, and the bits of its mantissas. Integers, booleans and what has fewer bits stay as they are."""
+
+
+class Asked(Protocol):
+    """What a user asks for: a rule, or something that finds one for each tensor."""
+
+    def changes(self, dtype: str) -> bool:
+        """Whether it does anything to numbers of a dtype."""
+
+    def lets_follow(self, source: str, dtype: str) -> bool:
+        """Whether what ``source`` is rounded to in ``dtype`` is the same before and after."""
+
+    def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:
+        """The rule for a tensor, of a dtype that is changed; None if it keeps every bit. ``numbers``: what this rank has of it.
+        ``before``: the rule that was chosen in the save before."""
 
 
 class Rule(Protocol):
@@ -23,12 +41,6 @@ class Rule(Protocol):
     @property
     def block(self) -> int:
         """See above."""
-
-    def changes(self, dtype: str) -> bool:
-        """Whether it does anything to numbers of a dtype."""
-
-    def lets_follow(self, source: str, dtype: str) -> bool:
-        """Whether what ``source`` is rounded to in ``dtype`` is the same before and after."""
 
     def planes(self, dtype: str) -> tuple[int, ...]:
         """Byte planes that are worth coding afterwards: not noise alone. Ascending; the highest is one of them."""
@@ -64,6 +76,9 @@ class MantissaBits:
 
     def lets_follow(self, source: str, dtype: str) -> bool:
         return not self.changes(source) or self.bits >= MANTISSA[dtype] + 2
+
+    def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:
+        return self
 
     def planes(self, dtype: str) -> tuple[int, ...]:
         highest = dtypes.dtype(dtype).width - 1
@@ -106,6 +121,9 @@ class Blockwise:
 
     def lets_follow(self, source: str, dtype: str) -> bool:
         return False
+
+    def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:
+        return self
 
     def planes(self, dtype: str) -> tuple[int, ...]:
         return tuple(range(dtypes.dtype(dtype).width))

@@ -10,9 +10,10 @@ from functools import reduce
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """``rule``: by which. ``error``: the largest difference to what was given to ``save``; ``relative``: the largest one by the
-    number itself. ``signal`` and ``noise``: the sums of the squares of all numbers, and of all differences. Numbers that are
-    infinite or NaN stay as they are and count nowhere. ``spared``: bytes of the mantissas that are zeros now and were not."""
+    """``rule``: by which; all of them, where ranks chose differently. ``error``: the largest difference to what was given to
+    ``save``; ``relative``: the largest one by the number itself. ``signal`` and ``noise``: the sums of the squares of all
+    numbers, and of all differences. Numbers that are infinite or NaN stay as they are and count nowhere. ``spared``: bytes of the
+    mantissas that are zeros now and were not."""
 
     rule: str
     error: float
@@ -29,8 +30,9 @@ class Rounded:
 
     def __or__(self, other: Rounded) -> Rounded:
         """Of both parts of a tensor."""
+        rules = {*self.rule.split(" and "), *other.rule.split(" and ")}
         return Rounded(
-            self.rule,
+            " and ".join(sorted(rules)),
             max(self.error, other.error),
             max(self.relative, other.relative),
             self.signal + other.signal,

@@ -1,0 +1,103 @@
+"""What rules for rounding leave of an optimizer's state: bytes for each number, and decibels of signal by noise.
+
+The state is that of a small GPT, really trained with AdamW on this machine: fp32 weights in the place of a master copy, and both
+moments. Every tensor is rounded as a save would round it, and coded by the CPU's coder; sizes are of what is stored. The noise
+told is that of all numbers of a group together, and of the tensor that has most of it.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import numpy as np
+import torch
+import typer
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from raystow.orchestrator.demo.model import GPT, batch, corpus, loss_of
+from raystow.orchestrator.lossy import rounding
+from raystow.orchestrator.lossy.choice import LEAST, suited
+from raystow.orchestrator.lossy.numbers import Numbers
+from raystow.orchestrator.lossy.rules import Asked, Blockwise, MantissaBits
+from raystow.orchestrator.lossy.sqnr import Sqnr
+from raystow.storage.coding.chunk import Encoder
+from raystow.storage.coding.dtypes import dtype
+from raystow.storage.coding.rounded import together
+
+RULES: dict[str, list[Asked]] = {
+    "exp_avg": [MantissaBits(5), MantissaBits(6), Blockwise(8, 256), Sqnr(36), Sqnr(40)],
+    "exp_avg_sq": [MantissaBits(5), MantissaBits(6), Sqnr(36), Sqnr(40)],
+    "master": [MantissaBits(9), Blockwise(8, 256), Sqnr(61)],
+}
+
+
+def trained(steps: int) -> dict[str, list[Tensor]]:
+    """The tensors of each group, fp32, of at least ``LEAST`` bytes."""
+    torch.manual_seed(0)
+    model, data = GPT(width=128, layers=2), corpus()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    for step in range(1, steps + 1):
+        loss = loss_of(model, batch(data, step=step, rank=0, size=8))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+    large = [parameter for parameter in model.parameters() if parameter.numel() * 4 >= LEAST]
+    moments = {name: [optimizer.state[parameter][name] for parameter in large] for name in ("exp_avg", "exp_avg_sq")}
+    return {**moments, "master": [parameter.detach() for parameter in large]}
+
+
+def measured(rule_of_group: Asked, group: str, tensors: list[Tensor]) -> dict[str, Any]:
+    """What a rule makes of a group."""
+    asked = suited(rule_of_group, group)
+    found, chosen, stored = [], Counter[str](), 0
+    for tensor in tensors:
+        words = tensor.reshape(-1, tensor.shape[-1]).view(torch.int32)
+        rule = asked.choose(lambda words=words: Numbers("t", "float32", words, [((0, 0), tuple(words.shape))]))
+        made = words
+        if rule is not None:
+            made, findings = rounding.rounded(rule, words, "float32")
+            found.append(rounding.read("t", rule, [findings]))
+        chosen[str(rule)] += 1
+        raw = made.numpy().view(np.uint8).reshape(-1)
+        stored += Encoder(raw.size).encode(raw, dtype("float32"))[0].size
+    return {
+        "group": group,
+        "rule": str(rule_of_group),
+        "bytes": stored / sum(tensor.numel() for tensor in tensors),
+        "sqnr": together(found).sqnr,
+        "least": min(one.sqnr or math.inf for one in found),
+        "chosen": dict(chosen.most_common()),
+    }
+
+
+def rows(state: dict[str, list[Tensor]]) -> Iterator[dict[str, Any]]:
+    """One for each rule of each group."""
+    for group, tensors in state.items():
+        for asked in RULES[group]:
+            yield measured(asked, group, tensors)
+
+
+def main(
+    steps: Annotated[int, typer.Option(help="of training")] = 300,
+    out: Annotated[Path | None, typer.Option(help="for the figures, as JSON")] = None,
+) -> None:
+    """Train, round by each rule, and print what comes of it."""
+    table = Table("", "rule", "bytes", "SQNR", "least", "chosen")
+    found = list(rows(trained(steps)))
+    for row in found:
+        chosen = ", ".join(f"{count} {rule}" for rule, count in row["chosen"].items())
+        table.add_row(row["group"], row["rule"], f"{row['bytes']:.3f}", f"{row['sqnr']:.1f}", f"{row['least']:.1f}", chosen)
+    Console(width=140).print(table)
+    if out is not None:
+        out.write_text(json.dumps({"steps": steps, "torch": torch.__version__, "rows": found}, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    typer.run(main)
