@@ -1,0 +1,139 @@
+"""What a history of a hundred versions takes, in full and thinned: saved by a training on real text, thinned, and read back.
+
+A GPT (see ``study_models``) trains in mixed precision, 14 bytes for each parameter, and saves every 10 steps through a
+``Checkpointer`` on a Ray cluster of this machine, after some steps to warm up. Then the repository is copied for each way to thin
+it, thinned as ``raystow prune`` does, and collected; every version's weights are restored, and held bit for bit against a digest
+that was taken when they were saved. Sizes are of packs, as ``raystow ls`` tells them. How much nothing derived would take is
+counted on the last state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import tempfile
+import time
+from pathlib import Path
+from typing import Annotated, Any
+
+import ray
+import torch
+import typer
+from gpu_workload import Size, about, corpus, device_named, nbytes
+from rich.console import Console
+from rich.table import Table
+from study_models import Run, copied, deterministic, gpt
+from training_study import arrays, stored
+
+import raystow
+from raystow.orchestrator.restore import plan_restore, restore
+
+WAYS = {
+    "weights alone, the last 2 resumable": raystow.Policy(resumable=2),
+    "differences, the last 2 resumable": raystow.Policy(resumable=2, delta=10),
+    "differences, the last resumable": raystow.Policy(resumable=1, delta=10),
+}
+
+
+def digest(weights: dict[str, torch.Tensor]) -> str:
+    """Of all bits."""
+    found = hashlib.blake2b(digest_size=16)
+    for name, tensor in sorted(weights.items()):
+        found.update(name.encode())
+        found.update(tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+    return found.hexdigest()
+
+
+def saved(run: Run, uri: str, saves: int, every: int, console: Console) -> list[str]:
+    """Train and save; the digest of the weights of each version."""
+    found = list[str]()
+    with raystow.Checkpointer(uri, rank=0, world_size=1, keep_in_memory=0, replicas=0) as checkpointer:
+        for number in range(saves):
+            losses = list(run.train(every))
+            checkpointer.save(run.state(), step=run.step).result(600)
+            found.append(digest(run.state()["weights"]))
+            if number % 10 == 9:
+                console.print(f"  step {run.step}: loss {losses[-1].item():.3f}")
+    return found
+
+
+def thinned(folder: Path, policy: raystow.Policy, digests: list[str]) -> dict[str, Any]:
+    """Thin, collect, restore and compare; what it takes, and what it took."""
+    repository = raystow.open(str(folder))
+    begin = time.perf_counter()
+    repository.plan_retention(policy).execute()
+    seconds = time.perf_counter() - begin
+    repository.plan_collection(grace=0.0).execute()
+    versions, most = repository.versions(), 0
+    for version, wanted in zip(versions, digests, strict=True):
+        into = {name: version.read(name).zero_() for name in version.tensors() if name.startswith("weights.")}
+        plan = plan_restore(version, into, strict=not version.resumable)
+        restore(version, into, strict=not version.resumable)
+        if digest({name.removeprefix("weights."): tensor for name, tensor in into.items()}) != wanted:
+            raise SystemExit(f"{folder}: the weights of version {version.id} are not those that were saved")
+        most = max(most, 0 if version.resumable else plan.nbytes)
+    sizes = [version.bytes for version in versions]
+    return {"stored": sum(sizes), "sizes": sizes, "thinning seconds": seconds, "most read for one": most}
+
+
+def table(results: dict[str, Any]) -> Table:
+    """All ways, held against the raw bytes and against what the history takes in full."""
+    raw, whole = results["raw"], results["ways"]["in full"]["stored"]
+    shown = Table(title=f"{results['settings']['saves']} versions")
+    for column in ("", "MB", "of raw", "raw is", "in full is"):
+        shown.add_column(column, justify="right" if column else "left")
+    for way, of in results["ways"].items():
+        size = of["stored"]
+        shown.add_row(way, f"{size / 1e6:.1f}", f"{size / raw:.4f}", f"{raw / size:.2f} times", f"{whole / size:.2f} times")
+    return shown
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
+    saves: Annotated[int, typer.Option(min=4, help="versions")] = 100,
+    every: Annotated[int, typer.Option(min=1, help="steps between them")] = 10,
+    warm_up: Annotated[int, typer.Option(min=0, help="steps before the first")] = 150,
+    device: Annotated[str, typer.Option(help="cpu, or cuda for a larger model")] = "cpu",
+    layers: Annotated[int, typer.Option(help="of the model")] = 2,
+    width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = 128,
+    batch: Annotated[int, typer.Option(help="sequences in a batch")] = 2,
+    vocabulary: Annotated[int, typer.Option(help="of the tokenizer")] = 2000,
+) -> None:
+    """Train, save, thin in every way, restore and compare."""
+    where, console = device_named(device), Console(width=110)
+    size = Size(layers=layers, width=width, batch=batch, context=128, vocabulary=vocabulary)
+    logging.getLogger("raystow").setLevel(logging.ERROR)  # what is left out of a restore is meant to be
+    deterministic()
+    torch.manual_seed(0)
+    settings = {"saves": saves, "every": every, "warm up": warm_up, "size": vars(size)}
+    results: dict[str, Any] = {**about(where), "settings": settings, "ways": {}}
+    run = Run(gpt(size), corpus(size, where), size, seed=1)
+    console.print(f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.1f} M parameters")
+    list(run.train(warm_up))
+    ray.init("local", num_cpus=os.cpu_count(), log_to_driver=False, include_dashboard=False)
+    with tempfile.TemporaryDirectory() as root:
+        first = Path(root) / "run"
+        digests = saved(run, str(first), saves, every, console)
+        ray.shutdown()
+        sizes = [version.bytes for version in raystow.open(str(first)).versions()]
+        state = copied(run.state())
+        results["raw"] = saves * nbytes(state)
+        results["ways"]["in full, nothing derived (counted)"] = {
+            "stored": saves * stored(arrays(state, tuple(state)), derive=False)
+        }
+        results["ways"]["in full"] = {"stored": sum(sizes), "sizes": sizes}
+        for number, (way, policy) in enumerate(WAYS.items()):
+            folder = Path(root) / str(number)
+            shutil.copytree(first, folder, copy_function=os.link)  # objects are never changed, and records are replaced
+            results["ways"][way] = thinned(folder, policy, digests)
+    file = out / f"history-{results['date'][:10]}.json"
+    file.write_text(json.dumps(results) + "\n")
+    console.print(table(results))
+    console.print(f"written to {file}")
+
+
+if __name__ == "__main__":
+    typer.run(main)
