@@ -127,12 +127,13 @@ class Differences:
         """Look at some words of all chunks as they are now, on the current stream."""
         self._samples = [alike.take() for alike in self._sampled]
 
-    def decide(self, named: Named, tell: Callable[[torch.Tensor], torch.Tensor], *, hurried: bool) -> Program:
-        """The program to go on with: the same as ``begin`` gave up to here. Waits for the name, and of a new one for the current
-        stream; not if it is ``hurried``. ``tell``: a copy of int64 in host memory, there when that is through."""
+    def decide(self, named: Named, tell: Callable[[torch.Tensor], torch.Tensor], *, hurried: bool, anew: bool) -> Program:
+        """The program to go on with: the same as ``begin`` gave up to here. Waits for the name, unless it is ``hurried``; only
+        ``anew`` is anything worked out for a new one, which waits for the current stream. ``tell``: a copy of int64 in host
+        memory, there when that is through."""
         offer, star = named(0 if hurried else _PATIENCE), self._star
         if star is not None and offer is not None and offer.id == star.offer.id:
-            if offer is not star.offer and not hurried:
+            if offer is not star.offer and anew:
                 self._star = self._lent_anew(star, offer)
             if self._star is not None:
                 self._differing = True
@@ -140,7 +141,10 @@ class Differences:
         if star is not None:
             self._let_go()
             return self.make(star.up_to(_DOES))
-        if offer is None or hurried or offer.id in self._refused:
+        if offer is None or offer.id in self._refused:
+            return self.undecided
+        if not anew:
+            _note(offer, "the training waits, or has waited for the save before")
             return self.undecided
         self._star = self._compare(offer, tell)
         if self._star is None:
