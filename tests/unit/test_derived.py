@@ -118,6 +118,19 @@ def test_it_looks_in_the_same_saves_on_all_ranks_for_those_that_come_and_at_once
     assert ("new", "optimizer.master.2") in found({**broken, "new": state["optimizer.master.2"]}, 10)
 
 
+def test_a_look_that_finds_the_same_leaves_the_division_as_it_is() -> None:
+    """What is worked out from it on a GPU would have to be worked out again."""
+    planner, state, divisions = Planner(), mixed(), list[int]()
+    kept = list[SavePlan]()
+    for save in (1, 2, 3):
+        made = plan(state, planner, save)
+        divisions.append(id(made.division))
+        made.look_again()
+        made.let_go()
+        kept.append(made)  # so that no other is made in its place
+    assert len({*divisions}) == 1
+
+
 def test_what_strayed_is_not_looked_at_again_unless_others_hold_it_too() -> None:
     state = mixed()
     for world, left in ((1, False), (2, True)):

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import subprocess
 import sys
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import distributed
@@ -32,6 +35,15 @@ def test_a_tensor_that_is_the_same_is_found_again_and_its_elements_are_not_kept(
     assert again.known.local is None
     assert again.known.leaf.value is None
     assert again.local.data_ptr() == MEMORY.data_ptr()
+
+
+def test_nothing_is_kept_of_what_is_looked_at_anew_each_time() -> None:
+    seen, array = Seen(), np.arange(240)
+    gone = weakref.ref(array)
+    seen.look(flatten({"a": array, "b": MEMORY}))
+    del array
+    gc.collect()
+    assert gone() is None
 
 
 @pytest.mark.parametrize(
@@ -148,6 +160,7 @@ def test_a_distributed_tensor_is_another_one_where_it_is_spread_otherwise(alone:
 def test_arrays_are_looked_at_without_torch() -> None:
     script = """
 import sys
+import weakref
 import numpy as np
 sys.modules["torch"] = None  # importing it fails
 from raystow.orchestrator.planner import plan_save
