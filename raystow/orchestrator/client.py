@@ -66,11 +66,11 @@ class Checkpointer:
     does not fit is not kept. ``replicas``: how many other nodes keep a copy of that in their memory (nodes with another label
     ``zone`` where there are such), sent at no more than ``replica_rate`` bytes per second for each node. ``delta``: how many
     versions in a row may be stored as differences to one that is whole, chunk by chunk where that is smaller and the whole one is
-    in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it, and as few as no ``fence`` waits
-    for; None: all are whole, as on a GPU with ``compress_in="node"`` or ``codec="ans"``. ``on_failure``: "warn": a failed save
-    is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or ``fence`` raises its ``SaveFailed`` as
-    well. ``max_failures``: so many in a row raise in either case; None: never. ``StateError`` for what cannot be, before
-    anything is started.
+    in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it, and on a GPU none that ``fence``
+    would wait for; None: all are whole, as on a GPU with ``compress_in="node"`` or ``codec="ans"``. ``on_failure``: "warn": a
+    failed save is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or ``fence`` raises its
+    ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None: never. ``StateError`` for what cannot
+    be, before anything is started.
     """
 
     def __init__(
