@@ -64,12 +64,12 @@ class Pipeline:
 
     def code(self) -> None:
         """Split all chunks, pack a lowest plane that is even, code the highest."""
-        from raystow.workers.cuda import kernels
+        from raystow.workers.cuda import kernels, moving
 
         what = {"width": self.width, "rotate": True, "packed": self.width < 4}
         kernels.split(self._taking, self._bytes, **what, results=self._results)
         if self._even:
-            kernels.pack7(self._seven, self._packed.numel() // 7)
+            moving.pack7(self._seven, self._packed.numel() // 7)
         for some in self._calls():
             self._codec.compress(
                 self._sources[some],
@@ -82,10 +82,10 @@ class Pipeline:
 
     def decode(self) -> None:
         """The inverse, into other words."""
-        from raystow.workers.cuda import kernels
+        from raystow.workers.cuda import kernels, moving
 
         if self._even:
-            kernels.unpack7(self._back, self._packed.numel() // 7)
+            moving.unpack7(self._back, self._packed.numel() // 7)
         for some in self._calls():
             self._codec.decompress(
                 self._targets[some],

@@ -49,12 +49,13 @@ SMALL = 64 << 10
 @dataclass(frozen=True)
 class Piece:
     """A chunk that this rank stores. ``device``: the CUDA device that codes it; None if the node worker does. ``group``: which
-    packs it goes to."""
+    packs it goes to. ``followed``: see ``jobs.Source``."""
 
     shard: Shard
     cut: Cut
     device: int | None
     group: str
+    followed: str = ""
 
     @property
     def box(self) -> Box:
@@ -116,7 +117,8 @@ class Piece:
     def identity(self) -> Any:
         """Equal for pieces that ``describe`` says the same of."""
         shard = self.shard
-        return shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, self.cut.box, self.group, shard.rule
+        of = shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, shard.rule
+        return *of, self.cut.box, self.group, self.followed
 
     def describe(self) -> dict[str, Any]:
         """The fields of its manifest row that are known before coding."""
@@ -321,7 +323,8 @@ def _divide(plan: SavePlan, shards: tuple[Shard, ...], sources: Mapping[int, int
             device = _coder(shard) if plan.on_gpu else None
             limit = SLOT if device is None else DEVICE_CHUNK
             packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
-            alike[shard.holders or everyone] += [Piece(shard, cut, device, packs) for cut in cuts(shard, limit)]
+            followed = next((other.dtype for other in dependents[i] if other.dtype != shard.dtype), "")
+            alike[shard.holders or everyone] += [Piece(shard, cut, device, packs, followed) for cut in cuts(shard, limit)]
     mine: dict[int | None, list[Piece]] = defaultdict(list)
     for holders, found in alike.items():
         for piece in share(found, holders, plan.rank):

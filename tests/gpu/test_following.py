@@ -116,3 +116,19 @@ def test_what_follows_takes_no_bytes_and_comes_back(tmp_path: Path, codec: str, 
                 assert torch.equal(part["w.a"], state["w.a"].float())
                 raystow.open(cluster.uri).verify(version, deep=True)
                 assert torch.equal(version.read("w.b", slice(5, N - 3)), state["w.b"].cpu()[5 : N - 3])
+
+
+@pytest.mark.parametrize("place", ["training", "node"])
+def test_nothing_follows_from_a_nan(tmp_path: Path, place: str) -> None:
+    state = mixed()
+    state["optim.a"][N // 2] = float("nan")
+    state["w.a"] = state["optim.a"].bfloat16()
+    with LocalCluster(str(tmp_path), compress_in=place, memory=256 << 20) as cluster:
+        version = cluster.save(state, step=1)
+        sizes = {name: info.stored for name, info in version.tensors().items()}
+        assert 0 < sizes["w.a"] <= 8 << 20, "not the chunk alone that holds it"
+        assert not sizes["w.b"]
+        into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+        raystow.restore_latest(cluster.uri, into=into)
+    for name, tensor in state.items():
+        assert torch.equal(into[name].view(torch.uint8), tensor.view(torch.uint8)), name

@@ -36,6 +36,7 @@ class HostSource:
     identity: Any = None
     high: tuple[int, ...] = ()
     base: Bytes | None = None
+    followed: str = ""
 
     @property
     def nbytes(self) -> int:

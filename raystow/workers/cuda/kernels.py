@@ -1,4 +1,4 @@
-"""The loops over bytes on the GPU, in Triton: the counterparts of ``coding.kernels`` and ``coding.digest`` on the storage floor.
+"""The loops over words on the GPU, in Triton: the counterparts of ``coding.kernels`` and ``coding.digest`` on the storage floor.
 
 Every kernel takes a table in device memory with a row for each chunk, and works on all of them in one launch: a state has
 thousands of chunks, and a launch for each would cost the training process more than the work itself.
@@ -7,7 +7,6 @@ thousands of chunks, and a launch for each would cost the training process more 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -20,10 +19,12 @@ from .tables import Table
 _SLICE = 1024  # 32-bit words: what a program takes of a digest block at a time, always with the same keys
 _GROUP = 16  # digest blocks that a program goes through
 _REACH = BLOCK * 4 * _GROUP  # bytes that the programs of one group cover together
-_SPAN = 16384  # bytes that one program moves
 
 SAMPLED = 4096
 """Words that ``pick`` takes of a chunk."""
+
+FOUND = 6
+"""Rows of what ``split`` finds."""
 
 
 @triton.jit
@@ -103,6 +104,8 @@ def _pass(
     odds,
     bases,
     base_digests,
+    rounded_digests,
+    nans,
     W: tl.constexpr,
     ROTATE: tl.constexpr,
     SPLIT: tl.constexpr,
@@ -110,6 +113,7 @@ def _pass(
     JOIN: tl.constexpr,
     ADD: tl.constexpr,
     ROUND: tl.constexpr,
+    FOLLOWED: tl.constexpr,
     PACKED: tl.constexpr,
     SAMPLE: tl.constexpr,
     SLICE: tl.constexpr,
@@ -121,7 +125,8 @@ def _pass(
     ``PACKED``: words of one or two bytes are read four or two at a time. The sum of ``word * key(block)`` is taken over the
     blocks first, and multiplied with ``key(word)`` once at the end. ``SAMPLE``: only the first slice of each block is looked at.
     ``DELTA``: what is taken apart are differences to the words that are put together from the planes of ``bases``, which are
-    rotated if ``ROTATE``.
+    rotated if ``ROTATE``. ``FOLLOWED``: the digest of the words rounded to this dtype is taken as well. Two of those lie in a
+    word, and two of these blocks in one block, with other keys in either half.
     """
     ITEM: tl.constexpr = 4 if PACKED and W < 4 else W  # bytes of an item: what a lane reads at a time
     LANES: tl.constexpr = 4 * SLICE // ITEM
@@ -146,6 +151,9 @@ def _pass(
         odd = tl.zeros((LANES,), tl.int32)
         base_low = tl.zeros((LANES,), tl.int64)
         base_high = tl.zeros((LANES,), tl.int64)
+        even = tl.zeros((LANES,), tl.int64)
+        uneven = tl.zeros((LANES,), tl.int64)
+        nan = tl.zeros((LANES,), tl.int32)
         for g in range(GROUP):
             block = first + g
             at = (block * BLOCK + part * SLICE).to(tl.int64) * 4 // ITEM + lane
@@ -198,6 +206,11 @@ def _pass(
                         plane = tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8))
                         tl.store(plane + at, ((t >> (8 * p)) & 255).to(tl.uint8), mask=inside)
                     odd = odd | (t & 1).to(tl.int32)
+            if FOLLOWED != "":
+                half = _rounded(v, FOLLOWED == "bfloat16").to(tl.int64) * tl.load(block_keys + block // 2)
+                even += tl.where(block % 2 == 0, half, 0)
+                uneven += tl.where(block % 2 == 0, 0, half)
+                nan = nan | ((v & 0x7FFFFFFF) > 0x7F800000).to(tl.int32)
             low += (v.to(tl.int64) & 0xFFFFFFFF) * key
             if ITEM == 8:
                 high += ((v >> 32) & 0xFFFFFFFF) * key
@@ -214,6 +227,12 @@ def _pass(
                 tl.store(odds + chunk, 1)
             if DELTA:
                 tl.atomic_add(base_digests + chunk, _total(base_low, base_high, word, lane, ITEM))
+        if FOLLOWED != "":
+            halves = keys + part * (SLICE // 2)
+            total = _total(even, even, halves, lane, 2) + _total(uneven, uneven, halves + BLOCK // 2, lane, 2)
+            tl.atomic_add(rounded_digests + chunk, total)
+            if tl.max(nan) != 0:
+                tl.store(nans + chunk, 1)
 
 
 @triton.jit
@@ -223,19 +242,6 @@ def _pick(table, picked, PIECE: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.cons
     at = (lane // PIECE) * (tl.load(row + 1) // COUNT) + lane % PIECE
     words = tl.load(row).to(tl.pointer_type(picked.dtype.element_ty))
     tl.store(picked + tl.program_id(1) * COUNT * PIECE + lane, tl.load(words + at))
-
-
-@triton.jit
-def _move(table, SPAN: tl.constexpr):
-    row = table + tl.program_id(1) * 3
-    size = tl.load(row + 2)
-    start = tl.program_id(0).to(tl.int64) * SPAN
-    if start < size:
-        source = tl.load(row).to(tl.pointer_type(tl.uint8))
-        target = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
-        for i in tl.static_range(SPAN // 4096):
-            at = start + i * 4096 + tl.arange(0, 4096)
-            tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
 @triton.jit
@@ -250,78 +256,6 @@ def _compare(table, misses, BF16: tl.constexpr, SPAN: tl.constexpr):
     missed = (_rounded(x, BF16) != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing follows from a NaN
     if tl.max((missed & inside).to(tl.int32)) != 0:
         tl.store(misses + tl.program_id(1), 1)
-
-
-@triton.jit
-def _tell(source, target, n, MOST: tl.constexpr):
-    at = tl.program_id(0) * MOST + tl.arange(0, MOST)
-    tl.store(target.to(tl.pointer_type(tl.int64)) + at, tl.load(source + at, mask=at < n, other=0), mask=at < n)
-
-
-@triton.jit
-def _choose(owners, addresses, planes, out, sizes, table, lengths, STRIDE: tl.constexpr, MOST: tl.constexpr, TIMES: tl.constexpr):
-    """For the streams of one plane: what to move, the coded ones or the plane as it was."""
-    owner = owners + 2 * tl.program_id(0)
-    first = tl.load(owner)
-    plane = tl.load(owner + 1)
-    end = tl.load(owner + 2)
-    sums = tl.zeros((MOST,), tl.int64)
-    for i in range(TIMES):
-        stream = first + i * MOST + tl.arange(0, MOST)
-        sums += tl.load(sizes + stream, mask=stream < end, other=0)
-    gains = tl.sum(sums) < plane
-    for i in range(TIMES):
-        stream = first + i * MOST + tl.arange(0, MOST)
-        inside = stream < end
-        coded = tl.load(sizes + stream, mask=inside, other=0)
-        length = tl.where(gains, coded, tl.load(planes + stream, mask=inside, other=0))
-        source = tl.where(gains, out + stream * STRIDE, tl.load(addresses + stream, mask=inside, other=0))
-        tl.store(table + 3 * stream, source, mask=inside)
-        tl.store(table + 3 * stream + 2, length, mask=inside)
-        tl.store(lengths + stream, length, mask=inside)
-
-
-@triton.jit
-def _line_up(table, base, streams, MOST: tl.constexpr, TIMES: tl.constexpr):
-    """One behind the other, from ``base`` on."""
-    at = base
-    for i in range(TIMES):
-        stream = i * MOST + tl.arange(0, MOST)
-        length = tl.load(table + 3 * stream + 2, mask=stream < streams, other=0)
-        tl.store(table + 3 * stream + 1, at + tl.cumsum(length, 0) - length, mask=stream < streams)
-        at += tl.sum(length)
-
-
-@triton.jit
-def _pack7(table, SPAN: tl.constexpr):
-    row = table + tl.program_id(1) * 3
-    groups = tl.load(row + 2)
-    j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    inside = j < groups
-    plane = tl.load(row).to(tl.pointer_type(tl.uint8))
-    out = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
-    x = tl.zeros((SPAN,), tl.int64)
-    for t in tl.static_range(8):
-        byte = tl.load(plane + 8 * j + t, mask=inside, other=0).to(tl.int64)
-        x = (x << 7) | (byte >> 1)
-    for t in tl.static_range(7):
-        tl.store(out + 7 * j + t, ((x >> (48 - 8 * t)) & 255).to(tl.uint8), mask=inside)
-
-
-@triton.jit
-def _unpack7(table, SPAN: tl.constexpr):
-    row = table + tl.program_id(1) * 3
-    groups = tl.load(row + 2)
-    j = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
-    inside = j < groups
-    packed = tl.load(row).to(tl.pointer_type(tl.uint8))
-    plane = tl.load(row + 1).to(tl.pointer_type(tl.uint8))
-    x = tl.zeros((SPAN,), tl.int64)
-    for t in tl.static_range(7):
-        byte = tl.load(packed + 7 * j + t, mask=inside, other=0).to(tl.int64)
-        x = (x << 8) | byte
-    for t in tl.static_range(8):
-        tl.store(plane + 8 * j + t, (((x >> (49 - 7 * t)) & 127) << 1).to(tl.uint8), mask=inside)
 
 
 @functools.cache
@@ -340,19 +274,22 @@ def split(
     packed: bool,
     results: torch.Tensor,
     bases: torch.Tensor | None = None,
+    followed: str = "",
 ) -> None:
     """Take apart the words of each chunk into its planes, on the current stream.
 
     ``table``: int64 [chunks, COLUMNS], see ``tables``; ``packed``: what ``can_pack`` says of it. ``largest``: bytes of the
-    largest chunk. ``results``: int64 [3, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of
+    largest chunk. ``results``: int64 [FOUND, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of
     ``sample``, and 1 where the lowest bit of any rotated word is set.
 
     ``bases``: what is taken apart instead are differences (``storage.coding.kernels.subtract``) to the words that ``join`` would
-    make of this table, whose own addresses mean nothing. ``results`` is then int64 [4, chunks], and gets at last their digests.
-    ``rotate`` is said of them alone, since differences are not rotated; ``packed`` must be False.
+    make of this table, whose own addresses mean nothing. The next row of ``results`` gets their digests. ``rotate`` is said of
+    them alone, since differences are not rotated; ``packed`` must be False.
+
+    ``followed``: the words are float32; the last rows of ``results`` get the digests of what ``coding.derived.derive`` makes of
+    them in this dtype (bfloat16 or float16), and 1 where any is a NaN, from which nothing follows.
     """
-    digests = results[: 3 + (bases is not None)]
-    _run(table, largest, *digests, bases=bases, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True)
+    _run(table, largest, *results, bases=bases, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, FOLLOWED=followed)
 
 
 def join(table: Table, largest: int, *, width: int, rotate: bool, packed: bool, digests: Table) -> None:
@@ -389,6 +326,8 @@ def _run(
     samples: torch.Tensor | None = None,
     odds: torch.Tensor | None = None,
     base_sums: torch.Tensor | None = None,
+    rounded_sums: torch.Tensor | None = None,
+    nans: torch.Tensor | None = None,
     *,
     bases: torch.Tensor | None = None,
     W: int,
@@ -398,6 +337,7 @@ def _run(
     JOIN: bool = False,
     ADD: bool = False,
     ROUND: str = "",
+    FOLLOWED: str = "",
     SAMPLE: bool = False,
 ) -> None:
     if len(table):
@@ -407,6 +347,7 @@ def _run(
         _pass[grid](
             *(table, keys, block_keys, sums, sums if samples is None else samples, sums if odds is None else odds),
             *(table if bases is None else bases, sums if base_sums is None else base_sums),
+            *(sums if rounded_sums is None else rounded_sums, sums if nans is None else nans),
             W=W,
             ROTATE=ROTATE,
             SPLIT=SPLIT,
@@ -414,6 +355,7 @@ def _run(
             JOIN=JOIN,
             ADD=ADD,
             ROUND=ROUND,
+            FOLLOWED=FOLLOWED,
             PACKED=PACKED,
             SAMPLE=SAMPLE,
             SLICE=_SLICE,
@@ -429,65 +371,9 @@ def pick(table: torch.Tensor, picked: torch.Tensor) -> None:
         _pick[(SAMPLED // 1024, len(table))](table, picked, PIECE=64, COUNT=64, SPAN=1024)
 
 
-def tell(found: torch.Tensor, told: torch.Tensor) -> None:
-    """Write what was ``found`` on the device to host memory that is pinned (both int64, contiguous). By a kernel: a copy would
-    wait for all large ones that were enqueued before it, on whatever stream, since there is one engine for that direction."""
-    if n := found.numel():
-        _tell[(triton.cdiv(n, 1024),)](found, told.data_ptr(), n, MOST=1024)
-
-
 def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tensor) -> None:
     """``coding.derived.followed`` of each row: address of words of float32, address of those of ``dtype`` (bfloat16 or float16),
     their number; ``largest`` of these. ``misses``: int64 [rows], zeros: gets 1 where some word is not the other one rounded."""
     if len(table):
         grid = (max(1, triton.cdiv(largest, 4096)), len(table))
         _compare[grid](table, misses, BF16=dtype == "bfloat16", SPAN=4096)
-
-
-def move(table: Table, largest: int) -> None:
-    """Copy bytes: ``table`` int64 [pieces, 3] of source address, target address, bytes; ``largest`` of the latter."""
-    if len(table):
-        _move[(max(1, triton.cdiv(largest, _SPAN)), len(table))](table, SPAN=_SPAN)
-
-
-@dataclass(frozen=True)
-class Streams:
-    """Coded streams in the order in which a coder got them: each begins ``stride`` bytes behind the one before in ``memory``, and
-    is as long as ``sizes`` (int64 [streams]) says."""
-
-    memory: torch.Tensor
-    stride: int
-    sizes: torch.Tensor
-
-
-def condense(
-    owners: torch.Tensor, cuts: torch.Tensor, streams: Streams, base: int, *, largest: int, lengths: torch.Tensor
-) -> None:
-    """Put the streams of some planes together densely, from the address ``base`` on, without asking the host how long they are.
-    A plane that did not get smaller is taken as it was.
-
-    ``owners``: int64 [planes + 1, 2]: the number of each plane's first stream, and its bytes; at last the number of streams.
-    ``cuts``: int64 [2, streams]: where each stream lies as it was, and its bytes. ``largest``: streams of the largest plane.
-    ``lengths``: int64 [streams], gets the bytes of what was taken.
-    """
-    addresses, planes = cuts
-    table = torch.empty((len(addresses), 3), dtype=torch.int64, device=cuts.device)
-    out, stride = streams.memory.data_ptr(), streams.stride
-    times = triton.next_power_of_2(triton.cdiv(largest, 256))
-    _choose[(len(owners) - 1,)](
-        owners, addresses, planes, out, streams.sizes, table, lengths, STRIDE=stride, MOST=256, TIMES=times
-    )
-    _line_up[(1,)](table, base, len(table), MOST=1024, TIMES=triton.next_power_of_2(triton.cdiv(len(table), 1024)))
-    move(table, stride)
-
-
-def pack7(table: torch.Tensor, largest: int) -> None:
-    """``storage.coding.kernels.pack7`` of each row: address of the plane, address of the packed bytes, groups of eight bytes."""
-    if len(table):
-        _pack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)
-
-
-def unpack7(table: Table, largest: int) -> None:
-    """The inverse of ``pack7``: address of the packed bytes, address of the plane, groups of seven bytes."""
-    if len(table):
-        _unpack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)

@@ -40,8 +40,8 @@ class Workbench:
         return self._choices[device]
 
     def follow(self, device: int, followers: Sequence[Any], *, after: Any) -> Following:
-        """Begin to look whether chunks follow from others, when the CUDA event ``after`` has come."""
-        return follow(self._lookouts, device, followers, after=after)
+        """Begin to look whether chunks follow from those that are being encoded, when the CUDA event ``after`` has come."""
+        return follow(self._lookouts, device, followers, after=after, encoder=self._encoders[device])
 
     def encode(
         self,

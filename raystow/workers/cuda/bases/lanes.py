@@ -18,7 +18,7 @@ import numpy as np
 import torch
 
 from ....storage.coding.kernels import Bytes
-from .. import kernels
+from .. import moving
 from ..nvcomp import Codec
 from .copying import copy
 from .loads import Former, Load, evenly, pieces
@@ -94,12 +94,12 @@ class Lanes:
             memory = self.memory[lane * self.size : lane * self.size + one.nbytes]
             memory.copy_(self._host[lane][: one.nbytes], non_blocking=True)
             self._up[lane] = self._stream.record_event()
-            kernels.move(one.moves, one.longest)
+            moving.move(one.moves, one.longest)
             for key, table in one.streams.items():
                 decoded = torch.empty((2, len(table[0])), dtype=torch.int64, device=self._device)
                 status = decoded[1].view(torch.int32)  # nobody looks: what was not decoded has another digest
                 _codec(key).decompress(*table, decoded=decoded[0], scratch=self._scratch, status=status)
-            kernels.unpack7(one.unpacks, one.largest)
+            moving.unpack7(one.unpacks, one.largest)
             return one.planes, self._stream.record_event()
 
     def was_read(self, number: int, event: Any) -> None:

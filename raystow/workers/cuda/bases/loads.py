@@ -58,7 +58,7 @@ def room(chunk: Chunk) -> int:
 @dataclass
 class Load:
     """What comes up together: where each chunk's bytes go, and how many there are in all. Tables, at first in host memory: of
-    ``kernels.move``, ``kernels.unpack7``, of each kind of coded streams what ``Codec.decompress`` takes, and ``planes``, what
+    ``moving.move``, ``moving.unpack7``, of each kind of coded streams what ``Codec.decompress`` takes, and ``planes``, what
     ``kernels.split`` takes as ``bases``."""
 
     formers: list[tuple[Former, int]]

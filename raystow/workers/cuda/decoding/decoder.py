@@ -23,7 +23,7 @@ import torch
 
 from ....storage.errors import Damaged
 from ....storage.reader import Piece, Reader, Run
-from .. import kernels, tables
+from .. import kernels, moving, tables
 from ..nvcomp import Codec
 from ..streams import work_out
 from ..tables import Addressed, Table
@@ -216,13 +216,13 @@ class Decoder:
         """What follows once the stored bytes are known to be what was written."""
         for kind, streams in plan.streams.items():
             moves, decodes = streams.table[:3].T, streams.table[1:]
-            yield _Step(moves, 0, _plain(kernels.move, int(moves[:, 2].max())))
+            yield _Step(moves, 0, _plain(moving.move, int(moves[:, 2].max())))
             codec = self._codecs.get(kind) or self._codecs.setdefault(kind, Codec(*kind))
             launch = functools.partial(_decompress, codec, len(moves))
             yield _Step(decodes, 2 * len(moves), launch, codec.decoding_scratch(len(moves)))
         if plan.unpacks:
             unpacks = np.array(plan.unpacks, np.int64)
-            yield _Step(unpacks, 0, _plain(kernels.unpack7, int(unpacks[:, 2].max())))
+            yield _Step(unpacks, 0, _plain(moving.unpack7, int(unpacks[:, 2].max())))
         for making, batch in plan.in_order:
             table = batch.table()
             largest, packed = int(table[:, 1].max()) * making.width, tables.can_pack(table, making.width)

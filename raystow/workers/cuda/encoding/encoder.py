@@ -23,7 +23,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from operator import attrgetter
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import torch
@@ -31,12 +31,13 @@ import torch
 from ....storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ....storage.errors import SaveFailed
 from ...ipc.offers import Named
-from .. import kernels
+from .. import kernels, moving
 from ..bases.lanes import LANES, Lanes
 from ..huffman import coder
 from ..nvcomp import STREAM
 from .arena import Arena
 from .differences import Differences
+from .found import Found
 from .jobs import Aim, Sink, Source
 from .program import Batch, Limits, Program
 from .sevens import COUNT as SEVENS
@@ -113,13 +114,18 @@ class Encoder:
         self._differences: Differences | None = None  # in this save
         self._samples: Any = None
         self._sampled: Any = None  # for each job, the number of its sample
-        self._results: Any = None
-        self._found: Any = None
+        self._found: Found | None = None
 
     @property
     def program(self) -> Program | None:
         """What is done with the chunks that were given last."""
         return self._program
+
+    @property
+    def found(self) -> Found:
+        """What is found of them, until ``encode`` returns."""
+        assert self._found is not None
+        return self._found
 
     def close(self) -> None:
         """Give the device memory back."""
@@ -177,7 +183,7 @@ class Encoder:
                     self._wait()
                 self._flush()
                 if self._differences is not None:
-                    self._differences.saved(program, lambda batch: self._results_of(batch)[0].numpy())
+                    self._differences.saved(program, lambda batch: self.found.of(batch)[0].numpy())
             except BaseException:
                 torch.cuda.synchronize(self._device)
                 raise
@@ -232,7 +238,6 @@ class Encoder:
         n = len(program.jobs)
         with torch.cuda.stream(self._reading):
             samples = torch.zeros(n, dtype=torch.int64, device=self._device)
-            self._results = torch.zeros(4 * n, dtype=torch.int64, device=self._device)
             for (scattered, width, packed), alike in itertools.groupby(program.batches, _ALIKE):
                 batches = list(alike)
                 first, last = batches[0].first, batches[-1].last
@@ -246,7 +251,7 @@ class Encoder:
                     kernels.sample(table, job.nbytes, width=job.width, packed=False, samples=samples[i : i + 1])
                     del copies
             self._samples, self._sampled = self._tell(samples), np.arange(n)
-            self._found = torch.empty(4 * n, dtype=torch.int64, pin_memory=True)
+            self._found = Found(self._sources, self._device)
             if self._differences is not None:
                 self._differences.sample()
             sampled = self._reading.record_event()
@@ -266,7 +271,7 @@ class Encoder:
     def _tell(self, found: torch.Tensor) -> torch.Tensor:
         """A copy in host memory, there when the current stream is through."""
         told = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
-        kernels.tell(found, told)
+        moving.tell(found, told)
         return told
 
     def _turn(self) -> bool:
@@ -321,18 +326,12 @@ class Encoder:
             table, copies = program.chunks[batch.first : batch.last], list[torch.Tensor]()
             if batch.scattered:
                 table, copies = self._gathered(program, batch.first, batch.last)
-            results = self._results[4 * batch.first : 4 * batch.last].view(4, -1)
-            found, rotate, packed = self._results_of(batch), batch.rotate, batch.packed
-            kernels.split(table, batch.largest, width=batch.width, rotate=rotate, packed=packed, results=results, bases=bases)
-            kernels.tell(results, found)
-            self._reads.append(ReadBatch(number, batch, stream.record_event(), found, copies))
+            how = functools.partial(kernels.split, width=batch.width, rotate=batch.rotate, packed=batch.packed, bases=bases)
+            how(table, batch.largest, followed=batch.followed, results=self.found.on_device(batch))
+            self._reads.append(ReadBatch(number, batch, stream.record_event(), self.found.tell(batch), copies))
         if batch.differs:
             assert self._differences is not None
             self._differences.was_read(number, self._reads[-1].read)
-
-    def _results_of(self, batch: Batch) -> torch.Tensor:
-        """What is found of a batch's chunks, in host memory."""
-        return cast(torch.Tensor, self._found[4 * batch.first : 4 * batch.last].view(4, -1))
 
     def _bring(self, number: int, stream: Any) -> torch.Tensor:
         """What the chunks of a batch are differences to, on the device when the stream is so far."""
@@ -349,7 +348,7 @@ class Encoder:
         read.copies.clear()
         batch, program = read.batch, self._program
         assert program is not None
-        _, samples, odds, bases = read.found.numpy()
+        _, samples, odds, bases = read.found[:4].numpy()
         changed = np.flatnonzero(samples != self._samples.numpy()[self._sampled[batch.first : batch.last]])
         if len(changed):
             raise SaveFailed(
@@ -447,8 +446,8 @@ class Encoder:
             sizes, status = self._sizes[:n], results[1].view(torch.int32)[:n]
             self._codec.compress(cuts[0], cuts[1], self._targets[:n], sizes, scratch=self._scratch, status=status)
             base = self._dense.memory.data_ptr() + start
-            streams = kernels.Streams(self._out, self._codec.stride, sizes)
-            kernels.condense(group.owners, cuts, streams, base, largest=group.largest, lengths=results[0])
+            streams = moving.Streams(self._out, self._codec.stride, sizes)
+            moving.condense(group.owners, cuts, streams, base, largest=group.largest, lengths=results[0])
             found = self._tell(results)
             event = self._coding_stream.record_event()
         self._done.append(event)

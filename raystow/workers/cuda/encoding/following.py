@@ -2,65 +2,89 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
 from ....storage.coding.digest import finish
-from .. import kernels
+from .. import kernels, moving
 from ..digests import Digests
+from .encoder import Encoder
 
 _LATER = 0  # priority: behind what is read meanwhile, on which all copies to the host wait
 _AT_ONCE = 8  # chunks that one launch compares: a longer one keeps the coder waiting, and thereby the reading
 
 
 class Following:
-    """What comes of ``Lookout.look``. The first look at it waits for the device.
+    """What comes of ``Lookout.look``. The first look at it waits for the device, and is to be had before ``encode`` returns.
 
     ``sums``: the digests of all ``followers``, before ``finish``, and then those of what the first of them, the ``copies``, are
-    copies of. ``misses``: of the others, 1 for each that is not its source rounded. Both int64 in pinned memory.
+    copies of. ``rounded``: what ``Found.rounded`` says of the sources of those that come next. ``misses``: of the others, 1 for
+    each that is not its source rounded. ``sums`` and ``misses`` are int64 in pinned memory.
     """
 
-    def __init__(self, followers: Sequence[Any], copies: int, sums: torch.Tensor, misses: torch.Tensor, done: Any) -> None:
-        self._followers, self._copies, self._sums, self._misses, self._done = followers, copies, sums, misses, done
+    def __init__(
+        self,
+        followers: Sequence[Any],
+        copies: int,
+        sums: torch.Tensor,
+        rounded: Callable[[], Any],
+        misses: torch.Tensor,
+        done: Any,
+    ) -> None:
+        self._followers, self._copies, self._sums = followers, copies, sums
+        self._rounded, self._misses, self._done = rounded, misses, done
 
     @property
     def strays(self) -> list[Any]:
         """Those that do not follow."""
-        return [follower for follower, missed in zip(self._followers, self._missed(), strict=True) if missed]
+        return [follower for follower, missed in zip(self._followers, self._missed, strict=True) if missed]
 
     @property
     def rows(self) -> list[dict[str, Any]]:
         """What is said of those that do."""
-        found = zip(self._followers, self._missed(), self._sums[: len(self._followers)].tolist(), strict=True)
+        found = zip(self._followers, self._missed, self._sums[: len(self._followers)].tolist(), strict=True)
         return [{**one.describe(), "digest": finish(total, one.piece.nbytes)} for one, missed, total in found if not missed]
 
+    @functools.cached_property
     def _missed(self) -> list[bool]:
         if self._done is not None:
             self._done.synchronize()
-        own, others = self._sums[: self._copies], self._sums[len(self._followers) :]
-        return [*(own != others).tolist(), *self._misses.bool().tolist()]
+        own, others = np.split(self._sums.numpy(), [len(self._followers)])
+        copies = own[: self._copies] != others
+        made, nans = self._rounded()
+        rounded = (own[self._copies : self._copies + len(made)] != made) | (nans != 0)
+        return [*copies.tolist(), *rounded.tolist(), *self._misses.bool().tolist()]
 
 
 class Lookout:
-    """Looks at ``followers`` (see ``staging.Follower``) on one device, save after save."""
+    """Looks at ``followers`` (see ``staging.Follower``) on one device, save after save. ``encoder``: the one that reads their
+    sources meanwhile, and takes the digests of what these are rounded to where their ``followed`` asks for it. Else, or for other
+    sources, this reads them, too."""
 
-    def __init__(self, device: torch.device, followers: Sequence[Any]) -> None:
-        self.followers = followers
-        self._device, self._ordered = device, sorted(followers, key=_rounded)
+    def __init__(self, device: torch.device, followers: Sequence[Any], encoder: Encoder | None = None) -> None:
+        self.followers, self._device, self._encoder = followers, device, encoder
+        told = {} if encoder is None or encoder.program is None else encoder.found.followed(encoder.program)
+
+        def is_told(one: Any) -> bool:
+            return id(one.source) in told and one.source.followed == _rounded(one)
+
+        self._ordered = sorted(followers, key=lambda one: (_rounded(one) != "", not is_told(one), _rounded(one)))
         self._copies = sum(not _rounded(follower) for follower in followers)
-        rounded = self._ordered[self._copies :]
+        self._told = np.array([told[id(one.source)] for one in self._ordered if is_told(one)], np.int64)
+        compared = self._ordered[self._copies + len(self._told) :]
         with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device, priority=_LATER)):
             self._stream = stream
             of = [one.piece for one in self._ordered] + [one.source for one in self._ordered[: self._copies]]
             self._digests = Digests(of, device)
-            rows = np.array([(one.source.origin, one.piece.address, one.piece.nbytes // 2) for one in rounded], np.int64)
+            rows = np.array([(one.source.origin, one.piece.address, one.piece.nbytes // 2) for one in compared], np.int64)
             self._table = torch.from_numpy(rows.reshape(-1, 3)).pin_memory().to(device, non_blocking=True)
         self._batches, end = list[tuple[str, slice, int]](), 0
-        for dtype, alike in itertools.groupby(rounded, _rounded):
+        for dtype, alike in itertools.groupby(compared, _rounded):
             begin, end = end, end + len(list(alike))
             for first in range(begin, end, _AT_ONCE):
                 some = slice(first, min(first + _AT_ONCE, end))
@@ -74,18 +98,27 @@ class Lookout:
             for dtype, some, largest in self._batches:
                 kernels.compare(self._table[some], largest, dtype=dtype, misses=misses[some])
             told = torch.empty(misses.shape, dtype=torch.int64, pin_memory=True)
-            kernels.tell(misses, told)
+            moving.tell(misses, told)
             sums = self._digests.take()
-            return Following(self._ordered, self._copies, sums, told, self._stream.record_event())
+            return Following(self._ordered, self._copies, sums, self._found, told, self._stream.record_event())
+
+    def _found(self) -> Any:
+        """Of the sources whose rounded words' digests are taken: see ``Found.rounded``."""
+        if self._encoder is None:
+            return np.empty((2, 0), np.int64)
+        assert self._encoder.program is not None
+        return self._encoder.found.rounded(self._encoder.program)[:, self._told]
 
 
-def follow(lookouts: dict[int, Lookout], device: int, followers: Sequence[Any], *, after: Any) -> Following:
+def follow(
+    lookouts: dict[int, Lookout], device: int, followers: Sequence[Any], *, after: Any, encoder: Encoder | None = None
+) -> Following:
     """``Lookout.look``, with the last one of the device if it is for the same followers."""
     if not followers:
         nothing = torch.empty(0, dtype=torch.int64)
-        return Following([], 0, nothing, nothing, None)
+        return Following([], 0, nothing, lambda: np.empty((2, 0), np.int64), nothing, None)
     if device not in lookouts or lookouts[device].followers is not followers:
-        lookouts[device] = Lookout(torch.device("cuda", device), followers)
+        lookouts[device] = Lookout(torch.device("cuda", device), followers, encoder)
     return lookouts[device].look(after=after)
 
 

@@ -37,6 +37,10 @@ class Source(Protocol):
         """Numbers of the planes that are worth coding, ascending; the highest is the last."""
 
     @property
+    def followed(self) -> str:
+        """The dtype of chunks that may be this one's words rounded; nothing if there are none."""
+
+    @property
     def identity(self) -> Any:
         """Equal for chunks of which the same is said: see ``describe``."""
 
@@ -81,7 +85,8 @@ ALONE = Aim()
 class Job:
     """A chunk as an encoder sees it, in every save that it is part of: the ``index``-th of those given. ``stream``: bytes of a
     plane in a coded stream; 0 if the chunk leaves as it is, as one plane. ``high``: numbers of its planes that are to be coded.
-    The rest is what its source says of itself, and what is aimed at."""
+    ``followed``: the dtype that its words are rounded to as well, to see what follows from them. The rest is what its source says
+    of itself, and what is aimed at."""
 
     index: int
     name: str
@@ -91,6 +96,7 @@ class Job:
     stream: int = 0
     high: tuple[int, ...] = ()
     aim: Aim = ALONE
+    followed: str = ""
 
     @property
     def coded(self) -> bool:
@@ -123,9 +129,9 @@ class Job:
         return -(-self.plane // self.stream) if self.coded else 0
 
     @property
-    def kind(self) -> tuple[int, bool, bool, int, bool, bool, tuple[int, ...], str]:
+    def kind(self) -> tuple[int, bool, bool, int, bool, bool, tuple[int, ...], str, str]:
         """Chunks of one kind are read together, in the order of this. First those that need no coding, and at last those of which
         most does: it lags behind the reading, until that is through. The last part of the name puts tensors together that are
         never negative."""
         differs, scattered, last = self.aim.base > 0, self.address is None, self.name.rpartition(".")[2]
-        return self.aim.turn, self.coded, differs, -self.width, self.dtype.rotate, scattered, self.high, last
+        return self.aim.turn, self.coded, differs, -self.width, self.dtype.rotate, scattered, self.high, self.followed, last

@@ -45,7 +45,8 @@ class Batch:
     ``base``: where their planes begin in the memory of those that leave as they are: ``low`` bytes of lowest planes, then
     ``middle`` bytes. ``after``: batches that must have left it before. ``group``: what their other planes are coded with, -1 if
     there are none. ``after_group``: groups that must have been packed before those planes have room. ``rotate``, ``width``,
-    ``packed``, ``largest``: what ``kernels.split`` wants to know. ``turn``: see ``jobs.Aim``; ``differs``: they are differences.
+    ``packed``, ``largest``, ``followed``: what ``kernels.split`` wants to know. ``turn``: see ``jobs.Aim``; ``differs``: they are
+    differences.
     """
 
     first: int
@@ -63,13 +64,14 @@ class Batch:
     after_group: int
     turn: int
     differs: bool
+    followed: str
 
 
 @dataclass(frozen=True)
 class Group:
     """Jobs ``first`` to ``last`` (without), of so many ``batches``, coded by one call. ``streams``: their numbers. Of each plane
     that is coded, one job's after the other's: ``starts``: of its first stream, within the group; ``planes``: its bytes,
-    ``nbytes`` all together. ``largest``: streams of the plane that has most. ``owners``: what ``kernels.condense`` wants to know,
+    ``nbytes`` all together. ``largest``: streams of the plane that has most. ``owners``: what ``moving.condense`` wants to know,
     on the device."""
 
     first: int
@@ -210,6 +212,7 @@ class Program:
                     *(largest, base, low, middle, after, group, after_group),
                     turn=head.aim.turn,
                     differs=differs,
+                    followed=head.followed,
                 )
             )
         self._close_group(len(self.jobs))
@@ -273,4 +276,4 @@ def _job(index: int, source: Source, stream: int, aim: Aim) -> Job:
     of = source.name, source.address, source.nbytes, source.dtype
     if not stream or source.nbytes < SMALL:
         return Job(index, *of, aim=aim)
-    return Job(index, *of, stream, aim.high if aim.base else source.planes, aim)
+    return Job(index, *of, stream, aim.high if aim.base else source.planes, aim, source.followed)

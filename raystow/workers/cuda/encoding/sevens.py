@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
-from .. import kernels
+from .. import moving
 from .jobs import Job
 
 COUNT = 4
@@ -22,7 +22,7 @@ def worth_packing(jobs: Sequence[Job], low: int, odds: Any) -> bool:
 
 
 class Packing(NamedTuple):
-    """What ``kernels.pack7`` takes, the bytes that it makes, and for each chunk where they begin; None: it is not packed."""
+    """What ``moving.pack7`` takes, the bytes that it makes, and for each chunk where they begin; None: it is not packed."""
 
     rows: list[tuple[int, int, int]]
     used: int
@@ -61,7 +61,7 @@ class Sevens:
             stream.wait_event(self._left[self._next])
         with torch.cuda.stream(stream):
             table = torch.from_numpy(np.array(packing.rows, np.int64)).pin_memory().to(self.room.device, non_blocking=True)
-            kernels.pack7(table, max(groups for _, _, groups in packing.rows))
+            moving.pack7(table, max(groups for _, _, groups in packing.rows))
             return stream.record_event()
 
     def leaves(self, event: Any) -> None:

@@ -13,8 +13,8 @@ from .program import Batch, Group
 
 @dataclass
 class ReadBatch:
-    """A batch that is being read (until the event ``read``), is leaving, or has left. ``found``: int64 [4, jobs] in host memory,
-    what ``kernels.split`` has found. For ``runs`` and ``lows`` see ``arrival.Layout.rows``."""
+    """A batch that is being read (until the event ``read``), is leaving, or has left. ``found``: int64 [FOUND, jobs] in host
+    memory, what ``kernels.split`` has found. For ``runs`` and ``lows`` see ``arrival.Layout.rows``."""
 
     number: int
     batch: Batch

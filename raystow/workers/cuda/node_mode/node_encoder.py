@@ -59,6 +59,10 @@ class _Chunk:
         return tuple(self.fields["planes"])
 
     @property
+    def followed(self) -> str:
+        return ""  # the training process compares them
+
+    @property
     def identity(self) -> dict[str, Any]:
         return self.fields
 
