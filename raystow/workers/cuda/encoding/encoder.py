@@ -328,7 +328,8 @@ class Encoder:
                 table, copies = self._gathered(program, batch.first, batch.last)
             how = functools.partial(kernels.split, width=batch.width, rotate=batch.rotate, packed=batch.packed, bases=bases)
             how(table, batch.largest, followed=batch.followed, results=self.found.on_device(batch))
-            self._reads.append(ReadBatch(number, batch, stream.record_event(), self.found.tell(batch), copies))
+            told = self.found.tell(batch)
+            self._reads.append(ReadBatch(number, batch, stream.record_event(), told, copies))
         if batch.differs:
             assert self._differences is not None
             self._differences.was_read(number, self._reads[-1].read)
