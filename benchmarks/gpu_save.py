@@ -6,12 +6,11 @@ take turns with windows without one, and each is compared with the mean of its t
 good save costs. Short steps (one micro-batch) show what cannot hide behind the computation; long ones (eight) what slows it down.
 
 How it is measured. Every step ends with a synchronization of the GPU, and is timed from one to the next. The fence is called
-before the optimizer's step; what it waits is noted, and is part of the step. A window ends when its steps are done; then, outside
-the clock, the save is waited for. A GPU that has waited is cooler and clocks higher for a second or so, by 4 % with long steps:
-more than any save costs. So every window, with a save or without, is led in by half as many steps again that do not count. A
-save is durable at the moment at which its result is there, taken by a thread that waits for nothing else. Before the windows that
-count, each contestant saves twice: pinned memory, processes and kernels are made then. "no save" is a contestant like any other;
-its losses are the noise. What was saved is deleted after its window.
+before the optimizer's step; what it waits is noted, and is part of the step. A window ends when its steps are done, but the
+training goes on, in steps that do not count, until the save is durable and deleted again, and for two seconds at least: a GPU
+that has waited clocks higher, and then for seconds up and down, by more than a good save costs. A save is durable at the moment
+at which its result is there, taken by a thread that waits for nothing else. Before the windows that count, each contestant saves
+twice: pinned memory, processes and kernels are made then. "no save" is a contestant like any other; its losses are the noise.
 
 Besides, with the GPU otherwise idle:
 - how fast raystow reads the state, brings it to host memory (coded, on the way) and makes it durable, in raw bytes per second,
@@ -33,10 +32,10 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import asdict, dataclass
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import torch
 import typer
@@ -48,80 +47,95 @@ from rich.table import Table
 
 CODECS = ("deflate", "ans", "raw")
 SHORT, LONG = 1, 8
+SETTLE = 2.0  # seconds of training between two windows
 now = time.perf_counter
 
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds of each step and, where there was a save, in its fences and until it was durable; bytes stored."""
+    """Seconds of each step and, where there was a save, in its fences; and what becomes of it."""
 
     steps: list[float]
     fence: float = 0.0
-    durable: float = 0.0
-    stored: int = 0
+    outcome: Future[Outcome] | None = None
 
 
-def window(training: Training, contestant: Contestant, *, steps: int, micro_batches: int, save: bool) -> Window:
-    """Some steps, with a save in the first of them or without; before them half as many that do not count."""
-    times, fenced = list[float](), 0.0
-    for _ in range(max(1, steps // 2)):
+class Outcome(NamedTuple):
+    """Seconds until a save was durable, and bytes stored."""
+
+    durable: float
+    stored: int
+
+
+def window(training: Training, contestant: Contestant, pool: Executor, *, steps: int, micro_batches: int, save: bool) -> Window:
+    """Some steps, with a save in the first of them or without."""
+    times, fenced, outcome = list[float](), 0.0, None
+    for k in range(steps):
+        training.synchronize()
+        start = now()
+        if save and k == 0:
+            outcome = pool.submit(watch, contestant, contestant.save(training.state(), training.step), start)
+        for _ in range(micro_batches):
+            training.forward_backward()
+        before = now()
+        contestant.fence()
+        fenced += now() - before
+        training.update()
+        training.synchronize()
+        times.append(now() - start)
+    return Window(times, fenced, outcome)
+
+
+def watch(contestant: Contestant, wait: Wait, start: float) -> Outcome:
+    """Wait until a save that began at ``start`` is durable, and delete it."""
+    wait()
+    outcome = Outcome(now() - start, contestant.stored())
+    contestant.discard()
+    return outcome
+
+
+def go_on(training: Training, last: Window, *, micro_batches: int) -> None:
+    """Train until what the window has left is over, and the clocks are steady again."""
+    start = now()
+    while now() - start < SETTLE or not (last.outcome is None or last.outcome.done()):
         for _ in range(micro_batches):
             training.forward_backward()
         training.update()
         training.synchronize()
-    with ThreadPoolExecutor(1) as pool:
-        durable: Future[float] | None = None
-        for k in range(steps):
-            training.synchronize()
-            start = now()
-            if save and k == 0:
-                durable = pool.submit(seconds, contestant.save(training.state(), training.step), start)
-            for _ in range(micro_batches):
-                training.forward_backward()
-            before = now()
-            contestant.fence()
-            fenced += now() - before
-            training.update()
-            training.synchronize()
-            times.append(now() - start)
-        if durable is None:
-            return Window(times)
-        result = Window(times, fenced, durable.result(), contestant.stored())
-    contestant.discard()
-    return result
-
-
-def seconds(wait: Wait, start: float) -> float:
-    """From ``start`` until the wait is over."""
-    wait()
-    return now() - start
 
 
 def measure(training: Training, contestant: Contestant, *, saves: int, every: int, micro_batches: int) -> dict[str, Any]:
     """All windows of one contestant, and what they come to."""
+    with ThreadPoolExecutor(1) as pool:
 
-    def one(save: bool, steps: int = every) -> Window:
-        return window(training, contestant, steps=steps, micro_batches=micro_batches, save=save)
+        def one(save: bool, steps: int = every) -> Window:
+            found = window(training, contestant, pool, steps=steps, micro_batches=micro_batches, save=save)
+            go_on(training, found, micro_batches=micro_batches)
+            return found
 
-    for _ in range(2):
-        one(True, max(1, every // 2))
-    calm, saving = [one(False)], list[Window]()
-    for _ in range(saves):
-        saving.append(one(True))
-        calm.append(one(False))
+        for _ in range(2):
+            one(True, max(1, every // 2))
+        calm, saving = [one(False)], list[Window]()
+        for _ in range(saves):
+            saving.append(one(True))
+            calm.append(one(False))
     raw = nbytes(training.state())
     pairs = zip(saving, itertools.pairwise(calm), strict=True)
     lost = [1e3 * (sum(w.steps) - (sum(a.steps) + sum(b.steps)) / 2) for w, (a, b) in pairs]
+    outcomes = [w.outcome.result() for w in saving if w.outcome is not None]
+    stored = statistics.median(one.stored for one in outcomes)
     return {
         "step ms": 1e3 * statistics.median(t for w in calm for t in w.steps),
         "lost ms": {"median": statistics.median(lost), "min": min(lost), "max": max(lost), "all": lost},
         "lost ms/GB": statistics.median(lost) / (raw / 1e9),
         "fence ms": 1e3 * statistics.median(w.fence for w in saving),
-        "durable s": statistics.median(w.durable for w in saving),
-        "stored": statistics.median(w.stored for w in saving),
-        "ratio": statistics.median(w.stored for w in saving) / raw,
-        "of bound": saving[-1].stored / entropy_bound(training.state()),
-        "saving windows": [asdict(w) for w in saving],
+        "durable s": statistics.median(one.durable for one in outcomes),
+        "stored": stored,
+        "ratio": stored / raw,
+        "of bound": outcomes[-1].stored / entropy_bound(training.state()),
+        "saving windows": [
+            {"steps": w.steps, "fence": w.fence, **one._asdict()} for w, one in zip(saving, outcomes, strict=True)
+        ],
         "calm windows": [w.steps for w in calm],
     }
 

@@ -40,6 +40,7 @@ from .status import NodeStatus, measure
 logger = logging.getLogger(__name__)
 
 _UPLOADS = max(4, min(32, os.cpu_count() or 1))
+_SEALERS = max(4, (os.cpu_count() or 1) // 4)  # a few cores move what memory can: more would only keep the training from them
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
 
 
@@ -81,6 +82,7 @@ class Node:
         self._exchange = Exchange(host, self._fetcher, self.guests)
         self._workshop = Workshop(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
+            sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
             uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
             budget=Budget(),
         )
@@ -119,6 +121,7 @@ class Node:
         self._exchange.close()
         self.replicator.close()
         self._workshop.coders.shutdown(wait=False)
+        self._workshop.sealers.shutdown(wait=False)
         self._workshop.uploads.shutdown(wait=False)
         self._unfolding.shutdown(wait=False, cancel_futures=True)
         self._tier.close()

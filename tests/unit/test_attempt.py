@@ -32,7 +32,8 @@ def test_a_rank_that_joins_too_late_hears_so() -> None:
     with ThreadPoolExecutor(1) as pool:
         port: Any = GivenUp()
         ticket = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
-        attempt = NodeAttempt(MemoryStore("late"), port, ticket, Workshop(pool, pool, Budget()), OptimizerWatch("memory://late"))
+        shared = Workshop(pool, pool, pool, Budget())
+        attempt = NodeAttempt(MemoryStore("late"), port, ticket, shared, OptimizerWatch("memory://late"))
         attempt.join(0, [], lambda outcome, _: first.set())
         assert first.wait(10)
         attempt.join(1, [], lambda outcome, _: heard.append(outcome))

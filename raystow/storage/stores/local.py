@@ -11,6 +11,7 @@ import contextlib
 import errno
 import os
 import stat
+import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
@@ -23,6 +24,9 @@ from . import checks, durable, mounts
 from .file_lock import exclusive
 
 LOCK = ".raystow.lock"
+
+WRITERS = max(8, (os.cpu_count() or 1) // 4)
+"""Threads that write objects at a time: more move no more bytes, and take the cores from whoever computes."""
 
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 _REFUSED = {
@@ -50,6 +54,7 @@ class LocalStore:
         self._root = Path(root).resolve()
         self._clock, self._lock_timeout = clock, lock_timeout
         self._locks_hold = False
+        self._writers = threading.BoundedSemaphore(WRITERS)
 
     @property
     def uri(self) -> str:
@@ -88,7 +93,7 @@ class LocalStore:
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says: a temporary file, synced, renamed, and its folder synced."""
         self._path(key)
-        with self._errors(key):
+        with self._writers, self._errors(key):
             durable.write(self._root, key, parts, self._clock)
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:

@@ -50,9 +50,11 @@ Listener = Callable[[Outcome, Sequence[str]], None]
 
 @dataclass(frozen=True)
 class Workshop:
-    """What all attempts on a node share: threads that code, threads that upload, and the budget of coded bytes."""
+    """What all attempts on a node share: threads that code, those that take digests of what a GPU has coded and keep it, threads
+    that upload, and the budget of coded bytes."""
 
     coders: Executor
+    sealers: Executor
     uploads: Executor
     budget: Budget
 
@@ -145,7 +147,7 @@ class NodeAttempt:
             return
         with self._lock:
             self._coding[rank] += 1
-        self._workshop.coders.submit(self._seal, rank, chunk, parts, done)
+        self._workshop.sealers.submit(self._seal, rank, chunk, parts, done)
 
     def add_derived(self, rank: int, chunk: Chunk) -> None:
         """Note a chunk that follows from another one of this rank's, which is added as well, before or after."""
