@@ -132,6 +132,7 @@ class Training:
         self._data = corpus(size, device)
         self._span = torch.arange(size.context + 1, device=device)
         self._model = GPT(size).to(device, torch.bfloat16)
+        self._names = [name for name, _ in self._model.named_parameters()]
         self._weights = list(self._model.parameters())
         self._master = [p.detach().float().clone().requires_grad_(True) for p in self._weights]
         self._optimizer = torch.optim.AdamW(self._master, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
@@ -192,7 +193,7 @@ class Training:
         return state
 
     def _named(self, tensors: list[Tensor]) -> dict[str, Tensor]:
-        return {name: t for (name, _), t in zip(self._model.named_parameters(), tensors, strict=True)}
+        return dict(zip(self._names, tensors, strict=True))
 
 
 def tensors_of(state: State) -> list[Tensor]:
