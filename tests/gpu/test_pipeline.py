@@ -98,6 +98,8 @@ def test_parts_of_tensors_saved_by_either_side_are_restored_by_the_other() -> No
 
 
 def test_device_memory_is_bounded_and_given_back(folder: Path) -> None:
+    with LocalCluster("memory://first", memory=256 * MIB) as cluster:  # what is loaded into the CUDA context by it stays there
+        cluster.save({"w": weights(16 * MIB), "m": weights(16 * MIB, torch.float32)}, step=0)
     state = {f"layer{i}": weights(256 * MIB, torch.float32 if i % 2 else torch.bfloat16) for i in range(4)}
     torch.cuda.synchronize()
     gc.collect()
