@@ -30,11 +30,12 @@ from training_study import arrays, stored
 
 import raystow
 from raystow.orchestrator.restore import plan_restore, restore
+from raystow.storage.retention.chaining import MOST
 
 WAYS = {
     "weights alone, the last 2 resumable": raystow.Policy(resumable=2),
-    "differences, the last 2 resumable": raystow.Policy(resumable=2, delta=10),
-    "differences, the last resumable": raystow.Policy(resumable=1, delta=10),
+    "differences, the last 2 resumable": raystow.Policy(resumable=2, delta=MOST),
+    "differences, the last resumable": raystow.Policy(resumable=1, delta=MOST),
 }
 
 

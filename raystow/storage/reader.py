@@ -212,16 +212,19 @@ class Reader:
         except Damaged:
             return self._fetch(run, into)
 
-    def elements(self, run: Run, into: Callable[[Piece], Bytes | None] = lambda piece: None) -> Iterator[tuple[Piece, Bytes]]:
+    def elements(
+        self, run: Run, into: Callable[[Piece], Bytes | None] = lambda piece: None, *, proven: bool = True
+    ) -> Iterator[tuple[Piece, Bytes]]:
         """A run's pieces, each with the bytes of all its chunk's elements, fetched and checked. ``into``: memory that they may be
-        decoded into, if they are what is stored."""
+        decoded into, if they are what is stored. ``proven``: see ``decode``."""
         data = np.frombuffer(self.fetch(run), np.uint8)
         for place in run.places:
             words: Bytes | None = None
             for piece in place.pieces:
                 base = self._needed(run, piece) if words is None else None
                 with run.naming(piece):
-                    words, raw = decode(piece.chunk, run.stored(piece, data), words, into=into(piece), base=base)
+                    stored = run.stored(piece, data)
+                    words, raw = decode(piece.chunk, stored, words, into=into(piece), base=base, proven=proven)
                 yield piece, raw
 
     def bring(self, run: Run, into: memoryview | None) -> Buffer:
@@ -297,22 +300,26 @@ class Reader:
         if piece.base is None:
             return None
         with run.needing(piece):
-            ((_, raw),) = self.elements(piece.base)
+            ((_, raw),) = self.elements(piece.base, proven=False)
         return raw
 
 
 def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
-    """The pieces of one pack in runs that are fetched by one request each."""
-    run, begin, end = list[Piece](), 0, 0
+    """The pieces of one pack in runs that are fetched by one request each. What they are differences to counts like their own
+    bytes: a run is one thread's work, and at the end of a chain most of it lies beneath."""
+    run, begin, end, beneath = list[Piece](), 0, 0, 0
     chunks = ((piece.chunk, piece) for piece in pieces)
     places = (((chunk.start, chunk.coding.size, chunk.derivation is not None), piece) for chunk, piece in chunks)
     for (start, size, _), piece in sorted(places, key=operator.itemgetter(0)):
-        if run and (start > end + _GAP or start + size - begin > _RUN):
+        again = bool(run) and start == run[-1].chunk.start  # the same bytes: of what is derived from another piece
+        more = 0 if again or piece.base is None else piece.base.nbytes
+        if run and not again and (start > end + _GAP or start + size - begin + beneath + more > _RUN):
             yield Run(key, begin, end - begin, tuple(run))
             run = []
         if not run:
-            begin = end = start
+            begin, end, beneath = start, start, 0
         run.append(piece)
+        beneath += more
         end = max(end, start + size)
     if run:
         yield Run(key, begin, end - begin, tuple(run))
@@ -325,16 +332,23 @@ def _cost(piece: Piece) -> int:
 
 
 def decode(
-    chunk: Chunk, stored: Bytes, words: Bytes | None = None, *, into: Bytes | None = None, base: Bytes | None = None
+    chunk: Chunk,
+    stored: Bytes,
+    words: Bytes | None = None,
+    *,
+    into: Bytes | None = None,
+    base: Bytes | None = None,
+    proven: bool = True,
 ) -> tuple[Bytes, Bytes]:
     """The words that a chunk's stored bytes decode to, and its elements' bytes, held against their digest. ``words``: what comes
     of them, if that is known. ``into``: memory that the elements may be decoded into, if they are these words. ``base``: the
-    bytes that these words are differences to."""
+    bytes that these words are differences to. Unless ``proven``, nothing is held against that digest: of what others are made of,
+    whose own digests prove it."""
     if words is None:
         words = into if into is not None and chunk.words.name == chunk.dtype else np.empty(chunk.decoded, np.uint8)
         chunks.decode(chunk.coding, chunk.words, stored, words, base)
     raw = derive(words, chunk.words.name, chunk.dtype)
-    if raw_digest(raw) != chunk.raw_digest:
+    if proven and raw_digest(raw) != chunk.raw_digest:
         raise Damaged("the decoded bytes do not match their digest")
     return words, raw
 

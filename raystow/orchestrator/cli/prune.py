@@ -47,7 +47,9 @@ def prune(
     ] = None,
     delta: Annotated[
         int | None,
-        typer.Option(min=1, metavar="N", help="Of those that it thins, make N in a row differences, each to the one before."),
+        typer.Option(
+            min=1, metavar="N", help="Of those that it thins, make N in a row (6 at most) differences, each to the one before."
+        ),
     ] = None,
     compact: Annotated[
         bool, typer.Option("--compact", help="Write differences whole where what they need can go by that, and frees more.")

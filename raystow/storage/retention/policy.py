@@ -43,7 +43,7 @@ class Policy:
     - ``resumable``: of the kept versions that hold all that was saved, the newest so many stay as they are; of older ones the
       weights stay, and what only resuming needs, the optimizer's state, goes. Those kept always are never thinned. To thin is to
       read and write the weights; ``max_bytes`` counts what is to be thinned for nothing, and by its size when it is.
-    - ``delta``: with ``resumable``. Of the versions that are thinned, so many in a row, at most 10, become differences, each to
+    - ``delta``: with ``resumable``. Of the versions that are thinned, so many in a row, at most 6, become differences, each to
       the one before, and the next is whole; those that were thinned before stay as they are. One that no other rule keeps
       stays for as long as a difference needs it. Without the rule, a thinned version is a difference to what it has been one to.
     """
@@ -63,7 +63,7 @@ class Policy:
         if self.delta is not None and self.resumable is None:
             raise refused("delta", self.delta, "resumable= as well: differences are made of what is thinned", subject="retention")
         if self.delta is not None and self.delta > MOST:
-            raise refused("delta", self.delta, f"at most {MOST}: longer chains cannot be read", subject="retention")
+            raise refused("delta", self.delta, f"at most {MOST}: it takes too long to read longer chains", subject="retention")
         seconds = self.keep_every_seconds
         if seconds is not None and not (type(seconds) in (int, float) and 1 <= seconds < math.inf):
             raise refused("keep_every_seconds", seconds, "at least 1 second", subject="retention")

@@ -115,9 +115,9 @@ def test_what_no_rule_keeps_any_more_stays_for_as_long_as_a_difference_needs_it(
 
 
 def test_what_is_kept_for_others_only_is_no_base_of_more(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
-    repository.plan_retention(Policy(resumable=5, delta=10)).execute()
+    repository.plan_retention(Policy(resumable=5, delta=6)).execute()
     assert bases(repository)[:4] == [(), (1,), (2,), ()]
-    plan = repository.plan_retention(Policy(keep_last=4, resumable=1, delta=10))
+    plan = repository.plan_retention(Policy(keep_last=4, resumable=1, delta=6))
     assert [(decision.verdict, decision.base) for decision in plan.decisions[4:]] == [
         ("thin", None),
         ("thin", 5),

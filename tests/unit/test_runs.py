@@ -1,0 +1,51 @@
+"""Which chunks of a pack are fetched together."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from raystow.storage.coding.chunk import Coding
+from raystow.storage.format.manifest import Chunk
+from raystow.storage.reader import Piece, Reader, Run
+from raystow.storage.stores.memory import MemoryStore
+
+MIB = 1 << 20
+
+
+def chunk(number: int, size: int, base: int | None = None) -> Chunk:
+    """The one that lies behind so many others of this size in its pack."""
+    coding = Coding(False, False, ("raw",), (size,), base=base)
+    return Chunk(f"t{number}", "[]", "tensor", "uint8", (size,), (0,), (size,), 0, "weights", 0, number * size, coding, 0, b"")
+
+
+def chain(one: Chunk, below: int) -> Run | None:
+    """What a chunk is a difference to: one as large, which is a difference itself, and so on."""
+    if not below:
+        return None
+    return Run(f"versions/{below:08d}", 0, one.coding.size, (Piece(one, base=chain(one, below - 1)),))
+
+
+def runs(size: int, count: int, below: int) -> list[Run]:
+    """Of so many chunks, each at the end of such a chain."""
+
+    def base(one: Chunk) -> Any:
+        return chain(chunk(0, size, 1), below)
+
+    reader = Reader(MemoryStore("runs"), 99, "0" * 16, base=base)
+    return reader.whole([chunk(number, size, 1 if below else None) for number in range(count)])
+
+
+def test_chunks_beside_each_other_are_fetched_together_up_to_a_bound() -> None:
+    found = runs(MIB, 40, 0)
+    assert [run.length // MIB for run in found] == [16, 16, 8]
+
+
+def test_what_lies_beneath_them_counts_so_that_threads_share_the_end_of_a_chain() -> None:
+    found = runs(MIB, 40, 3)
+    assert [run.length // MIB for run in found] == [4] * 10
+    assert {run.nbytes // MIB for run in found} == {16}
+    assert [piece.chunk.name for run in found for piece in run.pieces] == [f"t{number}" for number in range(40)]
+
+
+def test_one_with_more_beneath_it_than_that_is_fetched_by_itself() -> None:
+    assert [run.length // MIB for run in runs(5 * MIB, 3, 4)] == [5, 5, 5]
