@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 
+from ..storage.arguments import refused
 from ..storage.coding import dtypes
 from ..storage.coding.chunk import Encoder
 from ..storage.errors import StateError
 from ..storage.format.groups import WEIGHTS
-from .lossy.choice import KINDS, LEAST, kind, suited
+from .lossy.choice import KINDS, LEAST, Lossy, kind, suited
 from .lossy.rounding import round_in_place
 from .lossy.rules import Asked, MantissaBits, words_of
 from .roles import role
@@ -107,8 +108,10 @@ def sensitivity(
     ``master``, ``exp_avg``, ``exp_avg_sq``; by default as many bits as are usual. Weights and master copies are taken apart by
     role: attention, feed-forward, embeddings, norms, other.
 
-    Where several ranks train together, all of them call this, and all get the same losses.
+    Where several ranks train together, all of them call this, and all get the same losses. ``StateError`` for levels that are
+    none, and for a state without a tensor that could be rounded.
     """
+    levels = LEVELS if levels is None else _checked(levels)
     tensors = {
         leaf.name: leaf.value for leaf in flatten(dict(state)) if leaf.is_tensor and not isinstance(leaf.value, np.ndarray)
     }
@@ -123,7 +126,7 @@ def sensitivity(
             local = {name: _local(tensors[name]) for name in names}
             some = list(local.values())
             found.append(Trial(group, None, 0.0, *_sizes(some)))
-            for rule in (levels or LEVELS).get(what, ()):
+            for rule in levels.get(what, ()):
                 if any(rule.changes(dtype_name(tensor.dtype)) for tensor in some):
                     for name, tensor in local.items():
                         if (asked := suited(rule, name)).changes(dtype_name(tensor.dtype)):
@@ -138,6 +141,17 @@ def sensitivity(
     if not found:
         raise StateError("no tensor of it is of a kind that can be rounded", subject="state", remedy="name them as save would")
     return Sensitivity(before, trained, noise, tuple(found))
+
+
+def _checked(levels: Mapping[str, Sequence[Asked]]) -> Mapping[str, Sequence[Asked]]:
+    if not isinstance(levels, Mapping):
+        raise refused("levels", levels, "a list of rules by kind", "None for those that are usual")
+    for what, rules in levels.items():
+        if what not in LEVELS or not isinstance(rules, list | tuple):
+            raise refused(f"levels[{what!r}]", rules, f"lists of rules, by these kinds alone: {', '.join(sorted(LEVELS))}")
+        for rule in rules:
+            Lossy.of({what: rule})
+    return levels
 
 
 def _groups(tensors: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:

@@ -91,6 +91,24 @@ def test_without_steps_only_weights_are_looked_at(trained: Setup) -> None:
         raystow.sensitivity({"step": 3, "ids": torch.arange(5000)}, loss=loss)
 
 
+@pytest.mark.parametrize(
+    ("levels", "named"),
+    [
+        ([MantissaBits(7)], "levels is"),
+        ({"attention": [MantissaBits(7)]}, "attention"),
+        ({"exp_avg": MantissaBits(7)}, "exp_avg"),
+        ({"exp_avg": [7]}, "7 is no rule"),
+        ({"exp_avg_sq": [raystow.Blockwise(8, 64)]}, "second moments"),
+    ],
+)
+def test_levels_that_are_none_are_refused_before_anything_is_rounded(levels: Any, named: str) -> None:
+    def loss() -> float:
+        raise AssertionError("it was called")
+
+    with pytest.raises(StateError, match=named):
+        raystow.sensitivity({"weights": torch.randn(100, 100)}, loss=loss, levels=levels)
+
+
 def test_weights_that_follow_from_a_master_copy_are_left_to_it() -> None:
     master = torch.randn(40, 40)
     state = {"model": {"attn": master.bfloat16()}, "optim": {"master": {"attn": master}}}
