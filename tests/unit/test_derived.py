@@ -71,6 +71,8 @@ def test_weights_are_found_to_be_their_master_copy_and_a_copy_to_be_one() -> Non
     groups = {piece.name: piece.group for piece in found.pieces}
     assert groups["optimizer.master.1"] == WEIGHTS, "whoever wants weights alone must find them there"
     assert groups["optimizer.exp_avg.1"] == OPTIMIZER
+    followed = {piece.name: piece.followed for piece in found.pieces if piece.followed}
+    assert followed == {f"optimizer.master.{i}": "bfloat16" for i in range(3)}, "a GPU rounds them as it reads them"
 
 
 def test_a_chain_ends_at_one_tensor() -> None:
