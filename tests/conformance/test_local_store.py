@@ -18,7 +18,7 @@ import pytest
 
 from raystow.storage.errors import NotFound, PreconditionFailed, StateError, StoreError, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
-from raystow.storage.stores import open_store
+from raystow.storage.stores import durable, local, open_store
 from raystow.storage.stores.local import LOCK, LocalStore
 
 KEY = "versions/00000001-0123456789abcdef/weights-00000-00000.pack"
@@ -128,6 +128,32 @@ def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.Monke
     parts = [bytes([value]) * (value % 8) for value in range(60)]
     store.put(KEY, parts)
     assert store.get(KEY, max_bytes=10**6) == b"".join(parts)
+
+
+def test_few_threads_write_at_a_time_and_a_register_waits_for_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(local, "WRITERS", 2)
+    store, begun, gate, write = LocalStore(root), threading.Semaphore(0), threading.Event(), durable.write
+
+    def gated(folder: Path, key: str, parts: list[bytes], clock: object) -> None:
+        if key != "root.json":
+            begun.release()
+            assert gate.wait(30)
+        write(folder, key, parts, clock)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(durable, "write", gated)
+    names = [f"{KEY}.{i}" for i in range(5)]
+    with ThreadPoolExecutor(5) as pool:
+        writes = [pool.submit(store.put, name, [b"x"]) for name in names]
+        try:
+            assert begun.acquire(timeout=30)
+            assert begun.acquire(timeout=30)
+            assert not begun.acquire(timeout=0.5), "a third one writes as well"
+            store.put_if("root.json", b"1", None)
+        finally:
+            gate.set()
+        for done in writes:
+            done.result(30)
+    assert set(files(root)) == {LOCK, "root.json", *names}
 
 
 def test_a_killed_writer_leaves_nothing_that_is_seen(store: LocalStore, root: Path) -> None:

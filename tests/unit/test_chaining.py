@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from raystow.storage.chains import depths, line, sound
+from raystow.storage.errors import StateError
 from raystow.storage.format.root import Entry
+from raystow.storage.limits import MAX_CHAIN
 from raystow.storage.retention.chaining import MOST, chained
 from raystow.storage.retention.policy import Policy, plan
 
@@ -18,6 +21,12 @@ def entry(id: int, *bases: int, thin: bool = False) -> Entry:
 def chain(entries: list[Entry], policy: Policy, **how: object) -> dict[int, int | None]:
     decisions = plan(entries, policy, pins={}, metrics={}, **how)  # type: ignore[arg-type]
     return {one.entry.id: one.base for one in decisions if one.thin}
+
+
+def test_longer_chains_are_refused() -> None:
+    assert Policy(resumable=1, delta=MOST).delta == MOST < MAX_CHAIN - 1, "the last one may be a difference until it is thinned"
+    with pytest.raises(StateError, match=f"delta is {MOST + 1}"):
+        Policy(resumable=1, delta=MOST + 1)
 
 
 def test_a_chain_goes_on_where_it_has_ended() -> None:
