@@ -13,7 +13,7 @@ from ..format.root import Entry
 
 MOST = 6
 """Differences in a row. Weights at the end of so many must not take more than twice the time of a whole version with all that it
-resumes from; four more would spare four bytes of a hundred, and take three and a half times as long."""
+resumes from; four more would spare four bytes of a hundred, and take three times as long as it does."""
 
 
 def chained(entries: Sequence[Entry], thin: Collection[int], ruled: Collection[int], most: int) -> dict[int, int]:
