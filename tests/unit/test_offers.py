@@ -21,6 +21,10 @@ CODING = Coding(True, True, ("raw", "raw"), (10, 10))
 CHUNK = Chunk("t", '["t"]', "tensor", "bfloat16", (10,), (0,), (10,), 0, "weights", 2, 30, CODING, 1, bytes(32))
 
 
+def calm() -> bool:
+    return False
+
+
 def memory(content: bytes) -> int:
     descriptor = os.memfd_create("pack")
     os.write(descriptor, content)
@@ -40,7 +44,7 @@ def test_what_is_named_is_what_was_offered() -> None:
     elsewhere, outside = replace(CHUNK, name="not lent", pack=3), replace(CHUNK, name="not in it", start=240)
     offer(offers, 7, CHUNK, elsewhere, outside)
     offers.hear({"save": 1, "named": 7}, None)
-    found = offers.of(1)(0)
+    found = offers.of(1)(0, calm)
     assert found is not None
     assert found.id == 7
     assert found.chunks.keys() == {("t", ((0,), (10,)))}
@@ -48,38 +52,38 @@ def test_what_is_named_is_what_was_offered() -> None:
     assert one.chunk == CHUNK
     assert [part.tolist() for part in one.parts] == [list(range(30, 50))]
     assert not one.parts[0].flags.writeable
-    assert offers.of(1)(0) is found, "another device asks as well"
+    assert offers.of(1)(0, calm) is found, "another device asks as well"
 
 
 def test_what_nothing_is_named_for_is_let_go() -> None:
     offers = Offers()
     offer(offers, 7, CHUNK)
     offers.hear({"save": 1, "named": 7}, None)
-    found = weakref.ref(offers.of(1)(0))
+    found = weakref.ref(offers.of(1)(0, calm))
     offers.hear({"save": 2, "named": 0}, None)
-    assert offers.of(2)(0) is None
+    assert offers.of(2)(0, calm) is None
     gc.collect()
     assert found() is None
     offers.hear({"save": 3, "named": 7}, None)
-    assert offers.of(3)(0) is None
+    assert offers.of(3)(0, calm) is None
 
 
 def test_a_name_that_comes_late_costs_one_save_its_differences(caplog: pytest.LogCaptureFixture) -> None:
     offers = Offers()
     offer(offers, 7, CHUNK)
     with caplog.at_level(logging.INFO, "raystow"):
-        assert offers.of(1)(0.01) is None
-    assert "save 1: no version was named in 0.01 seconds" in caplog.text
+        assert offers.of(1)(0.01, calm) is None
+    assert "save 1: no version was named yet (in 0.01 seconds)" in caplog.text
     offers.hear({"save": 1, "named": 7}, None)
     offers.hear({"save": 2, "named": 7}, None)
-    assert offers.of(2)(0) is not None
+    assert offers.of(2)(0, calm) is not None
 
 
 @pytest.mark.parametrize("heard", ["named", "lost"])
 def test_who_waits_goes_on_when_something_is_heard(heard: str) -> None:
     offers, found = Offers(), list[object]()
     offer(offers, 7, CHUNK)
-    waiting = threading.Thread(target=lambda: found.append(offers.of(5)(60)))
+    waiting = threading.Thread(target=lambda: found.append(offers.of(5)(60, calm)))
     waiting.start()
     if heard == "named":
         offers.hear({"save": 5, "named": 7}, None)
@@ -94,7 +98,7 @@ def test_a_pack_that_cannot_be_mapped_is_not_offered(caplog: pytest.LogCaptureFi
     offers.hear({"lent": ["weights", 2, 10]}, None)
     offers.hear({"offer": 7, "fragment": Fragment(0, (CHUNK,), ()).dump(), "starts": [-1]}, None)
     offers.hear({"save": 1, "named": 7}, None)
-    found = offers.of(1)(0)
+    found = offers.of(1)(0, calm)
     assert found is not None
     assert not found.chunks
     assert "weights-2 are stored whole: it cannot be mapped" in caplog.text
@@ -104,8 +108,22 @@ def test_rows_that_make_no_sense_offer_nothing(caplog: pytest.LogCaptureFixture)
     offers = Offers()
     offers.hear({"offer": 7, "fragment": b"no Parquet", "starts": []}, None)
     offers.hear({"save": 1, "named": 7}, None)
-    assert offers.of(1)(0) is None
+    found = offers.of(1)(0, calm)
+    assert found is not None
+    assert not caplog.text, "nothing is parsed before someone asks"
+    assert not found.chunks
     assert "stored whole" in caplog.text
+
+
+def test_nobody_who_is_in_a_hurry_waits_for_a_name(caplog: pytest.LogCaptureFixture) -> None:
+    offers, hurry = Offers(), threading.Event()
+    offer(offers, 7, CHUNK)
+    threading.Timer(0.05, hurry.set).start()
+    with caplog.at_level(logging.INFO, "raystow"):
+        assert offers.of(1)(3600, hurry.is_set) is None
+    assert "save 1: no version was named yet (the training waits)" in caplog.text
+    offers.hear({"save": 2, "named": 7}, None)
+    assert offers.of(2)(3600, hurry.is_set) is not None, "what was named is there at once"
 
 
 def test_chunks_whose_planes_were_decoded_are_as_if_nothing_had_coded_them() -> None:
@@ -117,7 +135,7 @@ def test_chunks_whose_planes_were_decoded_are_as_if_nothing_had_coded_them() -> 
     offers.hear({"planes": 20}, memory(bytes(range(200, 220))))
     offers.hear({"offer": 7, "fragment": Fragment(0, (chunk, CHUNK), ()).dump(), "starts": [9, -1]}, None)
     offers.hear({"save": 1, "named": 7}, None)
-    found = offers.of(1)(0)
+    found = offers.of(1)(0, calm)
     assert found is not None
     plain, as_it_was = found.chunks["s", chunk.box], found.chunks["t", CHUNK.box]
     assert as_it_was.chunk == CHUNK
@@ -133,5 +151,5 @@ def test_planes_that_are_not_there_are_not_offered(lost: bool) -> None:
     offers.hear({"planes": 10}, None if lost else memory(bytes(10)))
     offers.hear({"offer": 7, "fragment": Fragment(0, (chunk,), ()).dump(), "starts": [0 if lost else 1]}, None)
     offers.hear({"save": 1, "named": 7}, None)
-    found = offers.of(1)(0)
+    found = offers.of(1)(0, calm)
     assert found is None or not found.chunks

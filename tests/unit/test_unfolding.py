@@ -66,7 +66,7 @@ class World:
             offers.hear({"planes": loan.planes[1]}, loan.planes[0])
         offers.hear({"offer": HOME.id, "fragment": loan.fragment, "starts": loan.starts}, None)
         offers.hear({"save": 1, "named": HOME.id}, None)
-        offer = offers.of(1)(0)
+        offer = offers.of(1)(0, lambda: False)
         assert offer is not None
         return offer
 
@@ -195,7 +195,7 @@ class Rank:
         self.connection.send({"end": number})
         while "done" not in (heard := self._hear()):
             assert "failed" not in heard, heard
-        return self.offers.of(number)(60)
+        return self.offers.of(number)(60, lambda: False)
 
     def _hear(self) -> dict[str, Any]:
         message, descriptor = self.connection.receive() or ({"failed": "gone"}, None)

@@ -1,14 +1,16 @@
 """What a node worker offers its training processes of an earlier version, so that they can store differences to it: the rows of
 their own chunks, and the memory in which those lie. It is handed over once, and once more when planes of it have been decoded;
-each save only names it."""
+each save only names it. Rows are parsed when someone asks for them, and not when they are heard: that takes the interpreter for a
+tenth of a second, which a training that launches kernels shares."""
 
 from __future__ import annotations
 
+import functools
 import logging
 import mmap
 import os
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -38,14 +40,39 @@ class Offered:
 
 @dataclass(frozen=True)
 class Offer:
-    """Chunks of the version ``id``. The memory is mapped for as long as anything holds it."""
+    """Chunks of the version ``id``: a ``fragment`` that describes them, the ``packs`` that they lie in, and where in decoded
+    ``planes`` those of each row begin, -1 for none. The memory is mapped for as long as anything holds it."""
 
     id: int
-    chunks: Mapping[tuple[str, Box], Offered]
+    fragment: bytes
+    packs: Mapping[Pack, Bytes]
+    planes: Bytes | None
+    starts: Sequence[int]
+
+    @functools.cached_property
+    def chunks(self) -> Mapping[tuple[str, Box], Offered]:
+        """By name and box. None, with a warning, if the fragment makes no sense."""
+        chunks = dict[tuple[str, Box], Offered]()
+        try:
+            rows = Fragment.load(self.fragment, 0, f"what is offered of version {self.id}").chunks
+            for chunk, start in zip(rows, self.starts, strict=True):
+                pack = self.packs.get((chunk.group, chunk.pack))
+                stored = None if pack is None else pack[chunk.start : chunk.start + chunk.coding.size]
+                if stored is None or stored.size != chunk.coding.size or (start >= 0 and self.planes is None):
+                    continue
+                whole, planes = Offered(chunk, (stored,)), self.planes
+                chunks[chunk.name, chunk.box] = whole if planes is None or start < 0 else _plain(chunk, stored, planes[start:])
+        except (Damaged, Unsupported) as error:
+            logger.warning("chunks on a GPU are stored whole: %s", error)
+            return {}
+        return chunks
 
 
-Named = Callable[[float], Offer | None]
-"""The version that chunks of a save may be stored as differences to, which is waited for so many seconds."""
+Named = Callable[[float, Callable[[], bool]], Offer | None]
+"""The version that chunks of a save may be stored as differences to. It is waited for so many seconds, or until someone is in a
+hurry."""
+
+_LOOK = 1e-3  # seconds until it is asked again whether someone is
 
 
 class Offers:
@@ -69,8 +96,10 @@ class Offers:
         elif "planes" in message:
             self._planes = _mapped(descriptor, message["planes"], "their decoded planes")
         elif "offer" in message:
-            packs, planes, self._packs, self._planes = self._packs, self._planes, {}, None
-            self._take(message, packs, planes)
+            offer = Offer(message["offer"], message["fragment"], self._packs, self._planes, message["starts"])
+            self._packs, self._planes = {}, None
+            with self._changed:
+                self._offer = offer
         else:
             with self._changed:
                 self._named[message["save"]] = message["named"]
@@ -84,33 +113,17 @@ class Offers:
 
     def of(self, save: int) -> Named:
         """What is named in a save."""
-        return lambda seconds: self._wait(save, seconds)
+        return functools.partial(self._wait, save)
 
-    def _take(self, message: Message, packs: Mapping[Pack, Bytes], planes: Bytes | None) -> None:
-        id, chunks = message["offer"], dict[tuple[str, Box], Offered]()
-        try:
-            rows = Fragment.load(message["fragment"], 0, f"what is offered of version {id}").chunks
-            for chunk, start in zip(rows, message["starts"], strict=True):
-                pack = packs.get((chunk.group, chunk.pack))
-                stored = None if pack is None else pack[chunk.start : chunk.start + chunk.coding.size]
-                if stored is None or stored.size != chunk.coding.size or (start >= 0 and planes is None):
-                    continue
-                whole = Offered(chunk, (stored,))
-                chunks[chunk.name, chunk.box] = whole if planes is None or start < 0 else _plain(chunk, stored, planes[start:])
-        except (Damaged, Unsupported) as error:
-            logger.warning("chunks on a GPU are stored whole: %s", error)
-            return
-        with self._changed:
-            self._offer = Offer(id, chunks)
-
-    def _wait(self, save: int, seconds: float) -> Offer | None:
+    def _wait(self, save: int, seconds: float, hurried: Callable[[], bool]) -> Offer | None:
         until = SYSTEM.monotonic() + seconds
         with self._changed:
-            while save not in self._named and not self._over and (left := until - SYSTEM.monotonic()) > 0:
-                self._changed.wait(left)
+            while not (save in self._named or self._over or SYSTEM.monotonic() > until or hurried()):
+                self._changed.wait(_LOOK)
             self._named = {other: id for other, id in self._named.items() if other >= save}
             if save not in self._named:
-                logger.info("chunks on a GPU are stored whole in save %d: no version was named in %g seconds", save, seconds)
+                why = "the training waits" if hurried() else f"in {seconds:g} seconds"
+                logger.info("chunks on a GPU are stored whole in save %d: no version was named yet (%s)", save, why)
                 return None
             if self._offer is not None and self._offer.id != self._named[save]:
                 self._offer = None  # nothing is stored as a difference to it any more: its memory must not be held

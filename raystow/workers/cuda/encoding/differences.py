@@ -31,7 +31,7 @@ logger = logging.getLogger(__name__)
 
 _MAY, _DOES = 1, 2  # turns: of chunks that may be differences, and the first of those that are
 _TURN = 256 << 20  # raw bytes of differences in one turn, after each of which a save can go on without
-_PATIENCE = 1.0  # seconds to wait for the name of a version, while the training may be waiting as well
+_PATIENCE = 1.0  # seconds to wait for the name of a version, as long as the training does not wait as well
 _SEEN = 2  # versions of which samples are kept, since one save may begin before the other is a version
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -127,11 +127,14 @@ class Differences:
         """Look at some words of all chunks as they are now, on the current stream."""
         self._samples = [alike.take() for alike in self._sampled]
 
-    def decide(self, named: Named, tell: Callable[[torch.Tensor], torch.Tensor], *, hurried: bool, anew: bool) -> Program:
-        """The program to go on with: the same as ``begin`` gave up to here. Waits for the name, unless it is ``hurried``; only
-        ``anew`` is anything worked out for a new one, which waits for the current stream. ``tell``: a copy of int64 in host
-        memory, there when that is through."""
-        offer, star = named(0 if hurried else _PATIENCE), self._star
+    def decide(
+        self, named: Named, tell: Callable[[torch.Tensor], torch.Tensor], *, hurried: Callable[[], bool], waited: bool
+    ) -> Program:
+        """The program to go on with: the same as ``begin`` gave up to here. Waits for the name until it is ``hurried``. Anything
+        is worked out for a new one, which waits for the current stream, only if it is not, and nobody has ``waited`` for the save
+        before. ``tell``: a copy of int64 in host memory, there when that is through."""
+        offer, star = named(_PATIENCE, hurried), self._star
+        anew = not (waited or hurried())
         if star is not None and offer is not None and offer.id == star.offer.id:
             if offer is not star.offer and anew:
                 self._star = self._lent_anew(star, offer)

@@ -89,7 +89,7 @@ class Encoder:
         self._program: Program | None = None
         self._plain: Program | None = None  # the last one without differences
         self._known: Differences | None = None  # of the chunks that were last given with what may be a base
-        self._waited = False  # somebody has, for the last save to be read
+        self._waited = False  # for the last save to be read, someone who is not patient
         self._reset()
 
     def _room(self, size: int) -> torch.Tensor:
@@ -157,6 +157,7 @@ class Encoder:
         Raises ``SaveFailed`` naming a tensor that changed too early: a sixteenth of every chunk, evenly spread, is looked at when
         the save begins and when the chunk is taken apart. Or one that was to be stored as a difference to what is damaged.
         """
+        hurried: Callable[[], bool] = (lambda: False) if patient else urgent
         with torch.cuda.device(self._device):
             try:
                 program = self._prepare(sources, differing=named is not None)
@@ -170,14 +171,14 @@ class Encoder:
                     if number == busy_at:
                         meanwhile()
                     if self._differences is not None:
-                        program = self._decide(program, number, named if number == decided_at else None, patient=patient)
+                        program = self._decide(program, number, named if number == decided_at else None, hurried)
                     if number == len(program.batches):
                         break
                     self._read(program, number, program.batches[number])
                     self._turn()
                 for reading in self._reads:
                     reading.read.synchronize()
-                self._all_read, self._waited = True, urgent()
+                self._all_read, self._waited = True, hurried()
                 on_read()
                 while self._reads or self._complete_groups < len(program.groups) or self._leaves:
                     self._wait()
@@ -216,15 +217,14 @@ class Encoder:
         torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device
         return program
 
-    def _decide(self, program: Program, number: int, named: Named | None, *, patient: bool) -> Program:
+    def _decide(self, program: Program, number: int, named: Named | None, hurried: Callable[[], bool]) -> Program:
         """How to go on: with differences to what is ``named``, if it is time for that; if it is hurried without any more."""
         assert self._differences is not None
-        other, hurried = program, not patient and self._urgent()
-        with torch.cuda.stream(self._hasty if hurried else self._reading):  # neither is behind what the training has queued up
+        other = program
+        with torch.cuda.stream(self._hasty if hurried() else self._reading):  # neither is behind what the training has queued up
             if named is not None:
-                calm = patient or not (hurried or self._waited)
-                other = self._differences.decide(named, self._tell, hurried=hurried, anew=calm)
-            if hurried:
+                other = self._differences.decide(named, self._tell, hurried=hurried, waited=self._waited)
+            if hurried():
                 other = self._differences.give_way(number) or other
         if other is not program:
             number_of = {job.index: number for number, job in enumerate(program.jobs)}
