@@ -1,4 +1,4 @@
-"""A node that stands still, is replaced, and wakes up: what it still wanted to do must do no harm."""
+"""What stands still and wakes up: a node that was replaced meanwhile, whose further plans must do no harm, and the coordinator."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import ray
 import torch
 from ray.exceptions import RayError
 from record import Drill, Stopwatch
-from stage import Stage, alive, until, wake
+from stage import Stage, alive, frozen, until, wake
 from training import Rank, Training
 
 import raystow
@@ -95,3 +95,49 @@ def test_a_node_is_frozen_replaced_and_woken(
         after.verify(version)
     training.goes_on(step + 4)
     assert raystow.open(training.uri).versions()[:-1] == before
+
+
+def test_the_coordinator_is_frozen_in_a_save_and_woken(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
+    stage.add("a", "b")
+    training.start("a", "b")
+    training.rehearse(4, 6, 8)
+    training.save_at(2)
+    training.each("train", 4)
+    with frozen(stage.coordinator()):
+        watch = Stopwatch()
+        training.each("save")
+        training.each("fence")
+        training.each("train", 6)  # does not wait for the coordinator: that stands still until this is done
+        training.each("check", 2)
+        SYSTEM.sleep(max(0.0, 10 - watch.seconds()))
+    (version,) = set(training.each("result"))
+    report(Drill("coordinator, frozen for 10 s in a save", 0, "nothing to restore; the save became durable", watch.seconds()))
+    assert raystow.open(training.uri).version(version).step == 4
+    training.goes_on(8)
+
+
+def test_a_coordinator_that_does_not_wake_fails_saves_by_name_until_it_is_killed(
+    stage: Stage, training: Training, report: Callable[[Drill], None]
+) -> None:
+    stage.add("a", "b")
+    training.start("a", "b")
+    training.rehearse(6, 8, 10)
+    training.save_at(2)
+    training.each("train", 4)
+    coordinator, watch = stage.coordinator(), Stopwatch()
+    with frozen(coordinator):
+        training.each("save")
+        training.each("train", 6)
+        training.each("check", 2)
+        failures = training.each("failure")
+        detected = watch.seconds()
+        coordinator.kill()
+    for failure in failures:
+        assert "coordinator" in failure
+        assert "did not answer within 60 s" in failure
+        assert "kill it" in failure
+    training.save_at(8)
+    what = "nothing to restore; the save failed"
+    report(Drill("coordinator, frozen for good and killed", detected, what, watch.seconds()))
+    training.each("check", 2)
+    training.goes_on(10)
