@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol
 
 from ..storage.coding.rounded import Rounded
@@ -18,7 +19,8 @@ from .ipc.arrival import Layout
 from .ipc.ring import Ring
 from .ipc.slots import Slots
 from .ipc.wire import Connection, Message
-from .memory.former import Former, Loan
+from .memory.former import Former, Lending
+from .memory.memory_tier import Loan
 from .packing.attempt import NodeAttempt, Outcome, draft
 from .port import Begin
 
@@ -78,6 +80,8 @@ class Session:
         self._on_gpu = set[tuple[str, Box]]()  # chunks that the training process has coded there
         self._asks = False  # what chunks on a GPU may be differences to
         self._offered = (0, False)  # the version of which it has heard all, and whether of decoded planes as well
+        self._loans: dict[int, Loan] = {}  # what it has of the memory tier
+        self._numbers = itertools.count()  # of loans
         self._attempt: NodeAttempt | None = None
         self._number = 0
 
@@ -103,6 +107,7 @@ class Session:
                 if self._coder is not None:
                     self._coder.close()
                 self._slots.wait()
+                self._take_back(self._loans)
                 self._host.grow(-coded)
                 self._ring.close()
         except RaystowError as error:
@@ -140,6 +145,8 @@ class Session:
                 else:
                     self._attempt.finished(self._hello["rank"])
                 self._attempt = None
+            elif "returned" in message:
+                self._take_back(message["returned"])
         who = f"rank {self._hello['rank']} (process {self._hello['pid']})"
         if self._attempt is not None:
             self._attempt.fail(f"{who} died while it was staging")
@@ -188,26 +195,33 @@ class Session:
         once more when its planes have been decoded, or had to go."""
         if former is not None and (former.home.id, former.unfolded) != self._offered:
             try:
-                loan = former.lend(self._on_gpu)
+                lent = former.lend(self._on_gpu)
             except RaystowError as error:
                 self._log.warning("version %d serves no chunk on a GPU: %s", former.home.id, error)
                 former = None
             else:
-                self._offer(former.home.id, loan)
+                self._offer(former.home.id, lent)
         self._connection.send({"save": save, "named": former.home.id if former is not None else 0})
 
-    def _offer(self, id: int, loan: Loan) -> None:
-        planes = [] if loan.planes is None else [loan.planes]
+    def _offer(self, id: int, lent: Lending) -> None:
+        loans: list[tuple[Message, Loan]] = [({"lent": of}, loan) for of, loan in lent.packs.items()]
+        if lent.planes is not None:
+            loans.append(({"planes": True}, lent.planes))
+        numbered = list(zip(self._numbers, loans, strict=False))
+        self._loans.update({number: loan for number, (_, loan) in numbered})
         try:
-            for (group, number), (memory, size) in loan.packs.items():
-                self._connection.send({"lent": [group, number, size]}, fd=memory)
-            for memory, size in planes:
-                self._connection.send({"planes": size}, fd=memory)
+            for number, (what, loan) in numbered:
+                self._connection.send({**what, "nbytes": loan.nbytes, "loan": number}, fd=loan.descriptor)
         finally:
-            for memory, _ in (*loan.packs.values(), *planes):
-                os.close(memory)
-        self._connection.send({"offer": id, "fragment": loan.fragment, "starts": loan.starts})
-        self._offered = id, bool(planes)
+            for _, loan in loans:
+                os.close(loan.descriptor)
+        self._connection.send({"offer": id, "fragment": lent.fragment, "starts": lent.starts})
+        self._offered = id, lent.planes is not None
+
+    def _take_back(self, numbers: Iterable[int]) -> None:
+        """The process does not look at this memory any more."""
+        for number in list(numbers):
+            self._loans.pop(number).end()
 
     def _chunks(self, announced: list[dict[str, Any]]) -> None:
         """Take over chunks that lie in slots, raw ones to be coded, coded ones as they are; note those that are derived."""

@@ -217,6 +217,8 @@ class Staging:
                 self._connection.post({"begin": {**order.begin, **more}})
                 self._hand_over(order, order.plan, devices)
                 rounded = {name: astuple(found) for name, found in order.plan.rounded().items()}
+                if returned := self._offers.returned():
+                    self._connection.post({"returned": returned})
                 self._connection.post({"end": order.save, "stall": order.stall(), "rounded": rounded})
             except RaystowError as error:
                 self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=subject))

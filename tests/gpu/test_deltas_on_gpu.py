@@ -313,7 +313,7 @@ def test_a_save_fails_whose_base_is_damaged_and_the_next_is_whole(after: int, wh
         place = base.chunks["optim.master"][0]  # which begins with planes that are noise, and stored as they are
         key = keys.pack(base.id, base.record.attempt, place.node, place.group, place.pack)
         tier, home = cluster.tier(0), Home(cluster.repository.id, base.id, base.record.attempt)
-        descriptor = tier.borrow_planes(home) if where == "decoded" else tier.borrow(cluster.repository.id, key)
+        descriptor = tier.loan_planes(home).descriptor if where == "decoded" else tier.borrow(cluster.repository.id, key)
         at = 5000 if where == "decoded" else place.start + 5000
         garbage = bytes(byte ^ 0x55 for byte in os.pread(descriptor, 4096, at))
         os.pwrite(descriptor, garbage, at)

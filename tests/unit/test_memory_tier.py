@@ -198,6 +198,23 @@ def test_an_object_stored_twice_counts_once(tier):
     assert tier.used == 2 * KIB
 
 
+@pytest.mark.parametrize("over", [True, False])
+def test_memory_on_loan_is_another_versions_when_the_loan_is_over(over: bool) -> None:
+    tier = MemoryTier(16 * KIB)
+    tier.put(home(1), 0, "old", [b"1" * KIB])
+    loan = tier.loan("r", "old")
+    assert loan is not None
+    tier.committed(home(1))
+    tier.committed(home(2))
+    assert (tier.used, tier.spare) == (0, 4096)
+    if over:
+        loan.end()
+    tier.put(home(3), 0, "new", [b"3" * KIB])
+    with open(loan.descriptor, "rb") as file:
+        assert file.read() == (b"3" if over else b"1") * KIB
+    assert tier.spare == (0 if over else 4096)
+
+
 def test_the_memory_of_a_version_is_the_next_ones_within_the_budget():
     tier = MemoryTier(2500)
     for id in (1, 2, 3):
@@ -212,10 +229,11 @@ def test_the_memory_of_a_version_is_the_next_ones_within_the_budget():
 
 
 def read_planes(tier: MemoryTier, of: Home) -> bytes | None:
-    lent = tier.borrow_planes(of)
+    lent = tier.loan_planes(of)
     if lent is None:
         return None
-    with open(lent, "rb") as file:
+    with open(lent.descriptor, "rb") as file:
+        lent.end()
         return file.read()
 
 

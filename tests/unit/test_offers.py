@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import gc
 import logging
 import os
 import threading
-import weakref
 from dataclasses import replace
 
 import numpy as np
@@ -33,7 +31,7 @@ def memory(content: bytes) -> int:
 
 def offer(offers: Offers, id: int, *chunks: Chunk) -> None:
     descriptor = memory(BYTES.tobytes())
-    offers.hear({"lent": ["weights", 2, BYTES.size]}, descriptor)
+    offers.hear({"lent": ["weights", 2], "nbytes": BYTES.size, "loan": id}, descriptor)
     with pytest.raises(OSError, match="Bad file"):
         os.fstat(descriptor)
     offers.hear({"offer": id, "fragment": Fragment(0, chunks, ()).dump(), "starts": [-1] * len(chunks)}, None)
@@ -59,11 +57,16 @@ def test_what_nothing_is_named_for_is_let_go() -> None:
     offers = Offers()
     offer(offers, 7, CHUNK)
     offers.hear({"save": 1, "named": 7}, None)
-    found = weakref.ref(offers.of(1)(0, calm))
+    found = offers.of(1)(0, calm)
+    assert found is not None
+    parts = [part for one in found.chunks.values() for part in one.parts]
     offers.hear({"save": 2, "named": 0}, None)
     assert offers.of(2)(0, calm) is None
-    gc.collect()
-    assert found() is None
+    del found
+    assert offers.returned() == [], "someone looks at it still"
+    parts.clear()
+    assert offers.returned() == [7]
+    assert offers.returned() == [], "it was said"
     offers.hear({"save": 3, "named": 7}, None)
     assert offers.of(3)(0, calm) is None
 
@@ -95,13 +98,14 @@ def test_who_waits_goes_on_when_something_is_heard(heard: str) -> None:
 
 def test_a_pack_that_cannot_be_mapped_is_not_offered(caplog: pytest.LogCaptureFixture) -> None:
     offers = Offers()
-    offers.hear({"lent": ["weights", 2, 10]}, None)
+    offers.hear({"lent": ["weights", 2], "nbytes": 10, "loan": 0}, None)
     offers.hear({"offer": 7, "fragment": Fragment(0, (CHUNK,), ()).dump(), "starts": [-1]}, None)
     offers.hear({"save": 1, "named": 7}, None)
     found = offers.of(1)(0, calm)
     assert found is not None
     assert not found.chunks
     assert "weights-2 are stored whole: it cannot be mapped" in caplog.text
+    assert offers.returned() == [0]
 
 
 def test_rows_that_make_no_sense_offer_nothing(caplog: pytest.LogCaptureFixture) -> None:
@@ -131,8 +135,8 @@ def test_chunks_whose_planes_were_decoded_are_as_if_nothing_had_coded_them() -> 
     coding = Coding(True, True, ("pack7", "raw", "raw", "deflate"), (7, 8, 8, 5), packed([5]), 16 << 10)
     chunk = replace(CHUNK, name="s", dtype="float32", shape=(8,), extent=(8,), start=100, coding=coding)
     offers = Offers()
-    offers.hear({"lent": ["weights", 2, BYTES.size]}, memory(BYTES.tobytes()))
-    offers.hear({"planes": 20}, memory(bytes(range(200, 220))))
+    offers.hear({"lent": ["weights", 2], "nbytes": BYTES.size, "loan": 0}, memory(BYTES.tobytes()))
+    offers.hear({"planes": True, "nbytes": 20, "loan": 1}, memory(bytes(range(200, 220))))
     offers.hear({"offer": 7, "fragment": Fragment(0, (chunk, CHUNK), ()).dump(), "starts": [9, -1]}, None)
     offers.hear({"save": 1, "named": 7}, None)
     found = offers.of(1)(0, calm)
@@ -147,8 +151,8 @@ def test_chunks_whose_planes_were_decoded_are_as_if_nothing_had_coded_them() -> 
 def test_planes_that_are_not_there_are_not_offered(lost: bool) -> None:
     coding = Coding(True, True, ("raw", "deflate"), (10, 5), packed([5]), 16 << 10)
     chunk, offers = replace(CHUNK, coding=coding), Offers()
-    offers.hear({"lent": ["weights", 2, BYTES.size]}, memory(BYTES.tobytes()))
-    offers.hear({"planes": 10}, None if lost else memory(bytes(10)))
+    offers.hear({"lent": ["weights", 2], "nbytes": BYTES.size, "loan": 0}, memory(BYTES.tobytes()))
+    offers.hear({"planes": True, "nbytes": 10, "loan": 1}, None if lost else memory(bytes(10)))
     offers.hear({"offer": 7, "fragment": Fragment(0, (chunk,), ()).dump(), "starts": [0 if lost else 1]}, None)
     offers.hear({"save": 1, "named": 7}, None)
     found = offers.of(1)(0, calm)

@@ -153,6 +153,20 @@ def test_memory_that_somebody_has_is_not_used_again(how: str) -> None:
         os.close(held)
 
 
+def test_memory_on_loan_is_used_again_when_all_loans_are_over() -> None:
+    spares, file = Spares(), PackFile(len(DATA))
+    file.write([memoryview(DATA)])
+    loans = [file.loan(), file.loan()]
+    spares.give(file)
+    assert spares.nbytes == mmap.PAGESIZE, "it counts"
+    for descriptor, memory in loans:
+        assert spares.take(1) is None
+        assert os.pread(descriptor, len(DATA), 0) == DATA
+        os.close(descriptor)
+        memory.loans -= 1
+    assert spares.take(1) is loans[0][1]
+
+
 def test_the_best_fitting_memory_is_taken_and_the_rest_let_go() -> None:
     spares = Spares()
     for size in (100, 300, 200):

@@ -59,12 +59,12 @@ class World:
 
     def offered(self) -> Offer:
         """As a training process gets it."""
-        loan, offers = self.former.lend(self.wanted), Offers()
-        for (group, number), (memory, size) in loan.packs.items():
-            offers.hear({"lent": [group, number, size]}, memory)
-        if loan.planes is not None:
-            offers.hear({"planes": loan.planes[1]}, loan.planes[0])
-        offers.hear({"offer": HOME.id, "fragment": loan.fragment, "starts": loan.starts}, None)
+        lent, offers = self.former.lend(self.wanted), Offers()
+        for of, loan in lent.packs.items():
+            offers.hear({"lent": of, "nbytes": loan.nbytes, "loan": 0}, loan.descriptor)
+        if lent.planes is not None:
+            offers.hear({"planes": True, "nbytes": lent.planes.nbytes, "loan": 1}, lent.planes.descriptor)
+        offers.hear({"offer": HOME.id, "fragment": lent.fragment, "starts": lent.starts}, None)
         offers.hear({"save": 1, "named": HOME.id}, None)
         offer = offers.of(1)(0, lambda: False)
         assert offer is not None
@@ -177,7 +177,7 @@ class Rank:
         self.ring, self.offers = Ring(descriptor, answer["ring"], answer["slot"]), Offers()
         self.heard = list[str]()
 
-    def save(self, number: int, chunk: Chunk, stored: Bytes) -> Offer | None:
+    def save(self, number: int, chunk: Chunk, stored: Bytes, *, delta: int = 9) -> Offer | None:
         """Save one chunk; what it might have been a difference to."""
         row = {field: getattr(chunk, field) for field in ("name", "path", "kind", "dtype", "shape", "offset", "extent", "group")}
         coding = chunk.coding
@@ -185,13 +185,14 @@ class Rank:
         said = {"coding": code, "streams": coding.streams, "digest": chunk.raw_digest, "parts": [(number % 2, 0, stored.size)]}
         shaped = layout([row], nbytes=[chunk.nbytes], streams=[0], high=[()], starts=[0], bases=[0], batches=[(0, 1, 0)])
         expected = coverage(chunk.name, chunk.dtype, chunk.shape, chunk.shape[0])
-        begin = {"save": number, "step": number, "timeout": 60, "metrics": {}, "values": [], "delta": 9, "asks": True}
+        begin = {"save": number, "step": number, "timeout": 60, "metrics": {}, "values": [], "delta": delta, "asks": True}
         self.connection.send({"begin": {**begin, "replicated": 0, "expected": expected}})
         self.connection.send({"coded": {"device": 0, "layout": shaped}})
         at = number % 2 * self.ring.slot_size
         self.ring.memory[at : at + stored.size] = stored
         self.connection.send({"chunks": [{**row, **said}]})
         self.connection.send({"filled": number % 2})
+        self.connection.send({"returned": self.offers.returned()})
         self.connection.send({"end": number})
         while "done" not in (heard := self._hear()):
             assert "failed" not in heard, heard
@@ -225,5 +226,34 @@ def test_a_node_worker_decodes_a_version_when_it_is_one_and_offers_it_then() -> 
             brought = Brought(found.chunk, found.parts)
             assert words(brought, taken_apart([brought])[0]).tobytes() == raw.tobytes()
         assert rank.heard == ["named", "lent", "planes", "offer", "named", "named"]
+        rank.connection.close()
+        rank.ring.close()
+
+
+@pytest.mark.parametrize("told", [True, False], ids=["told", "gone"])
+def test_what_a_node_worker_has_lent_is_on_loan_until_it_is_told_or_the_process_is_gone(told: bool) -> None:
+    of = coded_on_gpu("float32", numbers("float32", 40_000, 0, positive=False))
+    (stored,) = of.parts
+    difference = replace(of.chunk, coding=replace(of.chunk.coding, base=1, rotated=False))  # it says so
+    with LocalCluster(f"memory://loans-{SYSTEM.token()}") as cluster:
+        rank, tier = Rank(cluster), cluster.tier(0)
+        rank.save(1, of.chunk, stored, delta=1)
+        assert rank.save(2, difference, stored, delta=1) is not None
+        assert rank.save(3, of.chunk, stored, delta=1) is None  # lets go, when all of this save is staged
+
+        def on_loan() -> int:
+            return sum(memory.loans for _, memory in tier._spares._spares)
+
+        until = SYSTEM.monotonic() + 60
+        while not on_loan():  # the first version is dropped as soon as the third is one
+            assert SYSTEM.monotonic() < until
+            threading.Event().wait(0.01)
+        if told:
+            rank.save(4, of.chunk, stored, delta=1)
+        else:
+            rank.connection.close()
+        while on_loan():
+            assert SYSTEM.monotonic() < until
+            threading.Event().wait(0.01)
         rank.connection.close()
         rank.ring.close()

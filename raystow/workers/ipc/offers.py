@@ -10,6 +10,8 @@ import logging
 import mmap
 import os
 import threading
+import weakref
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -79,6 +81,7 @@ class Offers:
     """What a training process has heard. One thread hears, another one asks."""
 
     def __init__(self) -> None:
+        self._gone = deque[int]()  # loans whose memory is not mapped any more
         self._changed = threading.Condition()
         self._packs: dict[Pack, Bytes] = {}  # of the offer that is coming
         self._planes: Bytes | None = None  # of the same, decoded
@@ -90,11 +93,11 @@ class Offers:
         """One of the messages of ``workers.session``: a pack that is ``lent``, decoded ``planes``, the ``offer`` that they belong
         to, and which version is ``named`` in a save."""
         if "lent" in message:
-            group, number, size = message["lent"]
-            if (memory := _mapped(descriptor, size, f"pack {group}-{number}")) is not None:
+            group, number = message["lent"]
+            if (memory := self._mapped(message, descriptor, f"pack {group}-{number}")) is not None:
                 self._packs[group, number] = memory
         elif "planes" in message:
-            self._planes = _mapped(descriptor, message["planes"], "their decoded planes")
+            self._planes = self._mapped(message, descriptor, "their decoded planes")
         elif "offer" in message:
             offer = Offer(message["offer"], message["fragment"], self._packs, self._planes, message["starts"])
             self._packs, self._planes = {}, None
@@ -110,6 +113,10 @@ class Offers:
         with self._changed:
             self._over = True
             self._changed.notify_all()
+
+    def returned(self) -> list[int]:
+        """The loans that are over since this was asked last."""
+        return [self._gone.popleft() for _ in range(len(self._gone))]
 
     def of(self, save: int) -> Named:
         """What is named in a save."""
@@ -129,18 +136,21 @@ class Offers:
                 self._offer = None  # nothing is stored as a difference to it any more: its memory must not be held
             return self._offer
 
-
-def _mapped(descriptor: int | None, size: int, what: str) -> Bytes | None:
-    try:
-        if descriptor is None:  # as the kernel does it where a process has too many
-            raise OSError("its descriptor did not arrive")
+    def _mapped(self, message: Message, descriptor: int | None, what: str) -> Bytes | None:
+        """Memory on loan: until nothing holds it any more, wherever that comes to light."""
         try:
-            return np.frombuffer(mmap.mmap(descriptor, size, prot=mmap.PROT_READ), np.uint8)
-        finally:
-            os.close(descriptor)
-    except OSError as error:
-        logger.warning("chunks of %s are stored whole: it cannot be mapped (%s; see ulimit -n)", what, error)
-        return None
+            if descriptor is None:  # as the kernel does it where a process has too many
+                raise OSError("its descriptor did not arrive")
+            try:
+                mapped = mmap.mmap(descriptor, message["nbytes"], prot=mmap.PROT_READ)
+            finally:
+                os.close(descriptor)
+        except OSError as error:
+            logger.warning("chunks of %s are stored whole: it cannot be mapped (%s; see ulimit -n)", what, error)
+            self._gone.append(message["loan"])
+            return None
+        weakref.finalize(mapped, self._gone.append, message["loan"])
+        return np.frombuffer(mapped, np.uint8)
 
 
 def _plain(chunk: Chunk, stored: Bytes, decoded: Bytes) -> Offered:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from collections.abc import Collection
 from dataclasses import dataclass
 
@@ -20,21 +19,21 @@ from ...storage.format.manifest import Chunk, Fragment
 from ...storage.log import about
 from ...storage.reader import decode
 from ..ipc.offers import Pack
-from .memory_tier import Home, MemoryTier
+from .memory_tier import Home, Loan, MemoryTier
 from .unfolding import starts_of, unfold_all, unfolds
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Loan:
-    """Chunks of a version for a process to map. ``fragment``: their rows, sorted by name and offset; ``packs``: descriptors, for
-    the caller to close, and bytes. ``planes``: the same of their decoded planes, if they were decoded; ``starts``: where in it
-    those of each row begin, -1 for a row without any."""
+class Lending:
+    """Chunks of a version for a process to map. ``fragment``: their rows, sorted by name and offset; ``packs``: the memory they
+    lie in, as far as it is here. ``planes``: that of their decoded planes, if they were decoded; ``starts``: where in it those of
+    each row begin, -1 for a row without any."""
 
     fragment: bytes
-    packs: dict[Pack, tuple[int, int]]
-    planes: tuple[int, int] | None
+    packs: dict[Pack, Loan]
+    planes: Loan | None
     starts: list[int]
 
 
@@ -90,20 +89,16 @@ class Former:
         """Whether planes are decoded, and still here."""
         return bool(self._starts) and self._tier.planes(self.home) > 0
 
-    def lend(self, wanted: Collection[tuple[str, Box]]) -> Loan:
-        """Of these chunks the rows, and the memory that they lie in. What is not here, or no good as a base, is left out."""
-        packs, rows = dict[Pack, tuple[int, int]](), list[Chunk]()
-        for chunk in self._serving(wanted):
-            of = chunk.group, chunk.pack
-            key = self._pack(chunk)
-            if of not in packs and (memory := self._tier.borrow(self.home.repository, key)) is not None:
-                packs[of] = memory, os.fstat(memory).st_size
-            if of in packs:
-                rows.append(chunk)
-        planes = self._tier.borrow_planes(self.home) if self._starts else None
-        starts = [-1 if planes is None else self._starts.get((chunk.name, chunk.box), -1) for chunk in rows]
+    def lend(self, wanted: Collection[tuple[str, Box]]) -> Lending:
+        """Of these chunks the rows, without those that are no good as a base, and the memory that they lie in."""
+        rows = self._serving(wanted)
         fragment = Fragment(0, tuple(rows), ()).dump()
-        return Loan(fragment, packs, None if planes is None else (planes, os.fstat(planes).st_size), starts)
+        keys = {(chunk.group, chunk.pack): self._pack(chunk) for chunk in rows}
+        loans = ((of, self._tier.loan(self.home.repository, key)) for of, key in keys.items())
+        packs = {of: loan for of, loan in loans if loan is not None}
+        planes = self._tier.loan_planes(self.home) if self._starts else None
+        starts = [-1 if planes is None else self._starts.get((chunk.name, chunk.box), -1) for chunk in rows]
+        return Lending(fragment, packs, planes, starts)
 
     def _serving(self, wanted: Collection[tuple[str, Box]]) -> list[Chunk]:
         """Of these chunks those that are here, sorted by name and offset."""

@@ -8,6 +8,7 @@ Beside a version may lie planes of it that were decoded (``memory.unfolding``): 
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import threading
@@ -17,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from ...storage.format import keys
 from ...storage.log import about
 from ...storage.object_store import Buffer
-from .pack_file import PackFile, Spares
+from .pack_file import Memory, PackFile, Spares
 
 logger = logging.getLogger(__name__)
 
@@ -29,6 +30,15 @@ class Home:
     repository: str
     id: int
     attempt: str
+
+
+@dataclass(frozen=True)
+class Loan:
+    """An object's memory, until ``end`` is called: a ``descriptor`` of it, for the caller to close, and the object's bytes."""
+
+    descriptor: int
+    nbytes: int
+    end: Callable[[], None]
 
 
 @dataclass
@@ -171,10 +181,10 @@ class MemoryTier:
         with self._lock:
             return self._planes[home].size if home in self._planes else 0
 
-    def borrow_planes(self, home: Home) -> int | None:
-        """A descriptor of what lies beside a version, for the caller to close; None if there is nothing."""
+    def loan_planes(self, home: Home) -> Loan | None:
+        """What lies beside a version; None if there is nothing."""
         with self._lock:
-            return self._planes[home].lend() if home in self._planes else None
+            return self._on_loan(self._planes.get(home))
 
     def lean(self, home: Home, base: Home) -> None:
         """An attempt may be a difference to a version, which stays for as long as the attempt does, if it is here."""
@@ -233,12 +243,27 @@ class MemoryTier:
             file = self._files.get((repository, key))
             return None if file is None else file.lend()
 
+    def loan(self, repository: str, key: str) -> Loan | None:
+        """As ``borrow``, by someone who will say when it is over: then the memory of what was dropped may be another object's."""
+        with self._lock:
+            return self._on_loan(self._files.get((repository, key)))
+
     def close(self) -> None:
         """Let go of everything. What was lent stays with the borrower."""
         with self._lock:
             for home in list(self._holdings):
                 self._drop(home)
             self._spares.keep(0)
+
+    def _on_loan(self, file: PackFile | None) -> Loan | None:
+        if file is None:
+            return None
+        descriptor, memory = file.loan()
+        return Loan(descriptor, file.size, functools.partial(self._returned, memory))
+
+    def _returned(self, memory: Memory) -> None:
+        with self._lock:
+            memory.loans -= 1
 
     def _refuse(self, home: Home, part: Part, size: int) -> None:
         if part.line:  # whoever sent it tells; what is here of it is of no use

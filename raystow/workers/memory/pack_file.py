@@ -27,6 +27,7 @@ class Memory:
         os.ftruncate(self.descriptor, 1)  # nothing at all cannot be mapped
         self.mapping = mmap.mmap(self.descriptor, 1)
         self.used = False  # its pages are there, most likely
+        self.loans = 0  # others who look at it, and will say when they do not any more
 
     def resize(self, size: int) -> None:
         """``BufferError`` if somebody looks at it."""
@@ -126,9 +127,14 @@ class PackFile:
         return self._view().toreadonly()
 
     def lend(self) -> int:
-        """A descriptor of the memory, for the caller to close."""
+        """A descriptor of the memory, for the caller to close. No other object will be there: nobody says when it is free."""
         self._lent = True
         return os.dup(self._memory.descriptor)
+
+    def loan(self) -> tuple[int, Memory]:
+        """A descriptor of the memory, for the caller to close, and the memory, of whose ``loans`` it is one."""
+        self._memory.loans += 1
+        return os.dup(self._memory.descriptor), self._memory
 
     def close(self) -> None:
         """Let go of the memory."""
@@ -136,7 +142,7 @@ class PackFile:
             memory.close()
 
     def vacate(self) -> Memory | None:
-        """Close it, and give away its memory, if nobody else has that."""
+        """Close it, and give away its memory, if nobody else has that, or but on loan."""
         memory = self._memory
         del self._memory  # which may be another file's soon
         if not self._lent:
@@ -184,11 +190,13 @@ class Spares:
             self._spares.append((file.size, memory))
 
     def take(self, size: int) -> Memory | None:
-        """What ``PackFile`` takes as ``memory``: the smallest that is large enough, else the largest; None if there is none."""
-        if not self._spares:
+        """What ``PackFile`` takes as ``memory``: the smallest that is large enough, else the largest; None if there is none that
+        is not on loan still."""
+        free = [spare for spare in self._spares if not spare[1].loans]
+        if not free:
             return None
-        fitting = [spare for spare in self._spares if spare[0] >= size]
-        found = min(fitting, key=_nbytes) if fitting else max(self._spares, key=_nbytes)
+        fitting = [spare for spare in free if spare[0] >= size]
+        found = min(fitting, key=_nbytes) if fitting else max(free, key=_nbytes)
         self._spares.remove(found)
         return found[1]
 
