@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pack_memory import opened
 
 from raystow.workers.memory.pack_file import PackFile, Span, Spares
 
@@ -168,10 +169,10 @@ def test_memory_on_loan_is_used_again_when_all_loans_are_over() -> None:
 
 
 def test_the_best_fitting_memory_is_taken_and_the_rest_let_go() -> None:
-    spares = Spares()
+    before, spares = opened(), Spares()
     for size in (100, 300, 200):
         spares.give(PackFile(size))
-    before = len(list(Path("/proc/self/fd").iterdir()))
+    assert (opened() - before).total() == 6  # of each its own, and its mapping's
     taken = spares.take(150)
     assert os.fstat(taken.descriptor).st_size == 200
     spares.keep(mmap.PAGESIZE)
@@ -181,4 +182,4 @@ def test_the_best_fitting_memory_is_taken_and_the_rest_let_go() -> None:
     spares.keep(0)
     for memory in (taken, other):
         memory.close()
-    assert len(list(Path("/proc/self/fd").iterdir())) == before - 6, "each and its mapping's"
+    assert not opened() - before
