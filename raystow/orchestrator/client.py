@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -327,14 +328,16 @@ class Checkpointer:
 
     def _ended(self, pending: Pending, number: int, outcome: Entry | RaystowError) -> None:
         if isinstance(outcome, RaystowError):
-            self._tell_failed(pending, number, outcome)
             self._conclude(pending, outcome)
+            # Beside whatever this thread does next: a coordinator that is frozen is waited for as long as an answer may take.
+            telling = (pending.step, number, outcome)
+            threading.Thread(target=self._tell_failed, args=telling, name="raystow-tell", daemon=True).start()
         else:
             self._conclude(pending, Version(self._store, outcome, self._repository_id))
 
-    def _tell_failed(self, pending: Pending, number: int, error: RaystowError) -> None:
+    def _tell_failed(self, step: int, number: int, error: RaystowError) -> None:
         """Whatever the reason, other ranks must not wait for this one. The coordinator may know already."""
         try:
-            self._port.save_failed(self.rank, self._incarnation, number, pending.step, f"rank {self.rank}: {error.what}")
+            self._port.save_failed(self.rank, self._incarnation, number, step, f"rank {self.rank}: {error.what}")
         except RaystowError as unheard:
-            self._log.warning("the coordinator could not be told: %s", unheard, extra={"step": pending.step})
+            self._log.warning("the coordinator could not be told: %s", unheard, extra={"step": step})

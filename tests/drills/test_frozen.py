@@ -1,4 +1,4 @@
-"""What stands still and wakes up: a node that was replaced meanwhile, whose further plans must do no harm, and the coordinator."""
+"""What stands still: a node that is replaced, and wakes up with plans that must do no harm any more; and the coordinator."""
 
 from __future__ import annotations
 

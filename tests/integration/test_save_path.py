@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 import os
 import signal
+import threading
 from pathlib import Path
 from typing import Any
 
@@ -152,6 +153,21 @@ def test_a_rank_that_never_saves_is_named_after_the_deadline(tmp_path: Path) -> 
     with pytest.raises(raystow.SaveFailed, match=r"save of step 1: ranks \[1\] had not delivered their shards after 2 s"):
         ray.get(ranks[0].result.remote(), timeout=60)
     every(ranks, "save", 2)  # the next save is not harmed
+    assert {version.step for version in every(ranks, "result")} == {2}
+
+
+def test_a_failure_is_known_before_a_coordinator_that_does_not_answer_has_been_told(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, timeout=2)
+    every(ranks, "set", replicated, 1, 1)
+
+    def tell_in_vain(self: Rank) -> None:
+        self.checkpointer._port.save_failed = lambda *_: threading.Event().wait()  # type: ignore[method-assign,misc]
+
+    ray.get(ranks[0].do.remote(tell_in_vain))
+    ray.get(ranks[0].save.remote(1))
+    with pytest.raises(raystow.SaveFailed, match=r"save of step 1: ranks .* had not delivered"):
+        ray.get(ranks[0].result.remote(), timeout=60)
+    every(ranks, "save", 2)  # whose outcome is heard by the same thread
     assert {version.step for version in every(ranks, "result")} == {2}
 
 
