@@ -207,10 +207,10 @@ class Session:
         loans: list[tuple[Message, Loan]] = [({"lent": of}, loan) for of, loan in lent.packs.items()]
         if lent.planes is not None:
             loans.append(({"planes": True}, lent.planes))
-        numbered = list(zip(self._numbers, loans, strict=False))
-        self._loans.update({number: loan for number, (_, loan) in numbered})
+        numbered = [(next(self._numbers), what, loan) for what, loan in loans]
+        self._loans.update({number: loan for number, _, loan in numbered})
         try:
-            for number, (what, loan) in numbered:
+            for number, what, loan in numbered:
                 self._connection.send({**what, "nbytes": loan.nbytes, "loan": number}, fd=loan.descriptor)
         finally:
             for _, loan in loans:

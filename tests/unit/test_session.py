@@ -19,8 +19,8 @@ from raystow.storage.format.root import Entry
 from raystow.workers.ipc.arrival import layout
 from raystow.workers.ipc.ring import Ring
 from raystow.workers.ipc.wire import Connection, Message
-from raystow.workers.memory.former import Former, Loan
-from raystow.workers.memory.memory_tier import Home
+from raystow.workers.memory.former import Former, Lending
+from raystow.workers.memory.memory_tier import Home, Loan
 from raystow.workers.port import Begin
 from raystow.workers.session import Session
 
@@ -272,12 +272,16 @@ class FakeFormer:
 
     home: Home = field(default_factory=lambda: Home("r", 3, "0123456789abcdef"))
     lent: list[set[tuple[str, Box]]] = field(default_factory=list)
+    over: list[str] = field(default_factory=list)
     unfolded: bool = False
 
-    def lend(self, wanted: set[tuple[str, Box]]) -> Loan:
+    def lend(self, wanted: set[tuple[str, Box]]) -> Lending:
         self.lent.append(set(wanted))
-        planes = (os.memfd_create("planes"), 5) if self.unfolded else None
-        return Loan(b"rows", {("weights", 0): (os.memfd_create("pack"), 9)}, planes, [3 if planes else -1])
+        planes = self._loan("planes", 5) if self.unfolded else None
+        return Lending(b"rows", {("weights", 0): self._loan("pack", 9)}, planes, [3 if planes else -1])
+
+    def _loan(self, name: str, nbytes: int) -> Loan:
+        return Loan(os.memfd_create(name), nbytes, lambda: self.over.append(name))
 
 
 def test_what_chunks_may_be_differences_to_is_offered_once_and_named_in_every_save_that_asks() -> None:
@@ -297,7 +301,7 @@ def test_what_chunks_may_be_differences_to_is_offered_once_and_named_in_every_sa
         yield {"begin": {**BEGIN, "save": 8, "asks": True}}
         assert talk.sent[-1] == {"save": 8, "named": 0}
         (lent,) = [message for message in talk.sent if "lent" in message]
-        assert lent["lent"] == ["weights", 0, 9]
+        assert (lent["lent"], lent["nbytes"]) == (("weights", 0), 9)
         with pytest.raises(OSError, match="Bad file"):
             os.fstat(lent["fd"])
         assert [message for message in talk.sent if "offer" in message] == [{"offer": 3, "fragment": b"rows", "starts": [-1]}]
@@ -323,8 +327,13 @@ def test_a_version_is_offered_again_when_its_planes_were_decoded_and_when_they_h
         once, plain = ["lent", "offer", "named"], ["lent", "planes", "offer", "named"]
         assert said == [*once, *plain, "named", *once]
         assert [message["starts"] for message in talk.sent if "offer" in message] == [[-1], [3], [-1]]
+        loans = {message["loan"]: key for message in talk.sent for key in ("lent", "planes") if key in message}
+        assert [*loans] == [0, 1, 2, 3]
+        yield {"returned": [2, 1]}
+        assert former.over == [{"lent": "pack", "planes": "planes"}[loans[number]] for number in (2, 1)]
 
     serve(script, attempt)
+    assert sorted(former.over) == ["pack", "pack", "pack", "planes"], "with the conversation all loans are over"
 
 
 def test_a_rank_that_asks_says_which_chunks_it_has_coded_itself() -> None:
