@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training picture docs chromium clean
+.PHONY: help venv demo test lint test-s3 s3-suite test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training picture docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -53,6 +53,10 @@ s3-suite: $(READY)
 	$(BIN)/pytest -m s3
 	PYTHONPATH=tests $(BIN)/python -c 'import s3_server; s3_server.make_bucket("raystow-tests")'
 	$(BIN)/raystow demo --store s3://raystow-tests/demo
+
+test-streams: $(READY)  ## what the host says to a GPU, tried without one in many orders (two minutes; fetches Triton, 0.3 GB)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
+	$(BIN)/pytest tests/streams
 
 test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest -m gpu

@@ -228,8 +228,7 @@ class Differences:
         for alike, now, before in zip(self._sampled, self._samples, seen.samples, strict=True):
             smaller, planes = paying.pays(now, before, rotate=alike.rotate)
             told = tell(torch.cat([smaller[:, None], planes], dim=1).long())
-            if now.is_cuda:
-                torch.cuda.current_stream(now.device).synchronize()
+            torch.cuda.current_stream(now.device).synchronize()
             for i, (pays, *worth) in zip(alike.numbers, told.tolist(), strict=True):
                 if pays and i in known:
                     high = tuple(p for p, coded in enumerate(worth) if coded)

@@ -1,0 +1,165 @@
+"""A GPU's streams on the CPU: what is enqueued runs when somebody waits for it, or when it happens to.
+
+Kernels run in Triton's interpreter, on tensors in host memory. Which stream goes on is drawn by lot, and few do before they must:
+whoever looks at something without having waited for it finds that it is not there yet. So what the host says to a device is tried
+where there is none, and in more orders than a device would choose.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch.overrides import TorchFunctionMode
+
+os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is loaded
+
+from triton.runtime.interpreter import InterpretedFunction
+
+_SOME = (0, 0, 1, 3)  # pieces of work that are done while somebody looks whether an event has come
+
+_OF_THE_HOST = {"__getitem__", "__iter__", "__len__", "data_ptr", "element_size", "numel", "numpy", "split", "tolist", "view"}
+"""Calls that look at a tensor's place, or at what is in host memory: a device knows nothing of them."""
+
+_FRESH = {"arange", "empty", "from_numpy", "ones", "zeros"}
+"""Calls whose memory is nobody else's yet: they need not wait."""
+
+
+class Event:
+    """A point in a stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self.passed = device, False
+
+    def query(self) -> bool:
+        """Whether it has come."""
+        self._device.go_on()
+        return self.passed
+
+    def synchronize(self) -> None:
+        self._device.run_until(lambda: self.passed)
+
+
+class Stream:
+    """Work, and events that it waits for, in the order in which they were enqueued."""
+
+    def __init__(self, device: Device) -> None:
+        self._device, self.queue = device, deque[Callable[[], Any] | Event]()
+        device.streams.append(self)
+
+    def record_event(self) -> Event:
+        event = Event(self._device)
+        self.queue.append(functools.partial(setattr, event, "passed", True))
+        return event
+
+    def wait_event(self, event: Event) -> None:
+        self.queue.append(event)
+
+    def synchronize(self) -> None:
+        self._device.run_until(lambda: not self.queue)
+
+
+class Device:
+    """Draws by ``seed``."""
+
+    def __init__(self, seed: int) -> None:
+        self._lot, self.streams = np.random.default_rng(seed), list[Stream]()
+        self._one = threading.RLock()  # thread at a time makes it go on
+        self.current = self.default = Stream(self)
+        self.busy = False
+        self.kept = list[Any]()
+        """All that was made: torch gives the memory of what was let go of to what comes later on the same stream."""
+
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Iterator[None]:
+        before, self.current = self.current, stream
+        try:
+            yield
+        finally:
+            self.current = before
+
+    def enqueue(self, work: Callable[[], Any]) -> None:
+        self.current.queue.append(work)
+
+    def go_on(self) -> None:
+        """Do some of what is enqueued, or nothing."""
+        for _ in range(int(self._lot.choice(_SOME))):
+            self._step()
+
+    def run_until(self, reached: Callable[[], bool]) -> None:
+        while not reached():
+            assert self._step(), "it never comes: every stream waits"
+
+    def synchronize(self) -> None:
+        self.run_until(lambda: not any(stream.queue for stream in self.streams))
+
+    def _step(self) -> bool:
+        with self._one:
+            return self._next()
+
+    def _next(self) -> bool:
+        ready = [stream for stream in self.streams if stream.queue and getattr(stream.queue[0], "passed", True)]
+        if not ready:
+            return False
+        work = ready[self._lot.integers(len(ready))].queue.popleft()
+        if not isinstance(work, Event):
+            before, self.busy = self.busy, True
+            try:
+                work()
+            finally:
+                self.busy = before
+        return True
+
+
+class _Calls(TorchFunctionMode):
+    """torch's functions, as they are for tensors on a device: copies that block nobody come later, all else when what the current
+    stream has to do before is done."""
+
+    def __init__(self, device: Device) -> None:
+        super().__init__()
+        self._device = device
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        more = dict(kwargs or {})
+        more.pop("pin_memory", None)
+        later = more.pop("non_blocking", False) and func is torch.Tensor.copy_
+        if func is torch.Tensor.pin_memory:
+            return args[0]
+        if self._device.busy or func.__name__ in _OF_THE_HOST or func.__name__ == "__get__":
+            return func(*args, **more)
+        if later:
+            self._device.enqueue(functools.partial(func, *args))
+            return args[0]
+        if func.__name__ not in _FRESH:
+            self._device.current.synchronize()
+        made = func(*args, **more)
+        self._device.kept.append(made)
+        return made
+
+
+@contextlib.contextmanager
+def device(seed: int) -> Iterator[Device]:
+    """``torch.cuda`` is this device's, and kernels are enqueued on it."""
+    made = Device(seed)
+    at_once = InterpretedFunction.__getitem__
+
+    def launched(kernel: Any, grid: Any) -> Callable[..., None]:
+        run = at_once(kernel, grid)
+        return lambda *args, **more: made.enqueue(functools.partial(run, *args, **more))
+
+    with pytest.MonkeyPatch.context() as patch, _Calls(made):
+        patch.setattr(InterpretedFunction, "__getitem__", launched)
+        patch.setattr(torch.cuda, "device", lambda where: contextlib.nullcontext())
+        patch.setattr(torch.cuda, "Stream", lambda where=None, priority=0: Stream(made))
+        patch.setattr(torch.cuda, "stream", made.on)
+        patch.setattr(torch.cuda, "current_stream", lambda where=None: made.current)
+        patch.setattr(torch.cuda, "synchronize", lambda where=None: made.synchronize())
+        yield made

@@ -1,0 +1,194 @@
+"""The encoder over streams that go on as late as they may: what arrives is what was there when the save began, in whatever order.
+
+Needs Triton (``make test-streams``) and no GPU; where there is one, ``tests/gpu`` say more.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import threading
+import types
+import zlib
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import pytest
+import torch
+
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: tests/gpu are for that", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton: make test-streams", allow_module_level=True)
+
+from saving import HERE, KIB, Follower, Receiver, Source, save, small_encoder, state, streams, weights
+
+from raystow.storage.coding import kernels as on_host
+from raystow.storage.coding.chunk import DEFLATE, RAW, Coding
+from raystow.storage.coding.digest import raw_digest
+from raystow.storage.coding.dtypes import dtype
+from raystow.storage.errors import RaystowError
+from raystow.workers.cuda.encoding import differences, encoder
+from raystow.workers.cuda.encoding.following import Following, Lookout
+from raystow.workers.ipc.offers import Offer, Offered
+
+if TYPE_CHECKING:
+    from device import Device
+
+seeds = pytest.mark.parametrize("gpu", range(2), indirect=True)
+
+
+@seeds
+@pytest.mark.parametrize(("codec", "urgent"), [(DEFLATE, False), (DEFLATE, True), (None, False)])
+def test_what_arrives_is_what_was_there_before_it_was_read(gpu: Device, codec: str | None, urgent: bool) -> None:
+    """Twice: the second time all is worked out. Memory and ring hold a part of it."""
+    receiver = Receiver(slots=16)
+    encoder, sources = small_encoder(codec, receiver), list(state())
+    for _ in range(2):
+        for source, fresh in zip(sources, state(), strict=True):
+            source.tensor.copy_(fresh.tensor)
+        wanted = {source.name: source.bytes for source in sources}
+        receiver.found.clear()
+        save(gpu, encoder, receiver, sources, urgent=lambda: urgent)
+        assert receiver.found == wanted
+    program = encoder.program
+    assert program is not None
+    assert any(batch.after for batch in program.batches)
+    if codec:
+        assert any(batch.after_group for batch in program.batches)
+        assert receiver.chunks["m0.square"].coding.codecs == ("pack7", RAW, RAW, DEFLATE)
+        assert receiver.chunks["any bits"].coding.codecs == (RAW,) * 4
+    encoder.close()
+
+
+PLANTED = {
+    "an event before what it stands for": (
+        "told = self.found.tell(batch)\n            self._reads.append(ReadBatch(number, batch, stream.record_event()",
+        "at = stream.record_event(); told = self.found.tell(batch)\n            self._reads.append(ReadBatch(number, batch, at",
+    ),
+    "memory that is not free yet": ("stream.wait_event(self._left[batch.after - 1])", "pass"),
+    "tensors that are read still": ("reading.read.synchronize()", "pass"),
+    "a copy that has not arrived": ("        event.synchronize()\n        left()", "        left()"),
+    "planes that are being packed": ("self._leaving.wait_event(packed)", "pass"),
+    "samples that were not taken yet": ("self._hasty.wait_event(sampled)", "pass"),
+    "streams that are being coded": ("coding.coded.synchronize()", "pass"),
+}
+"""What is taken to be done and is not, by what the encoder's text says, and could say."""
+
+
+def planted(right: str, wrong: str) -> types.ModuleType:
+    """The encoder's module with another text."""
+    text = Path(encoder.__file__).read_text()
+    assert text.count(right) == 1
+    module = types.ModuleType(encoder.__name__)
+    module.__package__ = encoder.__package__
+    exec(compile(text.replace(right, wrong), encoder.__file__, "exec"), module.__dict__)
+    return module
+
+
+def comes_back(module: types.ModuleType, seed: int) -> bool:
+    """Whether its encoder saves what there is, and says so."""
+    with streams(seed) as gpu:
+        module.coder = encoder.coder  # type: ignore[attr-defined]
+        receiver, sources = Receiver(slots=16), list(state())
+        wanted = {source.name: source.bytes for source in sources}
+        made = small_encoder(DEFLATE, receiver, of=module.Encoder)
+        try:
+            save(gpu, made, receiver, sources, urgent=lambda: seed % 2 == 0)
+        except (RaystowError, RuntimeError, AssertionError, ValueError, zlib.error):
+            return False
+        return receiver.found == wanted
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_what_is_not_waited_for_is_found(bug: str) -> None:
+    right, wrong = PLANTED[bug]
+    assert not all(comes_back(planted(right, wrong), seed) for seed in range(12))
+
+
+def test_what_is_waited_for_is_not() -> None:
+    assert comes_back(planted("coding.coded.synchronize()", "coding.coded.synchronize()"), 0)
+
+
+@seeds
+def test_what_follows_is_told_while_it_is_read(gpu: Device) -> None:
+    receiver = Receiver(slots=16)
+    encoder = small_encoder(DEFLATE, receiver)
+    masters = [Source(f"{name}.master", weights(15_000), followed="bfloat16") for name in ("a", "b", "nan")]
+    masters[2].tensor[77] = torch.nan
+    other = Source("other", weights(9_000))
+    followers = [Follower(Source(one.name.split(".")[0], one.tensor.bfloat16()), one) for one in masters]
+    followers[1].piece.tensor[5] += 1
+    followers.append(Follower(Source("copy", other.tensor.clone()), other))
+    followers.append(Follower(Source("half", other.tensor.half()), other))  # which is read for that
+    digests = {one.piece.name: raw_digest(np.frombuffer(one.piece.bytes, np.uint8)) for one in followers}
+    following = list[Following]()
+
+    def look() -> None:
+        following.append(Lookout(HERE, followers, encoder).look(after=gpu.default.record_event()))
+
+    strays = list[str]()
+
+    def read() -> None:
+        strays.extend(one.piece.name for one in following[0].strays)
+        for one in (*masters, other, *(one.piece for one in followers)):
+            one.tensor.fill_(0.5)
+
+    save(gpu, encoder, receiver, [*masters, other], meanwhile=look, on_read=read)
+    assert sorted(strays) == ["b", "nan"]
+    assert {row["name"]: row["digest"] for row in following[0].rows} == {name: digests[name] for name in ("a", "copy", "half")}
+
+
+def offered(receiver: Receiver, id: int) -> Offer:
+    """What was saved, as a node worker offers it that has decoded its planes."""
+    chunks = {}
+    for name, chunk in receiver.chunks.items():
+        of, raw = dtype(chunk.dtype), np.frombuffer(receiver.found[name], np.uint8)
+        planes = [np.empty(raw.size // of.width, np.uint8) for _ in range(of.width)]
+        on_host.split(raw.view(on_host.WORDS[of.width]), of.rotate, tuple(planes))
+        coding = Coding(True, of.rotate, (RAW,) * of.width, tuple(plane.size for plane in planes))
+        chunks[name, chunk.box] = Offered(replace(chunk, coding=coding), (np.concatenate(planes),))
+    offer = Offer(id, b"", {}, None, ())
+    offer.__dict__["chunks"] = chunks
+    return offer
+
+
+@seeds
+@pytest.mark.parametrize("waits", ["never", "before a version is named", "after some differences"])
+def test_differences_are_to_what_is_named_and_no_more_are_read_once_someone_waits(
+    gpu: Device, waits: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(differences, "_TURN", 64 * KIB)
+    receiver, waiting, brought = Receiver(slots=24), threading.Event(), list[int]()
+    encoder = small_encoder(DEFLATE, receiver, differing=True)
+    sources = [Source(f"{i}.master", weights(15_000 + i)) for i in range(5)]
+    first = [source.tensor.clone() for source in sources]
+    save(gpu, encoder, receiver, sources, named=lambda seconds, hurried: None, patient=False)
+    offer, receiver.bases = offered(receiver, 1), dict(receiver.found)
+
+    def named(seconds: float, hurried: Callable[[], bool]) -> Offer | None:
+        if waits == "before a version is named":
+            waiting.set()
+        assert hurried() == waiting.is_set()
+        return offer
+
+    def bring(number: int, *more: Any) -> Any:
+        brought.append(number)
+        if waits == "after some differences" and len(brought) == 3:
+            waiting.set()
+        return at_once(number, *more)
+
+    at_once = encoder._bring
+    monkeypatch.setattr(encoder, "_bring", bring)
+    for source, before in zip(sources, first, strict=True):
+        source.tensor.copy_(before * (1 + 1e-5 * torch.randn(before.shape)))
+    wanted = {source.name: source.bytes for source in sources}
+    save(gpu, encoder, receiver, sources, named=named, patient=False, urgent=waiting.is_set)
+    assert receiver.found == wanted
+    differ = sum(chunk.coding.base == 1 for chunk in receiver.chunks.values())
+    assert differ == {"never": 5, "before a version is named": 0, "after some differences": differ}[waits]
+    if waits == "after some differences":
+        assert 0 < differ < 5
+    encoder.close()
