@@ -155,6 +155,32 @@ def offered(receiver: Receiver, id: int) -> Offer:
     return offer
 
 
+@pytest.mark.parametrize("gpu", [0], indirect=True)
+def test_a_name_that_nobody_waits_for_costs_one_save_its_differences_and_no_more(gpu: Device, monkeypatch: Any) -> None:
+    receiver, offers, compared = Receiver(slots=24), list[Offer | None](), list[Offer]()
+    made = small_encoder(DEFLATE, receiver, differing=True)
+    source = Source("master", weights(20_000))
+    first, compare = source.tensor.clone(), differences.Differences._compare
+
+    def counted(self: Any, offer: Offer, tell: Any) -> Any:
+        compared.append(offer)
+        return compare(self, offer, tell)
+
+    monkeypatch.setattr(differences.Differences, "_compare", counted)
+    for number, hurry in enumerate([False, False, True, False]):
+        source.tensor.copy_(first * (1 + 1e-5 * number * torch.randn(first.shape)))
+        there = source.bytes
+        heard = offers[0] if offers and not hurry else None
+        save(gpu, made, receiver, [source], named=lambda *_, heard=heard: heard, patient=False, urgent=lambda hurry=hurry: hurry)
+        assert receiver.found["master"] == there
+        assert receiver.chunks["master"].coding.base == (1 if number in (1, 3) else None)
+        if not offers:
+            offers.append(offered(receiver, 1))
+            receiver.bases = dict(receiver.found)
+    assert compared == offers, "what was worked out is kept"
+    made.close()
+
+
 @seeds
 @pytest.mark.parametrize("waits", ["never", "before a version is named", "after some differences"])
 def test_differences_are_to_what_is_named_and_no_more_are_read_once_someone_waits(

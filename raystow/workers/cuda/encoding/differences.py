@@ -141,6 +141,8 @@ class Differences:
             if self._star is not None:
                 self._differing = True
                 return self._star.program
+        if star is not None and offer is None and hurried():  # it may have been named again: the next save will hear
+            return self.give_way(star.first) or star.program
         if star is not None:
             self._let_go()
             return self.make(star.up_to(_DOES))
