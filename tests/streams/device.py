@@ -3,12 +3,16 @@
 Kernels run in Triton's interpreter, on tensors in host memory. Which stream goes on is drawn by lot, and few do before they must:
 whoever looks at something without having waited for it finds that it is not there yet. So what the host says to a device is tried
 where there is none, and in more orders than a device would choose.
+
+Needs Triton (``make test-streams``). Where there is a GPU, whoever imports this is skipped.
 """
 
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
+import importlib.util
 import os
 import threading
 from collections import deque
@@ -19,6 +23,11 @@ import numpy as np
 import pytest
 import torch
 from torch.overrides import TorchFunctionMode
+
+if torch.cuda.is_available():
+    pytest.skip("there is a GPU: tests/gpu are for that", allow_module_level=True)
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton: make test-streams", allow_module_level=True)
 
 os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is loaded
 
@@ -130,19 +139,29 @@ class _Calls(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         more = dict(kwargs or {})
         more.pop("pin_memory", None)
-        later = more.pop("non_blocking", False) and func is torch.Tensor.copy_
+        later = more.pop("non_blocking", False)
         if func is torch.Tensor.pin_memory:
             return args[0]
         if self._device.busy or func.__name__ in _OF_THE_HOST or func.__name__ == "__get__":
             return func(*args, **more)
         if later:
-            self._device.enqueue(functools.partial(func, *args))
-            return args[0]
+            target, source = (torch.empty_like(args[0]), args[0]) if func is torch.Tensor.to else args
+            self._device.enqueue(functools.partial(torch.Tensor.copy_, target, source))
+            self._device.kept.append(target)
+            return target
         if func.__name__ not in _FRESH:
             self._device.current.synchronize()
         made = func(*args, **more)
         self._device.kept.append(made)
         return made
+
+
+def _tensor(of: Any) -> Any:
+    """What stands for a tensor by its address alone, as one: the interpreter asks for no less."""
+    if isinstance(of, torch.Tensor) or not hasattr(of, "data_ptr"):
+        return of
+    first = (ctypes.c_uint8 * of.dtype.itemsize).from_address(of.data_ptr())
+    return torch.from_numpy(np.ctypeslib.as_array(first)).view(of.dtype)
 
 
 @contextlib.contextmanager
@@ -153,7 +172,7 @@ def device(seed: int) -> Iterator[Device]:
 
     def launched(kernel: Any, grid: Any) -> Callable[..., None]:
         run = at_once(kernel, grid)
-        return lambda *args, **more: made.enqueue(functools.partial(run, *args, **more))
+        return lambda *args, **more: made.enqueue(functools.partial(run, *map(_tensor, args), **more))
 
     with pytest.MonkeyPatch.context() as patch, _Calls(made):
         patch.setattr(InterpretedFunction, "__getitem__", launched)

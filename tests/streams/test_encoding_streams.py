@@ -1,28 +1,19 @@
-"""The encoder over streams that go on as late as they may: what arrives is what was there when the save began, in whatever order.
-
-Needs Triton (``make test-streams``) and no GPU; where there is one, ``tests/gpu`` say more.
-"""
+"""The encoder over streams that go on as late as they may: what arrives is what was there before, in whatever order."""
 
 from __future__ import annotations
 
-import importlib.util
 import threading
 import types
 import zlib
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-
-if torch.cuda.is_available():
-    pytest.skip("there is a GPU: tests/gpu are for that", allow_module_level=True)
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton: make test-streams", allow_module_level=True)
-
+from device import Device
+from rewriting import rewritten
 from saving import HERE, KIB, Follower, Receiver, Source, save, small_encoder, state, streams, weights
 
 from raystow.storage.coding import kernels as on_host
@@ -33,9 +24,6 @@ from raystow.storage.errors import RaystowError
 from raystow.workers.cuda.encoding import differences, encoder
 from raystow.workers.cuda.encoding.following import Following, Lookout
 from raystow.workers.ipc.offers import Offer, Offered
-
-if TYPE_CHECKING:
-    from device import Device
 
 seeds = pytest.mark.parametrize("gpu", range(2), indirect=True)
 
@@ -78,16 +66,6 @@ PLANTED = {
 """What is taken to be done and is not, by what the encoder's text says, and could say."""
 
 
-def planted(right: str, wrong: str) -> types.ModuleType:
-    """The encoder's module with another text."""
-    text = Path(encoder.__file__).read_text()
-    assert text.count(right) == 1
-    module = types.ModuleType(encoder.__name__)
-    module.__package__ = encoder.__package__
-    exec(compile(text.replace(right, wrong), encoder.__file__, "exec"), module.__dict__)
-    return module
-
-
 def comes_back(module: types.ModuleType, seed: int) -> bool:
     """Whether its encoder saves what there is, and says so."""
     with streams(seed) as gpu:
@@ -104,12 +82,12 @@ def comes_back(module: types.ModuleType, seed: int) -> bool:
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_what_is_not_waited_for_is_found(bug: str) -> None:
-    right, wrong = PLANTED[bug]
-    assert not all(comes_back(planted(right, wrong), seed) for seed in range(12))
+    module = rewritten(encoder, *PLANTED[bug])
+    assert not all(comes_back(module, seed) for seed in range(12))
 
 
 def test_what_is_waited_for_is_not() -> None:
-    assert comes_back(planted("coding.coded.synchronize()", "coding.coded.synchronize()"), 0)
+    assert comes_back(rewritten(encoder, "coding.coded.synchronize()", "coding.coded.synchronize()"), 0)
 
 
 @seeds

@@ -1,0 +1,154 @@
+"""The decoder over streams that go on as late as they may: what is restored is what was saved, in whatever order."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import types
+import zlib
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device import Device
+from local_cluster import LocalCluster
+from rewriting import rewritten
+from saving import HERE, KIB, streams, weights
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.coding import zstd
+from raystow.storage.coding.chunk import ZSTD
+from raystow.storage.coding.digest import stored_digest
+from raystow.storage.errors import Damaged
+from raystow.storage.reader import Request
+from raystow.storage.version import Version
+from raystow.workers.cuda.decoding import blake3, decoder, lane_plan
+
+State = dict[str, torch.Tensor]
+
+WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def numbers(address: int, n: int) -> list[int]:
+    """int64 in memory."""
+    return list((ctypes.c_int64 * n).from_address(address))
+
+
+@dataclass(frozen=True)
+class Inflating:
+    """In the place of nvCOMP's decoders."""
+
+    gpu: Device
+    name: str
+    stream: int
+
+    def decoding_scratch(self, streams: int) -> int:
+        return streams
+
+    def decompress(self, *rows: Any, decoded: Any, scratch: Any, status: Any) -> None:
+        def work() -> None:
+            sources, sizes, targets, rooms = (numbers(row.data_ptr(), len(row)) for row in rows)
+            for i, (source, size, target, room) in enumerate(zip(sources, sizes, targets, rooms, strict=True)):
+                stored, made = ctypes.string_at(source, size), np.empty(room, np.uint8)
+                if self.name == ZSTD:
+                    zstd.decode(np.frombuffer(stored, np.uint8), (size,), room, made)
+                else:
+                    made[:] = np.frombuffer(zlib.decompress(stored, -15), np.uint8)
+                ctypes.memmove(target, made.ctypes.data, room)
+                ctypes.c_int64.from_address(decoded.data_ptr() + 8 * i).value = room
+
+        self.gpu.enqueue(work)
+
+
+@contextlib.contextmanager
+def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
+    """A device for the decoder of a module, whose lanes are small."""
+    with streams(seed) as gpu, pytest.MonkeyPatch.context() as patch:
+
+        def digests(table: Any, sizes: Sequence[int], found: Any, scratch: Any) -> None:
+            def work() -> None:
+                for i, size in enumerate(sizes):
+                    address, nbytes, _ = numbers(table.data_ptr() + 24 * i, 3)
+                    assert nbytes == size
+                    ctypes.memmove(found.data_ptr() + 32 * i, stored_digest(ctypes.string_at(address, size)), 32)
+
+            gpu.enqueue(work)
+
+        patch.setattr(blake3, "stored_digests", digests)
+        patch.setattr(module, "Codec", lambda name, stream: Inflating(gpu, name, stream))
+        room = lane_plan.Memory(stored=128 * KIB, planes=192 * KIB, aligned=96 * KIB, words=128 * KIB)
+        for one in (module, lane_plan):
+            patch.setattr(one, "ROOM", room)
+        yield gpu
+
+
+@pytest.fixture(scope="module")
+def saved() -> Iterator[tuple[Version, State]]:
+    """A version of chunks of all kinds: derived, packed, differences, of all widths, noise."""
+    torch.manual_seed(0)
+    state = {f"m{i}": weights(16_000 + 8 * i) for i in range(3)}
+    state |= {f"w{i}": state[f"m{i}"].bfloat16() for i in range(3)}
+    state |= {"square": weights(12_000).square(), "double": weights(4_000, torch.float64), "ints": torch.randint(0, 9, (6_000,))}
+    state |= {"part": weights(18_000).reshape(150, 120), "noise": torch.randint(-(1 << 31), 1 << 31, (9_000,)).to(torch.int32)}
+    with LocalCluster(f"memory://streams-{SYSTEM.token()}", codec="cpu", delta=3) as cluster:
+        cluster.save(state, step=1)
+        for i in range(3):
+            state[f"m{i}"] *= 1 + 1e-5 * torch.randn(state[f"m{i}"].shape)
+            state[f"w{i}"] = state[f"m{i}"].bfloat16()
+        yield cluster.save(state, step=2), state
+
+
+def restored(version: Version, state: State, made: Any) -> State:
+    """What comes back; of one tensor a part."""
+    into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
+    requests = []
+    for name, tensor in into.items():
+        words = tensor.view(WORDS[tensor.element_size()])
+        box = ((0,) * tensor.dim(), tuple(tensor.shape))
+        if name == "part":
+            words, box = words[30:150, 7:90], ((30, 7), (120, 83))
+        requests.append(Request(name, version.chunks[name], box, words))
+    reader = version.reader()
+    made.fill(reader, reader.runs(requests), lambda nbytes: None)
+    return into
+
+
+def same(got: State, wanted: State) -> bool:
+    cut = torch.zeros_like(wanted["part"])
+    cut[30:150, 7:90] = wanted["part"][30:150, 7:90]
+    return all(torch.equal(got[name], tensor) for name, tensor in (wanted | {"part": cut}).items())
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_comes_back_is_what_was_saved(saved: tuple[Version, State], seed: int) -> None:
+    version, state = saved
+    codings = [chunk.coding for chunks in version.chunks.values() for chunk in chunks]
+    assert any(coding.base for coding in codings)
+    with decoding(seed):
+        made = decoder.Decoder(HERE)
+        assert same(restored(version, state, made), state)
+        assert same(restored(version, state, made), state), "lanes are used again"
+        made.close()
+
+
+PLANTED = {
+    "tables that have not come up": ("work.lane.stream.wait_event(ready)", "pass"),
+    "tensors that are being made": ('at came out of it."""\n    work.event.synchronize()', 'at came out of it."""'),
+}
+
+
+@pytest.mark.parametrize("bug", PLANTED)
+def test_what_is_not_waited_for_is_found(saved: tuple[Version, State], bug: str) -> None:
+    module = rewritten(decoder, *PLANTED[bug])
+
+    def comes_back(seed: int) -> bool:
+        with decoding(seed, module):
+            try:
+                return same(restored(*saved, module.Decoder(HERE)), saved[1])
+            except (Damaged, RuntimeError, AssertionError, ValueError):
+                return False
+
+    assert not all(comes_back(seed) for seed in range(6))
