@@ -54,9 +54,11 @@ s3-suite: $(READY)
 	PYTHONPATH=tests $(BIN)/python -c 'import s3_server; s3_server.make_bucket("raystow-tests")'
 	$(BIN)/raystow demo --store s3://raystow-tests/demo
 
-test-streams: $(READY)  ## what the host says to a GPU, tried without one in many orders (two minutes; fetches Triton, 0.3 GB)
+SEEDS ?= 2
+
+test-streams: $(READY)  ## what the host says to a GPU, tried without one, in SEEDS orders (2: three minutes; fetches Triton, 0.3 GB)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
-	$(BIN)/pytest tests/streams
+	SEEDS=$(SEEDS) $(BIN)/pytest tests/streams
 
 test-gpu: $(READY)  ## the tests that need an NVIDIA GPU
 	$(BIN)/pytest -m gpu

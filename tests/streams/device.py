@@ -33,6 +33,9 @@ os.environ["TRITON_INTERPRET"] = "1"  # before any kernel is loaded
 
 from triton.runtime.interpreter import InterpretedFunction
 
+SEEDS = range(int(os.environ.get("SEEDS", "2")))
+"""In how many orders a test is played."""
+
 _SOME = (0, 0, 1, 3)  # pieces of work that are done while somebody looks whether an event has come
 
 _OF_THE_HOST = {"__getitem__", "__iter__", "__len__", "data_ptr", "element_size", "numel", "numpy", "split", "tolist", "view"}

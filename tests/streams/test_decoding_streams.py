@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import Device
+from device import SEEDS, Device
 from local_cluster import LocalCluster
 from rewriting import rewritten
 from saving import HERE, KIB, streams, weights
@@ -122,7 +122,7 @@ def same(got: State, wanted: State) -> bool:
     return all(torch.equal(got[name], tensor) for name, tensor in (wanted | {"part": cut}).items())
 
 
-@pytest.mark.parametrize("seed", range(2))
+@pytest.mark.parametrize("seed", SEEDS)
 def test_what_comes_back_is_what_was_saved(saved: tuple[Version, State], seed: int) -> None:
     version, state = saved
     codings = [chunk.coding for chunks in version.chunks.values() for chunk in chunks]

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from device import Device
+from device import SEEDS, Device
 from rewriting import rewritten
 from saving import HERE, KIB, Follower, Receiver, Source, save, small_encoder, state, streams, weights
 
@@ -25,7 +25,7 @@ from raystow.workers.cuda.encoding import differences, encoder
 from raystow.workers.cuda.encoding.following import Following, Lookout
 from raystow.workers.ipc.offers import Offer, Offered
 
-seeds = pytest.mark.parametrize("gpu", range(2), indirect=True)
+seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
 
 @seeds
