@@ -180,7 +180,11 @@ class Watch:
         assert change.new is not None
         assert self.root is not None
         old, new = self.root, json.loads(change.new.data)
-        back = {id for id, attempt in _live(new) if (id, attempt) in self.committed}  # of a thinned version perhaps all of it
+        listed = {entry["id"]: entry for entry in old["versions"]}
+        # Of a thinned version perhaps all of it; of one being written whole perhaps what is complete, and not swapped in yet.
+        back = {
+            e["id"] for e in new["versions"] if (e["id"], e["attempt"]) in self.committed or _is_as_much(e, listed.get(e["id"]))
+        }
         if lost := {attempt for attempt in _live(old) - _live(new) if attempt[0] not in back}:
             raise Violation("a repair brings back what was live", f"{lost} are lost")
         if new["owner"] in self.owners or any(id >= new["next_id"] for id, _ in self.committed):
@@ -381,6 +385,13 @@ class Watch:
         if held is None:
             raise Violation("a version is whole", f"{key} is missing")
         return held.data
+
+
+def _is_as_much(entry: Json, listed: Json | None) -> bool:
+    """Whether it is a version that was listed, written anew, with all that it had then."""
+    if listed is None or (entry.get("saved") or entry["attempt"]) != (listed.get("saved") or listed["attempt"]):
+        return False
+    return not entry.get("groups") or entry["groups"] == listed.get("groups")
 
 
 def _live(root: Json) -> set[Attempt]:
