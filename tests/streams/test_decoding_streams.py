@@ -123,7 +123,7 @@ def same(got: State, wanted: State) -> bool:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_what_comes_back_is_what_was_saved(saved: tuple[Version, State], seed: int) -> None:
+def test_what_comes_back_is_what_was_saved(saved: tuple[Version, State], seed: int, caplog: pytest.LogCaptureFixture) -> None:
     version, state = saved
     codings = [chunk.coding for chunks in version.chunks.values() for chunk in chunks]
     assert any(coding.base for coding in codings)
@@ -132,6 +132,7 @@ def test_what_comes_back_is_what_was_saved(saved: tuple[Version, State], seed: i
         assert same(restored(version, state, made), state)
         assert same(restored(version, state, made), state), "lanes are used again"
         made.close()
+    assert "decoded on the CPU" not in caplog.text, "lanes have taken all"
 
 
 PLANTED = {
