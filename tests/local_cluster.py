@@ -167,7 +167,7 @@ class LocalCluster:
             "lossy": self._lossy.told(),
         }
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        order = Order(number, begin, plan, on_staged=lambda: None, on_end=outcomes.put, stall=lambda: stall)
+        order = Order(number, begin, plan, lambda: None, outcomes.put, stall=lambda: stall, patient=self._delta != "auto")
         self._staging(rank, world_size).submit(order)
         outcome = outcomes.get(timeout=timeout + 30)
         if isinstance(outcome, RaystowError):

@@ -181,11 +181,12 @@ class Session:
                 self._log.exception("a save could not begin", extra={"step": begin.step})
                 error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {begin.step}")
             self._attempt = None
-            self._tell(save, error)
+            self._tell(save, False, error)
             if self._asks:
                 self._name(save, None)
             return
-        attempt.join(rank, [(v[0], v[1], v[2]) for v in fields["values"]], functools.partial(self._tell, save))
+        tell = functools.partial(self._tell, save, attempt.serves)
+        attempt.join(rank, [(v[0], v[1], v[2]) for v in fields["values"]], tell)
         self._attempt = attempt
         if self._asks:
             self._name(save, attempt.former)
@@ -272,11 +273,13 @@ class Session:
         except RaystowError:
             pass  # the process is gone: its session ends on its own thread
 
-    def _tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
+    def _tell(self, save: int, serves: bool, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
+        """What became of a save. ``serves``: whether later versions should be differences to this one, if it is whole."""
         if isinstance(outcome, RaystowError):
             message = {"failed": save, "what": outcome.what, "subject": outcome.subject, "remedy": outcome.remedy}
         else:
-            message = {"done": save, "entry": vars(outcome), "warnings": list(warnings)}
+            expects = serves or bool(outcome.bases)
+            message = {"done": save, "entry": vars(outcome), "warnings": list(warnings), "serves": expects}
         try:
             self._connection.send(message)
         except RaystowError:

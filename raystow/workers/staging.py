@@ -213,7 +213,7 @@ class Staging:
                 more = {"replicated": replicated, "expected": expected, "vouched": vouched, "coding": coding}
                 if order.begin.get("delta") and self._compress_in == "training" and coding.keys() & {DEFLATE, ZSTD}:
                     more["asks"] = True  # for the version that chunks may be differences to; by ANS none is coded
-                    order.named = self._offers.of(order.save)
+                    order.named = self._offers.of(order.save, surely=order.patient)
                 self._connection.post({"begin": {**order.begin, **more}})
                 self._hand_over(order, order.plan, devices)
                 rounded = {name: astuple(found) for name, found in order.plan.rounded().items()}
@@ -397,6 +397,7 @@ class Staging:
             elif "done" in message:
                 fields = message["entry"]
                 tuples = {name: tuple(fields[name]) for name in ("bases", "groups")}  # which come as lists
+                self._offers.expected = message["serves"]
                 self._end(message["done"], Entry(**{**fields, **tuples}), message["warnings"])
             elif "failed" in message:
                 self._end(message["failed"], SaveFailed(message["what"], subject=message["subject"], remedy=message["remedy"]))

@@ -185,20 +185,34 @@ def test_a_training_that_waits_is_not_kept_waiting_for_differences(
     monkeypatch.setattr(differences, "_TURN", 8 * MIB)
     kept, shares = list[tuple[Version, State]](), list[float]()
     with cluster_of(delta=8) as cluster, caplog.at_level(logging.INFO, "raystow"):
-        for step, state in enumerate(itertools.islice(training(), 7)):
-            after[0] = {2: 2, 5: 1}.get(step, 1 << 30)
-            waits.set() if step == 4 else waits.clear()
+        for step, state in enumerate(itertools.islice(training(), 8)):
+            after[0] = {3: 2, 6: 1}.get(step, 1 << 30)
+            waits.set() if step == 5 else waits.clear()
             brought.clear()
             kept.append((cluster.save(state, step=step), {name: tensor.cpu() for name, tensor in state.items()}))
             chunks = [one for name, some in kept[-1][0].chunks.items() for one in some if name != "ints"]  # the node codes those
             shares.append(sum(one.decoded for one in chunks if one.coding.base) / sum(one.decoded for one in chunks))
         print(shares, [entry.bases for entry in cluster.repository.root().versions])
-        assert shares[0] == shares[4] == 0 < shares[5] <= shares[2] < shares[1] == shares[3] == shares[6], shares
+        assert shares[0] == shares[1] == shares[5] == 0 < shares[6] <= shares[3] < shares[2] == shares[4] == shares[7], shares
+        assert [text for text in caplog.messages if "no device memory was set aside for that" in text]
         assert [text for text in caplog.messages if "the training waits" in text]
         for version, state in kept:
             for where in ("cpu", "cuda"):
                 check(version, state, where)
             cluster.repository.verify(version, deep=True)
+
+
+def test_left_to_itself_it_begins_when_it_is_known_to_pay_and_goes_on() -> None:
+    with cluster_of(delta="auto") as cluster:
+        kept = list[tuple[Version, State]]()
+        for step, state in enumerate(itertools.islice(training(), 5)):
+            del state["ints"]  # the node codes those
+            kept.append((cluster.save(state, step=step), {name: tensor.cpu() for name, tensor in state.items()}))
+            state["ints"] = torch.arange(MIB, device="cuda")
+        found = [entry.bases for entry in cluster.repository.root().versions]
+        assert found == [(), (), (2,), (2,), (2,)], "the second one shows that it pays"
+        for version, state in kept:
+            check(version, state, "cuda")
 
 
 def test_what_is_not_in_memory_is_no_base(caplog: pytest.LogCaptureFixture) -> None:

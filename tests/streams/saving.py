@@ -21,6 +21,7 @@ from raystow.storage.coding.digest import BLOCK
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import decode
 from raystow.workers.cuda import kernels
+from raystow.workers.cuda.bases.lanes import LANES
 from raystow.workers.cuda.encoding import encoder
 from raystow.workers.cuda.encoding.arena import Arena
 from raystow.workers.cuda.encoding.encoder import Encoder
@@ -169,12 +170,16 @@ def state() -> Iterator[Source]:
 
 
 def small_encoder(codec: str | None, receiver: Receiver, *, differing: bool = False, of: type[Encoder] = Encoder) -> Encoder:
-    """One whose memory holds a part of what goes through it."""
-    made = of(HERE, codec, receiver.box, memory=24 * MIB, differing=differing)
-    made._kept = made._kept[: 160 * KIB]
-    if codec and not differing:
-        made._tops, made._dense = made._tops[: 64 * KIB], Arena(96 * KIB, HERE)
-        made._limits = replace(made._limits, group=64 * KIB)
+    """One whose memory holds a part of what goes through it; if it is to be ``differing``, once lanes are set aside."""
+    made = of(HERE, codec, receiver.box, size=24 * MIB)
+    memory = made._memory
+    if differing:
+        memory._rest = memory._rest[: LANES * memory.lanes.size + 320 * KIB]
+        return made
+    memory.kept = memory.kept[: 160 * KIB]
+    if codec:
+        memory.tops, memory.dense = memory.tops[: 64 * KIB], Arena(memory.dense.memory[: 96 * KIB])
+        memory.limits = replace(memory.limits, group=64 * KIB)
     return made
 
 

@@ -135,7 +135,7 @@ def offered(receiver: Receiver, id: int) -> Offer:
 
 @pytest.mark.parametrize("gpu", [0], indirect=True)
 def test_a_name_that_nobody_waits_for_costs_one_save_its_differences_and_no_more(gpu: Device, monkeypatch: Any) -> None:
-    receiver, offers, compared = Receiver(slots=24), list[Offer | None](), list[Offer]()
+    receiver, offers, compared, looks = Receiver(slots=24), list[Offer | None](), list[Offer](), list[bool]()
     made = small_encoder(DEFLATE, receiver, differing=True)
     source = Source("master", weights(20_000))
     first, compare = source.tensor.clone(), differences.Differences._compare
@@ -145,17 +145,40 @@ def test_a_name_that_nobody_waits_for_costs_one_save_its_differences_and_no_more
         return compare(self, offer, tell)
 
     monkeypatch.setattr(differences.Differences, "_compare", counted)
-    for number, hurry in enumerate([False, False, True, False]):
+    for number, hurry in enumerate([False, False, False, True, False]):
         source.tensor.copy_(first * (1 + 1e-5 * number * torch.randn(first.shape)))
         there = source.bytes
         heard = offers[0] if offers and not hurry else None
-        save(gpu, made, receiver, [source], named=lambda *_, heard=heard: heard, patient=False, urgent=lambda hurry=hurry: hurry)
+        save(
+            *(gpu, made, receiver, [source]),
+            named=lambda *_, heard=heard: heard,
+            meanwhile=lambda: looks.append(bool(made._reads or made._left)),
+            patient=False,
+            urgent=lambda hurry=hurry: hurry,
+        )
         assert receiver.found["master"] == there
-        assert receiver.chunks["master"].coding.base == (1 if number in (1, 3) else None)
+        assert receiver.chunks["master"].coding.base == (1 if number in (2, 4) else None)
+        assert made._memory.lanes.settled == (number > 1), "when it is known to pay, and not before"
         if not offers:
             offers.append(offered(receiver, 1))
             receiver.bases = dict(receiver.found)
-    assert compared == offers, "what was worked out is kept"
+    assert compared == 2 * offers, "what was worked out is kept, but for the first time, which shows that it pays"
+    assert looks == [True, True, True, False, False], "what can wait comes first only if there may be differences to wait for"
+    made.close()
+
+
+@pytest.mark.parametrize("gpu", [0], indirect=True)
+def test_no_name_is_waited_for_where_the_training_waits_for_every_save(gpu: Device) -> None:
+    """Nothing would be worked out for it anyway."""
+    receiver, patience = Receiver(slots=24), list[float]()
+    made = small_encoder(DEFLATE, receiver, differing=True)
+
+    def named(seconds: float, hurried: Callable[[], bool]) -> None:
+        patience.append(seconds)
+
+    for waits in (False, True, False, False):
+        save(gpu, made, receiver, [Source("w", weights(9_000))], named=named, patient=False, urgent=lambda waits=waits: waits)
+    assert [seconds > 0 for seconds in patience] == [True, True, False, True]
     made.close()
 
 
@@ -172,6 +195,14 @@ def test_differences_are_to_what_is_named_and_no_more_are_read_once_someone_wait
     save(gpu, encoder, receiver, sources, named=lambda seconds, hurried: None, patient=False)
     offer, receiver.bases = offered(receiver, 1), dict(receiver.found)
 
+    def changed() -> None:
+        for source, before in zip(sources, first, strict=True):
+            source.tensor.copy_(before * (1 + 1e-5 * torch.randn(before.shape)))
+
+    changed()
+    save(gpu, encoder, receiver, sources, named=lambda seconds, hurried: offer, patient=False)
+    assert not any(chunk.coding.base for chunk in receiver.chunks.values()), "now it is known that it pays"
+
     def named(seconds: float, hurried: Callable[[], bool]) -> Offer | None:
         if waits == "before a version is named":
             waiting.set()
@@ -186,8 +217,7 @@ def test_differences_are_to_what_is_named_and_no_more_are_read_once_someone_wait
 
     at_once = encoder._bring
     monkeypatch.setattr(encoder, "_bring", bring)
-    for source, before in zip(sources, first, strict=True):
-        source.tensor.copy_(before * (1 + 1e-5 * torch.randn(before.shape)))
+    changed()
     wanted = {source.name: source.bytes for source in sources}
     save(gpu, encoder, receiver, sources, named=named, patient=False, urgent=waiting.is_set)
     assert receiver.found == wanted

@@ -9,7 +9,6 @@ from hypothesis import strategies as st
 from raystow.workers.cuda.encoding.arena import Arena
 
 UNIT = 512
-CPU = torch.device("cpu")
 
 
 @settings(max_examples=300, deadline=None)
@@ -19,7 +18,7 @@ CPU = torch.device("cpu")
 )
 def test_regions_never_overlap_and_come_back_in_turn(units: int, steps: list[int | None]) -> None:
     """``None`` gives the oldest region back, a number takes as many bytes."""
-    arena = Arena(units * UNIT, CPU)
+    arena = Arena(torch.empty(units * UNIT, dtype=torch.uint8))
     taken: deque[tuple[int, int]] = deque()
     for nbytes in steps:
         if nbytes is None:
@@ -49,7 +48,7 @@ def has_room(taken: deque[tuple[int, int]], need: int, size: int) -> bool:
 @settings(max_examples=50, deadline=None)
 @given(units=st.integers(1, 24), sizes=st.lists(st.integers(0, 9 * UNIT), max_size=30), clear=st.booleans())
 def test_when_it_is_empty_everything_can_be_taken(units: int, sizes: list[int], clear: bool) -> None:
-    arena = Arena(units * UNIT, CPU)
+    arena = Arena(torch.empty(units * UNIT, dtype=torch.uint8))
     taken = [nbytes for nbytes in sizes if arena.take(nbytes) is not None]
     if clear:
         arena.clear()

@@ -130,6 +130,31 @@ def test_nobody_who_is_in_a_hurry_waits_for_a_name(caplog: pytest.LogCaptureFixt
     assert offers.of(2)(3600, hurry.is_set) is not None, "what was named is there at once"
 
 
+def test_no_name_is_waited_for_in_a_save_that_nobody_expects_to_differ(caplog: pytest.LogCaptureFixture) -> None:
+    offers = Offers()
+    offer(offers, 7, CHUNK)
+    with caplog.at_level(logging.INFO, "raystow"):
+        assert offers.of(1, surely=False)(3600, calm) is None
+    assert not caplog.text, "that is how most saves are"
+    offers.hear({"save": 2, "named": 7}, None)
+    assert offers.of(2, surely=False)(3600, calm) is not None, "what was named is there at once"
+    offers.expected = True
+    late = threading.Timer(0.05, offers.hear, ({"save": 3, "named": 7}, None))
+    late.start()
+    assert offers.of(3, surely=False)(3600, calm) is not None
+
+
+def test_an_offer_that_comes_before_an_older_save_has_asked_is_kept_for_its_own() -> None:
+    offers = Offers()
+    offers.hear({"save": 1, "named": 7}, None)
+    offer(offers, 8, CHUNK)
+    offers.hear({"save": 2, "named": 8}, None)
+    assert offers.of(1)(0, calm) is None
+    found = offers.of(2)(0, calm)
+    assert found is not None
+    assert found.id == 8
+
+
 def test_chunks_whose_planes_were_decoded_are_as_if_nothing_had_coded_them() -> None:
     """Of four planes the highest in streams, the lowest packed: stored as 1, 2, packed 0, coded 3."""
     coding = Coding(True, True, ("pack7", "raw", "raw", "deflate"), (7, 8, 8, 5), packed([5]), 16 << 10)

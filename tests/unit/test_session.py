@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, cast
 
 import numpy as np
@@ -74,6 +74,7 @@ class FakeAttempt:
     ended: list[str] = field(default_factory=list)
     former: Former | None = None
     on_gpu: set[tuple[str, Box]] = field(default_factory=set)
+    serves: bool = False
 
     def join(self, rank: int, values: list[Any], on_end: Any) -> None:
         self.on_end = on_end
@@ -252,14 +253,18 @@ def test_a_save_that_cannot_begin_costs_no_slot() -> None:
     serve(script, SaveFailed("no", subject="s", remedy="r"))
 
 
-def test_the_outcome_is_told_with_its_warnings() -> None:
-    attempt = FakeAttempt()
+@pytest.mark.parametrize("serves", [True, False])
+def test_the_outcome_is_told_with_its_warnings_and_whether_the_next_save_may_differ(serves: bool) -> None:
+    attempt = FakeAttempt(serves=serves)
     entry = Entry(1, "0123456789abcdef", "00" * 32, 1, 9, 0.5, 4, 4)
+    difference = replace(entry, bases=(1,))
 
     def script(talk: Talk) -> Iterator[Message]:
         yield {"begin": BEGIN}
         attempt.on_end(entry, ("stale",))
-        assert talk.sent[-1] == {"done": 5, "entry": vars(entry), "warnings": ["stale"]}
+        assert talk.sent[-1] == {"done": 5, "entry": vars(entry), "warnings": ["stale"], "serves": serves}
+        attempt.on_end(difference, ())
+        assert talk.sent[-1]["serves"], "the row goes on, most likely"
         attempt.on_end(SaveFailed("late"), ())
         assert talk.sent[-1] == {"failed": 5, "what": "late", "subject": "", "remedy": ""}
 

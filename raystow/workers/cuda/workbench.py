@@ -70,8 +70,7 @@ class Workbench:
 
         if device not in self._encoders:
             codec, where = self.choice(device).codec, torch.device("cuda", device)
-            made = Encoder(where, None if codec == RAW else codec, self._outbox, differing=named is not None)
-            self._encoders[device] = made
+            self._encoders[device] = Encoder(where, None if codec == RAW else codec, self._outbox)
         encode = functools.partial(self._encoders[device].encode, pieces, after=after, on_read=on_read, emit=emit)
         try:
             encode(urgent=urgent, meanwhile=meanwhile, named=named, patient=patient)

@@ -78,7 +78,8 @@ _LOOK = 1e-3  # seconds until it is asked again whether someone is
 
 
 class Offers:
-    """What a training process has heard. One thread hears, another one asks."""
+    """What a training process has heard. One thread hears, another one asks. ``expected``: whether the newest version is one to
+    which the next should be a difference, or is one itself; of a save that nobody expects to differ no name is waited for."""
 
     def __init__(self) -> None:
         self._gone = deque[int]()  # loans whose memory is not mapped any more
@@ -88,6 +89,7 @@ class Offers:
         self._offer: Offer | None = None
         self._named: dict[int, int] = {}  # save -> version, 0 for none
         self._over = False
+        self.expected = False
 
     def hear(self, message: Message, descriptor: int | None) -> None:
         """One of the messages of ``workers.session``: a pack that is ``lent``, decoded ``planes``, the ``offer`` that they belong
@@ -106,6 +108,8 @@ class Offers:
         else:
             with self._changed:
                 self._named[message["save"]] = message["named"]
+                if self._offer is not None and self._offer.id != message["named"]:
+                    self._offer = None  # nothing is stored as a difference to it any more: its memory must not be held
                 self._changed.notify_all()
 
     def lost(self) -> None:
@@ -118,23 +122,23 @@ class Offers:
         """The loans that are over since this was asked last."""
         return [self._gone.popleft() for _ in range(len(self._gone))]
 
-    def of(self, save: int) -> Named:
-        """What is named in a save."""
-        return functools.partial(self._wait, save)
+    def of(self, save: int, *, surely: bool = True) -> Named:
+        """What is named in a save. Unless ``surely``, it is waited for only if something is ``expected`` to be."""
+        return functools.partial(self._wait, save, surely)
 
-    def _wait(self, save: int, seconds: float, hurried: Callable[[], bool]) -> Offer | None:
+    def _wait(self, save: int, surely: bool, seconds: float, hurried: Callable[[], bool]) -> Offer | None:
         until = SYSTEM.monotonic() + seconds
         with self._changed:
-            while not (save in self._named or self._over or SYSTEM.monotonic() > until or hurried()):
+            awaited = surely or self.expected
+            while awaited and not (save in self._named or self._over or SYSTEM.monotonic() > until or hurried()):
                 self._changed.wait(_LOOK)
             self._named = {other: id for other, id in self._named.items() if other >= save}
-            if save not in self._named:
+            if save in self._named:
+                return self._offer if self._offer is not None and self._offer.id == self._named[save] else None
+            if awaited:
                 why = "the training waits" if hurried() else f"in {seconds:g} seconds"
                 logger.info("chunks on a GPU are stored whole in save %d: no version was named yet (%s)", save, why)
-                return None
-            if self._offer is not None and self._offer.id != self._named[save]:
-                self._offer = None  # nothing is stored as a difference to it any more: its memory must not be held
-            return self._offer
+            return None
 
     def _mapped(self, message: Message, descriptor: int | None, what: str) -> Bytes | None:
         """Memory on loan: until nothing holds it any more, wherever that comes to light."""

@@ -36,13 +36,13 @@ class _Share:
 
 
 class Lanes:
-    """``LANES`` lanes of ``size`` bytes each, on one device. Those that use it say in turn, of load after load: ``filled``,
-    ``bring``, ``was_read``."""
+    """``LANES`` lanes of ``size`` bytes each, on one device, once they ``settle``. Those that use them say in turn, of load after
+    load: ``filled``, ``bring``, ``was_read``."""
 
     def __init__(self, device: torch.device, size: int) -> None:
         self.size, self._device = size, device
-        self.memory = torch.empty(LANES * size, dtype=torch.uint8, device=device)
-        self._host = [torch.empty(size, dtype=torch.uint8, pin_memory=True) for _ in range(LANES)]
+        self.memory = torch.empty(0, dtype=torch.uint8, device=device)
+        self._host: list[torch.Tensor] = []
         self._stream = torch.cuda.Stream(device, priority=-1)  # as soon as what waits for it
         self._pool = ThreadPoolExecutor(LANES * _SHARES, "raystow-base")
         self._scratch = torch.empty(0, dtype=torch.uint8, device=device)
@@ -51,6 +51,16 @@ class Lanes:
         self._read: list[Any] = [None] * LANES  # when the planes were read last
         self._loads: list[Load] = []
         self._shares: list[list[_Share]] = []  # of each load
+
+    @property
+    def settled(self) -> bool:
+        """Whether they have memory."""
+        return bool(self._host)
+
+    def settle(self, memory: torch.Tensor) -> None:
+        """Lie in ``memory`` (``LANES * size`` bytes of the device), and pin as much of the host's."""
+        self.memory = memory
+        self._host = [torch.empty(self.size, dtype=torch.uint8, pin_memory=True) for _ in range(LANES)]
 
     def address(self, number: int) -> int:
         """Where the lane of a load begins."""

@@ -1,4 +1,4 @@
-"""Device memory that is taken in turn and given back in the same order: one fixed allocation, no fragmentation."""
+"""Memory that is taken in turn and given back in the same order: no fragmentation."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ import torch
 
 
 class Arena:
-    """``size`` bytes of one device, handed out as contiguous regions in a circle."""
+    """``memory`` (bytes), handed out as contiguous regions in a circle."""
 
-    def __init__(self, size: int, device: torch.device) -> None:
-        self.memory = torch.empty(size, dtype=torch.uint8, device=device)
+    def __init__(self, memory: torch.Tensor) -> None:
+        self.memory = memory
         self._taken: deque[tuple[int, int]] = deque()  # start and end of each region, oldest first
 
     @property

@@ -4,6 +4,8 @@ A version that may serve is named by the node worker, in every save anew, while 
 differences pay is decided once for each such version, in the first save that it is named for: from samples of all chunks, which
 were taken when the version itself was saved, and are compared with samples of now. Nothing more is worked out until another
 version is named.
+
+What they take of the device is set aside when they are known to pay, for the saves that come: most trainings never need it.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ logger = logging.getLogger(__name__)
 
 _MAY, _DOES = 1, 2  # turns: of chunks that may be differences, and the first of those that are
 _TURN = 256 << 20  # raw bytes of differences in one turn, after each of which a save can go on without
-_PATIENCE = 1.0  # seconds to wait for the name of a version, as long as the training does not wait as well
+_PATIENCE = 1.0  # seconds to wait for the name of a version, if it may be of use, and as long as the training does not wait
 _SEEN = 2  # versions of which samples are kept, since one save may begin before the other is a version
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -85,12 +87,13 @@ class Differences:
     """In every save of ``sources``: ``begin``, ``sample``, ``decide`` before the batch ``decided_at``; for every batch that
     ``differs`` what ``lanes`` want, and ``check``; ``give_way`` before one, if no more are to be differences; at last ``saved``,
     if it went well, and in any case ``end``. ``make``: a program of these sources; ``undecided``: the one as long as no version
-    is named."""
+    is named. ``pays``: something would have been stored as a difference if ``lanes`` had been settled."""
 
     lanes: Lanes
     sources: Sequence[Source]
     make: Make
     undecided: Program = field(init=False)
+    pays: bool = False
     _sampled: list[_Sampled] = field(init=False)
     _samples: list[torch.Tensor] = field(default_factory=list)
     _seen: deque[_Seen] = field(default_factory=lambda: deque(maxlen=_SEEN))
@@ -106,7 +109,7 @@ class Differences:
 
     def take_over(self, other: Differences) -> None:
         """What is known from the same chunks when they lay elsewhere, or from others."""
-        self._refused = other._refused
+        self._refused, self.pays = other._refused, other.pays
         if _identities(other) == _identities(self):
             self._seen = other._seen
 
@@ -123,6 +126,11 @@ class Differences:
         """The number of the batch before which ``decide`` says how to go on."""
         return self.undecided.begin_of(_MAY) if self._star is None else self._star.first
 
+    @property
+    def waits_at(self) -> int:
+        """The number of the batch before which the link may have to wait for what has been decided before."""
+        return len(self.undecided.batches) if self._star is None else self._star.first
+
     def sample(self) -> None:
         """Look at some words of all chunks as they are now, on the current stream."""
         self._samples = [alike.take() for alike in self._sampled]
@@ -133,7 +141,8 @@ class Differences:
         """The program to go on with: the same as ``begin`` gave up to here. Waits for the name until it is ``hurried``. Anything
         is worked out for a new one, which waits for the current stream, only if it is not, and nobody has ``waited`` for the save
         before. ``tell``: a copy of int64 in host memory, there when that is through."""
-        offer, star = named(_PATIENCE, hurried), self._star
+        star = self._star
+        offer = named(0.0 if star is None and waited else _PATIENCE, hurried)
         anew = not (waited or hurried())
         if star is not None and offer is not None and offer.id == star.offer.id:
             if offer is not star.offer and anew:
@@ -151,10 +160,15 @@ class Differences:
         if not anew:
             _note(offer, "the training waits, or has waited for the save before")
             return self.undecided
-        self._star = self._compare(offer, tell)
-        if self._star is None:
+        formers, aims = self._compare(offer, tell)
+        if not formers:
             self._refused.add(offer.id)
             return self.undecided
+        if not self.lanes.settled:
+            _note(offer, "no device memory was set aside for that; the next save will have it")
+            self.pays = True
+            return self.undecided
+        self._star = self._decided(offer, formers, aims)
         self._differing = True
         return self._star.program
 
@@ -216,16 +230,18 @@ class Differences:
         self._samples = []
         self.lanes.end()
 
-    def _compare(self, offer: Offer, tell: Callable[[torch.Tensor], torch.Tensor]) -> _Star | None:
-        """Decide for which chunks differences to a version pay; None if for none."""
-        formers = self._formers(offer)
+    def _compare(
+        self, offer: Offer, tell: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[Mapping[int, Former], Mapping[int, Aim]]:
+        """The chunks for which differences to a version pay, by number with what they are differences to, and the aims of all."""
+        formers, aims = self._formers(offer), dict[int, Aim]()
         if not formers:
             _note(offer, "no chunk of it is in this node's memory with the same elements")
-            return None
+            return {}, aims
         seen = max(self._seen, key=lambda seen: len(self._known(seen, formers)), default=None)
         if seen is None or not (known := self._known(seen, formers)):
             _note(offer, "this process has not saved it")
-            return None
+            return {}, aims
         aims = {i: Aim(_MAY) for alike in self._sampled for i in alike.numbers}
         for alike, now, before in zip(self._sampled, self._samples, seen.samples, strict=True):
             smaller, planes = paying.pays(now, before, rotate=alike.rotate)
@@ -238,13 +254,12 @@ class Differences:
         formers = {i: former for i, former in formers.items() if aims[i].base}
         if not formers:
             _note(offer, "differences would not be smaller")
-            return None
-        nbytes = sum(former.chunk.nbytes for former in formers.values())
-        logger.info("%.1f MB are stored as differences to version %d", nbytes / 1e6, offer.id)
-        return self._decided(offer, formers, aims)
+        return formers, aims
 
     def _decided(self, offer: Offer, formers: Mapping[int, Former], aims: Mapping[int, Aim]) -> _Star:
         """From now on chunks with these aims are differences to what is offered, which begins to come up."""
+        nbytes = sum(former.chunk.nbytes for former in formers.values())
+        logger.info("%.1f MB are stored as differences to version %d", nbytes / 1e6, offer.id)
         aims = {**aims, **self._in_turns({i: aims[i] for i in formers})}
         program = self.make(aims)
         first = program.begin_of(_DOES)

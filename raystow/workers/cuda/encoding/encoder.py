@@ -28,62 +28,37 @@ from typing import Any
 import numpy as np
 import torch
 
-from ....storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ....storage.errors import SaveFailed
 from ...ipc.offers import Named
 from .. import kernels, moving
-from ..bases.lanes import LANES, Lanes
 from ..huffman import coder
 from ..nvcomp import STREAM
-from .arena import Arena
 from .differences import Differences
 from .found import Found
 from .jobs import Aim, Sink, Source
-from .program import Batch, Limits, Program
-from .sevens import COUNT as SEVENS
-from .sevens import Sevens, worth_packing
+from .memory import SIZE, Memory
+from .program import Batch, Program
+from .sevens import worth_packing
 from .stages import Arrived, CodedGroup, ReadBatch
 
-MEMORY = 1440 << 20
-"""Bytes of device memory that an encoder takes by default."""
-
-_GROUP = {DEFLATE: 64 << 20, ZSTD: 32 << 20, ANS: 64 << 20}  # plane bytes that are coded by one call
-_BATCH, _PLANE = 128 << 20, 64 << 20  # raw bytes that are read by one launch, and bytes of each of their planes
 _MOMENT = 1e-3  # seconds to wait for host memory, before the GPU is looked after again
 _ALIKE = attrgetter("scattered", "width", "packed")  # batches of which samples are taken together
 _SOON, _HASTE = -1, -5  # priorities: reading frees the training, coding may come later; the highest there is
 
 
 class Encoder:
-    """Codes what is given to ``encode``, with ``memory`` bytes of one GPU. ``codec`` None: everything leaves as it is.
-    ``differing``: chunks may be stored as differences."""
+    """Codes what is given to ``encode``, with ``size`` bytes of one GPU. ``codec`` None: everything leaves as it is."""
 
-    def __init__(
-        self, device: torch.device, codec: str | None, sink: Sink, *, memory: int = MEMORY, differing: bool = False
-    ) -> None:
+    def __init__(self, device: torch.device, codec: str | None, sink: Sink, *, size: int = SIZE) -> None:
         self._device, self._sink = device, sink
         with torch.cuda.device(device):
             self._reading, self._packing = (torch.cuda.Stream(device, priority=_SOON) for _ in range(2))
             self._hasty = torch.cuda.Stream(device, priority=_HASTE)
             self._coding_stream, self._leaving = (torch.cuda.Stream(device) for _ in range(2))
             self._codec = coder(codec, STREAM[codec]) if codec else None
-            stride = stream = streams = scratch = tops = sevens = 0
-            batch = min(_BATCH, memory // 10, sink.capacity // 8)
-            if self._codec:
-                stream, stride = self._codec.stream, self._codec.stride
-                streams = min(_GROUP[self._codec.name], memory // 16) // stream
-                streams += max(64, streams // 8)  # of many small chunks
-                scratch = self._codec.coding_scratch(streams)
-                tops, sevens = 3 * streams * stream, batch // 32 * 7 + (1 << 20)  # the lowest of four planes, packed
-            lane = memory // 15 // 512 * 512 if differing and self._codec else 0
-            self._lanes = Lanes(device, lane) if lane else None
-            self._limits = Limits(batch, _PLANE, max(batch, sink.capacity // 4), streams, stream, lane)
-            rest = memory - tops - scratch - streams * stride - SEVENS * sevens - LANES * lane
-            self._scratch, self._tops, self._out = (self._room(size) for size in (scratch, tops, streams * stride))
-            self._sevens = Sevens([self._room(sevens) for _ in range(SEVENS)])
-            self._dense = Arena(rest // 2 if codec else 0, device)
-            self._kept = self._room(rest - self._dense.size)
-            self._targets = self._out.data_ptr() + torch.arange(streams, device=device) * stride
+            self._memory = Memory(device, self._codec, size, sink.capacity)
+            stride, streams = self._codec.stride if self._codec else 0, self._memory.limits.streams
+            self._targets = self._memory.out.data_ptr() + torch.arange(streams, device=device) * stride
             self._sizes = torch.empty(streams, dtype=torch.int64, device=device)
             torch.cuda.current_stream(device).synchronize()
         self._program: Program | None = None
@@ -91,9 +66,6 @@ class Encoder:
         self._known: Differences | None = None  # of the chunks that were last given with what may be a base
         self._waited = False  # for the last save to be read, someone who is not patient
         self._reset()
-
-    def _room(self, size: int) -> torch.Tensor:
-        return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _reset(self) -> None:
         groups = len(self._program.groups) if self._program else 0
@@ -107,7 +79,7 @@ class Encoder:
         self._complete_groups = 0  # that have arrived
         self._all_read = False
         self._arrived: list[Arrived] = []
-        self._sevens.reset()
+        self._memory.sevens.reset()
         self._sources: Sequence[Source] = ()
         self._emit: Callable[[list[Arrived]], None] = lambda coded: None
         self._urgent: Callable[[], bool] = lambda: False
@@ -130,11 +102,10 @@ class Encoder:
     def close(self) -> None:
         """Give the device memory back."""
         torch.cuda.synchronize(self._device)
-        if self._lanes is not None:
-            self._lanes.close()
-        self._program = self._plain = self._known = self._lanes = None
+        self._memory.lanes.close()
+        self._program = self._plain = self._known = None
         self._reset()
-        del self._scratch, self._tops, self._out, self._sevens, self._dense, self._kept, self._targets, self._sizes
+        del self._memory, self._targets, self._sizes
 
     def encode(
         self,
@@ -152,7 +123,7 @@ class Encoder:
         has been read and may change. ``after``: a CUDA event before which nothing is read. ``urgent``: whether someone waits for
         the reading; from then on it goes before all else on the GPU, which has nothing better to do. ``meanwhile`` is called
         once, when the link has as much to do as fits into device memory. ``named``: what chunks may be stored as differences to;
-        unless ``patient``, none that has not been read by the time that someone waits.
+        unless ``patient``, none that has not been read by the time that someone waits, nor any before they are known to pay.
 
         Raises ``SaveFailed`` naming a tensor that changed too early: a sixteenth of every chunk, evenly spread, is looked at when
         the save begins and when the chunk is taken apart. Or one that was to be stored as a difference to what is damaged.
@@ -160,16 +131,18 @@ class Encoder:
         hurried: Callable[[], bool] = (lambda: False) if patient else urgent
         with torch.cuda.device(self._device):
             try:
-                program = self._prepare(sources, differing=named is not None)
+                program = self._prepare(sources, differing=named is not None, patient=patient)
                 self._sources, self._emit, self._urgent = sources, emit, urgent
                 for stream in (self._reading, self._hasty):
                     stream.wait_event(after)
                 self._take_samples(program)
-                decided_at = self._differences.decided_at if self._differences is not None else len(program.batches)
-                busy_at = min(program.full, decided_at)
+                decided_at, waits_at, idle = len(program.batches), len(program.batches), True
+                if self._differences is not None:
+                    decided_at, waits_at = self._differences.decided_at, self._differences.waits_at
                 for number in itertools.count():
-                    if number == busy_at:
+                    if idle and number >= min(program.full, waits_at):
                         meanwhile()
+                        idle = False
                     if self._differences is not None:
                         program = self._decide(program, number, named if number == decided_at else None, hurried)
                     if number == len(program.batches):
@@ -191,15 +164,20 @@ class Encoder:
             finally:
                 if self._differences is not None:
                     self._differences.end()
-                self._dense.clear()
+                self._memory.dense.clear()
                 self._reset()
 
-    def _prepare(self, sources: Sequence[Source], *, differing: bool) -> Program:
+    def _prepare(self, sources: Sequence[Source], *, differing: bool, patient: bool) -> Program:
         """The program for these chunks: the last one, if they lie where those did."""
-        if differing and self._lanes is not None:
+        differing = differing and self._codec is not None
+        if differing:
+            known, lanes = self._known, self._memory.lanes
+            if not lanes.settled and (patient or (known is not None and known.pays)):
+                self._memory.make_lanes()
+                self._plain = self._known = None  # their planes lie elsewhere
             if self._known is None or not self._known.undecided.fits(sources):
-                known, self._known = self._known, None
-                self._known = Differences(self._lanes, sources, functools.partial(self._make, sources))
+                self._known = None
+                self._known = Differences(lanes, sources, functools.partial(self._make, sources))
                 if known is not None:
                     self._known.take_over(known)
             self._program = self._known.begin()
@@ -213,7 +191,8 @@ class Encoder:
         return self._program
 
     def _make(self, sources: Sequence[Source], aims: Mapping[int, Aim]) -> Program:
-        program = Program(sources, self._limits, kept=self._kept, tops=self._tops, aims=aims)
+        there = self._memory
+        program = Program(sources, there.limits, kept=there.kept, tops=there.tops, aims=aims)
         torch.cuda.current_stream(self._device).synchronize()  # its tables are on the device
         return program
 
@@ -366,8 +345,8 @@ class Encoder:
                 self._write_packed(read, odds.tolist())
             elif batch.low + batch.middle:
                 self._leaving.wait_event(read.read)
-                at = batch.base - self._kept.data_ptr()
-                read.runs.append(self._sink.write(self._kept[at : at + batch.low + batch.middle], self._relieve))
+                at = batch.base - self._memory.kept.data_ptr()
+                read.runs.append(self._sink.write(self._memory.kept[at : at + batch.low + batch.middle], self._relieve))
             event = self._leaving.record_event()
         self._left.append(event)
         if batch.group >= 0:
@@ -384,33 +363,35 @@ class Encoder:
         batch, program = read.batch, self._program
         assert program is not None
         jobs, starts = program.jobs[batch.first : batch.last], program.starts[batch.first : batch.last].tolist()
-        base, packing, packed = batch.base - self._kept.data_ptr(), self._sevens.plan(jobs, starts, odds, batch.base), None
+        kept, sevens, packed = self._memory.kept, self._memory.sevens, None
+        base = batch.base - kept.data_ptr()
+        packing = sevens.plan(jobs, starts, odds, batch.base)
         if packing.rows:
             stream = self._hasty if self._urgent() else self._packing
             stream.wait_event(read.read)
-            packed = self._sevens.pack(packing, stream)
+            packed = sevens.pack(packing, stream)
         self._leaving.wait_event(read.read)
         if batch.middle:
-            between = self._kept[base + batch.low : base + batch.low + batch.middle]
+            between = kept[base + batch.low : base + batch.low + batch.middle]
             read.runs.append(self._sink.write(between, self._relieve))
         if packed is not None:
             self._leaving.wait_event(packed)
-            sevens = len(read.runs)
-            read.runs.append(self._sink.write(self._sevens.room[: packing.used], self._relieve))
-            self._sevens.leaves(self._leaving.record_event())
+            at = len(read.runs)
+            read.runs.append(self._sink.write(sevens.room[: packing.used], self._relieve))
+            sevens.leaves(self._leaving.record_event())
         for alone, some in itertools.groupby(zip(jobs, starts, packing.places, strict=True), lambda row: row[2] is None):
             row = list(some)
             if alone:
                 first, end = row[0][1], row[-1][1] + row[-1][0].room
                 read.lows += [(len(read.runs), start - first, False) for _, start, _ in row]
-                read.runs.append(self._sink.write(self._kept[base + first : base + end], self._relieve))
+                read.runs.append(self._sink.write(kept[base + first : base + end], self._relieve))
             else:
-                read.lows += [(sevens, place, True) for _, _, place in row if place is not None]
+                read.lows += [(at, place, True) for _, _, place in row if place is not None]
 
     def _keep_within_sink(self, batch: Batch) -> None:
         """Chunks that are not complete cannot be handed on: they must never fill the sink, or nothing would move any more. There
         must always be room for all the coded planes that they wait for."""
-        need = batch.low + batch.middle + self._tops.numel() + self._dense.size
+        need = batch.low + batch.middle + self._memory.tops.numel() + self._memory.dense.size
         while self._complete_groups < batch.group and self._sink.held + need > self._sink.capacity:
             if self._coded:
                 self._let_coded_leave()
@@ -437,7 +418,7 @@ class Encoder:
         assert self._program is not None
         number = len(self._done)
         group = self._program.groups[number]
-        start = self._dense.take(group.nbytes)
+        start = self._memory.dense.take(group.nbytes)
         if start is None:
             return False
         cuts = self._program.cuts[:, group.streams]
@@ -445,9 +426,9 @@ class Encoder:
         with torch.cuda.stream(self._coding_stream):
             results = torch.ones((2, n), dtype=torch.int64, device=self._device)
             sizes, status = self._sizes[:n], results[1].view(torch.int32)[:n]
-            self._codec.compress(cuts[0], cuts[1], self._targets[:n], sizes, scratch=self._scratch, status=status)
-            base = self._dense.memory.data_ptr() + start
-            streams = moving.Streams(self._out, self._codec.stride, sizes)
+            self._codec.compress(cuts[0], cuts[1], self._targets[:n], sizes, scratch=self._memory.scratch, status=status)
+            base = self._memory.dense.memory.data_ptr() + start
+            streams = moving.Streams(self._memory.out, self._codec.stride, sizes)
             moving.condense(group.owners, cuts, streams, base, largest=group.largest, lengths=results[0])
             found = self._tell(results)
             event = self._coding_stream.record_event()
@@ -466,20 +447,20 @@ class Encoder:
                 f"nvCOMP could not code {np.count_nonzero(status)} of {len(lengths)} streams (code {status.max()})"
             )
         coding.size = int(lengths.sum())
-        self._dense.shrink(coding.size)
+        self._memory.dense.shrink(coding.size)
         self._coded.append(coding)
 
     def _let_coded_leave(self) -> None:
         """Let the oldest coded group go."""
         coding = self._coded.popleft()
         with torch.cuda.stream(self._leaving):
-            run = self._dense.memory[coding.start : coding.start + coding.size]
+            run = self._memory.dense.memory[coding.start : coding.start + coding.size]
             coding.run = self._sink.write(run, self._relieve)
             event = self._leaving.record_event()
 
         def left() -> None:
             assert self._codec is not None
-            self._dense.give_back()
+            self._memory.dense.give_back()
             self._complete_groups += 1
             lengths = coding.results[0].numpy().astype("<i4").tobytes()
             said = {"read": [read.said() for read in coding.batches], "coded": [coding.run.spans, lengths, self._codec.name]}

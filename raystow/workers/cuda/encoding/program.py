@@ -6,6 +6,7 @@ must have left before. So its tables lie in device memory, and a save that is li
 
 from __future__ import annotations
 
+import functools
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -160,7 +161,7 @@ class Program:
         """The number of the first batch of this turn, or a later one."""
         return next((i for i, batch in enumerate(self.batches) if batch.turn >= turn), len(self.batches))
 
-    @property
+    @functools.cached_property
     def full(self) -> int:
         """The number of the first batch that waits for others to make room, or of batches if none does."""
         return next((i for i, batch in enumerate(self.batches) if batch.after or batch.after_group), len(self.batches))
