@@ -68,10 +68,10 @@ class Checkpointer:
     ``zone`` where there are such), sent at no more than ``replica_rate`` bytes per second for each node. ``delta``: how many
     versions in a row may be stored as differences to one that is whole, chunk by chunk where that is smaller and the whole one is
     in the node's memory; "auto": as many as pay, at most 16, as ``docs/tuning.md`` has it, and on a GPU none that ``fence``
-    would wait for; None: all are whole, as on a GPU with ``compress_in="node"`` or ``codec="ans"``. ``on_failure``: "warn": a
-    failed save is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or ``fence`` raises its
-    ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None: never. ``StateError`` for what cannot
-    be, before anything is started.
+    would wait for; None: all are whole. On a GPU they are so in any case with ``compress_in="node"`` or ``codec="ans"``.
+    ``on_failure``: "warn": a failed save is counted in ``failures``, logged, and nothing else; "raise": the next ``save`` or
+    ``fence`` raises its ``SaveFailed`` as well. ``max_failures``: so many in a row raise in either case; None: never.
+    ``StateError`` for what cannot be, before anything is started.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Checkpointer:
         keep_in_memory: int | None = None,
         replicas: int = 1,
         replica_rate: float | None = None,
-        delta: Delta | None = None,
+        delta: Delta | None = AUTO,
     ) -> None:
         address = arguments.address(uri)
         self._store, self._retention = open_store(address), kept_by_a_run(retention, address)
@@ -305,7 +305,7 @@ class Checkpointer:
                 "replicas": self._replicas,
                 "replica_rate": self._replica_rate,
             }
-            if self._delta and plan.ready and (self._compress_in == "node" or self._codec == "ans"):
+            if self._delta not in (0, AUTO) and plan.ready and (self._compress_in == "node" or self._codec == "ans"):
                 why = 'compress_in="node"' if self._compress_in == "node" else 'codec="ans"'
                 self._log.warning("with %s tensors on a GPU are stored whole, not as differences to an earlier version", why)
             self._staging = Staging(self._node_worker(), hello, codec=self._codec, compress_in=self._compress_in)
