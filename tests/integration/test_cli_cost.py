@@ -139,7 +139,7 @@ def test_what_each_technique_has_saved(tmp_path: Path) -> None:
 def test_differences_that_do_not_pay_are_advised_against() -> None:
     entries = [Entry(1, "", "", 0, 0, 0.0, 200, 100), Entry(2, "", "", 0, 0, 0.0, 200, 97, (1,))]
     (saving,) = savings(entries, 0)
-    assert saving.told.endswith("they do not pay here, leave out `delta=`")
+    assert saving.told.endswith("they do not pay here, pass `delta=None`")
 
 
 def test_an_empty_repository_has_no_size(tmp_path: Path) -> None:

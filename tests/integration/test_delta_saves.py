@@ -114,6 +114,21 @@ def test_what_is_no_longer_in_memory_is_stored_whole(uri: str) -> None:
         assert same(cluster.repository.latest(), state)
 
 
+def test_memory_is_for_the_newest_version_and_not_for_what_it_differs_from(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+    states = list(itertools.islice(training(), 5))
+    with LocalCluster(uri, delta=9) as cluster:
+        tier = cluster.tier(0)
+        for step, state in enumerate(states):
+            cluster.save(state, step=step)
+            newest = tier.holdings(cluster.repository.id)[-1]
+            assert newest.whole == {0}, f"version {step + 1} can be restored from memory"
+            if step == 1:
+                tier.resize(int(1.2 * tier.used))
+        assert [found for found in bases(cluster) if found] == [(1,), (1,), (4,)], "4 found nothing in memory"
+        assert "nothing is stored as a difference to version 1 from now on" in caplog.text
+        assert all(same(version, state) for version, state in zip(cluster.repository.versions(), states, strict=True))
+
+
 def test_what_is_wrong_in_memory_is_no_base(uri: str, caplog: pytest.LogCaptureFixture) -> None:
     states = training()
     with LocalCluster(uri, delta=9) as cluster:

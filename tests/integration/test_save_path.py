@@ -106,6 +106,23 @@ def test_a_node_worker_looks_through_its_modules_for_garbage_but_once(tmp_path: 
     until(lambda: ray.get(worker.__ray_call__.remote(lambda self: gc.get_freeze_count())) > 50_000, "the modules are frozen")
 
 
+def test_what_hardly_changes_is_stored_as_a_difference_unless_told_not_to(tmp_path: Path) -> None:
+    def row(folder: str, **options: Any) -> list[tuple[int, ...]]:
+        (rank,) = start(folder, 1, **options)
+
+        def train(self: Rank) -> None:
+            self.state = replicated(4)
+            for step in range(3):
+                self.checkpointer.save(self.state, step=step).result(120)
+                self.state["model"]["layer1"].mul_(1 + 1e-6)
+
+        ray.get(rank.do.remote(train), timeout=120)
+        return [entry.bases for entry in raystow.open(folder).root().versions]
+
+    assert row(str(tmp_path / "as it comes")) == [(), (1,), (1,)]
+    assert row(str(tmp_path / "whole"), delta=None) == [(), (), ()]
+
+
 def test_refused_states_name_the_path_and_write_nothing(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1)
 

@@ -106,6 +106,22 @@ def test_what_others_lean_on_stays_with_them(tier):
     assert ids(tier) == [5], "what is not here any more does not come back"
 
 
+def test_what_others_lean_on_makes_room_for_the_newest_but_not_for_copies_nor_if_it_is_the_newest(tier, caplog):
+    staged(tier, 1, size=4 * KIB)
+    tier.committed(home(1))
+    tier.lean(home(2), home(1))
+    assert tier.put(home(2), 0, "too large", [bytes(7 * KIB)]) is None
+    staged(tier, 2, size=3 * KIB)
+    tier.committed(home(2))
+    tier.lean(home(3), home(1))
+    assert tier.put(home(3), 1, "a copy", [bytes(4 * KIB)], line=("b", "a")) is None
+    assert ids(tier) == [1, 2, 3]
+    staged(tier, 3, size=4 * KIB)
+    assert ids(tier) == [2, 3]
+    assert tier.holdings("r")[1].whole == {0}
+    assert caplog.text.count("nothing is stored as a difference to version 1 from now on") == 1
+
+
 def test_of_what_was_given_up_only_the_newest_stays(tier):
     for id in (1, 3, 2):
         staged(tier, id)

@@ -46,8 +46,8 @@ def _differences(entries: Sequence[Entry]) -> list[Saving]:
     reads = sum(estimate(of[0], one) for of in lines for one in of) / max(1, instead)  # of each no more than it needs
     what = f"{count(len(lines), 'difference')} between versions, of {billed(stored)} instead of about {billed(instead)}"
     if stored > PAYS * instead:
-        return [Saving("delta", stored, instead, f"{what}: they do not pay here, leave out `delta=`")]
-    cost = f"a restore of one reads {reads:.2f} times as much as of a whole version; where that is too long, leave out `delta=`"
+        return [Saving("delta", stored, instead, f"{what}: they do not pay here, pass `delta=None`")]
+    cost = f"a restore of one reads {reads:.2f} times as much as of a whole version; where that is too long, pass `delta=None`"
     return [Saving("delta", stored, instead, f"{what}; {cost}")]
 
 

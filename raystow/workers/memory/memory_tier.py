@@ -274,12 +274,13 @@ class MemoryTier:
         part.short = True
 
     def _make_room(self, size: int, repository: str) -> None:
-        """Drop what is replaced, then what was given up, then decoded planes, then what belongs to other repositories, those
-        first that nothing was stored in for longest; at last copies, the oldest first."""
+        """Drop what is replaced, then what was given up, then decoded planes, then what only differences need, then what belongs
+        to other repositories, those first that nothing was stored in for longest; at last copies, the oldest first."""
         others = [home for home in self._holdings if home.repository != repository]
         others.sort(key=lambda home: (self._writes[home.repository], home.id))
         self._drop_while_needed(size, (*self._superseded(keep=1), *self._given_up()))
         self._drop_planes_while_needed(size)
+        self._drop_bases_while_needed(size)
         self._drop_while_needed(size, others)
         for holding in sorted(self._holdings.values(), key=lambda holding: holding.home.id):
             for part in holding.parts.values():
@@ -298,6 +299,14 @@ class MemoryTier:
                 about(logger, version=home.id, attempt=home.attempt).warning(what, home.id)
                 self._drop_planes(home)
 
+    def _drop_bases_while_needed(self, size: int) -> None:
+        """The newest version is worth more here than that later ones are smaller."""
+        for home in self._replaced(keep=1):
+            if self._used + size > self._budget:
+                what = "nothing is stored as a difference to version %d from now on: it has to make room in %.1f MB of memory"
+                about(logger, version=home.id, attempt=home.attempt).warning(what, home.id, self._budget / 1e6)
+                self._drop(home)
+
     def _drop_planes(self, home: Home) -> None:
         if (file := self._planes.pop(home, None)) is not None:
             self._spares.give(file)
@@ -309,8 +318,13 @@ class MemoryTier:
         return sorted((home for home, held in self._holdings.items() if held.given_up), key=lambda home: home.id)
 
     def _superseded(self, keep: int | None = None) -> list[Home]:
-        """Committed versions that newer ones have replaced, and older attempts with them, but for those that others lean on; the
-        oldest first."""
+        """What was replaced, but for what others lean on."""
+        old = self._replaced(keep)
+        needed = {held.base for held in self._holdings.values() if held.home not in old}
+        return [home for home in old if home not in needed]
+
+    def _replaced(self, keep: int | None = None) -> list[Home]:
+        """Committed versions that newer ones have replaced, and older attempts with them; the oldest first."""
         old: list[Home] = []
         for repository in {home.repository for home in self._holdings}:
             ids = sorted(h.home.id for h in self._holdings.values() if h.committed and h.home.repository == repository)
@@ -318,8 +332,7 @@ class MemoryTier:
             if newest:
                 of = (held for held in self._holdings.values() if held.home.repository == repository)
                 old += [h.home for h in of if h.home.id < newest[0] or (h.given_up and h.home.id <= newest[-1])]
-        needed = {held.base for held in self._holdings.values() if held.home not in old}
-        return sorted((home for home in old if home not in needed), key=lambda home: home.id)
+        return sorted(old, key=lambda home: home.id)
 
     def _drop(self, home: Home) -> None:
         self._drop_planes(home)
