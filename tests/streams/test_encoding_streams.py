@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 import types
 import zlib
@@ -14,16 +15,20 @@ import pytest
 import torch
 from device import SEEDS, Device
 from rewriting import rewritten
-from saving import HERE, KIB, Follower, Receiver, Source, save, small_encoder, state, streams, weights
+from saving import HERE, KIB, MIB, Follower, Receiver, Source, save, small_encoder, state, streams, weights
 
 from raystow.storage.coding import kernels as on_host
 from raystow.storage.coding.chunk import DEFLATE, RAW, Coding
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.errors import RaystowError
+from raystow.workers.cuda import workbench
+from raystow.workers.cuda.choice import Choice
 from raystow.workers.cuda.encoding import differences, encoder
 from raystow.workers.cuda.encoding.following import Following, Lookout
+from raystow.workers.cuda.encoding.memory import SIZE
 from raystow.workers.ipc.offers import Offer, Offered
+from raystow.workers.ipc.ring import Ring
 
 seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
@@ -226,3 +231,28 @@ def test_differences_are_to_what_is_named_and_no_more_are_read_once_someone_wait
     if waits == "after some differences":
         assert 0 < differ < 5
     encoder.close()
+
+
+@pytest.mark.parametrize("gpu", [0], indirect=True)
+@pytest.mark.parametrize("asks", [True, False])
+def test_samples_are_part_of_the_memory_that_an_encoder_takes(gpu: Device, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = list[int]()
+
+    class Small(encoder.Encoder):
+        def __init__(self, _: torch.device, *of: Any, size: int) -> None:
+            sizes.append(size)
+            super().__init__(HERE, *of, size=24 * MIB)
+
+    monkeypatch.setattr(workbench, "Encoder", Small)
+    monkeypatch.setattr(workbench, "choose", lambda *_: Choice(DEFLATE, "it is asked for"))
+    ring = Ring.create(24 * 64 * KIB, 64 * KIB)
+    free = list(range(ring.slots))
+    bench = workbench.Workbench(ring, "deflate", take=free.pop, release=free.append)
+    sources = [*(Source(f"{i}", weights(9_000)) for i in range(3)), Source("small", weights(300))]
+    save = functools.partial(bench.encode, 0, sources, after=gpu.default.record_event(), on_read=list, announce=lambda _: None)
+    save(named=(lambda *_: None) if asks else None)
+    known = bench._encoders[0]._known
+    kept = 0 if known is None else sum(samples.nbytes for samples in known._seen[0].samples)
+    assert (known is not None) == asks
+    assert sizes == [SIZE - 3 * kept], "of the save before, the one before that, and this one"
+    bench.close()

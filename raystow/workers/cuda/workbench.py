@@ -12,8 +12,10 @@ from ...storage.coding.chunk import RAW
 from ..ipc.offers import Named
 from ..ipc.ring import Ring
 from .choice import Choice, choose
+from .encoding.differences import samples_of
 from .encoding.encoder import Encoder
 from .encoding.following import Following, Lookout, follow
+from .encoding.memory import SIZE
 from .encoding.outbox import Outbox
 from .encoding.program import Program
 from .encoding.stages import Arrived
@@ -70,7 +72,8 @@ class Workbench:
 
         if device not in self._encoders:
             codec, where = self.choice(device).codec, torch.device("cuda", device)
-            self._encoders[device] = Encoder(where, None if codec == RAW else codec, self._outbox)
+            samples = 0 if named is None else min(samples_of(pieces), SIZE // 4)  # both together are what is promised
+            self._encoders[device] = Encoder(where, None if codec == RAW else codec, self._outbox, size=SIZE - samples)
         encode = functools.partial(self._encoders[device].encode, pieces, after=after, on_read=on_read, emit=emit)
         try:
             encode(urgent=urgent, meanwhile=meanwhile, named=named, patient=patient)

@@ -103,7 +103,7 @@ class Differences:
     _gave_way: bool = False
 
     def __post_init__(self) -> None:
-        of = [i for i, source in enumerate(self.sources) if source.address is not None and source.nbytes >= LEAST]
+        of = [i for i, source in enumerate(self.sources) if _may_differ(source)]
         self.undecided = self.make({i: Aim(_MAY) for i in of})
         self._sampled = list(_sampled(self.undecided))
 
@@ -325,6 +325,15 @@ class Differences:
         self.lanes.end()
         self.lanes.take([])
         self._star = None
+
+
+def samples_of(sources: Sequence[Source]) -> int:
+    """Bytes of device memory that are taken, at most, to tell where differences pay."""
+    return (_SEEN + 1) * sum(kernels.SAMPLED * source.dtype.width for source in sources if _may_differ(source))
+
+
+def _may_differ(source: Source) -> bool:
+    return source.address is not None and source.nbytes >= LEAST
 
 
 def _note(offer: Offer, why: str) -> None:
