@@ -251,7 +251,7 @@ class Node:
             self.replicator.give_up(home)
         else:
             self._saves.settle(uri, number)
-            self._tier.committed(home)
+            self._tier.committed(home, alone=not outcome.bases)
             self.replicator.wake()
             if attempt.serves and attempt.on_gpu and not outcome.bases:
                 with self._lock:

@@ -15,6 +15,7 @@ from ranks import every, start
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
 
+import raystow
 from raystow.storage.clock import SYSTEM
 from raystow.workers.network.replication import Progress
 from raystow.workers.node_actor import NAMESPACE
@@ -73,29 +74,40 @@ def complete(progress: Progress, nbytes: int = 1) -> bool:
 
 
 def state(seed: int) -> dict[str, Any]:
+    """Nothing like the one of any other seed."""
     generator = torch.Generator().manual_seed(seed)
     return {f"layer{i}": torch.randn(500_000, generator=generator) for i in range(4)}
 
 
-def save(ranks: list[Any], seed: int) -> None:
-    every(ranks, "set", state, seed)
+def near(seed: int) -> dict[str, Any]:
+    """Not far from any other: a difference to that is smaller."""
+    return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in state(0).items()}
+
+
+Make = Callable[[int], dict[str, Any]]
+
+
+def save(ranks: list[Any], seed: int, make: Make = state) -> None:
+    every(ranks, "set", make, seed)
     every(ranks, "save", seed)
     every(ranks, "result")
 
 
-def check_restored(ranks: list[Any], seed: int) -> None:
-    every(ranks, "set", state, -1)
+def check_restored(ranks: list[Any], seed: int, make: Make = state) -> None:
+    every(ranks, "set", make, -1)
     assert {version.step for version in every(ranks, "restore")} == {seed}
     for got in ray.get([rank.do.remote(lambda self: self.state) for rank in ranks], timeout=60):
-        assert all(torch.equal(got[name], tensor) for name, tensor in state(seed).items())
+        assert all(torch.equal(got[name], tensor) for name, tensor in make(seed).items())
 
 
 @pytest.mark.slow
-def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes, tmp_path: Path) -> None:
+@pytest.mark.parametrize("make", [state, near], ids=["a whole version", "a difference"])
+def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes, tmp_path: Path, make: Make) -> None:
     nodes.add("a", "b")
     ranks = start(str(tmp_path), 2, nodes=("a", "b"))
     for seed in (1, 2):
-        save(ranks, seed)
+        save(ranks, seed, make)
+    assert bool(raystow.open(tmp_path).root().versions[-1].bases) == (make is near)
     until(lambda: complete(nodes.copies("a")) and complete(nodes.copies("b")))
     whole = nodes.copies("a").wanted + nodes.copies("b").wanted
     shutil.rmtree(tmp_path / "versions")
@@ -103,7 +115,7 @@ def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes,
     nodes.kill("b")
     ray.kill(ranks[0])
     ranks = start(str(tmp_path), 2, nodes=("a",))
-    check_restored(ranks, 2)
+    check_restored(ranks, 2, make)
     until(lambda: (progress := nodes.copies("a")).wanted == whole and progress.present == 0)
 
     nodes.add("c")
@@ -112,7 +124,7 @@ def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes,
 
     nodes.kill("a")
     ray.kill(newcomer)
-    check_restored(start(str(tmp_path), 2, nodes=("c",)), 2)
+    check_restored(start(str(tmp_path), 2, nodes=("c",)), 2, make)
 
 
 @pytest.mark.slow

@@ -104,6 +104,10 @@ def test_what_others_lean_on_stays_with_them(tier):
     assert ids(tier) == [5], "4 came to nothing"
     tier.lean(home(6), home(2))
     assert ids(tier) == [5], "what is not here any more does not come back"
+    tier.lean(home(7), home(5))
+    staged(tier, 7)
+    tier.committed(home(7), alone=True)
+    assert ids(tier) == [7], "nothing of it was smaller as a difference"
 
 
 def test_what_others_lean_on_makes_room_for_the_newest_but_not_for_copies_nor_if_it_is_the_newest(tier, caplog):

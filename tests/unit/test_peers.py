@@ -101,12 +101,14 @@ def test_many_threads_at_a_time(cluster):
 
 
 def test_a_copy_is_kept_as_it_was(cluster):
-    copy = Copy(HOME, 3, "pack", ("b", "a"))
+    base = Home("r", 0, "ff" * 8)
+    copy = Copy(HOME, 3, "pack", ("b", "a"), base=base)
     part = cluster["b"].peers.accept("a", copy, memoryview(DATA))
     assert (part.objects, part.line, part.short) == ({"pack": len(DATA)}, ("b", "a"), False)
     assert cluster["a"].tier.view("r", "pack") == DATA
     too_early = replace(copy, key="fragment", after=("pack", "another pack"))
     assert cluster["b"].peers.accept("a", too_early, b"x").objects.keys() == {"pack"}
+    assert [held.base for held in cluster["a"].tier.holdings("r")] == [base]
 
 
 def test_who_does_not_know_the_secret_is_sent_nothing(cluster):

@@ -333,6 +333,45 @@ def test_what_a_newer_version_has_replaced_is_not_taken():
     assert (world.holders(1, 0), world.holders(2, 0)) == ({"a"}, {"b"})
 
 
+def difference(member: Member, id: int, base: int) -> None:
+    """A version that a node makes as a difference to one that it has."""
+    member.tier.lean(home(id), home(base))
+    member.make(id, 0)
+    member.tier.committed(home(id))
+
+
+def test_what_a_version_is_a_difference_to_is_copied_with_it_wherever_that_goes():
+    world = World("a", "b")
+    world["a"].make(1, 0)
+    world["a"].tier.committed(home(1))
+    for id in (2, 3):
+        difference(world["a"], id, base=1)
+        world.settle()
+        assert [world.holders(i, 0) for i in (1, id)] == [{"a", "b"}] * 2
+    world.add("b")  # restarted empty
+    world.settle()
+    assert [world.holders(id, 0) for id in (1, 2, 3)] == [{"a", "b"}, set(), {"a", "b"}]
+    del world.members["a"]
+    world.add("c", replicas=None)
+    world.settle()
+    assert [world.holders(id, 0) for id in (1, 3)] == [{"b", "c"}] * 2, "b is the heir of both"
+    world["b"].make(4, 0)
+    world["b"].tier.committed(home(4))
+    world.settle()
+    assert [world.holders(id, 0) for id in (1, 3, 4)] == [set(), set(), {"b", "c"}], "nothing is a difference to it any more"
+
+
+def test_what_a_version_is_a_difference_to_may_come_after_it():
+    world = World("a", "b")
+    world["a"].make(1, 0)
+    world["a"].tier.committed(home(1))
+    difference(world["a"], 2, base=1)
+    world["b"].guests.accept(copy := Copy(home(2), 0, "first", ("a", "b"), base=home(1)), b"it came before")
+    world["b"].tier.committed(copy.home)
+    world.settle()
+    assert world.holders(1, 0) == {"a", "b"}
+
+
 def test_no_faster_than_the_rate():
     world = World("a", "b", replicas=0)
     world["a"].make(1, 0, packs=8)

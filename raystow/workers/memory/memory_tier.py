@@ -187,16 +187,20 @@ class MemoryTier:
             return self._on_loan(self._planes.get(home))
 
     def lean(self, home: Home, base: Home) -> None:
-        """An attempt may be a difference to a version, which stays for as long as the attempt does, if it is here."""
+        """An attempt may be a difference to a version, which stays for as long as the attempt does, if it is here, or comes."""
         with self._lock:
             if base in self._holdings:
-                self._holdings.setdefault(home, Holding(home)).base = base
+                self._holdings.setdefault(home, Holding(home))
+            if home in self._holdings:
+                self._holdings[home].base = base
 
-    def committed(self, home: Home) -> None:
-        """The attempt is a version: those that it replaces go, and copies that there was no room for may come again."""
+    def committed(self, home: Home, *, alone: bool = False) -> None:
+        """The attempt is a version: those that it replaces go, and copies that there was no room for may come again. ``alone``:
+        it leans on no other after all."""
         with self._lock:
             holding = self._holdings.setdefault(home, Holding(home))
             holding.committed, holding.given_up = True, False
+            holding.base = None if alone else holding.base
             holding.parts = {number: part for number, part in holding.parts.items() if not (part.line and part.short)}
             for old in self._superseded():
                 self._drop(old)

@@ -11,13 +11,14 @@ from ..memory.memory_tier import Holding, Home, MemoryTier, Part
 @dataclass(frozen=True)
 class Copy:
     """An object for another node. ``number``: of the node in the attempt that made it. ``line``: see ``Part``. ``after``: what
-    must be there before it."""
+    must be there before it. ``base``: what the attempt may be a difference to."""
 
     home: Home
     number: int
     key: str
     line: tuple[str, ...]
     after: tuple[str, ...] = ()
+    base: Home | None = None
 
 
 class Guests:
@@ -28,12 +29,15 @@ class Guests:
 
     def accept(self, copy: Copy, data: Buffer) -> Part:
         """Keep an object if there is room; what is here of its part now."""
-        newer = (other for other in self._tier.holdings(copy.home.repository) if other.home.id > copy.home.id)
-        if any(other.committed or other.given_up for other in newer):
+        newer = [other for other in self._tier.holdings(copy.home.repository) if other.home.id > copy.home.id]
+        leaning = any(other.base == copy.home for other in newer)
+        if not leaning and any(other.committed or other.given_up for other in newer):
             return Part()  # replaced already: it would stay until the version after that
         held = self._part(copy) or Part(line=copy.line)
         if held.line and not held.short and copy.key not in held.objects and held.objects.keys() >= {*copy.after}:
             self._tier.put(copy.home, copy.number, copy.key, [data], line=copy.line)
+            if copy.base is not None:
+                self._tier.lean(copy.home, copy.base)
         return self._part(copy) or Part()
 
     def committed(self, home: Home) -> None:

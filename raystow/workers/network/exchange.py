@@ -104,4 +104,5 @@ class Exchange:
 
 def copy_of(asked: dict[str, Any]) -> Copy:
     """An object for this node, as it was announced."""
-    return Copy(Home(*asked["home"]), asked["number"], asked["key"], tuple(asked["line"]), tuple(asked["after"]))
+    base = asked["base"] and Home(*asked["base"])
+    return Copy(Home(*asked["home"]), asked["number"], asked["key"], tuple(asked["line"]), tuple(asked["after"]), base)

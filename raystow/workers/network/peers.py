@@ -6,7 +6,7 @@ import logging
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, astuple
 from typing import TypeVar
 
 from ...storage.clock import Clock
@@ -68,8 +68,8 @@ class Peers:
     def accept(self, node: str, copy: Copy, data: Buffer) -> Part:
         """Give a node an object; what it has of that part then."""
         size = memoryview(data).nbytes
-        home = [copy.home.repository, copy.home.id, copy.home.attempt]
-        asked = {"what": "accept", **asdict(copy), "home": home, "length": size}
+        homes = {"home": astuple(copy.home), "base": copy.base and astuple(copy.base)}
+        asked = {"what": "accept", **asdict(copy), **homes, "length": size}
 
         def ask(line: Line) -> Part:
             line.send(asked)

@@ -183,7 +183,7 @@ class Replicator:
         for node in itertools.takewhile(lambda node: node != self._node, line):
             for home, theirs in self._seen.get(node, {}).items():
                 newer = home.repository == held.home.repository and home.id > held.home.id and theirs.committed
-                if newer or (home == held.home and number in theirs.whole):
+                if (newer and theirs.base != held.home) or (home == held.home and number in theirs.whole):
                     return False
         return bool(line)
 
@@ -209,10 +209,11 @@ class Replicator:
         """Nodes and the objects that they should have and have not, in the order in which they are to be sent."""
         missing, wanted, present, chosen = list[tuple[str, Copy]](), 0, 0, dict[str, None]()
         mine = self._mine()
-        newest = {held.home.repository: held.home.id for held in mine if held.committed}  # ids ascend
+        newest = {held.home.repository: held for held in mine if held.committed}  # ids ascend
         for held in mine:
-            if held.committed and held.home.id < newest[held.home.repository]:
-                continue  # kept as what others are differences to: for that it need not be anywhere else
+            last = newest.get(held.home.repository, held)
+            if held.committed and held.home.id < last.home.id and held.home != last.base:
+                continue  # kept for a save under way alone
             for number, part in held.parts.items():
                 if part.short or (part.line and (held.home, number) not in self._inherited):
                     continue
@@ -279,6 +280,6 @@ def _lacking(held: Holding, number: int, theirs: Part, line: tuple[str, ...]) ->
         if key != fragment:
             before.append(key)
             if key not in theirs.objects:
-                yield Copy(held.home, number, key, line)
+                yield Copy(held.home, number, key, line, base=held.base)
     if fragment in held.parts[number].objects and fragment not in theirs.objects and theirs.objects.keys() >= {*before}:
-        yield Copy(held.home, number, fragment, line, tuple(before))
+        yield Copy(held.home, number, fragment, line, tuple(before), held.base)
