@@ -234,9 +234,12 @@ def test_differences_are_to_what_is_named_and_no_more_are_read_once_someone_wait
 
 
 @pytest.mark.parametrize("gpu", [0], indirect=True)
-@pytest.mark.parametrize("asks", [True, False])
-def test_samples_are_part_of_the_memory_that_an_encoder_takes(gpu: Device, asks: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("asks", "room"), [(True, 120 * MIB), (True, 40 * KIB), (False, 120 * MIB)])
+def test_samples_are_part_of_the_memory_that_an_encoder_takes(
+    gpu: Device, asks: bool, room: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     sizes = list[int]()
+    monkeypatch.setattr(differences, "_SAMPLES", room)
 
     class Small(encoder.Encoder):
         def __init__(self, _: torch.device, *of: Any, size: int) -> None:
@@ -248,11 +251,12 @@ def test_samples_are_part_of_the_memory_that_an_encoder_takes(gpu: Device, asks:
     ring = Ring.create(24 * 64 * KIB, 64 * KIB)
     free = list(range(ring.slots))
     bench = workbench.Workbench(ring, "deflate", take=free.pop, release=free.append)
-    sources = [*(Source(f"{i}", weights(9_000)) for i in range(3)), Source("small", weights(300))]
+    sources = [*(Source(f"{i}", weights(9_000 + i)) for i in range(3)), Source("small", weights(300))]
     save = functools.partial(bench.encode, 0, sources, after=gpu.default.record_event(), on_read=list, announce=lambda _: None)
     save(named=(lambda *_: None) if asks else None)
     known = bench._encoders[0]._known
     kept = 0 if known is None else sum(samples.nbytes for samples in known._seen[0].samples)
-    assert (known is not None) == asks
+    sampled = [] if known is None else [sources[i].name for alike in known._sampled for i in alike.numbers]
+    assert sorted(sampled) == ([] if not asks else ["0", "1", "2"] if room > MIB else ["1", "2"]), "the largest"
     assert sizes == [SIZE - 3 * kept], "of the save before, the one before that, and this one"
     bench.close()

@@ -72,8 +72,8 @@ class Workbench:
 
         if device not in self._encoders:
             codec, where = self.choice(device).codec, torch.device("cuda", device)
-            samples = 0 if named is None else min(samples_of(pieces), SIZE // 4)  # both together are what is promised
-            self._encoders[device] = Encoder(where, None if codec == RAW else codec, self._outbox, size=SIZE - samples)
+            size = SIZE if named is None else SIZE - samples_of(pieces)  # both together are what is promised
+            self._encoders[device] = Encoder(where, None if codec == RAW else codec, self._outbox, size=size)
         encode = functools.partial(self._encoders[device].encode, pieces, after=after, on_read=on_read, emit=emit)
         try:
             encode(urgent=urgent, meanwhile=meanwhile, named=named, patient=patient)

@@ -10,6 +10,7 @@ What they take of the device is set aside when they are known to pay, for the sa
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
@@ -35,6 +36,7 @@ _MAY, _DOES = 1, 2  # turns: of chunks that may be differences, and the first of
 _TURN = 256 << 20  # raw bytes of differences in one turn, after each of which a save can go on without
 _PATIENCE = 1.0  # seconds to wait for the name of a version, if it may be of use, and as long as the training does not wait
 _SEEN = 2  # versions of which samples are kept, since one save may begin before the other is a version
+_SAMPLES = 120 << 20  # bytes of one save's samples, at most
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 Make = Callable[[Mapping[int, Aim]], Program]
@@ -103,8 +105,7 @@ class Differences:
     _gave_way: bool = False
 
     def __post_init__(self) -> None:
-        of = [i for i, source in enumerate(self.sources) if _may_differ(source)]
-        self.undecided = self.make({i: Aim(_MAY) for i in of})
+        self.undecided = self.make({i: Aim(_MAY) for i in _may_differ(self.sources)})
         self._sampled = list(_sampled(self.undecided))
 
     def take_over(self, other: Differences) -> None:
@@ -329,11 +330,18 @@ class Differences:
 
 def samples_of(sources: Sequence[Source]) -> int:
     """Bytes of device memory that are taken, at most, to tell where differences pay."""
-    return (_SEEN + 1) * sum(kernels.SAMPLED * source.dtype.width for source in sources if _may_differ(source))
+    return (_SEEN + 1) * sum(kernels.SAMPLED * sources[i].dtype.width for i in _may_differ(sources))
 
 
-def _may_differ(source: Source) -> bool:
-    return source.address is not None and source.nbytes >= LEAST
+def _may_differ(sources: Sequence[Source]) -> list[int]:
+    """The numbers of those that may be differences: the largest, as many as there is room for samples of."""
+    large = [i for i, source in enumerate(sources) if source.address is not None and source.nbytes >= LEAST]
+    large.sort(key=lambda i: sources[i].nbytes, reverse=True)
+    taken = itertools.accumulate(kernels.SAMPLED * sources[i].dtype.width for i in large)
+    found = [i for i, size in zip(large, taken, strict=True) if size <= _SAMPLES]
+    if len(found) < len(large):
+        logger.info("%d chunks are stored whole: the %d larger ones may be differences", len(large) - len(found), len(found))
+    return found
 
 
 def _note(offer: Offer, why: str) -> None:
