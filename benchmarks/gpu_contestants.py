@@ -2,8 +2,9 @@
 
 Each is used as its documents say. All write to the same file system, whole states, and know when what they wrote is durable.
 
-- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec, one that
-  stores 8 versions in a row as differences to the one before them, and one that does so while it pays and nobody waits for it.
+- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec, whose
+  versions are whole; one that stores 8 versions in a row as differences to the one before them; and one that is as it comes: it
+  does so while it pays and nobody waits for it.
 - torch.save: the training waits for all of it.
 - DCP: ``async_save`` whose stager keeps its pinned memory from save to save.
 - torch_checkpointing: ``CheckpointManager`` with asynchronous saves, fenced by its lock.

@@ -309,6 +309,7 @@ def claims(results: dict[str, Any]) -> dict[str, bool | None]:
         "short steps: deflate loses at most half of what torch_checkpointing does": at_most(
             of(SHORT, deflate, "lost"), theirs, 0.5
         ),
+        "short steps: so it does as it comes, with delta='auto'": at_most(of(SHORT, AUTO, "lost"), theirs, 0.5),
         "short steps: ans loses at most a quarter of what torch_checkpointing does": at_most(
             of(SHORT, ans, "lost"), theirs, 0.25
         ),

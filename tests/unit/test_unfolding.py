@@ -249,7 +249,7 @@ def test_what_a_node_worker_has_lent_is_on_loan_until_it_is_told_or_the_process_
             assert SYSTEM.monotonic() < until
             threading.Event().wait(0.01)
         if told:
-            rank.save(4, of.chunk, stored, delta=1)
+            rank.save(4, of.chunk, stored, delta=0)  # for which nothing is lent
         else:
             rank.connection.close()
         while on_loan():
