@@ -354,13 +354,13 @@ class Coordinator:
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
         attempt.generation = self._generation
-        attempt.serves = bool(begin.delta) and (self._row is None or self._row.begins(begin.delta))
         if begin.delta and self._row is not None:
             goes_on, why = self._row.goes_on(begin.delta)
             if goes_on:
                 attempt.base, self._row = self._row.whole, self._row.begun()
                 why = f"to version {attempt.base.id} where that is smaller, {why}"
             attempt.coding["difference" if goes_on else "whole"] = why
+        attempt.serves = bool(begin.delta) and (self._row is None or self._row.begins(begin.delta, attempt.base))
         return attempt
 
     def _of(self, ticket: Ticket, phase: Phase) -> Attempt:

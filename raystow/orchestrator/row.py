@@ -62,10 +62,10 @@ class Row:
         told = f"{expected:,} bytes expected, {mean:,.0f} the mean of the row"
         return expected <= mean, f"number {number}; {told}" if expected <= mean else f"after {number - 1} differences; {told}"
 
-    def begins(self, delta: Delta) -> bool:
-        """Whether a version that is whole and begun now should be followed by differences to it, and not by one more that is
-        whole."""
-        return delta != AUTO or not after(self, self.whole, None).pause
+    def begins(self, delta: Delta, base: Entry | None) -> bool:
+        """Whether a version that is begun now, and might be a difference to ``base``, should be followed by differences to it if
+        it comes out whole, and not by one more that is whole."""
+        return delta != AUTO or not after(self, self.whole, base).pause
 
     def begun(self) -> Row:
         """A save was begun that may be a difference to the whole version."""

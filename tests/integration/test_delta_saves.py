@@ -91,6 +91,17 @@ def test_rows_as_long_as_pay(uri: str) -> None:
         }
 
 
+@pytest.mark.parametrize(("delta", "expected"), [(0, [False] * 6), ("auto", [True, True, False, True, False, False])])
+def test_a_process_expects_a_name_where_the_next_version_may_differ(uri: str, delta: Any, expected: list[bool]) -> None:
+    """Where differences have not paid twice, not in the next save; thrice, not in the next three."""
+    found = list[bool]()
+    with LocalCluster(uri, delta=delta) as cluster:
+        for step in range(6):  # none of which resembles another
+            cluster.save({"w": torch.randn(300, 500)}, step=step)
+            found.append(cluster._staging(0, 1)._offers.expected)
+    assert found == expected
+
+
 def test_retention_keeps_what_is_needed_and_saves_go_on(uri: str) -> None:
     with LocalCluster(uri, delta=2) as cluster:
         for step, state in enumerate(itertools.islice(training(), 6)):

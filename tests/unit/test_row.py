@@ -25,7 +25,7 @@ def played(whole: int, differences: Iterable[int], number: int, *, row: Row | No
             row = row.begun()
             row = row.difference(entry(id, sizes[len(row.stored)], row.whole.id))
         else:
-            follow = row.begins(AUTO)
+            follow = row.begins(AUTO, None)
             row = after(row, entry(id, whole), None)
             assert row.goes_on(AUTO)[0] == follow, "as was known when it began"
     return found, row
@@ -49,6 +49,18 @@ def test_a_row_of_equal_differences_has_a_bound() -> None:
     found, _ = played(1000, [700] * 99, LONGEST + 2)
     assert found == [False, *[True] * LONGEST, False]
     assert played(1000, [700] * 99, LONGEST + 1)[1].goes_on(AUTO) == (False, "after 16 differences")
+
+
+def test_what_comes_out_whole_though_it_was_named_a_base_was_known_to_be_followed_or_not() -> None:
+    row, named = after(None, entry(1, 1000), None), list[int]()
+    for id in range(2, 40):
+        goes_on, _ = row.goes_on(AUTO)
+        named += [id] * goes_on
+        row, base = (row.begun(), row.whole) if goes_on else (row, None)
+        follow = row.begins(AUTO, base)
+        row = after(row, entry(id, 1000), base)
+        assert row.goes_on(AUTO)[0] == follow, f"as was known when {id} began"
+    assert named == [2, 3, 5, 9, 17, 33]
 
 
 def test_where_differences_do_not_pay_they_are_tried_again_more_and_more_seldom() -> None:
