@@ -157,7 +157,7 @@ def test_rows_of_saves_are_smaller_and_come_back_bit_for_bit(codec: str, in_plac
             assert found[name] == {1}, name
         assert {base for version, _ in kept for base in bases(version)["small"]} == {None}
         assert size(first, "optim.master") < 0.8 * size(whole, "optim.master")
-        assert size(first, "frozen") < 0.15
+        assert size(first, "frozen") < (0.01 if codec == "deflate" else 0.15)
         assert first.bytes < third.bytes < 0.9 * whole.bytes
 
 

@@ -1,9 +1,12 @@
-"""Deflate with Huffman codes only, coded in Triton: any inflate reads it (RFC 1951).
+"""Deflate with Huffman codes, and runs of zeros, coded in Triton: any inflate reads it (RFC 1951).
 
 A program codes one stream as one block. The lengths of its codes are not quite Huffman's, which would take a tree: each
 symbol gets the length that its share asks for, rounded up from a threshold as low as there is room for; then those are
 shortened that gain most, until no room is left. Shares are those among every fourth byte. Together that costs about one
 percent of what is coded. Four symbols at a time go to their place in the output.
+
+A byte takes one bit at least, which is too much where nearly all are zero, as in the upper planes of a difference. There, words
+of four zeros that follow a zero are repeated from it, as many in a row as there are.
 """
 
 from __future__ import annotations
@@ -17,7 +20,9 @@ import triton.language as tl
 from ...storage.coding.chunk import DEFLATE
 from .nvcomp import ALIGN, Codec
 
-_SYMBOLS = 512  # bytes, the end of the block as number 256, and what no stream has
+_SYMBOLS = 512  # bytes, the end of the block as number 256, lengths of runs, and what no stream has
+_DISTANCE = 286  # behind the last length of a run, the place of the only distance there is
+_LONGEST = 64  # words of a run
 _ROUNDS = 8  # halvings of the threshold
 _WORDS = 256  # four symbols each, that are coded at a time
 _FULL = 1 << 15  # of codes of 15 bits, the longest there are
@@ -60,7 +65,8 @@ def _byte(word, at, j, n):
 @triton.jit
 def _count(source, n, table, WORDS: tl.constexpr, TIMES: tl.constexpr):
     """About how often each byte occurs, from every fourth; at least once what may occur at all: zero, and what lies between the
-    least of the others and the largest."""
+    least of the others and the largest. Whether one word of eight is zero."""
+    quiet = tl.zeros((WORDS,), tl.int32)
     most = tl.zeros((WORDS,), tl.int32)
     least = tl.full((WORDS,), 255, tl.int32)  # of those that are not zero, less one
     found = tl.zeros((256,), tl.int32)
@@ -68,6 +74,7 @@ def _count(source, n, table, WORDS: tl.constexpr, TIMES: tl.constexpr):
     for i in range(TIMES):
         at = i * WORDS + tl.arange(0, WORDS)
         word = tl.load(source + at, mask=4 * at < n, other=0).to(tl.int32)
+        quiet += ((word == 0) & (4 * at < n)).to(tl.int32)
         for j in tl.static_range(4):
             byte = _byte(word, at, j, n)
             most = tl.maximum(most, byte)
@@ -78,6 +85,59 @@ def _count(source, n, table, WORDS: tl.constexpr, TIMES: tl.constexpr):
     found -= tl.where(value == 0, behind, 0)
     may = (value == 0) | ((value > tl.min(least, 0)) & (value <= tl.max(most, 0)))
     tl.store(table + value, tl.where(may, 4 * found + 1, 0))
+    return 32 * tl.sum(quiet) >= n
+
+
+@triton.jit
+def _run(source, at, n, WORDS: tl.constexpr, LONGEST: tl.constexpr):
+    """Which words are zero behind a zero, of which of them a run is told, since it ends there, and its words."""
+    lane = tl.arange(0, WORDS)
+    word = tl.load(source + at, mask=4 * at < n, other=0)
+    before = tl.load(source + at - 1, mask=(at > 0) & (4 * at < n), other=1 << 24)
+    after = tl.load(source + at + 1, mask=4 * at + 8 <= n, other=1)
+    inside = (word == 0) & (before >> 24 == 0) & (4 * at + 4 <= n)
+    count = lane - tl.associative_scan(tl.where(inside, -1, lane), 0, _larger)
+    ends = inside & ((after != 0) | (lane == WORDS - 1) | (count % LONGEST == 0))
+    return inside, ends, (count - 1) % LONGEST + 1
+
+
+@triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _named(words):
+    """Deflate's symbol for a run of so many words, how many bits follow it, and these."""
+    more = 4 * words - 3
+    bits = ((more >= 8).to(tl.int32) + (more >= 16).to(tl.int32) + (more >= 32).to(tl.int32)) + (
+        (more >= 64).to(tl.int32) + (more >= 128).to(tl.int32)
+    )
+    symbol = tl.where(more < 4, 257 + more, 261 + 4 * bits + ((more >> bits) & 3))
+    return symbol, bits, more & ((1 << bits) - 1)
+
+
+@triton.jit
+def _count_runs(source, n, table, SYMBOLS: tl.constexpr, WORDS: tl.constexpr, TIMES: tl.constexpr, LONGEST: tl.constexpr):
+    """As ``_count``, after it, if runs pay: of the bytes that are in none, and of all runs. Whether they do: a word in a run
+    takes four bits less at least, and a run eight at most, but for a few."""
+    symbol = tl.arange(0, SYMBOLS)
+    found = tl.zeros((SYMBOLS,), tl.int32)
+    gain = tl.zeros((WORDS,), tl.int32)
+    for i in range(TIMES):
+        at = i * WORDS + tl.arange(0, WORDS)
+        word = tl.load(source + at, mask=4 * at < n, other=0).to(tl.int32)
+        inside, ends, words = _run(source, at, n, WORDS, LONGEST)
+        gain += 4 * inside.to(tl.int32) - 8 * ends.to(tl.int32)
+        run, _, _ = _named(words)
+        byte = tl.where(4 * at + i % 4 < n, _byte(word, at, i % 4, n), SYMBOLS - 1)
+        found += tl.histogram(tl.where(ends, run, tl.where(inside, SYMBOLS - 1, byte)), SYMBOLS)
+    before = tl.load(table + symbol, mask=symbol < 256, other=0)
+    tl.debug_barrier()
+    pays = tl.sum(gain) > 128
+    counts = tl.where(before > 0, 4 * found + 1, tl.where((symbol > 256) & (symbol < SYMBOLS - 1), found, 0))
+    tl.store(table + symbol, tl.where(pays, counts, before))
+    return pays
 
 
 @triton.jit
@@ -169,26 +229,40 @@ def _code(
     WORDS: tl.constexpr,
     TIMES: tl.constexpr,
     ROOM: tl.constexpr,
+    DISTANCE: tl.constexpr,
+    LONGEST: tl.constexpr,
+    RUNS: tl.constexpr,
 ):
+    """Without ``RUNS``: streams that may have runs are left to another launch, since to look for them takes time."""
+    if RUNS and tl.load(coded + tl.program_id(0)) >= 0:
+        return
     source = tl.load(sources + tl.program_id(0)).to(tl.pointer_type(tl.uint32))
     n = tl.load(sizes + tl.program_id(0)).to(tl.int32)
     out = tl.load(targets + tl.program_id(0)).to(tl.pointer_type(tl.int64))
     table = tables + tl.program_id(0) * SYMBOLS
     symbol = tl.arange(0, SYMBOLS)
 
-    _count(source, n, table, WORDS, TIMES)
+    runs = _count(source, n, table, WORDS, TIMES)
     tl.debug_barrier()
-    counts = tl.where(symbol == 256, 1, tl.load(table + symbol, mask=symbol < 256, other=0))
+    if RUNS:
+        runs = _count_runs(source, n, table, SYMBOLS, WORDS, TIMES, LONGEST)
+        tl.debug_barrier()
+    elif runs:
+        tl.store(coded + tl.program_id(0), -1)
+        return
+    distance = tl.where(RUNS & runs, DISTANCE, 257)  # its place, behind all symbols
+    counts = tl.where(symbol == 256, 1, tl.load(table + symbol, mask=(symbol < distance) & (symbol != 256), other=0))
     length = _lengths(counts, SYMBOLS, FULL, ROUNDS)
     code = _codes(length)
     tl.debug_barrier()
     tl.store(table + symbol, code | (length << 16))
 
-    told = tl.where(symbol > 256, 0, tl.where(length == OFTEN, 4, tl.where(length > 0, 5, 1)))
-    done = HEAD + tl.sum(told) + 1
+    length = tl.where((symbol == DISTANCE) & (distance == DISTANCE), 1, length)
+    told = tl.where(symbol > distance, 0, tl.where(length == OFTEN, 4, tl.where(length > 0, 5, 1)))
+    done = HEAD + tl.sum(told)
     cleared = _clear(out, 0, done, SYMBOLS)
     few = tl.arange(0, 2)
-    _put(out, few * 48, tl.where(few == 0, head_low, head_high).to(tl.int64), few < 2)
+    _put(out, few * 48, tl.where(few == 0, head_low + ((distance - 257) << 3), head_high).to(tl.int64), few < 2)
     rank = tl.where(length < OFTEN, length - 1, length - 2)
     name = tl.where(length == OFTEN, 1, _reversed(18 + rank, 5))
     _put(out, HEAD + tl.cumsum(told, 0) - told, name.to(tl.int64), length > 0)
@@ -202,11 +276,19 @@ def _code(
         length3, code3 = _entry(table, word, at, 3, n)
         two = length0 + length1
         three = two + length2
-        begin = done + tl.cumsum(three + length3, 0) - (three + length3)
-        done += tl.sum(three + length3)
+        taken = three + length3
+        bits = code0 | (code1 << length0) | (code2 << two) | (code3 << three)
+        if RUNS:
+            inside, ends, words = _run(source, at, tl.where(runs, n, 0), WORDS, LONGEST)
+            run, more, which = _named(words)
+            entry = tl.load(table + run, mask=ends, other=0)
+            taken = tl.where(inside, tl.where(ends, (entry >> 16) + more + 1, 0), taken)
+            bits = tl.where(inside, (entry & 0xFFFF).to(tl.int64) | (which.to(tl.int64) << (entry >> 16)), bits)
+        begin = done + tl.cumsum(taken, 0) - taken
+        done += tl.sum(taken)
         if done <= ROOM:
             cleared = _clear(out, cleared, done, SYMBOLS)
-            _put(out, begin, code0 | (code1 << length0) | (code2 << two) | (code3 << three), 4 * at < n)
+            _put(out, begin, bits, (4 * at < n) & (taken > 0))
     if done <= ROOM:
         last = symbol == 256
         _clear(out, cleared, done + 15, SYMBOLS)
@@ -244,18 +326,22 @@ class Deflate(Codec):
         status: torch.Tensor,
     ) -> None:
         """As ``Codec.compress``."""
-        _code[(len(sources),)](
-            *(sources, sizes, targets, coded, scratch.view(torch.int32), _HEAD & (1 << 48) - 1, _HEAD >> 48),
-            HEAD=_HEAD_BITS,
-            OFTEN=_OFTEN,
-            SYMBOLS=_SYMBOLS,
-            FULL=_FULL,
-            ROUNDS=_ROUNDS,
-            WORDS=_WORDS,
-            TIMES=triton.cdiv(self.stream, 4 * _WORDS),
-            ROOM=8 * (self.stride - 24),
-            num_warps=2,
-        )
+        for runs in (False, True):
+            _code[(len(sources),)](
+                *(sources, sizes, targets, coded, scratch.view(torch.int32), _HEAD & (1 << 48) - 1, _HEAD >> 48),
+                HEAD=_HEAD_BITS,
+                OFTEN=_OFTEN,
+                SYMBOLS=_SYMBOLS,
+                FULL=_FULL,
+                ROUNDS=_ROUNDS,
+                WORDS=_WORDS,
+                TIMES=triton.cdiv(self.stream, 4 * _WORDS),
+                ROOM=8 * (self.stride - 24),
+                DISTANCE=_DISTANCE,
+                LONGEST=_LONGEST,
+                RUNS=runs,
+                num_warps=2,
+            )
         status.zero_()
 
 
