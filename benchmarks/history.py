@@ -4,7 +4,7 @@ A GPT (see ``study_models``) trains in mixed precision, 14 bytes for each parame
 ``Checkpointer`` on a Ray cluster of this machine, after some steps to warm up. Then the repository is copied for each way to thin
 it, thinned as ``raystow prune`` does, and collected; every version's weights are restored, and held bit for bit against a digest
 that was taken when they were saved. Sizes are of packs, as ``raystow ls`` tells them. How much nothing derived would take is
-counted on the last state.
+counted on the last state. The learning rate falls along a cosine from the first step to the last version.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import typer
 from gpu_workload import Size, about, corpus, device_named, nbytes
 from rich.console import Console
 from rich.table import Table
-from study_models import Run, copied, deterministic, gpt
+from study_models import RATE, Run, copied, deterministic, gpt
 from training_study import arrays, stored
 
 import raystow
@@ -102,6 +102,7 @@ def main(
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = 128,
     batch: Annotated[int, typer.Option(help="sequences in a batch")] = 2,
     vocabulary: Annotated[int, typer.Option(help="of the tokenizer")] = 2000,
+    constant: Annotated[bool, typer.Option("--constant", help="the learning rate is always the same")] = False,
 ) -> None:
     """Train, save, thin in every way, restore and compare."""
     where, console = device_named(device), Console(width=110)
@@ -109,9 +110,10 @@ def main(
     logging.getLogger("raystow").setLevel(logging.ERROR)  # what is left out of a restore is meant to be
     deterministic()
     torch.manual_seed(0)
-    settings = {"saves": saves, "every": every, "warm up": warm_up, "size": vars(size)}
+    settings = {"saves": saves, "every": every, "warm up": warm_up, "constant": constant, "size": vars(size)}
     results: dict[str, Any] = {**about(where), "settings": settings, "ways": {}}
-    run = Run(gpt(size), corpus(size, where), size, seed=1)
+    falling = {} if constant else {"lr": 2 * RATE, "steps": warm_up + saves * every}
+    run = Run(gpt(size), corpus(size, where), size, seed=1, **falling)
     console.print(f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.1f} M parameters")
     list(run.train(warm_up))
     ray.init("local", num_cpus=os.cpu_count(), log_to_driver=False, include_dashboard=False)

@@ -7,6 +7,7 @@ saved, bit for bit, goes on bit for bit.
 from __future__ import annotations
 
 import copy
+import math
 import os
 from collections.abc import Iterator
 from typing import Any
@@ -16,7 +17,11 @@ import torch.nn.functional as F
 from gpu_workload import GPT, Block, Size, State
 from torch import Tensor, nn
 
+RATE = 3e-4
+"""At which one learns that stays the same; one that falls may begin at twice that."""
+
 _HELD_OUT = 0.05  # of the text
+_WARM_UP = 100  # steps
 _EVALUATED = 24  # batches
 
 
@@ -89,10 +94,14 @@ def lora(base: nn.Module) -> nn.Module:
 
 
 class Run:
-    """Mixed-precision AdamW on one model."""
+    """Mixed-precision AdamW on one model. The learning rate rises to ``lr`` at first, and falls along a cosine to a tenth at
+    ``steps``; without ``steps`` it is always the same."""
 
-    def __init__(self, model: nn.Module, text: Tensor, size: Size, seed: int, lr: float = 3e-4) -> None:
+    def __init__(
+        self, model: nn.Module, text: Tensor, size: Size, seed: int, *, lr: float = RATE, steps: int | None = None
+    ) -> None:
         self.model, self.size, self.seed, self.step = model.to(text.device, torch.bfloat16), size, seed, 0
+        self._lr, self._steps = lr, steps
         cut = int(len(text) * (1 - _HELD_OUT))
         self._text, self._held_out = text[:cut], text[cut:]
         self._learning = [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
@@ -108,11 +117,20 @@ class Run:
                 master.grad = torch.zeros_like(master) if weight.grad is None else weight.grad.float()
                 weight.grad = None
             torch.nn.utils.clip_grad_norm_(self._master, 1.0)
+            for group in self._optimizer.param_groups:
+                group["lr"] = self._lr * self._rate()
             self._optimizer.step()
             with torch.no_grad():
                 torch._foreach_copy_([weight for _, weight in self._learning], self._master)
             self.step += 1
             yield loss.detach()
+
+    def _rate(self) -> float:
+        """Of the next step, in parts of the highest."""
+        if self._steps is None:
+            return 1.0
+        fallen = 0.9 * (1 - math.cos(math.pi * min(1.0, self.step / self._steps))) / 2
+        return min(1.0, (self.step + 1) / _WARM_UP) * (1 - fallen)
 
     def evaluate(self) -> float:
         """The mean loss over batches that are always the same, and never trained on."""

@@ -6,6 +6,9 @@ differences to the version 10 and 100 steps before, rounded by each profile, and
 resumed with each: the loss afterwards is compared with that of the undisturbed run. What counts as a difference is told by runs
 that differ in nothing but the order of the text, from that same state on.
 
+The learning rate rises for 100 steps and then falls along a cosine, as most models are trained: what differences save depends on
+it. Two states are also saved by a ``Checkpointer`` from where they were trained, since a GPU codes by a coder of its own.
+
 Sizes are of packs, without manifests. ``pictures`` draws the curves of a finished study.
 """
 
@@ -13,6 +16,7 @@ from __future__ import annotations
 
 import json
 import os
+import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator
@@ -21,13 +25,15 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import ray
 import torch
 import typer
 from gpu_workload import Size, State, about, corpus, device_named, nbytes
 from rich.console import Console
 from rich.table import Table
-from study_models import Run, copied, deterministic, gpt, lora, moe
+from study_models import RATE, Run, copied, deterministic, gpt, lora, moe
 
+import raystow
 from raystow.orchestrator.lossy.choice import PROFILES, Lossy
 from raystow.orchestrator.lossy.rounding import round_in_place
 from raystow.storage.coding import chunk as chunks
@@ -48,7 +54,7 @@ def rounded(state: State, profile: str) -> State:
     for group, tensors in made.items():
         for name, tensor in tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if (rule := lossy.rule(f"{group}.{name}", dtype, tensor.shape)) is not None:
+            if (rule := lossy.asked(f"{group}.{name}", dtype, tensor.shape)) is not None:
                 round_in_place(rule, tensor)
     return made
 
@@ -107,6 +113,22 @@ def sizes(state: State, near: State, far: State) -> dict[str, int]:
     return found
 
 
+def saved(near: State, state: State, there: State) -> dict[str, int]:
+    """Stored bytes of two states when they are saved one after the other out of the tensors ``there``, which change: the first is
+    whole, the second is a difference to it."""
+    with (
+        tempfile.TemporaryDirectory() as root,
+        raystow.Checkpointer(root, rank=0, world_size=1, codec="deflate", delta=1, replicas=0) as checkpointer,
+    ):
+        for step, one in enumerate((near, state)):
+            for group, tensors in one.items():
+                for name, tensor in tensors.items():
+                    there[group][name].copy_(tensor)
+            checkpointer.save(there, step=step).result(600)
+        whole, difference = (version.bytes for version in raystow.open(root).versions())
+    return {"derived, saved": whole, f"difference, {_NEAR} steps, saved": difference}
+
+
 def losses(run: Run, steps: int) -> list[float]:
     """Of each step."""
     found = list(run.train(steps))
@@ -123,6 +145,9 @@ def study(run: Run, steps: int, resume_at: int, say: Any) -> dict[str, Any]:
             curve += losses(run, at - run.step)
             kept[at] = copied(run.state())
         found["sizes"][target] = sizes(kept[target], kept[target - _NEAR], kept[target - _FAR])
+        there = {group: {name: t.clone() for name, t in tensors.items()} for group, tensors in run.state().items()}
+        found["sizes"][target] |= saved(kept[target - _NEAR], kept[target], there)
+        del there
     middle = kept[resume_at]
     found["evaluated"] = {"as it was": run.evaluate()}
     curve += losses(run, steps - run.step)
@@ -212,14 +237,21 @@ def main(
     width: Annotated[int, typer.Option(help="of the models, a multiple of 64")] = 512,
     batch: Annotated[int, typer.Option(help="sequences in a batch")] = 16,
     only: Annotated[list[str] | None, typer.Option(help="these models (repeatable); all by default")] = None,
+    constant: Annotated[bool, typer.Option("--constant", help="the learning rate is always the same")] = False,
 ) -> None:
     """Train, save in every way, resume, and compare."""
     where, console, size = device_named(device), Console(width=110), Size(layers=layers, width=width, batch=batch, context=256)
     deterministic()
     begin = time.perf_counter()
-    results: dict[str, Any] = {**about(where), "settings": {"steps": steps, "size": vars(size), "resume at": {}}, "models": {}}
+    settings = {"steps": steps, "size": vars(size), "constant": constant, "resume at": {}}
+    results: dict[str, Any] = {**about(where), "settings": settings, "models": {}}
     file = out / f"training_study-{results['date'][:10]}.json"
     text = corpus(size, where)
+
+    def rate(length: int) -> dict[str, Any]:
+        return {} if constant else {"lr": 2 * RATE, "steps": length}
+
+    ray.init("local", num_cpus=os.cpu_count(), log_to_driver=False, include_dashboard=False)
     base: torch.nn.Module | None = None
     for name, length in (("GPT", steps), ("experts", steps // 2), ("adapters", steps // 2)):
         if only and name not in only:
@@ -227,13 +259,13 @@ def main(
         torch.manual_seed(0)
         if name == "adapters" and base is None:
             console.print(f"a GPT to adapt, {steps} steps")
-            first = Run(gpt(size), text, size, seed=1)
+            first = Run(gpt(size), text, size, seed=1, **rate(steps))
             losses(first, steps)
             base = first.model
         model = gpt(size) if name == "GPT" else moe(size) if name == "experts" else lora(base)  # type: ignore[arg-type]
         resume_at = length * 3 // 4
         console.print(f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {length} steps")
-        run = Run(model, text, size, seed=1, lr=1e-3 if name == "adapters" else 3e-4)
+        run = Run(model, text, size, seed=1, **{**rate(length), **({"lr": 1e-3} if name == "adapters" else {})})
         results["settings"]["resume at"][name] = resume_at
         results["models"][name] = study(run, length, resume_at, console.print)
         base = run.model if name == "GPT" else base

@@ -7,21 +7,18 @@ import math
 import torch
 
 from ....storage.coding.chunk import WORTH
+from ....storage.coding.delta import GAIN
 
 _AT_ONCE = 64  # chunks: what counting takes is 16 bytes for each byte of a sample
 
-GAIN = 0.9
-"""Of the bytes that a chunk takes by itself, at most. ``storage.coding.delta`` is content with less: here the base must also come
-up to the device, in every save anew, beside a training that wants the memory and the interpreter which that takes."""
 
-
-def pays(words: torch.Tensor, base: torch.Tensor, *, rotate: bool, gain: float = GAIN) -> tuple[torch.Tensor, torch.Tensor]:
+def pays(words: torch.Tensor, base: torch.Tensor, *, rotate: bool) -> tuple[torch.Tensor, torch.Tensor]:
     """For each chunk whether its difference to a base is smaller by enough, and of that difference which planes are worth coding
     (bool [chunks] and [chunks, planes]). ``words`` and ``base``: the same sample of both (integers [chunks, words]); ``rotate``:
-    whether words are rotated when they are coded by themselves; ``gain``: see ``GAIN``."""
+    whether words are rotated when they are coded by themselves."""
     differences = entropies(_difference(words, base))
     alone = entropies(_rotated(words) if rotate else words)
-    return _expected(differences) <= gain * _expected(alone), differences <= WORTH
+    return _expected(differences) <= GAIN * _expected(alone), differences <= WORTH
 
 
 def entropies(words: torch.Tensor) -> torch.Tensor:
