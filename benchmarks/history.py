@@ -25,7 +25,7 @@ import typer
 from gpu_workload import Size, about, corpus, device_named, nbytes
 from rich.console import Console
 from rich.table import Table
-from study_models import RATE, Run, copied, deterministic, gpt
+from study_models import Run, copied, deterministic, gpt
 from training_study import arrays, stored
 
 import raystow
@@ -102,6 +102,7 @@ def main(
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = 128,
     batch: Annotated[int, typer.Option(help="sequences in a batch")] = 2,
     vocabulary: Annotated[int, typer.Option(help="of the tokenizer")] = 2000,
+    rate: Annotated[float, typer.Option(help="of learning, the highest")] = 3e-4,
     constant: Annotated[bool, typer.Option("--constant", help="the learning rate is always the same")] = False,
 ) -> None:
     """Train, save, thin in every way, restore and compare."""
@@ -110,10 +111,10 @@ def main(
     logging.getLogger("raystow").setLevel(logging.ERROR)  # what is left out of a restore is meant to be
     deterministic()
     torch.manual_seed(0)
-    settings = {"saves": saves, "every": every, "warm up": warm_up, "constant": constant, "size": vars(size)}
+    settings = {"saves": saves, "every": every, "warm up": warm_up, "rate": rate, "constant": constant, "size": vars(size)}
     results: dict[str, Any] = {**about(where), "settings": settings, "ways": {}}
-    falling = {} if constant else {"lr": 2 * RATE, "steps": warm_up + saves * every}
-    run = Run(gpt(size), corpus(size, where), size, seed=1, **falling)
+    falling = None if constant else warm_up + saves * every
+    run = Run(gpt(size), corpus(size, where), size, seed=1, lr=rate, steps=falling)
     console.print(f"{sum(p.numel() for p in run.model.parameters()) / 1e6:.1f} M parameters")
     list(run.train(warm_up))
     ray.init("local", num_cpus=os.cpu_count(), log_to_driver=False, include_dashboard=False)

@@ -17,9 +17,6 @@ import torch.nn.functional as F
 from gpu_workload import GPT, Block, Size, State
 from torch import Tensor, nn
 
-RATE = 3e-4
-"""At which one learns that stays the same; one that falls may begin at twice that."""
-
 _HELD_OUT = 0.05  # of the text
 _WARM_UP = 100  # steps
 _EVALUATED = 24  # batches
@@ -98,7 +95,7 @@ class Run:
     ``steps``; without ``steps`` it is always the same."""
 
     def __init__(
-        self, model: nn.Module, text: Tensor, size: Size, seed: int, *, lr: float = RATE, steps: int | None = None
+        self, model: nn.Module, text: Tensor, size: Size, seed: int, *, lr: float = 3e-4, steps: int | None = None
     ) -> None:
         self.model, self.size, self.seed, self.step = model.to(text.device, torch.bfloat16), size, seed, 0
         self._lr, self._steps = lr, steps

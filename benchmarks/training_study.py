@@ -31,7 +31,7 @@ import typer
 from gpu_workload import Size, State, about, corpus, device_named, nbytes
 from rich.console import Console
 from rich.table import Table
-from study_models import RATE, Run, copied, deterministic, gpt, lora, moe
+from study_models import Run, copied, deterministic, gpt, lora, moe
 
 import raystow
 from raystow.orchestrator.lossy.choice import PROFILES, Lossy
@@ -237,20 +237,17 @@ def main(
     width: Annotated[int, typer.Option(help="of the models, a multiple of 64")] = 512,
     batch: Annotated[int, typer.Option(help="sequences in a batch")] = 16,
     only: Annotated[list[str] | None, typer.Option(help="these models (repeatable); all by default")] = None,
+    rate: Annotated[float, typer.Option(help="of learning, the highest; adapters have one of their own")] = 3e-4,
     constant: Annotated[bool, typer.Option("--constant", help="the learning rate is always the same")] = False,
 ) -> None:
     """Train, save in every way, resume, and compare."""
     where, console, size = device_named(device), Console(width=110), Size(layers=layers, width=width, batch=batch, context=256)
     deterministic()
     begin = time.perf_counter()
-    settings = {"steps": steps, "size": vars(size), "constant": constant, "resume at": {}}
+    settings = {"steps": steps, "size": vars(size), "rate": rate, "constant": constant, "resume at": {}}
     results: dict[str, Any] = {**about(where), "settings": settings, "models": {}}
     file = out / f"training_study-{results['date'][:10]}.json"
     text = corpus(size, where)
-
-    def rate(length: int) -> dict[str, Any]:
-        return {} if constant else {"lr": 2 * RATE, "steps": length}
-
     ray.init("local", num_cpus=os.cpu_count(), log_to_driver=False, include_dashboard=False)
     base: torch.nn.Module | None = None
     for name, length in (("GPT", steps), ("experts", steps // 2), ("adapters", steps // 2)):
@@ -259,13 +256,14 @@ def main(
         torch.manual_seed(0)
         if name == "adapters" and base is None:
             console.print(f"a GPT to adapt, {steps} steps")
-            first = Run(gpt(size), text, size, seed=1, **rate(steps))
+            first = Run(gpt(size), text, size, seed=1, lr=rate, steps=None if constant else steps)
             losses(first, steps)
             base = first.model
         model = gpt(size) if name == "GPT" else moe(size) if name == "experts" else lora(base)  # type: ignore[arg-type]
         resume_at = length * 3 // 4
         console.print(f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {length} steps")
-        run = Run(model, text, size, seed=1, **{**rate(length), **({"lr": 1e-3} if name == "adapters" else {})})
+        lr, falling = 1e-3 if name == "adapters" else rate, None if constant else length
+        run = Run(model, text, size, seed=1, lr=lr, steps=falling)
         results["settings"]["resume at"][name] = resume_at
         results["models"][name] = study(run, length, resume_at, console.print)
         base = run.model if name == "GPT" else base
