@@ -1,8 +1,8 @@
 """Which codec a GPU's tensors are coded with: ``auto`` measures the device and its link to the host, once, and compares them with
 what the store has taken so far.
 
-- ``deflate``: plain Deflate streams, Huffman codes only; any machine reads them. What ``auto`` takes where the link is the
-  narrow place, as it is wherever a GPU of this decade meets PCIe.
+- ``deflate``: plain Deflate streams; any machine reads them. What ``auto`` takes where the link is the narrow place, as it is
+  wherever a GPU of this decade meets PCIe.
 - ``zstd``: plain Zstandard frames. nvCOMP codes them at a tenth of Deflate's speed and larger; only decoding on a GPU is faster.
 - ``ans``: several times as fast again, and decoded by nvCOMP on a GPU alone: for copies that are not the only ones. ``auto``
   never takes it.

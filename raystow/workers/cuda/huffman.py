@@ -213,7 +213,7 @@ def _entry(table, word, at, j: tl.constexpr, n):
 
 
 @triton.jit
-def _code(
+def deflate(
     sources,
     sizes,
     targets,
@@ -311,6 +311,22 @@ class Deflate(Codec):
         """Room for a stream that does not get smaller, and for the lengths of its codes."""
         return -(-(self.stream + _MORE) // ALIGN) * ALIGN
 
+    @property
+    def constants(self) -> dict[str, int]:
+        """What the kernel knows when it is compiled, but for whether it looks for runs."""
+        return {
+            "HEAD": _HEAD_BITS,
+            "OFTEN": _OFTEN,
+            "SYMBOLS": _SYMBOLS,
+            "FULL": _FULL,
+            "ROUNDS": _ROUNDS,
+            "WORDS": _WORDS,
+            "TIMES": triton.cdiv(self.stream, 4 * _WORDS),
+            "ROOM": 8 * (self.stride - 24),
+            "DISTANCE": _DISTANCE,
+            "LONGEST": _LONGEST,
+        }
+
     def coding_scratch(self, streams: int) -> int:
         """Bytes of scratch that ``compress`` needs for so many streams."""
         return streams * _SYMBOLS * 4
@@ -327,18 +343,9 @@ class Deflate(Codec):
     ) -> None:
         """As ``Codec.compress``."""
         for runs in (False, True):
-            _code[(len(sources),)](
+            deflate[(len(sources),)](
                 *(sources, sizes, targets, coded, scratch.view(torch.int32), _HEAD & (1 << 48) - 1, _HEAD >> 48),
-                HEAD=_HEAD_BITS,
-                OFTEN=_OFTEN,
-                SYMBOLS=_SYMBOLS,
-                FULL=_FULL,
-                ROUNDS=_ROUNDS,
-                WORDS=_WORDS,
-                TIMES=triton.cdiv(self.stream, 4 * _WORDS),
-                ROOM=8 * (self.stride - 24),
-                DISTANCE=_DISTANCE,
-                LONGEST=_LONGEST,
+                **self.constants,
                 RUNS=runs,
                 num_warps=2,
             )
