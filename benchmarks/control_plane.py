@@ -22,12 +22,13 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
+from unittest import mock
 
 import typer
 from control_plane_save import RANKS, TENSORS, simulate
@@ -121,17 +122,17 @@ class Counted:
 def counting() -> Iterator[Counter[str]]:
     """Within, repositories are opened on stores that count."""
     calls: Counter[str] = Counter()
-    opening.open_store = lambda uri: Counted(uri, calls)
-    try:
+    with mock.patch.object(opening, "open_store", lambda uri: Counted(uri, calls)):
         yield calls
-    finally:
-        opening.open_store = open_store
 
 
 def open_many(uri: str, rounds: int) -> dict[str, Any]:
     """Milliseconds and store calls until the newest of ``MANY`` versions is found."""
     populate(uri, MANY)
-    ways = {"raystow.latest(uri)": lambda: raystow.latest(uri), "raystow.open(uri).latest()": lambda: raystow.open(uri).latest()}
+    ways: dict[str, Callable[[], raystow.Version | None]] = {
+        "raystow.latest(uri)": lambda: raystow.latest(uri),
+        "raystow.open(uri).latest()": lambda: raystow.open(uri).latest(),
+    }
     results = {}
     for name, find in ways.items():
         with counting() as calls:
@@ -181,7 +182,7 @@ def claims(results: dict[str, Any]) -> dict[str, bool]:
 
 def slope(few: dict[str, Any], many: dict[str, Any], what: str) -> float:
     """What one more node costs."""
-    return float(many[what] - few[what]) / (many["nodes"] - few["nodes"])
+    return float((many[what] - few[what]) / (many["nodes"] - few["nodes"]))
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
@@ -234,7 +235,7 @@ def main(
     os.environ.pop("RAYSTOW_TRUSTED_KEYS", None)
     os.environ.pop("RAYSTOW_SIGNING_KEY", None)
     console = Console()
-    about = {
+    about: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": {"python": platform.python_version()}

@@ -11,24 +11,29 @@ import asyncio
 import logging
 import multiprocessing
 import time
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, TypeVar
 
 import numpy as np
+import ray
 
-from raystow.orchestrator import coordinator_actor
+from raystow.orchestrator.coordinator_actor import CoordinatorActor
 from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, path_text
+from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
 from raystow.workers.port import MODULUS, Begin, Ticket, coverage
+
+T = TypeVar("T")
 
 RANKS, TENSORS = 8, 1000
 SAMPLE = 4
@@ -106,13 +111,14 @@ def coordinate(pipe: Connection, uri: str, nodes: int) -> None:
 
 async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     alive = [{"NodeID": f"node-{node}", "Alive": True} for node in range(nodes)]
-    coordinator_actor.ray.nodes = lambda: alive
-    actor = coordinator_actor.CoordinatorActor(uri)
+    ray.nodes = lambda: alive
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node-0")  # Ray's own would start a cluster
+    actor = CoordinatorActor(uri)
     await actor.start()
     pipe.send(_peak())
     start = time.process_time()
     for rank in range(nodes * RANKS):
-        await _call(actor.join(rank, f"process-{rank}"))
+        await _call(actor.join(rank, f"process-{rank}", nodes * RANKS))
     pipe.send(time.process_time() - start)
     while (saves := pipe.recv()) is not None:
         wall, start = time.perf_counter(), time.process_time()
@@ -121,7 +127,7 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
         pipe.send((saves, version.id, time.process_time() - start, time.perf_counter() - wall, _peak()))
 
 
-async def _save(actor: Any, reports: Sequence[tuple[list[Begin], Report, Report]]) -> Any:
+async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Report, Report]]) -> Entry:
     """Every call of a save, in an order that leaves as many as possible waiting at once.
 
     A node tells of its part twice: when it is in memory, and when it is durable.
@@ -143,7 +149,7 @@ async def _save(actor: Any, reports: Sequence[tuple[list[Begin], Report, Report]
     return (await asyncio.gather(*sealed))[0]
 
 
-async def _call(coroutine: Any) -> Any:
+async def _call(coroutine: Coroutine[Any, Any, T]) -> T:
     """As Ray calls an actor: as a task of its own, so that whoever the call wakes up gets a turn before the next call."""
     return await asyncio.create_task(coroutine)
 

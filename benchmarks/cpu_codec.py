@@ -102,7 +102,8 @@ def parts(steps: int, cache: Path) -> dict[str, Tensor]:
 
 def bytes_of(tensor: Tensor) -> Bytes:
     """A view of a contiguous tensor's memory."""
-    return tensor.view(torch.uint8).numpy()
+    raw: Bytes = tensor.view(torch.uint8).numpy()
+    return raw
 
 
 class Contestant:
@@ -127,7 +128,8 @@ class Contestant:
 
     def result(self, decoded: Any) -> Sequence[Any]:
         """What ``decode`` gave, as arrays of bytes or bytes, end to end."""
-        return decoded
+        pieces: Sequence[Any] = decoded
+        return pieces
 
     def _each(self, work: Callable[..., Any], *items: Sequence[Any]) -> list[Any]:
         """Work on every item, on this contestant's threads: each takes the next one as soon as it is through with its last."""
@@ -453,7 +455,7 @@ def main(
     """Measure raystow's CPU codec against zstd, DCP and ZipNN."""
     keep_memory()
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
-    about = {
+    about: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": {"python": platform.python_version()}

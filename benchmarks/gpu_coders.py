@@ -125,7 +125,7 @@ class Pipeline:
 
     @property
     def _bytes(self) -> int:
-        return self.words_each * self.width
+        return int(self.words_each * self.width)
 
     def _calls(self) -> Iterator[slice]:
         for start in range(0, len(self._sources), self._each):
@@ -143,7 +143,7 @@ def gpu_seconds(work: Callable[[], None]) -> float:
     work()
     end.record()
     end.synchronize()
-    return start.elapsed_time(end) / 1e3
+    return float(start.elapsed_time(end)) / 1e3
 
 
 def sample(group: dict[str, Tensor]) -> Tensor:

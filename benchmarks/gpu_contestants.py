@@ -15,6 +15,7 @@ from __future__ import annotations
 import os
 import shutil
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -105,7 +106,8 @@ class Dcp(Folder):
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
 
     def _save(self, state: State) -> Wait:
-        return self._dcp.async_save(state, checkpoint_id=str(self._path), async_stager=self._stager).result
+        wait: Wait = self._dcp.async_save(state, checkpoint_id=str(self._path), async_stager=self._stager).result
+        return wait
 
     def load(self, into: State) -> None:
         self._dcp.load(into, checkpoint_id=str(self._path))
@@ -121,7 +123,8 @@ class TorchCheckpointing(Folder):
         self._manager = CheckpointManager(CheckpointManager.Config.with_async_save())
 
     def _save(self, state: State) -> Wait:
-        return self._manager.save(str(self._path), state).result
+        wait: Wait = self._manager.save(str(self._path), state).result
+        return wait
 
     def fence(self) -> None:
         with self._manager.lock():
@@ -177,7 +180,7 @@ def ours(codec: str) -> str:
 def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, Callable[[], Contestant]]:
     """What makes each of them, by name; each has a folder below ``root`` for itself."""
     return {
-        **{ours(codec): lambda codec=codec: Raystow(root / f"raystow-{codec}", codec, memory) for codec in codecs},
+        **{ours(codec): partial(Raystow, root / f"raystow-{codec}", codec, memory) for codec in codecs},
         DELTA: lambda: Raystow(root / "raystow-delta", "deflate", memory, delta=8),
         AUTO: lambda: Raystow(root / "raystow-auto", "deflate", memory, delta="auto"),
         TORCH_SAVE: lambda: TorchSave(root / "torch-save"),

@@ -14,6 +14,7 @@ import json
 import os
 import statistics
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -68,10 +69,14 @@ class Trainer:
 
 def claims(results: dict[str, Any]) -> dict[str, bool]:
     """What raystow promises, and whether this run bears it out."""
+    figures: dict[str, Callable[[dict[str, Any]], float]] = {
+        "lost ms": lambda row: float(row["lost ms"]["median"]),
+        "durable s": lambda row: float(row["durable s"]),
+    }
     held = {}
     for length, rows in results["steps"].items():
         alone, both = rows[ALONE][0], rows[BOTH]
-        for what, value in (("lost ms", lambda row: row["lost ms"]["median"]), ("durable s", lambda row: row["durable s"])):
+        for what, value in figures.items():
             held[f"{length} micro-batches: {what} of each within 25 % of one alone"] = all(
                 value(row) <= 1.25 * value(alone) for row in both
             )

@@ -21,8 +21,9 @@ from typing import Annotated, Any
 
 import torch
 import typer
+from gpu_coders import WORDS
 from gpu_contestants import PEERS, Contestant, field, ours, start_ray
-from gpu_save import WORDS, clear, console_for_tables, leave, report, style, table_of
+from gpu_save import clear, console_for_tables, leave, report, style, table_of
 from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
 from rich.table import Table
 

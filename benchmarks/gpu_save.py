@@ -148,7 +148,9 @@ def note_arrivals(contestant: Raystow) -> list[float]:
     hands on the news that this was all. How soon the node worker reads the news is no matter of copying any more.
     """
     times: list[float] = []
-    connection = contestant.checkpointer._staging._connection
+    staging = contestant.checkpointer._staging
+    assert staging is not None
+    connection = staging._connection
     post = connection.post
 
     def noting(message: dict[str, Any]) -> None:
@@ -156,7 +158,7 @@ def note_arrivals(contestant: Raystow) -> list[float]:
             times.append(now())
         post(message)
 
-    connection.post = noting
+    connection.post = noting  # type: ignore[method-assign]
     return times
 
 
@@ -220,7 +222,7 @@ def entropy_bound(state: State) -> float:
             for p in range(width):
                 share = torch.bincount(planes[:, p].contiguous(), minlength=256).double() / len(planes)
                 bits += torch.special.entr(share).sum() / 0.6931471805599453 * len(planes)
-    return bits.item() / 8
+    return float(bits.item()) / 8
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
@@ -252,8 +254,8 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
     if results["coders"]:
         table = table_of("Coders, GB/s of raw bytes", *(f"{c}: {w}" for c in CODERS for w in ("ratio", "code", "decode")))
         for part, row in results["coders"].items():
-            cells = [(r["ratio"], r["coding GB/s"], r["decoding GB/s"]) for r in row.values()]
-            table.add_row(part, *(text for r, c, d in cells for text in (f"{r:.4f}", f"{c:.0f}", f"{d:.0f}")))
+            coded = [(r["ratio"], r["coding GB/s"], r["decoding GB/s"]) for r in row.values()]
+            table.add_row(part, *(text for r, c, d in coded for text in (f"{r:.4f}", f"{c:.0f}", f"{d:.0f}")))
         yield table
 
 

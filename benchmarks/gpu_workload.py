@@ -143,7 +143,7 @@ class Training:
         for _ in range(steps):
             loss = self.forward_backward()
             self.update()
-        return loss.item()
+        return float(loss.item())
 
     def forward_backward(self) -> Tensor:
         """One micro-batch: its gradients are added to those there are. The loss, on the device."""

@@ -83,13 +83,13 @@ class Rank:
     def __init__(self) -> None:
         torch.set_num_threads(1)
         logging.getLogger("raystow").setLevel(logging.ERROR)
-        self.read = Counter[str]()
+        self.read = read = Counter[str]()
         self._checkpointers: dict[str, raystow.Checkpointer] = {}
         close = Borrowing.close
 
-        def counted(borrowing: Borrowing) -> None:
-            self.read.update(borrowing.read)
-            close(borrowing)
+        def counted(self: Borrowing) -> None:
+            read.update(self.read)
+            close(self)
 
         Borrowing.close = counted  # type: ignore[method-assign]
 
@@ -102,8 +102,8 @@ class Rank:
         dist.init_process_group("gloo", init_method=f"file://{where}", rank=rank, world_size=world)
         mesh = init_device_mesh("cpu", (world,))
         self.rank, self.world = rank, world
-        self.state = {"step": 7, "model": {}}
-        self.kept = {}
+        self.state: dict[str, Any] = {"step": 7, "model": {}}
+        self.kept: dict[str, torch.Tensor] = {}
         for number, shape in enumerate(SHAPES):
             placement = Replicate() if replicated else Shard(0)
             tensor = distribute_tensor(whole(number, shape), mesh, [placement], src_data_rank=None)
@@ -177,10 +177,7 @@ def nodes() -> Iterator[dict[str, list[Any]]]:
     try:
         actor = ray.remote(Rank)
         where = {"near": ["near"] * 4, "far": ["far"] * 4, "apart": ["far", "third", "fourth", "near"]}
-        yield {
-            group: [actor.options(num_cpus=0, resources={node: 1}).remote() for node in on]  # type: ignore[attr-defined]
-            for group, on in where.items()
-        }
+        yield {group: [actor.options(num_cpus=0, resources={node: 1}).remote() for node in on] for group, on in where.items()}
     finally:
         ray.shutdown()
         cluster.shutdown()
@@ -188,7 +185,7 @@ def nodes() -> Iterator[dict[str, list[Any]]]:
 
 def every(ranks: Sequence[Any], method: str, *args: Any) -> list[Any]:
     """Call a method of all ranks at once."""
-    return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=600)
+    return list(ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=600))
 
 
 def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int, int, bool], rounds: int) -> dict[str, Any]:
@@ -296,7 +293,7 @@ def main(
     for name in ("RAYSTOW_TRUSTED_KEYS", "RAYSTOW_SIGNING_KEY"):
         os.environ.pop(name, None)
     console = Console(width=120)
-    about = {
+    about: dict[str, Any] = {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
         "machine": machine(),
         "versions": {"python": platform.python_version()}

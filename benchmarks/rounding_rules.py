@@ -11,6 +11,7 @@ import json
 import math
 from collections import Counter
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -59,7 +60,7 @@ def measured(rule_of_group: Asked, group: str, tensors: list[Tensor]) -> dict[st
     found, chosen, stored = [], Counter[str](), 0
     for tensor in tensors:
         words = tensor.reshape(-1, tensor.shape[-1]).view(torch.int32)
-        rule = asked.choose(lambda words=words: Numbers("t", "float32", words, [((0, 0), tuple(words.shape))]))
+        rule = asked.choose(partial(Numbers, "t", "float32", words, [((0, 0), tuple(words.shape))]))
         made = words
         if rule is not None:
             made, findings = rounding.rounded(rule, words, "float32")

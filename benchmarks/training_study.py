@@ -72,7 +72,7 @@ def stored(state: Arrays, base: Arrays | None = None, *, derive: bool = True) ->
     """Bytes in packs. ``base``: the version before, if chunks may be differences to it."""
     jobs = [(name, start) for name, (_, raw) in state.items() for start in range(0, raw.size, _CHUNK)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        return sum(pool.map(lambda job: _stored(*job, state, base, derive), jobs))
+        return sum(pool.map(lambda job: _stored(job[0], job[1], state, base, derive), jobs))
 
 
 def _stored(name: str, start: int, state: Arrays, base: Arrays | None, derive: bool) -> int:
@@ -131,8 +131,8 @@ def saved(near: State, state: State, there: State) -> dict[str, int]:
 
 def losses(run: Run, steps: int) -> list[float]:
     """Of each step."""
-    found = list(run.train(steps))
-    return torch.stack(found).tolist()
+    found: list[float] = torch.stack(list(run.train(steps))).tolist()
+    return found
 
 
 def study(run: Run, steps: int, resume_at: int, say: Any) -> dict[str, Any]:
@@ -259,7 +259,7 @@ def main(
             first = Run(gpt(size), text, size, seed=1, lr=rate, steps=None if constant else steps)
             losses(first, steps)
             base = first.model
-        model = gpt(size) if name == "GPT" else moe(size) if name == "experts" else lora(base)  # type: ignore[arg-type]
+        model = gpt(size) if name == "GPT" else moe(size) if name == "experts" else lora(base)
         resume_at = length * 3 // 4
         console.print(f"{name}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f} M parameters, {length} steps")
         lr, falling = 1e-3 if name == "adapters" else rate, None if constant else length

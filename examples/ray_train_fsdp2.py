@@ -23,7 +23,7 @@ import raystow
 EVERY = 2  # steps between two saves
 
 
-def train(config: dict) -> None:
+def train(config: dict[str, int]) -> None:
     """The training function: what each of the workers runs."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()

@@ -26,19 +26,19 @@ class Autoencoder(pl.LightningModule):
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 64))
 
-    def training_step(self, batch: list, index: int) -> torch.Tensor:
+    def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
         """How far from itself the data comes back."""
         loss = (self.layers(batch[0]) - batch[0]).square().mean()
         self.log("loss", loss)
         return loss
 
-    def configure_optimizers(self) -> dict:
+    def configure_optimizers(self) -> dict[str, object]:
         """AdamW, with a learning rate that falls."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
-def train(config: dict) -> None:
+def train(config: dict[str, int]) -> None:
     """The training function: what each of the workers runs."""
     pl.seed_everything(0)
     torch.set_num_threads(1)

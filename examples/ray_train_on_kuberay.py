@@ -8,6 +8,7 @@ model. When a node is going to be taken away, all save at once; when it is gone,
 """
 
 import argparse
+from typing import Any
 
 import ray
 import ray.train
@@ -23,7 +24,7 @@ EVERY = 100  # steps between two saves
 LOOK = 10  # steps between two looks at whether a node is going to be taken away: each takes all workers some milliseconds
 
 
-def train(config: dict) -> None:
+def train(config: dict[str, Any]) -> None:
     """The training function: what each of the workers runs."""
     context, device = ray.train.get_context(), ray.train.torch.get_device()
     rank, world = context.get_world_rank(), context.get_world_size()

@@ -19,7 +19,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 import raystow
 
 
-def train(config: dict) -> None:
+def train(config: dict[str, int]) -> None:
     """The training function: what each of the workers runs."""
     torch.set_num_threads(1)
     set_seed(0)

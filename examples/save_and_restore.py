@@ -30,4 +30,5 @@ with raystow.Checkpointer(uri) as checkpointer:
     print("durable:", pending.result(timeout=60))
 
     version = checkpointer.restore_latest(into=state)  # in place: the model has its weights back
+    assert version is not None  # it is None where nothing was ever saved
     print(f"restored version {version.id}, step {version.step}:", "same bits" if model.weight.equal(saved) else "DIFFERENT")
