@@ -196,6 +196,7 @@ def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
         "chunk rows": nodes * RANKS * TENSORS,
         "packs": sum(len(told.packs) for told, _ in made),
         "cpu": max(cpu for _, _, cpu, _, _ in costs),
+        "cpu of each": [cpu for _, _, cpu, _, _ in costs],
         "wall": max(wall for *_, wall, _ in costs),
         "cpu of joining": joining,
         "peak": max(peak for *_, peak in costs),
