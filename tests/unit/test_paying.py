@@ -44,6 +44,12 @@ def test_the_same_chunks_pay_and_the_same_planes_are_coded(name: str, distances:
             assert planes[i].tolist() == expected
 
 
+def test_a_difference_must_save_a_twentieth() -> None:
+    base = torch.randint(-(2**31), 2**31, (2, 4096)).to(torch.int32)
+    near = torch.stack([torch.randint(-(2 ** (bits - 1)), 2 ** (bits - 1), (4096,)) for bits in (30, 31)]).to(torch.int32)
+    assert pays(base + near, base, rotate=False)[0].tolist() == [True, False]  # they save 2 bits of 32, and 1
+
+
 def test_more_chunks_than_are_counted_at_once() -> None:
     random = torch.randint(-(2**31), 2**31, (200, 4096)).to(torch.int32)
     paying, planes = pays(random, random + (torch.arange(200) % 2).to(torch.int32).view(-1, 1) * random.flip(1), rotate=False)
