@@ -2,9 +2,9 @@
 
 Three models train on real text (see ``study_models``): a GPT, one with experts, and adapters to the first one, frozen. On the way
 states are coded by the CPU coder, which writes what readers read, in all ways that raystow has: in full, with derived tensors, as
-differences to the version 10 and 100 steps before, rounded by each profile, and as weights alone. From one of them training is
-resumed with each: the loss afterwards is compared with that of the undisturbed run. What counts as a difference is told by runs
-that differ in nothing but the order of the text, from that same state on.
+differences to the version 10 and 100 steps before, rounded by each profile, and as weights alone, with every bit and with four of
+each mantissa. From one of them training is resumed with each: the loss afterwards is compared with that of the undisturbed run.
+What counts as a difference is told by runs that differ in nothing but the order of the text, from that same state on.
 
 The learning rate rises for 100 steps and then falls along a cosine, as most models are trained: what differences save depends on
 it. Two states are also saved by a ``Checkpointer`` from where they were trained, since a GPU codes by a coder of its own.
@@ -19,7 +19,7 @@ import os
 import tempfile
 import threading
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any
@@ -39,9 +39,11 @@ from raystow.orchestrator.lossy.rounding import round_in_place
 from raystow.storage.coding import chunk as chunks
 from raystow.storage.coding import delta, dtypes
 from raystow.storage.coding.derived import followed
+from raystow.storage.coding.nearest import round_to_nearest
 
 _CHUNK = 4 << 20  # bytes
 _NEAR, _FAR = 10, 100  # steps between versions
+_BITS = 4  # of mantissa, in old weights
 _local = threading.local()
 
 Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
@@ -56,6 +58,15 @@ def rounded(state: State, profile: str) -> State:
             dtype = str(tensor.dtype).removeprefix("torch.")
             if (rule := lossy.asked(f"{group}.{name}", dtype, tensor.shape)) is not None:
                 round_in_place(rule, tensor)
+    return made
+
+
+def coarse(weights: Mapping[str, torch.Tensor], bits: int = _BITS) -> dict[str, torch.Tensor]:
+    """A copy of weights, as a version holds them that was thinned to so many bits of mantissa."""
+    made = {name: tensor.cpu().clone() for name, tensor in weights.items()}
+    for tensor in made.values():
+        if tensor.dim() > 1:
+            round_to_nearest(tensor.view(-1).view(torch.uint8).numpy(), str(tensor.dtype).removeprefix("torch."), bits)
     return made
 
 
@@ -97,11 +108,14 @@ def sizes(state: State, near: State, far: State) -> dict[str, int]:
     """Stored bytes of a state in every way; ``near`` and ``far``: the same training so many steps before."""
     groups = tuple(state)
     whole, weights = arrays(state, groups), arrays(state, ("weights",))
+    few, few_near = (arrays({"weights": coarse(one["weights"])}, ("weights",)) for one in (state, near))
     found = {
         "raw": nbytes(state),
         "in full": stored(whole, derive=False),
         "derived": stored(whole),
         "weights alone": stored(weights),
+        f"weights alone, {_BITS} bits": stored(few),
+        f"weights alone, {_BITS} bits, difference, {_NEAR} steps": stored(few, few_near),
     }
     for steps, before in ((_NEAR, near), (_FAR, far)):
         found[f"difference, {steps} steps"] = stored(whole, arrays(before, groups))
@@ -156,6 +170,7 @@ def study(run: Run, steps: int, resume_at: int, say: Any) -> dict[str, Any]:
     ways: dict[str, tuple[State, bool]] = {"without loss": (middle, True)}
     ways |= {profile: (rounded(middle, profile), True) for profile in PROFILES}
     ways["weights alone"] = (middle, False)
+    ways[f"weights alone, {_BITS} bits"] = ({**middle, "weights": coarse(middle["weights"])}, False)
     for name, (state, optimizer) in ways.items():
         run.load(state, resume_at, optimizer=optimizer)
         found["evaluated"][name] = run.evaluate()
@@ -241,6 +256,9 @@ def main(
     constant: Annotated[bool, typer.Option("--constant", help="the learning rate is always the same")] = False,
 ) -> None:
     """Train, save in every way, resume, and compare."""
+    lengths = {"GPT": steps, "experts": steps // 2, "adapters": steps // 2}
+    if unknown := {*(only or ())} - lengths.keys():
+        raise typer.BadParameter(f"there is no model {min(unknown)}: {', '.join(lengths)}")
     where, console, size = device_named(device), Console(width=110), Size(layers=layers, width=width, batch=batch, context=256)
     deterministic()
     begin = time.perf_counter()
@@ -250,7 +268,7 @@ def main(
     text = corpus(size, where)
     ray.init("local", num_cpus=os.cpu_count(), log_to_driver=False, include_dashboard=False)
     base: torch.nn.Module | None = None
-    for name, length in (("GPT", steps), ("experts", steps // 2), ("adapters", steps // 2)):
+    for name, length in lengths.items():
         if only and name not in only:
             continue
         torch.manual_seed(0)

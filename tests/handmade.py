@@ -10,6 +10,7 @@ from raystow.storage.coding import delta
 from raystow.storage.coding.chunk import Encoder
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
+from raystow.storage.coding.rounded import Rounded
 from raystow.storage.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_text
@@ -77,10 +78,16 @@ def write(
     return write_rows(committer, *rows_and_pack(tensors, base), values)
 
 
-def write_rows(committer: Committer, rows: Sequence[Chunk], pack: bytes, values: Sequence[Value] = ()) -> Version:
-    """Commit a version of these rows of one pack."""
+def write_rows(
+    committer: Committer,
+    rows: Sequence[Chunk],
+    pack: bytes,
+    values: Sequence[Value] = (),
+    rounded: Mapping[str, Rounded] | None = None,
+) -> Version:
+    """Commit a version of these rows of one pack. ``rounded``: what its manifest says of tensors."""
     record = empty_record(committer)
-    fragment = Fragment(0, tuple(rows), tuple(values))
+    fragment = Fragment(0, tuple(rows), tuple(values), rounded or {})
     data = fragment.dump()
     store = committer.repository.store
     store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [pack])

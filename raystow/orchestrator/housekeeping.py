@@ -76,7 +76,8 @@ def kept_by_a_run(policy: Policy | None, uri: str) -> Policy | None:
         raise StateError(f"retention is {policy!r:.80}", remedy="give a raystow.Policy, such as Policy(keep_last=3), or None")
     if policy is not None and policy.resumable is not None:
         what = "a run drops versions and does not thin them, which is to read and to write them again"
-        delta = "" if policy.delta is None else f" --delta {policy.delta}"
-        remedy = f"let `raystow prune {uri} --resumable {policy.resumable}{delta} --yes` run every night"
+        options = {"--resumable": policy.resumable, "--delta": policy.delta, "--mantissa-bits": policy.mantissa_bits}
+        rules = " ".join(f"{option} {number}" for option, number in options.items() if number is not None)
+        remedy = f"let `raystow prune {uri} {rules} --yes` run every night"
         raise StateError(what, subject="retention", remedy=remedy)
     return policy

@@ -205,7 +205,7 @@ class Repository:
         decisions = decide(())
         if any(decision.verdict != "keep" for decision in decisions):  # else nobody needs to know what time it is in the store
             decisions = decide(leases.held(self.store, store_clock.now(self.store, self.clock)))
-        return RetentionPlan(self, decisions, resumable=policy.resumable, delta=policy.delta)
+        return RetentionPlan(self, decisions, policy=policy)
 
     def plan_release(self, names: Collection[str]) -> RetentionPlan:
         """What nothing keeps but the pins of these ``names``, to be dropped together with them; what anything else keeps stays,

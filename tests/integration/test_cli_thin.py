@@ -114,6 +114,32 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
     assert np.array_equal(found["model.layer1"], state(1)["model"]["layer1"].view(torch.uint16).numpy())
 
 
+def test_prune_rounds_what_it_thins(folder: Path) -> None:
+    repository = open_repository(str(folder))
+    exact = repository.version(1).read("model.layer1")
+    said = " ".join(ran("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4, "--dry-run").stdout.split())
+    assert "older than the last 1 resumable, as a difference to version 1, 4 bits of mantissa: about" in said
+    done = run_json("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4)
+    assert done["thinned"] == [1, 2, 3]
+    for id in (1, 2, 3):
+        into, version = blank(), repository.version(id)
+        restore(version, into)
+        for name, wanted in state(id)["model"].items():
+            found = into["model"][name]
+            assert same(found, wanted) if wanted.dim() == 1 else 0 < ((found - wanted) / wanted).abs().max() <= 2**-5
+        repository.verify(version)
+    ran("gc", folder, "--grace", "0s", "--yes")
+    shown = run_json("show", folder, 1)["rounded"]
+    assert {name: one["rule"] for name, one in shown.items()} == dict.fromkeys(
+        ["model.head", "model.layer0", "model.layer1", "model.layer2"], "NearestBits(4)"
+    )
+    assert "NearestBits(4)" in ran("show", folder, 1).stdout
+    found = np.frombuffer(reader.read(folder, 1)["model.layer1"].astype("<u4") << 16, np.float32)
+    assert abs(found.reshape(exact.shape) / exact.float().numpy() - 1).max() <= 2**-5
+    ran("verify", folder, "--all", "--deep")
+    assert run_json("prune", folder, "--resumable", 1, "--mantissa-bits", 2)["thinned"] == []
+
+
 def test_prune_tells_a_person_what_it_does(folder: Path) -> None:
     said = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--dry-run").stdout.split())
     assert "drop no rule keeps it" in said
@@ -161,8 +187,8 @@ def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, c
 
 def test_a_run_does_not_thin() -> None:
     with pytest.raises(StateError, match="drops versions and does not thin them") as caught:
-        raystow.Checkpointer("/nowhere", retention=Policy(keep_last=9, resumable=2, delta=5))
-    assert "raystow prune /nowhere --resumable 2 --delta 5 --yes" in caught.value.remedy
+        raystow.Checkpointer("/nowhere", retention=Policy(keep_last=9, resumable=2, delta=5, mantissa_bits=4))
+    assert "raystow prune /nowhere --resumable 2 --delta 5 --mantissa-bits 4 --yes" in caught.value.remedy
 
 
 @pytest.mark.s3

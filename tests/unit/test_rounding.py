@@ -12,9 +12,10 @@ from hypothesis import strategies as st
 
 from raystow.orchestrator.lossy import rounding
 from raystow.orchestrator.lossy.choice import Lossy
-from raystow.orchestrator.lossy.rules import MANTISSA, Blockwise, MantissaBits, Rule, words_of
+from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule, words_of
 from raystow.orchestrator.planner import Planner, plan_save
 from raystow.storage.coding.derived import derive
+from raystow.storage.coding.dtypes import MANTISSA
 from raystow.storage.errors import SaveFailed, StateError
 
 WIDE: list[Rule] = [MantissaBits(1), MantissaBits(4), MantissaBits(16), Blockwise(2, 8), Blockwise(8, 64), Blockwise(16)]

@@ -44,7 +44,7 @@ class Replacements:
         return {replacement.version.id: replacement.version.bytes for replacement in self.due}
 
     def execute(self, *, quiet: bool) -> list[Entry]:
-        """Write them; the root's new entries."""
+        """Write them; what the root says of them in the end."""
         done: list[Entry] = []
         with byte_bar(self._doing, sum(each.rewriting.read for each in self.due), quiet=quiet) as advance:
             for replacement in self.due:
@@ -55,4 +55,6 @@ class Replacements:
                     self.failed += 1
                 else:
                     done += [entry] if entry is not None else []
-        return done
+        # What others were rounded for may have become a difference to these, and smaller, since it was written.
+        live = {entry.id: entry for entry in self.due[0].repository.root().versions} if done else {}
+        return [live.get(entry.id, entry) for entry in done]

@@ -6,10 +6,11 @@ import contextlib
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+from ...storage.coding.dtypes import MANTISSA
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
 from .numbers import Numbers
-from .rules import MANTISSA, Asked, Rule, dtype_of, words_of
+from .rules import Asked, Rule, dtype_of, words_of
 
 _AT_ONCE = 1 << 16  # numbers, on the CPU
 

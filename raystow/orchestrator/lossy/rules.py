@@ -12,13 +12,11 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, ClassVar, Protocol
 
 from ...storage.coding import dtypes
+from ...storage.coding.dtypes import MANTISSA
 from ...storage.errors import StateError
 
 if TYPE_CHECKING:
     from .numbers import Numbers
-
-MANTISSA = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
-"""What can be rounded, and the bits of its mantissas. Integers, booleans and what has fewer bits stay as they are."""
 
 
 class Asked(Protocol):

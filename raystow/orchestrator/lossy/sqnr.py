@@ -9,10 +9,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+from ...storage.coding.dtypes import MANTISSA
 from ...storage.errors import StateError
 from . import rounding
 from .numbers import Numbers
-from .rules import MANTISSA, Blockwise, MantissaBits, Rule
+from .rules import Blockwise, MantissaBits, Rule
 from .trials import Trials, decibels, finite
 
 _BIT = 20 * math.log10(2)  # decibels that a bit is worth

@@ -49,6 +49,9 @@ DTYPES: dict[str, DType] = {
 }
 """Every dtype that format version 1 defines."""
 
+MANTISSA = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
+"""What can be rounded, and the bits of its mantissas. Integers, booleans and what has fewer bits stay as they are."""
+
 _ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e8m0fnu")
 
 

@@ -13,7 +13,7 @@ from ..format.root import Dropped, Entry, Root
 from . import compaction, thinning
 from .compaction import Compaction
 from .freeing import estimate
-from .policy import Decision
+from .policy import Decision, Policy
 from .thinning import Thinning
 
 if TYPE_CHECKING:
@@ -26,13 +26,12 @@ _PARTICIPLES = {"keep": "kept", "thin": "thinned", "compact": "kept", "drop": "d
 @dataclass(frozen=True)
 class RetentionPlan:
     """Decisions on the versions that there were when it was made, oldest first. ``released``: the names of pins that do not
-    keep a version; they go with it. ``resumable``, ``delta``: of the policy, if it has these rules."""
+    keep a version; they go with it. ``policy``: what they follow from, if it is from one."""
 
     repository: Repository
     decisions: tuple[Decision, ...]
     released: frozenset[str] = frozenset()
-    resumable: int | None = None
-    delta: int | None = None
+    policy: Policy | None = None
 
     @property
     def dropped(self) -> tuple[Entry, ...]:
@@ -67,12 +66,18 @@ class RetentionPlan:
 
     def thinning(self, entry: Entry) -> Thinning:
         """How to thin one of ``thinned``, if it holds more than weights. Reads its record and manifest."""
-        assert self.resumable is not None
-        if self.delta is None:
-            return thinning.plan(self.repository, entry, self.resumable)
-        bases = {decision.base for decision in self.decisions if decision.entry == entry}
-        base = next((other for other in self._entries if other.id in bases), None)
-        return thinning.plan_chained(self.repository, entry, self.resumable, base)
+        assert self.policy is not None
+        assert self.policy.resumable is not None
+        decisions = {decision.entry.id: decision for decision in self.decisions}
+        decision = decisions[entry.id]
+        if self.policy.delta is None and decision.mantissa_bits is None:
+            return thinning.plan(self.repository, entry, self.policy.resumable)
+        base = decisions.get(decision.base or 0)
+        if base is not None and base.mantissa_bits is not None:  # it will be another, and then finds its users
+            base = None
+        users = [user.entry.id for user in self.decisions if user.base == entry.id and decision.mantissa_bits is not None]
+        former = base.entry if base is not None else None
+        return thinning.plan_anew(self.repository, entry, self.policy.resumable, former, decision.mantissa_bits, users)
 
     def moved(self, entry: Entry) -> int:
         """About how many stored bytes are read and written to make one of ``compacted`` whole."""

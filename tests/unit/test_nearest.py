@@ -1,0 +1,72 @@
+"""Numbers rounded to the nearest with fewer bits of mantissa: held against torch's conversions, and against what is promised."""
+
+from __future__ import annotations
+
+import ml_dtypes
+import numpy as np
+import pytest
+import torch
+
+from raystow.storage.coding import nearest
+from raystow.storage.coding.dtypes import MANTISSA, to_numpy
+from raystow.storage.coding.nearest import round_to_nearest
+from raystow.storage.errors import Damaged
+
+
+def words(numbers: np.ndarray) -> np.ndarray:
+    return numbers.view(f"u{numbers.itemsize}")
+
+
+def every_kind(dtype: str) -> np.ndarray:
+    """Random bits: numbers of all sizes, infinities and NaNs."""
+    size = to_numpy(dtype).itemsize
+    made = np.frombuffer(np.random.default_rng(0).bytes(100_003 * size), to_numpy(dtype)).copy()
+    made[:4] = [np.inf, -np.inf, ml_dtypes.finfo(made.dtype).max, ml_dtypes.finfo(made.dtype).smallest_subnormal]
+    return made
+
+
+@pytest.mark.parametrize(("wide", "narrow"), [("float32", "bfloat16"), ("float32", "float16"), ("float64", "float32")])
+def test_it_is_what_a_narrower_float_holds(wide: str, narrow: str) -> None:
+    numbers = np.random.default_rng(1).standard_normal(100_003).astype(to_numpy(wide))
+    numbers = numbers[np.abs(numbers) > ml_dtypes.finfo(to_numpy(narrow)).smallest_normal]  # smaller ones have fewer bits there
+    expected = torch.from_numpy(numbers).to(getattr(torch, narrow)).to(getattr(torch, wide)).numpy()
+    found = round_to_nearest(numbers.view(np.uint8), wide, MANTISSA[narrow])
+    assert np.array_equal(words(numbers), words(expected))
+    assert found.spared == pytest.approx(numbers.size * (MANTISSA[wide] - MANTISSA[narrow]) / 8, rel=0.2)
+
+
+@pytest.mark.parametrize("bits", [1, 4, 6])
+@pytest.mark.parametrize("dtype", MANTISSA)
+def test_every_error_is_within_its_bound_and_told(dtype: str, bits: int) -> None:
+    before, after = every_kind(dtype), every_kind(dtype)
+    found = round_to_nearest(after.view(np.uint8), dtype, bits)
+    with np.errstate(over="ignore", invalid="ignore"):
+        error = np.abs(before.astype(np.float64) - after.astype(np.float64))
+        noise = np.square(error[np.isfinite(error)]).sum()
+    finite = np.isfinite(before.astype(np.float64))
+    assert np.array_equal(words(after)[~finite], words(before)[~finite])
+    assert np.isfinite(after.astype(np.float64)[finite]).all()
+    assert not (words(after)[finite] % (1 << MANTISSA[dtype] - bits)).any()
+    size = np.maximum(np.abs(before.astype(np.float64)), float(ml_dtypes.finfo(before.dtype).smallest_normal))
+    relative = (error / size)[finite]
+    assert (relative > 2.0 ** -(bits + 1)).sum() <= 1 + 2e-3 * relative.size, "only what is cut, next to infinity"
+    assert (found.error, found.relative) == (error[finite].max(), relative.max())
+    assert 2.0 ** -(bits + 2) < found.relative < 2.0**-bits
+    assert found.noise == pytest.approx(noise)
+
+
+@pytest.mark.parametrize("dtype", MANTISSA)
+def test_what_was_rounded_stays_as_it_is(dtype: str) -> None:
+    once = every_kind(dtype)
+    round_to_nearest(once.view(np.uint8), dtype, 3)
+    twice = once.copy()
+    found = round_to_nearest(twice.view(np.uint8), dtype, 3)
+    assert np.array_equal(words(twice), words(once))
+    assert (found.error, found.noise, found.spared) == (0.0, 0.0, 0)
+
+
+def test_what_is_not_within_its_bound_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    largest = np.array([np.finfo(np.float32).max], np.float32)
+    monkeypatch.setattr(nearest.np, "copyto", lambda *_, **__: None)  # so it becomes infinite
+    with pytest.raises(Damaged, match="more than rounding to 4 bits"):
+        round_to_nearest(largest.view(np.uint8), "float32", 4)
