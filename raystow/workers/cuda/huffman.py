@@ -19,6 +19,7 @@ import triton.language as tl
 
 from ...storage.coding.chunk import DEFLATE
 from .nvcomp import ALIGN, Codec
+from .tables import ANYWHERE
 
 _SYMBOLS = 512  # bytes, the end of the block as number 256, lengths of runs, and what no stream has
 _DISTANCE = 286  # behind the last length of a run, the place of the only distance there is
@@ -212,7 +213,7 @@ def _entry(table, word, at, j: tl.constexpr, n):
     return entry >> 16, (entry & 0xFFFF).to(tl.int64)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def deflate(
     sources,
     sizes,

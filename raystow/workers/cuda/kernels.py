@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from ...storage.coding.digest import BLOCK, WORD_KEYS, block_key
-from .tables import Table
+from .tables import ANYWHERE, Table
 
 _SLICE = 1024  # 32-bit words: what a program takes of a digest block at a time, always with the same keys
 _GROUP = 16  # digest blocks that a program goes through
@@ -94,7 +94,7 @@ def _total(low, high, word, lane, ITEM: tl.constexpr):
     return total
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _pass(
     table,
     keys,
@@ -235,7 +235,7 @@ def _pass(
                 tl.store(nans + chunk, 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _pick(table, picked, PIECE: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.constexpr):
     row = table + tl.program_id(1) * 10
     lane = tl.program_id(0) * SPAN + tl.arange(0, SPAN)
@@ -244,7 +244,7 @@ def _pick(table, picked, PIECE: tl.constexpr, COUNT: tl.constexpr, SPAN: tl.cons
     tl.store(picked + tl.program_id(1) * COUNT * PIECE + lane, tl.load(words + at))
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _compare(table, misses, BF16: tl.constexpr, SPAN: tl.constexpr):
     """Whether words are float32 rounded to bfloat16, or to float16."""
     row = table + tl.program_id(1) * 3

@@ -11,12 +11,12 @@ import torch
 import triton
 import triton.language as tl
 
-from .tables import Table
+from .tables import ANYWHERE, Table
 
 _SPAN = 16384  # bytes that one program moves
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _move(table, SPAN: tl.constexpr):
     row = table + tl.program_id(1) * 3
     size = tl.load(row + 2)
@@ -29,25 +29,25 @@ def _move(table, SPAN: tl.constexpr):
             tl.store(target + at, tl.load(source + at, mask=at < size), mask=at < size)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _tell(source, target, n, MOST: tl.constexpr):
     at = tl.program_id(0) * MOST + tl.arange(0, MOST)
     tl.store(target.to(tl.pointer_type(tl.int64)) + at, tl.load(source + at, mask=at < n, other=0), mask=at < n)
 
 
-@triton.jit
-def _choose(owners, addresses, planes, out, sizes, table, lengths, STRIDE: tl.constexpr, MOST: tl.constexpr, TIMES: tl.constexpr):
+@triton.jit(do_not_specialize=ANYWHERE)
+def _choose(owners, addresses, planes, out, sizes, table, lengths, times, STRIDE: tl.constexpr, MOST: tl.constexpr):
     """For the streams of one plane: what to move, the coded ones or the plane as it was."""
     owner = owners + 2 * tl.program_id(0)
     first = tl.load(owner)
     plane = tl.load(owner + 1)
     end = tl.load(owner + 2)
     sums = tl.zeros((MOST,), tl.int64)
-    for i in range(TIMES):
+    for i in range(times):
         stream = first + i * MOST + tl.arange(0, MOST)
         sums += tl.load(sizes + stream, mask=stream < end, other=0)
     gains = tl.sum(sums) < plane
-    for i in range(TIMES):
+    for i in range(times):
         stream = first + i * MOST + tl.arange(0, MOST)
         inside = stream < end
         coded = tl.load(sizes + stream, mask=inside, other=0)
@@ -58,18 +58,18 @@ def _choose(owners, addresses, planes, out, sizes, table, lengths, STRIDE: tl.co
         tl.store(lengths + stream, length, mask=inside)
 
 
-@triton.jit
-def _line_up(table, base, streams, MOST: tl.constexpr, TIMES: tl.constexpr):
+@triton.jit(do_not_specialize=ANYWHERE)
+def _line_up(table, base, streams, times, MOST: tl.constexpr):
     """One behind the other, from ``base`` on."""
     at = base
-    for i in range(TIMES):
+    for i in range(times):
         stream = i * MOST + tl.arange(0, MOST)
         length = tl.load(table + 3 * stream + 2, mask=stream < streams, other=0)
         tl.store(table + 3 * stream + 1, at + tl.cumsum(length, 0) - length, mask=stream < streams)
         at += tl.sum(length)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _pack7(table, SPAN: tl.constexpr):
     row = table + tl.program_id(1) * 3
     groups = tl.load(row + 2)
@@ -85,7 +85,7 @@ def _pack7(table, SPAN: tl.constexpr):
         tl.store(out + 7 * j + t, ((x >> (48 - 8 * t)) & 255).to(tl.uint8), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _unpack7(table, SPAN: tl.constexpr):
     row = table + tl.program_id(1) * 3
     groups = tl.load(row + 2)
@@ -137,11 +137,9 @@ def condense(
     addresses, planes = cuts
     table = torch.empty((len(addresses), 3), dtype=torch.int64, device=cuts.device)
     out, stride = streams.memory.data_ptr(), streams.stride
-    times = triton.next_power_of_2(triton.cdiv(largest, 256))
-    _choose[(len(owners) - 1,)](
-        owners, addresses, planes, out, streams.sizes, table, lengths, STRIDE=stride, MOST=256, TIMES=times
-    )
-    _line_up[(1,)](table, base, len(table), MOST=1024, TIMES=triton.next_power_of_2(triton.cdiv(len(table), 1024)))
+    times = triton.cdiv(largest, 256)
+    _choose[(len(owners) - 1,)](owners, addresses, planes, out, streams.sizes, table, lengths, times, STRIDE=stride, MOST=256)
+    _line_up[(1,)](table, base, len(table), triton.cdiv(len(table), 1024), MOST=1024)
     move(table, stride)
 
 

@@ -8,6 +8,15 @@ from typing import Any
 import numpy as np
 import torch
 
+ANYWHERE = (
+    *("table", "bases", "digests", "samples", "odds", "base_digests", "rounded_digests", "nans", "misses"),
+    *("source", "target", "owners", "addresses", "planes", "out", "sizes", "lengths", "others"),
+    *("sources", "targets", "coded", "n", "base", "streams", "times"),
+)
+"""Arguments of kernels that may lie at any multiple of eight bytes, or be any number. Triton compiles a kernel anew for each way
+in which addresses and numbers of those that it has met can be divided by 16, or are 1, unless it is told not to
+(``do_not_specialize``): for half a second, in the midst of a save. What they lead to is read by addresses in tables, anyway."""
+
 COLUMNS = 10
 """A row of ``kernels.split`` and ``join``: address of the words, number of words, addresses of up to eight planes."""
 

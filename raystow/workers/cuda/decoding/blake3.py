@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..tables import Addressed, Table
+from ..tables import ANYWHERE, Addressed, Table
 
 LEAF = 1024
 """Bytes."""
@@ -94,7 +94,7 @@ def _word(words, shift, at, end):
     return tl.where(bits < 32, word & ((1 << bits) - 1), word)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _leaves(table, values, LANES: tl.constexpr, LEAF: tl.constexpr):
     row = table + tl.program_id(1) * 3
     address = tl.load(row)
@@ -149,7 +149,7 @@ def _get(source, k, inside):
     return tl.load(source + k, mask=inside, other=0)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=ANYWHERE)
 def _tree(table, values, others, digests, LANES: tl.constexpr, LEAF: tl.constexpr):
     """From level to level the values go to and fro between two places."""
     row = table + tl.program_id(0) * 3
