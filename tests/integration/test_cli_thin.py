@@ -133,7 +133,9 @@ def test_prune_rounds_what_it_thins(folder: Path) -> None:
     assert {name: one["rule"] for name, one in shown.items()} == dict.fromkeys(
         ["model.head", "model.layer0", "model.layer1", "model.layer2"], "NearestBits(4)"
     )
-    assert "NearestBits(4)" in ran("show", folder, 1).stdout
+    said = ran("show", folder, 1).stdout
+    assert "NearestBits(4)" in said
+    assert "less to store than with every bit" in said
     found = np.frombuffer(reader.read(folder, 1)["model.layer1"].astype("<u4") << 16, np.float32)
     assert abs(found.reshape(exact.shape) / exact.float().numpy() - 1).max() <= 2**-5
     ran("verify", folder, "--all", "--deep")

@@ -78,13 +78,13 @@ def _thinned(version: Version) -> str:
 
 
 def _lossy(facts: dict[str, Any]) -> list[str]:
-    """What was asked for, rule by rule, and what that has come to."""
+    """What was asked for when it was saved, rule by rule, and what all rounding has come to."""
     groups: dict[str, list[str]] = {}
     for name, rule in facts["lossy"].items():
         groups.setdefault(rule, []).append(name)
     rules = [f"{rule}: {', '.join(names)}" for rule, names in groups.items()]
     spared = sum(one["spared"] for one in facts["rounded"].values())
-    return [*rules, f"about {size(spared)} less to store than with every bit"] if rules else []
+    return [*rules, f"about {size(spared)} less to store than with every bit"] if facts["rounded"] or rules else []
 
 
 def _rounded(tensors: dict[str, Any]) -> list[list[str]]:
