@@ -187,13 +187,14 @@ def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequen
     raise Damaged(what, subject=store.uri, remedy=remedy)
 
 
-def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
+def _one_of_each_id(found: Sequence[Found], rounded: frozenset[int] = frozenset()) -> tuple[Found, ...]:
     """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it. Of one
     epoch there are two where a version was thinned, or written whole: the one that holds all of it, if it can be read, and of two
     the one that needs no other.
 
     What is a difference to a version that does not come back, or that comes back thinned, does not come back either. Ids ascend,
-    and bases are lower."""
+    and bases are lower. ``rounded``: ids of which the attempt with rounded weights comes back, since what comes back is a
+    difference to these; such a difference was made when the root had that attempt, and no other was live any more."""
     back, judged = dict[int, VersionRecord](), list[Found]()
 
     def gone(record: VersionRecord) -> list[int]:
@@ -203,9 +204,12 @@ def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
     for id, group in itertools.groupby(found, lambda f: f.id):
         same = list(group)
         whole = [f.record for f in same if f.record is not None and not f.lacks]
-        best = max(
-            whole, key=lambda r: (r.epoch, not gone(r), r.thinned is None, not r.bases, r.created, r.attempt), default=None
-        )
+
+        def rank(r: VersionRecord) -> tuple[object, ...]:
+            fits = r.rounded or r.id not in rounded
+            return r.epoch, not gone(r), fits, r.thinned is None, not r.bases, r.created, r.attempt
+
+        best = max(whole, key=rank, default=None)
         for f in same:
             if best is not None and not f.lacks and f.attempt != best.attempt:
                 f = replace(f, lacks=f"the id belongs to attempt {best.attempt} of epoch {best.epoch}")
@@ -215,7 +219,9 @@ def _one_of_each_id(found: Sequence[Found]) -> tuple[Found, ...]:
             judged.append(f)
         if best is not None and not gone(best):
             back[id] = best
-    return tuple(judged)
+    both = {f.id for f in found if f.record is not None and not f.lacks and f.record.rounded}
+    needed = {base for record in back.values() if record.rounded for base in record.bases if not back[base].rounded} & both
+    return _one_of_each_id(found, rounded | needed) if needed - rounded else tuple(judged)
 
 
 def _name(found: Found) -> str:

@@ -134,6 +134,7 @@ def test_prune_rounds_what_it_thins(folder: Path) -> None:
         ["model.head", "model.layer0", "model.layer1", "model.layer2"], "NearestBits(4)"
     )
     said = ran("show", folder, 1).stdout
+    assert "holds weights only, with 4 bits of mantissa" in said
     assert "NearestBits(4)" in said
     assert "less to store than with every bit" in said
     found = np.frombuffer(reader.read(folder, 1)["model.layer1"].astype("<u4") << 16, np.float32)

@@ -74,7 +74,10 @@ def _needs(target: Target, version: Version) -> str:
 
 def _thinned(version: Version) -> str:
     thinned = version.record.thinned
-    return f"{moment(thinned.at)}: holds {' and '.join(thinned.groups)} only" if thinned is not None else ""
+    if thinned is None:
+        return ""
+    rounded = "" if thinned.mantissa_bits is None else f", with {thinned.mantissa_bits} bits of mantissa"
+    return f"{moment(thinned.at)}: holds {' and '.join(thinned.groups)} only{rounded}"
 
 
 def _lossy(facts: dict[str, Any]) -> list[str]:

@@ -45,11 +45,16 @@ class RestoreInfo:
 @dataclass(frozen=True)
 class Thinned:
     """That a version was written again, without some of its tensors. ``attempt``: the one that held them all. ``at``: when, in
-    seconds since 1970. ``groups``: those that were kept."""
+    seconds since 1970. ``groups``: those that were kept. ``mantissa_bits``: to which they were rounded, None for all."""
 
     attempt: str
     at: float
     groups: tuple[str, ...]
+    mantissa_bits: int | None = None
+
+    def dump(self) -> dict[str, Any]:
+        """As JSON's types."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
 
 @dataclass(frozen=True)
@@ -155,7 +160,7 @@ class VersionRecord:
         }
         fields = {**vars(self), "metrics": {name: values.encode(value) for name, value in self.metrics.items()}, **parts}
         thinned, saved = fields.pop("thinned"), fields.pop("saved")
-        since = ({} if thinned is None else {"thinned": vars(thinned)}) | ({"saved": saved} if saved else {})
+        since = ({} if thinned is None else {"thinned": thinned.dump()}) | ({"saved": saved} if saved else {})
         return records.dump({**fields, **since}, self.key())
 
     @staticmethod
@@ -215,6 +220,11 @@ class VersionRecord:
             saved=get("saved", str) if "saved" in fields else "",
         )
 
+    @property
+    def rounded(self) -> bool:
+        """Whether it was thinned, and holds other numbers than were saved."""
+        return self.thinned is not None and self.thinned.mantissa_bits is not None
+
     def entry(self, digest: bytes, size: int) -> Entry:
         """How the root lists the version, given the BLAKE3 and the size in bytes of this record."""
         return Entry(
@@ -244,7 +254,8 @@ def _rank(value: object) -> int:
 
 def _thinned(fields: dict[str, Any], key: str) -> Thinned:
     attempt, at = records.field(fields, "attempt", str, key), records.time(fields, "at", key)
-    return Thinned(attempt, at, records.texts(fields, "groups", key))
+    bits = records.field(fields, "mantissa_bits", int, key) if "mantissa_bits" in fields else None
+    return Thinned(attempt, at, records.texts(fields, "groups", key), bits)
 
 
 def _texts(fields: dict[str, object]) -> dict[str, str]:

@@ -48,7 +48,7 @@ class Thinning(Replacement):
         return id not in kept and len(newer) >= self.resumable
 
     def _changed(self, record: VersionRecord, now: float) -> VersionRecord:
-        return replace(record, thinned=Thinned(self.version.attempt, now, (WEIGHTS,)))
+        return replace(record, thinned=Thinned(self.version.attempt, now, (WEIGHTS,), self.bits))
 
     def _done(self) -> str:
         return "holds its weights only"

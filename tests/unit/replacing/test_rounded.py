@@ -18,7 +18,9 @@ from raystow.storage.coding.nearest import round_to_nearest
 from raystow.storage.coding.rounded import Rounded
 from raystow.storage.committer import Committer
 from raystow.storage.errors import StateError
+from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk
+from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
@@ -211,6 +213,26 @@ def test_killed_at_any_point_all_is_exact_or_rounded(
         if not any(version.resumable for version in repository.versions()[:3]):
             break
     assert last > 4
+
+
+@pytest.mark.parametrize("collected", [(), (2,), (1, 2, 3)])
+def test_a_lost_root_comes_back_with_what_fits_together(repository: Repository, collected: tuple[int, ...]) -> None:
+    """``collected``: versions of which nothing is left but what they are now."""
+    wanted = train(Committer(repository, "me"), 4)
+    before = [version.attempt for version in repository.versions()]
+    repository.plan_retention(ROUNDED).execute()
+    now = [version.attempt for version in repository.versions()]
+    store = repository.store
+    for id in range(1, 5):  # what was whole and rounded, until it became a difference, is gone
+        kept = {now[id - 1], *(() if id in collected else (before[id - 1],))}
+        here = [info.key for info in store.list(keys.VERSIONS) if f"/{id:08d}-" in info.key]
+        store.delete([key for key in here if not any(attempt in key for attempt in kept)])
+    store.delete([keys.ROOT])
+    plan_repair(store, repository.clock).execute()
+    back = [version.attempt for version in repository.versions()]
+    check(repository, wanted)
+    full = {(): [True] * 4, (2,): [False, False, True, True], (1, 2, 3): [False, False, False, True]}[collected]
+    assert [a == b for a, b in zip(back, before, strict=True)] == full
 
 
 @pytest.mark.parametrize(
