@@ -22,6 +22,7 @@ from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk
 from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
+from raystow.storage.retention import thinning
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.version import Version
@@ -174,10 +175,12 @@ def test_what_a_thinned_one_leans_on_keeps_every_bit(repository: Repository) -> 
 
 
 def test_a_difference_that_comes_meanwhile_keeps_it_as_it_is(repository: Repository) -> None:
-    train(Committer(repository, "me"), 3)
+    train(Committer(repository, "me"), 2, star=True)
+    train_one_more(repository)
     plan = repository.plan_retention(Policy(resumable=1, mantissa_bits=4))
-    (first,) = (plan.thinning(entry) for entry in plan.thinned if entry.id == 1)
-    repository.plan_retention(Policy(resumable=1, delta=1)).execute()
+    second, first = (plan.thinning(entry) for entry in plan.thinned)
+    assert (first.version.id, first.bits) == (1, 4)
+    thinning.plan(repository, second.version.entry, 1).execute()  # with every bit, and it stays a difference to the first
     assert bases(repository) == [(), (1,), ()]
     before = weights(repository.version(2))
     assert first.execute() is None
@@ -185,13 +188,15 @@ def test_a_difference_that_comes_meanwhile_keeps_it_as_it_is(repository: Reposit
 
 
 def test_what_was_rounded_when_it_was_saved_is_not_rounded_again(repository: Repository) -> None:
-    rows, pack = rows_and_pack({"model.w": halves(state(1)["optimizer.w"])})
+    weight = state(1)["optimizer.w"]
+    rows, pack = rows_and_pack({"model.w": halves(weight), "optimizer.exp_avg": halves(weight * 3)})
     told = {"model.w": Rounded("MantissaBits(9)", 0.1, 0.1, 1.0, 0.1, 5)}
     committer = Committer(repository, "me")
     version = write_rows(committer, [replace(row, kind=TENSOR) for row in rows], pack, rounded=told)
     before = weights(version)
     train_one_more(repository)
     repository.plan_retention(ROUNDED).execute()
+    assert not repository.version(1).resumable
     assert weights(repository.version(1)) == before
     assert repository.version(1).rounded() == told
 
