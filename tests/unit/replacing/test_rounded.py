@@ -187,6 +187,24 @@ def test_a_difference_that_comes_meanwhile_keeps_it_as_it_is(repository: Reposit
     assert weights(repository.version(2)) == before
 
 
+@pytest.mark.parametrize("deed", ["pinned", "dropped"])
+def test_what_is_pinned_or_gone_meanwhile_is_not_linked(repository: Repository, deed: str) -> None:
+    wanted = train(Committer(repository, "me"), 3)
+    plan = repository.plan_retention(ROUNDED)
+    second, first = (plan.thinning(entry) for entry in plan.thinned)
+    assert (first.version.id, first.users) == (1, [2])
+    alone = second.execute()
+    if deed == "pinned":
+        repository.pin(repository.version(2), "good")
+    else:
+        now = repository.plan_retention(Policy())
+        replace(now, decisions=tuple(replace(one, keep=one.entry.id != 2) for one in now.decisions)).drop()
+    assert first.execute() is not None
+    entries = {entry.id: entry for entry in repository.root().versions}
+    assert entries.get(2) == (alone if deed == "pinned" else None)
+    check(repository, wanted)
+
+
 def test_what_was_rounded_when_it_was_saved_is_not_rounded_again(repository: Repository) -> None:
     weight = state(1)["optimizer.w"]
     rows, pack = rows_and_pack({"model.w": halves(weight), "optimizer.exp_avg": halves(weight * 3)})
