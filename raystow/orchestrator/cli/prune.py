@@ -75,7 +75,16 @@ def prune(
 
     Example:  raystow prune s3://bucket/runs/llama --keep-last 3 --keep-every 1000
     """
-    policy = _policy(keep_last, keep_every, keep_interval, keep_best, max_bytes, resumable, delta, mantissa_bits)
+    policy = _policy(
+        keep_last=keep_last,
+        keep_every=keep_every,
+        keep_every_seconds=keep_interval,
+        keep_best=quantities.best(keep_best) if keep_best is not None else None,
+        max_bytes=max_bytes,
+        resumable=resumable,
+        delta=delta,
+        mantissa_bits=mantissa_bits,
+    )
     target = open_target(uri)
     plan = target.repository.plan_retention(policy, compact=compact)
     _check_metric(policy, plan, target)
@@ -106,19 +115,12 @@ def prune(
         raise typer.Exit(exit_code(errors[0]))
 
 
-def _policy(
-    last: int | None,
-    every: int | None,
-    interval: float | None,
-    best: str | None,
-    max_bytes: int | None,
-    *thinning: int | None,
-) -> Policy:
+def _policy(**rules: Any) -> Policy:
     from ...storage.retention.policy import Policy
 
-    if max_bytes is not None and max_bytes < 1:
+    if rules["max_bytes"] is not None and rules["max_bytes"] < 1:
         raise typer.BadParameter("--max-bytes takes at least 1 byte; leave the option out for no limit")
-    policy = Policy(last, every, interval, quantities.best(best) if best is not None else None, max_bytes, *thinning)
+    policy = Policy(**rules)
     if not (policy.drops or policy.resumable):
         raise typer.BadParameter(
             "say what to keep: --keep-last 3, --keep-every 1000 (steps), --keep-interval 6h, --keep-best loss:min:1, --max-bytes "
