@@ -7,6 +7,8 @@ like any other: who reads it has the grace period, or a lease, to finish. Why no
   or, if it was not written to for the grace period, strikes the note out first.
 - The swap asks for the note, and for the old attempt, on the very root that it replaces. However late it comes, without a note it
   is not made, and the version stays as it was.
+- It asks for the attempt, too, that what was written is a difference to: another who thins may have rounded that version since it
+  was read.
 
 A replacement that dies leaves an attempt that is no version, for a collection to find.
 """
@@ -120,12 +122,13 @@ class Replacement(abc.ABC):
 
     def _swapped(self, note: Rewrite, new: Entry, now: float, check: Check) -> bool:
         old = self.version.entry
+        read = {old} if self.rewriting.base is None else {old, self.rewriting.base.entry}
 
         def swap(root: Root) -> Root:
-            if new in root.versions or note not in root.rewrites or old not in root.versions or not self._may(root):
+            if new in root.versions or note not in root.rewrites or not read.issubset(root.versions) or not self._may(root):
                 return root
             versions = tuple(new if entry == old else entry for entry in root.versions)
-            if not sound(versions, new):  # what it was to be a difference to has gone, or has become one itself
+            if not sound(versions, new):  # what it was to be a difference to has become one itself
                 return root
             check(root)
             return replace(

@@ -20,6 +20,7 @@ from raystow.storage.committer import Committer
 from raystow.storage.errors import StateError
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import TENSOR, Chunk
+from raystow.storage.format.root import Root
 from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
 from raystow.storage.retention import thinning
@@ -185,6 +186,27 @@ def test_a_difference_that_comes_meanwhile_keeps_it_as_it_is(repository: Reposit
     before = weights(repository.version(2))
     assert first.execute() is None
     assert weights(repository.version(2)) == before
+
+
+def test_a_base_that_is_rounded_meanwhile_gets_no_difference(repository: Repository) -> None:
+    """By another who prunes at the same time, just before the swap."""
+    wanted = train(Committer(repository, "me"), 3)
+    exact = weights(repository.version(2))
+    plan = repository.plan_retention(Policy(resumable=1, delta=3))
+    second, first = (plan.thinning(entry) for entry in plan.thinned)
+    assert (second.rewriting.base or second.version).id == first.version.id == 1
+    others = repository.plan_retention(Policy(resumable=1, mantissa_bits=4))
+    steps = iter(["noted", "swapped"])
+
+    def meanwhile(root: Root) -> None:
+        if next(steps, None) == "swapped":
+            assert others.thinning(others.thinned[-1]).execute() is not None
+
+    assert second.execute(meanwhile) is None
+    assert next(steps, None) is None
+    assert bases(repository) == [(), (), ()]
+    assert weights(repository.version(1)) == wanted[0]
+    assert weights(repository.version(2)) == exact
 
 
 @pytest.mark.parametrize("deed", ["pinned", "dropped"])
