@@ -1,7 +1,8 @@
 """What must hold after every change of the store, whoever made it.
 
-Looks at the true store, and shares no code with what it checks. The harness tells it what only the actors know: who is who
-(``roles``), which bytes belong where (``expected``), who reads what under a lease, and when an operator began to look.
+Looks at the true store, and shares no code with what it checks (but to decode numbers). The harness tells it what only the actors
+know: who is who (``roles``), which bytes belong where (``expected``), who reads what under a lease, and when an operator began to
+look.
 """
 
 from __future__ import annotations
@@ -11,7 +12,11 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 from blake3 import blake3
+
+from raystow.storage.coding.kernels import Words
+from raystow.storage.errors import Damaged
 
 from . import payload
 from .journal import Violation
@@ -34,8 +39,8 @@ class Role:
     """What a process is doing, as far as it must keep to something.
 
     ``grace``: what it collects with, in seconds. ``since``: the store's time at which it began to look, for a plan that it is
-    carrying out. ``asked``: when it last asked the store what time it is. ``keep_last``, ``resumable``: of the policy it applies.
-    ``epoch``, ``owner``: of a coordinator.
+    carrying out. ``asked``: when it last asked the store what time it is. ``keep_last``, ``resumable``, ``bits`` (of mantissa):
+    of the policy it applies. ``epoch``, ``owner``: of a coordinator.
     """
 
     kind: str
@@ -44,6 +49,7 @@ class Role:
     asked: float = 0.0
     keep_last: int = 0
     resumable: int = 0
+    bits: int | None = None
     epoch: int = -1
     owner: str = ""
 
@@ -77,6 +83,9 @@ class Watch:
     """What is no version any more -> number of the change that took it out of the root."""
     lost: bool = False
     """Whether the root is lost at the moment, by the world's will."""
+    read: dict[tuple[str, ...], Words] = field(default_factory=dict)
+    """Key of a pack, and those of what it is a difference to -> its numbers."""
+    records: dict[str, Json] = field(default_factory=dict)
 
     def __call__(self, change: Change) -> None:
         """The store has changed."""
@@ -121,6 +130,7 @@ class Watch:
         """Every live version is complete, byte for byte."""
         for entry in self.root["versions"] if self.root is not None else ():
             self._check_whole(entry)
+        self._check_numbers()
 
     def _root_changed(self, change: Change) -> None:
         if self.lost:
@@ -227,6 +237,7 @@ class Watch:
             )
         self.committed[attempt] = self.model.changes
         self._check_whole(entry)
+        self._check_numbers()
 
     def _dropped(self, change: Change, role: Role, old: Json, new: Json) -> None:
         gone = [e for e in old["versions"] if (e["id"], e["attempt"]) not in _live(new)]
@@ -280,31 +291,35 @@ class Watch:
                 raise Violation("leased versions are not replaced", f"{change.who} replaced {lease.attempt}, of {lease.who}")
         self.committed[attempt] = self.model.changes
         self._check_whole(after)
-        packs = [key for key in self.expected if key.startswith(_folder(after)) and key.endswith(".pack")]
+        self._check_numbers()
         if before.get("groups") != after.get("groups"):
-            self._thinned(change, role, old, before, after, packs)
+            self._thinned(change, role, old, before, after)
+        elif role.kind == "thinner":
+            self._linked(change, old, before, after)
         else:
-            self._written_whole(change, role, old, before, after, packs)
+            self._written_whole(change, role, old, before, after)
 
-    def _thinned(self, change: Change, role: Role, old: Json, before: Json, after: Json, packs: list[str]) -> None:
+    def _thinned(self, change: Change, role: Role, old: Json, before: Json, after: Json) -> None:
         newer = sum(not e.get("groups") for e in old["versions"] if e["id"] > after["id"])
         if role.kind != "thinner" or newer < max(1, role.resumable) or after["id"] in {*old["pins"].values(), old["verified"]}:
             raise Violation("what is pinned, verified or new is not thinned", f"{change.who} thinned {after['id']}")
-        for key in packs:
-            was, whole = key.replace(_folder(after), _folder(before)), payload.part(_node(key), after["id"] % payload.KINDS).pack
-            if self.expected[key] not in ([self.expected[was]] if after.get("bases") else [self.expected[was], whole]):
-                raise Violation("what is thinned keeps its bytes, or its numbers", f"{change.who} wrote {key}")
-        if not packs or not set(after.get("bases", ())) <= set(before.get("bases", ())):
-            raise Violation("what is thinned holds its weights, and so little is no new difference", f"{change.who} made {after}")
+        weights = [node for node in self._nodes(before) if node % 2 == 0]
+        if not weights or self._nodes(after) != weights:
+            raise Violation("what is thinned holds its weights", f"{change.who} made {after} of {before}")
+        if self._bits(after) not in (None, role.bits):
+            raise Violation("numbers are rounded as was asked for", f"{change.who} made {after}")
 
-    def _written_whole(self, change: Change, role: Role, old: Json, before: Json, after: Json, packs: list[str]) -> None:
+    def _linked(self, change: Change, old: Json, before: Json, after: Json) -> None:
+        if after["id"] in {*old["pins"].values(), old["verified"]}:
+            raise Violation("what is pinned or verified is not linked", f"{change.who} linked {after['id']}")
+        if not after.get("groups") or before.get("bases") or self._bits(before) != self._bits(after):
+            raise Violation("what is linked was whole, and has the same numbers", f"{change.who} made {after} of {before}")
+
+    def _written_whole(self, change: Change, role: Role, old: Json, before: Json, after: Json) -> None:
         if role.kind not in ("compactor", "coordinator") or after["id"] in (old["verified"], old["versions"][-1]["id"]):
             raise Violation("what is newest or verified is not written anew", f"{change.who} wrote {after['id']} whole")
-        if after.get("bases") or not before.get("bases"):
+        if after.get("bases") or not before.get("bases") or self._bits(before) != self._bits(after):
             raise Violation("what is written whole was a difference", f"{change.who} made {after} of {before}")
-        for key in packs:
-            if self.expected[key] != payload.part(_node(key), after["id"] % payload.KINDS).pack:
-                raise Violation("what is written whole has the same numbers", f"{change.who} wrote {key}")
 
     def _pinned(self, change: Change, old: Json, new: Json) -> None:
         added = {name: id for name, id in new["pins"].items() if old["pins"].get(name) != id}
@@ -380,6 +395,46 @@ class Watch:
             if self._bytes(folder + name) != self.expected.get(folder + name):
                 raise Violation("a version is whole", f"{folder}{name} is not what was saved")
 
+    def _check_numbers(self) -> None:
+        """Every live version has the numbers that were saved, or what they become when they are rounded as its record says,
+        whatever has become of what it is a difference to."""
+        assert self.root is not None
+        live = {entry["id"]: entry for entry in self.root["versions"]}
+        for entry in live.values():
+            for node in self._nodes(entry):
+                wanted = payload.numbers(node, entry["id"] % payload.KINDS, self._bits(entry))
+                if not np.array_equal(self._numbers(live, entry, node)[1], wanted):
+                    raise Violation("a version has its numbers", f"the part of node {node} in {_folder(entry)} has others")
+
+    def _numbers(self, live: dict[int, Json], entry: Json, node: int) -> tuple[tuple[str, ...], Words]:
+        """The packs that a version's part is made of, and its numbers."""
+        pack = f"{_folder(entry)}{payload.GROUP}-{node:05d}-00000.pack"
+        beneath = {base: self._numbers(live, live[base], node) for base in entry.get("bases", ())}
+        made_of = (pack, *(key for packs, _ in beneath.values() for key in packs))
+        if made_of not in self.read:
+            fragment = self._bytes(f"{_folder(entry)}tensors-{node:05d}.parquet")
+            try:
+                self.read[made_of] = payload.decoded(node, fragment, self._bytes(pack), lambda base: beneath[base][1])
+            except Damaged as error:
+                raise Violation("a version has its numbers", f"{pack}: {error}") from error
+        return made_of, self.read[made_of]
+
+    def _nodes(self, entry: Json) -> list[int]:
+        """Those that hold something of a version."""
+        return sorted(pack["node"] for pack in self._record(entry)["packs"])
+
+    def _bits(self, entry: Json) -> int | None:
+        """To how many bits of mantissa a version was rounded when it was thinned, as its record says."""
+        bits: int | None = self._record(entry).get("thinned", {}).get("mantissa_bits")
+        return bits
+
+    def _record(self, entry: Json) -> Json:
+        """Written once."""
+        folder = _folder(entry)
+        if folder not in self.records:
+            self.records[folder] = json.loads(self._bytes(folder + "version.json"))
+        return self.records[folder]
+
     def _bytes(self, key: str) -> bytes:
         held = self.model.objects.get(key)
         if held is None:
@@ -400,10 +455,6 @@ def _live(root: Json) -> set[Attempt]:
 
 def _attempts(entries: list[Json]) -> set[Attempt]:
     return {(entry["id"], entry["attempt"]) for entry in entries}
-
-
-def _node(pack: str) -> int:
-    return int(pack.rsplit("-", 2)[1])
 
 
 def _folder(entry: Json) -> str:

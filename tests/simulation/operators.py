@@ -57,7 +57,8 @@ class Operator:
 
     def _thinner(self, repository: Repository) -> None:
         self.role.resumable = self._dice.number(1, 2)
-        plan = repository.plan_retention(Policy(resumable=self.role.resumable, delta=self._dice.choice([None, 2])))
+        delta, self.role.bits = self._dice.choice([(None, None), (2, None), (2, 4), (2, 4), (2, 7), (None, 4)])
+        plan = repository.plan_retention(Policy(resumable=self.role.resumable, delta=delta, mantissa_bits=self.role.bits))
         self._think()
         for entry in plan.thinned:
             thinning = plan.thinning(entry)

@@ -1,21 +1,24 @@
-"""What is saved: real fragments and packs of a few bytes, made once and used by every world."""
+"""What is saved: real fragments and packs of some kilobytes, made once and used by every world."""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
+from raystow.storage import reader
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import raw_digest, stored_digest
-from raystow.storage.coding.kernels import subtract
+from raystow.storage.coding.kernels import Words, subtract
 from raystow.storage.format.manifest import ARRAY, Chunk, Fragment, path_text
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 
 KINDS = 4
 GROUP = "weights"
+_SHAPE = (128, 64)  # as many float32 numbers as are rounded, and made differences, when a version is thinned
 
 
 @dataclass(frozen=True)
@@ -30,21 +33,22 @@ class Part:
 
 @functools.cache
 def part(node: int, kind: int, base: int | None = None) -> Part:
-    """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor of four numbers, which thinning takes
-    from every second node. ``base``: the id of a version that it is a difference to."""
+    """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor, which thinning takes from every second
+    node. ``base``: the id of a version that it is a difference to."""
     name = f"optimizer.w{node}" if node % 2 else f"w{node}"
-    raw = _numbers(node, kind)
+    words = numbers(node, kind)
+    raw = words.view(np.uint8)
     pack = raw.tobytes()
     if base is not None:
-        pack = _difference(raw.view(np.uint32), _numbers(node, base % KINDS).view(np.uint32)).tobytes()
+        pack = _difference(words, numbers(node, base % KINDS)).tobytes()
     row = Chunk(
         name=name,
         path=path_text((name,)),
         kind=ARRAY,
         dtype="float32",
-        shape=(4,),
-        offset=(0,),
-        extent=(4,),
+        shape=_SHAPE,
+        offset=(0, 0),
+        extent=_SHAPE,
         node=node,
         group=GROUP,
         pack=0,
@@ -58,11 +62,33 @@ def part(node: int, kind: int, base: int | None = None) -> Part:
     return Part(pack, data, fragment.info(data, [node]), (PackInfo(node, GROUP, 0, len(pack)),))
 
 
-def _numbers(node: int, kind: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return (np.arange(4, dtype=np.float32) + 10 * node + kind).view(np.uint8)
+@functools.cache
+def numbers(node: int, kind: int, bits: int | None = None) -> Words:
+    """The words of these float32 numbers. ``bits``: after they were rounded to so many bits of mantissa."""
+    drawn = np.random.default_rng(node).integers(0, 1 << 23, math.prod(_SHAPE), np.uint32)
+    words = ((127 << 23) + drawn + kind).astype(np.uint32)  # from 1 to 2; kinds differ in the last bits
+    if bits is not None:
+        words = (np.rint(words.view(np.float32).astype(np.float64) * 2**bits) / 2**bits).astype(np.float32).view(np.uint32)
+    words.flags.writeable = False
+    return words
 
 
-def _difference(words: np.ndarray[Any, Any], base: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def decoded(node: int, fragment: bytes, pack: bytes, base: Callable[[int], Words]) -> Words:
+    """The words in a part. ``base``: gives those of the same part in another version. ``Damaged`` if they are not what the
+    fragment says."""
+    row = _row(node, fragment)
+    beneath = None if row.coding.base is None else base(row.coding.base).view(np.uint8)
+    stored = np.frombuffer(pack, np.uint8)[row.start : row.start + row.coding.size]
+    return reader.decode(row, stored, base=beneath)[1].view(np.uint32)
+
+
+@functools.lru_cache(1024)  # nodes store the same few again and again
+def _row(node: int, fragment: bytes) -> Chunk:
+    (row,) = Fragment.load(fragment, node, "a fragment").chunks
+    return row
+
+
+def _difference(words: Words, base: Words) -> Words:
     stored = np.empty_like(words)
     subtract(words, base, stored)
     return stored

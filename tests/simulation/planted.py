@@ -51,7 +51,7 @@ def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
 
 _ROOT_PY, _COMMITTER, _COLLECT = "storage/format/root.py", "storage/committer.py", "storage/retention/collect.py"
 _PLAN, _RETENTION, _REPOSITORY = "storage/retention/plan.py", "storage/retention/policy.py", "storage/repository.py"
-_COMPACTION = "storage/retention/compaction.py"
+_COMPACTION, _THINNING = "storage/retention/compaction.py", "storage/retention/thinning.py"
 _COORDINATOR = "orchestrator/coordinator.py"
 _ERRORS = "from ..errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
 _EITHER = "            except (PreconditionFailed, StoreUnavailable) as error:\n"
@@ -186,6 +186,11 @@ BUGS = (
         "a commit does not look whether what it is a difference to is there",
         (_COMMITTER, "if gone := set(entry.bases) - {", "if gone := set() - {"),
         (_COORDINATOR, "return named if self._row is None else", "return set() and"),
+    ),
+    _bug(
+        "a version is rounded although a thinned one leans on it",
+        (_THINNING, " if other.resumable or self.bits is not None for base", " if other.resumable for base"),
+        (_RETENTION, "for id in going - exact:", "for id in going:"),
     ),
     _bug("collection knows no grace period", (_COLLECT, "elif g.since < grace:", "elif False:")),
     _bug(

@@ -49,7 +49,7 @@ class World:
         self.delta = root.fork("delta").choice([0, 0, 1, 3])
         self._hasty = shape.chance(0.35) and not self.weather.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
-        self._kinds += [kind for kind in ("thinner", "compactor") if root.fork(kind).chance(0.4)]
+        self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
         # A lost root is made anew from what can be read: no reading may deceive whoever does that.
         lossy = shape.chance(0.3) and not self.weather.stale and not self.weather.corrupted
         self._loss = shape.between(0.3, 0.9) * self._hours * 3600.0 if lossy else 0.0
@@ -244,7 +244,7 @@ class World:
         committer = Committer(repository, f"last-{clock.token()}")
         role.epoch, role.owner = committer.epoch, committer.owner
         id, attempt = committer.reserve()
-        part = payload.part(0, 0)
+        part = payload.part(0, id % payload.KINDS)
         stored = {keys.pack(id, attempt, 0, payload.GROUP, 0): part.pack, keys.fragment(id, attempt, 0): part.fragment}
         self.watch.expected |= stored
         for key, data in stored.items():
