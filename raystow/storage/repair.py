@@ -12,8 +12,9 @@ from __future__ import annotations
 import enum
 import itertools
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
+from types import MappingProxyType
 
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
@@ -187,26 +188,32 @@ def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequen
     raise Damaged(what, subject=store.uri, remedy=remedy)
 
 
-def _one_of_each_id(found: Sequence[Found], rounded: frozenset[int] = frozenset()) -> tuple[Found, ...]:
+def _one_of_each_id(found: Sequence[Found], rounded: Mapping[int, bool] = MappingProxyType({})) -> tuple[Found, ...]:
     """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it. Of one
     epoch there are two where a version was thinned, or written whole: the one that holds all of it, if it can be read, and of two
     the one that needs no other.
 
-    What is a difference to a version that does not come back, or that comes back thinned, does not come back either. Ids ascend,
-    and bases are lower. ``rounded``: ids of which the attempt with rounded weights comes back, since what comes back is a
-    difference to these; such a difference was made when the root had that attempt, and no other was live any more."""
-    back, judged = dict[int, VersionRecord](), list[Found]()
+    What is a difference to a version that does not come back, or not with what it needs of it, does not come back either: if that
+    is thinned, and it is not; or if that is rounded, and was not, or the other way round. Ids ascend, and bases are lower.
+    ``rounded``: whether the attempt that comes back of an id is to be a rounded one, where something that is a difference to it
+    would not come back otherwise."""
+    back, judged, wanted = dict[int, VersionRecord](), list[Found](), dict[int, bool]()
+    kinds = defaultdict[int, set[bool]](set)
+    for f in found:
+        if f.record is not None and not f.lacks:
+            kinds[f.id].add(f.record.rounded)
 
     def gone(record: VersionRecord) -> list[int]:
         part = record.thinned is not None  # then it needs no more of its base than is left of one that was thinned
-        return [base for base in record.bases if base not in back or (back[base].thinned is not None and not part)]
+        bases = [(base, back.get(base)) for base in record.bases]
+        return [id for id, b in bases if b is None or (b.thinned is not None and not part) or b.rounded != record.on_rounded]
 
     for id, group in itertools.groupby(found, lambda f: f.id):
         same = list(group)
         whole = [f.record for f in same if f.record is not None and not f.lacks]
 
         def rank(r: VersionRecord) -> tuple[object, ...]:
-            fits = r.rounded or r.id not in rounded
+            fits = r.rounded == rounded.get(r.id, False)
             return r.epoch, not gone(r), fits, r.thinned is None, not r.bases, r.created, r.attempt
 
         best = max(whole, key=rank, default=None)
@@ -219,9 +226,10 @@ def _one_of_each_id(found: Sequence[Found], rounded: frozenset[int] = frozenset(
             judged.append(f)
         if best is not None and not gone(best):
             back[id] = best
-    both = {f.id for f in found if f.record is not None and not f.lacks and f.record.rounded}
-    needed = {base for record in back.values() if record.rounded for base in record.bases if not back[base].rounded} & both
-    return _one_of_each_id(found, rounded | needed) if needed - rounded else tuple(judged)
+        elif best is not None:
+            wanted |= {base: best.on_rounded for base in gone(best) if best.on_rounded in kinds[base]}
+    again = {id: kind for id, kind in wanted.items() if id not in rounded}
+    return _one_of_each_id(found, {**rounded, **again}) if again else tuple(judged)
 
 
 def _name(found: Found) -> str:

@@ -45,12 +45,14 @@ class RestoreInfo:
 @dataclass(frozen=True)
 class Thinned:
     """That a version was written again, without some of its tensors. ``attempt``: the one that held them all. ``at``: when, in
-    seconds since 1970. ``groups``: those that were kept. ``mantissa_bits``: to which they were rounded, None for all."""
+    seconds since 1970. ``groups``: those that were kept. ``mantissa_bits``: to which they were rounded, None for all.
+    ``base_bits``: to which those were that it is a difference to, None for all, too."""
 
     attempt: str
     at: float
     groups: tuple[str, ...]
     mantissa_bits: int | None = None
+    base_bits: int | None = None
 
     def dump(self) -> dict[str, Any]:
         """As JSON's types."""
@@ -225,6 +227,11 @@ class VersionRecord:
         """Whether it was thinned, and holds other numbers than were saved."""
         return self.thinned is not None and self.thinned.mantissa_bits is not None
 
+    @property
+    def on_rounded(self) -> bool:
+        """Whether what it is a difference to holds other numbers than were saved."""
+        return self.thinned is not None and self.thinned.base_bits is not None
+
     def entry(self, digest: bytes, size: int) -> Entry:
         """How the root lists the version, given the BLAKE3 and the size in bytes of this record."""
         return Entry(
@@ -254,8 +261,8 @@ def _rank(value: object) -> int:
 
 def _thinned(fields: dict[str, Any], key: str) -> Thinned:
     attempt, at = records.field(fields, "attempt", str, key), records.time(fields, "at", key)
-    bits = records.field(fields, "mantissa_bits", int, key) if "mantissa_bits" in fields else None
-    return Thinned(attempt, at, records.texts(fields, "groups", key), bits)
+    bits = {name: records.field(fields, name, int, key) for name in ("mantissa_bits", "base_bits") if name in fields}
+    return Thinned(attempt, at, records.texts(fields, "groups", key), **bits)
 
 
 def _texts(fields: dict[str, object]) -> dict[str, str]:

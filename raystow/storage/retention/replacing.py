@@ -76,7 +76,7 @@ class Replacement(abc.ABC):
             fragments, packs = self.rewriting.execute(note.attempt, progress)
         now = store_clock.now(repository.store, repository.clock)
         record = replace(old.record, attempt=note.attempt, saved=old.entry.origin, fragments=fragments, packs=packs)
-        record = self._changed(record, now)
+        record = self._leaning(self._changed(record, now))
         new, _ = put_record(repository.store, record, self.signer)
         if (old.id, old.attempt) in leases.held(repository.store, now) or not self._swapped(note, new, now, check):
             return None
@@ -96,6 +96,13 @@ class Replacement(abc.ABC):
     def _changed(self, record: VersionRecord, now: float) -> VersionRecord:
         """What the record says of it."""
         return record
+
+    def _leaning(self, record: VersionRecord) -> VersionRecord:
+        """What the record says of what it is a difference to."""
+        if record.thinned is None:
+            return record
+        base = self.rewriting.base.record.thinned if self.rewriting.base is not None else None
+        return replace(record, thinned=replace(record.thinned, base_bits=base.mantissa_bits if base is not None else None))
 
     @contextlib.contextmanager
     def _leased(self) -> Iterator[None]:

@@ -280,6 +280,52 @@ def test_a_lost_root_comes_back_with_what_fits_together(repository: Repository, 
     assert [a == b for a, b in zip(back, before, strict=True)] == full
 
 
+def lose(repository: Repository, *attempts: str) -> list[str]:
+    """Lose the root, and all of these attempts; a repair's line for each one that is left."""
+    store = repository.store
+    store.delete([info.key for info in store.list(keys.VERSIONS) if any(attempt in info.key for attempt in attempts)])
+    store.delete([keys.ROOT])
+    plan = plan_repair(store, repository.clock)
+    plan.execute()
+    return plan.explain()
+
+
+def test_a_rounding_that_never_came_to_be_does_not_come_back(repository: Repository) -> None:
+    """Killed before its swap; then versions became differences to what it was to replace."""
+    train(Committer(repository, "me"), 4)
+    saved = [version.attempt for version in repository.versions()]
+    plan = repository.plan_retention(Policy(resumable=2, mantissa_bits=4))
+    steps = iter(["noted", "swapped"])
+
+    def killed(root: Root) -> None:
+        if next(steps) == "swapped":
+            raise Killed
+
+    with pytest.raises(Killed):
+        plan.thinning(plan.thinned[0]).execute(killed)
+    repository.plan_retention(Policy(resumable=2, delta=3)).execute()
+    train_one_more(repository)
+    repository.plan_retention(replace(ROUNDED, resumable=2)).execute()
+    assert bases(repository) == [(), (1,), (2,), (), ()]
+    assert [version.record.rounded for version in repository.versions()] == [False, False, True, False, False]
+    before = [weights(version) for version in repository.versions()]
+    told = "\n".join(lose(repository, *saved[:3]))
+    assert "the id belongs to attempt" in told, "the one that was killed is there, and whole"
+    assert [weights(version) for version in repository.versions()] == before
+
+
+def test_a_difference_to_rounded_weights_is_left_out_where_these_are_lost(repository: Repository) -> None:
+    wanted = train(Committer(repository, "me"), 3)
+    first, _, last = (version.attempt for version in repository.versions())
+    repository.plan_retention(ROUNDED).execute()
+    assert bases(repository) == [(), (1,), ()]
+    there = {found[1] for info in repository.store.list(keys.VERSIONS) if (found := keys.attempt_of(info.key)) is not None}
+    told = lose(repository, *there - {first, repository.version(2).attempt, last})
+    assert any("which does not come back as it was" in line for line in told)
+    assert [version.id for version in repository.versions()] == [1, 3]
+    check(repository, wanted)
+
+
 @pytest.mark.parametrize(
     ("policy", "told"),
     [
