@@ -102,7 +102,7 @@ class Repository:
         With ``deep=False`` no pack is read: record and manifest are checked by their digests, packs by their sizes.
         Memory: the manifest and up to 512 MiB of chunks under way.
         """
-        fresh = self.at(version.entry)  # what the caller's has read before may have been damaged since
+        fresh = self.at(version.entry, beside=version.beside)  # what the caller's has read before may have been damaged since
         return verify_bytes(fresh, self.store, progress, journal=journal) if deep else verify_sizes(fresh, self.store)
 
     def orphans(self) -> list[str]:

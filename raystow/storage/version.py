@@ -55,7 +55,7 @@ class Version:
     def __init__(
         self, store: ObjectStore, entry: Entry, repository: str, trust: Trust | None = None, beside: Sequence[Entry] = ()
     ) -> None:
-        self._store, self.entry, self._repository, self._trust, self._beside = store, entry, repository, trust, beside
+        self._store, self.entry, self._repository, self._trust, self.beside = store, entry, repository, trust, beside
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
         self._boxes: dict[int, dict[tuple[str, Box], Chunk]] = {}  # by fragment
@@ -125,10 +125,11 @@ class Version:
         return Bases(self, self.sibling)
 
     def sibling(self, id: int) -> Version | None:
-        """Another version of the repository, where the root says that it lies now; or lay when this one was found, if it was
-        dropped since."""
+        """Another version of the repository, where the root says that it lies now; or where it lay when this one was found, if
+        the root does not hold it any more, or this one: what this one needs may have been thinned when it was itself."""
         entries = Register(self._store, SYSTEM, repository=self._repository).read().versions
-        found = (entry for entry in (*entries, *self._beside) if entry.id == id)
+        places = (*entries, *self.beside) if self.entry in entries else (*self.beside, *entries)
+        found = (entry for entry in places if entry.id == id)
         return next((Version(self._store, entry, self._repository, self._trust) for entry in found), None)
 
     def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:

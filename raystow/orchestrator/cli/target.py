@@ -32,7 +32,7 @@ class Target:
 
     def versions(self) -> list[Version]:
         """Every version, oldest first."""
-        return [self.repository.at(entry) for entry in self.root.versions]
+        return [self.repository.at(entry, beside=self.root.versions) for entry in self.root.versions]
 
     def version(self, which: str) -> Version:
         """The version with this id or pin; ``NotFound`` if there is none."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import pytest
 from fake_clock import FakeClock
 from handmade import write
@@ -9,7 +10,7 @@ from stars import WORDS, as_it_was, star
 from thinnable import bits, halves, thin, weights
 
 from raystow.storage.committer import Committer
-from raystow.storage.errors import SaveFailed
+from raystow.storage.errors import Damaged, SaveFailed
 from raystow.storage.format import keys
 from raystow.storage.repair import plan_repair
 from raystow.storage.repository import Repository
@@ -57,6 +58,27 @@ def test_a_base_is_not_thinned_before_what_needs_it(repository: Repository) -> N
     assert all(as_it_was(version, arrays) for version in repository.versions())
     with pytest.raises(SaveFailed, match="difference to version 1"):
         write(committer, {"optimizer.step": halves(WORDS)}, base=(1, arrays[0]))
+
+
+@pytest.mark.parametrize("rules", [{"resumable": 1}, {"resumable": 1, "delta": 3}, {"resumable": 1, "mantissa_bits": 4}])
+def test_one_that_was_found_before_can_be_read_as_it_was_until_it_is_collected(
+    repository: Repository, clock: FakeClock, rules: dict[str, int]
+) -> None:
+    weight = np.random.default_rng(2).standard_normal((8, 4000), np.float32)
+    arrays = {"model.w": weight, "optimizer.w": weight * 2}
+    committer, cut = Committer(repository, "me"), {name: halves(array) for name, array in arrays.items()}
+    first, second, _ = (write(committer, cut, base=base) for base in (None, (1, arrays), None))
+    found, before = repository.version(2), bits(repository.version(2))
+    assert found.entry.bases == (first.id,)
+    repository.plan_retention(Policy(**rules)).execute()
+    assert not any(version.resumable for version in repository.versions()[:2])
+    assert found == second
+    assert bits(found) == before
+    repository.verify(found)
+    clock.time += 2 * 3600
+    repository.plan_collection().execute()
+    with pytest.raises(Damaged, match="missing"):
+        repository.verify(found)
 
 
 def test_what_is_kept_for_others_alone_is_thinned_with_them(repository: Repository) -> None:
