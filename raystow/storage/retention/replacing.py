@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 from .. import leases, store_clock
 from ..chains import sound
 from ..committer import put_record
-from ..errors import Untrusted
+from ..errors import NotFound, Untrusted
 from ..format import key_files, keys
 from ..format.root import Dropped, Entry, Rewrite, Root
 from ..format.signing import Signer, Trust
@@ -72,7 +72,11 @@ class Replacement(abc.ABC):
         note = self._noted(check)
         if note is None:
             return None
-        with self._leased():
+        with contextlib.ExitStack() as held:
+            try:
+                held.enter_context(self._leased())
+            except NotFound:
+                return None
             fragments, packs = self.rewriting.execute(note.attempt, progress)
         now = store_clock.now(repository.store, repository.clock)
         record = replace(old.record, attempt=note.attempt, saved=old.entry.origin, fragments=fragments, packs=packs)

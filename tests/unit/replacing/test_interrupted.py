@@ -51,13 +51,19 @@ def thinned(repository: Repository) -> None:
     assert thin(repository)
 
 
-BEFORE = [(event, False) for event in (pinned, verified, leased, dropped, newest_again, thinned)]
-DURING = [(event, True) for event in (pinned, verified, leased, newest_again)]  # retention and others who thin see its lease
+ANYTHING = (pinned, verified, leased, dropped, newest_again, thinned)
+MOMENTS = [(event, moment) for event in ANYTHING for moment in ("before", "before its lease")]
+MOMENTS += [(event, "reading") for event in (pinned, verified, leased, newest_again)]  # the others see its lease
 
 
-@pytest.mark.parametrize(("event", "during"), BEFORE + DURING)
+@pytest.mark.parametrize(("event", "moment"), MOMENTS)
 def test_it_gives_way(
-    repository: Repository, committer: Committer, clock: FakeClock, event: Callable[[Repository], None], during: bool
+    repository: Repository,
+    committer: Committer,
+    clock: FakeClock,
+    event: Callable[[Repository], None],
+    moment: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     plan = thinning.plan(repository, repository.version(1).entry, 2)
     happened: list[dict[str, dict[str, bytes]]] = []
@@ -68,8 +74,11 @@ def test_it_gives_way(
             event(repository)
             happened[0] |= {str(v.entry): weights(v) for v in repository.versions()}
 
-    if not during:
+    if moment == "before":
         happens()
+    elif moment == "before its lease":
+        lease = repository.lease
+        monkeypatch.setattr(repository, "lease", lambda version: (happens(), lease(version))[1])
     assert plan.execute(progress=happens) is None
     assert {str(v.entry): weights(v) for v in repository.versions()} == happened[0]
     clock.time += 4 * 3600
