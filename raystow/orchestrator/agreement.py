@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
@@ -19,7 +19,7 @@ from ..storage.repository import Repository
 from ..storage.version import Version
 from ..workers.fetching.borrowing import Borrowing, Place
 from .restore_plan import Sources, told
-from .restoring import Choice, Vote
+from .restoring import Choice, Vote, falling_back, none_left
 
 logger = logging.getLogger(__name__)
 
@@ -27,8 +27,9 @@ logger = logging.getLogger(__name__)
 class Agreement(Protocol):
     """``settle`` until it answers with what was tried last: that is what all ranks have restored then."""
 
-    def settle(self, tried: Entry | None, damage: str) -> Entry | None:
+    def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
         """The version to restore next, after ``tried`` (None at first) was found to have ``damage`` here (empty: it is restored).
+        ``whole``: it is not damaged, but holds less than is asked for.
 
         None if there is no version at all. ``Damaged`` if there is no other to try.
         """
@@ -54,15 +55,17 @@ class Alone:
         self._repository, self._fall_back = repository, fall_back
         self.sources = Sources()
         self._lease = contextlib.ExitStack()
+        self._beside: Sequence[Entry] = ()
 
-    def settle(self, tried: Entry | None, damage: str) -> Entry | None:
+    def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
         self._lease.close()
         if tried is not None and not damage:
             return tried
         if tried is not None and not self._fall_back:
             remedy = "restore through a Checkpointer, with which all ranks fall back together"
             raise Damaged(damage, subject=f"version {tried.id}", remedy=remedy)
-        older = [entry for entry in self._repository.root().versions if tried is None or entry.id < tried.id]
+        self._beside = self._repository.root().versions
+        older = [entry for entry in self._beside if tried is None or entry.id < tried.id]
         while older:
             entry = older.pop()
             try:
@@ -70,16 +73,15 @@ class Alone:
             except NotFound:
                 continue  # dropped a moment ago
             if tried is not None:
-                told = (tried.id, tried.step, entry.id, entry.step, damage)
                 log = about(logger, repository=self._repository.uri, version=tried.id, attempt=tried.attempt, step=tried.step)
-                log.error("VERSION %d (step %d) IS DAMAGED, falling back to version %d (step %d): %s", *told)
+                log.error("%s", falling_back(tried, entry, damage, whole=whole))
             return entry
         if tried is None:
             return None
-        raise Damaged(f"no version is whole; the last, {tried.id}: {damage}", subject=self._repository.uri)
+        raise none_left(self._repository.uri, tried, damage, whole=whole)
 
     def version(self, entry: Entry) -> Version:
-        return self._repository.at(entry)
+        return self._repository.at(entry, beside=self._beside)
 
     def give_up(self, error: str) -> None:
         self._lease.close()
@@ -108,10 +110,10 @@ class Together:
         self._choice: Choice | None = None
         self._borrowing: Borrowing | None = None
 
-    def settle(self, tried: Entry | None, damage: str) -> Entry | None:
+    def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
         read = dict(self._borrowing.read) if self._borrowing is not None else {}
         try:  # the node worker lets go of what was read when nobody reads any more: not before all ranks are through
-            self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage, read=read))
+            self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage, whole=whole, read=read))
         finally:
             self._let_go()
         return None if self._choice is None else self._choice.entry
@@ -125,7 +127,7 @@ class Together:
         except RaystowError as error:
             said = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
             self._log.warning("restoring past the node worker, from the store: %s", error, extra=said)
-            return self._repository.at(entry)
+            return self._repository.at(entry, beside=[choice.entry for choice in self._choice.needed])
         choices = (self._choice, *self._choice.needed)
         version = self._repository.at(entry, store=self._borrowing)
         needed = {choice.entry.id: self._repository.at(choice.entry, store=self._borrowing) for choice in choices[1:]}

@@ -40,6 +40,10 @@ def _silent(nbytes: int) -> None:
     pass
 
 
+class _Lacks(StateError):
+    """What this version does not hold it was never meant to: it is whole, but was thinned, or is of another state."""
+
+
 @uncollected()
 def restore(
     version: Version,
@@ -75,7 +79,7 @@ def plan_restore(
 ) -> RestorePlan:
     """What ``restore`` would read, checked as it does; ``execute()`` of the plan does it. Changes nothing before.
 
-    ``filled``: tensors that may be filled from another version by now; ``Damaged`` unless this one has them all.
+    ``filled``: tensors that may be filled from another version by now; ``StateError`` unless this one has them all.
     """
     leaves = flatten(into, what="into")
     shards = {leaf.name: _shard(leaf) for leaf in leaves if not _is_replaced(leaf)}
@@ -83,7 +87,8 @@ def plan_restore(
     finder = version.finder(Seeker(rank, world_size, version.world_size))
     found = finder.find(sought)
     if left := sorted(set(filled) - found.chunks.keys()):
-        raise Damaged(f"does not hold {left[0]!r}, which a damaged newer version does", subject=f"version {version.id}")
+        why = f"{_thinned(version)}, and not" if version.record.thinned is not None else "does not hold"
+        raise _Lacks(f"{why} {left[0]!r}, which a damaged newer version does", subject=f"version {version.id}")
     names = {leaf.name for leaf in leaves}
     if strict:
         _check_names(names, finder, version)
@@ -219,8 +224,9 @@ def restore_latest(
 ) -> Version | None:
     """``restore`` from the newest version that all ranks find whole; that version, or None if there is none.
 
-    Falls back past a damaged version, with an error in the log. With ``strict=False``, ``Damaged`` if a tensor that the damaged
-    version holds is not in the one before: it may be filled already, and would be of another version than the rest.
+    Falls back past a damaged version, with an error in the log, to the newest one that holds all that is asked for; also with
+    ``strict=False`` all tensors that the damaged version holds, which may be filled already, and would be of another version than
+    the rest. ``Damaged`` if there is none.
     """
     filled = set[str]()
 
@@ -242,17 +248,19 @@ def restore_latest(
         log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
         plan.execute(progress)
 
-    damage, entry = "", agreement.settle(None, "")
+    newest = entry = agreement.settle(None, "")
     while entry is not None:
+        damage, whole = "", True
         try:
             fill(agreement.version(entry))
-            damage = ""
         except Damaged as error:
-            damage = str(error)
+            damage, whole = str(error), False
         except BaseException as error:
-            agreement.give_up(str(error))
-            raise
-        answer = agreement.settle(entry, damage)
+            if entry == newest or not isinstance(error, _Lacks):
+                agreement.give_up(str(error))
+                raise
+            damage = str(error)
+        answer = agreement.settle(entry, damage, whole=whole)
         if answer == entry:
             return repository.at(entry)
         entry = answer
@@ -293,6 +301,7 @@ def _check_names(wanted: set[str], finder: Finder, version: Version) -> None:
     if missing and version.record.thinned is not None:
         parts.append(f"it {_thinned(version)}")
         remedy = "restore a newer version to resume, or pass strict=False for what is left of this one"
+        raise _Lacks("; ".join(parts), subject=f"version {version.id}", remedy=remedy)
     raise StateError("; ".join(parts), subject=f"version {version.id}", remedy=remedy)
 
 

@@ -27,7 +27,8 @@ logger = logging.getLogger(__name__)
 @dataclass(frozen=True)
 class Vote:
     """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
-    None at first; ``damage``: what was wrong with it, empty if it is restored. ``error``: why this rank gives up altogether.
+    None at first; ``damage``: what was wrong with it, empty if it is restored; ``whole``: it is not damaged, but holds less than
+    is asked for. ``error``: why this rank gives up altogether.
     ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do. ``node``: the one
     it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where they came from."""
 
@@ -42,6 +43,7 @@ class Vote:
     allow_uncommitted: bool = True
     node: str = ""
     read: Mapping[str, int] = field(default_factory=dict)
+    whole: bool = False
 
 
 @dataclass(frozen=True)
@@ -89,7 +91,8 @@ class Choice:
 
 @dataclass
 class Round:
-    """One restore of all ranks. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it.
+    """One restore of all ranks. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it;
+    ``damaged``: that any of them has found damage, and not only that it holds too little.
     ``held``: a candidate that is no version. ``blind``: the store did not answer, and would take no lease either. ``nodes``:
     where the ranks are; once all have ``come``, that is the ``company``. ``begun``: when the first came, in monotonic seconds.
     ``read``: what each has read."""
@@ -104,6 +107,7 @@ class Round:
     company: Company = ALONE
     members: dict[int, tuple[str, int]] = field(default_factory=dict)
     votes: dict[int, str] = field(default_factory=dict)
+    damaged: bool = False
     held: Choice | None = None
     blind: bool = False
     lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
@@ -124,6 +128,20 @@ class Round:
         if self.failure is not None and not (tried is None and self.come and self.candidates):
             raise self.failure
         return self.candidates[0] if self.candidates else None
+
+
+def falling_back(tried: Entry, to: Entry, damage: str, *, whole: bool) -> str:
+    """What the log says when another version is tried. ``whole``: see ``Vote``."""
+    what = "holds too little" if whole else "IS DAMAGED"
+    version = "version" if whole else "VERSION"
+    return f"{version} {tried.id} (step {tried.step}) {what}, falling back to version {to.id} (step {to.step}): {damage}"
+
+
+def none_left(uri: str, last: Entry, damage: str, *, whole: bool) -> Damaged:
+    """What a restore raises when there is no other version to try."""
+    what = "no version is whole and holds all that is asked for" if whole else "no version is whole"
+    remedy = "strict=False and an `into` without the optimizer's state restore the weights of a thinned version" if whole else ""
+    return Damaged(f"{what}; the last, {last.id}: {damage}", subject=uri, remedy=remedy)
 
 
 class Rounds:
@@ -159,6 +177,7 @@ class Rounds:
         if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
             return round
         round.votes[vote.rank] = vote.damage
+        round.damaged = round.damaged or bool(vote.damage and not vote.whole)
         round.read[vote.rank] = vote.read
         if len(round.votes) < round.world_size:
             return round
@@ -223,16 +242,15 @@ class Rounds:
         round.votes.clear()
         round.read.clear()
         round.lease.close()
-        self._on_fall_back()
+        whole, round.damaged = not round.damaged, False
+        if not whole:
+            self._on_fall_back()
         if round.candidates:
             log = about(logger, repository=self._repository.uri, version=entry.id, attempt=entry.attempt, step=entry.step)
-            log.error(
-                "VERSION %d (step %d) IS DAMAGED, falling back to version %d (step %d): %s",
-                *(entry.id, entry.step, round.candidates[0].id, round.candidates[0].step, texts),
-            )
+            log.error("%s", falling_back(entry, round.candidates[0], texts, whole=whole))
             self._lease(round)
         if not round.candidates:
-            self._fail(round, Damaged(f"no version is whole; the last, {entry.id}: {texts}", subject=self._repository.uri))
+            self._fail(round, none_left(self._repository.uri, entry, texts, whole=whole))
 
     def _lease(self, round: Round) -> None:
         """Keep the first candidate from being collected; pass over those that were dropped meanwhile."""

@@ -29,8 +29,8 @@ def states(ranks: list[Any]) -> list[dict[str, Any]]:
     return ray.get([rank.do.remote(lambda self: self.state) for rank in ranks], timeout=60)
 
 
-def cut_one_pack(folder: Path, version: raystow.Version) -> None:
-    pack = next(folder.joinpath(keys.prefix(version.id, version.attempt)).glob("*.pack"))
+def cut_one_pack(folder: Path, version: raystow.Version, which: str = "*.pack") -> None:
+    pack = next(folder.joinpath(keys.prefix(version.id, version.attempt)).glob(which))
     pack.write_bytes(pack.read_bytes()[:-1])
 
 
@@ -67,6 +67,49 @@ def test_without_a_cluster_too_but_not_for_one_rank_of_several(tmp_path: Path, c
     assert "VERSION 2 (step 2) IS DAMAGED, falling back to version 1 (step 1)" in caplog.text
     with pytest.raises(raystow.Damaged, match="Checkpointer"):
         restore_latest(raystow.open(tmp_path), into, Alone(raystow.open(tmp_path), fall_back=False))
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_thinned_versions_are_passed_over_and_not_called_damaged(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture, alone: bool
+) -> None:
+    def mixed(seed: int) -> dict[str, Any]:
+        return {"model": state(seed), "optimizer": state(seed + 10)}
+
+    ranks = start(str(tmp_path), 1, keep_in_memory=0)
+    for seed in range(1, 5):
+        every(ranks, "set", mixed, seed)
+        every(ranks, "save", seed)
+        every(ranks, "result")
+    repository = raystow.open(tmp_path)
+    repository.pin(repository.version(1), "stays")
+    repository.plan_retention(raystow.Policy(resumable=1)).execute()
+    assert [version.resumable for version in repository.versions()] == [True, False, False, True]
+    cut_one_pack(tmp_path, repository.version(4), "weights-*.pack")
+    into = mixed(9)
+    if alone:
+        found = raystow.restore_latest(tmp_path, into=into)
+        assert "VERSION 4 (step 4) IS DAMAGED, falling back to version 3 (step 3)" in caplog.text
+        assert "version 3 (step 3) holds too little, falling back to version 2 (step 2): " in caplog.text
+        assert caplog.text.count("IS DAMAGED") == 1
+    else:
+        every(ranks, "set", mixed, 9)
+        (found,) = every(ranks, "restore")
+        (into,) = states(ranks)
+    assert found is not None
+    assert found.id == 1
+    for got, wanted in zip(into.values(), mixed(1).values(), strict=True):
+        assert all(torch.equal(got[name], tensor) for name, tensor in wanted.items())
+    repository.unpin("stays")
+    repository.plan_retention(raystow.Policy(resumable=1)).execute()
+    with pytest.raises(raystow.Damaged, match="no version is whole and holds all that is asked for") as caught:
+        raystow.restore_latest(tmp_path, into=into) if alone else every(ranks, "restore")
+    assert "holds its weights only" in str(caught.value)
+    weights = {"model": state(9)}
+    found = raystow.restore_latest(tmp_path, into=weights, strict=False)
+    assert found is not None
+    assert found.id == 3
+    assert all(torch.equal(weights["model"][name], tensor) for name, tensor in state(3).items())
 
 
 def test_retention_is_applied_after_each_save(tmp_path: Path) -> None:
