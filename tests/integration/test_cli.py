@@ -424,14 +424,14 @@ def test_where_there_is_nothing(tmp_path: Path) -> None:
     assert result.stdout == ""
     assert result.stderr.splitlines() == [
         f"error: {tmp_path.as_uri()}: there is no repository here",
-        "  try: the first save makes one",
+        "  try: check the path; the first save makes one",
     ]
     error = run_json("ls", tmp_path, code=4)["error"]
     assert error == {
         "kind": "NotARepository",
         "what": "there is no repository here",
         "subject": tmp_path.as_uri(),
-        "remedy": "the first save makes one",
+        "remedy": "check the path; the first save makes one",
     }
 
 

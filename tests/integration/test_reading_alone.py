@@ -1,4 +1,4 @@
-"""Reading needs neither Ray nor torch nor a GPU: in a process where importing them fails."""
+"""Reading needs neither Ray nor torch nor a GPU, nor pandas, which is slow: in a process where importing them fails."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import json, sys
 
 class Forbidden:
     def find_spec(self, name, path=None, target=None):
-        if name.split(".")[0] in ("ray", "torch", "boto3", "obstore"):
+        if name.split(".")[0] in ("ray", "torch", "boto3", "obstore", "pandas"):
             raise ImportError(f"{name} is forbidden here")
 
 sys.meta_path.insert(0, Forbidden())

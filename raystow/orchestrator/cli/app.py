@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from keyword import iskeyword
 from typing import Annotated
 
@@ -57,7 +58,11 @@ def build() -> typer.Typer:
 
 def main() -> None:
     """Run the command line of this process."""
-    build()(prog_name="raystow")
+    try:
+        build()(prog_name="raystow")
+    except KeyboardInterrupt:  # before the command has begun
+        typer.echo("interrupted", err=True)
+        sys.exit(130)
 
 
 def _print_version(wanted: bool) -> None:

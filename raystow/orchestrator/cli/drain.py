@@ -35,9 +35,13 @@ def drain(
     seconds = quantities.duration(within)
     cluster.connect()
     here = node or cluster.node_here()
-    if not json:
-        out.print(f"node {here} has {within} left", soft_wrap=True)
-    done = draining.drain(lambda: saves_on(here), lambda: cluster.announce_end(here, seconds, reason), SYSTEM, seconds=seconds)
+
+    def announce() -> None:
+        cluster.announce_end(here, seconds, reason)
+        if not json:
+            out.print(f"node {here} has {within} left", soft_wrap=True)
+
+    done = draining.drain(lambda: saves_on(here), announce, SYSTEM, seconds=seconds)
     if json:
         emit({"node": here, "durable": list(done.durable), "left": list(done.left)})
         return

@@ -65,7 +65,7 @@ def unpin(uri: Uri, name: Name, json: Json = False) -> None:
 
 def _check(name: str) -> None:
     """Refuse a name that no command would find, or that nobody could read."""
-    if name.isdecimal() or name == LATEST:
-        raise typer.BadParameter(f"{name!r} as a VERSION is something else already: take a name as best or release-1")
+    if name.isdecimal() or name == LATEST or name.startswith("-"):
+        raise typer.BadParameter(f"{name!r} cannot be a name: it means something else; take one as best or release-1")
     if not name.strip() or not name.isprintable() or len(name) > _LONGEST:
         raise typer.BadParameter(f"a name has 1 to {_LONGEST} characters that can be printed, as best or release-1")

@@ -24,7 +24,9 @@ def run_of(snapshot: Snapshot, name: str) -> str:
         what = "nobody saves to it on this cluster" if name else "no run saves by raystow on this cluster"
         raise ClusterError(what, remedy=f"there are {', '.join(runs)}" if runs else "the first Checkpointer begins a run")
     if len(snapshot.coordinators) > 1:
-        raise StateError(f"several runs save on this cluster: {', '.join(runs)}", remedy="name one of them")
+        silent = len(snapshot.coordinators) - len(runs)
+        told = ", ".join(runs) + (f"{' and ' if runs else ''}{silent} whose coordinator does not answer" if silent else "")
+        raise StateError(f"several runs save on this cluster: {told}", remedy="name one of them")
     return next(iter(snapshot.coordinators))
 
 
