@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import enum
 import itertools
+import math
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -188,33 +189,34 @@ def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequen
     raise Damaged(what, subject=store.uri, remedy=remedy)
 
 
-def _one_of_each_id(found: Sequence[Found], rounded: Mapping[int, bool] = MappingProxyType({})) -> tuple[Found, ...]:
+def _one_of_each_id(found: Sequence[Found], rounded: Mapping[int, int | None] = MappingProxyType({})) -> tuple[Found, ...]:
     """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it. Of one
     epoch there are two where a version was thinned, or written whole: the one that holds all of it, if it can be read, and of two
     the one that needs no other.
 
     What is a difference to a version that does not come back, or not with what it needs of it, does not come back either: if that
-    is thinned, and it is not; or if that is rounded, and was not, or the other way round. Ids ascend, and bases are lower.
-    ``rounded``: whether the attempt that comes back of an id is to be a rounded one, where something that is a difference to it
-    would not come back otherwise."""
-    back, judged, wanted = dict[int, VersionRecord](), list[Found](), dict[int, bool]()
-    kinds = defaultdict[int, set[bool]](set)
+    is thinned, and it is not; or if that has not the bits of mantissa that it had. Ids ascend, and bases are lower.
+    ``rounded``: the bits of the attempt that is to come back of an id, where something that is a difference to it would not come
+    back otherwise."""
+    back, judged, wanted = dict[int, VersionRecord](), list[Found](), dict[int, int | None]()
+    kinds = defaultdict[int, set[int | None]](set)
     for f in found:
         if f.record is not None and not f.lacks:
-            kinds[f.id].add(f.record.rounded)
+            kinds[f.id].add(f.record.bits)
 
     def gone(record: VersionRecord) -> list[int]:
         part = record.thinned is not None  # then it needs no more of its base than is left of one that was thinned
         bases = [(base, back.get(base)) for base in record.bases]
-        return [id for id, b in bases if b is None or (b.thinned is not None and not part) or b.rounded != record.on_rounded]
+        return [id for id, b in bases if b is None or (b.thinned is not None and not part) or b.bits != record.base_bits]
 
     for id, group in itertools.groupby(found, lambda f: f.id):
         same = list(group)
         whole = [f.record for f in same if f.record is not None and not f.lacks]
 
         def rank(r: VersionRecord) -> tuple[object, ...]:
-            fits = r.rounded == rounded.get(r.id, False)
-            return r.epoch, not gone(r), fits, r.thinned is None, not r.bases, r.created, r.attempt
+            fits = r.bits == rounded.get(r.id)
+            all_of_it = r.thinned is None, r.bits or math.inf
+            return r.epoch, not gone(r), fits, all_of_it, not r.bases, r.created, r.attempt
 
         best = max(whole, key=rank, default=None)
         for f in same:
@@ -227,7 +229,7 @@ def _one_of_each_id(found: Sequence[Found], rounded: Mapping[int, bool] = Mappin
         if best is not None and not gone(best):
             back[id] = best
         elif best is not None:
-            wanted |= {base: best.on_rounded for base in gone(best) if best.on_rounded in kinds[base]}
+            wanted |= {base: best.base_bits for base in gone(best) if best.base_bits in kinds[base]}
     again = {id: kind for id, kind in wanted.items() if id not in rounded}
     return _one_of_each_id(found, {**rounded, **again}) if again else tuple(judged)
 

@@ -256,7 +256,8 @@ def open_repository(uri: str, *, clock: Clock = SYSTEM, trusted_keys: str | os.P
     except NotFound:
         _refuse_lost_marker(store)
         if next(iter(store.list("")), None) is None:
-            raise NotARepository("there is no repository here", subject=store.uri, remedy="the first save makes one") from None
+            remedy = "check the path; the first save makes one"
+            raise NotARepository("there is no repository here", subject=store.uri, remedy=remedy) from None
         raise NotARepository(f"objects lie here, but no {keys.MARKER}", subject=store.uri, remedy="check the path") from None
     signed_by = load_keys(marker["signed_by"], keys.MARKER) if "signed_by" in marker else ()
     return Repository(store, records.field(marker, "repository", str, keys.MARKER), clock=clock, trust=trust, signed_by=signed_by)

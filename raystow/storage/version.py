@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from .bases import Bases
+from .chains import needed
 from .clock import SYSTEM
 from .coding import dtypes
 from .coding.digest import stored_digest
@@ -70,7 +71,9 @@ class Version:
         return hash((self._repository, self.entry))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Version, (self._store, self.entry, self._repository, self._trust)
+        users = needed(self.beside, [self.id])
+        beside = tuple(entry for entry in self.beside if entry.id in users)
+        return Version, (self._store, self.entry, self._repository, self._trust, beside)
 
     @property
     def attempt(self) -> str:

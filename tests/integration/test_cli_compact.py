@@ -144,6 +144,18 @@ def test_a_damaged_base_is_told_and_its_differences_stay(folder: Path) -> None:
     assert bases(repository) == before
 
 
+@pytest.mark.parametrize("options", [[], ["--compact"]])
+def test_one_damaged_record_keeps_no_other_version_from_being_dropped(folder: Path, options: list[str]) -> None:
+    repository = open_repository(str(folder))
+    record = folder / repository.version(1).record_key
+    record.write_bytes(record.read_bytes()[:-3])
+    fields = run_json("prune", folder, "--keep-last", "1", *options, code=3 if options else 0)
+    assert fields["dropped"] == [2, 4, 5]
+    assert set(bases(repository)) == {1, 3, 6, 7}
+    if options:
+        assert fields["error"]["subject"] == str(record.relative_to(folder))
+
+
 def test_a_run_writes_whole_what_it_keeps_for_long(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     repository = open_repository(str(folder))
     housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0)

@@ -36,6 +36,15 @@ def test_a_chain_goes_on_where_it_has_ended() -> None:
     assert chain(entries, Policy(resumable=1)) == {3: None, 4: None}
 
 
+def test_what_a_thinned_one_leans_on_keeps_its_bits_unless_that_one_goes() -> None:
+    entries = [entry(1), entry(2, 1, thin=True), entry(3), entry(4)]
+    metrics = {1: {"loss": 1.0}, 2: {"loss": 2.0}}
+    for best, bits in ((1, {1: 4, 3: 4}), (2, {1: None, 3: 4})):
+        policy = Policy(keep_last=2, keep_best=("loss", "min", best), resumable=1, mantissa_bits=4)
+        made = plan(entries, policy, pins={}, metrics=metrics)
+        assert {decision.entry.id: decision.mantissa_bits for decision in made if decision.thin} == bits
+
+
 def test_what_leads_to_a_version_counts() -> None:
     """One that was thinned while those before it stayed as they were, since thinning was cut short."""
     entries = [entry(1), entry(2), entry(3), entry(4, 3, thin=True), entry(5, 4, thin=True), entry(6)]

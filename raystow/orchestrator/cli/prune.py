@@ -120,6 +120,10 @@ def _policy(**rules: Any) -> Policy:
 
     if rules["max_bytes"] is not None and rules["max_bytes"] < 1:
         raise typer.BadParameter("--max-bytes takes at least 1 byte; leave the option out for no limit")
+    for name in ("delta", "mantissa_bits"):
+        if rules[name] is not None and rules["resumable"] is None:
+            option = f"--{name.replace('_', '-')}"
+            raise typer.BadParameter(f"{option} is a rule for what is thinned: say --resumable as well, as in --resumable 3")
     policy = Policy(**rules)
     if not (policy.drops or policy.resumable):
         raise typer.BadParameter(

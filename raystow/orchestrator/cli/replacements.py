@@ -18,25 +18,23 @@ _OF_ONE = (Damaged, NotFound, Unsupported)
 
 class Replacements:
     """What a plan thins, or writes whole: ``entries``, each as ``plan`` has it. ``due``: those that would be others than they
-    are. ``errors``: of versions that cannot be read, ``failed`` of them found so by ``execute``; they stay as they are."""
+    are; ``sizes``: by id, about how many stored bytes each will have. ``errors``: of versions that cannot be read, ``failed`` of
+    them found so by ``execute``; they stay as they are."""
 
     def __init__(self, doing: str, entries: Iterable[Entry], plan: Callable[[Entry], Replacement]) -> None:
         self._doing = doing
         self.due: list[Replacement] = []
+        self.sizes: dict[int, int] = {}
         self.errors: list[RaystowError] = []
         self.failed = 0
         for entry in entries:
             try:
                 replacement = plan(entry)
+                if replacement.needed:
+                    self.sizes[entry.id] = replacement.stored
+                    self.due.append(replacement)
             except _OF_ONE as error:
                 self.errors.append(error)
-            else:
-                self.due += [replacement] if replacement.needed else []
-
-    @property
-    def sizes(self) -> dict[int, int]:
-        """By id, about how many stored bytes each will have."""
-        return {replacement.version.id: replacement.stored for replacement in self.due}
 
     @property
     def before(self) -> dict[int, int]:

@@ -223,14 +223,14 @@ class VersionRecord:
         )
 
     @property
-    def rounded(self) -> bool:
-        """Whether it was thinned, and holds other numbers than were saved."""
-        return self.thinned is not None and self.thinned.mantissa_bits is not None
+    def bits(self) -> int | None:
+        """To how many bits of mantissa its weights were rounded when it was thinned, None for all."""
+        return self.thinned.mantissa_bits if self.thinned is not None else None
 
     @property
-    def on_rounded(self) -> bool:
-        """Whether what it is a difference to holds other numbers than were saved."""
-        return self.thinned is not None and self.thinned.base_bits is not None
+    def base_bits(self) -> int | None:
+        """The same of what it is a difference to."""
+        return self.thinned.base_bits if self.thinned is not None else None
 
     def entry(self, digest: bytes, size: int) -> Entry:
         """How the root lists the version, given the BLAKE3 and the size in bytes of this record."""

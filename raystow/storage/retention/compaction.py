@@ -6,7 +6,7 @@ in turn is none the wiser.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -43,22 +43,24 @@ class Compaction(Replacement):
         return "is no difference any more"
 
 
-def plan(repository: Repository, entry: Entry) -> Compaction:
-    """What writing a version whole would read and write. Reads its record and manifest.
+def plan(repository: Repository, entry: Entry, *, beside: Sequence[Entry] = ()) -> Compaction:
+    """What writing a version whole would read and write. Reads its record and manifest. ``beside``: see ``Version``.
 
     ``Untrusted`` if it is signed, or should be, and nobody here can sign what would take its place.
     """
-    version = repository.at(entry)
+    version = repository.at(entry, beside=beside)
     return Compaction(repository, version, rewriting.plan_onto(version, repository.store, None), signer(repository, version))
 
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """``entries``: the versions to write whole, oldest first. ``kept``: other differences, each with why it stays one."""
+    """``entries``: the versions to write whole, oldest first. ``kept``: other differences, each with why it stays one. ``all``:
+    those of the root that it was made for."""
 
     repository: Repository
     entries: tuple[Entry, ...]
     kept: Mapping[Entry, str]
+    all: tuple[Entry, ...]
 
     def explain(self) -> list[str]:
         """A line for each difference."""
@@ -68,7 +70,7 @@ class CompactionPlan:
 
     def compaction(self, entry: Entry) -> Compaction:
         """How to write one of ``entries`` whole. Reads its record and manifest."""
-        return plan(self.repository, entry)
+        return plan(self.repository, entry, beside=self.all)
 
     def execute(
         self, check: Callable[[Root], None] = lambda root: None, progress: Progress = lambda nbytes: None
@@ -90,7 +92,8 @@ def plan_of(
     stays = as_it_is(root.versions, root.verified, leased)
     wanted = [entry for entry in root.versions if entry.bases and (ids is None or entry.id in ids)]
     chosen = tuple(entry for entry in wanted if entry.id not in stays)
-    return CompactionPlan(repository, chosen, {entry: stays[entry.id] for entry in wanted if entry.id in stays})
+    kept = {entry: stays[entry.id] for entry in wanted if entry.id in stays}
+    return CompactionPlan(repository, chosen, kept, root.versions)
 
 
 def _versions(ids: Collection[int]) -> str:

@@ -20,6 +20,11 @@ if TYPE_CHECKING:
 class Linking(Replacement):
     """One version, to become a difference to one before it; not if it was pinned or verified."""
 
+    @property
+    def needed(self) -> bool:
+        """Whether it is whole."""
+        return not self.version.entry.bases
+
     def _may(self, root: Root) -> bool:
         return self.version.id not in {root.verified, *root.pins.values()}
 

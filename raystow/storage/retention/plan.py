@@ -3,6 +3,7 @@ that is ``collect``'s part."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
@@ -59,7 +60,7 @@ class RetentionPlan:
         rest.
         """
         dropped = self.drop(check)
-        for each in (*map(self.thinning, self.thinned), *map(self.compaction, self.compacted)):
+        for each in itertools.chain(map(self.thinning, self.thinned), map(self.compaction, self.compacted)):
             if each.needed:
                 each.execute(check)
         return self.drop(check) if self.compacted else dropped
@@ -71,13 +72,14 @@ class RetentionPlan:
         decisions = {decision.entry.id: decision for decision in self.decisions}
         decision = decisions[entry.id]
         if self.policy.delta is None and decision.mantissa_bits is None:
-            return thinning.plan(self.repository, entry, self.policy.resumable)
+            return thinning.plan(self.repository, entry, self.policy.resumable, beside=self._entries)
         base = decisions.get(decision.base or 0)
         if base is not None and base.mantissa_bits is not None:  # it will be another, and then finds its users
             base = None
         users = [user.entry.id for user in self.decisions if user.base == entry.id and decision.mantissa_bits is not None]
         former = base.entry if base is not None else None
-        return thinning.plan_anew(self.repository, entry, self.policy.resumable, former, decision.mantissa_bits, users)
+        bits, beside = decision.mantissa_bits, self._entries
+        return thinning.plan_anew(self.repository, entry, self.policy.resumable, former, bits, users, beside=beside)
 
     def moved(self, entry: Entry) -> int:
         """About how many stored bytes are read and written to make one of ``compacted`` whole."""
@@ -90,7 +92,7 @@ class RetentionPlan:
 
     def compaction(self, entry: Entry) -> Compaction:
         """How to write one of ``compacted`` whole. Reads its record and manifest."""
-        return compaction.plan(self.repository, entry)
+        return compaction.plan(self.repository, entry, beside=self._entries)
 
     def drop(self, check: Callable[[Root], None] = lambda root: None) -> tuple[Entry, ...]:
         """Drop versions from the root in one swap; those that the root does not hold any more, by this call or another.
@@ -123,5 +125,5 @@ class RetentionPlan:
                 pins={name: id for name, id in root.pins.items() if id not in ids},
             )
 
-        live = set(self.repository.register.update(drop).versions)
-        return tuple(entry for entry in self.dropped if entry not in live)
+        live = {entry.id for entry in self.repository.register.update(drop).versions}
+        return tuple(entry for entry in self.dropped if entry.id not in live)

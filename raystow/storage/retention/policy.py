@@ -175,7 +175,7 @@ def plan(
             why = f"{thin[id]}, as a difference to version {base}"
             decisions[id] = replace(decisions[id], thin=why, base=base)
     if (bits := policy.mantissa_bits) is not None:
-        exact = {base for entry in entries if not entry.resumable for base in entry.bases}
+        exact = {base for entry in entries if not entry.resumable and decisions[entry.id].keep for base in entry.bases}
         for id in going - exact:
             decisions[id] = replace(decisions[id], thin=f"{decisions[id].thin}, {bits} bits of mantissa", mantissa_bits=bits)
     if compact:

@@ -52,9 +52,9 @@ class Replacement(abc.ABC):
     signer: Signer | None
 
     @property
+    @abc.abstractmethod
     def needed(self) -> bool:
         """Whether it would be another than it is."""
-        return self.rewriting.needed
 
     @property
     def stored(self) -> int:
@@ -105,8 +105,8 @@ class Replacement(abc.ABC):
         """What the record says of what it is a difference to."""
         if record.thinned is None:
             return record
-        base = self.rewriting.base.record.thinned if self.rewriting.base is not None else None
-        return replace(record, thinned=replace(record.thinned, base_bits=base.mantissa_bits if base is not None else None))
+        base = self.rewriting.base
+        return replace(record, thinned=replace(record.thinned, base_bits=base.record.bits if base is not None else None))
 
     @contextlib.contextmanager
     def _leased(self) -> Iterator[None]:

@@ -62,10 +62,13 @@ class Bundle:
         """Stored bytes that are read for it."""
         return self.rows[0].coding.size
 
-    @property
-    def likely(self) -> int:
-        """As ``nbytes``, but of what is rounded, what such numbers usually take: a sign, three bits of exponent, and these."""
-        return self.nbytes if self.bits is None else self.nbytes * (self.bits + 4) // (8 * self.rows[0].words.itemsize)
+    def likely(self, *, difference: bool) -> int:
+        """As ``nbytes``, but of what is rounded what such numbers usually take, a sign, three bits of exponent, and these; and of
+        what is coded anew as a ``difference`` half."""
+        if self.source is None:
+            return self.nbytes
+        rounded = self.nbytes if self.bits is None else self.nbytes * (self.bits + 4) // (8 * self.rows[0].words.itemsize)
+        return rounded // 2 if difference else rounded
 
 
 @dataclass(frozen=True)
@@ -80,15 +83,14 @@ class Load:
 
 @dataclass(frozen=True)
 class Rewriting:
-    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``needed``: whether any go.
-    ``base``: what the version is to be a difference to, if it is to be one."""
+    """``fragments``: the rows that stay, of each node, and what the record says of them now. ``base``: what the version is to be
+    a difference to, if it is to be one."""
 
     version: Version
     base: Version | None
     store: ObjectStore
     fragments: tuple[tuple[FragmentInfo, Fragment], ...]
     loads: tuple[Load, ...]
-    needed: bool
 
     @property
     def read(self) -> int:
@@ -98,7 +100,8 @@ class Rewriting:
     @property
     def stored(self) -> int:
         """Stored bytes that come of it: about, since what is coded anew is counted before coding."""
-        return sum(bundle.likely for load in self.loads for bundle in load.bundles)
+        difference = self.base is not None
+        return sum(bundle.likely(difference=difference) for load in self.loads for bundle in load.bundles)
 
     def execute(
         self, attempt: str, progress: Progress = lambda nbytes: None
@@ -231,15 +234,14 @@ def _plan(
         more = bits is not None and dtypes.MANTISSA.get(chunk.dtype, 0) > bits
         return more and large and len(chunk.shape) > 1 and chunk.name not in before
 
-    fragments, loads, needed = list[tuple[FragmentInfo, Fragment]](), list[Load](), False
+    fragments, loads = list[tuple[FragmentInfo, Fragment]](), list[Load]()
     for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
         chunks = tuple(chunk for chunk in fragment.chunks if wanted(chunk.name))
         values = tuple(value for value in fragment.values if wanted(value.name))
         rounded = {name: one for name, one in fragment.rounded.items() if wanted(name)}
         fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
         loads += _loads(fragment.node, _bundles(chunks, anew, rounds, bits))
-        needed = needed or len(chunks) < len(fragment.chunks)
-    return Rewriting(version, base, store, tuple(fragments), tuple(loads), needed)
+    return Rewriting(version, base, store, tuple(fragments), tuple(loads))
 
 
 def _bundles(chunks: Iterable[Chunk], anew: Ask = _never, rounds: Ask = _never, bits: int | None = None) -> Iterator[Bundle]:

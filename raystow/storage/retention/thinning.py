@@ -7,19 +7,25 @@ is what it will be.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
+from ..errors import Damaged
 from ..format.groups import WEIGHTS, group
 from ..format.root import Entry, Root
 from ..format.version_record import Thinned, VersionRecord
+from ..log import about
 from . import linking, rewriting
 from .replacing import Check, Replacement, signer
 from .rewriting import Progress
 
 if TYPE_CHECKING:
     from ..repository import Repository
+
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -32,11 +38,21 @@ class Thinning(Replacement):
     bits: int | None = None
     users: Sequence[int] = ()
 
+    @property
+    def needed(self) -> bool:
+        """Whether it was not thinned before. Also one that never held more than weights is written again: the root says then that
+        it holds no more, and the next plan counts it as what it is."""
+        return self.version.resumable
+
     def execute(self, check: Check = lambda root: None, progress: Progress = lambda nbytes: None) -> Entry | None:
         new = super().execute(check, progress)
         for id in self.users if new is not None else ():
-            if (link := linking.plan(self.repository, id, self.version.id)) is not None:
-                link.execute(check)
+            try:
+                if (link := linking.plan(self.repository, id, self.version.id)) is not None:
+                    link.execute(check)
+            except Damaged as error:
+                log = about(logger, repository=self.repository.uri, version=id)
+                log.warning("version %d stays whole, and is no difference to version %d: %s", id, self.version.id, error)
         return new
 
     def _may(self, root: Root) -> bool:
@@ -54,12 +70,12 @@ class Thinning(Replacement):
         return "holds its weights only"
 
 
-def plan(repository: Repository, entry: Entry, resumable: int) -> Thinning:
-    """What thinning a version would read and write. Reads its record and manifest.
+def plan(repository: Repository, entry: Entry, resumable: int, *, beside: Sequence[Entry] = ()) -> Thinning:
+    """What thinning a version would read and write. Reads its record and manifest. ``beside``: see ``Version``.
 
     ``Untrusted`` if it is signed, or should be, and nobody here can sign what would take its place.
     """
-    version = repository.at(entry)
+    version = repository.at(entry, beside=beside)
     kept = rewriting.plan(version, repository.store, _stays)
     return Thinning(repository, version, kept, signer(repository, version), resumable)
 
@@ -71,11 +87,13 @@ def plan_anew(
     base: Entry | None,
     bits: int | None = None,
     users: Sequence[int] = (),
+    *,
+    beside: Sequence[Entry] = (),
 ) -> Thinning:
     """The same for one whose weights become a difference to those of ``base``, or whole without one. ``bits``, ``users``: see
     ``Thinning``."""
-    version = repository.at(entry)
-    former = repository.at(base) if base is not None else None
+    version = repository.at(entry, beside=beside)
+    former = repository.at(base, beside=beside) if base is not None else None
     kept = rewriting.plan_onto(version, repository.store, former, _stays, bits)
     return Thinning(repository, version, kept, signer(repository, version), resumable, bits, users)
 

@@ -9,6 +9,7 @@ from handmade import write
 from stars import WORDS, as_it_was, star
 from thinnable import bits, halves, thin, weights
 
+from raystow.orchestrator.agreement import Alone
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, SaveFailed
 from raystow.storage.format import keys
@@ -79,6 +80,36 @@ def test_one_that_was_found_before_can_be_read_as_it_was_until_it_is_collected(
     repository.plan_collection().execute()
     with pytest.raises(Damaged, match="missing"):
         repository.verify(found)
+
+
+def test_what_another_drops_or_writes_whole_meanwhile_is_passed_over(repository: Repository) -> None:
+    star(Committer(repository, "me"))
+    thinning_all, dropping = repository.plan_retention(Policy(resumable=1)), repository.plan_retention(Policy(keep_last=1))
+    assert [entry.id for entry in dropping.dropped] == [1, 2, 3]
+    repository.plan_compaction([2]).execute()
+    assert [entry.id for entry in dropping.drop()] == [1, 3], "not version 2, which is another attempt now, and live"
+    compacting = repository.plan_retention(Policy(resumable=1))
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    for plan in (thinning_all, compacting):
+        assert plan.execute() == ()
+    assert [version.id for version in repository.versions()] == [4]
+
+
+def test_who_reads_under_a_lease_finds_what_is_dropped_all_the_same(repository: Repository) -> None:
+    """By a plan that was made before the lease."""
+    arrays = star(committer := Committer(repository, "me"))
+    plan = repository.plan_retention(Policy(keep_last=1))
+    reader = Alone(repository, fall_back=True)
+    newest = reader.settle(None, "")
+    assert newest is not None
+    entry = reader.settle(newest, "it is cut")
+    assert entry is not None
+    assert (entry.id, entry.bases) == (3, (1,))
+    assert [entry.id for entry in plan.drop()] == [1, 2, 3]
+    repository.plan_collection(grace=0.0).execute()
+    assert as_it_was(reader.version(entry), arrays)
+    reader.give_up("")
+    assert committer.repository.root().versions == (newest,)
 
 
 def test_what_is_kept_for_others_alone_is_thinned_with_them(repository: Repository) -> None:

@@ -307,11 +307,53 @@ def test_a_rounding_that_never_came_to_be_does_not_come_back(repository: Reposit
     train_one_more(repository)
     repository.plan_retention(replace(ROUNDED, resumable=2)).execute()
     assert bases(repository) == [(), (1,), (2,), (), ()]
-    assert [version.record.rounded for version in repository.versions()] == [False, False, True, False, False]
+    assert [version.record.bits for version in repository.versions()] == [None, None, 4, None, None]
     before = [weights(version) for version in repository.versions()]
     told = "\n".join(lose(repository, *saved[:3]))
     assert "the id belongs to attempt" in told, "the one that was killed is there, and whole"
     assert [weights(version) for version in repository.versions()] == before
+
+
+@pytest.mark.parametrize("token", ["0" * 16, "f" * 16])
+def test_of_two_roundings_the_one_that_came_to_be_comes_back(
+    repository: Repository, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, token: str
+) -> None:
+    """The other one was killed, and had another number of bits. ``token``: attempts are named at random."""
+    train(Committer(repository, "me"), 3)
+    plan = repository.plan_retention(Policy(resumable=2, mantissa_bits=3))
+    steps = iter(["noted", "swapped"])
+
+    def killed(root: Root) -> None:
+        if next(steps) == "swapped":
+            raise Killed
+
+    rounding = plan.thinning(plan.thinned[0])
+    with monkeypatch.context() as patch:
+        patch.setattr(clock, "token", lambda: token)
+        with pytest.raises(Killed):
+            rounding.execute(killed)
+    repository.plan_retention(ROUNDED).execute()
+    assert bases(repository) == [(), (1,), ()]
+    before = [weights(version) for version in repository.versions()]
+    clock.time += 2 * 3600
+    repository.plan_collection(dropped_only=True).execute()
+    assert any("the id belongs to attempt" in line for line in lose(repository))
+    assert [weights(version) for version in repository.versions()] == before
+
+
+def test_what_never_held_more_than_weights_is_thinned_once(repository: Repository) -> None:
+    committer = Committer(repository, "me")
+    for step in range(1, 6):
+        rows, pack = rows_and_pack({"model.full": halves(state(step)["model.full"])})
+        write_rows(committer, [replace(row, kind=TENSOR) for row in rows], pack)
+    size = repository.version(1).bytes
+    repository.plan_retention(ROUNDED).execute()
+    assert [version.resumable for version in repository.versions()] == [False] * 4 + [True]
+    assert bases(repository) == [(), (1,), (2,), (3,), ()]
+    assert not repository.plan_retention(ROUNDED).thinned
+    for _ in range(2):
+        repository.plan_retention(replace(ROUNDED, max_bytes=2 * size)).execute()
+    assert sum(version.bytes for version in repository.versions()) <= 2 * size
 
 
 def test_a_difference_to_rounded_weights_is_left_out_where_these_are_lost(repository: Repository) -> None:
