@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import os
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from . import leases, store_clock
+from .arguments import refused
 from .chains import dependents, needed
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
@@ -235,8 +237,10 @@ class Repository:
 
         ``grace``: seconds that dropped versions and idle attempts are left alone; with 0, a save under way may fail. With
         ``dropped_only``, what failed attempts have left is not looked for: that takes a listing of everything.
-        ``Damaged`` if the root is: without it nobody can tell what is garbage.
+        ``StateError`` if ``grace`` makes no sense; ``Damaged`` if the root is: without it nobody can tell what is garbage.
         """
+        if not 0 <= grace < math.inf:
+            raise refused("grace", grace, "seconds, 0 or more")
         self.root()
         look = collect.plan_dropped if dropped_only else collect.plan
         return look(self.store, self.register, self.clock, grace=grace)

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from .arguments import integer
 from .bases import Bases
 from .chains import needed
 from .clock import SYSTEM
@@ -193,7 +194,8 @@ class Version:
 
     def values(self, rank: int = 0) -> dict[str, Any]:
         """Every plain value by name, as ``rank`` saved it; a rank that the save did not have sees those of the lowest rank that
-        has each."""
+        has each. ``StateError`` for a number that is no rank."""
+        integer("rank", rank, least=0)
         return {row.name: values.loads(row.text) for row in self.value_rows(rank)}
 
     def value_rows(self, rank: int) -> Iterator[manifest.Value]:

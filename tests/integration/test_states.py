@@ -254,6 +254,8 @@ def test_values_of_each_rank_come_back_to_it() -> None:
     with LocalCluster("memory://ranks", nodes=2) as cluster:
         version = cluster.save_all(states, step=1)
     assert [version.values(rank) for rank in range(4)] == [{"rank": r, "same": "text"} for r in (0, 1, 2, 0)]
+    with pytest.raises(raystow.StateError, match="rank is -1"):
+        version.values(-1)
     assert sum(len(fragment.values) for fragment in version.fragments) == 3 + 2  # one row for each value of a node
 
 

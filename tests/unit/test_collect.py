@@ -11,7 +11,7 @@ from handmade import empty_record, whole, write
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, NotFound, SaveFailed
+from raystow.storage.errors import Damaged, NotFound, SaveFailed, StateError
 from raystow.storage.format import keys
 from raystow.storage.format.root import Root
 from raystow.storage.leases import SECONDS, Lease
@@ -65,6 +65,12 @@ def test_nothing_is_garbage_in_a_repository_of_versions(world):
     world.clock.time += 2 * GRACE
     plan = world.repository.plan_collection()
     assert (plan.garbage, plan.scraps, plan.unfinished) == ((), (), ())
+
+
+@pytest.mark.parametrize("grace", [-1.0, float("nan"), float("inf")])
+def test_a_grace_period_that_makes_no_sense_is_refused(world, grace):
+    with pytest.raises(StateError, match="grace is"):
+        world.repository.plan_collection(grace=grace)
 
 
 def test_dropped_versions_go_after_the_grace_period_and_are_forgotten(world):
