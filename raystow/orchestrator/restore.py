@@ -41,7 +41,7 @@ def _silent(nbytes: int) -> None:
 
 
 class _Lacks(StateError):
-    """What this version does not hold it was never meant to: it is whole, but was thinned, or is of another state."""
+    """The version is whole, but holds less than is asked for: it was thinned, or is of another state."""
 
 
 @uncollected()

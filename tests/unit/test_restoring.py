@@ -116,6 +116,28 @@ def test_all_fall_back_if_one_finds_damage(world, caplog):
     assert len(world.damaged) == 1
 
 
+def test_what_is_whole_and_holds_too_little_is_passed_over_and_not_counted_as_damaged(world, caplog):
+    """Damage that one rank finds counts, whatever others say; and what was found in one version says nothing of the next."""
+    last, middle, newest = world.commit(3)
+    first, _ = world.vote(0), world.vote(1)
+
+    def say(rank, entry, damage, whole):
+        world.rounds.vote(Vote(rank, 2, f"a{rank}", 1, 60.0, entry, damage, whole=whole))
+
+    say(0, newest, "it is cut", False)
+    say(1, newest, "it was thinned", True)
+    assert (first.answer(newest), len(world.damaged)) == (middle, 1)
+    say(0, middle, "it was thinned", True)
+    say(1, middle, "", True)
+    assert (first.answer(middle), len(world.damaged)) == (last, 1)
+    assert "version 2 (step 1) holds too little, falling back to version 1 (step 0): rank 0: it was thinned" in caplog.text
+    assert caplog.text.count("IS DAMAGED") == 1
+    say(0, last, "it was thinned", True)
+    say(1, last, "it was thinned", True)
+    with pytest.raises(Damaged, match="no version is whole and holds all that is asked for; the last, 1: rank 0"):
+        first.answer(last)
+
+
 def test_if_nothing_is_whole_everyone_hears_so(world):
     (only,) = world.commit(1)
     world.vote(0), world.vote(1)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import numpy as np
 import pytest
 from fake_clock import FakeClock
@@ -70,11 +72,12 @@ def test_one_that_was_found_before_can_be_read_as_it_was_until_it_is_collected(
     committer, cut = Committer(repository, "me"), {name: halves(array) for name, array in arrays.items()}
     first, second, _ = (write(committer, cut, base=base) for base in (None, (1, arrays), None))
     found, before = repository.version(2), bits(repository.version(2))
+    sent = copy.copy(repository.version(2))  # as to another process
     assert found.entry.bases == (first.id,)
     repository.plan_retention(Policy(**rules)).execute()
     assert not any(version.resumable for version in repository.versions()[:2])
     assert found == second
-    assert bits(found) == before
+    assert bits(found) == bits(sent) == before
     repository.verify(found)
     clock.time += 2 * 3600
     repository.plan_collection().execute()

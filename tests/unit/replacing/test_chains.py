@@ -57,8 +57,10 @@ def test_each_is_a_difference_to_the_one_before_and_has_every_bit(
         *(f"{older}, as a difference to version {base}" for base in (5, 6)),
         "newest",
     ]
+    likely, other = (plan.thinning(decision.entry).stored for decision in plan.decisions[:2])
     plan.execute()
     assert bases(repository) == [(), (1,), (2,), (3,), (), (5,), (6,), ()]
+    assert other < 0.6 * likely, "told before it is done: a difference takes less"
     assert [version.resumable for version in repository.versions()] == [False] * 7 + [True]
     check(repository, wanted)
     collect(repository, clock)

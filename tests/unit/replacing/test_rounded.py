@@ -227,6 +227,20 @@ def test_what_is_pinned_or_gone_meanwhile_is_not_linked(repository: Repository, 
     check(repository, wanted)
 
 
+def test_what_cannot_be_linked_stays_whole_and_the_rest_is_done(repository: Repository, caplog: pytest.LogCaptureFixture) -> None:
+    train(Committer(repository, "me"), 3)
+    plan = repository.plan_retention(ROUNDED)
+    second, first = (plan.thinning(entry) for entry in plan.thinned)
+    whole = second.execute()
+    assert whole is not None
+    (pack,) = repository.version(2).record.packs
+    repository.store.put(keys.pack(2, whole.attempt, *pack.place), [bytes(pack.size)])
+    assert first.execute() is not None
+    assert bases(repository) == [(), (), ()]
+    assert "version 2 stays whole, and is no difference to version 1" in caplog.text
+    repository.verify(repository.version(1))
+
+
 def test_what_was_rounded_when_it_was_saved_is_not_rounded_again(repository: Repository) -> None:
     weight = state(1)["optimizer.w"]
     rows, pack = rows_and_pack({"model.w": halves(weight), "optimizer.exp_avg": halves(weight * 3)})
