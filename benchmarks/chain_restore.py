@@ -1,15 +1,13 @@
-"""How long a version takes to restore that is stored as differences, beside one that is whole.
+"""Measure the restore of versions that are stored as deltas, compared with whole ones.
 
-A GPT (see ``study_models``) trains in mixed precision and saves every 10 steps through two ``Checkpointer``s: to one repository
-every version is whole, in the other all but the first are differences to that (``delta=``). A copy of the first is thinned to a
-chain, each version the difference to the one before, as ``raystow prune --resumable 1 --delta 6`` does. Then versions are
-restored into tensors in host memory, whole ones and those at the end of what they are a difference to, in turns: repository
-opened, planned, read, decoded. Everything is in the page cache. Every tensor is held bit for bit against what was saved.
+A GPT (see ``study_models``) is trained in mixed precision and saved every 10 steps to two repositories: one with whole
+versions, one in which all but the first are deltas to the first (``Compression(delta=)``). A copy of the first repository is
+thinned to a chain, as ``raystow prune --resumable 1 --delta 6`` does. Then versions are restored into host memory in turns:
+open, plan, read, decode. All files are in the page cache. Every tensor is compared bit for bit with the saved one.
 """
 
 from __future__ import annotations
 
-import json
 import logging
 import os
 import shutil
@@ -20,27 +18,29 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import ray
+import report
 import torch
 import typer
 from gpu_workload import Size, State, about, corpus, device_named, nbytes
+from report import table_of
 from rich.console import Console
-from rich.table import Table
 from study_models import Run, copied, gpt
 
 import raystow
-from raystow.orchestrator.restore import plan_restore, restore
-from raystow.storage.retention.chaining import MOST
+from raystow.orchestrator.restore.latest import restore
+from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
+from raystow.storage.retention.thin_policy import MOST
 
 WHOLE, ROW, CHAIN = "whole", "row", "chain"
 
 
 def saved(run: Run, root: Path, versions: int, every: int) -> list[dict[str, dict[str, Any]]]:
-    """Train and save to both; the state of each version, in host memory."""
+    """Train and save to both repositories; return each version's state in host memory."""
     found = []
-    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "replicas": 0}
+    alone: dict[str, Any] = {"rank": 0, "world_size": 1, "replication": raystow.Replication(0)}
     with (
-        raystow.Checkpointer(str(root / WHOLE), keep_in_memory=0, **alone) as whole,
-        raystow.Checkpointer(str(root / ROW), delta=versions, **alone) as row,
+        raystow.Checkpointer(str(root / WHOLE), memory=raystow.Memory(cache=0), **alone) as whole,
+        raystow.Checkpointer(str(root / ROW), compression=raystow.Compression(delta=versions), **alone) as row,
     ):
         for _ in range(versions):
             list(run.train(every))
@@ -51,17 +51,17 @@ def saved(run: Run, root: Path, versions: int, every: int) -> list[dict[str, dic
 
 
 def restored(folder: Path, number: int, kept: State, groups: tuple[str, ...]) -> tuple[float, int]:
-    """Seconds, and bytes read, for these groups of the version of that number."""
+    """Restore these groups of a version; return seconds and bytes read."""
     into = {group: {name: torch.zeros_like(tensor) for name, tensor in kept[group].items()} for group in groups}
     begin = time.perf_counter()
     version = raystow.open(str(folder)).versions()[number]
-    restore(version, into, strict=False)
+    restore(version, into, RestoreOptions(strict=False))
     seconds = time.perf_counter() - begin
     for group, tensors in into.items():
         for name, tensor in tensors.items():
             if not torch.equal(tensor.view(torch.uint8), kept[group][name].view(torch.uint8)):
                 raise SystemExit(f"{folder.name}: {group}.{name} is not what was saved")
-    return seconds, plan_restore(version, into, strict=False).nbytes
+    return seconds, plan_restore(version, into, RestoreOptions(strict=False)).nbytes
 
 
 def main(
@@ -74,12 +74,12 @@ def main(
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = 768,
     batch: Annotated[int, typer.Option(help="sequences in a batch")] = 1,
 ) -> None:
-    """Train, save, thin, restore in turns."""
+    """Train, save, thin, and restore in turns."""
     where, console = device_named(device), Console(width=110)
     size = Size(layers=layers, width=width, batch=batch, context=128, vocabulary=4000)
-    logging.getLogger("raystow").setLevel(logging.ERROR)  # what is left out of a restore is meant to be
+    logging.getLogger("raystow").setLevel(logging.ERROR)  # no warnings about tensors that are left out on purpose
     torch.manual_seed(0)
-    versions = MOST + 2  # the newest stays resumable; before it a whole one, and as many differences as there may be
+    versions = MOST + 2  # the newest, a whole one, and the longest chain of deltas
     run = Run(gpt(size), corpus(size, where), size, seed=1)
     list(run.train(warm_up))
     results: dict[str, Any] = {**about(where), "settings": {"rounds": rounds, "every": every, "size": vars(size)}}
@@ -88,7 +88,7 @@ def main(
         root = Path(folder)
         states = saved(run, root, versions, every)
         ray.shutdown()
-        shutil.copytree(root / WHOLE, root / CHAIN, copy_function=os.link)  # objects are never changed, and records are replaced
+        shutil.copytree(root / WHOLE, root / CHAIN, copy_function=os.link)  # safe: files are replaced, never changed
         raystow.open(str(root / CHAIN)).plan_retention(raystow.Policy(resumable=1, delta=MOST)).execute()
         groups, last = tuple(states[0]), versions - 1
         cases = {
@@ -100,22 +100,19 @@ def main(
         }
         found: dict[str, list[tuple[float, int]]] = {name: [] for name in cases}
         for _ in range(rounds + 1):
-            for name, (where_to, number, wanted) in cases.items():
-                found[name].append(restored(where_to, number, states[number], wanted))
+            for name, (where_to, number, selected) in cases.items():
+                found[name].append(restored(where_to, number, states[number], selected))
         results["raw"] = {"all": nbytes(states[0]), "weights": nbytes({"weights": states[0]["weights"]})}
     results["restores"] = {
         name: {"seconds": statistics.median(s for s, _ in times[1:]), "all": [s for s, _ in times], "read": times[0][1]}
         for name, times in found.items()
     }
-    shown = Table(title=f"{results['raw']['all'] / 1e6:.0f} MB, of which weights {results['raw']['weights'] / 1e6:.0f}")
-    for column in ("", "s", "MB read"):
-        shown.add_column(column, justify="right" if column else "left")
+    sizes = results["raw"]
+    shown = table_of(f"{sizes['all'] / 1e6:.0f} MB, of which weights {sizes['weights'] / 1e6:.0f}", "s", "MB read")
     for name, row in results["restores"].items():
         shown.add_row(name, f"{row['seconds']:.3f}", f"{row['read'] / 1e6:.1f}")
-    console.print(shown)
-    file = out / f"chain_restore-{results['date'][:10]}.json"
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"written to {file}")
+    report.show(console, [shown], {})
+    report.write(console, out, "chain_restore", results)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,18 @@
-"""What the control plane costs: commits, the coordinator of many nodes, and opening a repository of many versions.
+"""Measure the control plane: commits, the coordinator of many nodes, and opening a repository with many versions.
 
-- *Commit*: ``Committer.commit`` as the coordinator calls it, on a local folder and on an S3 server, with 1, 100 and 1,000 live
-  versions: the version record is written, the root read, changed and swapped. Between two commits the oldest version is taken out
-  of the root again, outside the clock, so that their number stays.
+- *Commit*: ``Committer.commit``, on a local folder and on an S3 server, with 1, 100 and 1,000 live versions: write the version
+  record, then read, change and swap the root. Between commits, outside the clock, the oldest version is removed from the root.
 - *Coordinator*: saves by 16, 256 and 2,048 nodes of 8 ranks with 1,000 tensors each; see ``control_plane_save``.
-- *Opening*: the newest version of a repository with 10,000, found in a process that has never seen it; every call to the store is
-  counted.
+- *Opening*: find the newest of 10,000 versions in a new process; store calls are counted.
 
-The S3 server is the one that RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL names, with credentials in the environment; without one it is
-moto, a single Python process, whose time is not that of a real server.
+The S3 server is the one in RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL, with credentials in the environment; otherwise moto, a single
+Python process that is slower than a real server.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import os
-import platform
 import statistics
 import sys
 import tempfile
@@ -24,14 +20,15 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
-from datetime import datetime, timezone
 from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 from unittest import mock
 
+import report
 import typer
 from control_plane_save import RANKS, TENSORS, simulate
+from report import table_of
 from rich.console import Console
 from rich.table import Table
 
@@ -52,18 +49,18 @@ NODES = (16, 256, 2048)
 MANY = 10_000
 CPU, MEMORY, OPENING = 5.0, 2 << 30, 0.2
 LINEAR = 1.2
-"""What one more node may cost more among many than among few and still be called linear: clocks and caches are not exact."""
+"""Tolerance for linear cost: how much more a node may cost among many than among few."""
 
 
 def entries(number: int) -> tuple[Entry, ...]:
-    """Live versions as a long run has them; their objects do not exist, and nobody reads them here."""
+    """Entries of live versions; their objects do not exist and are not read."""
     return tuple(
         Entry(i, SYSTEM.token(), "5e" * 32, 700, 500 * i, 1.79e9 + 600 * i, 10**12, 8 * 10**11) for i in range(1, number + 1)
     )
 
 
 def populate(uri: str, live: int) -> Repository:
-    """A new repository with so many live versions."""
+    """Create a repository with this number of live versions."""
     repository = create_repository(uri)
     made = entries(live)
     repository.register.update(lambda root: replace(root, versions=made, next_id=live + 1))
@@ -71,23 +68,23 @@ def populate(uri: str, live: int) -> Repository:
 
 
 def record(committer: Committer) -> VersionRecord:
-    """That of a save by one node."""
+    """Return the record of a save by one node."""
     id, attempt = committer.reserve()
     fragment = FragmentInfo(0, 364_000, "5e" * 32, tuple(range(RANKS)), RANKS * TENSORS, RANKS * TENSORS << 20, 6 << 30)
     packs = tuple(PackInfo(0, "weights", number, 64 << 20) for number in range(97))
-    of = committer.repository.id, id, attempt, committer.epoch
+    of = committer.catalog.id, id, attempt, committer.epoch
     return VersionRecord(*of, 100, SYSTEM.now(), RANKS, fragments=(fragment,), packs=packs)
 
 
 def commits(uri: str, live: int, rounds: int) -> dict[str, Any]:
-    """Latency of a commit, milliseconds; and of a put of the bytes of such a root without any condition, to compare."""
+    """Measure commits in milliseconds and, for comparison, unconditional puts of a root."""
     repository = populate(uri, live)
     committer = Committer(repository, f"benchmark-{SYSTEM.token()}")
     taken, plain = [], []
     for turn in range(-3, rounds):
-        wanted = record(committer)
+        made = record(committer)
         start = time.perf_counter()
-        committer.commit(wanted)
+        committer.commit(made)
         end = time.perf_counter()
         root = repository.register.update(lambda root: replace(root, versions=root.versions[1:]))
         assert len(root.versions) == live
@@ -107,7 +104,7 @@ def spread(seconds: Sequence[float]) -> dict[str, float]:
 
 
 class Counted:
-    """A store that counts the calls made to it."""
+    """A store that counts its calls."""
 
     def __init__(self, uri: str, calls: Counter[str]) -> None:
         self._store, self._calls = open_store(uri), calls
@@ -120,14 +117,14 @@ class Counted:
 
 @contextlib.contextmanager
 def counting() -> Iterator[Counter[str]]:
-    """Within, repositories are opened on stores that count."""
+    """Open repositories on counting stores within this context."""
     calls: Counter[str] = Counter()
     with mock.patch.object(opening, "open_store", lambda uri: Counted(uri, calls)):
         yield calls
 
 
 def open_many(uri: str, rounds: int) -> dict[str, Any]:
-    """Milliseconds and store calls until the newest of ``MANY`` versions is found."""
+    """Measure milliseconds and store calls to find the newest of ``MANY`` versions."""
     populate(uri, MANY)
     ways: dict[str, Callable[[], raystow.Version | None]] = {
         "raystow.latest(uri)": lambda: raystow.latest(uri),
@@ -150,7 +147,7 @@ def open_many(uri: str, rounds: int) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def s3() -> Iterator[tuple[str, str]]:
-    """An address on the S3 server, and its name."""
+    """Yield an address on the S3 server, and the server's name."""
     given = os.environ.get("RAYSTOW_TEST_S3") or os.environ.get("AWS_ENDPOINT_URL")
     if given is not None:
         os.environ["RAYSTOW_TEST_S3"] = given
@@ -164,7 +161,7 @@ def s3() -> Iterator[tuple[str, str]]:
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool]:
-    """What raystow promises, and whether this run bears it out."""
+    """Return raystow's goals, and whether this run meets them."""
     few, some, many = results["coordinator"]
     found = results["opening"]["local"]["raystow.latest(uri)"]
     return {
@@ -181,26 +178,26 @@ def claims(results: dict[str, Any]) -> dict[str, bool]:
 
 
 def slope(few: dict[str, Any], many: dict[str, Any], what: str) -> float:
-    """What one more node costs."""
+    """Return the cost of one more node."""
     return float((many[what] - few[what]) / (many["nodes"] - few["nodes"]))
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """One for each part."""
-    grid = table("commit, ms", "store", ">live versions", ">root, kB", ">p50", ">p99", ">plain put p50", ">p99")
+    """Yield a table for each part."""
+    grid = table_of("commit, ms", "live versions", "root, kB", "p50", "p99", "plain put p50", "p99")
     for store, rows in results["commit"].items():
         for row in rows:
             figures = [f"{row[of][at]:.1f}" for of in ("commit ms", "plain put ms") for at in ("p50", "p99")]
             grid.add_row(store, f"{row['live']:,}", f"{row['root'] / 1e3:,.0f}", *figures)
     yield grid
-    headings = (">nodes", ">ranks", ">packs", ">record, MB", ">CPU, s", ">wall, s", ">peak, MiB", ">of it empty")
-    grid = table(f"the coordinator, for one save of {TENSORS:,} tensors", *headings)
+    headings = ("ranks", "packs", "record, MB", "CPU, s", "wall, s", "peak, MiB", "of it empty")
+    grid = table_of(f"the coordinator, for one save of {TENSORS:,} tensors; by nodes", *headings)
     for row in results["coordinator"]:
         counts = [f"{row[name]:,}" for name in ("nodes", "ranks", "packs")]
         sizes = [f"{row[name] / (1 << 20):.0f}" for name in ("peak", "empty")]
         grid.add_row(*counts, f"{row['record'] / 1e6:.1f}", f"{row['cpu']:.2f}", f"{row['wall']:.2f}", *sizes)
     yield grid
-    grid = table(f"the newest of {MANY:,} versions", "store", "call", "store calls", ">p50, ms", ">p99")
+    grid = table_of(f"the newest of {MANY:,} versions", "<call", "<store calls", "p50, ms", "p99")
     for store, ways in results["opening"].items():
         for name, row in ways.items():
             calls = ", ".join(f"{number} {call}" for call, number in row["calls"].items())
@@ -208,38 +205,18 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
     yield grid
 
 
-def table(title: str, *headings: str) -> Table:
-    """With columns that are aligned to the right where the heading begins with ``>``."""
-    grid = Table(title=title, title_justify="left")
-    for heading in headings:
-        grid.add_column(heading.lstrip(">"), justify="right" if heading.startswith(">") else "left")
-    return grid
-
-
-def machine() -> dict[str, Any]:
-    """Where the run took place."""
-    with contextlib.suppress(OSError):
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-        model = next(line.partition(": ")[2] for line in lines if line.startswith("model name"))
-        return {"cpu": model, "cores": len(os.sched_getaffinity(0)), "load before": os.getloadavg()[0], "os": platform.platform()}
-    return {"cpu": platform.processor(), "cores": os.cpu_count(), "load before": os.getloadavg()[0], "os": platform.platform()}
-
-
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
-    folder: Annotated[Path | None, typer.Option(help="where the local store's files go for the time of the run")] = None,
-    rounds: Annotated[int, typer.Option(min=10, help="commits that count, on each store and with each number of versions")] = 200,
-    saves: Annotated[int, typer.Option(min=1, help="saves by each number of nodes; the dearest counts")] = 3,
+    folder: Annotated[Path | None, typer.Option(help="parent folder of the local store, which is deleted at the end")] = None,
+    rounds: Annotated[int, typer.Option(min=10, help="measured commits per store and number of versions")] = 200,
+    saves: Annotated[int, typer.Option(min=1, help="saves per number of nodes; the most expensive counts")] = 3,
 ) -> None:
     """Measure commits, the coordinator of many nodes, and opening."""
     os.environ.pop("RAYSTOW_TRUSTED_KEYS", None)
     os.environ.pop("RAYSTOW_SIGNING_KEY", None)
     console = Console()
     about: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("raystow", "ray", "boto3", "pyarrow")},
+        **report.about("raystow", "ray", "boto3", "pyarrow"),
         "rounds": rounds,
         "saves": saves,
         "node": {"ranks": RANKS, "tensors of each rank": TENSORS},
@@ -254,14 +231,8 @@ def main(
             results["coordinator"].append(simulate(f"{place}/nodes-{nodes}", nodes, saves))
     held = claims(results)
     console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}; S3: {about['S3 server']}")
-    for grid in tables(results):
-        console.print(grid)
-    for claim, holds in held.items():
-        console.print(f"{'pass' if holds else 'MISS'}: {claim}", style="green" if holds else "bold red")
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"control_plane-{about['date'][:10]}.json"
-    file.write_text(json.dumps({**about, "results": results, "claims": held}, indent=1) + "\n")
-    console.print(f"written to {file}")
+    report.show(console, tables(results), held)
+    report.write(console, out, "control_plane", {**about, "results": results, "claims": held})
 
 
 if __name__ == "__main__":

@@ -1,8 +1,8 @@
-"""A save by many nodes, as their coordinator sees it: what the nodes say is made here, what it costs the coordinator measured.
+"""Measure what a save by many nodes costs the coordinator.
 
-The coordinator is the actor's own class on an event loop of its own process, with the real committer on a real store; only Ray is
-left out. The nodes are played by this process: each builds its fragment of real ``Chunk`` rows, a few write theirs as Parquet.
-What they report crosses a pipe, pickled, as it would cross the network.
+The coordinator is the product's class on an event loop in a process of its own, with the real committer and a real store, but
+without Ray. This process plays the nodes: each builds its fragment of real ``Chunk`` rows, and a few write Parquet. Reports
+cross a pipe as pickles, as they would cross the network.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Coroutine, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import dataclass, replace
 from multiprocessing.connection import Connection
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
 import numpy as np
 import ray
+from report import peak_memory
 
-from raystow.orchestrator.coordinator_actor import CoordinatorActor
+from raystow.orchestrator.coordinator.actor import CoordinatorActor
 from raystow.storage.coding.chunk import Coding, packed
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.format import keys
@@ -31,7 +31,8 @@ from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.workers.packing.packer import PACK
-from raystow.workers.port import MODULUS, Begin, Ticket, coverage
+from raystow.workers.protocol.coordinator_client import MODULUS, coverage
+from raystow.workers.protocol.messages import Begin, Ticket
 
 T = TypeVar("T")
 
@@ -39,7 +40,7 @@ RANKS, TENSORS = 8, 1000
 SAMPLE = 4
 """Nodes that write their fragment as Parquet."""
 
-_KINDS = (  # what a rank holds of each kind of tensor: 1 MiB. Group, dtype, shard, codecs and stored bytes of its planes
+_KINDS = (  # 1 MiB per rank and kind of tensor: group, dtype, shard, codecs and stored bytes of its planes
     ("weights", "bfloat16", (512, 1024), ("raw", "zstd"), (524288, 172032)),
     ("optimizer", "float32", (256, 1024), ("raw", "raw", "pack7", "zstd"), (262144, 262144, 229376, 86016)),
     ("optimizer", "float32", (256, 1024), ("raw", "raw", "raw", "zstd"), (262144, 262144, 262144, 90112)),
@@ -48,7 +49,7 @@ _KINDS = (  # what a rank holds of each kind of tensor: 1 MiB. Group, dtype, sha
 
 @dataclass(frozen=True)
 class Report:
-    """What one node tells of its part: the coverage of each of its ranks, its fragment and its packs."""
+    """A node's report: coverage of each rank, fragment and packs."""
 
     covered: tuple[int, ...]
     info: FragmentInfo
@@ -56,7 +57,7 @@ class Report:
 
 
 def tensor(i: int, nodes: int) -> tuple[str, str, str, tuple[int, int], tuple[int, int], Coding]:
-    """Tensor ``i`` of the model: name, group, dtype, global shape, the shape of a shard, and how a shard is coded."""
+    """Return name, group, dtype, global shape, shard shape and coding of tensor ``i``."""
     group, dtype, shard, codecs, stored = _KINDS[i % len(_KINDS)]
     coded = stored[-1]
     streams = packed((coded // 4,) * 4)
@@ -66,11 +67,11 @@ def tensor(i: int, nodes: int) -> tuple[str, str, str, tuple[int, int], tuple[in
 
 
 def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
-    """The rows of one node, and its report but for the size and digest of the file."""
+    """Return the rows of one node, and its report without size and digest of the file."""
     chunks: list[Chunk] = []
     covered = [0] * RANKS
     digests = memoryview(np.random.default_rng(node).bytes(32 * RANKS * TENSORS))
-    ends: dict[str, tuple[int, int]] = {}  # group -> the pack that is being filled, and where it ends
+    ends: dict[str, tuple[int, int]] = {}  # group -> number and size of the open pack
     for i in range(TENSORS):
         name, group, dtype, shape, shard, coding = tensor(i, nodes)
         path, part = path_text(tuple(name.split("."))), coverage(name, dtype, shape, shard[0] * shard[1])
@@ -96,7 +97,7 @@ def fragment(node: int, nodes: int) -> tuple[Fragment, Report]:
 
 
 def report(node: int, nodes: int) -> tuple[Report, bytes]:
-    """What a node reports, and its fragment as Parquet if it is one of the sample."""
+    """Return a node's report, and its fragment as Parquet if it belongs to the sample."""
     made, told = fragment(node, nodes)
     data = made.dump() if node % max(1, nodes // SAMPLE) == 0 else b""
     digest = stored_digest(data or f"node {node}".encode()).hex()
@@ -104,7 +105,7 @@ def report(node: int, nodes: int) -> tuple[Report, bytes]:
 
 
 def coordinate(pipe: Connection, uri: str, nodes: int) -> None:
-    """The coordinator's process."""
+    """Run the coordinator in its process."""
     logging.disable(logging.CRITICAL)
     asyncio.run(_coordinate(pipe, uri, nodes))
 
@@ -112,10 +113,10 @@ def coordinate(pipe: Connection, uri: str, nodes: int) -> None:
 async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
     alive = [{"NodeID": f"node-{node}", "Alive": True} for node in range(nodes)]
     ray.nodes = lambda: alive
-    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node-0")  # Ray's own would start a cluster
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: "node-0")  # Ray's function would start a cluster
     actor = CoordinatorActor(uri)
     await actor.start()
-    pipe.send(_peak())
+    pipe.send(peak_memory())
     start = time.process_time()
     for rank in range(nodes * RANKS):
         await _call(actor.join(rank, f"process-{rank}", nodes * RANKS))
@@ -124,7 +125,7 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
         wall, start = time.perf_counter(), time.process_time()
         reports = [(*pipe.recv(), pipe.recv()) for _ in range(nodes)]
         version = await _save(actor, reports)
-        pipe.send((saves, version.id, time.process_time() - start, time.perf_counter() - wall, _peak()))
+        pipe.send((saves, version.id, time.process_time() - start, time.perf_counter() - wall, peak_memory()))
 
 
 async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Report, Report]]) -> Entry:
@@ -150,15 +151,8 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
 
 
 async def _call(coroutine: Coroutine[Any, Any, T]) -> T:
-    """As Ray calls an actor: as a task of its own, so that whoever the call wakes up gets a turn before the next call."""
+    """Call like Ray calls an actor: as a separate task, so that awakened tasks run before the next call."""
     return await asyncio.create_task(coroutine)
-
-
-def _peak() -> int:
-    """The most memory that this process ever had, bytes."""
-    # Not getrusage: what it tells goes on from that of the process that started this one.
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
 
 
 def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
@@ -226,7 +220,7 @@ def _begins(node: int, nodes: int, save: int, whole: int) -> list[Begin]:
 
 
 def _checked(repository: Repository, sample: Sequence[tuple[Report, bytes]], saves: int, nodes: int) -> dict[str, Any]:
-    """The size of the newest record, after a look whether it says what the nodes have reported."""
+    """Check the newest record against the nodes' reports; return its size."""
     version = repository.latest()
     assert version is not None
     record = version.record

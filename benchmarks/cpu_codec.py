@@ -1,25 +1,19 @@
-"""What raystow's codec gains on the CPU, and at what speed, against what else could stand in its place.
+"""Compare raystow's CPU codec with zstd, DCP's Zstandard extension and ZipNN: ratio and speed, on one thread and on two.
 
-One run measures all of them side by side: raystow (planes, codec per plane, 4 MiB chunks), plain zstd at levels 1 and 3 on the
-raw bytes, DCP with its Zstandard extension, and ZipNN from PyPI, on one thread and on two. The data are the demo's GPT as
-AdamW left it, really trained on this machine: weights in fp32 and in bf16, and both moments, each laid end to end from eight
-different states on the way. Normal random numbers stand beside them, labelled so.
+The data are weights (fp32 and bf16) and both moments of the demo's GPT, trained on this machine, from eight steps; and normal
+random numbers.
 
-How it is measured. The contestants take turns in every round, in rotating order, so that what else runs on the machine hits all
-alike; a cell is the median over the rounds, and what is called "raystow / ZipNN" or a gain is the median of the quotients within
-a round. A measurement during which anything had to wait for a core (Linux counts that: /proc/pressure/cpu) for more than a
-tenth of the time is disturbed; it is made again, up to four times, and the least disturbed one counts. The allocator is told
-to keep what is freed, so nobody pays for fresh pages: those would cost whoever returns new memory, ZipNN above all, up to half of
-its speed, and differently from run to run. Every decode is compared byte for byte, outside the clock. Sizes are of what is
-stored, descriptions included.
+Method. Contestants take turns in every round, in rotating order. A cell is the median over the rounds; "raystow / ZipNN" and
+gains are medians of quotients within a round. A measurement in which processes waited for a core (/proc/pressure/cpu) for more
+than a tenth of the time is repeated up to four times; the least disturbed counts. The allocator keeps freed memory, because
+page faults would cost contestants that return new memory, ZipNN above all, up to half of their speed. Every decode is compared
+byte for byte, outside the clock. Sizes include descriptions.
 
-- raystow codes chunk by chunk, each into memory of its own, and decodes into memory that is already there, as restoring into
-  tensors does. "+ digests" adds both digests of every chunk, made when coding and checked when decoding: what a save and a
-  restore do.
-- zstd codes and decodes the same 4 MiB chunks, each by one call of python-zstandard.
-- DCP saves and loads tensors of 4 MiB by its public interface into a folder of /dev/shm, that is memory. Its writer has a number
-  of threads, its reader has one.
-- ZipNN codes the whole as one tensor with its own threads. It overwrites what it codes, so it gets a copy, outside the clock.
+- raystow codes 4 MiB chunks into memory of their own and decodes into existing memory. "+ digests" computes both digests when
+  coding and checks them when decoding, as saves and restores do.
+- zstd (levels 1 and 3) codes the same chunks, one call of python-zstandard each.
+- DCP saves and loads tensors of 4 MiB in a folder of /dev/shm. Its writer has several threads, its reader one.
+- ZipNN codes the whole as one tensor with its own threads. It overwrites its input, so it gets a copy, outside the clock.
 """
 
 from __future__ import annotations
@@ -27,8 +21,6 @@ from __future__ import annotations
 import ctypes
 import gc
 import itertools
-import json
-import os
 import platform
 import shutil
 import statistics
@@ -39,16 +31,16 @@ import warnings
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import numpy as np
+import report
 import torch
 import torch.distributed.checkpoint as dcp
 import typer
 import zstandard
+from report import table_of
 from rich.console import Console
 from rich.table import Table
 from torch import Tensor
@@ -56,7 +48,7 @@ from torch.distributed.checkpoint._extension import ZStandard
 from zipnn import ZipNN
 
 from raystow.orchestrator.demo.model import GPT, batch, corpus, loss_of
-from raystow.storage.coding.chunk import Coding, Encoder, decode
+from raystow.storage.coding.chunk import ChunkEncoder, Coding, decode
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.coding.kernels import Bytes
@@ -70,7 +62,7 @@ TRAINED = ("weights fp32", "weights bf16", "exp_avg", "exp_avg_sq")
 
 
 def trained(steps: int, cache: Path) -> dict[str, Tensor]:
-    """The parts of the demo's state at ``STATES`` times in ``steps`` steps, end to end, fp32 [n]; kept in ``cache``."""
+    """Return the parts of the demo's state at ``STATES`` of ``steps`` steps, concatenated, fp32 [n]; stored in ``cache``."""
     if not cache.exists():
         torch.manual_seed(0)
         model, data = GPT(), corpus()
@@ -93,7 +85,7 @@ def trained(steps: int, cache: Path) -> dict[str, Tensor]:
 
 
 def parts(steps: int, cache: Path) -> dict[str, Tensor]:
-    """Everything that is measured, 1-D tensors by name."""
+    """Return all data as 1-D tensors by name."""
     state = trained(steps, cache)
     state["weights bf16"] = state["weights fp32"].bfloat16()
     normal = torch.randn(state["weights fp32"].numel() // 4, generator=torch.Generator().manual_seed(0)) * 0.02
@@ -101,7 +93,7 @@ def parts(steps: int, cache: Path) -> dict[str, Tensor]:
 
 
 def bytes_of(tensor: Tensor) -> Bytes:
-    """A view of a contiguous tensor's memory."""
+    """Return a view of a contiguous tensor's memory."""
     raw: Bytes = tensor.view(torch.uint8).numpy()
     return raw
 
@@ -115,7 +107,7 @@ class Contestant:
         self._local = threading.local()
 
     def prepare(self, tensor: Tensor) -> Any:
-        """What ``encode`` takes; and whatever else would disturb the clock."""
+        """Make the input of ``encode``, outside the clock."""
         return [bytes_of(piece) for piece in tensor.split(CHUNK // tensor.element_size())]
 
     def encode(self, source: Any) -> Any: ...
@@ -123,16 +115,16 @@ class Contestant:
     def decode(self, coded: Any) -> Any: ...
 
     def size(self, coded: Any) -> int:
-        """Bytes that would be stored."""
+        """Return the bytes to be stored."""
         return sum(map(len, coded))
 
     def result(self, decoded: Any) -> Sequence[Any]:
-        """What ``decode`` gave, as arrays of bytes or bytes, end to end."""
+        """Yield the result of ``decode`` as arrays or bytes, in order."""
         pieces: Sequence[Any] = decoded
         return pieces
 
     def _each(self, work: Callable[..., Any], *items: Sequence[Any]) -> list[Any]:
-        """Work on every item, on this contestant's threads: each takes the next one as soon as it is through with its last."""
+        """Apply work to all items on this contestant's threads; each thread takes the next item when it is done."""
         if self.threads == 1:
             return list(map(work, *items))
         results: list[Any] = [None] * len(items[0])
@@ -147,14 +139,14 @@ class Contestant:
         return results
 
     def _own(self, make: Callable[[], Any]) -> Any:
-        """What each thread makes once for itself."""
+        """Make the state of a thread."""
         if not hasattr(self._local, make.__name__):
             setattr(self._local, make.__name__, make())
         return getattr(self._local, make.__name__)
 
 
 class Raystow(Contestant):
-    """Transform and codec, with the digests or without."""
+    """raystow's transform and codec, with or without digests."""
 
     def __init__(self, threads: int, *, digests: bool = False) -> None:
         super().__init__(threads)
@@ -186,13 +178,13 @@ class Raystow(Contestant):
         return sum(stored.size + len(coding.streams) + 9 * len(coding.stored) + 4 for stored, coding, *_ in coded)
 
 
-def encoder() -> Encoder:
-    """One for each thread."""
-    return Encoder(CHUNK)
+def encoder() -> ChunkEncoder:
+    """Return an encoder per thread."""
+    return ChunkEncoder(CHUNK)
 
 
 class Zstd(Contestant):
-    """Raw bytes through zstd, as most would do it."""
+    """zstd on raw bytes."""
 
     def __init__(self, threads: int, *, level: int) -> None:
         super().__init__(threads)
@@ -261,7 +253,7 @@ class Zipnn(Contestant):
 
 
 def contestants(folder: Path) -> dict[str, dict[int, Contestant]]:
-    """All of them by name and number of threads."""
+    """Return all contestants by name and number of threads."""
     makers: dict[str, Callable[[int], Contestant]] = {
         RAYSTOW: Raystow,
         "raystow + digests": lambda threads: Raystow(threads, digests=True),
@@ -274,7 +266,7 @@ def contestants(folder: Path) -> dict[str, dict[int, Contestant]]:
 
 
 def keep_memory() -> None:
-    """Tell glibc to serve everything from one heap and never to shrink it; elsewhere, do nothing."""
+    """Make glibc use one heap and never shrink it; no effect on other libraries."""
     if platform.libc_ver()[0] == "glibc":
         mallopt = ctypes.CDLL(None).mallopt
         for parameter, value in ((-8, 1), (-4, 0), (-1, 1 << 30)):  # M_ARENA_MAX, M_MMAP_MAX, M_TRIM_THRESHOLD
@@ -282,7 +274,7 @@ def keep_memory() -> None:
 
 
 def pressure() -> float:
-    """Seconds since boot in which some process of this machine waited for a core; always 0 where Linux does not tell."""
+    """Return the seconds since boot in which a process waited for a core; 0 if Linux does not report it."""
     try:
         return int(Path("/proc/pressure/cpu").read_text().splitlines()[0].rpartition("=")[2]) / 1e6
     except OSError:
@@ -298,7 +290,7 @@ class Timing:
 
 
 def timed(work: Callable[[Any], Any], argument: Any) -> tuple[Timing, Any]:
-    """How long it took, and what came of it."""
+    """Return duration and result."""
     gc.collect()
     waited, start = pressure(), time.perf_counter()
     result = work(argument)
@@ -307,7 +299,7 @@ def timed(work: Callable[[Any], Any], argument: Any) -> tuple[Timing, Any]:
 
 
 class Times:
-    """The stored size of one contestant on one part, and the seconds of every round."""
+    """Stored size of a contestant on one part, and seconds of every round."""
 
     def __init__(self) -> None:
         self.stored = 0
@@ -316,7 +308,7 @@ class Times:
 
 
 def measure(tensor: Tensor, field: dict[str, dict[int, Contestant]], rounds: int) -> dict[str, Times]:
-    """Times of all contestants on one part, after one round that does not count."""
+    """Measure all contestants on one part, after a warm-up round."""
     names = list(field)
     times = {name: Times() for name in names}
     for turn in range(-1, rounds):
@@ -333,7 +325,7 @@ def measure(tensor: Tensor, field: dict[str, dict[int, Contestant]], rounds: int
 
 
 def calmest(contestant: Contestant, tensor: Tensor, name: str) -> tuple[int, dict[str, Timing]]:
-    """The stored size, and the least disturbed timing of either verb in up to ``TRIES`` tries."""
+    """Return the stored size, and the least disturbed timings in up to ``TRIES`` tries."""
     tries: dict[str, list[Timing]] = {"encode": [], "decode": []}
     for _ in range(TRIES):
         source = contestant.prepare(tensor)
@@ -349,7 +341,7 @@ def calmest(contestant: Contestant, tensor: Tensor, name: str) -> tuple[int, dic
 
 
 def check(decoded: Sequence[Any], raw: Bytes, name: str) -> None:
-    """Every byte as it was, or an end to the run."""
+    """End the run if a byte differs."""
     end = 0
     for piece in decoded:
         array = np.frombuffer(piece, np.uint8)
@@ -361,12 +353,12 @@ def check(decoded: Sequence[Any], raw: Bytes, name: str) -> None:
 
 
 def quotient(above: list[float], below: list[float]) -> float:
-    """The median of the quotients within each round."""
+    """Return the median of the quotients within each round."""
     return statistics.median(a / b for a, b in zip(above, below, strict=True))
 
 
 def summary(size: int, times: dict[str, Times]) -> dict[str, Any]:
-    """What a part's measurements come to."""
+    """Summarize the measurements of a part."""
     rows = {}
     for name, of in times.items():
         rows[name] = {
@@ -382,7 +374,7 @@ def summary(size: int, times: dict[str, Times]) -> dict[str, Any]:
 
 
 def quartiles(size: int, seconds: list[float]) -> list[float]:
-    """The slower and the faster quartile, GB/s."""
+    """Return the slower and the faster quartile, GB/s."""
     low, _, high = statistics.quantiles(seconds, n=4)
     return [size / 1e9 / high, size / 1e9 / low]
 
@@ -391,21 +383,17 @@ COLUMNS = [f"{verb} {n}" for n in THREADS for verb in ("encode", "decode")]
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """One table for each part, and one that sums up."""
+    """Yield a table for each part, and a summary."""
     for part, result in results.items():
-        table = Table(title=f"{part}, {result['bytes'] / 1e6:.0f} MB", title_justify="left")
-        table.add_column("")
-        for heading in ("ratio", *(f"{column}T" for column in COLUMNS), "2T gain: encode", "decode"):
-            table.add_column(heading, justify="right")
+        headings = ("ratio", *(f"{column}T" for column in COLUMNS), "2T gain: encode", "decode")
+        table = table_of(f"{part}, {result['bytes'] / 1e6:.0f} MB", *headings)
         for name, row in result["contestants"].items():
             speeds = [f"{row['GB/s'][column]:.2f}" for column in COLUMNS]
             gains = [f"{gain:.2f}" for gain in row["gain of 2 threads"].values()]
             table.add_row(name, f"{row['ratio']:.5f}", *speeds, *gains, style="bold" if name == RAYSTOW else None)
         yield table
-    table = Table(title="raystow / ZipNN (ratio: below 1 is better; speed: above 1 is better)", title_justify="left")
-    table.add_column("")
-    for heading in ("ratio", *(f"{column}T" for column in COLUMNS)):
-        table.add_column(heading, justify="right")
+    title = "raystow / ZipNN (ratio: below 1 is better; speed: above 1 is better)"
+    table = table_of(title, "ratio", *(f"{column}T" for column in COLUMNS))
     for part, result in results.items():
         against = result["raystow / ZipNN"]
         table.add_row(part, f"{against['ratio']:.5f}", *(f"{against[column]:.2f}" for column in COLUMNS))
@@ -413,7 +401,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool]:
-    """What raystow promises of the trained state, and whether this run bears it out."""
+    """Return raystow's goals for the trained state, and whether this run meets them."""
     state = {part: results[part] for part in TRAINED}
     gains = [gain for r in state.values() for gain in r["contestants"][RAYSTOW]["gain of 2 threads"].values()]
     return {
@@ -427,44 +415,22 @@ def claims(results: dict[str, Any]) -> dict[str, bool]:
     }
 
 
-def machine() -> dict[str, Any]:
-    """Where the run took place."""
-    model = next((line.partition(": ")[2] for line in cpuinfo() if line.startswith("model name")), platform.processor())
-    return {
-        "cpu": model.strip(),
-        "cores": len(os.sched_getaffinity(0)),
-        "load before": os.getloadavg()[0],
-        "os": platform.platform(),
-    }
-
-
-def cpuinfo() -> list[str]:
-    """What Linux tells about the processors, or nothing."""
-    try:
-        return Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        return []
-
-
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
-    steps: Annotated[int, typer.Option(help="training steps, with eight states on the way")] = 320,
-    rounds: Annotated[int, typer.Option(min=2, help="rounds that count")] = 7,
-    cache: Annotated[Path | None, typer.Option(help="where the trained state is kept (.npz)")] = None,
+    steps: Annotated[int, typer.Option(help="training steps, from which eight states are taken")] = 320,
+    rounds: Annotated[int, typer.Option(min=2, help="measured rounds")] = 7,
+    cache: Annotated[Path | None, typer.Option(help="file for the trained state (.npz)")] = None,
 ) -> None:
     """Measure raystow's CPU codec against zstd, DCP and ZipNN."""
     keep_memory()
     warnings.filterwarnings("ignore", category=UserWarning, module="torch")
     about: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("raystow", "numpy", "numba", "torch", "zstandard", "zipnn")},
+        **report.about("raystow", "numpy", "numba", "torch", "zstandard", "zipnn"),
         "rounds": rounds,
         "steps": [steps // STATES * (i + 1) for i in range(STATES)],
     }
     data = parts(steps, cache or Path(tempfile.gettempdir()) / f"raystow-demo-state-{steps}.npz")
-    torch.set_num_threads(1)  # none of torch's own threads, which spin for a while after their work
+    torch.set_num_threads(1)  # torch's own threads would spin after their work
     results = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         field = contestants(Path(folder))
@@ -476,14 +442,8 @@ def main(
     console.print(
         f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}; GB/s, medians of {rounds} rounds"
     )
-    for table in tables(results):
-        console.print(table)
-    for claim, holds in held.items():
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}")
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"cpu_codec-{about['date'][:10]}.json"
-    file.write_text(json.dumps({**about, "results": results, "claims": held}, indent=1) + "\n")
-    console.print(f"written to {file}")
+    report.show(console, tables(results), held)
+    report.write(console, out, "cpu_codec", {**about, "results": results, "claims": held})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Each of the GPU's coders by itself, on the parts of a training state: how small, how fast, and whether it all comes back."""
+"""Measure each GPU coder alone on the parts of a training state: ratio, speed, and exact decoding."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ from torch import Tensor
 
 CODERS = ("deflate", "zstd", "ans")
 CHUNK = 16 << 20
-SAMPLE = 512 << 20  # bytes of each part of the state that the coders get
-GROUP = {"zstd": 32 << 20}  # plane bytes of one call; others 128 MiB. As many as a save gives them
+SAMPLE = 512 << 20  # bytes of each part of the state
+GROUP = {"zstd": 32 << 20}  # plane bytes per call, as in a save; others: 128 MiB
 ROUNDS = 5
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class Pipeline:
-    """Chunks of one part of the state through one coder and back, all tables made beforehand."""
+    """One coder on chunks of one part of the state, with all tables prepared."""
 
     def __init__(self, words: Tensor, coder: str) -> None:
         """``words``: integers of the part's width, [chunks, words in a chunk]."""
-        from raystow.workers.cuda.huffman import coder as coder_of
-        from raystow.workers.cuda.nvcomp import STREAM
+        from raystow.workers.gpu.kernels.deflate_kernels import coder as coder_of
+        from raystow.workers.gpu.nvcomp import STREAM
 
         self._words, self._stream = words, STREAM[coder]
         self.chunks, self.words_each = words.shape
@@ -53,7 +53,7 @@ class Pipeline:
         self._even = False
 
     def _table(self, words: Tensor) -> Tensor:
-        from raystow.workers.cuda.tables import COLUMNS
+        from raystow.workers.gpu.kernel_args import COLUMNS
 
         first = torch.arange(self.chunks) * self.words_each
         table = torch.zeros((self.chunks, COLUMNS), dtype=torch.int64)
@@ -63,13 +63,13 @@ class Pipeline:
         return table.to(words.device)
 
     def code(self) -> None:
-        """Split all chunks, pack a lowest plane that is even, code the highest."""
-        from raystow.workers.cuda import kernels, moving
+        """Split all chunks, pack an even lowest plane, code the highest plane."""
+        from raystow.workers.gpu.kernels import copy_kernels, word_kernels
 
         what = {"width": self.width, "rotate": True, "packed": self.width < 4}
-        kernels.split(self._taking, self._bytes, **what, results=self._results)
+        word_kernels.split(self._taking, self._bytes, **what, results=self._results)
         if self._even:
-            moving.pack7(self._seven, self._packed.numel() // 7)
+            copy_kernels.pack7(self._seven, self._packed.numel() // 7)
         for some in self._calls():
             self._codec.compress(
                 self._sources[some],
@@ -81,11 +81,11 @@ class Pipeline:
             )
 
     def decode(self) -> None:
-        """The inverse, into other words."""
-        from raystow.workers.cuda import kernels, moving
+        """Decode into other words."""
+        from raystow.workers.gpu.kernels import copy_kernels, word_kernels
 
         if self._even:
-            moving.unpack7(self._back, self._packed.numel() // 7)
+            copy_kernels.unpack7(self._back, self._packed.numel() // 7)
         for some in self._calls():
             self._codec.decompress(
                 self._targets[some],
@@ -96,10 +96,12 @@ class Pipeline:
                 scratch=self._scratch,
                 status=self._status[some],
             )
-        kernels.join(self._joining, self._bytes, width=self.width, rotate=True, packed=self.width < 4, digests=self._results[0])
+        word_kernels.join(
+            self._joining, self._bytes, width=self.width, rotate=True, packed=self.width < 4, digests=self._results[0]
+        )
 
     def measure(self) -> dict[str, Any]:
-        """Ratio and speeds. ``SystemExit`` if a bit is not what it was."""
+        """Return ratio and speeds. Raises ``SystemExit`` if a bit differs."""
         self.code()
         self._even = self.words_each % 8 == 0 and not self._results[2].any().item()
         coding = [gpu_seconds(self.code) for _ in range(ROUNDS)]
@@ -137,7 +139,7 @@ class Pipeline:
 
 
 def gpu_seconds(work: Callable[[], None]) -> float:
-    """Between two events on the current stream."""
+    """Return the seconds between two events on the current stream."""
     start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     start.record()
     work()
@@ -147,17 +149,17 @@ def gpu_seconds(work: Callable[[], None]) -> float:
 
 
 def sample(group: dict[str, Tensor]) -> Tensor:
-    """Whole chunks, evenly spread over a part of the state, as integers [chunks, words]."""
+    """Return whole chunks, evenly spread over a part of the state, as integers [chunks, words]."""
     words = torch.cat([tensor.reshape(-1) for tensor in group.values()])
     words = words.view(WORDS[words.element_size()])
     each = min(CHUNK // words.element_size(), words.numel() // 16 * 16)
     chunks = words[: words.numel() // each * each].view(-1, each)
-    wanted = min(len(chunks), SAMPLE // CHUNK)
-    return chunks[torch.arange(wanted, device=words.device) * len(chunks) // wanted].contiguous()
+    count = min(len(chunks), SAMPLE // CHUNK)
+    return chunks[torch.arange(count, device=words.device) * len(chunks) // count].contiguous()
 
 
 def coders(state: State) -> dict[str, Any]:
-    """Every coder on every part of the state."""
+    """Measure every coder on every part of the state."""
     results: dict[str, Any] = {}
     for part, group in state.items():
         words = sample(group)

@@ -1,12 +1,10 @@
-"""Who saves and restores in the GPU benchmarks: raystow, and what else could stand in its place, behind one small interface.
+"""The contestants of the GPU benchmarks behind one interface: raystow and other checkpointers.
 
-Each is used as its documents say. All write to the same file system, whole states, and know when what they wrote is durable.
+Each is used as its documentation recommends. All write whole states to the same file system and report when they are durable.
 
-- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant for each codec, whose
-  versions are whole; one that stores 8 versions in a row as differences to the one before them; and one that is as it comes: it
-  does so while it pays and nobody waits for it.
-- torch.save: the training waits for all of it.
-- DCP: ``async_save`` whose stager keeps its pinned memory from save to save.
+- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant per codec.
+- torch.save: training waits for the whole save.
+- DCP: ``async_save`` whose stager keeps its pinned memory.
 - torch_checkpointing: ``CheckpointManager`` with asynchronous saves, fenced by its lock.
 """
 
@@ -17,7 +15,7 @@ import shutil
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from gpu_workload import State
@@ -28,7 +26,6 @@ Wait = Callable[[], Any]
 TORCH_SAVE, DCP, TORCH_CHECKPOINTING = "torch.save", "DCP async pinned", "torch_checkpointing"
 PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
 NONE = "no save"
-DELTA, AUTO = "raystow deflate delta", "raystow deflate auto"
 
 
 class Contestant:
@@ -40,10 +37,10 @@ class Contestant:
     def fence(self) -> None: ...
 
     def load(self, into: State) -> None:
-        """Put the newest checkpoint into tensors where they are."""
+        """Load the newest checkpoint into these tensors."""
 
     def stored(self) -> int:
-        """Bytes of the newest checkpoint, all files together."""
+        """Return the bytes of all files of the newest checkpoint."""
         return 0
 
     def discard(self) -> None:
@@ -53,7 +50,7 @@ class Contestant:
 
 
 class Folder(Contestant):
-    """One that writes every checkpoint to a folder of its own."""
+    """A contestant with one folder per checkpoint."""
 
     def __init__(self, root: Path) -> None:
         self._root = root
@@ -74,7 +71,7 @@ class Folder(Contestant):
 
 
 class TorchSave(Folder):
-    """One file, written while the training waits."""
+    """torch.save: one file, written while training waits."""
 
     def _save(self, state: State) -> Wait:
         self._path.mkdir(parents=True)
@@ -114,7 +111,7 @@ class Dcp(Folder):
 
 
 class TorchCheckpointing(Folder):
-    """PyTorch's own successor to DCP."""
+    """torch_checkpointing, PyTorch's successor to DCP."""
 
     def __init__(self, root: Path) -> None:
         super().__init__(root)
@@ -138,14 +135,16 @@ class TorchCheckpointing(Folder):
 
 
 class Raystow(Contestant):
-    """A repository that keeps its versions; of those discarded it keeps the descriptions only. What later ones are differences to
-    stays in the node worker's memory."""
+    """raystow; a discarded version keeps its root entry and manifest but not its packs."""
 
-    def __init__(self, root: Path, codec: str, memory: int | None, delta: int | Literal["auto"] | None = None) -> None:
+    def __init__(self, root: Path, codec: str, memory: int | None, *, references: bool = True) -> None:
         import raystow
 
         self._root = root
-        self.checkpointer = raystow.Checkpointer(str(root), rank=0, world_size=1, codec=codec, memory=memory, delta=delta)
+        compression = raystow.Compression(codec) if references else raystow.Compression(codec, delta=None)
+        self.checkpointer = raystow.Checkpointer(
+            str(root), rank=0, world_size=1, memory=raystow.Memory(memory), compression=compression
+        )
 
     def save(self, state: State, step: int) -> Wait:
         return self.checkpointer.save(state, step=step).result
@@ -173,16 +172,14 @@ class Raystow(Contestant):
 
 
 def ours(codec: str) -> str:
-    """The name of the contestant that is raystow with this codec."""
+    """Return the name of raystow with this codec."""
     return f"raystow {codec}"
 
 
 def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, Callable[[], Contestant]]:
-    """What makes each of them, by name; each has a folder below ``root`` for itself."""
+    """Return a factory for each contestant by name; each uses a folder of its own below ``root``."""
     return {
         **{ours(codec): partial(Raystow, root / f"raystow-{codec}", codec, memory) for codec in codecs},
-        DELTA: lambda: Raystow(root / "raystow-delta", "deflate", memory, delta=8),
-        AUTO: lambda: Raystow(root / "raystow-auto", "deflate", memory, delta="auto"),
         TORCH_SAVE: lambda: TorchSave(root / "torch-save"),
         DCP: lambda: Dcp(root / "dcp"),
         TORCH_CHECKPOINTING: lambda: TorchCheckpointing(root / "torch-checkpointing"),
@@ -190,12 +187,12 @@ def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, 
 
 
 def size(folder: Path) -> int:
-    """Bytes of all files below."""
+    """Return the bytes of all files below a folder."""
     return sum(file.stat().st_size for file in folder.rglob("*") if file.is_file())
 
 
 def start_ray() -> None:
-    """A Ray cluster of this machine alone."""
+    """Start a Ray cluster on this machine."""
     import ray
 
     ray.init(
@@ -203,5 +200,5 @@ def start_ray() -> None:
         num_gpus=1,
         include_dashboard=False,
         log_to_driver=False,
-        object_store_memory=200 << 20,  # nothing of a checkpoint goes through it
+        object_store_memory=200 << 20,  # no checkpoint data goes through it
     )

@@ -1,16 +1,13 @@
-"""Two GPUs of one host and one node worker: what a save costs each training, beside one that has the host to itself.
+"""Measure two GPUs of one host with one node worker: the cost of saves for each training, compared with one that runs alone.
 
-Two processes, each with a GPU of its own, train the model of ``gpu_workload`` and save it to repositories of their own (these
-are two runs; raystow has one node worker for all runs of a node). First one of them is measured alone, as ``gpu_save`` does it,
-then both at once. Then each puts its state back onto its GPU out of the node's memory, alone and both at once; every tensor is
-compared bit for bit.
-
-Both begin their windows at the same time, and are not held in step after that.
+Two processes, each with a GPU, train the model of ``gpu_workload`` and save it to separate repositories; raystow has one node
+worker per node. One is measured alone, as by ``gpu_save``, then both at once. Then each restores its state from the node's
+memory, alone and at once; every tensor is compared bit for bit. Both start their windows together and are not synchronized
+later.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import statistics
 import tempfile
@@ -19,23 +16,25 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import ray
+import report
 import torch
 import typer
 from gpu_restore import load
-from gpu_save import LONG, SHORT, console_for_tables, measure, table_of
+from gpu_save import LONG, SHORT, console_for_tables, measure
 from gpu_workload import Size, State, Training, about, device_named, nbytes
+from report import table_of
 
-ALONE, BOTH = "alone", "both at once"
+NO_GROUP, BOTH = "alone", "both at once"
 
 
 class Trainer:
-    """One of the two, in a process of its own."""
+    """One of the two trainings, in a process of its own."""
 
     def __init__(self, number: int, root: str, codec: str, steps: int, size: Size) -> None:
         from gpu_contestants import Raystow
 
         class FromMemory(Raystow):
-            """Restores as a rank of the run does: from the node's memory."""
+            """Restores from the node's memory, as a rank of the run."""
 
             def load(self, into: State) -> None:
                 self.checkpointer.restore_latest(into=into, allow_uncommitted=False)
@@ -45,7 +44,7 @@ class Trainer:
         self.saver = FromMemory(Path(root) / f"run{number}", codec, None)
 
     def about(self) -> dict[str, Any]:
-        """The machine and its software."""
+        """Describe the machine and its software."""
         return {**about(device_named("cuda")), "bytes": nbytes(self.training.state())}
 
     def save(self, saves: int, micro_batches: int, every: int) -> dict[str, Any]:
@@ -53,7 +52,7 @@ class Trainer:
         return measure(self.training, self.saver, saves=saves, every=every, micro_batches=micro_batches)
 
     def keep(self) -> None:
-        """Save what is to be restored."""
+        """Save the state to be restored."""
         state = self.training.state()
         self.kept = {group: {name: t.clone() for name, t in tensors.items()} for group, tensors in state.items()}
         wait = self.saver.save(state, self.training.step)
@@ -61,21 +60,21 @@ class Trainer:
         wait()
 
     def restore(self, rounds: int) -> dict[str, Any]:
-        """GB/s of raw bytes from the node's memory onto the GPU."""
+        """Restore from the node's memory onto the GPU; return GB/s of raw bytes."""
         state = self.training.state()
         times = [load(self.training, self.saver, state, self.kept) for _ in range(rounds + 1)]
         return {"GB/s": nbytes(state) / 1e9 / statistics.median(times[1:]), "seconds": times}
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool]:
-    """What raystow promises, and whether this run bears it out."""
+    """Return raystow's goals, and whether this run meets them."""
     figures: dict[str, Callable[[dict[str, Any]], float]] = {
         "lost ms": lambda row: float(row["lost ms"]["median"]),
         "durable s": lambda row: float(row["durable s"]),
     }
     held = {}
     for length, rows in results["steps"].items():
-        alone, both = rows[ALONE][0], rows[BOTH]
+        alone, both = rows[NO_GROUP][0], rows[BOTH]
         for what, value in figures.items():
             held[f"{length} micro-batches: {what} of each within 25 % of one alone"] = all(
                 value(row) <= 1.25 * value(alone) for row in both
@@ -86,12 +85,12 @@ def claims(results: dict[str, Any]) -> dict[str, bool]:
 
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
-    store: Annotated[Path, typer.Option(help="folder for the checkpoints; what was made in it is deleted")] = Path("/dev/shm"),
-    codec: Annotated[str, typer.Option(help="that both save with")] = "deflate",
-    saves: Annotated[int, typer.Option(min=1, help="windows with a save that count")] = 5,
-    steps: Annotated[int, typer.Option(min=1, help="training steps before anything is measured")] = 400,
-    rounds: Annotated[int, typer.Option(min=1, help="restores that count")] = 5,
-    saving: Annotated[bool, typer.Option(help="also measure what saves cost")] = True,
+    store: Annotated[Path, typer.Option(help="parent folder of the checkpoints, deleted at the end")] = Path("/dev/shm"),
+    codec: Annotated[str, typer.Option(help="codec of both")] = "deflate",
+    saves: Annotated[int, typer.Option(min=1, help="measured windows with a save")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="training steps before the first measurement")] = 400,
+    rounds: Annotated[int, typer.Option(min=1, help="measured restores")] = 5,
+    saving: Annotated[bool, typer.Option(help="also measure the cost of saves")] = True,
 ) -> None:
     """Measure two trainings on one host."""
     console = console_for_tables()
@@ -103,7 +102,7 @@ def main(
         num_gpus=2,
         include_dashboard=False,
         log_to_driver=False,
-        object_store_memory=200 << 20,  # nothing of a checkpoint goes through it
+        object_store_memory=200 << 20,  # no checkpoint data goes through it
         runtime_env={"env_vars": {"PYTHONPATH": path}},
     )
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-pair-", dir=store) as root:
@@ -111,7 +110,7 @@ def main(
         both = [actor.remote(number, root, codec, steps, Size()) for number in range(2)]
         results: dict[str, Any] = {**ray.get(both[0].about.remote()), "codec": codec, "steps": {}, "restore": {}}
         ray.get([trainer.about.remote() for trainer in both])
-        groups = {ALONE: both[:1], BOTH: both}
+        groups = {NO_GROUP: both[:1], BOTH: both}
         for length, every in ((SHORT, 10), (LONG, 4)) if saving else ():
             results["steps"][length] = {
                 title: ray.get([trainer.save.remote(saves, length, every) for trainer in group])
@@ -131,12 +130,8 @@ def main(
         rates = ", ".join(f"{row['GB/s']:.1f} GB/s" for row in group)
         console.print(f"restored from the node's memory, {title}: {rates}")
     results["claims"] = claims(results)
-    for claim, holds in results["claims"].items():
-        console.print(f"{'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"gpu_pair-{results['date'][:10]}.json"
-    file.write_text(json.dumps(results, indent=1) + "\n")
-    console.print(f"written to {file}")
+    report.show(console, [], results["claims"])
+    report.write(console, out, "gpu_pair", results)
 
 
 if __name__ == "__main__":

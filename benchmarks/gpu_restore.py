@@ -1,12 +1,12 @@
-"""How fast a training state comes back onto one GPU: raystow beside torch.load, DCP and torch_checkpointing, in one run.
+"""Measure the restore of a training state onto one GPU: raystow, torch.load, DCP and torch_checkpointing in one run.
 
-The state of ``gpu_workload``, 6.17 GB really trained, is saved once by each contestant to memory (/dev/shm), and loaded into the
-tensors on the GPU, several times. Rates are of raw bytes. raystow comes with what its GPU coders write (deflate, ans), and with
-what its node worker writes on the CPU (zstd).
+Each contestant saves the state of ``gpu_workload`` (6.17 GB) once to /dev/shm and loads it several times into the tensors on
+the GPU. Rates are of raw bytes. raystow restores what its GPU coders write (deflate, ans) and what its node worker writes
+(zstd).
 
-How it is measured. Before each load the tensors are filled with zeros; the clock runs from one synchronization of the GPU to the
-next, around the load; afterwards, outside it, every tensor is compared bit for bit with a copy on the GPU. The first load, which
-compiles kernels and makes pinned memory, is told apart: it is not among the rounds.
+Method. Before each load the tensors are set to zero. The clock runs between synchronizations of the GPU. Afterwards every
+tensor is compared bit for bit with a copy on the GPU. The first load, which compiles kernels and pins memory, is reported
+separately.
 """
 
 from __future__ import annotations
@@ -19,19 +19,21 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import report
 import torch
 import typer
 from gpu_coders import WORDS
 from gpu_contestants import PEERS, Contestant, field, ours, start_ray
-from gpu_save import clear, console_for_tables, leave, report, style, table_of
+from gpu_save import clear, console_for_tables, leave, style
 from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
+from report import table_of
 from rich.table import Table
 
 CODECS = ("deflate", "ans", "cpu")
 
 
 def measure(training: Training, contestant: Contestant, kept: State, rounds: int) -> dict[str, Any]:
-    """One save, and the seconds of every load. ``SystemExit`` if a bit is not what it was."""
+    """Save once and time every load. Raises ``SystemExit`` if a bit differs."""
     into = training.state()
     try:
         wait = contestant.save(into, training.step)
@@ -52,7 +54,7 @@ def measure(training: Training, contestant: Contestant, kept: State, rounds: int
 
 
 def load(training: Training, contestant: Contestant, into: State, kept: State) -> float:
-    """Seconds of one load."""
+    """Load once; return seconds."""
     for tensor in tensors_of(into):
         tensor.zero_()
     training.synchronize()
@@ -65,7 +67,7 @@ def load(training: Training, contestant: Contestant, into: State, kept: State) -
 
 
 def check(state: State, kept: State) -> None:
-    """Every bit as it was."""
+    """End the run if a bit differs."""
     for group, tensors in state.items():
         for name, tensor in tensors.items():
             words = WORDS[tensor.element_size()]
@@ -74,7 +76,7 @@ def check(state: State, kept: State) -> None:
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """One table of all contestants."""
+    """Yield a table of all contestants."""
     table = table_of(
         f"loading {results['state']['bytes'] / 1e9:.2f} GB into GPU tensors", "GB/s", "slowest", "first load", "stored"
     )
@@ -88,7 +90,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool | None]:
-    """What raystow promises, and whether this run bears it out; None where it did not measure that."""
+    """Return raystow's goals, and whether this run meets them; None: not measured."""
     rates = {name: row["GB/s"] for name, row in results["contestants"].items() if "GB/s" in row}
     best = max((rates[name] for name in PEERS if name in rates), default=None)
     held: dict[str, bool | None] = {}
@@ -101,12 +103,12 @@ def claims(results: dict[str, Any]) -> dict[str, bool | None]:
 
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
-    store: Annotated[Path, typer.Option(help="folder for the checkpoints; what was made in it is deleted")] = Path("/dev/shm"),
-    contestant: Annotated[list[str] | None, typer.Option(help="only these (repeatable); all by default")] = None,
-    rounds: Annotated[int, typer.Option(min=1, help="loads that count")] = 5,
+    store: Annotated[Path, typer.Option(help="parent folder of the checkpoints, deleted at the end")] = Path("/dev/shm"),
+    contestant: Annotated[list[str] | None, typer.Option(help="contestant to measure (repeatable); default: all")] = None,
+    rounds: Annotated[int, typer.Option(min=1, help="measured loads")] = 5,
     steps: Annotated[int, typer.Option(min=1, help="training steps before the state is saved")] = 400,
-    memory: Annotated[float | None, typer.Option(help="GiB that raystow may take; its own default otherwise")] = None,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try it out")] = "cuda",
+    memory: Annotated[float | None, typer.Option(help="GiB of raystow's staging memory; default: raystow's own")] = None,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a trial")] = "cuda",
     layers: Annotated[int, typer.Option(help="of the model")] = Size.layers,
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = Size.width,
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
@@ -133,16 +135,17 @@ def main(
             try:
                 results["contestants"][name] = row = measure(training, makers[name](), kept, rounds)
                 console.print(f"{name}: {row['GB/s']:.2f} GB/s", highlight=False)
-            except Exception as error:  # a peer that is not there or fails is no reason to lose the others
+            except Exception as error:  # a peer that is missing or fails must not end the run
                 reason = f"{type(error).__name__}: {error}"
                 results["contestants"][name] = {"skipped": reason}
                 console.print(f"{name} is skipped: {reason[:500]}", highlight=False, markup=False)
             for tensor, original in zip(tensors_of(training.state()), tensors_of(kept), strict=True):
-                tensor.copy_(original)  # whatever a failed load has left
+                tensor.copy_(original)  # a failed load may have left other values
             clear(root)
             results["claims"] = claims(results)
             file.write_text(json.dumps(results, indent=1) + "\n")
-    report(console, tables(results), results["claims"], file)
+    report.show(console, tables(results), results["claims"])
+    console.print(f"written to {file}")
     leave()
 
 

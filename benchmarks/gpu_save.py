@@ -1,24 +1,22 @@
-"""What a save costs a training loop on one GPU: raystow beside torch.save, DCP and torch_checkpointing, in one run.
+"""Measure what a save costs a training loop on one GPU: raystow, torch.save, DCP and torch_checkpointing in one run.
 
-The training of ``gpu_workload`` goes on while each contestant saves its whole state, 6.17 GB, to memory (/dev/shm), so that no
-disk limits anybody. The figure that counts is the time the loop lost: windows of some steps, in the first of which a save begins,
-take turns with windows without one, and each is compared with the mean of its two neighbours, since clocks drift by more than a
-good save costs. Short steps (one micro-batch) show what cannot hide behind the computation; long ones (eight) what slows it down.
+The training of ``gpu_workload`` continues while each contestant saves its state of 6.17 GB to /dev/shm, so that no disk limits
+the result. The figure is the time that the loop loses: windows of several steps that start with a save alternate with windows
+without one, and each is compared with the mean of its two neighbors, because clocks drift by more than a good save costs. Short
+steps (one micro-batch) show what the computation cannot hide, long ones (eight) what slows it down.
 
-How it is measured. Every step ends with a synchronization of the GPU, and is timed from one to the next. The fence is called
-before the optimizer's step; what it waits is noted, and is part of the step. A window ends when its steps are done, but the
-training goes on, in steps that do not count, until the save is durable and deleted again, and for two seconds at least: a GPU
-that has waited clocks higher, and then for seconds up and down, by more than a good save costs. A save is durable at the moment
-at which its result is there, taken by a thread that waits for nothing else. Before the windows that count, each contestant saves
-twice: pinned memory, processes and kernels are made then. "no save" is a contestant like any other; its losses are the noise.
+Method. Every step ends with a synchronization of the GPU and is timed between them. ``fence`` is called before the optimizer's
+step; its wait is part of the step. After a window, training continues in uncounted steps until the save is durable and deleted,
+and for at least two seconds, because an idle GPU changes its clock. A separate thread records when a save is durable. Each
+contestant first saves twice, to pin memory, start processes and compile kernels. "no save" is a contestant; its losses are
+noise.
 
-Besides, with the GPU otherwise idle:
-- how fast raystow reads the state, brings it to host memory (coded, on the way) and makes it durable, in raw bytes per second,
-  beside a plain copy of the same tensors to pinned memory; for the whole state, and for one of bf16 alone;
-- the entropy of the state's byte planes, after moving the sign bit out of the exponent's way, chunk by chunk of 16 MiB: what no
-  coder of single bytes can go below but by smaller pieces;
-- each coder by itself on 512 MiB of each part of the state: split into planes, code the highest; decode it, join. Times are the
-  GPU's own; streams stay where the coder left them (a save packs them too). Every decode is compared bit for bit.
+With the GPU otherwise idle:
+- raystow's rates to read the state, to bring it to host memory and to make it durable, in raw bytes per second, compared with a
+  plain copy to pinned memory; for the whole state and a bf16 state;
+- the entropy of the state's byte planes in chunks of 16 MiB, after rotating the sign: a bound for coders of single bytes;
+- each coder on 512 MiB of each part of the state: split into planes, code the highest; decode, join. Times are the GPU's own,
+  and streams stay where the coder wrote them. Every decode is compared bit for bit.
 """
 
 from __future__ import annotations
@@ -37,13 +35,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
+import report
 import torch
 import typer
 from gpu_coders import CHUNK, CODERS, ROUNDS, WORDS, coders
-from gpu_contestants import AUTO, DELTA, NONE, PEERS, TORCH_CHECKPOINTING, Contestant, Raystow, Wait, field, ours, start_ray
+from gpu_contestants import NONE, PEERS, TORCH_CHECKPOINTING, Contestant, Raystow, Wait, field, ours, start_ray
 from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
+from report import table_of
 from rich.console import Console
 from rich.table import Table
+
+from raystow.workers.protocol.messages import EndSave
 
 CODECS = ("deflate", "ans", "raw")
 SHORT, LONG = 1, 8
@@ -53,7 +55,7 @@ now = time.perf_counter
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds of each step and, where there was a save, in its fences; and what becomes of it."""
+    """Seconds of each step and, with a save, in its fences; and the save's outcome."""
 
     steps: list[float]
     fence: float = 0.0
@@ -68,7 +70,7 @@ class Outcome(NamedTuple):
 
 
 def window(training: Training, contestant: Contestant, pool: Executor, *, steps: int, micro_batches: int, save: bool) -> Window:
-    """Some steps, with a save in the first of them or without."""
+    """Run several steps, with or without a save in the first."""
     times, fenced, outcome = list[float](), 0.0, None
     for k in range(steps):
         training.synchronize()
@@ -87,7 +89,7 @@ def window(training: Training, contestant: Contestant, pool: Executor, *, steps:
 
 
 def watch(contestant: Contestant, wait: Wait, start: float) -> Outcome:
-    """Wait until a save that began at ``start`` is durable, and delete it."""
+    """Wait until a save begun at ``start`` is durable, and delete it."""
     wait()
     outcome = Outcome(now() - start, contestant.stored())
     contestant.discard()
@@ -95,7 +97,7 @@ def watch(contestant: Contestant, wait: Wait, start: float) -> Outcome:
 
 
 def go_on(training: Training, last: Window, *, micro_batches: int) -> None:
-    """Train until what the window has left is over, and the clocks are steady again."""
+    """Train until the window's save is over and the clocks are steady."""
     start = now()
     while now() - start < SETTLE or not (last.outcome is None or last.outcome.done()):
         for _ in range(micro_batches):
@@ -105,7 +107,7 @@ def go_on(training: Training, last: Window, *, micro_batches: int) -> None:
 
 
 def measure(training: Training, contestant: Contestant, *, saves: int, every: int, micro_batches: int) -> dict[str, Any]:
-    """All windows of one contestant, and what they come to."""
+    """Measure all windows of one contestant."""
     with ThreadPoolExecutor(1) as pool:
 
         def one(save: bool, steps: int = every) -> Window:
@@ -141,11 +143,10 @@ def measure(training: Training, contestant: Contestant, *, saves: int, every: in
 
 
 def note_arrivals(contestant: Raystow) -> list[float]:
-    """A list that gets the time at which all chunks of a save are in host memory, for every save from now on.
+    """Return a list to which every later save adds the time at which all its chunks are in host memory.
 
-    There must have been a save before.
-    THE HOOK FOR "ARRIVED": nothing public tells it. It is the time at which the staging thread, which has waited for every copy,
-    hands on the news that this was all. How soon the node worker reads the news is no matter of copying any more.
+    Requires an earlier save. No public interface reports this time: it is when the staging thread, which waits for every copy,
+    posts the last message of a save.
     """
     times: list[float] = []
     staging = contestant.checkpointer._staging
@@ -153,8 +154,8 @@ def note_arrivals(contestant: Raystow) -> list[float]:
     connection = staging._connection
     post = connection.post
 
-    def noting(message: dict[str, Any]) -> None:
-        if "end" in message:
+    def noting(message: object) -> None:
+        if isinstance(message, EndSave):
             times.append(now())
         post(message)
 
@@ -163,7 +164,7 @@ def note_arrivals(contestant: Raystow) -> list[float]:
 
 
 def idle_rate(contestant: Raystow, state: State) -> dict[str, Any]:
-    """Seconds from a save of ``state`` until all was read, had arrived in host memory, was durable; with nothing else to do."""
+    """Time a save of ``state`` on an idle GPU: until all was read, in host memory, durable."""
     found: dict[str, list[float]] = {"read": [], "arrived": [], "durable": []}
     arrivals: list[float] = []
     for turn in range(-2, ROUNDS):
@@ -186,7 +187,7 @@ def idle_rate(contestant: Raystow, state: State) -> dict[str, Any]:
 
 
 def plain_copy(state: State) -> dict[str, Any]:
-    """The same tensors into one pinned buffer, one after the other."""
+    """Time copies of the same tensors into one pinned buffer."""
     host = torch.empty(nbytes(state), dtype=torch.uint8)
     if code := int(torch.cuda.cudart().cudaHostRegister(host.data_ptr(), host.numel(), 0)):
         raise SystemExit(f"CUDA cannot pin {host.numel() >> 20} MiB (error {code})")
@@ -211,7 +212,7 @@ def synchronize() -> None:
 
 
 def entropy_bound(state: State) -> float:
-    """Bytes: the entropy of each byte plane of each chunk, added up."""
+    """Return the sum of the entropies of all byte planes of all chunks, in bytes."""
     tensors = tensors_of(state)
     bits = torch.zeros((), dtype=torch.float64, device=tensors[0].device)
     for tensor in tensors:
@@ -226,7 +227,7 @@ def entropy_bound(state: State) -> float:
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """What was measured so far."""
+    """Yield tables of the results so far."""
     state = results["state"]
     for micro_batches, rows in results["steps"].items():
         table = table_of(
@@ -260,26 +261,17 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def console_for_tables() -> Console:
-    """As wide as the terminal; wide enough for every table where there is none."""
+    """Return a console as wide as the terminal, or wide enough for every table without one."""
     return Console(width=None if sys.stdout.isatty() else 150)
 
 
-def table_of(title: str, *headings: str) -> Table:
-    """A table with a column of names."""
-    table = Table(title=title, title_justify="left")
-    table.add_column("")
-    for heading in headings:
-        table.add_column(heading, justify="right")
-    return table
-
-
 def style(name: str) -> str | None:
-    """Ours stand out."""
+    """Return a style that highlights raystow."""
     return "bold" if name.startswith("raystow") else None
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool | None]:
-    """What raystow promises, and whether this run bears it out; None where it did not measure that."""
+    """Return raystow's goals, and whether this run meets them; None: not measured."""
     steps = results["steps"]
     deflate, ans = ours("deflate"), ours("ans")
 
@@ -299,11 +291,6 @@ def claims(results: dict[str, Any]) -> dict[str, bool | None]:
                 found.append(rows[deflate]["durable s"] <= 0.25 * min(peers))
         return all(found) if found else None
 
-    def more(micro_batches: int, name: str) -> float | None:
-        """ms per GB that differences add."""
-        by_itself, differing = (of(micro_batches, one, "lost ms/GB") for one in (deflate, name))
-        return None if by_itself is None or differing is None else differing - by_itself
-
     theirs = of(SHORT, TORCH_CHECKPOINTING, "lost")
     rows = [row[deflate] for row in steps.values() if "ratio" in row.get(deflate, {})]
     ratio, of_bound = (max((row[what] for row in rows), default=None) for what in ("ratio", "of bound"))
@@ -311,15 +298,11 @@ def claims(results: dict[str, Any]) -> dict[str, bool | None]:
         "short steps: deflate loses at most half of what torch_checkpointing does": at_most(
             of(SHORT, deflate, "lost"), theirs, 0.5
         ),
-        "short steps: so it does as it comes, with delta='auto'": at_most(of(SHORT, AUTO, "lost"), theirs, 0.5),
         "short steps: ans loses at most a quarter of what torch_checkpointing does": at_most(
             of(SHORT, ans, "lost"), theirs, 0.25
         ),
         "long steps: deflate loses at most 5 ms per GB": at_most(of(LONG, deflate, "lost ms/GB"), 5.0),
         "long steps: ans loses at most 2 ms per GB": at_most(of(LONG, ans, "lost ms/GB"), 2.0),
-        "short steps: delta='auto' loses at most 3 ms per GB more": at_most(more(SHORT, AUTO), 3.0),
-        "short steps: delta=8 loses at most 3 ms per GB more": at_most(more(SHORT, DELTA), 3.0),
-        "long steps: delta=8 loses at most 3 ms per GB more": at_most(more(LONG, DELTA), 3.0),
         "deflate is durable in a quarter of the best peer's time": durable(),
         "deflate stores at most .815 of the raw bytes": at_most(ratio, 0.815),
         "deflate stores at most 2 % more than the entropy bound": at_most(of_bound, 1.02),
@@ -329,32 +312,23 @@ def claims(results: dict[str, Any]) -> dict[str, bool | None]:
 
 
 def at_most(value: float | None, limit: float | None, factor: float = 1.0) -> bool | None:
-    """Whether ``value`` is no more than ``limit * factor``; None if either is not known."""
+    """Return whether ``value <= limit * factor``; None if either is unknown."""
     return None if value is None or limit is None else value <= limit * factor
 
 
 def at_least(value: float | None, limit: float | None, factor: float = 1.0) -> bool | None:
-    """Whether ``value`` is no less than ``limit * factor``; None if either is not known."""
+    """Return whether ``value >= limit * factor``; None if either is unknown."""
     return None if value is None or limit is None else value >= limit * factor
 
 
-def report(console: Console, shown: Iterator[Table], held: dict[str, bool | None], file: Path) -> None:
-    """What stands at the end of a run."""
-    for table in shown:
-        console.print(table)
-    for claim, holds in held.items():
-        console.print(f"{'not measured' if holds is None else 'holds' if holds else 'DOES NOT HOLD'}: {claim}", highlight=False)
-    console.print(f"written to {file}")
-
-
 def clear(folder: Path) -> None:
-    """Delete what is in it."""
+    """Delete all contents of a folder."""
     for path in folder.iterdir():
         shutil.rmtree(path, ignore_errors=True)
 
 
 def leave() -> None:
-    """End the process at once: peers leave threads and processes behind that would keep it."""
+    """End the process at once, because threads of peers would block its end."""
     import ray
 
     ray.shutdown()
@@ -363,7 +337,7 @@ def leave() -> None:
 
 
 def contest(training: Training, made: Contestant, lengths: dict[int, int], saves: int) -> Iterator[tuple[int, dict[str, Any]]]:
-    """What a contestant costs at each number of micro-batches; ``lengths``: the steps of a window by those."""
+    """Measure a contestant for each number of micro-batches; ``lengths``: number of micro-batches -> steps of a window."""
     try:
         for micro_batches, every in lengths.items():
             yield micro_batches, measure(training, made, saves=saves, every=every, micro_batches=micro_batches)
@@ -372,11 +346,12 @@ def contest(training: Training, made: Contestant, lengths: dict[int, int], saves
 
 
 def idle(training: Training, root: Path, memory: int | None) -> Iterator[tuple[str, dict[str, Any]]]:
-    """How fast states reach host memory with nothing else to do, by who brought them there and what they were."""
+    """Measure rates to host memory on an idle GPU, by method and state."""
     for title, state in (("whole state", training.state()), ("bf16 only", training.bf16_state())):
         yield f"plain copy, {title}", plain_copy(state)
         for codec in CODECS:
-            saver = Raystow(root / f"idle-{codec}-{title.replace(' ', '-')}", codec, memory)
+            folder = root / f"idle-{codec}-{title.replace(' ', '-')}"
+            saver = Raystow(folder, codec, memory, references=False)  # the same state is saved repeatedly
             try:
                 yield f"{ours(codec)}, {title}", idle_rate(saver, state)
             finally:
@@ -386,15 +361,15 @@ def idle(training: Training, root: Path, memory: int | None) -> Iterator[tuple[s
 
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
-    store: Annotated[Path, typer.Option(help="folder for the checkpoints; what was made in it is deleted")] = Path("/dev/shm"),
-    contestant: Annotated[list[str] | None, typer.Option(help="only these (repeatable); all by default")] = None,
-    micro_batches: Annotated[list[int] | None, typer.Option(help="of a step (repeatable); 1 and 8 by default")] = None,
-    saves: Annotated[int, typer.Option(min=1, help="windows with a save that count; five or more for a figure")] = 5,
+    store: Annotated[Path, typer.Option(help="parent folder of the checkpoints, deleted at the end")] = Path("/dev/shm"),
+    contestant: Annotated[list[str] | None, typer.Option(help="contestant to measure (repeatable); default: all")] = None,
+    micro_batches: Annotated[list[int] | None, typer.Option(help="micro-batches per step (repeatable); default: 1 and 8")] = None,
+    saves: Annotated[int, typer.Option(min=1, help="measured windows with a save; at least five for a result")] = 5,
     every: Annotated[int, typer.Option(help="steps of a window; 0: 10, or 4 from four micro-batches on")] = 0,
-    steps: Annotated[int, typer.Option(min=1, help="training steps before anything is measured")] = 400,
-    memory: Annotated[float | None, typer.Option(help="GiB that raystow may take; its own default otherwise")] = None,
+    steps: Annotated[int, typer.Option(min=1, help="training steps before the first measurement")] = 400,
+    memory: Annotated[float | None, typer.Option(help="GiB of raystow's staging memory; default: raystow's own")] = None,
     extras: Annotated[bool, typer.Option(help="also measure idle rates and coders")] = True,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try it out")] = "cuda",
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a trial")] = "cuda",
     layers: Annotated[int, typer.Option(help="of the model")] = Size.layers,
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = Size.width,
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
@@ -442,7 +417,7 @@ def main(
                     console.print(
                         f"{name}, {count} micro-batches: lost {row['lost ms']['median']:.1f} ms a save", highlight=False
                     )
-            except Exception as error:  # a peer that is not there or fails is no reason to lose the others
+            except Exception as error:  # a peer that is missing or fails must not end the run
                 reason = f"{type(error).__name__}: {error}"
                 console.print(f"{name} is skipped: {reason[:500]}", highlight=False, markup=False)
                 for rows in results["steps"].values():
@@ -455,7 +430,8 @@ def main(
                 keep()
             results["coders"] = coders(training.state())
             keep()
-    report(console, tables(results), results["claims"], file)
+    report.show(console, tables(results), results["claims"])
+    console.print(f"written to {file}")
     leave()
 
 

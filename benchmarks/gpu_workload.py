@@ -1,14 +1,13 @@
-"""What the GPU benchmarks save and restore: a language model that really trains, and where it did.
+"""The workload of the GPU benchmarks: a language model that is trained, and a description of the machine.
 
-A GPT of 441 million parameters is trained in mixed precision, as most are: bf16 weights, an fp32 master of them, AdamW's two
-moments in fp32. That is 14 bytes per parameter, 6.17 GB, in four groups. The text is Python source found on the machine, as
-byte-pair tokens. The step is in two parts, ``forward_backward`` and ``update``, so that a save can hide behind the first and be
-fenced before the second.
+A GPT of 441 million parameters is trained in mixed precision: bf16 weights, an fp32 master copy, two AdamW moments in fp32.
+That is 14 bytes per parameter, 6.17 GB, in four groups. The text is Python source found on the machine, as byte-pair tokens. A
+step has two parts, ``forward_backward`` and ``update``; a save can overlap with the first and is fenced before the second.
 
-Training runs on a CUDA stream of high priority, for every contestant alike: whoever uses the GPU beside it, on streams of
-ordinary priority, gives way. It costs those nothing who only copy.
+Training runs on a CUDA stream of high priority for every contestant, so other kernels yield to it. Plain copies are not
+affected.
 
-``Size`` makes the model small enough for a CPU; that serves to try a benchmark out, its figures mean nothing.
+A small ``Size`` runs on a CPU to try a benchmark; such figures mean nothing.
 """
 
 from __future__ import annotations
@@ -20,11 +19,11 @@ import subprocess
 import sysconfig
 from collections.abc import Iterator
 from dataclasses import dataclass
-from datetime import datetime, timezone
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+import report
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -32,13 +31,13 @@ from torch import Tensor, nn
 State = dict[str, dict[str, Tensor]]
 
 _TEXT = 20_000_000  # characters to train on
-_FILES = 1500  # of which the tokenizer learns
+_FILES = 1500  # for the tokenizer
 _PACKAGES = ("raystow", "torch", "ray", "numpy", "nvidia-libnvcomp-cu12", "torch_checkpointing", "triton")
 
 
 @dataclass(frozen=True)
 class Size:
-    """Of the model, and of a micro-batch (``batch`` sequences of ``context`` tokens)."""
+    """Size of the model and of a micro-batch (``batch`` sequences of ``context`` tokens)."""
 
     layers: int = 16
     width: int = 1280
@@ -48,12 +47,12 @@ class Size:
 
     @property
     def heads(self) -> int:
-        """Of 64 dimensions each."""
+        """Attention heads of 64 dimensions."""
         return max(1, self.width // 64)
 
 
 def corpus(size: Size, device: torch.device) -> Tensor:
-    """Byte-pair tokens of Python source found on this machine, int32 [n]."""
+    """Return byte-pair tokens of Python source found on this machine, int32 [n]."""
     try:
         from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     except ImportError:
@@ -81,7 +80,7 @@ def _sources() -> Iterator[str]:
 
 
 class Block(nn.Module):
-    """Attention and a gated feed-forward layer, each normed before and added after."""
+    """Pre-norm attention and a gated feed-forward layer."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -105,7 +104,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Embeddings tied to the output."""
+    """A GPT whose embedding is tied to its output."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -122,7 +121,7 @@ class GPT(nn.Module):
 
 
 class Training:
-    """Mixed-precision AdamW. Making one puts the calling thread on the stream of high priority."""
+    """Mixed-precision AdamW. The constructor switches the calling thread to a stream of high priority."""
 
     def __init__(self, size: Size, device: torch.device) -> None:
         if device.type == "cuda":
@@ -138,7 +137,7 @@ class Training:
         self._optimizer = torch.optim.AdamW(self._master, lr=3e-4, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def run(self, steps: int) -> float:
-        """Whole steps of one micro-batch each; the last loss."""
+        """Train whole steps of one micro-batch each; return the last loss."""
         loss = torch.zeros(())
         for _ in range(steps):
             loss = self.forward_backward()
@@ -146,7 +145,7 @@ class Training:
         return float(loss.item())
 
     def forward_backward(self) -> Tensor:
-        """One micro-batch: its gradients are added to those there are. The loss, on the device."""
+        """Accumulate the gradients of one micro-batch; return the loss, on the device."""
         starts = torch.randint(len(self._data) - self.size.context - 1, (self.size.batch, 1), device=self.device)
         batch = self._data[starts + self._span].long()
         loss = F.cross_entropy(self._model(batch[:, :-1]).float().flatten(0, 1), batch[:, 1:].flatten())
@@ -154,7 +153,7 @@ class Training:
         return loss.detach()
 
     def update(self) -> None:
-        """The optimizer's step; what ``state`` gave changes. Gradients are clipped, so that their number does not matter."""
+        """Apply the optimizer, which changes the tensors of ``state``. Gradients are clipped, so their number does not matter."""
         for weight, master in zip(self._weights, self._master, strict=True):
             assert weight.grad is not None
             master.grad = weight.grad.float()
@@ -166,12 +165,12 @@ class Training:
         self.step += 1
 
     def synchronize(self) -> None:
-        """Wait until the device has done everything."""
+        """Wait until the device is idle."""
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
 
     def state(self) -> State:
-        """What a checkpoint must hold, 14 bytes per parameter: the tensors themselves, by group and name. Only after a step."""
+        """Return the state by group and name, 14 bytes per parameter, without copies. Requires a step."""
         of = self._optimizer.state
         return {
             "weights": self._named([p.detach() for p in self._weights]),
@@ -197,38 +196,35 @@ class Training:
 
 
 def tensors_of(state: State) -> list[Tensor]:
-    """All tensors of a state, in order."""
+    """Return all tensors of a state, in order."""
     return [tensor for group in state.values() for tensor in group.values()]
 
 
 def nbytes(state: State) -> int:
-    """Raw bytes of all tensors."""
+    """Return the raw bytes of all tensors."""
     return sum(tensor.numel() * tensor.element_size() for tensor in tensors_of(state))
 
 
 def device_named(name: str) -> torch.device:
-    """The device, or a clear end if there is none."""
+    """Return the device, or end the run if there is none."""
     if name == "cuda" and not torch.cuda.is_available():
         raise SystemExit("there is no NVIDIA GPU here (or torch was built without CUDA); --device cpu tries the benchmark out")
     return torch.device(name, 0) if name == "cuda" else torch.device(name)
 
 
 def about(device: torch.device) -> dict[str, Any]:
-    """When and where a benchmark ran, and with what."""
+    """Describe when and where a benchmark runs, with GPU and software versions."""
     gpu: dict[str, Any] = {"name": "none"}
     if device.type == "cuda":
         properties = torch.cuda.get_device_properties(device)
         driver = _said("nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader")
         gpu = {"name": properties.name, "GB": properties.total_memory / 1e9, "driver": driver, "CUDA": torch.version.cuda}
     return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "date": report.now(),
         "machine": {
             "gpu": gpu,
-            "cpu": _cpu(),
-            "cores": len(os.sched_getaffinity(0)),
+            **report.machine(),
             "memory GB": os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 1e9,
-            "load before": os.getloadavg()[0],
-            "os": platform.platform(),
         },
         "versions": {
             "python": platform.python_version(),
@@ -237,14 +233,6 @@ def about(device: torch.device) -> dict[str, Any]:
             "commit": _said("git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty"),
         },
     }
-
-
-def _cpu() -> str:
-    try:
-        lines = Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    return next((line.partition(": ")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
 
 
 def _version(package: str) -> str | None:
@@ -256,10 +244,10 @@ def _version(package: str) -> str | None:
 
 def _nvcomp() -> str | None:
     try:
-        from raystow.workers.cuda.nvcomp import version as of_library
+        from raystow.workers.gpu.nvcomp import version as of_library
 
         return of_library()
-    except Exception:  # whatever keeps it from loading, there is none
+    except Exception:  # it cannot be loaded, for any reason
         return None
 
 

@@ -1,11 +1,11 @@
-"""What a history of a hundred versions takes, in full and thinned: saved by a training on real text, thinned, and read back.
+"""Measure the size of a history of a hundred versions, complete and thinned.
 
-A GPT (see ``study_models``) trains in mixed precision, 14 bytes for each parameter, and saves every 10 steps through a
-``Checkpointer`` on a Ray cluster of this machine, after some steps to warm up. Then the repository is copied for each way to thin
-it, thinned as ``raystow prune`` does, and collected; every version's weights are restored, and held bit for bit against a digest
-that was taken when they were saved, of every bit or of what rounding leaves; of each tenth version the loss is measured on text
-that was never trained on. Sizes are of packs, as ``raystow ls`` tells them. What all would take with nothing derived, and as
-differences that can all be resumed, is counted. The learning rate falls along a cosine from the first step to the last version.
+A GPT (see ``study_models``) is trained on real text in mixed precision, 14 bytes per parameter, and saved every 10 steps
+through a ``Checkpointer`` on a Ray cluster of this machine, after a warm-up. The repository is copied for each way of thinning,
+thinned as by ``raystow prune``, and collected. Every version's weights are restored and compared with a digest taken at save
+time, of all bits or of the rounded values; the loss of every tenth version is measured on held-out text. Sizes are of packs.
+Sizes without derived tensors, and as resumable deltas, are computed. The learning rate falls along a cosine from the first step
+to the last version.
 """
 
 from __future__ import annotations
@@ -30,8 +30,9 @@ from study_models import Run, copied, deterministic, gpt
 from training_study import arrays, coarse, stored
 
 import raystow
-from raystow.orchestrator.restore import plan_restore, restore
-from raystow.storage.retention.chaining import MOST
+from raystow.orchestrator.restore.latest import restore
+from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
+from raystow.storage.retention.thin_policy import MOST
 
 WAYS = {
     "weights alone, the last 2 resumable": raystow.Policy(resumable=2),
@@ -41,15 +42,15 @@ WAYS = {
     "4 bits of mantissa, differences, the last resumable": raystow.Policy(resumable=1, delta=MOST, mantissa_bits=4),
 }
 LOOKED_AT = 10
-"""Of so many versions, one is evaluated."""
+"""Every this many versions, one is evaluated."""
 
 
 Digests = dict[int | None, list[str]]
-"""By the bits of mantissa that are kept, None for all: a digest of the weights of each version."""
+"""Kept mantissa bits (None: all) -> digest of the weights of each version."""
 
 
 def digest(weights: dict[str, torch.Tensor]) -> str:
-    """Of all bits."""
+    """Return a digest of all bits."""
     found = hashlib.blake2b(digest_size=16)
     for name, tensor in sorted(weights.items()):
         found.update(name.encode())
@@ -58,10 +59,12 @@ def digest(weights: dict[str, torch.Tensor]) -> str:
 
 
 def saved(run: Run, uri: str, saves: int, every: int, console: Console) -> tuple[Digests, int]:
-    """Train and save; the digests, and the bytes that all would take if each were a difference to the one before."""
+    """Train and save; return the digests, and the bytes of all versions as deltas to the previous one."""
     found: Digests = {policy.mantissa_bits: [] for policy in WAYS.values()}
     counted, before = 0, None
-    with raystow.Checkpointer(uri, rank=0, world_size=1, keep_in_memory=0, replicas=0) as checkpointer:
+    with raystow.Checkpointer(
+        uri, rank=0, world_size=1, memory=raystow.Memory(cache=0), replication=raystow.Replication(0)
+    ) as checkpointer:
         for number in range(saves):
             losses = list(run.train(every))
             checkpointer.save(run.state(), step=run.step).result(600)
@@ -76,25 +79,25 @@ def saved(run: Run, uri: str, saves: int, every: int, console: Console) -> tuple
 
 
 def evaluated(run: Run, weights: dict[str, torch.Tensor]) -> float:
-    """The loss with these weights, on text that was not trained on."""
+    """Return the loss with these weights on held-out text."""
     with torch.no_grad():
         for name, tensor in run.state()["weights"].items():
             tensor.copy_(weights[name])
     return run.evaluate()
 
 
-def thinned(folder: Path, policy: raystow.Policy, wanted: list[str], run: Run) -> dict[str, Any]:
-    """Thin, collect, restore, compare and evaluate; what it takes, and what it took."""
+def thinned(folder: Path, policy: raystow.Policy, digests: list[str], run: Run) -> dict[str, Any]:
+    """Thin, collect, restore, compare and evaluate; return sizes and durations."""
     repository = raystow.open(str(folder))
     begin = time.perf_counter()
     repository.plan_retention(policy).execute()
     seconds = time.perf_counter() - begin
     repository.plan_collection(grace=0.0).execute()
     versions, most, losses = repository.versions(), 0, []
-    for version, one in zip(versions, wanted, strict=True):
+    for version, one in zip(versions, digests, strict=True):
         into = {name: version.read(name).zero_() for name in version.tensors() if name.startswith("weights.")}
-        plan = plan_restore(version, into, strict=not version.resumable)
-        restore(version, into, strict=not version.resumable)
+        plan = plan_restore(version, into, RestoreOptions(strict=not version.resumable))
+        restore(version, into, RestoreOptions(strict=not version.resumable))
         weights = {name.removeprefix("weights."): tensor for name, tensor in into.items()}
         if digest(weights if policy.mantissa_bits is None or not version.resumable else coarse(weights)) != one:
             raise SystemExit(f"{folder}: the weights of version {version.id} are not those that were saved")
@@ -131,13 +134,13 @@ def main(
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = 128,
     batch: Annotated[int, typer.Option(help="sequences in a batch")] = 2,
     vocabulary: Annotated[int, typer.Option(help="of the tokenizer")] = 2000,
-    rate: Annotated[float, typer.Option(help="of learning, the highest")] = 3e-4,
-    constant: Annotated[bool, typer.Option("--constant", help="the learning rate is always the same")] = False,
+    rate: Annotated[float, typer.Option(help="highest learning rate")] = 3e-4,
+    constant: Annotated[bool, typer.Option("--constant", help="use a constant learning rate")] = False,
 ) -> None:
     """Train, save, thin in every way, restore and compare."""
     where, console = device_named(device), Console(width=110)
     size = Size(layers=layers, width=width, batch=batch, context=128, vocabulary=vocabulary)
-    logging.getLogger("raystow").setLevel(logging.ERROR)  # what is left out of a restore is meant to be
+    logging.getLogger("raystow").setLevel(logging.ERROR)  # no warnings about tensors that are left out on purpose
     deterministic()
     torch.manual_seed(0)
     settings = {"saves": saves, "every": every, "warm up": warm_up, "rate": rate, "constant": constant, "size": vars(size)}
@@ -161,7 +164,7 @@ def main(
         results["ways"]["differences, all resumable (counted)"] = {"stored": counted}
         for number, (way, policy) in enumerate(WAYS.items()):
             folder = Path(root) / str(number)
-            shutil.copytree(first, folder, copy_function=os.link)  # objects are never changed, and records are replaced
+            shutil.copytree(first, folder, copy_function=os.link)  # safe: files are replaced, never changed
             results["ways"][way] = thinned(folder, policy, digests[policy.mantissa_bits], run)
     file = out / f"history-{results['date'][:10]}.json"
     file.write_text(json.dumps(results) + "\n")

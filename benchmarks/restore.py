@@ -1,60 +1,52 @@
-"""How fast a state comes back, from each place it can come from; and how long a rank of a very large run plans that.
+"""Measure restores from each source, and how long a rank of a very large run plans.
 
-*Restoring.* One rank, or four, hold a state of DTensors split over them and save it; as many, or three, restore it in place.
-In one case more, all ranks hold all of it. One run measures all of them side by side: raystow from the memory of the node that
-saved, from that of another node, from a local folder, the same with each rank on a node of its own, and from an S3 server,
-``torch.distributed.checkpoint.load`` from a local folder, and ``torch.load`` of one file for each rank, which is copied into the
-tensors (with the same number of ranks only). Ranks are actors on a Ray cluster of four nodes on this machine, in gloo process
-groups. The data are normal random numbers, as fp32 and as bf16, of which raystow stores
-four fifths.
+*Restoring.* One or four ranks save a state of DTensors that is split over them; as many, or three, restore it in place. In one
+case all ranks hold all of it. One run compares: raystow from the memory of the saving node, from another node's memory, from a
+local folder, the same with each rank on a node of its own, from an S3 server; ``torch.distributed.checkpoint.load`` from a
+local folder; ``torch.load`` of one file per rank (same number of ranks only). Ranks are actors on a Ray cluster of four nodes
+on this machine, in gloo process groups. Data are normal random numbers, fp32 and bf16, of which raystow stores four fifths.
 
-How it is measured. The contestants take turns in every round, in rotating order; a cell is the median over the rounds. Before
-each restore the tensors are filled with zeros and all ranks meet at a barrier; the clock of rank 0 runs from there to the next
-barrier. Outside it every tensor is compared bit for bit. Rates are of raw bytes of all ranks together. Files have been written
-a moment ago: they are read from the page cache. The bytes that come from the store are counted by the node workers, which get
-each byte once for all ranks of all nodes; they are held against the stored bytes of the version, all of which the ranks want
-together. raystow holds every chunk against two digests and decodes it; the other two do neither.
+Method. Contestants take turns in every round, in rotating order; a cell is the median. Before each restore the tensors are set
+to zero; rank 0's clock runs between two barriers. Every tensor is compared bit for bit afterwards. Rates are of raw bytes of
+all ranks. Files are in the page cache. Node workers count the bytes from the store, each once for all ranks; they are compared
+with the version's stored bytes. raystow checks two digests per chunk and decodes; the other two do neither.
 
-*Planning*: see ``restore_planning``.
-
-The S3 server is the one that RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL names, with credentials in the environment; without one it is
-moto, a single Python process, whose speed is not that of a real server.
+*Planning*: see ``restore_planning``. The S3 server is the one in RAYSTOW_TEST_S3 or AWS_ENDPOINT_URL, with credentials in the
+environment; otherwise moto, a single Python process that is slower than a real server.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
-import platform
 import statistics
 import sys
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from datetime import datetime, timezone
-from importlib.metadata import version
 from pathlib import Path
 from typing import Annotated, Any
 
 import ray
+import report
 import torch
 import typer
-from control_plane import machine, s3, table
+from control_plane import s3
 from ray.cluster_utils import Cluster
+from report import table_of
 from restore_planning import MEMORY, SECONDS, planning
 from rich.console import Console
 from rich.table import Table
 
 import raystow
-from raystow.orchestrator.world_plan import plan_world
-from raystow.workers.fetching.borrowing import Borrowing
+from raystow.orchestrator.restore.what_if import plan_world
+from raystow.workers.cache.node_cache_store import NodeCacheStore
 
 CASES = ((1, 1, False), (4, 4, False), (4, 3, False), (4, 3, True))
-"""Ranks that save, ranks that restore, and whether each holds all of the state."""
+"""Saving ranks, restoring ranks, and whether each rank holds the whole state."""
 OURS = ("memory", "peer", "folder", "apart", "s3")
 WAYS = (*OURS, "dcp", "torch.load")
 TITLES = {
@@ -72,29 +64,29 @@ AMPLIFICATION = 1.05
 
 
 def whole(number: int, shape: tuple[int, int]) -> torch.Tensor:
-    """Tensor ``number`` of the state, of which every third is bf16."""
+    """Return tensor ``number`` of the state; every third is bf16."""
     drawn = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.02
     return drawn.bfloat16() if number % 3 == 0 else drawn
 
 
 class Rank:
-    """A process that can be any rank of any world."""
+    """A process that can become any rank of any world."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         logging.getLogger("raystow").setLevel(logging.ERROR)
         self.read = read = Counter[str]()
         self._checkpointers: dict[str, raystow.Checkpointer] = {}
-        close = Borrowing.close
+        close = NodeCacheStore.close
 
-        def counted(self: Borrowing) -> None:
+        def counted(self: NodeCacheStore) -> None:
             read.update(self.read)
             close(self)
 
-        Borrowing.close = counted  # type: ignore[method-assign]
+        NodeCacheStore.close = counted  # type: ignore[method-assign]
 
     def join(self, where: str, rank: int, world: int, replicated: bool) -> int:
-        """Become a rank of a world, and make the state; its bytes of raw data."""
+        """Join a world as a rank, and create the state; return its raw bytes."""
         import torch.distributed as dist
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.tensor import Replicate, Shard, distribute_tensor
@@ -121,11 +113,13 @@ class Rank:
         dist.destroy_process_group()
 
     def save(self, way: str, place: str) -> None:
-        """Save the state as one of the contestants does."""
+        """Save the state with one of the contestants."""
         import torch.distributed.checkpoint as dcp
 
         if way in OURS:
-            with raystow.Checkpointer(place, keep_in_memory=KEPT if way == "memory" else 0, replicas=0) as checkpointer:
+            with raystow.Checkpointer(
+                place, memory=raystow.Memory(cache=KEPT if way == "memory" else 0), replication=raystow.Replication(0)
+            ) as checkpointer:
                 checkpointer.save(self.state, step=1).result(120)
         elif way == "dcp":
             dcp.save(self.state, checkpoint_id=place)
@@ -133,13 +127,13 @@ class Rank:
             torch.save({"step": 7, "model": self.kept}, f"{place}-{self.rank}.pt")
 
     def restore(self, way: str, place: str) -> tuple[float, dict[str, int]]:
-        """Restore once; seconds until all ranks are through, and stored bytes that this rank had read, by source."""
+        """Restore once; return seconds until all ranks are done, and this rank's stored bytes by source."""
         import torch.distributed as dist
 
         for tensor in self.state["model"].values():
             tensor.to_local().zero_()
         if way in OURS and place not in self._checkpointers:
-            self._checkpointers[place] = raystow.Checkpointer(place, replicas=0)
+            self._checkpointers[place] = raystow.Checkpointer(place, replication=raystow.Replication(0))
         self.read.clear()
         dist.barrier()
         start = time.perf_counter()
@@ -184,12 +178,12 @@ def nodes() -> Iterator[dict[str, list[Any]]]:
 
 
 def every(ranks: Sequence[Any], method: str, *args: Any) -> list[Any]:
-    """Call a method of all ranks at once."""
+    """Call a method of all ranks concurrently."""
     return list(ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=600))
 
 
 def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int, int, bool], rounds: int) -> dict[str, Any]:
-    """Save with ``case[0]`` ranks, restore with ``case[1]``, by each way and in each round."""
+    """Save with ``case[0]`` ranks and restore with ``case[1]``, in each way and round."""
     saved, restored, replicated = case
     name = f"{saved}-{restored}{'-whole' * replicated}"
     places = {way: f"{folder}/{name}-{way}" for way in WAYS} | {"s3": f"{bucket}/{name}"}
@@ -206,7 +200,7 @@ def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int
         raw = join(ranks[:restored], folder, replicated)
     seconds: dict[str, list[float]] = {way: [] for way in ways}
     read: dict[str, dict[str, int]] = {}
-    for turn in range(-1, rounds):  # the first of all makes connections, starts node workers and compiles
+    for turn in range(-1, rounds):  # warm-up: connections, node workers, compilation
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
             told = every(on[groups[way]][:restored], "restore", way, places[way])
             if turn >= 0:
@@ -237,35 +231,35 @@ def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int
 
 
 def from_store(read: dict[str, int]) -> int:
-    """Bytes, also those that another node was to send."""
+    """Return bytes from the store, including those that another node should have sent."""
     return read.get("store", 0) + read.get("instead", 0)
 
 
 def join(ranks: Sequence[Any], folder: Path, replicated: bool) -> int:
-    """Make the ranks a world; the raw bytes of its state."""
+    """Make the ranks a world; return the raw bytes of its state."""
     where = tempfile.mktemp(dir=folder, prefix="group-")
     return sum(ray.get([rank.join.remote(where, i, len(ranks), replicated) for i, rank in enumerate(ranks)], timeout=300))
 
 
 def claims(cases: list[dict[str, Any]], plans: dict[str, Any]) -> dict[str, bool]:
-    """What is promised, and whether this run bears it out."""
+    """Return raystow's goals, and whether this run meets them."""
     asked = [case["ways"][way]["store/needed"] for case in cases for way in ("folder", "apart", "s3")]
-    beside = [case["ways"][way] for case in cases for way in ("memory", "peer")]
+    ways = [case["ways"][way] for case in cases for way in ("memory", "peer")]
     one = plans["same"], plans["half"]
     return {
         f"bytes from the store at most {AMPLIFICATION} times what is needed": max(asked) <= AMPLIFICATION,
-        "nothing from the store while nodes have it in memory": all(not from_store(way["read"]) for way in beside),
+        "nothing from the store while nodes have it in memory": all(not from_store(way["read"]) for way in ways),
         f"2,048 nodes: a rank plans in less than {SECONDS:.0f} s": max(plan["seconds"] for plan in one) < SECONDS,
         f"2,048 nodes: in a process of less than {MEMORY >> 30} GiB": max(plan["peak"] for plan in one) < MEMORY,
     }
 
 
 def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table]:
-    """One for each case, and one for the plans."""
+    """Yield a table for each case, and one for the plans."""
     for case in cases:
         held = "each holds all" if case["replicated"] else "split"
         title = f"{case['saved by']} -> {case['restored by']} ranks, {held}, {case['raw'] / 1e6:.0f} MB raw"
-        grid = table(title, "", ">s", ">slowest", ">GB/s", ">MB: memory", ">peer", ">store", ">by needed")
+        grid = table_of(title, "s", "slowest", "GB/s", "MB: memory", "peer", "store", "by needed")
         for way, told in case["ways"].items():
             of = told["read"]
             sums = of.get("memory", 0), of.get("peer", 0), from_store(of)
@@ -275,7 +269,7 @@ def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table
             grid.add_row(TITLES[way], *times, *read, ratio)
         yield grid
     title = "planning: saved by 2,048 nodes of 8 ranks, 1,000 tensors"
-    grid = table(title, "", ">ranks", ">s", ">CPU s", ">fragments", ">MiB", ">grown by")
+    grid = table_of(title, "ranks", "s", "CPU s", "fragments", "MiB", "grown by")
     for name in ("same", "half"):
         plan = plans[name]
         sizes = f"{plan['peak'] / (1 << 20):.0f}", f"{plan['grown'] / (1 << 20):.0f}"
@@ -286,7 +280,7 @@ def tables(cases: list[dict[str, Any]], plans: dict[str, Any]) -> Iterator[Table
 
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
-    folder: Annotated[Path | None, typer.Option(help="where the local store's files go for the time of the run")] = None,
+    folder: Annotated[Path | None, typer.Option(help="parent folder of the local store, which is deleted at the end")] = None,
     rounds: Annotated[int, typer.Option(min=3, help="rounds that count")] = 5,
 ) -> None:
     """Measure restoring and planning."""
@@ -294,10 +288,7 @@ def main(
         os.environ.pop(name, None)
     console = Console(width=120)
     about: dict[str, Any] = {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "machine": machine(),
-        "versions": {"python": platform.python_version()}
-        | {name: version(name) for name in ("raystow", "ray", "torch", "obstore", "boto3", "pyarrow")},
+        **report.about("raystow", "ray", "torch", "obstore", "boto3", "pyarrow"),
         "rounds": rounds,
         "state": {"tensors": len(SHAPES), "elements": sum(map(math.prod, SHAPES))},
     }
@@ -310,14 +301,8 @@ def main(
     about["load after restoring"] = os.getloadavg()[0]
     held = claims(cases, plans)
     console.print(f"{about['machine']['cpu']}, {about['machine']['cores']} cores, {about['date']}; S3: {server}")
-    for grid in tables(cases, plans):
-        console.print(grid)
-    for claim, holds in held.items():
-        console.print(f"{'pass' if holds else 'MISS'}: {claim}", style="green" if holds else "bold red")
-    out.mkdir(parents=True, exist_ok=True)
-    file = out / f"restore-{about['date'][:10]}.json"
-    file.write_text(json.dumps({**about, "restoring": cases, "planning": plans, "claims": held}, indent=1) + "\n")
-    console.print(f"written to {file}")
+    report.show(console, tables(cases, plans), held)
+    report.write(console, out, "restore", {**about, "restoring": cases, "planning": plans, "claims": held})
 
 
 if __name__ == "__main__":

@@ -1,10 +1,10 @@
-"""How long a rank of a very large run plans its restore, and in how much memory.
+"""Measure how long a rank of a very large run plans its restore, and how much memory it takes.
 
-2,048 nodes of 8 ranks have saved 1,000 tensors, each split over all ranks, and 300 small ones that all ranks hold. The record
-is that of such a version, with every fragment and every pack in it. Fragments are made by the classes that make them in a save,
-those of the nodes that a rank may look at first; if it asked for any other, the run would end. What is measured, in a process
-of its own, is what ``Checkpointer.restore_latest`` does before it reads the first pack; the state is one of DTensors on a mesh
-of all ranks, of which torch's fake process group plays the others.
+2,048 nodes of 8 ranks have saved 1,000 tensors split over all ranks and 300 small replicated ones. The record is that of such a
+version, with all fragments and packs. Fragments are made by the classes of a save, for those nodes at which a rank may look
+first; the run ends if the rank asks for another. The measured code, in a process of its own, is what
+``Checkpointer.restore_latest`` does before it reads the first pack. The state consists of DTensors on a mesh of all ranks;
+torch's fake process group plays the others.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from control_plane_save import RANKS, TENSORS, fragment, tensor
+from report import peak_memory
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.coding.digest import stored_digest
@@ -33,7 +34,7 @@ SECONDS, MEMORY = 2.0, 1 << 30
 
 
 def make(folder: Path, sample: set[int]) -> Entry:
-    """Write the record, and the fragments of some nodes; the root's entry."""
+    """Write the record and some nodes' fragments; return the root's entry."""
     infos, packs = list[FragmentInfo](), list[PackInfo]()
     _, pattern = fragment(0, NODES)
     for node in range(NODES):
@@ -56,12 +57,12 @@ def make(folder: Path, sample: set[int]) -> Entry:
 
 
 def small(i: int) -> str:
-    """The name of a tensor that all ranks hold."""
+    """Return the name of a replicated tensor."""
     return f"optimizer.state.layers.{i}.step"
 
 
 def small_row(i: int) -> Chunk:
-    """Its chunk, with the first holder."""
+    """Return its chunk, stored by the first holder."""
     name, coding = small(i), Coding(False, False, ("raw",), (4,), b"", 65536)
     return Chunk(
         name, path_text(tuple(name.split("."))), TENSOR, "float32", (), (), (), 0, "optimizer", 0, 4 * i, coding, 0, bytes(32)
@@ -69,7 +70,7 @@ def small_row(i: int) -> Chunk:
 
 
 class Sample:
-    """The store: objects of the sample."""
+    """A store with the objects of the sample."""
 
     uri = "memory://sample"
 
@@ -77,7 +78,7 @@ class Sample:
         self._folder, self.asked = folder, list[str]()
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """An object; an end to the run if it is none of the sample."""
+        """Return an object; end the run if it is not in the sample."""
         self.asked.append(key)
         name = key.rpartition("/")[2]
         parts = keys.place_of(key)
@@ -91,30 +92,30 @@ class Sample:
 
 
 class Coordinator:
-    """Says what to restore, as the coordinator's actor does: with the record, and who has what in memory."""
+    """Answers like the coordinator: the record, and which node has which objects in memory."""
 
     def __init__(self, entry: Entry, record: bytes) -> None:
         self._entry, self._record = entry, record
 
     def settle(self, vote: Any) -> Any:
-        """See ``agreement.Settling``."""
-        from raystow.orchestrator.restoring import Choice
+        """See ``agreement.RestorePort``."""
+        from raystow.workers.protocol.messages import RestoreChoice
 
-        return Choice(self._entry, {node: [f"node-{node}"] for node in range(0, NODES, 2)}, self._record)
+        return RestoreChoice(self._entry, {node: (f"node-{node}",) for node in range(0, NODES, 2)}, self._record)
 
 
 def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
-    """In a process of its own: plan once, and tell what it took."""
+    """Plan once in a process of its own, and report the cost."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import DTensor, Shard
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
-    from raystow.orchestrator.agreement import Together
-    from raystow.orchestrator.restore import plan_restore
-    from raystow.orchestrator.restoring import Vote
+    from raystow.orchestrator.restore.agreement import ClusterAgreement
+    from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
     from raystow.storage.repository import Repository
+    from raystow.workers.protocol.messages import RestoreVote
 
     logging.disable(logging.CRITICAL)
     torch.set_num_threads(1)
@@ -123,32 +124,32 @@ def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
     into: dict[str, Any] = {small(i): torch.empty(()) for i in range(SMALL)}
     for i in range(TENSORS):
         name, _, dtype, shape, _, _ = tensor(i, NODES)
-        local = torch.empty((shape[0] // world, shape[1]), dtype=getattr(torch, dtype))  # memory that nobody touches takes none
+        local = torch.empty((shape[0] // world, shape[1]), dtype=getattr(torch, dtype))  # untouched memory is not allocated
         into[name] = DTensor.from_local(local, mesh, [Shard(0)], run_check=False, shape=torch.Size(shape), stride=(shape[1], 1))
     store = Sample(Path(folder))
 
     repository = Repository(store, REPOSITORY)  # type: ignore[arg-type]
     coordinator = Coordinator(entry, Path(folder, "record").read_bytes())
-    before, wall, cpu = peak(), time.perf_counter(), time.process_time()
-    vote = Vote(rank, world, "process", 1, 600.0)
-    agreement = Together(repository, coordinator, vote, lambda: "nobody", here=f"node-{rank // RANKS}")
+    before, wall, cpu = peak_memory(), time.perf_counter(), time.process_time()
+    vote = RestoreVote(rank, world, "process", 1, 600.0)
+    agreement = ClusterAgreement(repository, coordinator, vote, lambda: "nobody", here=f"node-{rank // RANKS}")
     chosen = agreement.settle(None, "")
     assert chosen is not None
-    made = plan_restore(agreement.version(chosen), into, rank=rank, world_size=world, sources=agreement.sources)
+    made = plan_restore(agreement.version(chosen), into, RestoreOptions(rank, world), sources=agreement.sources)
     wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
     assert made.raw == sum(t.to_local().nbytes if isinstance(t, DTensor) else t.nbytes for t in into.values())
-    told = {"seconds": wall, "cpu": cpu, "peak": peak(), "grown": peak() - before, "fragments": len(set(store.asked))}
-    pipe.send({**told, "chunks": sum(part.chunks for part in made.parts), "plan": made.explain()})
-
-
-def peak() -> int:
-    """The most memory that this process ever had, bytes."""
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmHWM"))
+    told = {
+        "seconds": wall,
+        "cpu": cpu,
+        "peak": peak_memory(),
+        "grown": peak_memory() - before,
+        "fragments": len(set(store.asked)),
+    }
+    pipe.send({**told, "chunks": sum(part.chunks for part in made.reads), "plan": made.explain()})
 
 
 def planning(rounds: int) -> dict[str, Any]:
-    """Plans of a rank in the middle, at the same world size and at half of it."""
+    """Measure plans of a middle rank, at the same world size and at half of it."""
     context = multiprocessing.get_context("spawn")
     worlds = {"same": NODES * RANKS, "half": NODES * RANKS // 2}
     results: dict[str, Any] = {name: {"ranks": world, "rounds": []} for name, world in worlds.items()}
@@ -175,7 +176,7 @@ def planning(rounds: int) -> dict[str, Any]:
 
 
 def around(rank: int, world: int) -> set[int]:
-    """The nodes of the save in whose fragments a rank of ``world`` looks first."""
+    """Return the nodes whose fragments a rank of ``world`` reads first."""
     saved = NODES * RANKS
     first = rank * saved // world // RANKS
     return {min(rank // RANKS, NODES - 1), *range(first - 1, first + 3)}

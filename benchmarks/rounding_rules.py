@@ -1,8 +1,8 @@
-"""What rules for rounding leave of an optimizer's state: bytes for each number, and decibels of signal by noise.
+"""Measure rounding rules on an optimizer's state: bytes per number, and signal-to-noise ratio in decibels.
 
-The state is that of a small GPT, really trained with AdamW on this machine: fp32 weights in the place of a master copy, and both
-moments. Every tensor is rounded as a save would round it, and coded by the CPU's coder; sizes are of what is stored. The noise
-told is that of all numbers of a group together, and of the tensor that has most of it.
+The state is that of a small GPT trained with AdamW on this machine: fp32 weights in place of a master copy, and both moments.
+Every tensor is rounded as in a save and coded by the CPU coder. The noise is that of all numbers of a group, and of the worst
+tensor.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from rich.table import Table
 from torch import Tensor
 
 from raystow.orchestrator.demo.model import GPT, batch, corpus, loss_of
-from raystow.orchestrator.lossy import rounding
-from raystow.orchestrator.lossy.choice import LEAST, suited
-from raystow.orchestrator.lossy.numbers import Numbers
+from raystow.orchestrator.lossy import rounded_chunk
+from raystow.orchestrator.lossy.profiles import LEAST, suited
 from raystow.orchestrator.lossy.rules import Asked, Blockwise, MantissaBits
 from raystow.orchestrator.lossy.sqnr import Sqnr
-from raystow.storage.coding.chunk import Encoder
+from raystow.orchestrator.lossy.tensor_values import Numbers
+from raystow.storage.coding.chunk import ChunkEncoder
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.coding.rounded import together
 
@@ -40,7 +40,7 @@ RULES: dict[str, list[Asked]] = {
 
 
 def trained(steps: int) -> dict[str, list[Tensor]]:
-    """The tensors of each group, fp32, of at least ``LEAST`` bytes."""
+    """Return the fp32 tensors of each group with at least ``LEAST`` bytes."""
     torch.manual_seed(0)
     model, data = GPT(width=128, layers=2), corpus()
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
@@ -55,7 +55,7 @@ def trained(steps: int) -> dict[str, list[Tensor]]:
 
 
 def measured(rule_of_group: Asked, group: str, tensors: list[Tensor]) -> dict[str, Any]:
-    """What a rule makes of a group."""
+    """Apply a rule to a group."""
     asked = suited(rule_of_group, group)
     found, chosen, stored = [], Counter[str](), 0
     for tensor in tensors:
@@ -63,11 +63,11 @@ def measured(rule_of_group: Asked, group: str, tensors: list[Tensor]) -> dict[st
         rule = asked.choose(partial(Numbers, "t", "float32", words, [((0, 0), tuple(words.shape))]))
         made = words
         if rule is not None:
-            made, findings = rounding.rounded(rule, words, "float32")
-            found.append(rounding.read("t", rule, [findings]))
+            made, findings = rounded_chunk.rounded(rule, words, "float32")
+            found.append(rounded_chunk.read("t", rule, [findings]))
         chosen[str(rule)] += 1
         raw = made.numpy().view(np.uint8).reshape(-1)
-        stored += Encoder(raw.size).encode(raw, dtype("float32"))[0].size
+        stored += ChunkEncoder(raw.size).encode(raw, dtype("float32"))[0].size
     return {
         "group": group,
         "rule": str(rule_of_group),
@@ -79,17 +79,17 @@ def measured(rule_of_group: Asked, group: str, tensors: list[Tensor]) -> dict[st
 
 
 def rows(state: dict[str, list[Tensor]]) -> Iterator[dict[str, Any]]:
-    """One for each rule of each group."""
+    """Yield a row for each rule and group."""
     for group, tensors in state.items():
         for asked in RULES[group]:
             yield measured(asked, group, tensors)
 
 
 def main(
-    steps: Annotated[int, typer.Option(help="of training")] = 300,
-    out: Annotated[Path | None, typer.Option(help="for the figures, as JSON")] = None,
+    steps: Annotated[int, typer.Option(help="training steps")] = 300,
+    out: Annotated[Path | None, typer.Option(help="JSON file for the results")] = None,
 ) -> None:
-    """Train, round by each rule, and print what comes of it."""
+    """Train, round by each rule, and print the results."""
     table = Table("", "rule", "bytes", "SQNR", "least", "chosen")
     found = list(rows(trained(steps)))
     for row in found:

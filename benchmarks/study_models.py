@@ -1,7 +1,7 @@
-"""What the training study trains: a GPT, one with experts, and adapters to a frozen one. A step is the same whenever it is taken.
+"""The models of the training study: a GPT, one with experts, and adapters to a frozen one.
 
-The batch of a step depends on the seed and the step alone, and algorithms are deterministic: a run that is resumed from what was
-saved, bit for bit, goes on bit for bit.
+The batch of a step depends only on seed and step, and algorithms are deterministic: a run that resumes from a bit-exact state
+continues bit for bit.
 """
 
 from __future__ import annotations
@@ -17,13 +17,13 @@ import torch.nn.functional as F
 from gpu_workload import GPT, Block, Size, State
 from torch import Tensor, nn
 
-_HELD_OUT = 0.05  # of the text
+_HELD_OUT = 0.05  # fraction of the text
 _WARM_UP = 100  # steps
 _EVALUATED = 24  # batches
 
 
 class Experts(nn.Module):
-    """Gated feed-forward layers of which each token takes the two that a router picks."""
+    """Gated feed-forward layers; a router selects two per token."""
 
     def __init__(self, size: Size, experts: int = 4) -> None:
         super().__init__()
@@ -56,7 +56,7 @@ class ExpertBlock(Block):
 
 
 class Adapted(nn.Module):
-    """A frozen linear layer, and two thin ones that learn beside it (LoRA, Hu et al. 2021)."""
+    """A frozen linear layer with a trainable low-rank adapter (LoRA, Hu et al. 2021)."""
 
     def __init__(self, layer: nn.Linear, rank: int = 16) -> None:
         super().__init__()
@@ -74,14 +74,14 @@ def gpt(size: Size) -> nn.Module:
 
 
 def moe(size: Size) -> nn.Module:
-    """The same with four experts in each block."""
+    """The same model with four experts per block."""
     model = GPT(size)
     model.blocks = nn.ModuleList(ExpertBlock(size) for _ in range(size.layers))
     return model
 
 
 def lora(base: nn.Module) -> nn.Module:
-    """A copy of a trained GPT whose linear layers get adapters; nothing else learns."""
+    """Return a copy of a trained GPT in which only adapters of the linear layers are trained."""
     model = copy.deepcopy(base).requires_grad_(False)
     for block in model.blocks:
         for name, layer in list(block.named_children()):
@@ -106,7 +106,7 @@ class Run:
         self._optimizer = torch.optim.AdamW(self._master, lr=lr, betas=(0.9, 0.95), weight_decay=0.1, fused=True)
 
     def train(self, steps: int) -> Iterator[Tensor]:
-        """The loss of each step, on the device."""
+        """Yield the loss of each step, on the device."""
         for _ in range(steps):
             loss = self._loss(self._batch(self._text, self.seed * 1_000_003 + self.step))
             loss.backward()
@@ -123,20 +123,20 @@ class Run:
             yield loss.detach()
 
     def _rate(self) -> float:
-        """Of the next step, in parts of the highest."""
+        """Return the learning rate of the next step, relative to the highest."""
         if self._steps is None:
             return 1.0
         fallen = 0.9 * (1 - math.cos(math.pi * min(1.0, self.step / self._steps))) / 2
         return min(1.0, (self.step + 1) / _WARM_UP) * (1 - fallen)
 
     def evaluate(self) -> float:
-        """The mean loss over batches that are always the same, and never trained on."""
+        """Return the mean loss over fixed held-out batches."""
         with torch.no_grad():
             losses = [self._loss(self._batch(self._held_out, -1 - i)) for i in range(_EVALUATED)]
         return float(torch.stack(losses).mean())
 
     def state(self) -> State:
-        """What a checkpoint must hold, by group and name: the tensors themselves. Only after a step."""
+        """Return the state by group and name, without copies. Requires a step."""
         of = self._optimizer.state
         names = [name for name, _ in self._learning]
         return {
@@ -149,7 +149,7 @@ class Run:
         }
 
     def load(self, state: State, step: int, *, optimizer: bool = True) -> None:
-        """Go on from a state at ``step``. Without the ``optimizer``: from its weights alone, as from a thinned version."""
+        """Continue from a state at ``step``; without ``optimizer`` from its weights alone, as from a thinned version."""
         with torch.no_grad():
             for group, tensors in self.state().items():
                 for name, tensor in tensors.items():
@@ -173,11 +173,11 @@ class Run:
 
 
 def deterministic() -> None:
-    """From here on, the same numbers give the same numbers."""
+    """Make all further computation deterministic."""
     os.environ["CUBLAS_WORKSPACE_CONFIG"] = ":4096:8"
     torch.use_deterministic_algorithms(True)
 
 
 def copied(state: State) -> dict[str, dict[str, Any]]:
-    """A state that stays as it is, in host memory."""
+    """Return a copy of a state in host memory."""
     return {group: {name: tensor.cpu().clone() for name, tensor in tensors.items()} for group, tensors in state.items()}

@@ -1,15 +1,14 @@
-"""What each way of making versions smaller saves on a real training, and what it costs the training that is resumed from them.
+"""Measure what each compression option saves on a real training, and how it affects training that is resumed from it.
 
-Three models train on real text (see ``study_models``): a GPT, one with experts, and adapters to the first one, frozen. On the way
-states are coded by the CPU coder, which writes what readers read, in all ways that raystow has: in full, with derived tensors, as
-differences to the version 10 and 100 steps before, rounded by each profile, and as weights alone, with every bit and with four of
-each mantissa. From one of them training is resumed with each: the loss afterwards is compared with that of the undisturbed run.
-What counts as a difference is told by runs that differ in nothing but the order of the text, from that same state on.
+Three models are trained on real text (see ``study_models``): a GPT, one with experts, and adapters to the first, frozen. States
+are coded by the CPU coder in all ways: complete, with derived tensors, as deltas to the version 10 and 100 steps before,
+rounded by each profile, and as weights alone, with all bits and with four mantissa bits. Training is resumed from one state in
+each way, and its loss compared with the undisturbed run. Runs that differ only in the order of the text show which difference
+is significant.
 
-The learning rate rises for 100 steps and then falls along a cosine, as most models are trained: what differences save depends on
-it. Two states are also saved by a ``Checkpointer`` from where they were trained, since a GPU codes by a coder of its own.
-
-Sizes are of packs, without manifests. ``pictures`` draws the curves of a finished study.
+The learning rate rises for 100 steps and then falls along a cosine; the gain of deltas depends on it. Two states are also saved
+by a ``Checkpointer`` from where they were trained, because a GPU uses a coder of its own. Sizes are of packs, without
+manifests. ``pictures`` draws the curves of a finished study.
 """
 
 from __future__ import annotations
@@ -34,8 +33,8 @@ from rich.table import Table
 from study_models import Run, copied, deterministic, gpt, lora, moe
 
 import raystow
-from raystow.orchestrator.lossy.choice import PROFILES, Lossy
-from raystow.orchestrator.lossy.rounding import round_in_place
+from raystow.orchestrator.lossy.profiles import PROFILES, Lossy
+from raystow.orchestrator.lossy.rounded_chunk import round_in_place
 from raystow.storage.coding import chunk as chunks
 from raystow.storage.coding import delta, dtypes
 from raystow.storage.coding.derived import followed
@@ -43,15 +42,15 @@ from raystow.storage.coding.nearest import round_to_nearest
 
 _CHUNK = 4 << 20  # bytes
 _NEAR, _FAR = 10, 100  # steps between versions
-_BITS = 4  # of mantissa, in old weights
+_BITS = 4  # mantissa bits of old weights
 _local = threading.local()
 
 Arrays = dict[str, tuple[str, np.ndarray[Any, Any]]]
-"""By name: the dtype and all bytes of a tensor."""
+"""Name -> dtype and bytes of a tensor."""
 
 
 def rounded(state: State, profile: str) -> State:
-    """A copy of a state, as a save with this profile holds it."""
+    """Return a copy of a state, as a save with this profile stores it."""
     lossy, made = Lossy.of(profile), copied(state)
     for group, tensors in made.items():
         for name, tensor in tensors.items():
@@ -62,7 +61,7 @@ def rounded(state: State, profile: str) -> State:
 
 
 def coarse(weights: Mapping[str, torch.Tensor], bits: int = _BITS) -> dict[str, torch.Tensor]:
-    """A copy of weights, as a version holds them that was thinned to so many bits of mantissa."""
+    """Return a copy of weights, as a version thinned to this number of mantissa bits stores them."""
     made = {name: tensor.cpu().clone() for name, tensor in weights.items()}
     for tensor in made.values():
         if tensor.dim() > 1:
@@ -71,7 +70,7 @@ def coarse(weights: Mapping[str, torch.Tensor], bits: int = _BITS) -> dict[str, 
 
 
 def arrays(state: State, groups: Iterable[str]) -> Arrays:
-    """What is coded."""
+    """Return the arrays to be coded."""
     return {
         f"{group}.{name}": (str(tensor.dtype).removeprefix("torch."), tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
         for group in groups
@@ -80,7 +79,7 @@ def arrays(state: State, groups: Iterable[str]) -> Arrays:
 
 
 def stored(state: Arrays, base: Arrays | None = None, *, derive: bool = True) -> int:
-    """Bytes in packs. ``base``: the version before, if chunks may be differences to it."""
+    """Return bytes in packs. ``base``: the earlier version, if chunks may be deltas to it."""
     jobs = [(name, start) for name, (_, raw) in state.items() for start in range(0, raw.size, _CHUNK)]
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         return sum(pool.map(lambda job: _stored(job[0], job[1], state, base, derive), jobs))
@@ -96,7 +95,7 @@ def _stored(name: str, start: int, state: Arrays, base: Arrays | None, derive: b
         if followed(raw, words, master[0], dtype) is not None:
             return 0
     if not hasattr(_local, "encoder"):
-        _local.encoder = chunks.Encoder(_CHUNK)
+        _local.encoder = chunks.ChunkEncoder(_CHUNK)
     if base is not None:
         found = delta.encode(_local.encoder, raw, dtypes.dtype(dtype), base[name][1][start : start + _CHUNK].copy(), 1)
         if found is not None:
@@ -105,7 +104,7 @@ def _stored(name: str, start: int, state: Arrays, base: Arrays | None, derive: b
 
 
 def sizes(state: State, near: State, far: State) -> dict[str, int]:
-    """Stored bytes of a state in every way; ``near`` and ``far``: the same training so many steps before."""
+    """Return stored bytes of a state in every way; ``near`` and ``far``: the same training some steps before."""
     groups = tuple(state)
     whole, weights = arrays(state, groups), arrays(state, ("weights",))
     few, few_near = (arrays({"weights": coarse(one["weights"])}, ("weights",)) for one in (state, near))
@@ -132,7 +131,9 @@ def saved(near: State, state: State, there: State) -> dict[str, int]:
     whole, the second is a difference to it."""
     with (
         tempfile.TemporaryDirectory() as root,
-        raystow.Checkpointer(root, rank=0, world_size=1, codec="deflate", delta=1, replicas=0) as checkpointer,
+        raystow.Checkpointer(
+            root, rank=0, world_size=1, compression=raystow.Compression("deflate", delta=1), replication=raystow.Replication(0)
+        ) as checkpointer,
     ):
         for step, one in enumerate((near, state)):
             for group, tensors in one.items():
@@ -144,13 +145,13 @@ def saved(near: State, state: State, there: State) -> dict[str, int]:
 
 
 def losses(run: Run, steps: int) -> list[float]:
-    """Of each step."""
+    """Return the loss of each step."""
     found: list[float] = torch.stack(list(run.train(steps))).tolist()
     return found
 
 
 def study(run: Run, steps: int, resume_at: int, say: Any) -> dict[str, Any]:
-    """Train ``run`` to the end; sizes on the way, and then once more from ``resume_at`` with each way to resume."""
+    """Train ``run`` to the end and measure sizes; then train again from ``resume_at`` in each way of resuming."""
     found: dict[str, Any] = {"sizes": {}, "resumed": {}}
     curve: list[float] = []
     for target in (steps // 4, steps // 2, resume_at):
@@ -189,7 +190,7 @@ def study(run: Run, steps: int, resume_at: int, say: Any) -> dict[str, Any]:
 
 
 def tables(results: dict[str, Any]) -> Iterator[Table]:
-    """Sizes and losses of each model."""
+    """Yield sizes and losses of each model."""
     for model, found in results["models"].items():
         table = Table(title=f"{model}: stored / raw")
         table.add_column("")
@@ -216,10 +217,10 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def pictures(
-    file: Annotated[Path, typer.Argument(help="what a study has written")],
-    folder: Annotated[Path, typer.Option(help="for the pictures")] = Path("docs/images"),
+    file: Annotated[Path, typer.Argument(help="result file of a study")],
+    folder: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("docs/images"),
 ) -> None:
-    """Draw the loss curves of a study, resumed ones beside the undisturbed one."""
+    """Draw the loss curves of a study, resumed and undisturbed."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -246,14 +247,14 @@ def pictures(
 
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
-    steps: Annotated[int, typer.Option(min=500, help="of the GPT; the others train for half as many")] = 2000,
-    device: Annotated[str, typer.Option(help="cuda, or cpu to try it out")] = "cuda",
+    steps: Annotated[int, typer.Option(min=500, help="steps of the GPT; the others train for half")] = 2000,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a trial")] = "cuda",
     layers: Annotated[int, typer.Option(help="of the models")] = 8,
     width: Annotated[int, typer.Option(help="of the models, a multiple of 64")] = 512,
     batch: Annotated[int, typer.Option(help="sequences in a batch")] = 16,
-    only: Annotated[list[str] | None, typer.Option(help="these models (repeatable); all by default")] = None,
-    rate: Annotated[float, typer.Option(help="of learning, the highest; adapters have one of their own")] = 3e-4,
-    constant: Annotated[bool, typer.Option("--constant", help="the learning rate is always the same")] = False,
+    only: Annotated[list[str] | None, typer.Option(help="model to train (repeatable); default: all")] = None,
+    rate: Annotated[float, typer.Option(help="highest learning rate; adapters have their own")] = 3e-4,
+    constant: Annotated[bool, typer.Option("--constant", help="use a constant learning rate")] = False,
 ) -> None:
     """Train, save in every way, resume, and compare."""
     lengths = {"GPT": steps, "experts": steps // 2, "adapters": steps // 2}

@@ -1,10 +1,10 @@
-"""Ray Train and FSDP2 on two CPU workers, with checkpoints that a restart picks up from, and that Train knows of.
+"""Train with Ray Train and FSDP2 on two CPU workers, and resume from checkpoints that Train lists.
 
     python examples/ray_train_fsdp2.py FOLDER [STEPS]
 
-``FOLDER``: Ray Train's storage, and in it raystow's: s3://bucket/prefix or a folder that all nodes see. Run it again with more
-``STEPS``: it goes on where it stopped, as it does when a worker dies. Runs on the Ray cluster of this machine, or starts one;
-needs two CPUs.
+``FOLDER``: the storage path of Ray Train, which also contains the repository: ``s3://bucket/prefix`` or a folder that all nodes
+share. To continue a run, start it again with more ``STEPS``. Uses the Ray cluster of this machine or starts one; needs
+two CPUs.
 """
 
 import os
@@ -20,11 +20,11 @@ from torch.distributed.fsdp import fully_shard
 
 import raystow
 
-EVERY = 2  # steps between two saves
+EVERY = 2  # steps between saves
 
 
 def train(config: dict[str, int]) -> None:
-    """The training function: what each of the workers runs."""
+    """The training function of each worker."""
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.set_num_threads(1)
@@ -33,8 +33,8 @@ def train(config: dict[str, int]) -> None:
     fully_shard(model, mesh=init_device_mesh("cpu", (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
-    with raystow.ray_train.Checkpointer() as checkpointer:  # at the end, waits until the last save is durable
-        checkpointer.guard(optimizer)  # no step changes a tensor that is still being read
+    with raystow.ray_train.Checkpointer() as checkpointer:  # the end of the block waits for the last save
+        checkpointer.guard(optimizer)  # an optimizer step waits until the tensors have been read
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optim": moments, "step": 0}
         if checkpointer.restore_latest(into=state):
@@ -46,7 +46,7 @@ def train(config: dict[str, int]) -> None:
             optimizer.zero_grad()
             loss.backward()
             optimizer.step()
-            if step % EVERY == 0 or step == config["steps"]:  # every rank, the same steps
+            if step % EVERY == 0 or step == config["steps"]:  # the same steps on every rank
                 weights, moments = get_state_dict(model, optimizer)
                 checkpointer.save({"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()})
 

@@ -1,9 +1,9 @@
-"""PyTorch Lightning on Ray Train: two CPU workers, with checkpoints that a restart picks up from.
+"""Train with PyTorch Lightning and Ray Train on two CPU workers, and resume from checkpoints.
 
     python examples/ray_train_lightning.py FOLDER [EPOCHS]
 
-``FOLDER``: Ray Train's storage, and in it raystow's: s3://bucket/prefix or a folder that all nodes see. Run it again with more
-``EPOCHS``: it goes on where it stopped, as it does when a worker dies. Needs ``pip install lightning``.
+``FOLDER``: the storage path of Ray Train, which also contains the repository: ``s3://bucket/prefix`` or a folder that all nodes
+share. To continue a run, start it again with more ``EPOCHS``. Needs ``pip install lightning``.
 """
 
 import os
@@ -20,26 +20,26 @@ import raystow
 
 
 class Autoencoder(pl.LightningModule):
-    """What is trained."""
+    """The model."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = torch.nn.Sequential(torch.nn.Linear(64, 16), torch.nn.Dropout(0.1), torch.nn.Linear(16, 64))
 
     def training_step(self, batch: list[torch.Tensor], index: int) -> torch.Tensor:
-        """How far from itself the data comes back."""
+        """Return the reconstruction error."""
         loss = (self.layers(batch[0]) - batch[0]).square().mean()
         self.log("loss", loss)
         return loss
 
     def configure_optimizers(self) -> dict[str, object]:
-        """AdamW, with a learning rate that falls."""
+        """Use AdamW with a decaying learning rate."""
         optimizer = torch.optim.AdamW(self.parameters(), lr=1e-3)
         return {"optimizer": optimizer, "lr_scheduler": torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)}
 
 
 def train(config: dict[str, int]) -> None:
-    """The training function: what each of the workers runs."""
+    """The training function of each worker."""
     pl.seed_everything(0)
     torch.set_num_threads(1)
     data = torch.utils.data.TensorDataset(torch.randn(256, 64, generator=torch.Generator().manual_seed(0)))

@@ -1,10 +1,10 @@
-"""Ray Train and FSDP2 on every GPU of a cluster that may lose any of its nodes: what the RayJob in ``k8s/`` runs.
+"""Train with Ray Train and FSDP2 on a cluster whose nodes may fail or be drained. The RayJob in ``k8s/`` runs this script.
 
     python examples/ray_train_on_kuberay.py URI STEPS WORKERS [--cpu]
 
-``URI``: the repository, s3://bucket/prefix or a folder that all nodes see. ``WORKERS``: GPUs, or with ``--cpu`` CPUs and a small
-model. When a node is going to be taken away, all save at once; when it is gone, training goes on from there as soon as there are
-``WORKERS`` again. Run anew, it goes on where it stopped.
+``URI``: the repository, ``s3://bucket/prefix`` or a folder that all nodes share. ``WORKERS``: the number of GPUs, or of CPUs
+with ``--cpu``, for a small model. When a node is announced to be removed, all workers save; training continues from that version
+when ``WORKERS`` workers are available. Start the script again to continue a run.
 """
 
 import argparse
@@ -20,12 +20,12 @@ from torch.distributed.fsdp import fully_shard
 
 import raystow
 
-EVERY = 100  # steps between two saves
-LOOK = 10  # steps between two looks at whether a node is going to be taken away: each takes all workers some milliseconds
+EVERY = 100  # steps between saves
+LOOK = 10  # steps between checks for a preemption notice; a check takes all workers some milliseconds
 
 
 def train(config: dict[str, Any]) -> None:
-    """The training function: what each of the workers runs."""
+    """The training function of each worker."""
     context, device = ray.train.get_context(), ray.train.torch.get_device()
     rank, world = context.get_world_rank(), context.get_world_size()
     torch.manual_seed(0)
@@ -36,14 +36,14 @@ def train(config: dict[str, Any]) -> None:
         fully_shard(layer, mesh=init_device_mesh(device.type, (world,)))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
 
-    with raystow.Checkpointer(config["uri"]) as checkpointer:  # at the end, waits until the last save is durable
-        checkpointer.guard(optimizer)  # no step changes a tensor that is still being read
+    with raystow.Checkpointer(config["uri"]) as checkpointer:  # the end of the block waits for the last save
+        checkpointer.guard(optimizer)  # an optimizer step waits until the tensors have been read
         weights, moments = get_state_dict(model, optimizer)
         state = {"model": weights, "optim": moments, "step": 0}
         if checkpointer.restore_latest(into=state):
             set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
 
-        leaving = None  # the notice that was heard of last
+        leaving = None  # the last notice
         for step in range(state["step"] + 1, config["steps"] + 1):
             seed = torch.Generator(device).manual_seed(1000 * step + rank)
             data = torch.randn(8, 128, width, device=device, generator=seed)
@@ -52,8 +52,8 @@ def train(config: dict[str, Any]) -> None:
             loss.backward()
             optimizer.step()
 
-            notice = ray.train.get_preemption_info() if step % LOOK == 0 else leaving  # all workers get the same answer
-            if step % EVERY == 0 or step == config["steps"] or notice != leaving:  # every rank, the same steps
+            notice = ray.train.get_preemption_info() if step % LOOK == 0 else leaving  # the same for all workers
+            if step % EVERY == 0 or step == config["steps"] or notice != leaving:  # the same steps on every rank
                 weights, moments = get_state_dict(model, optimizer)
                 state = {"model": weights, "optim": moments, "step": step}
                 checkpointer.save(state, step=step, metrics={"loss": loss.item()})
@@ -74,7 +74,7 @@ if __name__ == "__main__":
         train_loop_config={"uri": args.uri, "steps": args.steps, **size},
         torch_config=TorchConfig(backend="gloo" if args.cpu else "nccl"),
         scaling_config=ray.train.ScalingConfig(num_workers=args.workers, use_gpu=not args.cpu),
-        # Nodes that were announced to go do not count; those that die do.
+        # Announced removals do not count as failures.
         run_config=ray.train.RunConfig(failure_config=ray.train.FailureConfig(max_failures=10)),
     ).fit()
     for version in raystow.open(args.uri).versions():

@@ -1,8 +1,8 @@
-"""Look into a repository on a machine that has neither Ray nor torch nor a GPU.
+"""Read a repository on a machine without Ray, torch or a GPU.
 
     python examples/read_without_ray.py URI
 
-``URI``: s3://bucket/prefix or a folder. Where torch is installed, tensors come as torch tensors, else as numpy arrays.
+``URI``: ``s3://bucket/prefix`` or a folder. Tensors are torch tensors if torch is installed, else numpy arrays.
 """
 
 import sys
@@ -19,6 +19,6 @@ for name, info in version.tensors().items():
     print(f"  {name}  {info.dtype} {list(info.shape)}  {info.nbytes:,} bytes, stored as {info.stored:,}")
 
 name, info = max(version.tensors().items(), key=lambda item: item[1].nbytes)
-part = version.read(name, index=slice(0, 2) if info.shape else None)  # fetches the chunks that overlap, no more
+part = version.read(name, index=slice(0, 2) if info.shape else None)  # fetches only the chunks that overlap
 print(f"the first rows of {name} as {type(part).__module__}.{type(part).__name__}:")
 print(part)

@@ -1,4 +1,4 @@
-"""For ``torch.distributed.checkpoint``: hand a ``Writer`` to its ``save`` and ``async_save``, a ``Reader`` to its ``load``."""
+"""torch.distributed.checkpoint: a ``Writer`` for ``save`` and ``async_save``, a ``Reader`` for ``load``."""
 
 from .orchestrator.integrations.dcp import Reader, Writer
 

@@ -1,4 +1,4 @@
-"""For PyTorch Lightning: hand a ``Checkpointing`` to ``Trainer(callbacks=...)``."""
+"""PyTorch Lightning: the callback ``Checkpointing`` for ``Trainer(callbacks=...)``."""
 
 from .orchestrator.integrations.lightning import Checkpointing
 

@@ -1,5 +1,4 @@
-"""For training functions of Ray Train: a ``Checkpointer`` of whose versions Train knows, and what to do with the checkpoints that
-Train gives: ``version_of``, ``restore``, ``prune``."""
+"""Ray Train: a ``Checkpointer`` that reports each version to Train, and functions for the checkpoints that Train returns."""
 
 from .orchestrator.integrations.ray_train import Checkpointer, prune, restore, version_of
 

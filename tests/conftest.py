@@ -1,7 +1,7 @@
-"""Fixtures that every floor's tests may use, and how tests are shared out between processes (``pytest -n``).
+"""Fixtures for all tests, and how tests are distributed over processes (``pytest -n``).
 
-Whatever starts Ray is played by one process, so that its tests share a cluster and there is never a second one. It comes first,
-since it takes longest; the other processes take file after file of the rest, and so does the first when it is done.
+One process runs all tests that start Ray, so that they share a cluster and there is never a second one. They come first, as they
+take longest; the other processes take the other files one by one, and so does the first when it has finished.
 """
 
 from __future__ import annotations

@@ -17,29 +17,31 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, Literal, TypeVar
 
 from node_process import NodeProcess, PortServer
 
 from raystow import __version__
-from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
-from raystow.orchestrator.lossy.choice import Lossy
+from raystow.orchestrator.coordinator.attempt import Attempt, Phase
+from raystow.orchestrator.coordinator.attempts import Coordinator
+from raystow.orchestrator.coordinator.delta_schedule import Delta
+from raystow.orchestrator.lossy.profiles import Lossy
 from raystow.orchestrator.lossy.rules import Rule
-from raystow.orchestrator.planner import Planner, plan_save
-from raystow.orchestrator.row import Delta
+from raystow.orchestrator.save.planner import Planner, plan_save
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError, SaveFailed
-from raystow.storage.format import values
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import create_repository
 from raystow.storage.version import Version
-from raystow.workers.ipc.ring import SLOT
-from raystow.workers.memory.memory_tier import MemoryTier
-from raystow.workers.node import Node
-from raystow.workers.port import Begin, Ticket
-from raystow.workers.staging import Order, Staging
+from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.node.node import Node
+from raystow.workers.protocol.messages import Begin, OpenSession, Ticket
+from raystow.workers.shm.ring import SLOT
+from raystow.workers.staging.client import Staging
+from raystow.workers.staging.plan import SaveOrder
 
 _TICK = 0.05  # seconds between looks at deadlines
 _Result = TypeVar("_Result")
@@ -76,8 +78,8 @@ class LocalPort:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
 
-    def gone(self, rank: int, incarnation: str, reason: str) -> None:
-        self._apply(lambda core: core.gone(rank, incarnation, reason))
+    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+        self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
 
     def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
         with self._changed:
@@ -121,7 +123,7 @@ class LocalCluster:
         threads: int = 2,
         memory: int = 64 << 20,
         codec: str = "auto",
-        compress_in: str = "training",
+        compress_in: Literal["training", "node"] = "training",
         lossy: Mapping[str, Rule] | str | None = None,
         delta: Delta = 0,
         clock: Clock = SYSTEM,
@@ -137,6 +139,7 @@ class LocalCluster:
         self._nodes = [self._new_node(i) for i in range(nodes)]
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
+        self._openings: dict[int, OpenSession] = {}  # by rank
         self._stagings: dict[int, tuple[int, Staging]] = {}  # rank -> world size, staging
 
     def save(
@@ -157,18 +160,18 @@ class LocalCluster:
         """
         planner = Planner(self._lossy)
         plan = plan_save(state, rank=rank, world_size=world_size, on_gpu=self._codec != "cpu", planner=planner)
-        begin = {
-            "save": (number := next(self._numbers)),
-            "step": step,
-            "timeout": timeout,
-            "metrics": {name: values.encode(value) for name, value in (metrics or {}).items()},
-            "values": plan.values,
-            "delta": self._delta,
-            "lossy": self._lossy.told(),
-        }
+        staging = self._staging(rank, world_size)
+        begin = first_save(
+            self._openings[rank],
+            save=next(self._numbers),
+            step=step,
+            timeout=timeout,
+            metrics=metrics or {},
+            delta=self._delta,
+            lossy=self._lossy.told(),
+        )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-        order = Order(number, begin, plan, lambda: None, outcomes.put, stall=lambda: stall, patient=self._delta != "auto")
-        self._staging(rank, world_size).submit(order)
+        staging.submit(SaveOrder(begin, plan, lambda: None, outcomes.put, stall=lambda: stall))
         outcome = outcomes.get(timeout=timeout + 30)
         if isinstance(outcome, RaystowError):
             raise outcome
@@ -240,23 +243,20 @@ class LocalCluster:
                 return known[1]
             if known is not None:
                 known[1].close()
-            hello = self.hello(rank, world_size)
-            staging = Staging(self.address(rank % len(self._nodes)), hello, codec=self._codec, compress_in=self._compress_in)
+            opening = self._openings[rank] = replace(self.opening(rank, world_size), process=self._compress_in)
+            staging = Staging(self.address(rank % len(self._nodes)), opening, codec=self._codec)
             self._stagings[rank] = world_size, staging
             return staging
 
-    def hello(self, rank: int, world_size: int) -> dict[str, Any]:
-        """Join as a new process of the rank; what to tell its node worker, from this process or another."""
+    def opening(self, rank: int, world_size: int) -> OpenSession:
+        """Join as a new process of the rank; what it sends first to its node worker, from this process or another."""
         incarnation = SYSTEM.token()
         self._port.join(rank, incarnation, world_size)
-        return {
-            "uri": self.uri,
-            "repository": self.repository.id,
-            "rank": rank,
-            "world_size": world_size,
-            "incarnation": incarnation,
-            "pid": os.getpid(),
-            "slot": SLOT,
-            "ring": self._memory // 2,
-            "coded": self._memory // 2,
-        }
+        half = self._memory // 2
+        return OpenSession(self.uri, self.repository.id, rank, world_size, incarnation, os.getpid(), half, SLOT, half)
+
+
+def first_save(opening: OpenSession, **fields: Any) -> Begin:
+    """How the process that sends ``opening`` begins a save; its first one, if ``fields`` do not say otherwise."""
+    who = opening.rank, opening.world_size, opening.incarnation
+    return Begin(*who, **{"save": 1, "node": "", "timeout": 60.0, "replicated": 0, "expected": 0, **fields})

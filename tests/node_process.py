@@ -9,7 +9,7 @@ from multiprocessing.connection import Client, Connection, Listener
 from typing import Any
 
 from raystow.storage.errors import RaystowError
-from raystow.workers.node import Node
+from raystow.workers.node.node import Node
 
 
 class PortServer:
@@ -25,7 +25,7 @@ class PortServer:
 
     def close(self) -> None:
         self._open = False
-        with Client(self.address):  # wakes up whoever accepts
+        with Client(self.address):  # wakes the thread that accepts
             pass
 
     def _accept(self) -> None:

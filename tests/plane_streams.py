@@ -1,4 +1,4 @@
-"""Streams of bytes as planes have them, to try a Deflate coder on, and what zlib makes of them."""
+"""Streams of bytes like those of planes, as input of a Deflate coder, and their encoding by zlib."""
 
 from __future__ import annotations
 

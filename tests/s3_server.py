@@ -11,8 +11,7 @@ from collections.abc import Iterator
 
 import boto3
 import pytest
-
-from raystow.storage.clock import SYSTEM
+from polling import wait_until
 
 _START_SECONDS = 60.0
 _MOTO = {"AWS_ACCESS_KEY_ID": "testing", "AWS_SECRET_ACCESS_KEY": "testing", "AWS_DEFAULT_REGION": "us-east-1"}
@@ -69,12 +68,13 @@ def _free_port() -> int:
 
 
 def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
-    deadline = SYSTEM.monotonic() + _START_SECONDS
-    while True:
+    def answers() -> bool:
+        if process.poll() is not None:
+            raise RuntimeError(f"the S3 server ended with exit status {process.poll()}")
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
-            return
         except OSError:
-            if process.poll() is not None or SYSTEM.monotonic() > deadline:
-                raise RuntimeError(f"the S3 server did not start (exit status {process.poll()})") from None
-            SYSTEM.sleep(0.02)
+            return False
+        return True
+
+    wait_until(answers, "the S3 server accepts connections", _START_SECONDS, pause=0.02)

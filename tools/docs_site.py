@@ -1,8 +1,7 @@
-"""What the site needs beyond the documents: the files outside docs/ and the folders that they link to, each as a page of its own.
+"""MkDocs hook: add a page for each file and folder outside docs/ that a document links to.
 
-The documents are read in three places: in a checkout, where the source is hosted, and on the site. In the first two a link to
-``../examples/read_without_ray.py`` opens that file. On the site it opens a page with the file's text, which this hook makes:
-so the links work wherever the site lies, also in a folder, and show the source that the documents were written for.
+In a checkout and on the source host, a link to ``../examples/read_without_ray.py`` opens that file. On the site it opens a page
+with the file's text, so links work wherever the site is, and show the source of the same version.
 """
 
 from __future__ import annotations
@@ -16,12 +15,12 @@ from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files, InclusionLevel
 
 _LINK = re.compile(r"\]\((?!\w+:)([^)#\s]+)(#[^)\s]*)?\)")
-_NAMED_FENCE = re.compile(r"^```(\w+) ([\w.-]+)$", re.MULTILINE)  # ```json root.json, by which tests find examples
-_PAGES = "source"  # where they are on the site
+_NAMED_FENCE = re.compile(r"^```(\w+) ([\w.-]+)$", re.MULTILINE)  # ```json root.json: tests find examples by these names
+_PAGES = "source"  # their folder on the site
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
-    """Add a page for each file and folder outside docs/ that a document links to, and for what those link to in turn."""
+    """Add a page for each file and folder outside docs/ that a document or such a page links to."""
     root = Path(config.docs_dir).parent
     pending = [(path, (root / path).read_text()) for path in (f"docs/{file.src_uri}" for file in files.documentation_pages())]
     while pending:
@@ -37,7 +36,7 @@ def on_files(files: Files, config: MkDocsConfig) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: Files) -> str:
-    """Point links that leave docs/ to those pages, and give examples that have a name that name as a title."""
+    """Point links that leave docs/ to those pages, and use the names of examples as titles."""
     uri = page.file.src_uri
     path = uri.removeprefix(f"{_PAGES}/") if uri.startswith(f"{_PAGES}/") else f"docs/{uri}"
 
@@ -52,13 +51,13 @@ def on_page_markdown(markdown: str, page: Any, config: MkDocsConfig, files: File
 
 
 def _without_page(root: Path, path: str, text: str) -> list[str]:
-    """What a file links to that MkDocs makes no page of: files outside docs/, and folders."""
+    """Linked files outside docs/, and linked folders: MkDocs creates no pages for them."""
     linked = [_resolved(path, found[1]) for found in _LINK.finditer(text)]
     return [target for target in linked if not target.startswith("docs/") or (root / target).is_dir()]
 
 
 def _resolved(path: str, link: str) -> str:
-    """What a link in a file means, from the top of the checkout."""
+    """Resolve a link in a file to a path from the top of the checkout."""
     return posixpath.normpath(posixpath.join(posixpath.dirname(path), link))
 
 

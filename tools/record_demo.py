@@ -1,9 +1,9 @@
-"""Makes the picture in the README: runs ``raystow demo`` for real in a terminal of 80 columns, and draws its last screen.
+"""Draw the README's picture: run ``raystow demo`` in a terminal of 80 columns and draw its final screen.
 
     python tools/record_demo.py docs/images/demo.svg
 
-Nothing is staged and nothing is edited: a pseudo terminal takes what the demo writes, a terminal emulator (pyte) resolves the
-redrawn progress bars, and rich draws what a person would see at the end. Takes as long as the demo.
+The output is not edited: a terminal emulator (pyte) interprets what the demo writes to a pseudo terminal, and rich draws the
+result. Takes as long as the demo.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 COLUMNS, ROWS = 80, 120
-"""As many rows as need never scroll away; empty ones are left out of the picture."""
+"""Enough rows that nothing scrolls away; empty ones are not drawn."""
 
 _NAMES = {"brown": "yellow", "brightbrown": "bright_yellow"}
-"""What pyte calls a colour -> what rich calls it, where they differ."""
+"""pyte's name of a colour -> rich's, where they differ."""
 
 
 def main() -> int:
-    """Record and draw; the demo's exit code."""
+    """Record and draw; return the demo's exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("svg", type=Path, help="the picture to write")
     parser.add_argument("--store", default=str(Path(tempfile.gettempdir()) / "raystow-demo"), help="the folder of the demo")
@@ -57,7 +57,7 @@ def main() -> int:
 
 
 def record(command: list[str]) -> tuple[pyte.Screen, int]:
-    """The screen that ``command`` leaves behind, and its exit code."""
+    """Run ``command``; return its final screen and exit code."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
     plain = {name: value for name, value in os.environ.items() if name not in ("COLUMNS", "LINES", "NO_COLOR")}
@@ -82,12 +82,12 @@ def record(command: list[str]) -> tuple[pyte.Screen, int]:
 def _read(terminal: int) -> bytes:
     try:
         return os.read(terminal, 1 << 16)
-    except OSError:  # how Linux says that the other end is closed
+    except OSError:  # on Linux: the other end is closed
         return b""
 
 
 def lines(screen: pyte.Screen) -> Iterator[Text]:
-    """The rows of a screen with their styles, up to the last that holds something."""
+    """Yield the rows of a screen with their styles, up to the last that is not empty."""
     last = max((row for row, text in enumerate(screen.display) if text.strip()), default=-1)
     for row in range(last + 1):
         line = Text()
@@ -112,13 +112,13 @@ def _hex(name: str) -> str:
 
 
 def draw(text: list[Text]) -> str:
-    """An SVG of a terminal that shows these lines."""
+    """Return an SVG of a terminal that shows these lines."""
     with open(os.devnull, "w") as nowhere:
         console = Console(record=True, width=COLUMNS, file=nowhere, force_terminal=True, color_system="truecolor")
         for line in text:
             console.print(line, soft_wrap=True)
         svg = console.export_svg(title="raystow demo", theme=MONOKAI, unique_id="demo")
-    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no font from elsewhere: any monospaced one will do
+    return re.sub(r"@font-face \{.*?\}\s*", "", svg, flags=re.DOTALL)  # no remote font
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""Floor 2, decides: the client, the coordinator, the plan of who saves and reads what, and the command line."""
+"""The top layer: the client, the coordinator, the plans of saves and restores, and the command line."""

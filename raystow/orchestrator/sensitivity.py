@@ -1,5 +1,4 @@
-"""How much a model's loss moves when its state is stored with less than all its bits: measured on the model itself, by groups of
-tensors and by rules; and the rules that stay within a budget."""
+"""Measures how a model's loss changes if groups of its tensors are stored with fewer bits; proposes rules for a budget."""
 
 from __future__ import annotations
 
@@ -12,15 +11,16 @@ import numpy as np
 
 from ..storage.arguments import refused
 from ..storage.coding import dtypes
-from ..storage.coding.chunk import Encoder
+from ..storage.coding.chunk import ChunkEncoder
 from ..storage.errors import StateError
 from ..storage.format.groups import WEIGHTS
-from .lossy.choice import KINDS, LEAST, Lossy, kind, suited
-from .lossy.rounding import round_in_place
-from .lossy.rules import Asked, MantissaBits, words_of
-from .roles import role
-from .shards import dtype_name
-from .state import flatten
+from .lossy.profiles import KINDS, LEAST, Lossy, kind, suited
+from .lossy.rounded_chunk import round_in_place
+from .lossy.rules import Asked, MantissaBits
+from .lossy.tensor_roles import role
+from .lossy.tensor_values import words_of
+from .save.shards import dtype_name
+from .save.state_tree import flatten
 
 _SAMPLE = 1 << 20  # bytes of each tensor that are coded, to see what a rule saves
 
@@ -28,13 +28,20 @@ LEVELS: Mapping[str, Sequence[Asked]] = {
     **{name: [MantissaBits(n) for n in (7, 5, 3, 2, 1)] for name in KINDS},
     **{name: [MantissaBits(n) for n in (16, 12, 9)] for name in (WEIGHTS, "master")},
 }
-"""What is tried by default."""
+"""The rules that are tried by default."""
 
 
 @dataclass(frozen=True)
 class Trial:
-    """A group of tensors under a rule; None: as they are. ``group``: as ``Checkpointer(lossy=)`` takes it. ``change``: of the
-    loss. ``raw`` and ``stored``: bytes before and after coding, the latter from a sample of each tensor."""
+    """The effect of one rule on one group of tensors.
+
+    Attributes:
+        group: The group, as in ``Compression(lossy=...)``.
+        rule: The rule; None for the tensors unchanged.
+        change: The change of the loss.
+        raw: Bytes before encoding.
+        stored: Bytes after encoding, estimated from a sample of each tensor.
+    """
 
     group: str
     rule: Asked | None
@@ -45,8 +52,14 @@ class Trial:
 
 @dataclass(frozen=True)
 class Proposal:
-    """The rules that save most within a budget, for ``Checkpointer(lossy=)``. ``change``: what they are predicted to do to the
-    loss, the sum of what each did alone. ``raw`` and ``stored``: bytes of the groups that were tried."""
+    """The rules that save the most bytes within a budget.
+
+    Attributes:
+        rules: Rules by group, for ``Compression(lossy=...)``.
+        change: The predicted change of the loss: the sum of the changes that the rules cause alone.
+        raw: Bytes of the groups that were tried, before encoding.
+        stored: Bytes after encoding.
+    """
 
     rules: Mapping[str, Asked] = field(default_factory=dict)
     change: float = 0.0
@@ -56,8 +69,14 @@ class Proposal:
 
 @dataclass(frozen=True)
 class Sensitivity:
-    """``loss``: with every bit. ``trained``: after the steps of ``train``; None without it. ``noise``: what that differs by if it
-    is done twice from the same state: smaller changes mean nothing. ``trials``: group by group, its first one without a rule."""
+    """The result of ``sensitivity``.
+
+    Attributes:
+        loss: The loss with every bit.
+        trained: The loss after ``train``; None without ``train``.
+        noise: The difference between two calls of ``train`` from the same state. Smaller changes mean nothing.
+        trials: The trials group by group; the first of each group has no rule.
+    """
 
     loss: float
     trained: float | None
@@ -65,8 +84,14 @@ class Sensitivity:
     trials: tuple[Trial, ...]
 
     def propose(self, budget: float) -> Proposal:
-        """The smallest state whose predicted change of the loss is within ``budget``. Changes in either direction count, each as
-        at least the noise."""
+        """Choose the rules that give the smallest state within a budget.
+
+        Args:
+            budget: The largest predicted change of the loss. Changes in both directions count, each at least as ``noise``.
+
+        Returns:
+            The rules, their predicted change and their bytes.
+        """
         options: dict[str, list[Trial]] = defaultdict(list)
         for trial in self.trials:
             options[trial.group].append(trial)
@@ -84,7 +109,7 @@ class Sensitivity:
 
 
 def _best(found: Any) -> list[Proposal]:
-    """Those than which no other is both smaller and nearer."""
+    """The proposals that no other one beats in both size and change."""
     kept = list[Proposal]()
     for one in sorted(found, key=lambda one: (one.change, one.stored)):
         if not kept or one.stored < kept[-1].stored:
@@ -99,17 +124,24 @@ def sensitivity(
     train: Callable[[], float] | None = None,
     levels: Mapping[str, Sequence[Asked]] | None = None,
 ) -> Sensitivity:
-    """Round the tensors of ``state`` (as given to ``Checkpointer.save``: the model's and the optimizer's own) group by group, and
-    see what becomes of the loss. Afterwards they are as they were, bit for bit.
+    """Measure how rounding the tensors of a state changes the loss. Afterwards the state has its original bits.
 
-    ``loss()``: of a few batches, always the same. ``train()``: takes a few steps of the optimizer, over batches that are always
-    the same, and returns the loss after them; without it, only weights are looked at, since nothing else shows before a step. It
-    may change nothing but the tensors of ``state`` and gradients. ``levels``: the rules to try, by kind: ``weights``,
-    ``master``, ``exp_avg``, ``exp_avg_sq``; by default as many bits as are usual. Weights and master copies are taken apart by
-    role: attention, feed-forward, embeddings, norms, other.
+    If several ranks train together, all of them call this, and all must compute the same losses.
 
-    Where several ranks train together, all of them call this, and all get the same losses. ``StateError`` for levels that are
-    none, and for a state without a tensor that could be rounded.
+    Args:
+        state: The state as given to ``Checkpointer.save``: the model's and the optimizer's own tensors.
+        loss: Computes the loss of a few batches, the same at each call.
+        train: Takes a few optimizer steps over the same batches at each call, and returns the loss after them. It may change
+            only the tensors of ``state`` and gradients. None: only weights are tried, since the optimizer's state has no effect
+            before a step.
+        levels: The rules to try by kind: ``weights``, ``master``, ``exp_avg``, ``exp_avg_sq``. Weights and master copies are
+            tried by role: attention, feed-forward, embeddings, norms, other. None: ``MantissaBits`` with usual numbers of bits.
+
+    Returns:
+        The losses and all trials.
+
+    Raises:
+        StateError: ``levels`` is invalid, or no tensor of the state can be rounded.
     """
     levels = LEVELS if levels is None else _checked(levels)
     tensors = {
@@ -139,23 +171,23 @@ def sensitivity(
     finally:
         keeper.restore()
     if not found:
-        raise StateError("no tensor of it is of a kind that can be rounded", subject="state", remedy="name them as save would")
+        raise StateError("no tensor can be rounded", subject="state", remedy="use the names that Checkpointer.save would store")
     return Sensitivity(before, trained, noise, tuple(found))
 
 
 def _checked(levels: Mapping[str, Sequence[Asked]]) -> Mapping[str, Sequence[Asked]]:
     if not isinstance(levels, Mapping):
-        raise refused("levels", levels, "a list of rules by kind", "None for those that are usual")
+        raise refused("levels", levels, "a list of rules by kind", "None for the default")
     for what, rules in levels.items():
         if what not in LEVELS or not isinstance(rules, list | tuple):
-            raise refused(f"levels[{what!r}]", rules, f"lists of rules, by these kinds alone: {', '.join(sorted(LEVELS))}")
+            raise refused(f"levels[{what!r}]", rules, f"lists of rules, only for these kinds: {', '.join(sorted(LEVELS))}")
         for rule in rules:
             Lossy.of({what: rule})
     return levels
 
 
 def _groups(tensors: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
-    """Names by kind and group. Narrow weights that have a master copy are left out: they follow from it."""
+    """Names by kind and group, without narrow weights that have a master copy: they are derived from it."""
     follow = any(kind(name) == "master" for name in tensors)
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
     for name, tensor in tensors.items():
@@ -169,7 +201,7 @@ def _groups(tensors: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
 
 
 def _twice(train: Callable[[], float], keeper: _Keeper) -> tuple[float, float]:
-    """The loss after training, and by how much a second try differs."""
+    """The loss after training, and the difference of a second run."""
     first = float(train())
     keeper.restore()
     second = float(train())
@@ -178,7 +210,7 @@ def _twice(train: Callable[[], float], keeper: _Keeper) -> tuple[float, float]:
 
 
 class _Keeper:
-    """Copies of tensors, and of what random numbers come from, in host memory."""
+    """Copies of tensors and of the states of random generators, in host memory."""
 
     def __init__(self, tensors: Any) -> None:
         import torch
@@ -188,7 +220,7 @@ class _Keeper:
         self._on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
-        """Everything as it was."""
+        """Restore all of them."""
         import torch
 
         for local, copy in self._kept:
@@ -204,8 +236,8 @@ def _local(tensor: Any) -> Any:
 
 
 def _sizes(tensors: Sequence[Any]) -> tuple[int, int]:
-    """Bytes before coding, and after it as far as a sample of each tensor tells."""
-    encoder, raw, sampled, coded = Encoder(_SAMPLE), 0, 0, 0
+    """Bytes before encoding, and after it as estimated from a sample of each tensor."""
+    encoder, raw, sampled, coded = ChunkEncoder(_SAMPLE), 0, 0, 0
     for tensor in tensors:
         raw += tensor.numel() * tensor.element_size()
         words = tensor.reshape(-1)[: _SAMPLE // tensor.element_size()].contiguous().view(words_of(tensor.element_size()))

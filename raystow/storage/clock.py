@@ -1,4 +1,4 @@
-"""Time and randomness come in through here and nowhere else, so that a test can step through hours in microseconds.
+"""The only source of time and randomness, so that a test can step through hours in microseconds.
 
 A lint rule bans ``time.time``, ``time.sleep``, ``random``, ``secrets`` and ``uuid`` in every other module.
 """
@@ -11,7 +11,7 @@ from typing import Protocol
 
 
 class Clock(Protocol):
-    """What a component may ask of the world outside."""
+    """Time and randomness."""
 
     def now(self) -> float:
         """Wall-clock seconds since 1970-01-01 UTC; may jump."""

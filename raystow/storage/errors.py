@@ -1,20 +1,22 @@
-"""Every error that raystow raises, cut by what a caller would do about it.
+"""Every error that raystow raises. Classes differ in what a caller does.
 
     RaystowError
-    ├── StateError             the state (or ``into``), or an argument, is not what can be stored, filled or done: change it
-    ├── StoreError             the object store said no
+    ├── StateError             the state, ``into`` or an argument is invalid: change it
+    ├── StoreError             the object store failed or refused
     │   ├── NotFound           there is no such object
     │   ├── PreconditionFailed a conditional write lost: read again
     │   ├── StoreUnavailable   time-out, throttling, broken connection, full disk: try again later
     │   └── UnsafeStore        the store cannot keep commits atomic: use another
-    ├── NotARepository         nothing of raystow's lies under this URI
+    ├── NotARepository         there is no repository under this URI
     ├── Damaged                stored bytes are not what was written: use another version
-    ├── Untrusted              a version or a writer without a signature that is asked for: find out who wrote it, or fix the keys
-    ├── Unsupported            written by a newer raystow, or needs a part that is missing here
+    ├── Untrusted              a required signature is missing: find out who wrote the version, or fix the keys
+    ├── Unsupported            written by a newer raystow, or a dependency is missing
     ├── Fenced                 a newer coordinator has taken over: stop
-    ├── SaveFailed             this attempt will never be a version; training and later saves are not harmed
-    ├── DeadlineExceeded       what was waited for has not happened yet; also a TimeoutError
+    ├── InvariantError         a change of the root would break one of its invariants, and was not made: plan again
+    ├── SaveFailed             this attempt becomes no version; training and later saves go on
+    ├── DeadlineExceeded       the wait ended before the operation did; also a TimeoutError
     └── ClusterError           Ray, a node worker or the coordinator cannot be reached
+        └── ProtocolError      two processes do not speak the same protocol: restart what runs another version of raystow
 
 An error says what happened, to which object, and what to do. All of them survive pickling (Ray sends them between processes).
 """
@@ -44,8 +46,7 @@ def _rebuild(kind: type[RaystowError], what: str, subject: str, remedy: str) -> 
 
 
 class StateError(RaystowError):
-    """The state, or a part of ``into``, is not of a kind that raystow stores or fills; or something else that was asked for
-    cannot be, such as an address that names no store."""
+    """The state, ``into`` or an argument is invalid."""
 
 
 class StoreError(RaystowError):
@@ -88,6 +89,10 @@ class Fenced(RaystowError):
     """Another coordinator holds a newer epoch; this one must not write."""
 
 
+class InvariantError(RaystowError):
+    """A change of the root would break an invariant; nothing was written. The message begins with its number and name."""
+
+
 class SaveFailed(RaystowError):
     """An attempt to make a version was given up; nothing of it is visible."""
 
@@ -98,3 +103,7 @@ class DeadlineExceeded(RaystowError, TimeoutError):
 
 class ClusterError(RaystowError):
     """A part of the Ray cluster that raystow needs cannot be reached."""
+
+
+class ProtocolError(ClusterError):
+    """A message is invalid, or another process speaks another version of the protocol."""

@@ -1,8 +1,8 @@
-"""Leases: what keeps a version's objects in the store while someone reads them, also if the version is dropped meanwhile.
+"""Leases keep a version's objects in the store while they are read, even if the version is dropped meanwhile.
 
-A reader writes its lease, then looks whether the version is still in the root, then reads. Retention looks for leases before it
-drops; collection drops first, then looks for leases, then deletes. So either the reader sees that the version is gone, or
-the collection sees the lease. A reader that dies leaves a lease that ends by itself.
+A reader writes its lease, then checks that the version is in the root, then reads. Retention looks for leases before it drops.
+Collection drops first, then looks for leases, then deletes. So either the reader sees that the version is gone, or the collection
+sees the lease. The lease of a reader that dies ends by itself.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .object_store import ObjectStore
 logger = logging.getLogger(__name__)
 
 SECONDS = 3600.0
-"""How long a lease counts after its last renewal, by the store's clock."""
+"""The time that a lease lasts after its last renewal, by the store's clock."""
 _RENEW = 600.0
 
 
@@ -38,11 +38,11 @@ class Lease:
         self._store.put(self._key, [self._body])
 
     def release(self) -> None:
-        """End it. One that cannot be removed ends by itself."""
+        """End it. A lease that cannot be removed ends by itself."""
         try:
             self._store.delete([self._key])
         except StoreError as error:
-            logger.info("a lease stays until it ends by itself: %s", error)
+            logger.info("a lease could not be removed, and ends by itself: %s", error)
 
     def __enter__(self) -> Lease:
         self._try_to_renew()
@@ -60,8 +60,8 @@ class Lease:
     def _try_to_renew(self) -> None:
         try:
             self.renew()
-        except StoreError as error:  # a reader without the right to write reads all the same
-            logger.warning("read without a lease, so a collection may delete the version meanwhile: %s", error)
+        except StoreError as error:  # a reader may have no right to write
+            logger.warning("reading without a lease: a collection may delete the version meanwhile: %s", error)
 
 
 def held(store: ObjectStore, now: float) -> set[tuple[int, str]]:
@@ -74,5 +74,5 @@ def held(store: ObjectStore, now: float) -> set[tuple[int, str]]:
 
 
 def ended(store: ObjectStore, now: float) -> list[str]:
-    """The keys of leases that do not count any more."""
+    """The keys of leases that have ended."""
     return [info.key for info in store.list(keys.LEASES) if now >= info.modified + SECONDS]

@@ -1,7 +1,7 @@
-"""Every bound on what a reader believes of stored bytes, and takes memory or time for. All are checked before it does.
+"""Every bound on stored values that a reader checks before it takes memory or time for them.
 
-They are part of the format: a reader takes everything up to them, and a writer refuses to write more. docs/spec/format-v1.md
-lists them; a test holds that table and this module together. Sizes are bytes.
+They are part of the format: a reader accepts everything up to them, and a writer refuses to write more. A test compares this
+module with the table in docs/spec/format-v1.md. Sizes are bytes.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ MAX_DIMENSIONS = 64
 """Dimensions of a tensor: as many as torch and numpy have."""
 
 MAX_TENSOR = (1 << 63) - 1
-"""A tensor's bytes; of an empty one, what it would have without the zeros in its shape, which is what numpy looks at."""
+"""A tensor's bytes; of an empty one, those without the zeros in its shape, which numpy checks."""
 
 MAX_CHUNK = 256 << 20
 """What a chunk decodes to."""
@@ -55,7 +55,7 @@ MAX_INTEGER = (1 << 63) - 1
 """An integer in a record, among them the size of a pack."""
 
 MAX_TIME = 253_402_300_799
-"""A time in a record, in seconds since 1970: the end of the year 9999, where calendars end."""
+"""A time in a record, in seconds since 1970: the end of the year 9999, the calendar's end."""
 
 MAX_DIGITS = 1 << 20
 """Hexadecimal digits of an integer beyond 64 bits among the values."""
@@ -64,4 +64,4 @@ MAX_NUMBER = 10**9 - 1
 """The number of a node, of a rank and of a pack."""
 
 MAX_CHAIN = 12
-"""Versions that a chunk is made of: its own, that which it is a difference to, what that is a difference to, and so on."""
+"""Versions of a chain of deltas, the one that is read among them."""

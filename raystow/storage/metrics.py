@@ -1,7 +1,7 @@
-"""What raystow measures about itself: each metric by name, and the one way to record a value.
+"""The metrics of raystow, and the one way to record a value.
 
-Nothing is kept here. Values go to the recorder that the process was given, as a Ray process is (``workers.ray_metrics``), and
-nowhere without one. Recording never raises: measuring must not harm what is measured.
+Values go to the recorder of the process (``workers.ray_metrics`` in a Ray process); without one they are dropped. Recording never
+raises.
 """
 
 from __future__ import annotations
@@ -18,43 +18,43 @@ _SHORT = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0)
 _LONG = (0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 100.0, 300.0, 1000.0)
 
 
-class Kind(enum.Enum):
-    """How values of a metric add up."""
+class MetricKind(enum.Enum):
+    """How values of a metric are combined."""
 
-    COUNTER = "counter"  # to a sum that only grows
-    GAUGE = "gauge"  # not at all: the last one counts
-    HISTOGRAM = "histogram"  # to numbers of values below bounds
+    COUNTER = "counter"  # added to a growing sum
+    GAUGE = "gauge"  # the last one counts
+    HISTOGRAM = "histogram"  # counted in buckets
 
 
 @dataclass(frozen=True)
 class Metric:
-    """``name`` ends in its unit, except where things are counted. ``tags``: the names of what is told with each value.
-    ``bounds``: those of a histogram's buckets."""
+    """A metric. ``name`` ends in its unit, except for counts. ``tags``: names of the tags of each value. ``bounds``: of a
+    histogram's buckets."""
 
     name: str
-    kind: Kind
+    kind: MetricKind
     what: str
     tags: tuple[str, ...] = ("repository",)
     bounds: tuple[float, ...] = ()
 
 
 class Recorder(Protocol):
-    """Takes values to where metrics are kept."""
+    """Takes values to a metrics system."""
 
     def record(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
-        """Take one value; whoever calls does not wait, and from any thread."""
+        """Take one value, from any thread, without blocking."""
 
 
 def _counter(name: str, what: str, *tags: str) -> Metric:
-    return Metric(name, Kind.COUNTER, what, ("repository", *tags))
+    return Metric(name, MetricKind.COUNTER, what, ("repository", *tags))
 
 
 def _gauge(name: str, what: str, *tags: str) -> Metric:
-    return Metric(name, Kind.GAUGE, what, tags or ("repository",))
+    return Metric(name, MetricKind.GAUGE, what, tags or ("repository",))
 
 
 def _seconds(name: str, what: str, bounds: tuple[float, ...]) -> Metric:
-    return Metric(name, Kind.HISTOGRAM, what, bounds=bounds)
+    return Metric(name, MetricKind.HISTOGRAM, what, bounds=bounds)
 
 
 # Training processes.
@@ -102,18 +102,18 @@ _recorder: Recorder | None = None
 
 
 def record_with(recorder: Recorder | None) -> None:
-    """Send what this process records from now on to ``recorder``; None: nowhere."""
+    """Send values of this process to ``recorder`` from now on; None drops them."""
     global _recorder
     _recorder = recorder
 
 
 def record(metric: Metric, value: float = 1.0, **tags: str) -> None:
-    """Record one value of a metric, with all its tags. From any thread; costs microseconds, and never raises."""
+    """Record one value of a metric, with all its tags, from any thread. Costs microseconds, and never raises."""
     recorder = _recorder
     if recorder is None:
         return
     try:
         recorder.record(metric, value, tags)
     except Exception:
-        record_with(None)  # said once, and not with each save
+        record_with(None)  # log it once, not with each save
         logger.exception("metrics are not recorded any more: %s could not be", metric.name)

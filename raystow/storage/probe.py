@@ -1,6 +1,6 @@
-"""Whether a store really keeps conditional writes: found out by trying, since some servers accept the conditions and ignore them.
+"""Tests whether a store honours conditional writes: some servers accept the conditions and ignore them.
 
-Done when a repository is created, and by ``raystow doctor``. Five requests, one object under ``probe/``, removed at the end.
+Run when a repository is created, and by ``raystow doctor``. Five requests, one object under ``probe/``, removed at the end.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ _REMEDY = "use a store with conditional writes (AWS S3, Ceph 20, R2, a local dis
 
 
 def probe_conditional_writes(store: ObjectStore, clock: Clock = SYSTEM) -> None:
-    """Raise ``UnsafeStore`` if in ``store`` two writers could both win, or the right one cannot. Other errors pass through."""
+    """Raise ``UnsafeStore`` if two writers of ``store`` could both win, or the right one cannot."""
     token = clock.token()
     key = f"{PREFIX}{token}"
     try:
         _probe(store, key, token)
     finally:
-        # What was found out matters more than a left-over of some bytes.
+        # The result matters more than a left-over of some bytes.
         with contextlib.suppress(StoreError):
             store.delete([key])
 

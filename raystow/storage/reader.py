@@ -1,4 +1,4 @@
-"""Reads boxes of tensors out of packs: coalesced ranges, several at a time, every digest checked before a byte is believed."""
+"""Reads boxes of tensors from packs: coalesced ranges, several in parallel, every digest checked before bytes are used."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -25,17 +25,17 @@ from .format.boxes import Box, overlap, tile, within
 from .format.manifest import Chunk
 from .object_store import Buffer, ObjectStore
 
-_RUN = 16 << 20  # bytes; adjacent chunks are fetched together up to here
+_RUN = 16 << 20  # bytes; adjacent chunks are fetched together up to this
 _GAP = 64 << 10  # bytes; a hole of this size costs less than another request
+
+_Pack = tuple[int, str, int, str, int]  # version, attempt, node, group, number
 
 
 @dataclass(frozen=True)
 class Request:
-    """Fill ``target`` (shape: the box's extent; any strides; items of the dtype's size) with the box of one tensor. It is a numpy
-    array, or for ``workers.cuda.decoding.decoder`` a torch tensor of words on a GPU.
-
-    ``chunks``: the tensor's rows, or at least those that overlap the box.
-    """
+    """A box of one tensor to read into ``target`` (shape: the box's extent; any strides; items of the dtype's size): a numpy
+    array, or for ``workers.gpu.decode.decoder`` a torch tensor of words on a GPU. ``chunks``: at least the rows that overlap the
+    box."""
 
     name: str
     chunks: Sequence[Chunk]
@@ -44,8 +44,8 @@ class Request:
 
 
 class Piece(NamedTuple):
-    """The part of a chunk that one request wants, if any, and where it goes. ``direct``: it is the whole chunk. ``base``: what
-    must be fetched besides, if the chunk is a difference to one of another version: that one alone."""
+    """The part of a chunk that a request reads, if any, and its target. ``direct``: it is the whole chunk. ``base``: what else is
+    fetched, if the chunk is a delta."""
 
     chunk: Chunk
     source: tuple[slice, ...] = ()
@@ -55,8 +55,8 @@ class Piece(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Stored bytes in a run, and the pieces whose chunks are made of them: a tensor's, and those of what is derived from it.
-    ``size``: how many these are. They are decoded to ``decoded`` bytes of ``words``."""
+    """``size`` stored bytes in a run, and the pieces that are decoded from them: of a tensor, and of those derived from it. They
+    decode to ``decoded`` bytes of ``words``."""
 
     pieces: list[Piece]
     size: int
@@ -65,12 +65,12 @@ class Place(NamedTuple):
 
     @property
     def chunk(self) -> Chunk:
-        """The first piece's."""
+        """The first piece's chunk."""
         return self.pieces[0].chunk
 
     @property
     def base(self) -> Run | None:
-        """What they are a difference to, if they are."""
+        """What the stored bytes are a delta to, if they are one."""
         return self.pieces[0].base
 
     def holds(self, chunk: Chunk) -> bool:
@@ -92,15 +92,15 @@ class Run:
 
     @property
     def cost(self) -> int:
-        """Bytes of memory that reading, decoding and checking it takes: what is stored, one chunk, its planes, what is derived
-        from it, and what it is a difference to."""
+        """Bytes of memory for reading, decoding and checking: stored bytes, one chunk, its planes, what is derived from it, and
+        its base."""
         return self.length + max(map(_cost, self.pieces))
 
     @property
     def bases(self) -> Iterator[Run]:
-        """All that must be fetched besides, of other versions."""
+        """What else is fetched, of other versions."""
         if all(piece.base is None for piece in self.pieces):
-            return  # as mostly
+            return  # the common case
         for place in self.places:
             if (base := place.base) is not None:
                 yield base
@@ -120,7 +120,7 @@ class Run:
 
     @functools.cached_property
     def places(self) -> list[Place]:
-        """Where the stored bytes of each piece are; together where they are the same."""
+        """The places of the pieces; pieces with the same stored bytes share one."""
         places = list[Place]()
         for piece in self.pieces:
             chunk = piece.chunk
@@ -131,13 +131,13 @@ class Run:
         return places
 
     def stored(self, piece: Piece, data: Any) -> Any:
-        """The bytes of one piece's chunk in what was fetched."""
+        """The bytes of one piece's chunk in the fetched data."""
         begin = piece.chunk.start - self.start
         return data[begin : begin + piece.chunk.coding.size]
 
     @contextlib.contextmanager
     def naming(self, piece: Piece) -> Iterator[None]:
-        """Let errors name the pack and the tensor."""
+        """Add pack and tensor to errors."""
         try:
             yield
         except (Damaged, Unsupported) as error:
@@ -147,7 +147,7 @@ class Run:
 
     @contextlib.contextmanager
     def needing(self, piece: Piece) -> Iterator[None]:
-        """Let errors of what a piece is a difference to say who needs it."""
+        """Add to errors of a base who needs it."""
         try:
             yield
         except (Damaged, Unsupported) as error:
@@ -155,10 +155,20 @@ class Run:
             raise type(error)(what, subject=error.subject, remedy=error.remedy) from error
 
 
+class BaseChunks(Protocol):
+    """Finds the chunks of earlier versions that a version needs."""
+
+    def run(self, chunk: Chunk) -> Run:
+        """What must be fetched for a chunk that is a difference."""
+
+    def referenced(self, chunk: Chunk) -> tuple[Reader, Chunk]:
+        """The row of a reference with the place and coding of the bytes that it refers to, and the reader of their version."""
+
+
 class Reader:
-    """Reads from the packs of one version. ``base``: what must be fetched of another one for a chunk that is a difference.
-    ``threads``: requests and decodings at a time. ``turn``: what part of the runs, from 0 to 1, comes last instead of first:
-    ranks that want the same and share it begin with different parts of it."""
+    """Reads from the packs of one version. ``bases``: finds chunks of other versions. ``threads``: parallel requests and
+    decodings. ``turn``: the part of the runs, from 0 to 1, that comes last instead of first, so that ranks that share reads begin
+    differently."""
 
     def __init__(
         self,
@@ -166,11 +176,11 @@ class Reader:
         version: int,
         attempt: str,
         *,
-        base: Callable[[Chunk], Run],
+        bases: BaseChunks,
         threads: int | None = None,
         turn: float = 0.0,
     ) -> None:
-        self._store, self._version, self._attempt, self._base, self._turn = store, version, attempt, base, turn
+        self._store, self._version, self._attempt, self._bases, self._turn = store, version, attempt, bases, turn
         self.threads = threads or min(16, 2 * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
@@ -178,35 +188,44 @@ class Reader:
         self.complete(self.runs(requests), progress)
 
     def complete(self, runs: Sequence[Run], progress: Callable[[int], None] = lambda nbytes: None) -> None:
-        """Fill the targets of runs that ``runs`` gave; ``progress`` is told the decoded bytes of each finished chunk.
+        """Fill the targets of ``runs``; ``progress`` is called with the decoded bytes of each chunk.
 
-        Raises ``Damaged`` naming the pack and the tensor, or the store's error; what the targets hold is undefined then.
-        Memory beyond the targets: for each thread 16 MiB of stored bytes and one chunk.
+        Raises ``Damaged`` naming pack and tensor, or the store's error; then the content of the targets is undefined. Takes 16
+        MiB of stored bytes and one chunk for each thread.
         """
         for _ in self._decode(runs, progress, self.threads):
             pass
 
     def check(self, runs: Sequence[Run], progress: Callable[[int], None], *, memory: int) -> Iterator[Run]:
-        """Read and decode runs, hold each chunk against its digests, keep nothing; yields each run, in order, once it is whole.
+        """Read and decode runs and check each chunk's digests; yields each whole run, in order. As many threads read as fit into
+        ``memory`` bytes, at least one."""
+        fitting = memory // max((run.cost for run in runs), default=1)
+        return self._decode(runs, progress, max(1, min(self.threads, fitting)))
 
-        ``progress`` as for ``fill``. As many threads read as find room in ``memory`` bytes, but one in any case.
-        """
-        room = memory // max((run.cost for run in runs), default=1)
-        return self._decode(runs, progress, max(1, min(self.threads, room)))
-
-    def whole(self, wanted: Iterable[Chunk]) -> list[Run]:
-        """What must be fetched to read chunks whole."""
-        return self._runs([Piece(chunk, base=self._based(chunk)) for chunk in wanted])
+    def whole(self, parts: Iterable[Chunk]) -> list[Run]:
+        """The runs to fetch to read chunks whole."""
+        return self._runs([self._piece(chunk) for chunk in parts])
 
     def runs(self, requests: Iterable[Request]) -> list[Run]:
-        """What must be fetched to fill the requests; ``Damaged`` unless the manifest's chunks tile each of them."""
-        return self._runs([piece for request in requests for piece in self._pieces(request)])
+        """The runs to fetch to fill the requests. Raises ``Damaged`` unless the manifest's chunks tile each of them."""
+        pieces = list[tuple[_Pack, Piece]]()
+        for request in requests:
+            parts = list[Box]()
+            for chunk in request.chunks:
+                part = overlap(request.box, box := chunk.box)
+                if part is not None:
+                    target = request.target if part == request.box else request.target[within(part, request.box) + (...,)]
+                    source = () if part == box else within(part, box)
+                    pieces.append(self._piece(chunk, source, target, part == box))
+                    parts.append(part)
+            if not tile(parts, request.box):
+                what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"
+                raise Damaged(what, subject=request.name)
+        return self._runs(pieces)
 
     def fetch(self, run: Run, into: memoryview | None = None) -> Buffer:
-        """A run's bytes, in new memory or ``into`` the caller's: each chunk held against the digest of its stored bytes.
-
-        Fetched a second time if they are wrong: they may have been changed on their way.
-        """
+        """A run's bytes, in new memory or ``into``, each chunk checked against the digest of its stored bytes. Wrong bytes are
+        fetched a second time: they may have been changed in transit."""
         try:
             return self._fetch(run, into)
         except Damaged:
@@ -215,8 +234,8 @@ class Reader:
     def elements(
         self, run: Run, into: Callable[[Piece], Bytes | None] = lambda piece: None, *, proven: bool = True
     ) -> Iterator[tuple[Piece, Bytes]]:
-        """A run's pieces, each with the bytes of all its chunk's elements, fetched and checked. ``into``: memory that they may be
-        decoded into, if they are what is stored. ``proven``: see ``decode``."""
+        """A run's pieces, each with the bytes of its chunk's elements, fetched and checked. ``into``: memory to decode into, if
+        the elements are what is stored. ``proven``: see ``decode``."""
         data = np.frombuffer(self.fetch(run), np.uint8)
         for place in run.places:
             words: Bytes | None = None
@@ -228,7 +247,7 @@ class Reader:
                 yield piece, raw
 
     def bring(self, run: Run, into: memoryview | None) -> Buffer:
-        """``fetch`` without looking at the bytes: for who holds them against their digests before they are believed."""
+        """``fetch`` without checks, for callers that check the digests themselves."""
         try:
             if into is None:
                 return self._store.get_range(run.key, run.start, run.length)
@@ -247,56 +266,45 @@ class Reader:
                         raise Damaged("the stored bytes do not match their digest")
         return data
 
-    def _runs(self, pieces: list[Piece]) -> list[Run]:
-        packs: dict[tuple[int, str, int], list[Piece]] = defaultdict(list)
-        for piece in pieces:
-            packs[piece.chunk.node, piece.chunk.group, piece.chunk.pack].append(piece)
-        runs = [
-            run
-            for (node, group, pack), of in sorted(packs.items())
-            for run in _coalesced(keys.pack(self._version, self._attempt, node, group, pack), of)
-        ]
+    def _piece(
+        self, chunk: Chunk, source: tuple[slice, ...] = (), target: Any = None, direct: bool = False
+    ) -> tuple[_Pack, Piece]:
+        """A piece, and the pack of its bytes: of a reference that of another version."""
+        reader = self
+        if chunk.is_reference:
+            reader, chunk = self._bases.referenced(chunk)
+        base = None if chunk.coding.base is None else reader._bases.run(chunk)
+        pack = reader._version, reader._attempt, chunk.node, chunk.group, chunk.pack
+        return pack, Piece(chunk, source, target, direct, base)
+
+    def _runs(self, pieces: list[tuple[_Pack, Piece]]) -> list[Run]:
+        packs: dict[_Pack, list[Piece]] = defaultdict(list)
+        for pack, piece in pieces:
+            packs[pack].append(piece)
+        runs = [run for pack, of in sorted(packs.items()) for run in _coalesced(keys.pack(*pack), of)]
         first = int(len(runs) * self._turn)
         return runs[first:] + runs[:first]
 
-    def _pieces(self, request: Request) -> list[Piece]:
-        """The overlaps of the request's box with the tensor's chunks; ``Damaged`` unless they tile it."""
-        pieces, parts = [], []
-        for chunk in request.chunks:
-            part = overlap(request.box, box := chunk.box)
-            if part is not None:
-                target = request.target if part == request.box else request.target[within(part, request.box) + (...,)]
-                source = () if part == box else within(part, box)
-                pieces.append(Piece(chunk, source, target, part == box, self._based(chunk)))
-                parts.append(part)
-        if not tile(parts, request.box):
-            what = f"the manifest's chunks do not hold each element of the box {request.box} exactly once"
-            raise Damaged(what, subject=request.name)
-        return pieces
-
-    def _based(self, chunk: Chunk) -> Run | None:
-        return None if chunk.coding.base is None else self._base(chunk)
-
     def _decode(self, runs: Sequence[Run], progress: Callable[[int], None], threads: int) -> Iterator[Run]:
+        def decode_one(run: Run) -> Run:
+            for piece, raw in self.elements(run, _own_memory):
+                chunk, target = piece.chunk, piece.target
+                if target is not None and not np.may_share_memory(raw, target):
+                    target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
+                progress(chunk.nbytes)
+            return run
+
         if not runs:
             return
         with ThreadPoolExecutor(min(threads, len(runs)), "raystow-read") as pool:
             try:
-                yield from pool.map(lambda run: self._decode_one(run, progress), runs)
+                yield from pool.map(decode_one, runs)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
 
-    def _decode_one(self, run: Run, progress: Callable[[int], None]) -> Run:
-        for piece, raw in self.elements(run, _own_memory):
-            chunk, target = piece.chunk, piece.target
-            if target is not None and not np.may_share_memory(raw, target):
-                target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
-            progress(chunk.nbytes)
-        return run
-
     def _needed(self, run: Run, piece: Piece) -> Bytes | None:
-        """What a piece's words are differences to, if they are; errors name what is damaged, and say who needs it."""
+        """The words that a piece's words are deltas to, if they are."""
         if piece.base is None:
             return None
         with run.needing(piece):
@@ -305,8 +313,7 @@ class Reader:
 
 
 def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
-    """The pieces of one pack in runs that are fetched by one request each. What they are differences to counts like their own
-    bytes: a run is one thread's work, and at the end of a chain most of it lies beneath."""
+    """The pieces of one pack in runs of one request each. A run is one thread's work, so the bytes of bases count as well."""
     run, begin, end, beneath = list[Piece](), 0, 0, 0
     chunks = ((piece.chunk, piece) for piece in pieces)
     places = (((chunk.start, chunk.coding.size, chunk.derivation is not None), piece) for chunk, piece in chunks)
@@ -340,10 +347,9 @@ def decode(
     base: Bytes | None = None,
     proven: bool = True,
 ) -> tuple[Bytes, Bytes]:
-    """The words that a chunk's stored bytes decode to, and its elements' bytes, held against their digest. ``words``: what comes
-    of them, if that is known. ``into``: memory that the elements may be decoded into, if they are these words. ``base``: the
-    bytes that these words are differences to. Unless ``proven``, nothing is held against that digest: of what others are made of,
-    whose own digests prove it."""
+    """The words that a chunk's stored bytes decode to, and its elements' bytes, checked against their digest. ``words``: if they
+    are known. ``into``: memory to decode into, if the elements are these words. ``base``: the bytes that the words are deltas to.
+    Unless ``proven`` that digest is not checked: of a base, whose deltas' own digests prove it."""
     if words is None:
         words = into if into is not None and chunk.words.name == chunk.dtype else np.empty(chunk.decoded, np.uint8)
         chunks.decode(chunk.coding, chunk.words, stored, words, base)
@@ -354,6 +360,6 @@ def decode(
 
 
 def _own_memory(piece: Piece) -> Bytes | None:
-    """Where a piece's elements belong, if all of the chunk's belong there, one behind the other."""
+    """Where a piece's elements go, if they are all of the chunk, contiguous."""
     target = piece.target
     return target.reshape(-1).view(np.uint8) if piece.direct and target.flags.c_contiguous else None

@@ -1,10 +1,9 @@
-"""Repair: makes a lost or damaged root, or marker, anew from the version records. Plan, explain, execute.
+"""Repair makes a lost or damaged root or marker anew from the version records. Plan, explain, execute.
 
-A record names everything that its version consists of, with digests, and was written after all of it. So an attempt that is whole
-can be read. Whether it *was* a version, the root alone knew: attempts that were complete but not committed, and dropped versions
-that are not collected yet, come back as well.
-
-What is whole is never replaced. The new root has an epoch and an owner of its own: a coordinator from before cannot commit to it.
+A record names everything of its version with digests, and was written after it. So a whole attempt can be read. Only the root
+knew whether it *was* a version: attempts that were complete but not committed, and dropped versions that are not collected yet,
+come back as well. What is whole is never replaced. The new root has an epoch and an owner of its own, so a coordinator from
+before cannot commit to it.
 """
 
 from __future__ import annotations
@@ -17,21 +16,22 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from types import MappingProxyType
 
+from . import invariants
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
 from .format import keys, records
 from .format.root import Root
-from .format.signing import PublicKey, Trust, dump_keys, load_keys
+from .format.signature import PublicKey, Trust, dump_keys, load_keys
 from .format.version_record import VersionRecord
 from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
-from .survey import Found, survey
+from .scan import ScannedAttempt, scan_attempts
 
 _AGAIN = "run `raystow repair URI` again"
 
 
 class State(enum.Enum):
-    """What a look at the root or the marker has shown."""
+    """The state of root or marker."""
 
     WHOLE = "whole"
     DAMAGED = "damaged"
@@ -40,7 +40,7 @@ class State(enum.Enum):
 
 @dataclass(frozen=True)
 class Look:
-    """What lies at ``key``, and what it says. ``why``: what is wrong with it. ``tag``: of its content."""
+    """The object at ``key`` and what it says. ``why``: what is wrong with it. ``tag``: of its content."""
 
     key: str
     state: State
@@ -52,22 +52,20 @@ class Look:
 
 @dataclass(frozen=True)
 class RepairPlan:
-    """What was found, and what is to be written: ``new_root`` and ``new_marker``, each None if the one there is whole.
-
-    ``found``: the attempts, oldest id first; those that lack nothing come back as versions.
-    """
+    """What was found and what is written: ``new_root`` and ``new_marker``, each None if the present one is whole. ``found``: the
+    attempts, oldest id first; those that lack nothing come back as versions."""
 
     store: ObjectStore
     root: Look
     marker: Look
     repository: str
-    found: tuple[Found, ...] = ()
+    found: tuple[ScannedAttempt, ...] = ()
     new_root: Root | None = None
     new_marker: bytes | None = None
 
     @property
     def needed(self) -> bool:
-        """Whether there is anything to write."""
+        """Whether anything is written."""
         return self.new_root is not None or self.new_marker is not None
 
     @property
@@ -89,10 +87,8 @@ class RepairPlan:
         return [*looks, *attempts, *self.notes]
 
     def execute(self) -> tuple[str, ...]:
-        """Write what is to be written; its keys.
-
-        Raises ``StoreError``; ``PreconditionFailed`` if what lies there has changed since the plan was made: it is left alone.
-        """
+        """Write root and marker; the keys that were written. Raises ``PreconditionFailed`` if an object has changed since the
+        plan was made, and ``StoreError``."""
         written = []
         if self.new_root is not None:
             self._replace(self.root, self.new_root.dump())
@@ -103,12 +99,12 @@ class RepairPlan:
         return tuple(written)
 
     def _replace(self, planned: Look, data: bytes) -> None:
-        # Looked at again: bytes that only arrived damaged the first time must not be replaced, and their tag is the right one.
+        # Read again: bytes that were only damaged in transit must not be replaced.
         if _look(self.store, planned.key) != planned:
             raise PreconditionFailed("has changed since the plan was made; it is left alone", subject=planned.key, remedy=_AGAIN)
         try:
             self.store.put_if(planned.key, data, planned.tag)
-        except (PreconditionFailed, StoreUnavailable) as error:  # or the answer was lost: reading again tells
+        except (PreconditionFailed, StoreUnavailable) as error:  # the answer may be lost: reading again tells
             try:
                 written = self.store.get(planned.key, max_bytes=MAX_ROOT)
             except NotFound:
@@ -118,16 +114,16 @@ class RepairPlan:
 
 
 def plan_repair(store: ObjectStore, clock: Clock = SYSTEM, *, trust: Trust | None = None) -> RepairPlan:
-    """Look at root and marker and, if the root is lost, at every attempt; writes nothing before ``execute()`` is called.
+    """Plan a repair. Reads root and marker and, if the root is lost, all records and fragments, but no packs.
 
-    ``trust``: who must have signed the versions that come back, None for whom the marker names. Reads records and fragments, no
-    packs. ``Damaged`` if objects of several repositories lie here or nothing tells of which, ``Unsupported`` if a newer raystow
-    has written them, ``NotARepository`` if there are none.
+    ``trust``: whose signatures the versions that come back must have; by default the marker says. ``Damaged`` if objects belong
+    to several repositories or nothing says to which, ``Unsupported`` if a newer raystow has written them, ``NotARepository`` if
+    there are none.
     """
     root, marker = _look(store, keys.ROOT), _look(store, keys.MARKER)
     if root.state is State.WHOLE and marker.repository in ("", root.repository):
         return RepairPlan(store, root, marker, root.repository, new_marker=_new_marker(marker, root.repository, clock, trust))
-    attempts = survey(store, trust or Trust(marker.signed_by))
+    attempts = scan_attempts(store, trust or Trust(marker.signed_by))
     repository = _the_one_repository(store, (marker, root), attempts)
     found = _one_of_each_id(attempts)
     leased = [version[0] for info in store.list(keys.LEASES) if (version := keys.leased(info.key)) is not None]
@@ -139,7 +135,8 @@ def plan_repair(store: ObjectStore, clock: Clock = SYSTEM, *, trust: Trust | Non
         write_id=clock.token(),
         versions=tuple(f.entry for f in found if f.entry is not None and not f.lacks),
     )
-    Root.load(new_root.dump())  # absurd numbers in keys and records must not end in a root that nobody can read
+    invariants.check(None, new_root)
+    Root.load(new_root.dump())  # absurd numbers in keys and records must not make an unreadable root
     return RepairPlan(store, root, marker, repository, found, new_root, _new_marker(marker, repository, clock, trust))
 
 
@@ -167,8 +164,8 @@ def _new_marker(marker: Look, repository: str, clock: Clock, trust: Trust | None
     return records.dump({"repository": repository, "created": clock.now(), **signed_by}, keys.MARKER)
 
 
-def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequence[Found]) -> str:
-    """The id of the repository that everything readable here belongs to."""
+def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequence[ScannedAttempt]) -> str:
+    """The id of the repository that everything readable belongs to."""
     said: dict[str, list[str]] = defaultdict(list)
     for look in looks:
         if look.repository:
@@ -185,27 +182,32 @@ def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequen
     if not found and all(look.state is State.MISSING for look in looks):
         raise NotARepository("there is no repository here", subject=store.uri, remedy="check the path")
     what = "neither root nor marker nor any version record can be read: nothing tells what to bring back"
-    remedy = f"delete {keys.ROOT}, {keys.MARKER} and what lies below {keys.VERSIONS}: the next save begins anew"
+    remedy = f"delete {keys.ROOT}, {keys.MARKER} and all below {keys.VERSIONS}: the next save begins anew"
     raise Damaged(what, subject=store.uri, remedy=remedy)
 
 
-def _one_of_each_id(found: Sequence[Found], rounded: Mapping[int, int | None] = MappingProxyType({})) -> tuple[Found, ...]:
-    """Of whole attempts with one id, that of the highest epoch: one uses an id again only if none before has committed it. Of one
-    epoch there are two where a version was thinned, or written whole: the one that holds all of it, if it can be read, and of two
-    the one that needs no other.
+def _one_of_each_id(
+    found: Sequence[ScannedAttempt], rounded: Mapping[int, int | None] = MappingProxyType({})
+) -> tuple[ScannedAttempt, ...]:
+    """Choose the attempt of each id that comes back: of the highest epoch, since an epoch uses an id again only if none before
+    has committed it. Of one epoch there are two where a version was replaced: the one with all that was saved comes back, then
+    the one without bases.
 
-    What is a difference to a version that does not come back, or not with what it needs of it, does not come back either: if that
-    is thinned, and it is not; or if that has not the bits of mantissa that it had. Ids ascend, and bases are lower.
-    ``rounded``: the bits of the attempt that is to come back of an id, where something that is a difference to it would not come
-    back otherwise."""
-    back, judged, wanted = dict[int, VersionRecord](), list[Found](), dict[int, int | None]()
+    An attempt does not come back if a base does not, or if the base is thinned and it is not, or if the base has other mantissa
+    bits than it had. Ids ascend, and bases are lower.
+
+    Args:
+        found: The attempts, ids ascending.
+        rounded: By id, the mantissa bits of the attempt to prefer, since a delta would not come back otherwise.
+    """
+    back, judged, preferred = dict[int, VersionRecord](), list[ScannedAttempt](), dict[int, int | None]()
     kinds = defaultdict[int, set[int | None]](set)
     for f in found:
         if f.record is not None and not f.lacks:
             kinds[f.id].add(f.record.bits)
 
     def gone(record: VersionRecord) -> list[int]:
-        part = record.thinned is not None  # then it needs no more of its base than is left of one that was thinned
+        part = record.thinned is not None  # a thinned version needs the weights of its base only
         bases = [(base, back.get(base)) for base in record.bases]
         return [id for id, b in bases if b is None or (b.thinned is not None and not part) or b.bits != record.base_bits]
 
@@ -229,11 +231,11 @@ def _one_of_each_id(found: Sequence[Found], rounded: Mapping[int, int | None] = 
         if best is not None and not gone(best):
             back[id] = best
         elif best is not None:
-            wanted |= {base: best.base_bits for base in gone(best) if best.base_bits in kinds[base]}
-    again = {id: kind for id, kind in wanted.items() if id not in rounded}
+            preferred |= {base: best.base_bits for base in gone(best) if best.base_bits in kinds[base]}
+    again = {id: kind for id, kind in preferred.items() if id not in rounded}
     return _one_of_each_id(found, {**rounded, **again}) if again else tuple(judged)
 
 
-def _name(found: Found) -> str:
+def _name(found: ScannedAttempt) -> str:
     step = f", step {found.record.step}, epoch {found.record.epoch}" if found.record is not None else ""
     return f"version {found.id} (attempt {found.attempt}{step})"

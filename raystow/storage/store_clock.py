@@ -1,7 +1,7 @@
-"""The time by the store's own clock: the one clock that all who share a repository share.
+"""The time by the store's clock, which all users of a repository share.
 
-Whether a grace period or a lease is over is decided by it alone: the ages of objects are by the store's clock, and a machine
-whose own clock has jumped must not delete what others still read.
+It alone decides whether a grace period or a lease is over: the ages of objects are by it, and a machine whose clock is wrong must
+not delete what others read.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _TRIES = 5
 
 
 def now(store: ObjectStore, clock: Clock) -> float:
-    """Seconds since 1970 by the store: what it says of an object that is written for this, listed, and removed again."""
+    """Seconds since 1970 by the store, from an object that is written for this, listed, and removed."""
     key = f"{PREFIX}{clock.token()}"
     store.put(key, [b"what time is it?"])
     try:
         for _ in range(_TRIES):
             for info in store.list(key):
                 return info.modified
-            clock.sleep(1.0)  # a listing that lags behind
+            clock.sleep(1.0)  # the listing lags behind
     finally:
         try:
             store.delete([key])
         except StoreError:
-            pass  # collected later: it is some bytes
+            pass  # a collection removes it later
     raise StoreUnavailable("a listing does not show what was written", subject=f"{store.uri}/{key}", remedy="try again later")

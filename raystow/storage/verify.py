@@ -1,4 +1,4 @@
-"""Verification: holds a version against the chain of digests that ends in the root, down to its packs' sizes or to every byte."""
+"""Verification checks a version against the chain of digests that ends in the root: its packs' sizes, or every byte."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from .errors import Damaged
 from .format import keys, values
 from .format.boxes import tile
 from .format.manifest import Chunk
-from .journal import Journal
 from .object_store import ObjectStore
+from .verify_progress import VerifyJournal
 from .version import Version
 
 MEMORY = 512 << 20
-"""Bytes that a deep verification may hold beside the manifest."""
+"""Bytes that a deep verification may take in addition to the manifest."""
 
 Packs = Mapping[str, list[Chunk]]
 """Key of a pack -> its chunks in the order of storage."""
@@ -41,9 +41,10 @@ class Verified:
 
 
 def verify_sizes(version: Version, store: ObjectStore) -> Verified:
-    """Check record and manifest by their digests, packs by their sizes: chunks fill them without gap or overlap, none is missing.
+    """Check record and manifest by their digests, packs by their sizes. Reads no pack. Takes memory for the manifest.
 
-    No pack is read. ``Damaged`` names the first object found wrong. Memory: the version's manifest.
+    Raises:
+        Damaged: Names the first object that is wrong.
     """
     return _verify_sizes(version, store)[0]
 
@@ -53,7 +54,7 @@ def verify_bytes(
     store: ObjectStore,
     progress: Callable[[int], None] = lambda nbytes: None,
     *,
-    journal: Journal | None = None,
+    journal: VerifyJournal | None = None,
     memory: int = MEMORY,
 ) -> Verified:
     """``verify_sizes``, then read and decode every pack that is not in the journal; each chunk is held against both its digests.
@@ -63,17 +64,17 @@ def verify_bytes(
     """
     found, packs = _verify_sizes(version, store)
     record = version.entry.digest
-    done = {key for key in packs if journal is not None and (record, key) in journal}
-    for key in done:
-        progress(sum(chunk.nbytes for chunk in packs[key]))
     reader = version.reader()
-    runs = reader.whole(chunk for key, of in packs.items() if key not in done for chunk in of)
+    every = reader.whole(chunk for rows in version.chunks.values() for chunk in rows)
+    done = {run.key for run in every if journal is not None and (record, run.key) in journal}
+    progress(sum(piece.chunk.nbytes for run in every if run.key in done for piece in run.pieces))
+    runs = [run for run in every if run.key not in done]
     left = Counter(run.key for run in runs)
     for run in reader.check(runs, progress, memory=memory):
         left[run.key] -= 1
         if journal is not None and not left[run.key]:
             journal.add(record, run.key)
-    resumed = sum(chunk.stored for key in done for chunk in packs[key])
+    resumed = sum(chunk.stored for key in done for chunk in packs.get(key, ()))
     return Verified(**{**vars(found), "read": found.stored - resumed, "resumed": resumed})
 
 
@@ -82,17 +83,17 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
     for rows in version.chunks.values():
         if not tile([row.box for row in rows], ((0,) * len(rows[0].shape), rows[0].shape)):
             raise Damaged("the manifest's chunks do not hold each element exactly once", subject=rows[0].name)
-        for row in rows:
+        for row in (row for row in rows if not row.is_reference):
             packs[keys.pack(version.id, version.attempt, row.node, row.group, row.pack)].append(row)
     recorded = {keys.pack(version.id, version.attempt, p.node, p.group, p.number): p.size for p in version.record.packs}
     found = {info.key: info.size for info in store.list(keys.prefix(version.id, version.attempt))}
     for key in sorted(set(packs) | set(recorded)):
         _check_pack(key, packs[key], recorded.get(key, 0), found.get(key))
-    _check_bases(version, store, packs)
+    _check_bases(version, store)
     for fragment in version.fragments:
         for value in fragment.values:
             values.loads(value.text)
-    chunks = [row for rows in packs.values() for row in rows]
+    chunks = [row for rows in version.chunks.values() for row in rows]
     raw, stored = sum(chunk.nbytes for chunk in chunks), sum(chunk.stored for chunk in chunks)
     if not (raw, stored) == (version.record.raw, version.record.stored) == (version.raw, version.bytes):
         raise Damaged("the sums of the manifest, the record and the root differ", subject=version.record.key())
@@ -100,8 +101,8 @@ def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs
     return Verified(version.id, version.step, *counts, raw, stored, read=0, resumed=0), packs
 
 
-def _check_bases(version: Version, store: ObjectStore, packs: Packs) -> None:
-    """What the version is a difference to is there, and the root and the record tell of it: or it would be dropped."""
+def _check_bases(version: Version, store: ObjectStore) -> None:
+    """Check that bases are there, and that manifest, record and root name the same ones."""
     needed = tuple(sorted({base for fragment in version.fragments for base in fragment.bases}))
     if not needed == version.record.bases == version.entry.bases:
         told = f"the manifest names {needed}, the record {version.record.bases}, the root {version.entry.bases}"
@@ -112,12 +113,12 @@ def _check_bases(version: Version, store: ObjectStore, packs: Packs) -> None:
             _verify_sizes(base, store)
         except Damaged as error:
             raise Damaged(f"{error.what}; version {version.id} is a difference to version {id}", subject=error.subject) from error
-    version.reader().whole(chunk for of in packs.values() for chunk in of)  # finds what each is a difference to
+    version.reader().whole(chunk for rows in version.chunks.values() for chunk in rows)  # finds what each of them needs
 
 
 def _check_pack(key: str, chunks: list[Chunk], recorded: int, found: int | None) -> None:
-    """The chunks, laid end to end, are the whole pack, and the record and the store give it that size. Those that are derived lie
-    where the chunk of another tensor lies."""
+    """Check that the chunks, end to end, are the whole pack, and that record and store agree on its size. Derived chunks must
+    have the place of another tensor's chunk."""
     end, places = 0, set[tuple[int, int]]()
     chunks.sort(key=lambda chunk: (chunk.start, chunk.coding.size))
     for chunk in chunks:

@@ -4,40 +4,49 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from types import EllipsisType
 from typing import Any
 
 import numpy as np
 
 from .arguments import integer
-from .bases import Bases
-from .chains import needed
 from .clock import SYSTEM
 from .coding import dtypes
+from .coding.derived import Derivation
 from .coding.digest import stored_digest
 from .coding.rounded import Rounded
+from .delta_chain import needed
 from .errors import Damaged, NotFound, StateError, Unsupported
-from .finder import Finder, Seeker
 from .format import key_files, keys, manifest, values
 from .format.boxes import Box
 from .format.manifest import Chunk, Fragment
-from .format.root import Entry, Register
+from .format.root import Entry
 from .format.selection import select
-from .format.signing import Trust
+from .format.signature import Trust
 from .format.version_record import FragmentInfo, VersionRecord
-from .limits import MAX_FRAGMENT, MAX_RECORD
+from .limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD
 from .object_store import ObjectStore
-from .reader import Reader, Request
+from .reader import Reader, Request, Run
+from .root_register import RootRegister
+from .tensor_index import Finder, Seeker
 
 Index = int | slice | EllipsisType | tuple[int | slice | EllipsisType, ...]
 
 
 @dataclass(frozen=True)
 class TensorInfo:
-    """A tensor of a version: global ``shape``, ``dtype`` by torch's name, ``nbytes`` raw and ``stored`` bytes in packs,
-    ``kind`` (``tensor``, ``array`` or ``scalar``) and the ``group`` of packs that holds it."""
+    """A tensor, array or numpy scalar of a version.
+
+    Attributes:
+        shape: The shape of the whole tensor.
+        dtype: The dtype by torch's name.
+        nbytes: Bytes of its elements.
+        stored: Bytes in packs.
+        kind: ``tensor``, ``array`` or ``scalar``.
+        group: The group of packs that stores it.
+    """
 
     shape: tuple[int, ...]
     dtype: str
@@ -48,16 +57,24 @@ class TensorInfo:
 
 
 class Version:
-    """One committed version. Immutable; its manifest is read, and checked against the root's digest, when first needed.
+    """A committed version. It never changes.
 
-    ``trust``: who must have signed it; by default whom this process's environment trusts when the record is read. ``beside``:
-    those that the root had when this one was found there: what it is a difference to can be read until it is collected.
+    The manifest is read at first use and checked against the digest in the root.
+
+    Attributes:
+        id: The id; later versions have higher ones.
+        step: The training step.
+        created: Seconds since 1970.
+        raw: Bytes of all tensors.
+        bytes: Stored bytes.
     """
 
+    # ``trust``: the signatures that are required. ``siblings``: the entries of the root in which this version was found; its
+    # bases are among them, and can be read until they are collected.
     def __init__(
-        self, store: ObjectStore, entry: Entry, repository: str, trust: Trust | None = None, beside: Sequence[Entry] = ()
+        self, store: ObjectStore, entry: Entry, repository: str, trust: Trust | None = None, siblings: Sequence[Entry] = ()
     ) -> None:
-        self._store, self.entry, self._repository, self._trust, self.beside = store, entry, repository, trust, beside
+        self._store, self.entry, self._repository, self._trust, self.siblings = store, entry, repository, trust, siblings
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
         self._boxes: dict[int, dict[tuple[str, Box], Chunk]] = {}  # by fragment
@@ -72,9 +89,9 @@ class Version:
         return hash((self._repository, self.entry))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        users = needed(self.beside, [self.id])
-        beside = tuple(entry for entry in self.beside if entry.id in users)
-        return Version, (self._store, self.entry, self._repository, self._trust, beside)
+        users = needed(self.siblings, [self.id])
+        siblings = tuple(entry for entry in self.siblings if entry.id in users)
+        return Version, (self._store, self.entry, self._repository, self._trust, siblings)
 
     @property
     def attempt(self) -> str:
@@ -99,13 +116,13 @@ class Version:
         record = VersionRecord.load(data, key)
         if (record.repository, record.id, record.attempt) != (self._repository, self.id, self.attempt):
             raise Damaged("the record belongs to another version", subject=key)
-        if (record.step, record.created) != (self.step, self.created):  # the root is signed by nobody
+        if (record.step, record.created) != (self.step, self.created):  # the root is not signed
             raise Damaged(f"the root says step {self.step}, the record {record.step}", subject=key)
         return record
 
     @property
     def resumable(self) -> bool:
-        """Whether it holds all that was saved; False once it was thinned."""
+        """Whether the version has all that was saved; False once it is thinned."""
         return self.entry.resumable
 
     @property
@@ -115,7 +132,7 @@ class Version:
 
     @property
     def world_size(self) -> int:
-        """Ranks that saved it."""
+        """The number of ranks that saved the version."""
         return self.record.world_size
 
     @functools.cached_property
@@ -131,8 +148,8 @@ class Version:
     def sibling(self, id: int) -> Version | None:
         """Another version of the repository, where the root says that it lies now; or where it lay when this one was found, if
         the root does not hold it any more, or this one: what this one needs may have been thinned when it was itself."""
-        entries = Register(self._store, SYSTEM, repository=self._repository).read().versions
-        places = (*entries, *self.beside) if self.entry in entries else (*self.beside, *entries)
+        entries = RootRegister(self._store, SYSTEM, repository=self._repository).read().versions
+        places = (*entries, *self.siblings) if self.entry in entries else (*self.siblings, *entries)
         found = (entry for entry in places if entry.id == id)
         return next((Version(self._store, entry, self._repository, self._trust) for entry in found), None)
 
@@ -169,13 +186,21 @@ class Version:
         return rows
 
     def _check_covered(self, name: str, rows: Sequence[Chunk]) -> None:
-        """Also what keeps an absurd shape from being allocated."""
+        """Raise ``Damaged`` unless the rows cover the tensor; so no absurd shape is allocated."""
         held, size = sum(math.prod(chunk.extent) for chunk in rows), math.prod(rows[0].shape)
         if held != size:
             raise Damaged(f"the manifest covers {held} of {size} elements of {name!r}", subject=repr(self))
 
     def tensors(self) -> Mapping[str, TensorInfo]:
-        """Every tensor, array and numpy scalar by name."""
+        """List the tensors, arrays and numpy scalars.
+
+        Returns:
+            Their descriptions by name.
+
+        Raises:
+            Damaged: The manifest is damaged.
+            Untrusted: The version has no trusted signature.
+        """
         infos = {}
         for name, rows in sorted(self.chunks.items()):
             first = rows[0]
@@ -185,7 +210,11 @@ class Version:
         return infos
 
     def rounded(self) -> Mapping[str, Rounded]:
-        """What rounding has done to the tensors of which not every bit was kept, by name; see ``docs/compression.md``."""
+        """List the tensors that were rounded; see ``docs/compression.md``.
+
+        Returns:
+            The rule and the errors of each, by name.
+        """
         found: dict[str, Rounded] = {}
         for fragment in self.fragments:
             for name, one in fragment.rounded.items():
@@ -193,8 +222,17 @@ class Version:
         return dict(sorted(found.items()))
 
     def values(self, rank: int = 0) -> dict[str, Any]:
-        """Every plain value by name, as ``rank`` saved it; a rank that the save did not have sees those of the lowest rank that
-        has each. ``StateError`` for a number that is no rank."""
+        """Read the plain values of a rank.
+
+        Args:
+            rank: The rank. If the save had no such rank, each value is that of the lowest rank that has it.
+
+        Returns:
+            The values by name.
+
+        Raises:
+            StateError: ``rank`` is not an integer of at least 0.
+        """
         integer("rank", rank, least=0)
         return {row.name: values.loads(row.text) for row in self.value_rows(rank)}
 
@@ -208,10 +246,19 @@ class Version:
         yield from {row.name: row for row in rows}.values()
 
     def read(self, name: str, index: Index | None = None) -> Any:
-        """One tensor, or the part of it that ``index`` (integers, slices with positive steps, ``...``) selects.
+        """Read a tensor or a part of it. Reads only the chunks that overlap.
 
-        A torch tensor on the CPU where torch is installed, else a numpy array (bfloat16 and fp8 through ml_dtypes); what was
-        saved as a numpy array or scalar, or as a plain value, comes back as such. Reads only the chunks that overlap.
+        Args:
+            name: The name, as ``tensors`` and ``values`` list it.
+            index: Integers, slices with positive steps, and ``...``. None: the whole tensor.
+
+        Returns:
+            A torch tensor on the CPU; without torch a numpy array (bfloat16 and fp8 through ml_dtypes). Values saved as numpy
+            arrays, numpy scalars or plain values are returned as such.
+
+        Raises:
+            StateError: There is no such name, or the index does not fit.
+            Damaged: Stored bytes do not match their digests.
         """
         rows = self.chunks.get(name)
         if rows is None:
@@ -238,12 +285,12 @@ class Version:
 
     def reader(self, *, threads: int | None = None, turn: float = 0.0) -> Reader:
         """A reader of this version's packs; see there."""
-        return Reader(self._store, self.id, self.attempt, base=self.bases.run, threads=threads, turn=turn)
+        return Reader(self._store, self.id, self.attempt, bases=self.bases, threads=threads, turn=turn)
 
     def _checked(self, key: str, size: int, digest: str, limit: int) -> bytes:
         if size > limit:
             raise Damaged(f"claims {size} bytes, more than the format allows", subject=key)
-        for _ in range(2):  # bytes that were changed on their way are right the second time
+        for _ in range(2):  # bytes changed in transit are right the second time
             try:
                 data = self._store.get(key, max_bytes=size)
             except NotFound:
@@ -251,6 +298,73 @@ class Version:
             if len(data) == size and stored_digest(data).hex() == digest:
                 return data
         raise Damaged("the object does not match its digest", subject=key)
+
+
+class Bases:
+    """The versions that one version is a difference to. A row names a version only; the root says which attempt that is now.
+
+    Args:
+        version: The version.
+        look: Finds a version of the repository by its id.
+        depth: The version's place in the chain of differences that is read.
+    """
+
+    def __init__(self, version: Version, look: Callable[[int], Version | None], *, depth: int = 1) -> None:
+        self._version, self._look, self._depth = version, look, depth
+        self._versions: dict[int, Version] = {}
+        self._readers: dict[int, Reader] = {}
+
+    def version(self, id: int) -> Version:
+        """The base with this id. Raises ``Damaged`` if there is none, or if it makes the chain too long."""
+        if id not in self._versions:
+            base = self._look(id) if id < self._version.id and self._depth < MAX_CHAIN else None
+            if base is None:
+                what = f"needs version {id}, which is not there, no older one, or too far down a chain of differences"
+                raise Damaged(what, subject=self._version.record_key)
+            base.bases = Bases(base, self._look, depth=self._depth + 1)
+            self._versions[id] = base
+        return self._versions[id]
+
+    def all(self) -> Iterator[Version]:
+        """Every version that this one cannot be read without, each once."""
+        found: dict[int, Version] = {}
+        self._collect(found)
+        yield from found.values()
+
+    def run(self, chunk: Chunk) -> Run:
+        """What is fetched for a delta: the chunk with the same elements in its base, whole."""
+        base, found = self._same(chunk)
+        (run,) = base.reader().whole([found])
+        return run
+
+    def referenced(self, chunk: Chunk) -> tuple[Reader, Chunk]:
+        """The row of a reference, with place and coding of the bytes that it refers to, and the reader of their version."""
+        base, found = self._same(chunk)
+        if found.is_reference:
+            what = f"{chunk.source!r} is a reference itself, to which version {self._version.id} refers"
+            raise Damaged(what, subject=base.record_key)
+        if base.id not in self._readers:
+            self._readers[base.id] = base.reader()
+        derivation = found.derivation if chunk.derivation is None else Derivation(found.source, found.words.name)
+        row = replace(found, name=chunk.name, dtype=chunk.dtype, raw_digest=chunk.raw_digest, derivation=derivation)
+        return self._readers[base.id], row
+
+    def _collect(self, found: dict[int, Version]) -> None:
+        for id in self._version.record.bases:
+            if id not in found:
+                found[id] = self.version(id)
+                found[id].bases._collect(found)
+
+    def _same(self, chunk: Chunk) -> tuple[Version, Chunk]:
+        """The base of a chunk, and the row there with the same elements."""
+        assert chunk.coding.base is not None
+        base = self.version(chunk.coding.base)
+        found = base.chunk(chunk.source, chunk.box, near=chunk.node)
+        if found is None or (found.shape, found.dtype) != (chunk.shape, chunk.words.name):
+            box = f"{chunk.source!r}, {chunk.offset} + {chunk.extent}"
+            what = f"has no chunk of just {box}, to which version {self._version.id} is a difference"
+            raise Damaged(what, subject=base.record_key)
+        return base, found
 
 
 def _as_torch(raw: Any, name: str) -> Any:
@@ -267,7 +381,7 @@ def _as_torch(raw: Any, name: str) -> Any:
 
 
 def _resolve(index: Index | None, shape: tuple[int, ...], name: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
-    """The smallest box that holds what ``index`` selects, and the index to apply to it."""
+    """The smallest box that contains what ``index`` selects, and the index to apply to it."""
     parts: list[Any] = [] if index is None else list(index) if isinstance(index, tuple) else [index]
     if any(type(p) is not int and not isinstance(p, slice | EllipsisType | np.integer) for p in parts):
         raise StateError("an index is made of integers, slices and '...'", subject=name)

@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.util import metrics as ray_metrics
 
-from ..storage.metrics import Kind, Metric, record_with
+from ..storage.metrics import Metric, MetricKind, record_with
 
 
 class RayRecorder:
@@ -17,9 +17,9 @@ class RayRecorder:
     def record(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
         """See ``Recorder.record``."""
         instrument = _instrument(metric)
-        if metric.kind is Kind.GAUGE:
+        if metric.kind is MetricKind.GAUGE:
             instrument.set(value, dict(tags))
-        elif metric.kind is Kind.HISTOGRAM:
+        elif metric.kind is MetricKind.HISTOGRAM:
             instrument.observe(value, dict(tags))
         elif value > 0:  # Ray refuses to add nothing
             instrument.inc(value, dict(tags))
@@ -33,8 +33,8 @@ def export() -> None:
 @functools.cache
 def _instrument(metric: Metric) -> Any:
     about = {"description": metric.what, "tag_keys": metric.tags}
-    if metric.kind is Kind.COUNTER:
+    if metric.kind is MetricKind.COUNTER:
         return ray_metrics.Counter(metric.name, **about)
-    if metric.kind is Kind.GAUGE:
+    if metric.kind is MetricKind.GAUGE:
         return ray_metrics.Gauge(metric.name, **about)
     return ray_metrics.Histogram(metric.name, boundaries=list(metric.bounds), **about)

@@ -1,4 +1,4 @@
-"""What a node worker is at, as plain data: for whoever looks on, and as gauges."""
+"""The state of a node worker, for tools that only read it, and as gauges."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..storage.metrics import (
     UPLOADS,
     record,
 )
-from .network.replication import Progress
+from .protocol.messages import ReplicationProgress
 
 
 class Stage(enum.Enum):
-    """How far a rank's part of an attempt has come on its node."""
+    """The progress of a rank's part of an attempt on its node."""
 
     STAGING = "staging"  # its chunks are still coming
     CODING = "coding"  # all are here, not all are coded
@@ -60,20 +60,20 @@ class NodeStatus:
     memory: int
     spare: int
     memory_limit: int
-    copies: Progress
+    copies: ReplicationProgress
     ranks: Mapping[str, int]
     attempts: tuple[AttemptStatus, ...]
 
 
 def measure(status: NodeStatus) -> None:
-    """Record what of it are metrics."""
+    """Record the metrics among it."""
     gauges = {
         UPLOADS: status.uploads,
         QUEUE: status.queue,
         QUEUE_LIMIT: status.queue_limit,
         MEMORY_TIER: status.memory,
         MEMORY_TIER_LIMIT: status.memory_limit,
-        REPLICAS_WANTED: status.copies.wanted,
+        REPLICAS_WANTED: status.copies.expected,
         REPLICAS_PRESENT: status.copies.present,
     }
     for metric, value in gauges.items():

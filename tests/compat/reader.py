@@ -87,8 +87,13 @@ def chunk(row, stored, base):
     name, transform, codecs = row["dtype"], row["transform"], row["codecs"]
     if transform[:1] in (["copy"], ["rounded:float32"]):
         name, transform = name if transform[0] == "copy" else "float32", transform[1:]
-    size, delta = SIZES.get(name, 1), transform[:1] == ["delta"]
-    assert delta is (row["base"] is not None)
+    size, delta, same = SIZES.get(name, 1), transform[:1] == ["delta"], transform == ["same"]
+    assert (delta or same) is (row["base"] is not None)
+    if same:
+        raw = base(row["value"] or row["name"])
+        raw = rounded(np.frombuffer(raw, "<f4"), row["dtype"]).tobytes() if name != row["dtype"] else raw
+        assert (row["codecs"], row["stored"], raw_digest(raw)) == ([], [], row["raw_digest"]), f"{row['name']}: damaged"
+        return raw
     assert transform[delta:] in [[], ["planes"]] or transform == ["rotl1", "planes"]
     word = size // 2 if name.startswith("complex") else size
     width = word if transform[delta:] else 1
@@ -137,6 +142,8 @@ def elements(folder, row, pack):
         assert len(same) == 1, f"{name}: a difference to what is not there"
         return elements(folder, *same[0])
 
+    if not row["stored"]:
+        return chunk(row, b"", base)
     with open(pack, "rb") as file:
         file.seek(row["start"])
         return chunk(row, file.read(sum(row["stored"])), base)

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 import torch
 from blake3 import blake3
-from handmade import whole, write
+from builders import whole, write
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.shards import bits
+from raystow.orchestrator.save.shards import bits
 from raystow.storage.committer import Committer
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository
@@ -82,7 +82,8 @@ def test_raystow_reads_the_golden_repository(version):
     repository.verify(held)
 
 
-def test_the_golden_repository_holds_every_dtype_codec_transform_pin_and_metric():
+def test_golden_covers_every_dtype_codec_and_transform():
+    """The golden repository also has a pin and metrics."""
     from raystow.storage.coding.dtypes import DTYPES
 
     repository = raystow.open(GOLDEN)

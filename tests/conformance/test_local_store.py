@@ -62,7 +62,8 @@ def increment(store: ObjectStore, times: int) -> None:
             continue
 
 
-def test_one_of_eight_processes_creates_it_and_no_increment_is_lost(store: LocalStore, processes: ProcessPoolExecutor) -> None:
+def test_eight_processes_lose_no_increment(store: LocalStore, processes: ProcessPoolExecutor) -> None:
+    """One of them creates the object."""
     won = [number for number in processes.map(create, [store] * 16, range(16)) if number is not None]
     assert [b"%d" % number for number in won] == [store.get("root.json", max_bytes=9)]
     for waiting in [processes.submit(increment, store, 10) for _ in range(8)]:
@@ -71,7 +72,8 @@ def test_one_of_eight_processes_creates_it_and_no_increment_is_lost(store: Local
 
 
 @pytest.mark.parametrize("operation", ["put", "put_if"])
-def test_a_write_that_does_not_fit_leaves_the_old_content_and_no_rubbish(store: LocalStore, root: Path, operation: str) -> None:
+def test_a_write_that_fails_leaves_the_old_content(store: LocalStore, root: Path, operation: str) -> None:
+    """No partial file is left either."""
     tag = store.put_if("root.json", b"old", None)
     script = f"""
 import resource
@@ -130,7 +132,7 @@ def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.Monke
     assert store.get(KEY, max_bytes=10**6) == b"".join(parts)
 
 
-def test_few_threads_write_at_a_time_and_a_register_waits_for_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_threads_write_and_a_register_waits_for_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "WRITERS", 2)
     store, begun, gate, write = LocalStore(root), threading.Semaphore(0), threading.Event(), durable.write
 
@@ -183,9 +185,7 @@ def test_a_lock_that_is_held_is_waited_for_and_then_given_up(root: Path) -> None
         LocalStore(str(root), lock_timeout=30).put_if("root.json", b"1", tag)
 
 
-def test_threads_exclude_each_other_where_flock_is_a_lock_of_the_process(
-    store: LocalStore, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_threads_exclude_each_other_if_flock_is_per_process(store: LocalStore, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(fcntl, "flock", lambda *_: None)
     store.put_if("root.json", b"0", None)
     with ThreadPoolExecutor(8) as pool:

@@ -18,7 +18,7 @@ from raystow.storage.errors import StoreError, StoreUnavailable
 from raystow.storage.object_store import ObjectStore, Unfinished
 from raystow.storage.stores import open_store
 from raystow.storage.stores.local import LocalStore
-from raystow.workers.packing.metered import Metered
+from raystow.workers.packing.metered_store import Metered
 
 MOTO = "RAYSTOW_TEST_S3" not in os.environ
 FOLDERS = ("versions/00000001-0123456789abcdef", "versions/00000002-0123456789abcdef")

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 
 import pytest
 from trial import ACTS, Missed, Stage
+from trial_cluster import CLUSTER
 from tripwire import Point, Target
-from world import CLUSTER
 
 TABLE: dict[tuple[str, str, str, str], Counter[str]] = {}
 """Store, act, phase, process -> points, trials, and trials that missed their point."""

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 
 import pytest
 from campaign import TABLE
-from places import Folders, Prefixes
 from processes import Zygote
-from templates import templates
+from start_repositories import templates
 from trial import Stage
+from trial_store import Folders, Prefixes
 
 from raystow.storage.clock import SYSTEM
 

@@ -14,8 +14,8 @@ import os
 
 import pytest
 from campaign import another, everyone, itself, points, run
-from places import belonging
 from trial import ACTS, Act, Stage
+from trial_store import belonging
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
@@ -54,20 +54,20 @@ def test_all_killed_at_once_on_s3(on_s3: Stage) -> None:
 
 @pytest.mark.s3
 def test_killed_in_the_middle_of_an_upload(on_s3: Stage) -> None:
-    act = Act("upload", "two", lambda world: [])
-    with on_s3.world(act, "upload") as world:
-        repository, token = open_repository(world.uri), SYSTEM.token()
+    act = Act("upload", "two", lambda cluster: [])
+    with on_s3.cluster(act, "upload") as cluster:
+        repository, token = open_repository(cluster.uri), SYSTEM.token()
         key = keys.pack(9, token, 0, "weights", 0)
         while not any(write.key == key for write in repository.store.unfinished()):  # the last one may just have been completed
-            world.start("writer", key=key, size=64 << 20)  # again and again, until it is seen in the middle of one
+            cluster.start("writer", key=key, size=64 << 20)  # again and again, until it is seen in the middle of one
             while not any(write.key == key for write in repository.store.unfinished()):
                 pass
-            world.end()
-        assert key in on_s3.place.everything(world.uri)
+            cluster.end()
+        assert key in on_s3.place.everything(cluster.uri)
         while not (plan := repository.plan_collection(grace=0.0)).unfinished:
             pass  # the store tells its time in whole seconds, by which the upload may not have begun yet
         plan.execute()
-        assert on_s3.place.everything(world.uri) == belonging(repository)
+        assert on_s3.place.everything(cluster.uri) == belonging(repository)
 
 
 @pytest.mark.slow

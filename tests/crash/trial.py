@@ -7,13 +7,14 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from places import Place, belonging
 from processes import Zygote
-from states import blank, same_bits, state_at
+from trial_cluster import KEEP, TRAINERS, TrialCluster
+from trial_state import blank, same_bits, state_at
+from trial_store import Place, belonging
 from tripwire import Message, Point, Target
-from world import KEEP, TRAINERS, World
 
-from raystow.orchestrator.restore import restore
+from raystow.orchestrator.restore.latest import restore
+from raystow.orchestrator.restore.planner import RestoreOptions
 from raystow.storage.errors import NotARepository, NotFound
 from raystow.storage.repository import Repository, open_repository
 
@@ -28,33 +29,33 @@ class Act:
 
     name: str
     template: str
-    play: Callable[[World], list[Message]]
+    play: Callable[[TrialCluster], list[Message]]
     keep: int = KEEP
 
 
-def _create(world: World) -> list[Message]:
-    world.start("coordinator")
-    world.until(lambda: world.processes["coordinator"].ready is not None, "the coordinator")
+def _create(cluster: TrialCluster) -> list[Message]:
+    cluster.start("coordinator")
+    cluster.until(lambda: cluster.processes["coordinator"].ready is not None, "the coordinator")
     return []
 
 
-def _save(world: World) -> list[Message]:
-    world.phase = "start"
-    world.start_cluster()
-    world.phase = "save"
-    told = world.save(10, LOST)
-    world.phase = "retain"
-    if not world.hit:
-        coordinator = world.processes["coordinator"]
-        world.until(lambda: world.hit or "housed" in coordinator.said, "the retention after the commit")
+def _save(cluster: TrialCluster) -> list[Message]:
+    cluster.phase = "start"
+    cluster.start_cluster()
+    cluster.phase = "save"
+    told = cluster.save(10, LOST)
+    cluster.phase = "retain"
+    if not cluster.hit:
+        coordinator = cluster.processes["coordinator"]
+        cluster.until(lambda: cluster.hit or "housed" in coordinator.said, "the retention after the commit")
     return told
 
 
-def _command(*command: str) -> Callable[[World], list[Message]]:
-    def play(world: World) -> list[Message]:
-        operator = world.start("operator", command=[command[0], world.uri, *command[1:]])
-        world.until(lambda: operator.doomed or operator.name not in world.processes, " ".join(command))
-        assert operator.doomed or operator.said["exit"] == [0], world.stuck(f"raystow {command[0]} has failed")
+def _command(*command: str) -> Callable[[TrialCluster], list[Message]]:
+    def play(cluster: TrialCluster) -> list[Message]:
+        operator = cluster.start("operator", command=[command[0], cluster.uri, *command[1:]])
+        cluster.until(lambda: operator.doomed or operator.name not in cluster.processes, " ".join(command))
+        assert operator.doomed or operator.said["exit"] == [0], cluster.stuck(f"raystow {command[0]} has failed")
         return []
 
     return play
@@ -87,49 +88,51 @@ class Stage:
     folder: Path
 
     @contextmanager
-    def world(self, act: Act, name: str, *, target: Target | None = None, record: bool = False) -> Iterator[World]:
+    def cluster(self, act: Act, name: str, *, target: Target | None = None, record: bool = False) -> Iterator[TrialCluster]:
         """A world before an act."""
         logs = self.folder / f"logs-{name}"
         logs.mkdir()
-        world = World(self.zygote, self.place.copy(self.templates[act.template], name), logs, target=target, record=record)
+        cluster = TrialCluster(
+            self.zygote, self.place.copy(self.templates[act.template], name), logs, target=target, record=record
+        )
         try:
-            yield world
+            yield cluster
         finally:
-            world.end()
+            cluster.end()
 
     def count(self, act: Act) -> list[Point]:
         """The points of an act."""
-        with self.world(act, f"count-{act.name}", record=True) as world:
-            act.play(world)
-        return world.points
+        with self.cluster(act, f"count-{act.name}", record=True) as cluster:
+            act.play(cluster)
+        return cluster.points
 
     def trial(self, act: Act, name: str, target: Target) -> None:
         """Kill at one point, and look whether anything is lost, half there, in the way, or left over."""
-        with self.world(act, name, target=target) as world:
-            before = _versions(world.uri)
-            told = act.play(world)
-            if not world.hit:
+        with self.cluster(act, name, target=target) as cluster:
+            before = _versions(cluster.uri)
+            told = act.play(cluster)
+            if not cluster.hit:
                 raise Missed(target.name)
             known = before | {outcome["version"] for outcome in told if "version" in outcome}
-            _check(world.uri, known, keep=act.keep)
-            world.start_cluster()
-            again = world.save(11, AGAIN)
+            _check(cluster.uri, known, keep=act.keep)
+            cluster.start_cluster()
+            again = cluster.save(11, AGAIN)
             assert len(again) == len(TRAINERS), "a training process died of itself"
             assert all("version" in outcome for outcome in again), f"the next save failed: {again}"
-            for found in world.restored:
+            for found in cluster.restored:
                 assert found["version"] >= max(before, default=0), f"restored an old version: {found}"
                 assert found["whole"], f"restored other bits: {found}"
-            world.end()
+            cluster.end()
             known |= {outcome["version"] for outcome in again}
-            repository = open_repository(world.uri)
+            repository = open_repository(cluster.uri)
             newest = repository.versions()[-1]
             assert (newest.id, newest.step, newest.metrics) == (again[0]["version"], 11, {"salt": AGAIN})
-            self.place.age_leases(world.uri)
+            self.place.age_leases(cluster.uri)
             for _ in range(2):
                 repository.plan_collection(grace=0.0).execute()
-            assert self.place.everything(world.uri) == belonging(repository)
-            _check(world.uri, known, keep=KEEP)
-            self.place.remove(world.uri)
+            assert self.place.everything(cluster.uri) == belonging(repository)
+            _check(cluster.uri, known, keep=KEEP)
+            self.place.remove(cluster.uri)
 
 
 def _versions(uri: str) -> set[int]:
@@ -150,7 +153,7 @@ def _check(uri: str, known: set[int], *, keep: int) -> Repository:
                 state, wanted = blank(rank=rank), state_at(version.step, version.metrics["salt"], rank=rank)
                 if not version.resumable:
                     del state["optimizer"], wanted["optimizer"]
-                restore(version, state, rank=rank)
+                restore(version, state, RestoreOptions(rank))
                 assert same_bits(state, wanted), f"other bits: {version}"
     live = {version.id for version in versions}
     lost = set(sorted(known | live)[-keep:]) - live

@@ -18,11 +18,11 @@ import traceback
 
 import pyarrow.parquet  # noqa: F401
 import ray  # noqa: F401
-from roles import play
+from process_roles import play
 
 import raystow.orchestrator.cli.app
 from raystow.storage.version import Version
-from raystow.workers.packing.attempt import warm_up
+from raystow.workers.packing.chunk_writer import warm_up
 
 with contextlib.suppress(ImportError):
     import pandas  # noqa: F401  pyarrow looks for it at its first use
@@ -36,7 +36,9 @@ def main() -> None:
     requests = socket.socket(fileno=int(sys.argv[1]))
     warm_up()
     raystow.orchestrator.cli.app.build()
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # whoever dies is reaped; the harness sees it by the control socket
+    signal.signal(
+        signal.SIGCHLD, signal.SIG_IGN
+    )  # children are reaped at once; the harness learns of their end by the control socket
     gc.collect()
     gc.freeze()
     requests.send(b"ready")

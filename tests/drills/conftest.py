@@ -9,9 +9,9 @@ from urllib.parse import urlsplit
 
 import pytest
 import ray
-from record import Drill, write_table
+from drill_cluster import DrillCluster
+from drill_report import Drill, write_table
 from s3_faults.proxy import FaultProxy
-from stage import Stage
 from training import Training
 
 HERE = Path(__file__).parent
@@ -55,24 +55,24 @@ def report(request: pytest.FixtureRequest) -> Callable[[Drill], None]:
 
 
 @pytest.fixture
-def stage(monkeypatch: pytest.MonkeyPatch) -> Iterator[Stage]:
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Iterator[DrillCluster]:
     """A head, and no nodes yet."""
     if ray.is_initialized():
         ray.shutdown()
     # Ranks import the modules of this folder, and what those import.
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(HERE), str(HERE.parent), os.environ.get("PYTHONPATH", "")]))
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    stage = Stage()
+    cluster = DrillCluster()
     try:
-        yield stage
+        yield cluster
     finally:
-        stage.close()
+        cluster.close()
 
 
 @pytest.fixture
-def training(stage: Stage, tmp_path: Path) -> Training:
+def training(cluster: DrillCluster, tmp_path: Path) -> Training:
     """No rank yet, and an empty repository."""
-    return Training(stage, tmp_path)
+    return Training(cluster, tmp_path)
 
 
 @pytest.fixture

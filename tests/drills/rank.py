@@ -17,8 +17,8 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from drill_cluster import DEADLINE
 from safetensors.torch import load_file, save_file
-from stage import DEADLINE
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_state_dict, set_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard

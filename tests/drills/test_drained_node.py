@@ -13,30 +13,31 @@ from typing import Any
 
 import pytest
 import ray
-from stage import DEADLINE, Stage, until
+from drill_cluster import DEADLINE, DrillCluster
+from polling import wait_until
 
 import raystow
-from raystow.workers.node_actor import saves_on
+from raystow.workers.node.actor import saves_on
 
 pytestmark = pytest.mark.slow
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ray_train_on_kuberay.py"
 
 
-def drain(stage: Stage, node: str, within: str) -> tuple[int, dict[str, Any]]:
+def drain(cluster: DrillCluster, node: str, within: str) -> tuple[int, dict[str, Any]]:
     """The exit code of the command, and what it prints. On one machine each raylet is a node, so it has to be named."""
     command = [sys.executable, "-m", "raystow", "drain", "--node", node, "--within", within, "--json"]
     done = subprocess.run(
-        command, env={**os.environ, "RAY_ADDRESS": stage.cluster.address}, capture_output=True, text=True, timeout=DEADLINE
+        command, env={**os.environ, "RAY_ADDRESS": cluster.cluster.address}, capture_output=True, text=True, timeout=DEADLINE
     )
     return done.returncode, json.loads(done.stdout)
 
 
 @contextlib.contextmanager
-def example(stage: Stage, uri: str) -> Iterator[None]:
+def example(cluster: DrillCluster, uri: str) -> Iterator[None]:
     """The job of ``k8s/``, on CPUs, until the end of the block."""
     command = [sys.executable, str(EXAMPLE), uri, "1000000", "2", "--cpu"]
-    job = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": stage.cluster.address}, stderr=subprocess.DEVNULL)
+    job = subprocess.Popen(command, env={**os.environ, "RAY_ADDRESS": cluster.cluster.address}, stderr=subprocess.DEVNULL)
     try:
         yield
         assert job.poll() is None, "it has ended by itself"
@@ -45,7 +46,7 @@ def example(stage: Stage, uri: str) -> Iterator[None]:
         job.wait()
 
 
-def test_the_hook_returns_when_the_job_has_saved_and_the_job_goes_on_elsewhere(stage: Stage, tmp_path: Path) -> None:
+def test_the_hook_returns_after_the_save_and_the_job_moves(cluster: DrillCluster, tmp_path: Path) -> None:
     uri = f"file://{tmp_path / 'run'}"
 
     def newest() -> int:
@@ -57,32 +58,34 @@ def test_the_hook_returns_when_the_job_has_saved_and_the_job_goes_on_elsewhere(s
         return version.step if version is not None else 0
 
     def trains(name: str) -> bool:
-        return bool(saves_on(stage.nodes[name].node_id))
+        return bool(saves_on(cluster.nodes[name].node_id))
 
-    stage.add("a", "b", "c")
-    with example(stage, uri):
-        until(lambda: newest() > 0 and sum(map(trains, stage.nodes)) == 2, "it trains on two nodes, and saves", 3 * DEADLINE)
-        leaving, spare = next(filter(trains, stage.nodes)), next(name for name in stage.nodes if not trains(name))
-        node = stage.nodes[leaving].node_id
+    cluster.add("a", "b", "c")
+    with example(cluster, uri):
+        wait_until(
+            lambda: newest() > 0 and sum(map(trains, cluster.nodes)) == 2, "it trains on two nodes, and saves", 3 * DEADLINE
+        )
+        leaving, spare = next(filter(trains, cluster.nodes)), next(name for name in cluster.nodes if not trains(name))
+        node = cluster.nodes[leaving].node_id
 
-        assert drain(stage, node, "60s") == (0, {"node": node, "durable": [uri], "left": []})
+        assert drain(cluster, node, "60s") == (0, {"node": node, "durable": [uri], "left": []})
         saved = newest()
         assert saved > 0
 
-        stage.kill(leaving)
-        until(lambda: trains(spare) and newest() > saved, "it goes on, and saves", 3 * DEADLINE)
+        cluster.kill(leaving)
+        wait_until(lambda: trains(spare) and newest() > saved, "it goes on, and saves", 3 * DEADLINE)
     steps = [version.step for version in raystow.open(uri).versions()]
     assert steps == sorted(set(steps)), "steps were trained again that were saved before"
 
 
-def test_a_node_that_trains_nothing_goes_at_once_and_one_that_is_gone_is_an_error(stage: Stage) -> None:
-    stage.add("a")
-    node = stage.nodes["a"].node_id
-    assert drain(stage, node, "60s") == (0, {"node": node, "durable": [], "left": []})
+def test_an_idle_node_drains_at_once_and_a_dead_one_is_an_error(cluster: DrillCluster) -> None:
+    cluster.add("a")
+    node = cluster.nodes["a"].node_id
+    assert drain(cluster, node, "60s") == (0, {"node": node, "durable": [], "left": []})
 
-    stage.kill("a")
-    until(lambda: not next(known for known in ray.nodes() if known["NodeID"] == node)["Alive"], "Ray calls it dead")
-    code, told = drain(stage, node, "60s")
+    cluster.kill("a")
+    wait_until(lambda: not next(known for known in ray.nodes() if known["NodeID"] == node)["Alive"], "Ray calls it dead")
+    code, told = drain(cluster, node, "60s")
     assert code == 1
     assert told["error"]["what"] == "no such node is alive"
     assert told["error"]["subject"] == f"node {node}"

@@ -9,9 +9,10 @@ from pathlib import Path
 import pytest
 import ray
 import torch
+from drill_cluster import DEADLINE, DrillCluster, alive, frozen, wake
+from drill_report import Drill, Stopwatch
+from polling import wait_until
 from ray.exceptions import RayError
-from record import Drill, Stopwatch
-from stage import Stage, alive, frozen, until, wake
 from training import Rank, Training
 
 import raystow
@@ -33,8 +34,7 @@ def saving_for_ever(rank: Rank, folder: Path) -> None:
     """Train and save at every step; and once more, when it is woken, whatever has become of the other ranks by then."""
 
     def save_once_more() -> None:
-        while not (folder / "woken").exists():
-            SYSTEM.sleep(0.1)
+        wait_until((folder / "woken").exists, "the test wakes this rank", 10 * DEADLINE)
         try:
             said = f"version {rank.checkpointer.save({'stale': torch.ones(1000)}, step=10_000).result(60).id}"
         except raystow.RaystowError as error:
@@ -50,18 +50,18 @@ def saving_for_ever(rank: Rank, folder: Path) -> None:
 
 
 def test_a_node_is_frozen_replaced_and_woken(
-    stage: Stage, training: Training, tmp_path: Path, report: Callable[[Drill], None]
+    cluster: DrillCluster, training: Training, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
-    stage.add("a", "b", "c")
+    cluster.add("a", "b", "c")
     training.start("a", "b")
     training.rehearse(*range(2, 30))
     training.save_at(2)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     running = [rank.do.remote(saving_for_ever, tmp_path) for rank in training.ranks]
-    until(lambda: max(training.steps()) >= 4, "it saves at every step")  # so that it is frozen in the midst of saves
-    ours = [*stage.actors("b", "Rank"), stage.node_worker("b")]
+    wait_until(lambda: max(training.steps()) >= 4, "it saves at every step")  # so that it is frozen during saves
+    ours = [*cluster.actors("b", "Rank"), cluster.node_worker("b")]
     watch = Stopwatch()
-    stopped = stage.freeze("b")
+    stopped = cluster.freeze("b")
     (first,), _ = ray.wait(running, num_returns=1, timeout=60)
     with pytest.raises(RayError):
         ray.get(first, timeout=10)
@@ -79,16 +79,16 @@ def test_a_node_is_frozen_replaced_and_woken(
 
     wake(*stopped)
     (tmp_path / "woken").touch()
-    until((tmp_path / "said").exists, "the woken rank has tried to save")
+    wait_until((tmp_path / "said").exists, "the woken rank has tried to save")
     assert "a newer process has taken up this rank" in (tmp_path / "said").read_text()
-    node = stage.nodes.pop("b")
+    node = cluster.nodes.pop("b")
 
     def out_of_it() -> bool:
         node.live_processes()  # buries its raylet: as long as that is not done, Ray's workers take it to be alive
         return not any(map(alive, ours))
 
-    until(out_of_it, "the woken node has seen that it is dead for the others")
-    stage.cluster.remove_node(node, allow_graceful=False)
+    wait_until(out_of_it, "the woken node has seen that it is dead for the others")
+    cluster.cluster.remove_node(node, allow_graceful=False)
     after = raystow.open(training.uri)
     assert after.versions() == before
     for version in before:
@@ -97,34 +97,37 @@ def test_a_node_is_frozen_replaced_and_woken(
     assert raystow.open(training.uri).versions()[:-1] == before
 
 
-def test_the_coordinator_is_frozen_in_a_save_and_woken(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b")
+def test_the_coordinator_is_frozen_in_a_save_and_woken(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
+) -> None:
+    cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(4, 6, 8)
     training.save_at(2)
     training.each("train", 4)
-    with frozen(stage.coordinator()):
+    with frozen(cluster.coordinator()):
         watch = Stopwatch()
         training.each("save")
         training.each("fence")
         training.each("train", 6)  # does not wait for the coordinator: that stands still until this is done
         training.each("check", 2)
-        SYSTEM.sleep(max(0.0, 10 - watch.seconds()))
+        SYSTEM.sleep(max(0.0, 10 - watch.seconds()))  # the drill is a coordinator that is frozen for 10 s
     (version,) = set(training.each("result"))
     report(Drill("coordinator, frozen for 10 s in a save", 0, "nothing to restore; the save became durable", watch.seconds()))
     assert raystow.open(training.uri).version(version).step == 4
     training.goes_on(8)
 
 
-def test_a_coordinator_that_does_not_wake_fails_saves_by_name_until_it_is_killed(
-    stage: Stage, training: Training, report: Callable[[Drill], None]
+def test_a_frozen_coordinator_fails_saves_until_it_is_killed(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
 ) -> None:
-    stage.add("a", "b")
+    """The errors name the coordinator."""
+    cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(6, 8, 10)
     training.save_at(2)
     training.each("train", 4)
-    coordinator, watch = stage.coordinator(), Stopwatch()
+    coordinator, watch = cluster.coordinator(), Stopwatch()
     with frozen(coordinator):
         training.each("save")
         training.each("train", 6)

@@ -10,9 +10,9 @@ from unittest import mock
 
 import pytest
 import ray
+from drill_cluster import DrillCluster, send
+from drill_report import Drill, Stopwatch
 from ray._private import services
-from record import Drill, Stopwatch
-from stage import Stage, send
 from training import Training
 
 import raystow
@@ -34,34 +34,34 @@ def fault_tolerance(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
         monkeypatch.setenv(f"RAY_{name}", value)
 
 
-def stand_beside(stage: Stage, name: str) -> None:
+def stand_beside(cluster: DrillCluster, name: str) -> None:
     """Make this process part of a node, since it would end with the head that it is part of otherwise."""
     ray.shutdown()
-    node = stage.nodes[name].node_id
+    node = cluster.nodes[name].node_id
     with mock.patch.object(services, "find_node_ids", return_value=[node]):  # of those on this machine Ray would take the head
-        ray.init(address=stage.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+        ray.init(address=cluster.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
     assert ray.get_runtime_context().get_node_id() == node
 
 
-def lose_and_restart(stage: Stage) -> None:
+def lose_and_restart(cluster: DrillCluster) -> None:
     """Kill all that runs on the head, and start a head again with the same address."""
-    head = stage.cluster.head_node
+    head = cluster.cluster.head_node
     port = int(head.gcs_address.rpartition(":")[2])
-    send(signal.SIGKILL, *stage.processes("head"))
-    stage.cluster.remove_node(head, allow_graceful=False)
-    stage.cluster.add_node(num_cpus=0, include_dashboard=False, object_store_memory=80 << 20, gcs_server_port=port)
+    send(signal.SIGKILL, *cluster.processes("head"))
+    cluster.cluster.remove_node(head, allow_graceful=False)
+    cluster.cluster.add_node(num_cpus=0, include_dashboard=False, object_store_memory=80 << 20, gcs_server_port=port)
 
 
-def test_the_head_is_restarted(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b")
-    stand_beside(stage, "a")
+def test_the_head_is_restarted(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b")
+    stand_beside(cluster, "a")
     training.start("a", "b")
     training.rehearse(4, 6, 8, 10)
     training.save_at(4)
     root = raystow.open(training.uri).root()
-    lasting = [process for name in ("a", "b") for process in (*stage.actors(name, "Rank"), stage.node_worker(name))]
+    lasting = [process for name in ("a", "b") for process in (*cluster.actors(name, "Rank"), cluster.node_worker(name))]
     watch = Stopwatch()
-    lose_and_restart(stage)
+    lose_and_restart(cluster)
     training.each("train", 6)
     training.each("check", 2)
     detected = watch.seconds()
@@ -70,7 +70,7 @@ def test_the_head_is_restarted(stage: Stage, training: Training, report: Callabl
     report(Drill("head, restarted with RocksDB", detected, "nothing to restore", watch.seconds()))
     assert all(process.is_running() for process in lasting)
 
-    stage.actors("b", "Rank")[0].kill()
+    cluster.actors("b", "Rank")[0].kill()
     training.end()
     training.start("a", "b")
     step, read, _ = training.restore()

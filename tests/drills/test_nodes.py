@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from drill_cluster import DrillCluster, alive
+from drill_report import Drill, Stopwatch, source
 from rank import wanted
-from record import Drill, Stopwatch, source
-from stage import Stage, alive
 from training import Training
 
 pytestmark = pytest.mark.slow
 
 
-def test_a_node_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b", "c")
+def test_a_node_is_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b", "c")
     training.start("a", "b", "c")
     training.rehearse(4, 8)
     version = training.save_at(4)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     training.go_on(past=6)
     watch = Stopwatch()
-    stage.kill("b")
+    cluster.kill("b")
     training.wait_for_failure()
     detected, reached = watch.seconds(), max(training.steps())
     training.end()
-    stage.add("d")
+    cluster.add("d")
     training.start("a", "d", "c")
     step, read, _ = training.restore()
     assert step == 4
@@ -38,22 +38,22 @@ def test_a_node_is_killed(stage: Stage, training: Training, report: Callable[[Dr
     training.goes_on(8)
 
 
-def test_a_raylet_is_killed_and_the_processes_of_its_node_live_on(
-    stage: Stage, training: Training, report: Callable[[Drill], None]
+def test_a_raylet_is_killed_but_not_the_processes_of_its_node(
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
 ) -> None:
-    stage.add("a", "b", "c")
+    cluster.add("a", "b", "c")
     training.start("a", "b", "c")
     training.rehearse(4, 8)
     version = training.save_at(4)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     training.go_on(past=6)
     watch = Stopwatch()
-    undead = [process for process in stage.kill_raylet("b") if alive(process)]
+    undead = [process for process in cluster.kill_raylet("b") if alive(process)]
     assert undead
     training.wait_for_failure()
     detected, reached = watch.seconds(), max(training.steps())
     training.end()
-    stage.add("d")
+    cluster.add("d")
     training.start("a", "d", "c")
     step, read, _ = training.restore()
     assert step == 4
@@ -66,21 +66,21 @@ def test_a_raylet_is_killed_and_the_processes_of_its_node_live_on(
     assert not any(alive(process) for process in undead)
 
 
-def test_a_node_and_its_peer_are_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b", "c")
+def test_a_node_and_its_peer_are_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b", "c")
     training.start("a", "b", "c")
     training.rehearse(4, 8)
     version = training.save_at(4)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     training.go_on(past=6)
-    partner, watch = stage.partner("b"), Stopwatch()
-    stage.kill("b")
-    stage.kill(partner)
+    partner, watch = cluster.partner("b"), Stopwatch()
+    cluster.kill("b")
+    cluster.kill(partner)
     training.wait_for_failure()
     detected, reached = watch.seconds(), max(training.steps())
     training.end()
-    stage.add("d", "e")
-    training.start(*stage.nodes)
+    cluster.add("d", "e")
+    training.start(*cluster.nodes)
     step, read, _ = training.restore()
     assert step == 4
     assert read["memory"]
@@ -91,15 +91,15 @@ def test_a_node_and_its_peer_are_killed(stage: Stage, training: Training, report
     training.goes_on(8)
 
 
-def test_one_of_four_is_lost_for_good(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b", "c", "d")
+def test_one_of_four_is_lost_for_good(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b", "c", "d")
     training.start("a", "b", "c", "d")
     training.rehearse(4)
     version = training.save_at(4)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     training.go_on(past=6)
     watch = Stopwatch()
-    stage.kill("d")
+    cluster.kill("d")
     training.wait_for_failure()
     detected, reached = watch.seconds(), max(training.steps())
     training.end()

@@ -11,9 +11,10 @@ import pytest
 import ray
 import torch
 import torch.distributed as dist
+from drill_cluster import DEADLINE, DrillCluster
+from drill_report import Drill, Stopwatch
+from polling import wait_until
 from rank import Rank
-from record import Drill, Stopwatch
-from stage import DEADLINE, Stage, until
 from training import Training
 
 import raystow
@@ -45,23 +46,23 @@ def train_until_notice(rank: Rank) -> int:
             return rank.step
 
 
-def test_a_notice_is_used_to_save_in_time(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b", "c")
+def test_a_notice_is_used_to_save_in_time(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b", "c")
     training.start("a", "b")
     training.rehearse(2)
     training.save_at(2)
     running: list[Any] = [rank.do.remote(train_until_notice) for rank in training.ranks]
-    until(lambda: min(training.steps()) >= 4, "it trains")
+    wait_until(lambda: min(training.steps()) >= 4, "it trains")
     watch = Stopwatch()
-    drain(stage.cluster.address, stage.nodes["b"].node_id)
+    drain(cluster.cluster.address, cluster.nodes["b"].node_id)
     (step,) = set(ray.get(running, timeout=NOTICE))
     detected = watch.seconds()
     newest = raystow.open(training.uri).latest()
     assert newest is not None
     assert newest.step == step > 2
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
 
-    stage.kill("b")
+    cluster.kill("b")
     watch = Stopwatch()
     training.end()
     training.start("a", "c")
@@ -94,7 +95,7 @@ def train_in_ray_train(config: dict[str, Any]) -> None:
             checkpointer.fence()
             state["w"] += 1
             state["step"] += 1
-            SYSTEM.sleep(config["seconds"])
+            SYSTEM.sleep(config["seconds"])  # stands for the time that a real step takes
             if not notified and ray.train.get_preemption_info() is not None:
                 notified = True
                 checkpointer.save(state, step=state["step"]).result(60)
@@ -102,14 +103,14 @@ def train_in_ray_train(config: dict[str, Any]) -> None:
     ray.train.report({})
 
 
-def test_ray_train_tells_its_workers(stage: Stage, tmp_path: Path) -> None:
+def test_ray_train_tells_its_workers(cluster: DrillCluster, tmp_path: Path) -> None:
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
     def started() -> list[list[str]]:
         return sorted(path.name.split("-")[1::2] for path in tmp_path.glob("from-*"))
 
-    stage.add("a", "b", "c")
+    cluster.add("a", "b", "c")
     uri = str(tmp_path / "run")
     trainer = TorchTrainer(
         train_in_ray_train,
@@ -120,12 +121,12 @@ def test_ray_train_tells_its_workers(stage: Stage, tmp_path: Path) -> None:
     )
     with ThreadPoolExecutor(1) as pool:
         running = pool.submit(trainer.fit)
-        until(lambda: bool(started()), "it trains")
+        wait_until(lambda: bool(started()), "it trains")
         ((_, node),) = started()
-        drain(stage.cluster.address, node)
-        until(lambda: len(raystow.open(uri).versions()) == 2, "it has saved on notice")
+        drain(cluster.cluster.address, node)
+        wait_until(lambda: len(raystow.open(uri).versions()) == 2, "it has saved on notice")
         _, version = raystow.open(uri).versions()
-        stage.kill(next(name for name, running_on in stage.nodes.items() if running_on.node_id == node))
+        cluster.kill(next(name for name, running_on in cluster.nodes.items() if running_on.node_id == node))
         running.result(2 * DEADLINE)
     (_, first), (again, second) = sorted(started(), key=lambda told: int(told[0]))
     assert int(again) == version.step > 0

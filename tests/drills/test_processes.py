@@ -10,8 +10,9 @@ from collections.abc import Callable
 import psutil
 import pytest
 import ray
-from record import Drill, Stopwatch, source
-from stage import Stage, frozen, until
+from drill_cluster import DrillCluster, frozen
+from drill_report import Drill, Stopwatch, source
+from polling import wait_until
 from training import Training
 
 import raystow
@@ -19,8 +20,8 @@ import raystow
 pytestmark = pytest.mark.slow
 
 
-def test_a_training_process_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b")
+def test_a_training_process_is_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(4, 8)
     version = training.save_at(4)
@@ -42,17 +43,17 @@ def test_a_training_process_is_killed(stage: Stage, training: Training, report: 
     training.goes_on(8)
 
 
-def test_the_coordinator_is_killed_in_a_save(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b")
+def test_the_coordinator_is_killed_in_a_save(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(8, 10)
     training.save_at(4)
     epoch = raystow.open(training.uri).root().epoch
     training.each("train", 6)
-    with frozen(stage.node_worker("b")):  # so that the save cannot be complete
+    with frozen(cluster.node_worker("b")):  # so that the save cannot be complete
         training.each("save")
         ray.get(training.ranks[0].fence.remote(), timeout=60)
-        watch, coordinator = Stopwatch(), stage.coordinator()
+        watch, coordinator = Stopwatch(), cluster.coordinator()
         coordinator.kill()
     failures = training.each("failure")
     detected = watch.seconds()
@@ -64,40 +65,40 @@ def test_the_coordinator_is_killed_in_a_save(stage: Stage, training: Training, r
     training.goes_on(10)
 
 
-def test_a_node_worker_is_killed(stage: Stage, training: Training, report: Callable[[Drill], None]) -> None:
-    stage.add("a", "b")
+def test_a_node_worker_is_killed(cluster: DrillCluster, training: Training, report: Callable[[Drill], None]) -> None:
+    cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(8, 10, 12)
     training.save_at(4)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     watch = Stopwatch()
-    worker = stage.node_worker("a")
+    worker = cluster.node_worker("a")
     worker.kill()
-    until(lambda: _another(stage, "a", worker), "another node worker on a")
+    wait_until(lambda: _another(cluster, "a", worker), "another node worker on a")
     detected = watch.seconds()
     training.each("train", 6)
     training.save_at(8)  # by the same training processes
     report(Drill("node worker", detected, "nothing to restore", watch.seconds()))
     training.each("check", 2)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     training.goes_on(10)
     training.goes_on(12)
 
 
 def test_a_node_worker_is_killed_in_a_save_and_training_with_it(
-    stage: Stage, training: Training, report: Callable[[Drill], None]
+    cluster: DrillCluster, training: Training, report: Callable[[Drill], None]
 ) -> None:
-    stage.add("a", "b")
+    cluster.add("a", "b")
     training.start("a", "b")
     training.rehearse(4, 8)
     version = training.save_at(4)
-    stage.copied(training.uri)
+    cluster.copied(training.uri)
     training.each("train", 6)
-    with frozen(stage.node_worker("b")):  # so that the save cannot be complete
+    with frozen(cluster.node_worker("b")):  # so that the save cannot be complete
         training.each("save")
         ray.get(training.ranks[0].fence.remote(), timeout=60)
         watch = Stopwatch()
-        stage.node_worker("a").kill()
+        cluster.node_worker("a").kill()
         failure = ray.get(training.ranks[0].failure.remote(), timeout=60)
         detected = watch.seconds()
     assert "node worker" in failure
@@ -113,5 +114,5 @@ def test_a_node_worker_is_killed_in_a_save_and_training_with_it(
     training.goes_on(8)
 
 
-def _another(stage: Stage, name: str, former: psutil.Process) -> bool:
-    return any(worker != former for worker in stage.actors(name, "NodeActor"))
+def _another(cluster: DrillCluster, name: str, former: psutil.Process) -> bool:
+    return any(worker != former for worker in cluster.actors(name, "NodeActor"))

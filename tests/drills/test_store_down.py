@@ -8,10 +8,10 @@ from concurrent.futures import TimeoutError as FuturesTimeout
 from pathlib import Path
 
 import pytest
-from record import Drill, Stopwatch
+from drill_cluster import DrillCluster
+from drill_report import Drill, Stopwatch
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from stage import Stage
 from training import Training
 
 import raystow
@@ -24,20 +24,20 @@ OUTAGES = [8.0, 60.0]
 """Seconds. Both are longer than the first pauses between retries, which are below one second."""
 
 
-def far(stage: Stage, folder: Path, uri: str, **options: float) -> Training:
+def far(cluster: DrillCluster, folder: Path, uri: str, **options: raystow.Memory) -> Training:
     """A training that saves to an S3 server, with a rank on each of two nodes."""
-    training = Training(stage, folder, **options)
+    training = Training(cluster, folder, **options)
     training.uri = uri
-    stage.add("a", "b")
+    cluster.add("a", "b")
     training.start("a", "b")
     return training
 
 
 @pytest.mark.parametrize("seconds", OUTAGES)
 def test_while_saving_it_is_waited_for(
-    line: FaultProxy, stage: Stage, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
+    line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
 ) -> None:
-    training = far(stage, tmp_path, s3_uri, timeout=180.0)
+    training = far(cluster, tmp_path, s3_uri, timeout=180.0)
     training.rehearse(4, 6, 8)
     training.save_at(2)
     training.each("train", 4)
@@ -46,7 +46,7 @@ def test_while_saving_it_is_waited_for(
     training.each("save")
     training.each("train", 6)  # does not wait for the store: that stays down until this is done
     training.each("check", 2)
-    SYSTEM.sleep(max(0.0, seconds - watch.seconds()))
+    SYSTEM.sleep(max(0.0, seconds - watch.seconds()))  # the drill is an outage of so many seconds
     line.heal()
     (version,) = set(training.each("result", 120.0, timeout=150))
     report(Drill(f"store, {seconds:.0f} s, while saving", 0.0, "nothing to restore; the save became durable", watch.seconds()))
@@ -54,10 +54,10 @@ def test_while_saving_it_is_waited_for(
     training.goes_on(8)
 
 
-def test_a_save_that_the_outage_outlasts_fails_by_name_and_is_restored_from_memory(
-    line: FaultProxy, stage: Stage, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
+def test_a_save_fails_in_a_long_outage_and_memory_restores_it(
+    line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
-    training = far(stage, tmp_path, s3_uri, timeout=10.0)
+    training = far(cluster, tmp_path, s3_uri, timeout=10.0)
     training.rehearse(4, 8)
     training.save_at(2)
     training.each("train", 4)
@@ -68,7 +68,7 @@ def test_a_save_that_the_outage_outlasts_fails_by_name_and_is_restored_from_memo
         assert "could not be stored" in failure
         assert ".pack: the store has not taken it in time" in failure
     detected = watch.seconds()
-    stage.actors("a", "Rank")[0].kill()
+    cluster.actors("a", "Rank")[0].kill()
     training.end()
     training.start("a", "b")
     step, read, _ = training.restore()
@@ -83,17 +83,17 @@ def test_a_save_that_the_outage_outlasts_fails_by_name_and_is_restored_from_memo
 
 
 def test_while_it_is_down_a_version_is_restored_from_memory(
-    line: FaultProxy, stage: Stage, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
+    line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
-    training = far(stage, tmp_path, s3_uri)
+    training = far(cluster, tmp_path, s3_uri)
     training.rehearse(4, 8)
     training.save_at(4)
-    stage.copied(s3_uri)
+    cluster.copied(s3_uri)
     watch = Stopwatch()
     line.inject(Fault.SLOW_DOWN, times=FOR_EVER)
-    stage.kill("b")
+    cluster.kill("b")
     training.end()
-    stage.add("c")
+    cluster.add("c")
     training.start("a", "c")
     step, read, _ = training.restore()
     assert step == 4
@@ -107,9 +107,9 @@ def test_while_it_is_down_a_version_is_restored_from_memory(
 
 @pytest.mark.parametrize("seconds", OUTAGES)
 def test_while_restoring_what_is_nowhere_else_it_is_waited_for(
-    line: FaultProxy, stage: Stage, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
+    line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None], seconds: float
 ) -> None:
-    training = far(stage, tmp_path, s3_uri, keep_in_memory=0)
+    training = far(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
     training.rehearse(4, 8)
     training.save_at(4)
     training.each("train", 6)
@@ -130,8 +130,10 @@ def test_while_restoring_what_is_nowhere_else_it_is_waited_for(
     training.goes_on(8)
 
 
-def test_while_restoring_what_is_nowhere_else_it_stays_down(line: FaultProxy, stage: Stage, s3_uri: str, tmp_path: Path) -> None:
-    training = far(stage, tmp_path, s3_uri, keep_in_memory=0)
+def test_while_restoring_what_is_nowhere_else_it_stays_down(
+    line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path
+) -> None:
+    training = far(cluster, tmp_path, s3_uri, memory=raystow.Memory(64 << 20, cache=0))
     training.rehearse(4, 8)
     training.save_at(4)
     line.inject(Fault.SLOW_DOWN, times=FOR_EVER)

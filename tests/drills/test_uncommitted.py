@@ -8,15 +8,16 @@ from typing import Any
 
 import pytest
 import ray
+from drill_cluster import DrillCluster
+from drill_report import Drill, Stopwatch
+from polling import wait_until
 from rank import Rank
-from record import Drill, Stopwatch
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from stage import Stage, until
 from training import Training
 
 import raystow
-from raystow.workers.memory.memory_tier import Holding
+from raystow.workers.protocol.messages import Holding
 
 pytestmark = pytest.mark.slow
 
@@ -32,18 +33,18 @@ def without_uncommitted(rank: Rank) -> int:
     return version.step
 
 
-def kept(stage: Stage, uri: str) -> list[Holding]:
+def kept(cluster: DrillCluster, uri: str) -> list[Holding]:
     """What each node has of the newest attempt, which is no version."""
     repository = raystow.open(uri)
-    newest = [stage.holdings(name, repository.id)[-1:] for name in stage.nodes]
+    newest = [cluster.holdings(name, repository.id)[-1:] for name in cluster.nodes]
     return [one for held in newest for one in held if not one.committed]
 
 
-def test_a_save_that_is_not_durable_outlives_a_process_and_a_node(
-    line: FaultProxy, stage: Stage, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
+def test_a_save_in_memory_survives_a_process_and_a_node(
+    line: FaultProxy, cluster: DrillCluster, s3_uri: str, tmp_path: Path, report: Callable[[Drill], None]
 ) -> None:
-    stage.add("a", "b")
-    training = Training(stage, tmp_path, timeout=300.0)
+    cluster.add("a", "b")
+    training = Training(cluster, tmp_path, timeout=300.0)
     training.uri = s3_uri
     training.start("a", "b")
     training.rehearse(2, 4, 6)
@@ -52,10 +53,10 @@ def test_a_save_that_is_not_durable_outlives_a_process_and_a_node(
     training.each("train", 4)
     training.each("save")
     training.each("fence")
-    until(lambda: [held.whole for held in kept(stage, s3_uri)] == [{0, 1}] * 2, "a save in the memory of both nodes")
+    wait_until(lambda: [held.whole for held in kept(cluster, s3_uri)] == [{0, 1}] * 2, "a save in the memory of both nodes")
 
     watch = Stopwatch()
-    stage.actors("b", "Rank")[0].kill()
+    cluster.actors("b", "Rank")[0].kill()
     training.end()
     training.start("a", "b")
     assert training.each("do", without_uncommitted) == [2, 2]
@@ -67,11 +68,11 @@ def test_a_save_that_is_not_durable_outlives_a_process_and_a_node(
     report(Drill("training process, a save not durable", 0.0, "that save, memory of its node", watch.seconds(), 0, read))
 
     watch = Stopwatch()
-    stage.kill("b")
-    until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "Ray calls the node dead, so the save is given up")
+    cluster.kill("b")
+    wait_until(lambda: sum(node["Alive"] for node in ray.nodes()) == 2, "Ray calls the node dead, so the save is given up")
     detected = watch.seconds()
     training.end()
-    stage.add("c")
+    cluster.add("c")
     training.start("a", "c")
     assert training.each("do", without_uncommitted) == [2, 2]
     step, read, _ = training.restore()
@@ -84,4 +85,4 @@ def test_a_save_that_is_not_durable_outlives_a_process_and_a_node(
     line.heal()
     training.goes_on(6)
     assert [version.step for version in raystow.open(s3_uri).versions()] == [2, 6]  # it was given up
-    until(lambda: not kept(stage, s3_uri), "the new version has replaced it in memory")
+    wait_until(lambda: not kept(cluster, s3_uri), "the new version has replaced it in memory")

@@ -1,4 +1,4 @@
-"""The launcher of a training on a ``Stage``."""
+"""The launcher of a training on a ``DrillCluster``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 import psutil
 import ray
+from drill_cluster import DEADLINE, DrillCluster
+from polling import wait_until
 from rank import Place, Rank, check_same, wanted
 from ray.exceptions import RayError
 from safetensors.torch import load_file
-from stage import DEADLINE, Stage, until
 
 import raystow
 
@@ -22,8 +23,8 @@ START = 180.0  # seconds in which ranks must have started: they load torch, all 
 class Training:
     """What a launcher does: starts ranks on nodes, sees that one has died, ends the others, starts them again."""
 
-    def __init__(self, stage: Stage, folder: Path, **options: Any) -> None:
-        self.uri, self._stage, self.folder = str(folder / "run"), stage, folder
+    def __init__(self, cluster: DrillCluster, folder: Path, **options: Any) -> None:
+        self.uri, self._cluster, self.folder = str(folder / "run"), cluster, folder
         self._options = {"memory": 64 << 20, "timeout": 60.0, **options}
         self._group, self._running, self._notes = 0, list[Any](), list[Path]()
         self.ranks: list[Any] = []
@@ -57,9 +58,9 @@ class Training:
         return int(version)
 
     def go_on(self, past: int) -> None:
-        """Let all ranks train for ever; return when all have done ``past`` steps and are in the midst of it."""
+        """Let all ranks train for ever; return when all have done ``past`` steps."""
         self._running = [rank.train.remote(FOR_EVER) for rank in self.ranks]
-        until(lambda: min(self.steps()) >= past, f"{past} steps")
+        wait_until(lambda: min(self.steps()) >= past, f"{past} steps")
 
     def steps(self) -> list[int]:
         """The steps that each rank has done, dead or alive."""
@@ -106,4 +107,4 @@ class Training:
         repository.verify(newest)
         got = {name: newest.read(name) for name in newest.tensors()}
         check_same(got, load_file(wanted(self.folder, len(self.ranks), step)))
-        self._stage.check_nothing_left(self.uri, Counter(self.places))
+        self._cluster.check_nothing_left(self.uri, Counter(self.places))

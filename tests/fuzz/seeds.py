@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from raystow.storage.coding.chunk import Coding, Encoder, packed
+from raystow.storage.coding.chunk import ChunkEncoder, Coding, packed
 from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.format import keys, records, values
@@ -94,7 +94,7 @@ def packs() -> list[bytes]:
     weights = random.normal(0, 0.02, 3000).astype(np.float32)
     for kind, array in (("float32", weights), ("float32", weights**2), ("uint8", np.arange(4096) // 9), ("bool", weights > 0)):
         raw = np.ascontiguousarray(array, None if kind == "float32" else np.uint8).view(np.uint8)
-        stored, coding = Encoder(1 << 20).encode(raw, dtype(kind))
+        stored, coding = ChunkEncoder(1 << 20).encode(raw, dtype(kind))
         found.append(described(coding, kind, raw.size, stored.tobytes()))
         found.append(described(replace(coding, rotated=False, base=3), kind, raw.size, stored.tobytes()))
     deflated = [zlib.compress(bytes(5000), 9, -15), zlib.compress(b"raystow" * 100, 1, -15)]

@@ -42,7 +42,7 @@ def body(data: bytes) -> bytes:
     return data.partition(b"\n")[2]
 
 
-def repository(objects: dict[str, bytes]) -> Repository:
+def repository_of(objects: dict[str, bytes]) -> Repository:
     """A repository of these objects, with a marker and an empty root unless they are given."""
     store = open_store(URI)
     store.delete([info.key for info in store.list("")])
@@ -54,17 +54,17 @@ def repository(objects: dict[str, bytes]) -> Repository:
 
 def any_record(data: bytes) -> None:
     """Open a repository whose marker is these very bytes."""
-    repository({keys.MARKER: data})
+    repository_of({keys.MARKER: data})
 
 
 def marker(data: bytes) -> None:
     """The same with a right first line."""
-    repository({keys.MARKER: sealed(data)})
+    repository_of({keys.MARKER: sealed(data)})
 
 
 def root(data: bytes) -> None:
     """List the versions, and look for what the newest holds."""
-    latest = repository({keys.ROOT: sealed(data)}).latest()
+    latest = repository_of({keys.ROOT: sealed(data)}).latest()
     if latest is not None:
         assert latest.created < 1e12
         latest.tensors()
@@ -76,7 +76,7 @@ def record(data: bytes) -> None:
     record = VersionRecord.load(whole, RECORD)
     again = record.dump()
     assert VersionRecord.load(again, record.key()).dump() == again
-    latest = repository({RECORD: whole, keys.ROOT: root_of(record, whole)}).latest()
+    latest = repository_of({RECORD: whole, keys.ROOT: root_of(record, whole)}).latest()
     assert latest is not None
     latest.tensors()
 
@@ -92,7 +92,7 @@ def fragment(data: bytes) -> None:
     info = FragmentInfo(0, len(data), stored_digest(data).hex(), (0,), 1, 32, 32)
     record = VersionRecord(ID, 1, ATTEMPT, 1, 1, 1.0, 1, fragments=(info,), packs=(PackInfo(0, "weights", 0, len(PACK)),))
     whole, name, pack = record.dump(), keys.fragment(1, ATTEMPT, 0), keys.pack(1, ATTEMPT, 0, "weights", 0)
-    opened = repository({keys.ROOT: root_of(record, whole), RECORD: whole, name: data, pack: PACK})
+    opened = repository_of({keys.ROOT: root_of(record, whole), RECORD: whole, name: data, pack: PACK})
     latest = opened.latest()
     assert latest is not None
     for name, tensor in latest.tensors().items():

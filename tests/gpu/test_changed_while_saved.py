@@ -29,17 +29,15 @@ def uri(options: dict[str, Any]) -> Iterator[str]:
 
 
 @pytest.mark.parametrize(
-    ("options", "layers", "saved"),
+    ("options", "layers"),
     [
         # A GiB needs longer than 0.03 s to leave by a ring of 112 MiB.
-        pytest.param({"memory": 128 * MIB, "threads": 1}, 8, 1, id="coded in the training process"),
+        pytest.param({"memory": 128 * MIB, "threads": 1}, 8, id="coded in the training process"),
         # Two GiB need longer than that to be copied for the node worker.
-        pytest.param({"memory": 256 * MIB, "compress_in": "node"}, 16, 1, id="coded in the node worker"),
-        # The first of two versions is whole; what the third is a difference to needs longer than that to come up.
-        pytest.param({"memory": 128 * MIB, "threads": 1, "codec": "deflate", "delta": 9}, 24, 2, id="coded as differences"),
+        pytest.param({"memory": 256 * MIB, "compress_in": "node"}, 16, id="coded in the node worker"),
     ],
 )
-def test_a_tensor_that_changes_while_it_is_saved_is_named(uri: str, options: dict[str, Any], layers: int, saved: int) -> None:
+def test_a_tensor_that_changes_while_it_is_saved_is_named(uri: str, options: dict[str, Any], layers: int) -> None:
     state = {f"layer{i}": torch.randn(32 * MIB, device="cuda") * 0.02 for i in range(layers)}
 
     def change() -> None:
@@ -49,14 +47,13 @@ def test_a_tensor_that_changes_while_it_is_saved_is_named(uri: str, options: dic
         torch.cuda.synchronize()
 
     with LocalCluster(uri, **options) as cluster:
-        for step in range(saved):
-            cluster.save(state, step=step)
+        cluster.save(state, step=0)
         changing = threading.Thread(target=change)
         changing.start()
         with pytest.raises(raystow.SaveFailed, match=r"layer\d.*changed while it was being saved"):
-            cluster.save(state, step=saved)
+            cluster.save(state, step=1)
         changing.join()
-        version = cluster.save(state, step=saved + 1)
+        version = cluster.save(state, step=2)
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         assert raystow.restore_latest(cluster.uri, into=into).id == version.id
     for name, tensor in state.items():

@@ -14,7 +14,8 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.restore import restore
+from raystow.orchestrator.restore.latest import restore
+from raystow.orchestrator.restore.planner import RestoreOptions
 from raystow.storage.coding import kernels as host
 from raystow.storage.coding.digest import finish, raw_digest
 from raystow.storage.format import keys
@@ -32,7 +33,8 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def test_the_kernel_adds_what_the_cpu_adds() -> None:
-    from raystow.workers.cuda import kernels, tables
+    from raystow.workers.gpu import kernel_args
+    from raystow.workers.gpu.kernels import word_kernels
 
     random = np.random.default_rng(0)
     for width, word in host.WORDS.items():
@@ -48,10 +50,10 @@ def test_the_kernel_adds_what_the_cpu_adds() -> None:
             else:
                 host.split(difference, False, tuple(planes))
             there, parts = torch.from_numpy(base.view(np.uint8)).cuda(), [torch.from_numpy(plane).cuda() for plane in planes]
-            rows.append([there.data_ptr(), n, *(part.data_ptr() for part in parts), *[0] * (tables.COLUMNS - 2 - width)])
+            rows.append([there.data_ptr(), n, *(part.data_ptr() for part in parts), *[0] * (kernel_args.COLUMNS - 2 - width)])
             kept.append((words.view(np.uint8), there, parts))
         table, sums = torch.tensor(rows).cuda(), torch.zeros(len(rows), dtype=torch.int64, device="cuda")
-        kernels.add(table, 3_000_001 * width, width=width, digests=sums)
+        word_kernels.add(table, 3_000_001 * width, width=width, digests=sums)
         for (words, there, _), total in zip(kept, sums.tolist(), strict=True):
             assert np.array_equal(there.cpu().numpy(), words), (width, words.size)
             assert finish(total, words.size) == raw_digest(words), (width, words.size)
@@ -68,7 +70,7 @@ def test_a_chain_is_decoded_without_the_host(id: int, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         for names in (list(expected), ["weights"], ["weights", "few"]):
             some = {name: into[name].zero_() for name in names}
-            restore(version, some, strict=False)
+            restore(version, some, RestoreOptions(strict=False))
             assert {name: blake3.blake3(as_bytes(tensor)).hexdigest() for name, tensor in some.items()} == {
                 name: expected[name] for name in names
             }
@@ -126,7 +128,7 @@ def test_a_row_comes_back_bit_for_bit(
 
 def test_slices_and_weights_without_their_master(row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]) -> None:
     """What another number of ranks asks for: parts of chunks, which go through memory of the lane."""
-    from raystow.workers.cuda.decoding.decoder import Decoder
+    from raystow.workers.gpu.decode.decoder import Decoder
 
     _, versions, states = row
     decoder = Decoder(torch.device("cuda", 0))
@@ -163,7 +165,7 @@ def test_a_damaged_base_is_named_with_what_needs_it(
         with pytest.raises(
             raystow.Damaged, match=rf"{name}'.*not match.*; '{name}' of version 3 is a difference to it"
         ) as raised:
-            restore(versions[2], into, strict=False)
+            restore(versions[2], into, RestoreOptions(strict=False))
         assert raised.value.subject == key
     finally:
         store.put(key, [data])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -48,8 +47,8 @@ class Follower:
     piece: Piece
     source: Piece
 
-    def describe(self) -> dict[str, Any]:
-        return {"of": id(self)}
+    def derived(self, digest: int) -> tuple[int, int]:
+        return id(self), digest
 
 
 def host(tensor: torch.Tensor) -> np.ndarray:
@@ -57,7 +56,7 @@ def host(tensor: torch.Tensor) -> np.ndarray:
 
 
 def test_the_gpu_says_what_the_cpu_says() -> None:
-    from raystow.workers.cuda.encoding.following import follow
+    from raystow.workers.gpu.encode.derived_check import follow
 
     followers = []
     for n in (4096, 4097, 100_003, 4 << 20):
@@ -71,14 +70,14 @@ def test_the_gpu_says_what_the_cpu_says() -> None:
             followers.append(Follower(Piece(bits.to(dtype)), Piece(bits)))  # with NaNs among them
             followers += [Follower(Piece(one), Piece(rounded)) for one in (rounded.clone(), changed)]
     found = follow({}, 0, followers, after=torch.cuda.current_stream().record_event())
-    said = {row["of"]: row["digest"] for row in found.rows}
+    said = dict(found.derived)
     assert {id(one) for one in found.strays} == {id(one) for one in followers} - set(said)
     for one in followers:
         names = one.source.dtype.name, one.piece.dtype.name
         assert said.get(id(one)) == followed(host(one.piece.tensor), host(one.source.tensor), *names), names
     assert 0 < len(found.strays) < len(followers)
     nothing = follow({}, 0, [], after=torch.cuda.current_stream().record_event())
-    assert not nothing.rows
+    assert not nothing.derived
     assert not nothing.strays
 
 

@@ -12,7 +12,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 
 def test_whatever_is_coded_is_read_by_zlib_and_by_nvcomp() -> None:
-    from raystow.workers.cuda.huffman import Deflate
+    from raystow.workers.gpu.kernels.deflate_kernels import Deflate
 
     coder, given = Deflate("deflate", STREAM), cases()
     n = len(given)
@@ -39,11 +39,11 @@ def test_whatever_is_coded_is_read_by_zlib_and_by_nvcomp() -> None:
 
 
 def test_what_would_grow_beyond_its_room_is_given_up() -> None:
-    from raystow.workers.cuda import huffman
+    from raystow.workers.gpu.kernels import deflate_kernels
 
-    coder = huffman.Deflate("deflate", STREAM)
+    coder = deflate_kernels.Deflate("deflate", STREAM)
     at = torch.arange(STREAM, device="cuda")
-    looked_at = at % 4 == at // (4 * huffman._WORDS) % 4
+    looked_at = at % 4 == at // (4 * deflate_kernels._WORDS) % 4
     steep = torch.rand(STREAM, device="cuda").log2().neg().floor().clamp(max=14)  # zeros in half of the places, and so on
     misleading = torch.where(looked_at, steep, 14).to(torch.uint8)  # all others hold what is rarest among these
     out = torch.full((2 * coder.stride,), 0xAB, dtype=torch.uint8, device="cuda")

@@ -11,10 +11,10 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.lossy import rounding
-from raystow.orchestrator.lossy.numbers import Numbers
+from raystow.orchestrator.lossy import rounded_chunk
 from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
 from raystow.orchestrator.lossy.sqnr import Sqnr
+from raystow.orchestrator.lossy.tensor_values import Numbers
 from raystow.storage.errors import SaveFailed
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
@@ -42,7 +42,7 @@ def rounded(state: dict[str, torch.Tensor], rules: dict[str, Rule]) -> dict[str,
     made = {name: tensor.cpu() for name, tensor in state.items()}
     for name, tensor in made.items():
         if (rule := rules.get(name.partition(".")[0])) is not None:
-            rounding.round_in_place(rule, tensor)
+            rounded_chunk.round_in_place(rule, tensor)
     return made
 
 
@@ -57,8 +57,8 @@ def test_the_gpu_rounds_and_finds_what_the_cpu_does(rule: Rule, dtype: torch.dty
     limits = torch.iinfo(words)
     bits = torch.randint(limits.min, limits.max, (40, 1001), dtype=words)
     bits[20:] = torch.randn(20, 1001).to(dtype).view(words)
-    on_cpu, found = rounding.rounded(rule, bits, name, 7)
-    on_gpu, told = rounding.rounded(rule, bits.cuda(), name, 7)
+    on_cpu, found = rounded_chunk.rounded(rule, bits, name, 7)
+    on_gpu, told = rounded_chunk.rounded(rule, bits.cuda(), name, 7)
     assert torch.equal(on_gpu.cpu(), on_cpu)
     assert torch.equal(told.cpu()[[0, 1, 5]], found[[0, 1, 5]])
     torch.testing.assert_close(told.cpu(), found, rtol=1e-9, atol=0, equal_nan=True)
@@ -80,7 +80,7 @@ def test_the_gpu_chooses_what_the_cpu_does(asked: Sqnr, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("place", ["training", "node"])
-def test_statistics_choose_for_each_tensor_and_what_was_chosen_once_stays(tmp_path: Path, place: str) -> None:
+def test_statistics_choose_a_rule_per_tensor_that_stays(tmp_path: Path, place: str) -> None:
     state = mixed()
     state["exp_avg.w"][::500] *= 1000
     lossy = {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(36), "master": Sqnr(61)}

@@ -12,18 +12,22 @@ import subprocess
 import sys
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from local_cluster import LocalCluster
+from local_cluster import LocalCluster, first_save
+from polling import wait_until
 
 import raystow
-from raystow.orchestrator.planner import plan_save
+from raystow.orchestrator.save.planner import plan_save
 from raystow.storage.errors import ClusterError
-from raystow.workers.staging import Order, Staging
+from raystow.workers.protocol.messages import OpenSession
+from raystow.workers.staging.client import Staging
+from raystow.workers.staging.plan import SaveOrder
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -78,14 +82,6 @@ def free_memory() -> int:
     return free
 
 
-def until(condition: Callable[[], Any], what: str, seconds: float = 60) -> None:
-    for _ in range(int(seconds * 100)):
-        if condition():
-            return
-        threading.Event().wait(0.01)
-    raise AssertionError(f"{what} within {seconds} s")
-
-
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "raw"])
 def test_every_dtype_and_odd_sizes(folder: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {"host": torch.randn(1000), "integers": torch.arange(3 * MIB, device="cuda")}
@@ -111,7 +107,7 @@ def test_every_dtype_and_odd_sizes(folder: Path, codec: str, caplog: pytest.LogC
             check(cluster, state)
             if codec != "raw":
                 assert version.tensors()["weights"].stored < 0.75 * version.tensors()["weights"].nbytes
-    assert "cannot be had" not in caplog.text  # it was the node worker that coded
+    assert "is not available" not in caplog.text  # it was the node worker that coded
 
 
 def test_two_ranks_at_once(cluster: LocalCluster) -> None:
@@ -139,7 +135,7 @@ def test_with_expandable_segments() -> None:
 def test_where_ipc_fails_the_training_process_codes_and_says_so(
     cluster: LocalCluster, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    from raystow.workers.cuda.node_mode import device_ring
+    from raystow.workers.gpu.node_mode import device_ring
 
     def refused(handle: Any) -> int:
         raise ClusterError("not permitted here")
@@ -153,18 +149,17 @@ def test_where_ipc_fails_the_training_process_codes_and_says_so(
         for step in range(2):
             cluster.save(state, step=step)
             check(cluster, state)
-    warnings = [record.getMessage() for record in caplog.records if "cannot be had" in record.getMessage()]
+    warnings = [record.getMessage() for record in caplog.records if "is not available" in record.getMessage()]
     assert len(warnings) == 1
     assert "not permitted here" in warnings[0] if broken == "open" else "is not what the training process reads" in warnings[0]
 
 
-def train(address: str, hello: dict[str, Any], layers: int) -> None:
+def train(address: str, opening: OpenSession, layers: int) -> None:
     """A training process that saves until it is killed."""
     state = {f"layer{i}": weights(64 * MIB, torch.float32) for i in range(layers)}
-    staging = Staging(address, {**hello, "pid": os.getpid()}, compress_in="node")
-    begin = {"save": 1, "step": 1, "timeout": 60.0, "metrics": {}, "values": []}
-    plan = plan_save(state, rank=hello["rank"], world_size=hello["world_size"])
-    staging.submit(Order(1, begin, plan, on_staged=lambda: None, on_end=lambda outcome: None))
+    staging = Staging(address, replace(opening, pid=os.getpid(), process="node"))
+    plan = plan_save(state, rank=opening.rank, world_size=opening.world_size)
+    staging.submit(SaveOrder(first_save(opening, step=1), plan, on_staged=lambda: None, on_end=lambda outcome: None))
     threading.Event().wait(600)
 
 
@@ -173,7 +168,7 @@ def test_a_training_process_that_is_killed_leaves_nothing_behind(cluster: LocalC
     cluster.save(small, step=0)  # the node worker's CUDA context stays; what comes now must go
     check(cluster, small)
     free = free_memory()
-    training = multiprocessing.get_context("spawn").Process(target=train, args=(cluster.address(0), cluster.hello(1, 2), 32))
+    training = multiprocessing.get_context("spawn").Process(target=train, args=(cluster.address(0), cluster.opening(1, 2), 32))
     training.start()
     attempts, its = cluster.coordinator._attempts, list[Any]()
 
@@ -181,14 +176,14 @@ def test_a_training_process_that_is_killed_leaves_nothing_behind(cluster: LocalC
         its.extend(attempt for attempt in list(attempts.values()) if 1 in attempt.ranks)
         return bool(its)
 
-    until(begun, "rank 1 begins its save", 120)
+    wait_until(begun, "rank 1 begins its save", 120)
     training.kill()  # 8 GiB are on their way
     training.join()
-    until(lambda: its[0].phase.over, "the save fails")
+    wait_until(lambda: its[0].phase.over, "the save fails")
     assert its[0].reason == f"rank 1 (process {training.pid}) died while it was staging"
     cluster.save(small, step=2)
     check(cluster, small)
-    until(lambda: free - free_memory() < 128 * MIB, "device memory comes back")
+    wait_until(lambda: free - free_memory() < 128 * MIB, "device memory comes back")
 
 
 def test_a_node_worker_that_is_killed_costs_one_save(cluster: LocalCluster) -> None:
@@ -199,7 +194,7 @@ def test_a_node_worker_that_is_killed_costs_one_save(cluster: LocalCluster) -> N
     attempts = cluster.coordinator._attempts
 
     def kill() -> None:
-        until(lambda: any(attempt.step == 1 for attempt in list(attempts.values())), "the save begins")
+        wait_until(lambda: any(attempt.step == 1 for attempt in list(attempts.values())), "the save begins")
         cluster.kill_node(0)
 
     killing = threading.Thread(target=kill)
@@ -210,4 +205,4 @@ def test_a_node_worker_that_is_killed_costs_one_save(cluster: LocalCluster) -> N
     part = {f"layer{i}": state[f"layer{i}"] for i in range(4)}
     cluster.save(part, step=2)
     check(cluster, part)
-    until(lambda: free - free_memory() < 128 * MIB, "device memory comes back")
+    wait_until(lambda: free - free_memory() < 128 * MIB, "device memory comes back")

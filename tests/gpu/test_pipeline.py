@@ -80,7 +80,7 @@ def test_three_gib_in_one_tensor(folder: Path) -> None:
     assert torch.equal(into["w"].view(torch.int16), state["w"].view(torch.int16))
 
 
-def test_parts_of_tensors_saved_by_either_side_are_restored_by_the_other() -> None:
+def test_cpu_and_gpu_restore_parts_that_the_other_saved() -> None:
     state = {
         "w": weights(3000 * 4096, torch.float32).reshape(3000, 4096),
         "i": torch.arange(5 * MIB, device="cuda"),

@@ -21,14 +21,14 @@ SIZES = (1, 3, 63, 64, 65, 1023, 1024, 1025, 2048, 3 * 1024, 5000, 128 * 1024, 1
 
 
 def test_the_gpu_takes_the_digests_that_the_cpu_takes() -> None:
-    from raystow.workers.cuda.decoding import blake3
+    from raystow.workers.gpu.kernels import blake3_kernels
 
-    memory = torch.randint(0, 256, (sum(SIZES) + 3 * len(SIZES) + blake3.PAST,), device="cuda").to(torch.uint8)
+    memory = torch.randint(0, 256, (sum(SIZES) + 3 * len(SIZES) + blake3_kernels.PAST,), device="cuda").to(torch.uint8)
     starts = [sum(SIZES[:i]) + 3 * i for i in range(len(SIZES))]  # of every remainder by four
-    table = blake3.table_of([memory.data_ptr() + start for start in starts], SIZES)
+    table = blake3_kernels.table_of([memory.data_ptr() + start for start in starts], SIZES)
     found = torch.empty((len(SIZES), 8), dtype=torch.uint32, device="cuda")
-    scratch = torch.empty(blake3.scratch_of(SIZES), dtype=torch.uint8, device="cuda")
-    blake3.stored_digests(torch.from_numpy(table).cuda(), SIZES, found, scratch)
+    scratch = torch.empty(blake3_kernels.scratch_of(SIZES), dtype=torch.uint8, device="cuda")
+    blake3_kernels.stored_digests(torch.from_numpy(table).cuda(), SIZES, found, scratch)
     host = memory.cpu().numpy()
     for start, size, digest in zip(starts, SIZES, found.cpu().numpy(), strict=True):
         assert digest.tobytes() == stored_digest(host[start : start + size]), size

@@ -190,7 +190,7 @@ def overlapping(version: Any, state: dict[str, Any]) -> list[Any]:
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
     from torch.distributed.checkpoint.resharding import _check_shard_metadata_pair_overlap
 
-    from raystow.orchestrator.state import flatten
+    from raystow.orchestrator.save.state_tree import flatten
 
     found = []
     for leaf in flatten(state):
@@ -204,7 +204,7 @@ def overlapping(version: Any, state: dict[str, Any]) -> list[Any]:
 
 
 def check_reads(ranges: list[tuple[str, int, int]], wanted: list[Any]) -> None:
-    """Of the packs, the wanted chunks were read once, and between them nothing but small holes."""
+    """The chunks asked for were read once from the packs, with only small gaps between them."""
     packs: dict[str, list[tuple[int, int]]] = {}
     for chunk in wanted:
         if chunk.coding.size:
@@ -224,7 +224,7 @@ def check_reads(ranges: list[tuple[str, int, int]], wanted: list[Any]) -> None:
         assert all(any(start <= a and b <= end for start, end in spans) for a, b in packs[key])
 
 
-class World:
+class ProcessGroup:
     """Processes, of which the first n form a group for as long as a call takes. A call starts those that it lacks."""
 
     def __init__(self, folder: Any) -> None:

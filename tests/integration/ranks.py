@@ -17,11 +17,11 @@ from ray.exceptions import RayError
 from torch import distributed
 
 import raystow
-from raystow.orchestrator.coordinator_actor import coordinator_name
+from raystow.orchestrator.coordinator.ray_client import coordinator_name
 from raystow.storage.stores import open_store
-from raystow.workers.node_actor import NAMESPACE
+from raystow.workers.node.actor import NAMESPACE
 
-PATIENCE = 5.0  # seconds for ranks to leave a test; whoever is held up is killed
+PATIENCE = 5.0  # seconds for ranks to leave a test; those that do not are killed
 
 
 class Rank:
@@ -120,6 +120,13 @@ def give_back() -> None:
 def every(ranks: list[Any], method: str, *args: Any, timeout: float = 120) -> list[Any]:
     """Call a method of all ranks at once, and wait for all."""
     return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=timeout)
+
+
+def save_state(ranks: list[Any], step: int, make: Callable[..., dict[str, Any]], *args: Any) -> None:
+    """Give all ranks the state ``make(step, *args)``, save it as that step, and wait until it is durable."""
+    every(ranks, "set", make, step, *args)
+    every(ranks, "save", step)
+    every(ranks, "result")
 
 
 def _cluster() -> str:

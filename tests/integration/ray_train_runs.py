@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import psutil
 import ray
 import torch
+from polling import wait_until
 from ray.cluster_utils import Cluster
 
 import raystow
@@ -18,14 +18,6 @@ from raystow.storage.clock import SYSTEM
 
 DEADLINE = 120.0
 SIZE = 1001
-
-
-def until(condition: Callable[[], bool], what: str, seconds: float = DEADLINE) -> None:
-    """Wait for a condition; ``AssertionError`` with ``what`` if it takes longer."""
-    end = SYSTEM.monotonic() + seconds
-    while not condition():
-        assert SYSTEM.monotonic() < end, f"not within {seconds:.0f} s: {what}"
-        SYSTEM.sleep(0.05)
 
 
 def advance(w: torch.Tensor, step: int) -> None:
@@ -88,7 +80,7 @@ def train(config: dict[str, Any]) -> None:
             checkpointer.fence()
             state["step"] += 1
             advance(w.to_local(), state["step"])
-            SYSTEM.sleep(config.get("pace", 0.0))
+            SYSTEM.sleep(config.get("pace", 0.0))  # stands for the time that a real step takes
             if config.get("notice"):
                 noticed = checkpointer.preempted()
                 if noticed or state["step"] == 1:  # at first, so that the node worker is there: on a node to go, none is started
@@ -107,7 +99,7 @@ def train(config: dict[str, Any]) -> None:
                     run.note("died")
                     os._exit(1)
             if state["step"] == config.get("hold"):
-                until(lambda: run.has("go"), "the test says go")
+                wait_until(lambda: run.has("go"), "the test says go")
         if config.get("notice"):
             checkpointer.save(state, step=state["step"])
 

@@ -11,21 +11,21 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from builders import memory_repository
+from cli_runner import flip_byte, run, run_json
 from local_cluster import LocalCluster
 from safetensors.torch import load_file
-from shell import flip_byte, run, run_json
 
 from raystow import __version__
-from raystow.orchestrator.cli import export, safetensors_file
+from raystow.orchestrator.cli import safetensors_file, version_files
 from raystow.orchestrator.cli.checks import hardware, software
-from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import Damaged, UnsafeStore
 from raystow.storage.format import values
 from raystow.storage.repository import create_repository, open_repository
 from raystow.storage.version import TensorInfo
 
 
-def state(seed: int) -> dict[str, Any]:
+def mixed_state(seed: int) -> dict[str, Any]:
     torch.manual_seed(seed)
     return {
         "model": {
@@ -51,9 +51,9 @@ def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A repository of three versions, the second of them pinned, the third of two ranks. Not to be changed."""
     folder = tmp_path_factory.mktemp("runs") / "llama"
     with LocalCluster(str(folder)) as local:
-        local.save(state(1), step=100, metrics={"loss": 2.75})
-        local.repository.pin(local.save(state(2), step=200, metrics={"loss": float("inf")}), "best")
-        local.save_all([state(3), state(3) | {"epoch": 4}], step=300, metrics={"loss": 2.25})
+        local.save(mixed_state(1), step=100, metrics={"loss": 2.75})
+        local.repository.pin(local.save(mixed_state(2), step=200, metrics={"loss": float("inf")}), "best")
+        local.save_all([mixed_state(3), mixed_state(3) | {"epoch": 4}], step=300, metrics={"loss": 2.25})
     return folder
 
 
@@ -181,7 +181,7 @@ def test_restored_files_open_with_safetensors_bit_for_bit(run_folder: Path, tmp_
     folder = Path(facts["directory"])
     assert sorted(path.name for path in folder.iterdir()) == ["optimizer.safetensors", "values.json", "weights.safetensors"]
     loaded = load_file(folder / "weights.safetensors") | load_file(folder / "optimizer.safetensors")
-    saved = {name: value for name, value in flat(state(2)) if isinstance(value, torch.Tensor | np.ndarray)}
+    saved = {name: value for name, value in flat(mixed_state(2)) if isinstance(value, torch.Tensor | np.ndarray)}
     assert set(loaded) == set(saved)
     for name, value in saved.items():
         assert bits(loaded[name]) == bits(value), name
@@ -189,7 +189,7 @@ def test_restored_files_open_with_safetensors_bit_for_bit(run_folder: Path, tmp_
             assert tuple(loaded[name].shape) == tuple(value.shape)
             assert str(loaded[name].dtype).removeprefix("torch.") == str(value.dtype).removeprefix("torch.")
     assert facts["mapped"] == {"rotary": {"dtype": "complex128", "stored_as": "F64", "shape": [3, 2, 2]}}
-    assert torch.equal(torch.view_as_complex(loaded["rotary"]), state(2)["rotary"])
+    assert torch.equal(torch.view_as_complex(loaded["rotary"]), mixed_state(2)["rotary"])
 
 
 def test_values_json_holds_plain_values_of_all_ranks(run_folder: Path, tmp_path: Path) -> None:
@@ -203,14 +203,14 @@ def test_values_json_holds_plain_values_of_all_ranks(run_folder: Path, tmp_path:
 
 
 def test_large_groups_are_split_and_indexed(run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(export, "SLAB", 4096)  # so that tensors span many slabs
+    monkeypatch.setattr(version_files, "SLAB", 4096)  # so that tensors span many slabs
     monkeypatch.setattr(safetensors_file, "files", lambda infos, *, limit: _files(infos, limit=limit >> 4))
     facts = run_json("restore", run_folder, "--to", tmp_path / "out", "--max-file-mib", 1)
     names = [file["name"] for file in facts["files"] if file["group"] == "weights"]
     assert names == [f"weights-{i:05d}-of-{len(names):05d}.safetensors" for i in range(1, len(names) + 1)]
     assert len(names) > 1
     index = json.loads((tmp_path / "out" / "weights.safetensors.index.json").read_text())
-    saved = dict(flat(state(3)))
+    saved = dict(flat(mixed_state(3)))
     for name, file in index["weight_map"].items():
         assert bits(load_file(tmp_path / "out" / file)[name]) == bits(saved[name]), name
     assert index["metadata"]["total_size"] == sum(file["nbytes"] for file in facts["files"] if file["group"] == "weights")
@@ -243,7 +243,7 @@ def test_a_restore_that_stops_leaves_nothing_behind(
         assert len(list(path.parent.iterdir())) == 2  # both tensor files are written
         raise stop
 
-    monkeypatch.setattr(export, "write_json", write_index_and_stop)
+    monkeypatch.setattr(version_files, "write_json", write_index_and_stop)
     assert run("restore", run_folder, "--to", tmp_path / "a" / "out").exit_code == code
     assert list(tmp_path.iterdir()) == []
 
@@ -339,7 +339,7 @@ def test_doctor_tries_a_folder_out_and_cleans_up(tmp_path: Path, run_folder: Pat
 
 @pytest.mark.usefixtures("no_cluster")
 def test_doctor_on_memory() -> None:
-    repository = create_repository(f"memory://t-{SYSTEM.token()}")
+    repository = memory_repository()
     result = run("doctor", repository.uri)
     assert result.exit_code == 0, result.output
     assert "conditional writes" in result.stdout
@@ -394,7 +394,7 @@ def test_doctor_heeds_the_limits_of_the_container(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: range(8))
     memory, cores, shared = hardware.memory(), hardware.cores(), hardware.shared_memory()
     assert (memory.status.value, memory.found) == ("warning", "512 MiB available of 3.00 GiB (the container's limit)")
-    assert (cores.status.value, cores.found) == ("warning", "8 cores, of which a quota leaves 1.5")
+    assert (cores.status.value, cores.found) == ("warning", "8 cores, limited by a quota to 1.5")
     assert shared.status.value == "warning"
     assert "512 MiB" in shared.found
 

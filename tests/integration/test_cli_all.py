@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -10,14 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from cli_runner import run, run_json
 from local_cluster import LocalCluster
 from schemas import FOLDER
-from shell import run, run_json
 
 from raystow.orchestrator.cli.app import build
 
 COMMANDS = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
-ROOT = Path(__file__).parents[2]
 PRICES = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h", "--write-rate", "5GB")
 
 
@@ -34,20 +34,18 @@ def runs(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_every_json_has_a_schema_and_every_command_a_section() -> None:
+def test_every_json_output_has_a_schema() -> None:
     speaking = {name for name, command in COMMANDS.items() if any("--json" in option.opts for option in command.params)}
     assert speaking == {path.stem for path in FOLDER.glob("*.json")} - {"error"}
     assert {*COMMANDS} - speaking == {"demo"}
-    text = (ROOT / "docs" / "cli.md").read_text()
-    for name in {*COMMANDS} - {"unpin"}:  # it stands with pin
-        assert f"\n## {name}\n" in text, name
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])
 def test_help_fits_80_columns(name: str) -> None:
     result = run(*([name] if name else []), "--help")
     assert max(map(len, result.stdout.splitlines())) <= 80
-    assert "Example:" in result.stdout or name == "demo"  # which needs no argument
+    assert "Example:" in result.stdout
+    assert not re.search(r"<(bool|str|int|float|path|file)", result.stdout)
 
 
 def test_what_is_printed_fits_80_columns(runs: Path) -> None:

@@ -8,22 +8,22 @@ import logging
 import shutil
 from pathlib import Path
 
+import cli_runner
 import pytest
-import shell
 import torch
 import torch.distributed.checkpoint as dcp
+from cli_runner import run_json
 from local_cluster import LocalCluster
-from shell import run_json
 from test_delta_saves import same, training
 
 from raystow.dcp import Reader
-from raystow.orchestrator.housekeeping import Housekeeping
+from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
 from raystow.storage.retention.policy import Policy
 
-ran = functools.partial(shell.ran, columns=100)
+ran = functools.partial(cli_runner.ran, columns=100)
 
 ROW = 4
 STATES = list(itertools.islice(training(), 7))
@@ -71,7 +71,7 @@ def test_prune_writes_whole_what_else_would_keep_its_base(folder: Path) -> None:
     assert without["versions"][0]["keep"], "it is needed"
     said = " ".join(ran(*rules, "--dry-run").stdout.split())
     assert "compact pinned as good; written whole, so that version 1 can go: about" in said
-    assert "write 1 of these whole, about" in said
+    assert "store 1 of these whole, about" in said
     done = run_json(*rules)
     assert (done["compacted"], done["dropped"]) == ([3], [1, 2, 4, 5])
     assert bases(repository) == {3: (), 6: (), 7: (6,)}
@@ -81,14 +81,14 @@ def test_prune_writes_whole_what_else_would_keep_its_base(folder: Path) -> None:
 
 def test_prune_tells_a_person_what_it_wrote(folder: Path) -> None:
     said = " ".join(ran("prune", folder, "--keep-last", 1, "--compact", "--yes").stdout.split())
-    assert "dropped 4 versions and wrote 1 version whole, " in said
-    assert "stayed" not in said
+    assert "dropped 4 versions and stored 1 version whole, " in said
+    assert "unchanged" not in said
 
 
 def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> None:
     repository = open_repository(str(folder))
     said = " ".join(ran("compact", folder, "--version", 3, "--version", 7, "--dry-run").stdout.split())
-    assert "by itself" in said
+    assert "whole" in said
     assert "keep is the newest" in said
     done = run_json("compact", folder, "--version", 3, "--version", 7)
     assert [(row["id"], row["bases"], row["compact"], row["why"]) for row in done["versions"]] == [
@@ -98,20 +98,20 @@ def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> 
     assert done["compacted"] == [3]
     assert bases(repository) == {1: (), 2: (1,), 3: (), 4: (1,), 5: (1,), 6: (), 7: (6,)}
     assert repository.root().pins == {"good": 3}
-    assert "wrote 3 versions whole, " in " ".join(ran("compact", folder, "--yes").stdout.split())
+    assert "stored 3 versions whole, " in " ".join(ran("compact", folder, "--yes").stdout.split())
     assert "keep is the newest" in " ".join(ran("compact", folder).stdout.split()), "and nothing else is asked about"
     assert whole(repository)
     assert run_json("compact", folder, "--version", 99, code=4)["error"]["kind"] == "NotFound"
 
 
 def test_what_is_named_and_no_difference_is_told(folder: Path) -> None:
-    assert ran("compact", folder, "--version", 1).stdout.splitlines() == ["version 1 is no difference to another"]
+    assert ran("compact", folder, "--version", 1).stdout.splitlines() == ["version 1 is not a delta to another version"]
     said = ran("compact", folder, "--version", 3, "--version", 6, "--dry-run").stdout
-    assert "by itself" in said
-    assert said.splitlines()[-1] == "version 6 is no difference to another"
+    assert "whole" in said
+    assert said.splitlines()[-1] == "version 6 is not a delta to another version"
 
 
-def test_of_a_history_of_differences_old_versions_keep_their_weights_and_dcp_loads_them(folder: Path) -> None:
+def test_a_thinned_delta_history_keeps_weights_that_dcp_loads(folder: Path) -> None:
     """Thinned at first, written whole the next time; torch's DCP reads what is left either way."""
     repository = open_repository(str(folder))
     rules = ("prune", folder, "--keep-every", 3, "--resumable", 1, "--compact")
@@ -145,7 +145,7 @@ def test_a_damaged_base_is_told_and_its_differences_stay(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--compact"]])
-def test_one_damaged_record_keeps_no_other_version_from_being_dropped(folder: Path, options: list[str]) -> None:
+def test_a_damaged_record_does_not_keep_other_versions(folder: Path, options: list[str]) -> None:
     repository = open_repository(str(folder))
     record = folder / repository.version(1).record_key
     record.write_bytes(record.read_bytes()[:-3])
@@ -162,7 +162,7 @@ def test_a_run_writes_whole_what_it_keeps_for_long(folder: Path, caplog: pytest.
     with caplog.at_level(logging.INFO):
         housekeeping.run(POLICY, bases=[6])
         assert bases(repository) == {1: (), 3: (), 6: (), 7: (6,)}
-        assert "version 3, step 2, is no difference any more" in caplog.text
+        assert "version 3, step 2, was written whole" in caplog.text
         housekeeping.run(POLICY, bases=[6])
     assert bases(repository) == {3: (), 6: (), 7: (6,)}
     assert "version 1, step 0, is dropped: no rule keeps it" in caplog.text
@@ -186,5 +186,5 @@ def test_a_run_does_not_try_again_what_it_cannot_read(folder: Path, caplog: pyte
     housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0)
     for _ in range(2):
         housekeeping.run(POLICY, bases=[6])
-    assert caplog.text.count("version 3 stays a difference: ") == 1
+    assert caplog.text.count("version 3 stays a delta: ") == 1
     assert bases(repository) == {1: (), 3: (1,), 6: (), 7: (6,)}

@@ -8,11 +8,11 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runner import run, run_json
 from local_cluster import LocalCluster
-from shell import run, run_json
 from test_delta_saves import training
 
-from raystow.orchestrator.cli.savings import savings
+from raystow.orchestrator.cli.pricing import savings
 from raystow.storage.format.root import Entry
 from raystow.storage.repository import create_repository, open_repository
 from raystow.storage.retention.policy import Policy
@@ -45,7 +45,7 @@ def test_the_article_for_people():
     assert told["GPUs, a month"] == ["$2,202", "$1,734", "$468.17"]
     assert "compression saves $468.17 a month, 21.3 %" in result.stdout
     assumed = " ".join(result.stdout.split())
-    for words in ("30 days", "1,440 saves", "782 GB", "at 5.00 GB a second", "8 GPUs at $4.40 an hour", "costs $0.00 a month"):
+    for words in ("30 days", "1,440 saves", "782 GB", "at 5.00 GB per second", "8 GPUs at $4.40 an hour", "costs $0.00 a month"):
         assert words in assumed
     assert max(map(len, result.stdout.splitlines())) <= 80
 
@@ -74,7 +74,7 @@ def test_it_says_when_compression_does_not_pay():
     assert (facts["pays"], facts["saved"]["dollars"]) == (False, pytest.approx(-10.3))
     # Two more seconds of each save cost 12.80, so what the store saves pays for 0.39 of a second.
     assert facts["break_even"] == pytest.approx(2 * 2.5 / 12.8)
-    assert "the store alone pays for 0.391 s more stall in each save" in result.stdout
+    assert "the saving in the store pays for 0.391 s more stall per save" in result.stdout
     assert run_json("cost", *HABIT, "--stall", 1, "--stall-compressed", 1.39)["pays"] is True
     assert run_json("cost", *HABIT, "--stall", 1, "--stall-compressed", 1.40)["pays"] is False
     assert run_json("cost", *ARTICLE, "--gpus", 8, "--code-rate", "4GB")["pays"] is False
@@ -127,11 +127,11 @@ def test_what_each_technique_has_saved(tmp_path: Path) -> None:
     assert (derived["stored"], derived["instead"]) == (0, 600 * 500 * 2)
     assert delta["stored"] == sum(entry.stored for entry in entries if entry.bases)
     assert delta["stored"] < 0.85 * delta["instead"]
-    assert "a restore of one reads 1." in delta["told"]
+    assert "restoring one reads 1." in delta["told"]
     assert thinning["stored"] == sum(entry.stored for entry in entries[:3])
     assert thinning["instead"] == pytest.approx(sum(entry.stored for entry in entries[3:]), abs=3)
     said = " ".join(run("cost", tmp_path, *PRICES).stdout.split())
-    assert "- delta: 4 differences between versions, of " in said
+    assert "- delta: 4 deltas between versions: " in said
     assert max(map(len, run("cost", tmp_path, *PRICES).stdout.splitlines())) <= 80
     assert "savings" in run_json("cost", tmp_path, *PRICES, "--keep", 2)
 
@@ -139,7 +139,7 @@ def test_what_each_technique_has_saved(tmp_path: Path) -> None:
 def test_differences_that_do_not_pay_are_advised_against() -> None:
     entries = [Entry(1, "", "", 0, 0, 0.0, 200, 100), Entry(2, "", "", 0, 0, 0.0, 200, 97, (1,))]
     (saving,) = savings(entries, 0)
-    assert saving.told.endswith("they do not pay here, pass `delta=None`")
+    assert saving.told.endswith("they do not pay here, use `delta=None`")
 
 
 def test_an_empty_repository_has_no_size(tmp_path: Path) -> None:

@@ -7,13 +7,13 @@ from typing import Any
 
 import pytest
 import torch
+from cli_runner import run, run_json, without_packs
 from local_cluster import LocalCluster
-from shell import run, run_json, without_packs
 
-from raystow.orchestrator import planner
+from raystow.orchestrator.save import assignment
 
 
-def state(**changes: Any) -> dict[str, Any]:
+def chunked_state(**changes: Any) -> dict[str, Any]:
     torch.manual_seed(1)
     big = torch.randn(10, 1 << 19)  # 20 MiB in five chunks of two rows each
     return {"big": big, "half": torch.randn(100).bfloat16(), "same": torch.randn(50), "lr": 0.1, "epoch": 1, **changes}
@@ -24,15 +24,15 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Four versions: the second changes two numbers of one chunk of ``big`` and one of ``half``, the third has other tensors, the
     fourth is the second again, saved by two ranks as halves of two rows. Not to be changed."""
     folder = tmp_path_factory.mktemp("runs") / "llama"
-    changed = state()["big"].clone()
+    changed = chunked_state()["big"].clone()
     changed[4, :2] += torch.tensor([0.5, -2.0])
-    half = state()["half"].clone()
+    half = chunked_state()["half"].clone()
     half[7] = float("nan")
-    second = state(big=changed, half=half, epoch=2)
+    second = chunked_state(big=changed, half=half, epoch=2)
     third = {key: value for key, value in second.items() if key not in ("half", "lr")}
     third |= {"same": torch.zeros(50, dtype=torch.float64), "new": torch.ones(7), "seen": "all"}
     with LocalCluster(str(folder)) as local:
-        local.repository.pin(local.save(state(), step=100), "first")
+        local.repository.pin(local.save(chunked_state(), step=100), "first")
         local.save(second, step=200)
         local.save(third, step=300)
         local.save({"big": changed[:, : 1 << 18].clone(), "half": half}, step=400)
@@ -65,7 +65,8 @@ def test_deep_tells_by_how_much(folder):
     assert (half["max_difference"], half["undefined_differences"]) == (None, 1)
 
 
-def test_digests_alone_need_no_pack_and_deep_reads_only_what_may_have_changed(folder, tmp_path):
+def test_digests_need_no_pack_and_deep_reads_few_chunks(folder, tmp_path):
+    """A deep comparison reads only the chunks that may have changed."""
     copy = without_packs(folder, tmp_path / "copy")
     assert run_json("diff", copy, 1, 2)["tensors"] == run_json("diff", folder, 1, 2)["tensors"]
     assert run_json("diff", copy, 2, 2, "--deep")["different"] is False
@@ -91,14 +92,14 @@ def test_another_layout_is_told_and_deep_reads_it(tmp_path, monkeypatch):
     other[5, 3] += 0.25
     with LocalCluster(str(tmp_path)) as local:
         local.save({"w": full}, step=1)
-        monkeypatch.setattr(planner, "SLOT", 2 << 20)  # as chunks of the CPU differ from those of a GPU
+        monkeypatch.setattr(assignment, "SLOT", 2 << 20)  # as chunks of the CPU differ from those of a GPU
         local.save({"w": full}, step=2)
         local.save({"w": other}, step=3)
     quick = run_json("diff", tmp_path, 1, 2)
     row = by_name(quick)["w"]
     assert (row["what"], row["changed_bytes"], row["share"], quick["different"]) == ("layout", None, None, True)
     told = run("diff", tmp_path, 1, 2).stdout
-    assert "layout differs: they lie in other chunks than before; --deep compares the bytes" in told
+    assert "layout differs: the tensor is in other chunks; --deep compares the bytes" in told
     assert run("diff", tmp_path, 1, 2, "--exit-code").exit_code == 7
     deep = run_json("diff", tmp_path, 1, 2, "--deep", "--exit-code")
     assert (deep["different"], deep["summary"]["same"]) == (False, 1)

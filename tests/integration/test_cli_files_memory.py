@@ -12,13 +12,13 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from shell import run
+from cli_runner import run
 
-from raystow.orchestrator.cli import export, importing
+from raystow.orchestrator.cli import import_command, version_files
 
 MIB = 1 << 20
 STATE = 320 * MIB
-ALLOWED = 160 * MIB  # 32 that import is allowed, or slabs of 16, and what threads and libraries take beside it
+ALLOWED = 160 * MIB  # 32 that import is allowed, or slabs of 16, and what threads and libraries take
 
 
 def model(path: Path) -> None:
@@ -59,8 +59,8 @@ def bounded(most: int) -> Iterator[None]:
 
 
 def test_a_large_file_goes_in_and_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importing, "_MEMORY", 32 * MIB)
-    monkeypatch.setattr(export, "SLAB", 16 * MIB)
+    monkeypatch.setattr(import_command, "_MEMORY", 32 * MIB)
+    monkeypatch.setattr(version_files, "SLAB", 16 * MIB)
     model(tmp_path / "model.safetensors")
     with bounded(ALLOWED):
         assert run("import", tmp_path / "model.safetensors", tmp_path / "run").exit_code == 0

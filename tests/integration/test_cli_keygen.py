@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import ray
-from shell import run, run_json
+from cli_runner import run, run_json
 
 import raystow
-from raystow.orchestrator.coordinator_actor import coordinator_actor
+from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS
 
 
@@ -62,14 +62,14 @@ def test_openssl_knows_the_files(tmp_path: Path) -> None:
     assert public.stdout == Path(told["public"]).read_text()
 
 
-def save(uri: str) -> int:
+def save_one_array(uri: str) -> int:
     with raystow.Checkpointer(uri, rank=0, world_size=1) as checkpointer:
         return checkpointer.save({"w": np.arange(5.0)}, step=1, metrics={"loss": 0.5}).result(120).id
 
 
 def in_cluster(uri: str, key: Path) -> int:
     """Save once from a job with this signing key; the version's id."""
-    task = ray.remote(save).options(runtime_env={"env_vars": {SIGNING_KEY: str(key)}})
+    task = ray.remote(save_one_array).options(runtime_env={"env_vars": {SIGNING_KEY: str(key)}})
     try:
         id: int = ray.get(task.remote(uri), timeout=180)
     finally:
@@ -105,7 +105,7 @@ def test_a_run_that_signs_is_read_by_whom_has_the_key(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_key_that_cannot_be_used_stops_the_run_before_it_begins(tmp_path: Path) -> None:
+def test_an_unusable_key_stops_the_run_before_it_starts(tmp_path: Path) -> None:
     key = run_json("keygen", tmp_path / "key")["private"]
     Path(key).chmod(0o644)
     uri = (tmp_path / "run").as_uri()

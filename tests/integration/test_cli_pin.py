@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_runner import run, run_json
 from local_cluster import LocalCluster
-from shell import run, run_json
 
 from raystow.storage.errors import StateError
 from raystow.storage.repository import open_repository
@@ -32,7 +32,7 @@ def test_a_pinned_version_outlives_pruning_until_it_is_unpinned(folder):
     assert run_json("show", folder, "paper")["id"] == 1
     assert run_json("prune", folder, "--keep-last", 1)["dropped"] == [2]
     result = run("unpin", folder, "paper")
-    assert (result.exit_code, result.stdout) == (0, "version 1 is not pinned as paper any more; retention may drop it now\n")
+    assert (result.exit_code, result.stdout) == (0, "version 1 is no longer pinned as paper; retention may drop it now\n")
     assert run_json("prune", folder, "--keep-last", 1)["dropped"] == [1]
 
 
@@ -45,7 +45,7 @@ def test_a_name_moves_only_if_told_to(folder):
     assert run("pin", folder, 1, "best").exit_code == 0  # where it is already
     result = run("pin", folder, "latest", "best", "--move")
     assert (result.exit_code, pins(folder)) == (0, {"best": 3})
-    assert result.stdout == "version 3 (step 300) is pinned as best; version 1 was it before\n"
+    assert result.stdout == "version 3 (step 300) is pinned as best; the name was version 1's\n"
 
 
 def test_a_name_that_another_took_meanwhile_is_not_moved(folder):
@@ -61,7 +61,7 @@ def test_several_names(folder):
     run("pin", folder, 2, "a")
     facts = run_json("pin", folder, "a", "b")
     assert facts == {"uri": folder.as_uri(), "name": "b", "version": 2, "step": 200, "before": None}
-    assert run("unpin", folder, "a").stdout == "version 2 is not pinned as a any more; it is still pinned as b\n"
+    assert run("unpin", folder, "a").stdout == "version 2 is no longer pinned as a; it is still pinned as b\n"
     assert run_json("unpin", folder, "b") == {"uri": folder.as_uri(), "name": "b", "version": 2}
     assert pins(folder) == {}
 
@@ -70,7 +70,7 @@ def test_what_is_not_there(folder):
     assert run_json("pin", folder, 9, "best", code=4)["error"]["kind"] == "NotFound"
     assert run_json("unpin", folder, "best", code=4)["error"]["remedy"] == "`raystow ls` lists versions and pins"
     run("pin", folder, 1, "good")
-    assert run_json("unpin", folder, "godo", code=4)["error"]["remedy"] == "there are good"
+    assert run_json("unpin", folder, "godo", code=4)["error"]["remedy"] == "the pins are good"
     assert pins(folder) == {"good": 1}
 
 

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from cli_runner import run, run_json, without_packs
 from local_cluster import LocalCluster
-from shell import run, run_json, without_packs
 
 
 @pytest.fixture(scope="module")
@@ -50,8 +50,8 @@ def test_chunks_that_two_nodes_share_are_read_once_and_passed_on(folder):
 
 def test_for_people_it_is_a_table_with_the_assumption(folder):
     told = run("plan", folder, "--world", 3, "--per-node", 2).stdout
-    assert "version 2 (step 200) onto 3 ranks, 2 on a node" in told
-    assert "saved by 2 ranks; assumed: a tensor saved in several boxes" in told
+    assert "version 2 (step 200) onto 3 ranks, 2 per node" in told
+    assert "saved by 2 ranks; assumption: a tensor saved in several boxes" in told
     assert "each rank  bytes" in told
     assert "1.000 times what is needed" in told
 

@@ -6,16 +6,16 @@ import functools
 import shutil
 from pathlib import Path
 
+import cli_runner
 import pytest
-import shell
 import torch
+from cli_runner import run_json
 from local_cluster import LocalCluster
-from shell import run_json
 
 import raystow
 from raystow.storage.format import keys
 
-run = functools.partial(shell.run, columns=120)
+run = functools.partial(cli_runner.run, columns=120)
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def test_it_shows_what_it_found_and_asks(folder: Path) -> None:
     assert "write root.json, with 2 versions? [y/N]" in refused.stderr
     assert not (folder / "root.json").exists()
     agreed = run("repair", folder, input="y\n")
-    assert (agreed.exit_code, "written: root.json" in agreed.stdout) == (0, True)
+    assert (agreed.exit_code, "wrote root.json" in agreed.stdout) == (0, True)
     assert steps(folder) == [100, 300]
     assert run("verify", folder, "--all", "--deep").exit_code == 0
     target = {"w": torch.zeros(100, dtype=torch.int64)}

@@ -14,8 +14,8 @@ from typing import Any
 import pytest
 import torch
 from chromium import chromium
+from cli_runner import run, run_json
 from local_cluster import LocalCluster
-from shell import run, run_json
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
@@ -91,7 +91,7 @@ def test_every_plot_has_words_and_a_table_beside_it(whole: Path) -> None:
     for name in PLOTS:
         assert re.search(f'<svg id="plot-{name}" role="img" aria-label="[^"]{{20,}}"', page)
     assert "3 versions, steps 100 to 400: stall 30 ms to 1.5 s, median 50 ms." in page
-    assert "Not known of 1 of 4 versions." in page
+    assert "Unknown for 1 of 4 versions." in page
     rows = cells(page, "versions")
     assert [row[:2] + row[7:8] for row in rows] == [
         ["1", "100", "30 ms"],
@@ -129,7 +129,7 @@ def test_a_version_of_which_nobody_told_anything_makes_a_page(tmp_path: Path) ->
         cluster.save({"n": 1}, step=0)  # no tensor: no bytes, no ratio, no stall, no restore
     page = page_of(tmp_path / "run", tmp_path / "r.html", *PRICES)
     assert [name for name in PLOTS if f"plot-{name}" in page] == ["bytes", "cost"]
-    assert "No version holds any bytes." in page
+    assert "No version has any bytes." in page
 
 
 def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
@@ -160,9 +160,7 @@ def test_what_was_there_is_replaced_by_a_whole_page_only(run_dir: Path, tmp_path
 
 def test_without_its_libraries_the_error_names_the_extra(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(
-        "raystow.orchestrator.cli.report.command.find_spec", lambda name: None if name == "matplotlib" else real(name)
-    )
+    monkeypatch.setattr("raystow.orchestrator.cli.report.find_spec", lambda name: None if name == "matplotlib" else real(name))
     error = run_json("report", run_dir, "-o", tmp_path / "r.html", code=1)["error"]
     assert (error["kind"], error["what"]) == ("Unsupported", "a report needs matplotlib")
     assert error["remedy"] == 'pip install "raystow[report]"'

@@ -11,11 +11,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from cli_runner import ran, run_json
 from local_cluster import LocalCluster
-from shell import ran, run_json
 
 import raystow
-from raystow.orchestrator.restore import restore
+from raystow.orchestrator.restore.latest import restore
+from raystow.orchestrator.restore.planner import RestoreOptions
 from raystow.storage.errors import StateError
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
@@ -28,7 +29,7 @@ import reader  # stock tools only
 STEPS = (1, 2, 3, 4)
 
 
-def state(step: int) -> dict[str, Any]:
+def mixed_precision_state(step: int) -> dict[str, Any]:
     """Mixed precision: weights that are their master copy, rounded; tied ones; moments; a NaN; an optimizer's plain values."""
     torch.manual_seed(step)
     master = {f"layer{i}": torch.randn(300, 200) for i in range(3)}
@@ -45,7 +46,7 @@ def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("thinning") / "run"
     with LocalCluster(str(folder), nodes=2) as local:
         for step in STEPS:
-            local.save_all([state(step), state(step)], step=step, metrics={"loss": 1.0 / step})
+            local.save_all([mixed_precision_state(step), mixed_precision_state(step)], step=step, metrics={"loss": 1.0 / step})
     return folder
 
 
@@ -61,14 +62,14 @@ def same(a: Any, b: Any) -> bool:
 
 
 def blank(step: int = 9) -> dict[str, Any]:
-    return {"model": state(step)["model"], "step": 0}
+    return {"model": mixed_precision_state(step)["model"], "step": 0}
 
 
 def check_thin(repository: Repository, id: int) -> None:
     version = repository.version(id)
     into = blank()
     restore(version, into)
-    assert same(into, {"model": state(id)["model"], "step": id})
+    assert same(into, {"model": mixed_precision_state(id)["model"], "step": id})
     repository.verify(version)
     assert not version.resumable
 
@@ -91,15 +92,15 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
     for id in (1, 2):
         check_thin(repository, id)
     for version in repository.versions()[2:]:
-        into = state(9)
+        into = mixed_precision_state(9)
         restore(version, into)
-        assert same(into, state(version.step))
+        assert same(into, mixed_precision_state(version.step))
     assert [row["groups"] for row in run_json("ls", folder)["versions"]] == [["weights"], ["weights"], None, None]
     assert "weights only" in ran("ls", folder).stdout
     shown = run_json("show", folder, 1)
     assert shown["thinned"]["groups"] == ["weights"]
     assert shown["world_size"] == 2
-    assert "holds weights only" in ran("show", folder, 1).stdout
+    assert "weights only" in ran("show", folder, 1).stdout
     assert run_json("show", folder, 3)["thinned"] is None
     again = run_json("prune", folder, "--resumable", 2)
     assert (again["thinned"], [row["thin"] for row in again["versions"]]) == ([], [False] * 4)
@@ -111,7 +112,7 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
     ran("report", folder, "--output", folder.parent / "report.html")
     found = reader.read(folder, 1)
     assert {name.partition(".")[0] for name in found} == {"model"}
-    assert np.array_equal(found["model.layer1"], state(1)["model"]["layer1"].view(torch.uint16).numpy())
+    assert np.array_equal(found["model.layer1"], mixed_precision_state(1)["model"]["layer1"].view(torch.uint16).numpy())
 
 
 def test_prune_rounds_what_it_thins(folder: Path) -> None:
@@ -124,7 +125,7 @@ def test_prune_rounds_what_it_thins(folder: Path) -> None:
     for id in (1, 2, 3):
         into, version = blank(), repository.version(id)
         restore(version, into)
-        for name, wanted in state(id)["model"].items():
+        for name, wanted in mixed_precision_state(id)["model"].items():
             found = into["model"][name]
             assert same(found, wanted) if wanted.dim() == 1 else 0 < ((found - wanted) / wanted).abs().max() <= 2**-5
         repository.verify(version)
@@ -134,9 +135,9 @@ def test_prune_rounds_what_it_thins(folder: Path) -> None:
         ["model.head", "model.layer0", "model.layer1", "model.layer2"], "NearestBits(4)"
     )
     said = ran("show", folder, 1).stdout
-    assert "holds weights only, with 4 bits of mantissa" in said
+    assert "weights only, with 4 bits of mantissa" in said
     assert "NearestBits(4)" in said
-    assert "less to store than with every bit" in said
+    assert "compared to lossless" in said
     found = np.frombuffer(reader.read(folder, 1)["model.layer1"].astype("<u4") << 16, np.float32)
     assert abs(found.reshape(exact.shape) / exact.float().numpy() - 1).max() <= 2**-5
     ran("verify", folder, "--all", "--deep")
@@ -173,23 +174,23 @@ def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, c
     plan = repository.plan_retention(Policy(keep_last=3, resumable=1))
     assert [line.split(": ")[1] for line in plan.explain()] == ["dropped", "thinned", "thinned", "kept"]
     assert [entry.id for entry in plan.execute()] == [1]
-    into = state(9)
+    into = mixed_precision_state(9)
     with pytest.raises(StateError, match=r"optimizer\.exp_avg.*was thinned at 20.* UTC and holds its weights only") as caught:
         restore(repository.version(2), into)
     assert "newer version" in caught.value.remedy
-    assert same(into, state(9)), "nothing was touched"
+    assert same(into, mixed_precision_state(9)), "nothing was touched"
     with caplog.at_level(logging.WARNING):
-        restore(repository.version(2), into, strict=False)
+        restore(repository.version(2), into, RestoreOptions(strict=False))
     assert "was thinned" in caplog.text
-    assert same(into, {**state(9), "model": state(2)["model"], "step": 2})
-    whole = state(9)
+    assert same(into, {**mixed_precision_state(9), "model": mixed_precision_state(2)["model"], "step": 2})
+    whole = mixed_precision_state(9)
     version = raystow.restore_latest(str(folder), whole)
     assert version is not None
-    assert same(whole, state(4))
+    assert same(whole, mixed_precision_state(4))
 
 
 def test_a_run_does_not_thin() -> None:
-    with pytest.raises(StateError, match="drops versions and does not thin them") as caught:
+    with pytest.raises(StateError, match="drops versions but does not thin them") as caught:
         raystow.Checkpointer("/nowhere", retention=Policy(keep_last=9, resumable=2, delta=5, mantissa_bits=4))
     assert "raystow prune /nowhere --resumable 2 --delta 5 --mantissa-bits 4 --yes" in caught.value.remedy
 

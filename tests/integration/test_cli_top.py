@@ -11,25 +11,26 @@ from typing import Any
 import pytest
 import ray
 import schemas
+from cli_runner import run, run_json
 from ranks import every, start
-from shell import run, run_json
 
-from raystow.orchestrator.coordinator_actor import coordinator_actor
+import raystow
+from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 from raystow.storage.clock import SYSTEM
 from raystow.storage.stores import open_store
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def state(seed: int) -> dict[str, object]:
+def constant_layers(seed: int) -> dict[str, object]:
     import torch
 
     return {f"layer{i}": torch.full((300_000,), float(seed)) for i in range(4)}
 
 
 def test_it_tells_who_is_waited_for_and_outlives_the_coordinator(tmp_path: Path) -> None:
-    ranks = start(str(tmp_path), 2, keep_in_memory=64 << 20)
-    every(ranks, "set", state, 1)
+    ranks = start(str(tmp_path), 2, memory=raystow.Memory(cache=64 << 20))
+    every(ranks, "set", constant_layers, 1)
     every(ranks, "save", 1)
     every(ranks, "result")
     ray.get(ranks[0].save.remote(2), timeout=60)  # rank 1 does not save that

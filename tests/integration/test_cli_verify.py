@@ -9,10 +9,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from handmade import whole, write
+from builders import overwrite_root, whole, write
+from cli_runner import flip_byte, run, run_json
 from local_cluster import LocalCluster
 from rich.console import Console
-from shell import flip_byte, run, run_json
 
 from raystow.orchestrator.cli import progress
 from raystow.orchestrator.cli import verify as cli_verify
@@ -54,7 +54,7 @@ def test_what_depends_on_a_damaged_version_is_listed(tmp_path: Path) -> None:
     assert [row.get("dependents") for row in report["versions"]] == [[2, 3, 4], None, [4], None]
     assert all(damaged.name in str(row["error"]) for row in report["versions"])
     told = run("verify", tmp_path / "run", "1", "--deep")
-    assert "of no use without it: 2, 3, 4" in told.stdout
+    assert "cannot be read without it: versions 2, 3, 4" in told.stdout
     assert "needs    version 3" in run("show", tmp_path / "run", "4").stdout
 
 
@@ -112,7 +112,7 @@ def test_the_deep_one_reads_every_byte(folder: Path) -> None:
     assert "error" not in report
 
 
-def test_a_flipped_byte_is_named_and_the_rest_is_verified_all_the_same(folder: Path) -> None:
+def test_a_flipped_byte_is_reported_and_the_rest_is_verified(folder: Path) -> None:
     path = pack(folder, 1)
     flip_byte(path)
     key = str(path.relative_to(folder))
@@ -176,7 +176,8 @@ def test_it_does_not_go_back_after_the_store_has_failed(folder: Path, monkeypatc
     assert outcomes(run_json("verify", folder, "--deep", code=3)) == ["damaged", "unchecked"]
 
 
-def test_a_noted_version_that_is_damaged_gives_way_to_the_newest_whole_one(folder: Path) -> None:
+def test_a_verified_version_found_damaged_is_replaced(folder: Path) -> None:
+    """The newest version that is whole becomes the verified one."""
     assert run_json("verify", folder, "--deep", "--all")["recorded"] == 3
     flip_byte(pack(folder, 1))
     assert run_json("verify", folder, 1, "--deep", code=3)["recorded"] == 3  # another one: the note stays
@@ -195,7 +196,7 @@ def test_a_store_that_cannot_be_written_is_verified_too(folder: Path, monkeypatc
     monkeypatch.setattr(Repository, "record_verified", refuse)
     result = run("verify", folder, "--deep")
     assert result.exit_code == 0
-    assert result.stderr.splitlines() == ["note: what was found is not noted in the root: root.json: Access Denied"]
+    assert result.stderr.splitlines() == ["note: the result is not recorded in the root: root.json: Access Denied"]
     report = run_json("verify", folder, "--deep")
     assert (report["recorded"], report["warning"]["what"]) == (None, "Access Denied")
 
@@ -214,9 +215,9 @@ def fail_on(monkeypatch: pytest.MonkeyPatch, version_id: int, error: Exception) 
     monkeypatch.setattr(Repository, "verify", verify)
 
 
-def test_a_version_removed_during_its_verification_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_removed_while_verified_is_not_damaged(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def verify_after_removal(self: Repository, version: Any, *_: Any, **__: Any) -> None:
-        self.register.update(lambda root: type(root)(**{**vars(root), "versions": ()}) if root.versions else root)
+        overwrite_root(self, lambda root: type(root)(**{**vars(root), "versions": ()}) if root.versions else root)
         raise Damaged("the pack is missing")
 
     monkeypatch.setattr(Repository, "verify", verify_after_removal)
@@ -273,7 +274,7 @@ def test_a_verification_that_was_stopped_goes_on_where_it_was(folder: Path, tmp_
     assert result.exit_code == 0
     told = " ".join(result.stdout.split())
     assert "1 whole; 0 B read, " in told
-    assert f" taken from {notes}" in told
+    assert f" skipped as listed in {notes}" in told
 
 
 def test_notes_on_another_repository_are_refused(folder: Path, tmp_path: Path) -> None:

@@ -13,17 +13,19 @@ import torch
 import torch.distributed.checkpoint as dcp
 from gloo import RankFailed, Ranks, die
 from layouts import STEPS, Reads, build, state_of, train, whole
-from local_cluster import LocalCluster
+from local_cluster import LocalCluster, first_save
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, TensorStorageMetadata
 from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from_keys
 
 import raystow
 from raystow.dcp import Reader, Writer
-from raystow.orchestrator.planner import plan_save
+from raystow.orchestrator.save.planner import plan_save
 from raystow.storage.errors import RaystowError
 from raystow.storage.format.root import Entry
-from raystow.workers.staging import Order, Staging
+from raystow.workers.protocol.messages import OpenSession
+from raystow.workers.staging.client import Staging
+from raystow.workers.staging.plan import SaveOrder
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +51,7 @@ def trained(layout: str, n: int, seed: int) -> dict[str, Any]:
 _CALLS = iter(range(1 << 30))
 
 
-def save(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
+def save_by_dcp(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
     state = trained(layout, n, 1)
     dcp.save(state, storage_writer=Writer(uri, step=7, metrics={"loss": 2.5}))
     return comparable(state)
@@ -80,13 +82,12 @@ def restore(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
     return comparable(state)
 
 
-def stage(rank: int, n: int, address: str, hellos: list[dict[str, Any]], layout: str) -> dict[str, Any]:
+def stage(rank: int, n: int, address: str, openings: list[OpenSession], layout: str) -> dict[str, Any]:
     """As the Checkpointer saves: through a node worker, which is another process."""
     state = trained(layout, n, 1)
     plan, ended = plan_save(state, rank=rank, world_size=n), queue.SimpleQueue[Entry | RaystowError]()
-    begin = {"save": 1, "step": 7, "timeout": 60.0, "metrics": {}, "values": plan.values}
-    staging = Staging(address, hellos[rank])
-    staging.submit(Order(1, begin, plan, on_staged=lambda: None, on_end=ended.put))
+    staging = Staging(address, openings[rank])
+    staging.submit(SaveOrder(first_save(openings[rank], step=7), plan, on_staged=lambda: None, on_end=ended.put))
     outcome = ended.get(timeout=60)
     staging.close()
     assert isinstance(outcome, Entry), outcome
@@ -113,7 +114,7 @@ def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
     ids=lambda case: "-".join(map(str, case)) if isinstance(case, tuple) else "",
 )
 def test_dcp_saves_and_both_load(ranks: Ranks, uri: str, saved: tuple[str, int], loaded: list[tuple[str, int]]) -> None:
-    expected = alike(ranks.call(saved[1], save, uri, saved[0]))
+    expected = alike(ranks.call(saved[1], save_by_dcp, uri, saved[0]))
     repository = raystow.open(uri)
     (version,) = repository.versions()
     assert (version.step, version.world_size, version.metrics) == (7, saved[1], {"loss": 2.5})
@@ -134,8 +135,8 @@ def test_async_save_stores_what_was_there_when_it_was_called(ranks: Ranks, uri: 
 def test_the_checkpointer_saves_and_dcp_loads(ranks: Ranks, uri: str, saved: tuple[str, int]) -> None:
     layout, n = saved
     with LocalCluster(uri) as cluster:
-        hellos = [cluster.hello(rank, n) for rank in range(n)]
-        expected = alike(ranks.call(n, stage, cluster.address(0), hellos, layout))
+        openings = [cluster.opening(rank, n) for rank in range(n)]
+        expected = alike(ranks.call(n, stage, cluster.address(0), openings, layout))
     assert alike(ranks.call(3, load, uri, "fsdp")) == expected
     assert alike(ranks.call(1, load, uri, "plain")) == expected
 
@@ -158,7 +159,7 @@ def save_and_die(rank: int, n: int, uri: str) -> None:
 
 
 def test_a_killed_writer_leaves_the_last_version(uri: str, tmp_path: Path, ranks: Ranks) -> None:
-    expected = alike(ranks.call(2, save, uri, "fsdp"))
+    expected = alike(ranks.call(2, save_by_dcp, uri, "fsdp"))
     others = Ranks(tmp_path)
     try:
         with pytest.raises(RankFailed, match="rank 1 died"):
@@ -166,7 +167,7 @@ def test_a_killed_writer_leaves_the_last_version(uri: str, tmp_path: Path, ranks
         repository = raystow.open(uri)
         assert [version.step for version in repository.versions()] == [7]
         assert alike(ranks.call(2, load, uri, "fsdp")) == expected
-        assert alike(others.call(2, save, uri, "fsdp")) == expected  # the next save is not harmed
+        assert alike(others.call(2, save_by_dcp, uri, "fsdp")) == expected  # the next save is not harmed
     finally:
         others.close()
     assert [version.step for version in repository.versions()] == [7, 7]
@@ -328,7 +329,7 @@ def test_steps_versions_and_metadata(uri: str) -> None:
         dcp.load(into, storage_reader=reader, no_dist=True, **at)
         assert reader.version is not None
         assert {1: 5, 2: None, 3: 9}[reader.version.id] == into["n"]
-    with pytest.raises(dcp.api.CheckpointException, match="holds no version of step 7"):
+    with pytest.raises(dcp.api.CheckpointException, match="there is no version of step 7"):
         dcp.load({"n": 0}, storage_reader=Reader(uri), checkpoint_id="7", no_dist=True)
 
 
@@ -341,10 +342,10 @@ def test_what_would_take_pickles_or_other_plans_is_refused(uri: str) -> None:
     state = {"w": torch.ones(3), "n": 1}
     with pytest.raises(dcp.api.CheckpointException, match="plans cannot be cached"):
         dcp.save(state, storage_writer=Writer(uri), planner=DefaultSavePlanner(enable_plan_caching=True), no_dist=True)
-    with pytest.raises(raystow.StateError, match="cannot be committed without them"):
+    with pytest.raises(raystow.StateError, match="a commit needs all ranks"):
         dcp.save(state, storage_writer=Writer(uri), no_dist=True, use_collectives=False)
     dcp.save(state, storage_writer=Writer(uri), no_dist=True)
-    with pytest.raises(dcp.api.CheckpointException, match="n: planner Own takes values as pickles only"):
+    with pytest.raises(dcp.api.CheckpointException, match="n: planner Own accepts values as pickles only"):
         dcp.load(state, storage_reader=Reader(uri), planner=Own(), no_dist=True)
     dcp.load({"w": torch.zeros(3)}, storage_reader=Reader(uri), planner=Own(), no_dist=True)
 

@@ -88,7 +88,9 @@ def loop(rank: int, n: int, uri: str, steps: int, soon: bool) -> list[str]:
     model, optimizer = build("fsdp", n, 5 if begun else 1, f"trainer{n}x{next(_TAGS)}")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     progress, loader = Progress(), Loader(rank, n)
-    group = dist.new_group(backend="gloo")  # for the collectives of async_save, which run beside those of the training
+    group = dist.new_group(
+        backend="gloo"
+    )  # for the collectives of async_save, which run at the same time as those of the training
 
     def states() -> dict[str, Any]:
         others = {"optimizer": Moments(model, optimizer), "lr_scheduler": schedule, "dataloader": loader, "train_state": progress}

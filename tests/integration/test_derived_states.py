@@ -9,10 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+from builders import flat
+from cli_runner import run_json
 from local_cluster import LocalCluster
 from ranks import every, start
 from safetensors.torch import load_file
-from shell import run_json
 
 import raystow
 
@@ -32,12 +33,6 @@ def mixed(seed: int, stray: int | None = None) -> dict[str, Any]:
 
 def zeros(state: Any) -> Any:
     return {name: zeros(part) if isinstance(part, dict) else torch.zeros_like(part) for name, part in state.items()}
-
-
-def flat(state: Any, path: str = "") -> dict[str, torch.Tensor]:
-    if isinstance(state, torch.Tensor):
-        return {path: state}
-    return {name: t for key, part in state.items() for name, t in flat(part, f"{path}.{key}".lstrip(".")).items()}
 
 
 def check_equal(got: Any, wanted: Any) -> None:

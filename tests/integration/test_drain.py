@@ -7,22 +7,20 @@ from pathlib import Path
 
 import ray
 import torch
+from polling import wait_until
 from ranks import Rank, every, start
 from ray.cluster_utils import Cluster
 
 import raystow
-from raystow.orchestrator.cluster import announce_end
-from raystow.orchestrator.draining import Drained, drain
+from raystow.orchestrator.coordinator.drain import Drained, drain
+from raystow.orchestrator.ray_cluster import announce_end
 from raystow.storage.clock import SYSTEM
-from raystow.workers.node_actor import saves_on
+from raystow.workers.node.actor import saves_on
 
 
 def save_on_notice(rank: Rank, node: str) -> None:
     """What a training loop does that asks Ray whether its node is going to be taken away."""
-    end = SYSTEM.monotonic() + 60
-    while node not in ray._private.state.state.get_draining_nodes():
-        assert SYSTEM.monotonic() < end, "nobody says that the node goes"
-        SYSTEM.sleep(0.1)
+    wait_until(lambda: node in ray._private.state.state.get_draining_nodes(), "Ray reports that the node is draining")
     rank.save(2)
 
 

@@ -14,9 +14,9 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from polling import wait_until
 
 import raystow
-from raystow.storage.clock import SYSTEM
 
 _EXAMPLES = Path(__file__).parents[2] / "examples"
 _SECONDS = 300
@@ -43,13 +43,12 @@ def _run(example: str, *arguments: object, cwd: Path, kill_a_worker: str = "", *
 
 
 def _kill_a_worker(driver: int, uri: str) -> None:
-    end = SYSTEM.monotonic() + _SECONDS
-    while True:
+    def saved() -> bool:
         with contextlib.suppress(raystow.NotARepository):
-            if raystow.latest(uri) is not None:
-                break
-        assert SYSTEM.monotonic() < end, "no version"
-        SYSTEM.sleep(0.05)
+            return raystow.latest(uri) is not None
+        return False
+
+    wait_until(saved, "the example has saved a version", _SECONDS)
     workers = [one for one in psutil.Process(driver).children(recursive=True) if "RayTrainWorker" in " ".join(one.cmdline())]
     workers[-1].kill()
 
@@ -93,14 +92,15 @@ def test_ray_train_on_s3(s3_uri: str, tmp_path: Path) -> None:
     printed = _run("ray_train_fsdp2.py", s3_uri, 6, cwd=tmp_path)
     assert [line.split(",")[0] for line in printed.splitlines()] == ["version 2: step 4", "version 3: step 6"]
     entries = raystow.open(f"{s3_uri}/fsdp2/raystow").root().versions
-    needed = {id for entry in entries for id in entry.bases}  # which stays, though Train has dropped it
-    assert [entry.step for entry in entries if entry.id not in needed] == [4, 6]
+    needed = {id for entry in entries for id in entry.bases}  # these stay, even after Train has dropped them
+    kept = [entry.step for entry in entries if entry.id not in needed or entry.step > 2]
+    assert kept == [4, 6]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("example", "run", "stop", "end"),
-    [("ray_train_lightning.py", "autoencoder", 2, 8), ("ray_train_transformers.py", "gpt2", 6, 24)],
+    [("ray_train_lightning.py", "autoencoder", 2, 8), ("ray_train_huggingface.py", "gpt2", 6, 24)],
 )
 def test_other_trainers_end_in_the_same_bits(tmp_path: Path, example: str, run: str, stop: int, end: int) -> None:
     """Stopped and resumed, or bereft of a worker: the same weights and moments as undisturbed."""

@@ -5,16 +5,16 @@ from __future__ import annotations
 import functools
 from pathlib import Path
 
+import cli_runner
 import pytest
-import shell
 import torch
+from cli_runner import run_json
 from local_cluster import LocalCluster
-from shell import run_json
 
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 
-run = functools.partial(shell.run, columns=120)
+run = functools.partial(cli_runner.run, columns=120)
 
 
 def files(folder: Path) -> set[str]:

@@ -15,6 +15,8 @@ import ray
 import torch
 from ranks import Rank, every, start
 
+import raystow
+
 MIB = 1 << 20
 SLACK = 64 * MIB
 
@@ -34,7 +36,7 @@ def resident(pids: list[int]) -> int:
     ],
 )
 def test_a_save_peaks_at_its_budget_above_the_state(tmp_path: Path, budget: int, kept: int, dtype: torch.dtype) -> None:
-    (rank,) = start(str(tmp_path), 1, memory=budget, keep_in_memory=kept)
+    (rank,) = start(str(tmp_path), 1, memory=raystow.Memory(staging=budget, cache=kept))
     size = 6 * budget
     every([rank], "set", lambda: {"w": torch.randn(1024, MIB // 1024), "x": 1})  # attaches, warms up
     every([rank], "save", 1)

@@ -9,40 +9,34 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ranks import every, start
+from builders import layers
+from ranks import every, save_state, start
 
 import raystow
+
+SIZE = 500_000
+"""Numbers in each layer."""
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def state(seed: int) -> dict[str, Any]:
-    generator = torch.Generator().manual_seed(seed)
-    return {f"layer{i}": torch.randn(500_000, generator=generator) for i in range(4)}
-
-
 def check_restored(ranks: list[Any], seed: int) -> None:
-    every(ranks, "set", state, -1)
+    every(ranks, "set", layers, -1, SIZE)
     assert {version.step for version in every(ranks, "restore")} == {seed}
     for got in ray.get([rank.do.remote(lambda self: self.state) for rank in ranks], timeout=60):
-        assert all(torch.equal(got[name], tensor) for name, tensor in state(seed).items())
-
-
-def save(folder: Path, ranks: list[Any], seed: int) -> None:
-    every(ranks, "set", state, seed)
-    every(ranks, "save", seed)
-    every(ranks, "result")
+        assert all(torch.equal(got[name], tensor) for name, tensor in layers(seed, SIZE).items())
 
 
 def lose_all_objects(folder: Path) -> None:
-    """All but marker and root: whoever restores now has not asked the store."""
+    """Delete all but marker and root: a restore after this has not read the store."""
     shutil.rmtree(folder / "versions")
 
 
-def test_a_restarted_process_restores_from_its_node_without_the_store(tmp_path: Path) -> None:
+def test_a_restarted_process_restores_from_its_node(tmp_path: Path) -> None:
+    """The store is not read."""
     (rank,) = start(str(tmp_path), 1)
     for seed in (1, 2):
-        save(tmp_path, [rank], seed)
+        save_state([rank], seed, layers, SIZE)
     ray.kill(rank)
     lose_all_objects(tmp_path)
     (rank,) = start(str(tmp_path), 1)
@@ -51,11 +45,11 @@ def test_a_restarted_process_restores_from_its_node_without_the_store(tmp_path: 
 
 def near(seed: int) -> dict[str, Any]:
     """Not far from any other: saves become differences."""
-    return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in state(0).items()}
+    return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in layers(0, SIZE).items()}
 
 
-def test_a_difference_is_restored_with_what_it_needs_without_the_store(tmp_path: Path) -> None:
-    ranks = start(str(tmp_path), 2, delta=2)
+def test_a_delta_and_its_base_are_restored_from_memory(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, compression=raystow.Compression(delta=2))
     for seed in (1, 2):
         every(ranks, "set", near, seed)
         every(ranks, "save", seed)
@@ -68,9 +62,9 @@ def test_a_difference_is_restored_with_what_it_needs_without_the_store(tmp_path:
         assert all(torch.equal(got[name], tensor) for name, tensor in near(2).items())
 
 
-def test_another_node_restores_from_the_memory_of_those_that_saved(tmp_path: Path) -> None:
+def test_another_node_restores_from_the_savers_memory(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2)
-    save(tmp_path, ranks, 3)
+    save_state(ranks, 3, layers, SIZE)
     for rank in ranks:
         ray.kill(rank)
     lose_all_objects(tmp_path)
@@ -79,10 +73,10 @@ def test_another_node_restores_from_the_memory_of_those_that_saved(tmp_path: Pat
 
 
 def test_what_is_not_in_memory_comes_from_the_store(tmp_path: Path) -> None:
-    ranks = start(str(tmp_path), 2, keep_in_memory=0)
-    save(tmp_path, ranks, 4)
+    ranks = start(str(tmp_path), 2, memory=raystow.Memory(cache=0))
+    save_state(ranks, 4, layers, SIZE)
     check_restored(ranks, 4)
-    save(tmp_path, ranks, 5)
+    save_state(ranks, 5, layers, SIZE)
     before, newest = raystow.open(tmp_path).versions()
     (restored,) = newest.record.restores
     assert (restored.version, restored.step, restored.ranks) == (before.id, 4, 2)

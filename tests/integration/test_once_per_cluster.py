@@ -63,7 +63,7 @@ def restore(self: Rank, kills: bool = False) -> tuple[int, dict[str, int]]:
         while doomed:
             os.kill(doomed.pop(), signal.SIGKILL)
 
-    logger, told = logging.getLogger("raystow.orchestrator.agreement"), Told()
+    logger, told = logging.getLogger("raystow.orchestrator.restore.agreement"), Told()
     logger.setLevel(logging.INFO)
     logger.addHandler(told)
     version = self.checkpointer.restore_latest(into=self.state, progress=begun)
@@ -84,7 +84,7 @@ def is_whole(self: Rank, seed: int) -> bool:
     return True
 
 
-def save(folder: Path, ranks: list[Any], step: int) -> raystow.Version:
+def save_step(folder: Path, ranks: list[Any], step: int) -> raystow.Version:
     every(ranks, "save", step)
     version: raystow.Version = every(ranks, "result")[0]
     return version
@@ -97,9 +97,9 @@ def stored(version: raystow.Version) -> int:
 
 @pytest.mark.parametrize("workers_die", [False, True])
 def test_a_replicated_state_on_three_nodes(tmp_path: Path, workers_die: bool) -> None:
-    ranks = start(str(tmp_path), 3, nodes=NODES, keep_in_memory=0, replicas=0)
+    ranks = start(str(tmp_path), 3, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "set", whole, 1)
-    version = save(tmp_path, ranks, 1)
+    version = save_step(tmp_path, ranks, 1)
     every(ranks, "set", whole, 2)
     told = ray.get([rank.do.remote(restore, workers_die and i == 2) for i, rank in enumerate(ranks)], timeout=120)
     assert [step for step, _ in told] == [1, 1, 1]
@@ -114,12 +114,12 @@ def test_a_replicated_state_on_three_nodes(tmp_path: Path, workers_die: bool) ->
 @pytest.mark.slow
 def test_four_ranks_become_three_with_one_on_a_node(tmp_path: Path) -> None:
     uri = str(tmp_path / "runs")
-    ranks = start(uri, 4, nodes=NODES, keep_in_memory=0, replicas=0)
+    ranks = start(uri, 4, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "do", split, str(tmp_path / "four"), 1)
-    version = save(tmp_path, ranks, 5)
+    version = save_step(tmp_path, ranks, 5)
     for rank in ranks:
         ray.kill(rank)
-    ranks = start(uri, 3, nodes=NODES, keep_in_memory=0, replicas=0)
+    ranks = start(uri, 3, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "do", split, str(tmp_path / "three"), 2)
     told = every(ranks, "do", restore)
     assert every(ranks, "do", is_whole, 1) == [True] * 3

@@ -7,10 +7,10 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from cli_runner import run, run_json
 from local_cluster import LocalCluster
-from shell import run, run_json
 
-from raystow.orchestrator.cli import quantities
+from raystow.orchestrator.cli import options
 from raystow.storage.repository import create_repository, open_repository
 
 
@@ -100,7 +100,7 @@ def test_a_pin_that_comes_while_it_asks_is_heeded(folder: Path, monkeypatch: pyt
     monkeypatch.setattr("builtins.input", answer)
     result = run("prune", folder, "--keep-interval", "9999d", "--keep-last", 1)
     assert result.exit_code == 0, result.output
-    assert "1 version stayed: pinned or verified meanwhile" in result.stdout
+    assert "1 version unchanged: pinned, verified" in result.stdout
     assert live(folder) == [2, 3, 5]
 
 
@@ -134,7 +134,7 @@ def test_wrong_words_are_usage_errors(folder: Path, words: list[str]) -> None:
 
 
 def test_no_limit_is_said_as_a_shell_says_it(folder: Path) -> None:
-    assert "leave the option out" in " ".join(run("prune", folder, "--max-bytes", 0).stderr.split())
+    assert "omit the option" in " ".join(run("prune", folder, "--max-bytes", 0).stderr.split())
 
 
 def test_empty_and_missing_repositories(tmp_path: Path) -> None:
@@ -152,9 +152,9 @@ def test_help_teaches_by_an_example() -> None:
 
 
 def test_quantities() -> None:
-    assert [quantities.duration(text) for text in ("90s", "30m", "6h", "1d", "1.5 H")] == [90, 1800, 21600, 86400, 5400]
-    assert [quantities.nbytes(text) for text in ("7", "2TB", "1.5kib", "3 GiB", "5b")] == [7, 2 * 10**12, 1536, 3 << 30, 5]
-    assert quantities.best("eval:loss:max:12") == ("eval:loss", "max", 12)
+    assert [options.duration(text) for text in ("90s", "30m", "6h", "1d", "1.5 H")] == [90, 1800, 21600, 86400, 5400]
+    assert [options.nbytes(text) for text in ("7", "2TB", "1.5kib", "3 GiB", "5b")] == [7, 2 * 10**12, 1536, 3 << 30, 5]
+    assert options.best("eval:loss:max:12") == ("eval:loss", "max", 12)
     for wrong in ("", "6", "h", "-6h", "6y", "1e3s"):
         with pytest.raises(typer.BadParameter):
-            quantities.duration(wrong)
+            options.duration(wrong)

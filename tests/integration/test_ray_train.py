@@ -28,5 +28,5 @@ def test_a_worker_dies_and_its_group_goes_on(tmp_path: Path, monkeypatch: pytest
 
 
 def test_outside_of_a_worker_it_says_so() -> None:
-    with pytest.raises(raystow.StateError, match="no worker of Ray Train"):
+    with pytest.raises(raystow.StateError, match="not a worker of Ray Train"):
         raystow.ray_train.Checkpointer()

@@ -9,8 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from polling import wait_until
 from ray.cluster_utils import Cluster
-from ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer, until
+from ray_train_runs import DEADLINE, Run, check, drain, expected, kill, score, trainer
 
 import raystow
 from raystow import ray_train
@@ -73,7 +74,7 @@ def test_a_new_driver_resumes_the_run(cluster: Cluster, tmp_path: Path) -> None:
     third = trainer(tmp_path, {"steps": 6}, **keep).fit()  # nothing left to do
     assert agree(third, home(tmp_path)) == [2, 4, 6]
     assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2, 3, 6]
-    with pytest.raises(raystow.NotFound, match="Ray Train has dropped it"):
+    with pytest.raises(raystow.NotFound, match="dropped by Ray Train"):
         ray_train.version_of(first.checkpoint)
 
 
@@ -81,11 +82,11 @@ def test_a_node_dies(spares: Spares, tmp_path: Path) -> None:
     run = Run(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer(tmp_path, {"steps": 6, "hold": 4, "wait": True}, on=SPARE).fit)
-        until(lambda: run.has("step-4"), "four steps")
+        wait_until(lambda: run.has("step-4"), "four steps")
         doomed = spares.of(run.starts()[-1][2])
         spares.add()
         kill(spares.cluster, doomed)
-        until(lambda: len(run.starts()) == 2, "a new worker group")
+        wait_until(lambda: len(run.starts()) == 2, "a new worker group")
         run.note("go")
         result = fit.result(DEADLINE)
     assert [step for step, _, _ in run.starts()] == [0, 4]
@@ -97,11 +98,11 @@ def test_an_elastic_group_shrinks_and_grows(spares: Spares, tmp_path: Path) -> N
     config = {"steps": 60, "wait": True, "pace": 0.5}
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer(tmp_path, config, workers=(1, 2), on=SPARE, num_to_keep=3).fit)
-        until(lambda: run.has("step-3"), "three steps")
+        wait_until(lambda: run.has("step-3"), "three steps")
         kill(spares.cluster, spares.of(run.starts()[-1][2]))
-        until(lambda: len(run.starts()) == 2 and run.reached() > run.starts()[-1][0] + 2, "one goes on alone")
+        wait_until(lambda: len(run.starts()) == 2 and run.reached() > run.starts()[-1][0] + 2, "one goes on alone")
         spares.add()
-        until(lambda: len(run.starts()) == 3, "they are two again")
+        wait_until(lambda: len(run.starts()) == 3, "they are two again")
         result = fit.result(2 * DEADLINE)
     assert [world for _, world, _ in run.starts()] == [2, 1, 2]
     assert run.starts()[0][0] < run.starts()[1][0] < run.starts()[2][0]
@@ -113,10 +114,10 @@ def test_a_notice_is_time_to_save(spares: Spares, tmp_path: Path) -> None:
     run = Run(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer(tmp_path, {"steps": 120, "notice": True, "pace": 0.2}, on=SPARE).fit)
-        until(lambda: bool(run.starts()) and run.reached() > 2, "it trains")
+        wait_until(lambda: bool(run.starts()) and run.reached() > 2, "it trains")
         doomed = spares.of(run.starts()[-1][2])
         drain(spares.cluster, doomed, 60.0)
-        until(lambda: run.has("saved-on-notice"), "it has saved", 60.0)
+        wait_until(lambda: run.has("saved-on-notice"), "it has saved", 60.0)
         version = raystow.latest(home(tmp_path))
         assert version is not None
         spares.add()
@@ -133,11 +134,11 @@ def test_a_failing_store_ends_nothing(cluster: Cluster, tmp_path: Path) -> None:
     config = {"steps": 6, "hold": 2, "wait": True, "pace": 0.3, "options": {"uri": str(uri), "timeout": 30.0}}
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer(tmp_path, config).fit)
-        until(lambda: run.has("step-2"), "two steps")
+        wait_until(lambda: run.has("step-2"), "two steps")
         (uri / "versions").rename(uri / "away")
         (uri / "versions").write_text("no folder any more")
         run.note("go")
-        until(lambda: run.has("step-4"), "two saves that fail")
+        wait_until(lambda: run.has("step-4"), "two saves that fail")
         (uri / "versions").unlink()
         (uri / "away").rename(uri / "versions")
         result = fit.result(DEADLINE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import shutil
 from collections.abc import Callable, Iterator
@@ -11,14 +12,18 @@ from typing import Any
 import pytest
 import ray
 import torch
-from ranks import every, start
+from builders import layers
+from polling import wait_until
+from ranks import every, save_state, start
 from ray.cluster_utils import Cluster
 from ray.exceptions import RayError
 
 import raystow
-from raystow.storage.clock import SYSTEM
-from raystow.workers.network.replication import Progress
-from raystow.workers.node_actor import NAMESPACE
+from raystow.workers.node.actor import NAMESPACE
+from raystow.workers.protocol.messages import ReplicationProgress
+
+SIZE = 500_000
+"""Numbers in each layer."""
 
 
 class Nodes:
@@ -37,14 +42,14 @@ class Nodes:
         """As when the machine loses power."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
-    def copies(self, name: str) -> Progress:
+    def copies(self, name: str) -> ReplicationProgress:
         """How far a node is with its copies; none of any if it has no worker."""
         try:
             worker = ray.get_actor(f"node-{self._nodes[name].node_id}", NAMESPACE)
-            progress: Progress = ray.get(worker.copies.remote(), timeout=10)
+            progress: ReplicationProgress = ray.get(worker.copies.remote(), timeout=10)
             return progress
         except (ValueError, RayError):
-            return Progress()
+            return ReplicationProgress()
 
     def close(self) -> None:
         ray.shutdown()
@@ -61,39 +66,22 @@ def nodes(cluster: Cluster) -> Iterator[Nodes]:
     ray.init(address=cluster.address, log_to_driver=False, logging_level=logging.ERROR)
 
 
-def until(condition: Callable[[], bool]) -> None:
-    for _ in range(1200):
-        if condition():
-            return
-        SYSTEM.sleep(0.1)
-    raise AssertionError("it never became true")
+def complete(progress: ReplicationProgress, nbytes: int = 1) -> bool:
+    return progress.present == progress.expected >= nbytes
 
 
-def complete(progress: Progress, nbytes: int = 1) -> bool:
-    return progress.present == progress.wanted >= nbytes
-
-
-def state(seed: int) -> dict[str, Any]:
-    """Nothing like the one of any other seed."""
-    generator = torch.Generator().manual_seed(seed)
-    return {f"layer{i}": torch.randn(500_000, generator=generator) for i in range(4)}
+independent = functools.partial(layers, size=SIZE)
 
 
 def near(seed: int) -> dict[str, Any]:
     """Not far from any other: a difference to that is smaller."""
-    return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in state(0).items()}
+    return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in layers(0, SIZE).items()}
 
 
 Make = Callable[[int], dict[str, Any]]
 
 
-def save(ranks: list[Any], seed: int, make: Make = state) -> None:
-    every(ranks, "set", make, seed)
-    every(ranks, "save", seed)
-    every(ranks, "result")
-
-
-def check_restored(ranks: list[Any], seed: int, make: Make = state) -> None:
+def check_restored(ranks: list[Any], seed: int, make: Make = independent) -> None:
     every(ranks, "set", make, -1)
     assert {version.step for version in every(ranks, "restore")} == {seed}
     for got in ray.get([rank.do.remote(lambda self: self.state) for rank in ranks], timeout=60):
@@ -101,26 +89,28 @@ def check_restored(ranks: list[Any], seed: int, make: Make = state) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("make", [state, near], ids=["a whole version", "a difference"])
-def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes, tmp_path: Path, make: Make) -> None:
+@pytest.mark.parametrize("make", [independent, near], ids=["a whole version", "a difference"])
+def test_nodes_die_one_by_one_and_memory_is_enough(nodes: Nodes, tmp_path: Path, make: Make) -> None:
     nodes.add("a", "b")
     ranks = start(str(tmp_path), 2, nodes=("a", "b"))
     for seed in (1, 2):
-        save(ranks, seed, make)
+        save_state(ranks, seed, make)
     assert bool(raystow.open(tmp_path).root().versions[-1].bases) == (make is near)
-    until(lambda: complete(nodes.copies("a")) and complete(nodes.copies("b")))
-    whole = nodes.copies("a").wanted + nodes.copies("b").wanted
+    wait_until(lambda: complete(nodes.copies("a")) and complete(nodes.copies("b")), "both nodes have all copies")
+    whole = nodes.copies("a").expected + nodes.copies("b").expected
     shutil.rmtree(tmp_path / "versions")
 
     nodes.kill("b")
     ray.kill(ranks[0])
     ranks = start(str(tmp_path), 2, nodes=("a",))
     check_restored(ranks, 2, make)
-    until(lambda: (progress := nodes.copies("a")).wanted == whole and progress.present == 0)
+    wait_until(
+        lambda: (progress := nodes.copies("a")).expected == whole and progress.present == 0, "node a is to copy all, and has none"
+    )
 
     nodes.add("c")
     (newcomer,) = start(str(tmp_path), 1, nodes=("c",))
-    until(lambda: complete(nodes.copies("a"), whole))
+    wait_until(lambda: complete(nodes.copies("a"), whole), "node a has all copies")
 
     nodes.kill("a")
     ray.kill(newcomer)
@@ -131,8 +121,8 @@ def test_node_after_node_dies_and_the_memory_of_the_rest_is_enough(nodes: Nodes,
 def test_a_node_and_its_partner_die_and_the_store_has_all(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add("a", "b")
     ranks = start(str(tmp_path), 2, nodes=("a", "b"))
-    save(ranks, 3)
-    until(lambda: complete(nodes.copies("a")) and complete(nodes.copies("b")))
+    save_state(ranks, 3, layers, SIZE)
+    wait_until(lambda: complete(nodes.copies("a")) and complete(nodes.copies("b")), "both nodes have all copies")
     nodes.kill("b")
     nodes.kill("a")
     nodes.add("c")

@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 import torch
-from layouts import STEPS, Reads, World, check_reads, overlapping
+from layouts import STEPS, ProcessGroup, Reads, check_reads, overlapping
 from ray.cluster_utils import Cluster
 
 import raystow
-from raystow.orchestrator.planner import plan_save
+from raystow.orchestrator.save.planner import plan_save
 
 WORLDS = (1, 2, 3, 4, 8)
 
@@ -25,8 +25,8 @@ def named(case: object) -> str:
 
 
 @pytest.fixture(scope="module")
-def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
-    world = World(tmp_path_factory.mktemp("groups"))
+def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterator[ProcessGroup]:
+    world = ProcessGroup(tmp_path_factory.mktemp("groups"))
     yield world
     world.close()
 
@@ -43,7 +43,7 @@ def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
     return answers[0]["whole"]
 
 
-def check(world: World, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]], flat: bool = True) -> None:
+def check(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]], flat: bool = True) -> None:
     told = world.call("save", saved[1], uri, saved[0], flat)
     expected = alike(told)
     assert sum("exp_avg" in name for name in expected) == 18
@@ -70,13 +70,13 @@ def check(world: World, uri: str, saved: tuple[str, int], restored: list[tuple[s
     ],
     ids=named,
 )
-def test_on_up_to_four_ranks(world: World, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]) -> None:
+def test_on_up_to_four_ranks(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]) -> None:
     check(world, uri, saved, restored)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", WORLDS)
-def test_fsdp_onto_any_number_of_ranks(world: World, uri: str, n: int) -> None:
+def test_fsdp_onto_any_number_of_ranks(world: ProcessGroup, uri: str, n: int) -> None:
     check(world, uri, ("fsdp", n), [("fsdp", m) for m in WORLDS])
 
 
@@ -97,11 +97,11 @@ def test_fsdp_onto_any_number_of_ranks(world: World, uri: str, n: int) -> None:
     ],
     ids=named,
 )
-def test_between_layouts(world: World, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]) -> None:
+def test_between_layouts(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]) -> None:
     check(world, uri, saved, restored)
 
 
-def test_the_optimizers_own_nesting(world: World, uri: str) -> None:
+def test_the_optimizers_own_nesting(world: ProcessGroup, uri: str) -> None:
     """Without flat names: ``optim.state.<name>.exp_avg`` and a list of groups."""
     check(world, uri, ("fsdp", 4), [("fsdp", 3), ("tp", 2)], flat=False)
 
@@ -162,7 +162,7 @@ def restore_rows(rank: int, n: int, uri: str, tag: str) -> int:
     return read
 
 
-def test_parts_of_a_state_in_other_dtypes_and_not_a_byte_more(world: World, uri: str) -> None:
+def test_parts_of_a_state_in_other_dtypes_and_not_a_byte_more(world: ProcessGroup, uri: str) -> None:
     world.call("do", 4, save_rows, uri, "a")
     reads = world.call("do", 3, restore_rows, uri, "b")
     latest = raystow.open(uri).latest()
@@ -193,7 +193,7 @@ def refuse(rank: int, n: int, tag: str) -> list[str]:
     return told
 
 
-def test_what_is_not_one_box_is_refused_by_name(world: World) -> None:
+def test_what_is_not_one_box_is_refused_by_name(world: ProcessGroup) -> None:
     for strided, combed, uneven, partial in world.call("do", 4, refuse, "c"):
         for told in (strided, combed, partial):
             assert told.startswith('state["a"]["b"]: DTensors placed as ')

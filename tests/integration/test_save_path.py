@@ -12,12 +12,12 @@ from typing import Any
 import pytest
 import ray
 import torch
+from polling import wait_until
 from ranks import Rank, every, start, take
-from ray_train_runs import until
 
 import raystow
-from raystow.orchestrator.coordinator_actor import coordinator_actor
-from raystow.workers.node_actor import NAMESPACE
+from raystow.orchestrator.coordinator.ray_client import coordinator_actor
+from raystow.workers.node.actor import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -35,7 +35,8 @@ def check_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
         assert torch.equal(got["model"][name], tensor), name
 
 
-def test_replicated_tensors_are_stored_once_and_the_work_is_spread_evenly(tmp_path: Path) -> None:
+def test_replicated_tensors_are_stored_once_by_all_ranks(tmp_path: Path) -> None:
+    """The work is spread evenly."""
     ranks = start(str(tmp_path), 4)
     every(ranks, "set", replicated, 1)
     every(ranks, "save", 7, {"loss": 0.5})
@@ -77,7 +78,7 @@ def test_after_the_fence_tensors_may_change(tmp_path: Path) -> None:
         assert torch.equal(version.read(f"model.{name}"), tensor)
 
 
-def test_save_returns_before_the_bytes_are_coded_and_the_guard_fences(tmp_path: Path) -> None:
+def test_save_returns_before_coding_and_the_guard_fences(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, memory=64 << 20)
 
     def run(self: Rank) -> tuple[bool, bool]:
@@ -99,14 +100,14 @@ def test_save_returns_before_the_bytes_are_coded_and_the_guard_fences(tmp_path: 
     assert ray.get(rank.do.remote(run), timeout=120) == (True, True)
 
 
-def test_a_node_worker_looks_through_its_modules_for_garbage_but_once(tmp_path: Path) -> None:
+def test_a_node_worker_collects_garbage_in_modules_once(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1)
     node = ray.get(rank.do.remote(lambda self: ray.get_runtime_context().get_node_id()))
     worker = ray.get_actor(f"node-{node}", NAMESPACE)
-    until(lambda: ray.get(worker.__ray_call__.remote(lambda self: gc.get_freeze_count())) > 50_000, "the modules are frozen")
+    wait_until(lambda: ray.get(worker.__ray_call__.remote(lambda self: gc.get_freeze_count())) > 50_000, "the modules are frozen")
 
 
-def test_what_hardly_changes_is_stored_as_a_difference_unless_told_not_to(tmp_path: Path) -> None:
+def test_small_changes_are_deltas_unless_disabled(tmp_path: Path) -> None:
     def row(folder: str, **options: Any) -> list[tuple[int, ...]]:
         (rank,) = start(folder, 1, **options)
 
@@ -120,7 +121,7 @@ def test_what_hardly_changes_is_stored_as_a_difference_unless_told_not_to(tmp_pa
         return [entry.bases for entry in raystow.open(folder).root().versions]
 
     assert row(str(tmp_path / "as it comes")) == [(), (1,), (1,)]
-    assert row(str(tmp_path / "whole"), delta=None) == [(), (), ()]
+    assert row(str(tmp_path / "whole"), compression=raystow.Compression(delta=None)) == [(), (), ()]
 
 
 def test_refused_states_name_the_path_and_write_nothing(tmp_path: Path) -> None:
@@ -173,7 +174,7 @@ def test_a_rank_that_never_saves_is_named_after_the_deadline(tmp_path: Path) -> 
     assert {version.step for version in every(ranks, "result")} == {2}
 
 
-def test_a_failure_is_known_before_a_coordinator_that_does_not_answer_has_been_told(tmp_path: Path) -> None:
+def test_a_failure_is_known_before_the_coordinator_answers(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, timeout=2)
     every(ranks, "set", replicated, 1, 1)
 
@@ -188,7 +189,7 @@ def test_a_failure_is_known_before_a_coordinator_that_does_not_answer_has_been_t
     assert {version.step for version in every(ranks, "result")} == {2}
 
 
-def test_a_node_worker_that_is_killed_fails_the_save_and_the_next_one_works(tmp_path: Path) -> None:
+def test_a_killed_node_worker_fails_one_save_only(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, memory=32 << 20)
     (before,) = ray.get(rank.node_worker_pids.remote())
 
@@ -208,7 +209,8 @@ def test_a_node_worker_that_is_killed_fails_the_save_and_the_next_one_works(tmp_
     assert [version.step for version in raystow.open(tmp_path).versions()] == [2]
 
 
-def test_a_training_process_that_dies_while_staging_fails_the_save_by_name(tmp_path: Path) -> None:
+def test_a_rank_that_dies_while_staging_fails_the_save(tmp_path: Path) -> None:
+    """The error names the rank."""
     ranks = start(str(tmp_path), 2, memory=32 << 20)
     every(ranks, "set", lambda: {"w": torch.randn(32 << 20)})
     pid = ray.get(ranks[1].pid.remote())
@@ -225,7 +227,7 @@ def test_a_training_process_that_dies_while_staging_fails_the_save_by_name(tmp_p
         ray.get(ranks[0].result.remote(), timeout=60)
 
 
-def test_a_restarted_rank_ends_the_save_that_waited_for_its_former_process(tmp_path: Path) -> None:
+def test_a_restarted_rank_ends_saves_that_wait_for_it(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2)
     every(ranks, "set", replicated, 1, 1)
     ray.get(ranks[0].save.remote(1))
@@ -235,7 +237,7 @@ def test_a_restarted_rank_ends_the_save_that_waited_for_its_former_process(tmp_p
         ray.get(ranks[0].result.remote(), timeout=60)
 
 
-def test_the_coordinator_comes_back_after_a_kill_with_a_new_epoch(tmp_path: Path) -> None:
+def test_a_killed_coordinator_restarts_with_a_new_epoch(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2)
     every(ranks, "set", replicated, 1, 1)
     every(ranks, "save", 1)

@@ -14,7 +14,7 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.shards import bits
+from raystow.orchestrator.save.shards import bits
 from raystow.storage.coding.dtypes import DTYPES
 
 DTYPES_OF_TORCH = sorted(
@@ -138,7 +138,7 @@ def test_numpy_arrays_and_scalars() -> None:
         cluster.save({"when": np.array(["2020-01-01"], "datetime64[D]")}, step=2)
 
 
-def test_a_tensor_of_many_chunks_is_read_in_part_from_few_of_them() -> None:
+def test_part_of_a_tensor_is_read_from_few_chunks() -> None:
     wide = torch.randn(3, 5000, 700)
     with LocalCluster("memory://large") as cluster:
         version = cluster.save({"wide": wide, "long": torch.arange(3 << 20)}, step=1)
@@ -191,7 +191,8 @@ UNSUITABLE = {
 
 
 @pytest.mark.parametrize("name", UNSUITABLE)
-def test_what_cannot_be_stored_is_refused_by_its_path_before_and_after_a_save(name: str) -> None:
+def test_what_cannot_be_stored_is_refused_by_its_path(name: str) -> None:
+    """Before the first save and after it."""
     make, what = UNSUITABLE[name]
     with LocalCluster(f"memory://unsuitable-{name.replace(' ', '-')}") as cluster:
         for _ in range(2):
@@ -240,7 +241,7 @@ def test_empty_containers_stay_what_they_are() -> None:
     assert into == {"d": {}, "l": [], "t": (), "n": {}}
 
 
-def test_restoring_from_an_empty_repository_gives_none_and_from_nothing_an_error(tmp_path: Path) -> None:
+def test_an_empty_repository_restores_none_and_no_other_raises(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path / "empty")):
         pass
     state = {"a": torch.ones(1)}

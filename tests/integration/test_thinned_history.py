@@ -9,12 +9,13 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from cli_runner import ran, run_json
 from local_cluster import LocalCluster
-from shell import ran, run_json
 from torch import nn
 
-from raystow.orchestrator.cli.savings import savings
-from raystow.orchestrator.restore import restore
+from raystow.orchestrator.cli.pricing import savings
+from raystow.orchestrator.restore.latest import restore
+from raystow.orchestrator.restore.planner import RestoreOptions
 from raystow.storage.repository import open_repository
 
 SAVES, RESUMABLE, DELTA = 9, 2, 3
@@ -54,7 +55,7 @@ def bits(tensors: dict[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 @pytest.mark.slow
-def test_a_history_thinned_to_differences_has_every_bit_of_the_weights(tmp_path: Path) -> None:
+def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None:
     folder, training, saved = tmp_path / "run", Training(), list[dict[str, bytes]]()
     with LocalCluster(str(folder)) as local:
         for number in range(10 * SAVES):
@@ -73,7 +74,7 @@ def test_a_history_thinned_to_differences_has_every_bit_of_the_weights(tmp_path:
     assert [v.entry.bases for v in versions] == [(), (1,), (2,), (3,), (), (5,), (6,), (), ()]
     for version, wanted in zip(versions, saved, strict=True):
         into = {name: torch.zeros_like(tensor) for name, tensor in training.state()["model"].items()}
-        restore(version, {"model": into}, strict=not version.resumable)
+        restore(version, {"model": into}, RestoreOptions(strict=not version.resumable))
         assert bits(into) == wanted
     assert sum(version.bytes for version in versions) < full / 3
     sizes = [version.bytes for version in versions]
@@ -81,7 +82,7 @@ def test_a_history_thinned_to_differences_has_every_bit_of_the_weights(tmp_path:
     ran("verify", folder, "--all", "--deep")
     assert "and 2 versions that it needs" in " ".join(ran("show", folder, 4).stdout.split())
     found = {one.technique: one for one in savings(repository.root().versions, 0)}
-    assert found["delta"].told.startswith("5 differences between versions")
+    assert found["delta"].told.startswith("5 deltas between versions")
     assert found["delta"].stored < 0.75 * found["delta"].instead
 
 

@@ -17,12 +17,12 @@ from urllib.parse import urlsplit
 
 import ray
 import torch
+from polling import wait_until
 from prometheus_client.parser import text_string_to_metric_families
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 
 import raystow
-from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.metrics import METRICS
 from raystow.storage.stores import open_store
@@ -30,25 +30,25 @@ from raystow.storage.stores import open_store
 DEADLINE = 60.0
 
 
-def state(seed: int) -> dict[str, Any]:
+def model_and_moments(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {"model": {"w": torch.randn(200_000, generator=generator)}, "optim": {"m": torch.randn(100_000, generator=generator)}}
 
 
 def train(uri: str, proxy: FaultProxy) -> raystow.Checkpointer:
     saver = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30)
-    saver.save(state(1), step=1).result(60)
-    proxy.inject(Fault.SLOW_DOWN, "GET", r"/root\.json")  # whoever reads it asks again
-    stale = {**state(2), "optim": state(1)["optim"]}
+    saver.save(model_and_moments(1), step=1).result(60)
+    proxy.inject(Fault.SLOW_DOWN, "GET", r"/root\.json")  # the reader retries
+    stale = {**model_and_moments(2), "optim": model_and_moments(1)["optim"]}
     saver.save(stale, step=2)
     saver.fence()
     saver.close()
     with raystow.Checkpointer(uri, rank=0, world_size=2, timeout=1) as alone:
-        alone.save(state(3), step=3)  # nobody is rank 1
-    last = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30, keep_in_memory=0)
-    last.save(state(4), step=4).result(60)
+        alone.save(model_and_moments(3), step=3)  # nobody is rank 1
+    last = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30, memory=raystow.Memory(cache=0))
+    last.save(model_and_moments(4), step=4).result(60)
     cut_a_pack(uri)
-    last.restore_latest(into=state(0))
+    last.restore_latest(into=model_and_moments(0))
     return last
 
 
@@ -81,10 +81,15 @@ def main(uri: str, folder: Path) -> None:
         fast = {"metrics_report_interval_ms": 1000}
         ray.init("local", num_cpus=1, include_dashboard=False, log_to_driver=False, _system_config=fast)
         saver = train(uri, proxy)
-        end = SYSTEM.monotonic() + DEADLINE
-        while missing := {metric.name for metric in METRICS} - exported(page := scrape()):
-            assert SYSTEM.monotonic() < end, f"never exported: {sorted(missing)}"
-            SYSTEM.sleep(0.5)
+        page, missing = "", set[str]()
+
+        def all_exported() -> bool:
+            nonlocal page, missing
+            page = scrape()
+            missing = {metric.name for metric in METRICS} - exported(page)
+            return not missing
+
+        wait_until(all_exported, lambda: f"exported: {sorted(missing)}", DEADLINE, pause=0.5)
         (folder / "metrics.txt").write_text(page)
         saver.close()
         logs = Path(ray._private.worker._global_node.get_logs_dir_path())

@@ -18,7 +18,7 @@ import yaml
 from measured_run import exported
 from prometheus_client.parser import text_string_to_metric_families
 
-from raystow.storage.metrics import METRICS, Kind
+from raystow.storage.metrics import METRICS, MetricKind
 
 pytestmark = pytest.mark.s3
 
@@ -69,7 +69,7 @@ def lines(measured: Path) -> list[dict[str, Any]]:
 
 def test_every_metric_is_exported_with_its_tags(measured: Path, labels: Labels) -> None:
     assert {metric.name for metric in METRICS} <= exported((measured / "metrics.txt").read_text())
-    suffix = {Kind.COUNTER: "_total", Kind.GAUGE: "", Kind.HISTOGRAM: "_bucket"}
+    suffix = {MetricKind.COUNTER: "_total", MetricKind.GAUGE: "", MetricKind.HISTOGRAM: "_bucket"}
     for metric in METRICS:
         assert {*metric.tags} <= labels[f"ray_{metric.name}{suffix[metric.kind]}"], metric.name
 
@@ -133,7 +133,7 @@ def test_alerts_fire_when_they_should() -> None:
 def test_the_document_has_every_metric() -> None:
     text = (ROOT / "docs" / "operating.md").read_text()
     for metric in METRICS:
-        name = f"ray_{metric.name}" + ("_total" if metric.kind is Kind.COUNTER else "")
+        name = f"ray_{metric.name}" + ("_total" if metric.kind is MetricKind.COUNTER else "")
         row = next((line for line in text.splitlines() if line.startswith(f"| `{name}`")), "")
         assert f"| {metric.kind.value} |" in row, name
         assert all(f"`{tag}`" in row for tag in metric.tags), name

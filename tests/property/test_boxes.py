@@ -40,9 +40,7 @@ def test_torch_would_read_the_same(boxes: list[Box]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), ranks=st.integers(1, 12), data=st.data())
-def test_what_torch_splits_tiles_and_one_box_less_or_more_does_not(
-    shape: tuple[int, ...], ranks: int, data: st.DataObject
-) -> None:
+def test_shards_of_torch_tile_and_one_more_or_less_does_not(shape: tuple[int, ...], ranks: int, data: st.DataObject) -> None:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 

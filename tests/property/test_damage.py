@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.shards import bits
+from raystow.orchestrator.save.shards import bits
 from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.format.root import Root
@@ -32,7 +32,7 @@ KINDS = {
 }
 
 
-def state(seed: int) -> dict[str, Any]:
+def varied_state(seed: int) -> dict[str, Any]:
     """Planes raw, zstd and pack7, several streams in a plane, arrays, scalars, empty tensors and plain values."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(150, 110, generator=generator) * 0.02
@@ -60,7 +60,10 @@ def exact(value: Any) -> Any:
     return type(value), value
 
 
-SAVED = {1: {n: exact(leaf) for n, leaf in leaves(state(1)).items()}, 2: {n: exact(leaf) for n, leaf in leaves(state(2)).items()}}
+SAVED = {
+    1: {n: exact(leaf) for n, leaf in leaves(varied_state(1)).items()},
+    2: {n: exact(leaf) for n, leaf in leaves(varied_state(2)).items()},
+}
 
 
 class Patient:
@@ -70,7 +73,7 @@ class Patient:
         self.uri = f"memory://damage-{SYSTEM.token()}"
         with LocalCluster(self.uri, nodes=2) as cluster:
             for seed in (1, 2):
-                version = cluster.save_all([state(seed), state(seed)], step=seed)
+                version = cluster.save_all([varied_state(seed), varied_state(seed)], step=seed)
         self.home = keys.prefix(version.id, version.attempt)
         self.store = open_store(self.uri)
         self.objects = {info.key: self.store.get(info.key, max_bytes=1 << 30) for info in self.store.list("")}
@@ -95,7 +98,7 @@ class Patient:
             self.store.put(key, [self.objects[key]])
 
     def restore(self) -> None:
-        into = state(3)
+        into = varied_state(3)
         version = raystow.restore_latest(self.uri, into=into)
         assert version is not None
         assert {name: exact(leaf) for name, leaf in leaves(into).items()} == SAVED[version.id]

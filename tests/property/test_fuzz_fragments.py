@@ -180,7 +180,7 @@ def test_texts_that_are_pieces_of_one_another_are_refused() -> None:
 
 
 @pytest.mark.parametrize("said", [b"\x04", b"\x00", b"\x01", b"\xff\xff\xff\xff\x0f", b"\xff\xff\xff\xff\x1f"], ids=bytes.hex)
-def test_a_page_that_says_another_number_of_values_than_the_footer(said: bytes) -> None:
+def test_a_page_with_another_count_than_the_footer(said: bytes) -> None:
     """The library believes the page: two billion values of one column, out of 30 bytes."""
     right = b"\x2c\x15\x02\x15"  # field 5, the header of a data page; its field 1: one value
     data = written([value_row()], use_dictionary=False, compression="none", write_statistics=False)

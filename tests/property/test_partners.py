@@ -7,7 +7,7 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.workers.network.partners import partners
+from raystow.workers.replication.partners import partners
 
 NAMES = st.lists(st.integers(0, 1 << 64).map("node-{:x}".format), unique=True, max_size=40)
 ZONED = NAMES.flatmap(lambda names: st.fixed_dictionaries({name: st.sampled_from("abcd") for name in names}))
@@ -38,13 +38,13 @@ def test_without_zones_everyone_serves_alike(names, replicas):
 
 
 @given(st.integers(1, 10), st.integers(2, 4), st.integers(1, 3), st.integers())
-def test_with_zones_of_one_size_nobody_serves_more_than_twice_its_share(nodes, zones, replicas, salt):
+def test_with_equal_zones_load_is_at_most_twice_the_share(nodes, zones, replicas, salt):
     chosen = partners({f"{salt}-{i}": str(i % zones) for i in range(nodes * zones)}, replicas)
     assert max(serving(chosen).values()) <= 2 * replicas
 
 
 @given(NAMES.filter(bool), st.integers(1, 3), st.data())
-def test_a_node_that_goes_is_replaced_where_it_served_and_nowhere_else(names, replicas, data):
+def test_a_lost_node_is_replaced_only_where_it_served(names, replicas, data):
     gone = data.draw(st.sampled_from(names))
     before = partners(dict.fromkeys(names, ""), replicas)
     after = partners(dict.fromkeys(set(names) - {gone}, ""), replicas)

@@ -16,7 +16,7 @@ from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.coding import kernels
-from raystow.storage.coding.chunk import Coding, Encoder, decode, packed
+from raystow.storage.coding.chunk import ChunkEncoder, Coding, decode, packed
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.coding.dtypes import DTYPES, DType, dtype
 from raystow.storage.errors import Damaged, Unsupported
@@ -27,7 +27,7 @@ SPEC: dict[str, Any] = {}
 for _block in re.findall(r"```python spec\n(.*?)```", SPEC_FILE.read_text(), re.DOTALL):
     exec(_block, SPEC)
 
-ENCODER = Encoder(1 << 20)
+ENCODER = ChunkEncoder(1 << 20)
 LAYOUTS = sorted({(d.itemsize, d.width, d.rotate) for d in DTYPES.values()})
 quick = settings(max_examples=60, deadline=None)
 

@@ -8,7 +8,7 @@ from urllib.parse import urlsplit
 import pytest
 from local_cluster import LocalCluster
 from s3_faults.proxy import FaultProxy
-from s3_faults.sample import HURRY
+from s3_faults.sample_state import HURRY
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.stores.s3 import S3Store

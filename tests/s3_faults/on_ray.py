@@ -15,7 +15,7 @@ import ray
 import torch
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from s3_faults.sample import check, state
+from s3_faults.sample_state import check, two_group_state
 
 import raystow
 from raystow.storage.clock import SYSTEM
@@ -27,11 +27,11 @@ FOR_EVER = 10_000
 
 def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
     found: dict[str, Any] = {}
-    checkpointer = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=TIMEOUT, max_failures=3)
+    checkpointer = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=TIMEOUT, on_failure=3)
 
     def failing(saver: raystow.Checkpointer, step: int) -> dict[str, Any]:
         begun = SYSTEM.monotonic()
-        pending = saver.save(state(step), step=step)
+        pending = saver.save(two_group_state(step), step=step)
         try:
             pending.result(60)
         except raystow.SaveFailed as error:
@@ -40,7 +40,7 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
         raise AssertionError(f"the save of step {step} did not fail")
 
     def saving(step: int) -> list[int]:
-        version = checkpointer.save(state(step), step=step).result(60)
+        version = checkpointer.save(two_group_state(step), step=step).result(60)
         check(version, step)
         return [version.id, checkpointer.failures.total, checkpointer.failures.in_a_row]
 
@@ -54,7 +54,7 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
     proxy.inject(Fault.SLOW_DOWN, *PACK, times=FOR_EVER)
     found["refused"] = [failing(checkpointer, step) for step in (5, 6, 7)]
     try:
-        checkpointer.save(state(8), step=8)
+        checkpointer.save(two_group_state(8), step=8)
     except raystow.SaveFailed as error:
         found["too many"] = str(error)
     proxy.heal()
@@ -62,7 +62,7 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
 
     proxy.inject(Fault.STALL_REQUEST, *PACK, times=FOR_EVER)
     begun = SYSTEM.monotonic()
-    checkpointer.save(state(10), step=10)
+    checkpointer.save(two_group_state(10), step=10)
     checkpointer.fence()
     checkpointer.close()
     found["closed after"] = SYSTEM.monotonic() - begun
@@ -75,10 +75,10 @@ def run(uri: str, proxy: FaultProxy) -> dict[str, Any]:
             found["raised"] = str(error)
         proxy.heal()
         for what, allow in (("durable", False), ("newest", True)):
-            into = state(0)
+            into = two_group_state(0)
             version = strict.restore_latest(into=into, allow_uncommitted=allow)
             assert version is not None
-            found[what] = [version.step, torch.equal(into["model"]["w"], state(version.step)["model"]["w"])]
+            found[what] = [version.step, torch.equal(into["model"]["w"], two_group_state(version.step)["model"]["w"])]
     found["steps"] = [version.step for version in raystow.open(uri).versions()]
     return found
 

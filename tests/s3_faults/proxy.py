@@ -133,7 +133,7 @@ async def _exchange(request: Head, rule: Rule | None, client: _Side, server: _Si
         await drop(content)
         raise Broken
     if rule and fault is Fault.DELAY:
-        await asyncio.sleep(rule.seconds)
+        await asyncio.sleep(rule.seconds)  # the fault is a slow answer
     client.writer.write(answer.raw)
     await send(spoilt(content, fault and _TO_ANSWER.get(fault), at), client.writer)
 

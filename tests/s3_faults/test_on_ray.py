@@ -38,5 +38,5 @@ def test_training_outlives_its_store(s3_uri: str) -> None:
     assert found["durable"] == [9, True]
     assert found["newest"] == [11, True]  # it is in the node's memory
     assert found["steps"] == [1, 2, 4, 9]
-    for line in ("step 3 failed (1 in a row, 1 in all)", "step 7 failed (3 in a row, 4 in all)"):
+    for line in ("step 3 failed (1 in a row, 1 in total)", "step 7 failed (3 in a row, 4 in total)"):
         assert ended.stderr.count(line) == 1

@@ -10,7 +10,7 @@ import pytest
 from local_cluster import LocalCluster
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from s3_faults.sample import HURRY, cases, check, state
+from s3_faults.sample_state import HURRY, cases, check, two_group_state
 
 import raystow
 from raystow.storage.clock import SYSTEM
@@ -24,9 +24,9 @@ PACK = r"versions/.*\.pack"
 _steps = itertools.count(1)
 
 
-def save(cluster: LocalCluster, *, timeout: float = 60) -> raystow.Version:
+def save_next_step(cluster: LocalCluster, *, timeout: float = 60) -> raystow.Version:
     step = next(_steps)
-    version = cluster.save(state(step), step=step, timeout=timeout)
+    version = cluster.save(two_group_state(step), step=step, timeout=timeout)
     check(version, step)
     return version
 
@@ -37,61 +37,57 @@ def test_a_save_names_what_could_not_be_stored_and_why(proxy: FaultProxy, cluste
     proxy.inject(fault, WRITES, path, times=AWAY)
     begun = SYSTEM.monotonic()
     with pytest.raises(raystow.SaveFailed, match=path) as caught:
-        save(cluster)
+        save_next_step(cluster)
     assert SYSTEM.monotonic() - begun < 30  # of the store's own deadlines, not of the save's
     text = str(caught.value)
     assert "rank" in text or "the commit failed" in text
     assert ("503" if fault is Fault.SLOW_DOWN else "failed") in text
     proxy.heal()
-    save(cluster)
+    save_next_step(cluster)
 
 
-def test_uploads_that_hang_end_with_the_attempt_and_not_with_their_own_deadline(
-    proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_hanging_uploads_end_with_the_attempt(proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not later, with their own deadline."""
     patient = replace(HURRY, request_seconds=20, retry_seconds=15)
     monkeypatch.setitem(S3Store.__init__.__kwdefaults__, "limits", patient)
     with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run") as cluster:
         stalled = proxy.inject(Fault.STALL_REQUEST, WRITES, PACK, times=1)
         begun = SYSTEM.monotonic()
         with pytest.raises(raystow.SaveFailed, match=rf"ranks \[0\] could not be stored: {PACK}: .* in time"):
-            save(cluster, timeout=3)
+            save_next_step(cluster, timeout=3)
         assert stalled.hits == 1
         assert SYSTEM.monotonic() - begun < 6
-        save(cluster)  # while the old upload still hangs
+        save_next_step(cluster)  # while the old upload still hangs
 
 
-def test_a_store_that_takes_nothing_while_ranks_are_staging_is_what_the_error_says(
-    proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_error_names_a_store_that_accepts_nothing(proxy: FaultProxy, s3_bucket: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """The budget of coded bytes is full, so the ranks cannot deliver: that is not their fault."""
     with LocalCluster(f"s3://{s3_bucket}/t-{SYSTEM.token()}/run", memory=16 << 20) as cluster:
         proxy.inject(Fault.STALL_REQUEST, WRITES, PACK, times=AWAY)
         with pytest.raises(raystow.SaveFailed, match=rf"could not be stored: .*{PACK}"):
-            save(cluster, timeout=3)
+            save_next_step(cluster, timeout=3)
         proxy.heal()
-        save(cluster)
+        save_next_step(cluster)
 
 
 @pytest.mark.parametrize("times", cases([1, 2, 3], 2))
 def test_a_commit_whose_answers_are_lost_counts_once(proxy: FaultProxy, cluster: LocalCluster, times: int) -> None:
     before = [version.id for version in cluster.repository.versions()]
     lost = proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json", times=times)
-    versions = [save(cluster) for _ in range(times + 1)]
+    versions = [save_next_step(cluster) for _ in range(times + 1)]
     assert lost.hits == times
     after = [version.id for version in cluster.repository.versions()]
     assert after == before + [version.id for version in versions]
 
 
-def test_commits_beside_other_writers_of_the_root_count_once_though_answers_are_lost(
-    proxy: FaultProxy, cluster: LocalCluster
-) -> None:
+def test_commits_count_once_though_answers_are_lost(proxy: FaultProxy, cluster: LocalCluster) -> None:
+    """While others write the root."""
     before = len(cluster.repository.versions())
     lost = proxy.inject(Fault.LOSE_ANSWER, "PUT", r"/root\.json", times=4, skip=1)
-    first = save(cluster)
+    first = save_next_step(cluster)
     with ThreadPoolExecutor(2) as others:
         pins = [others.submit(cluster.repository.pin, first, f"pin-{number}") for number in range(4)]
-        versions = [save(cluster) for _ in range(3)]
+        versions = [save_next_step(cluster) for _ in range(3)]
         for pin in pins:
             pin.result()
     assert lost.hits == 4

@@ -8,7 +8,7 @@ import pytest
 from local_cluster import LocalCluster
 from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
-from s3_faults.sample import cases, check, state
+from s3_faults.sample_state import cases, check, two_group_state
 
 import raystow
 from raystow.storage.clock import SYSTEM
@@ -38,7 +38,7 @@ def test_a_save_survives_it(proxy: FaultProxy, cluster: LocalCluster, kind: str,
     before = cluster.repository.versions()
     rule = proxy.inject(fault, *REQUESTS[kind])
     begun = SYSTEM.monotonic()
-    saved = cluster.save(state(step), step=step, timeout=30)
+    saved = cluster.save(two_group_state(step), step=step, timeout=30)
     assert SYSTEM.monotonic() - begun < 30
     assert rule.hits == 1
     version = raystow.open(cluster.uri).latest()

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from types import TracebackType
 from typing import Any
 
-from .dice import Dice
+from .random_source import RandomSource
 from .scheduler import Process, current
 
 EPOCH = 1_700_000_000.0
@@ -16,8 +16,8 @@ EPOCH = 1_700_000_000.0
 class SimClock:
     """``raystow.storage.clock.Clock``. ``offset``: how far the wall clock is off; it may change at any time."""
 
-    def __init__(self, process: Process, dice: Dice) -> None:
-        self._process, self._dice, self.offset = process, dice, 0.0
+    def __init__(self, process: Process, rng: RandomSource) -> None:
+        self._process, self._rng, self.offset = process, rng, 0.0
 
     def now(self) -> float:
         return EPOCH + self._process.scheduler.time + self.offset
@@ -29,7 +29,7 @@ class SimClock:
         self._process.scheduler.pause(seconds)
 
     def token(self) -> str:
-        return self._dice.token()
+        return self._rng.token()
 
 
 class Event:

@@ -14,11 +14,11 @@ from raystow.storage.format import keys
 from raystow.storage.object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from raystow.storage.stores import checks
 
-from .dice import Dice
+from .fault_rates import FaultRates
 from .journal import Journal
 from .model_store import STALE, Held, ModelStore
+from .random_source import RandomSource
 from .scheduler import Process
-from .weather import Weather
 
 T = TypeVar("T")
 _LONG = 400.0  # seconds that no connection lives without a word
@@ -29,8 +29,8 @@ class FaultyStore:
     changes there had been when this process last read the root. ``failed_leases``: how often it could not write one.
     ``late_deletes``: how many are on their way without anyone waiting for them."""
 
-    def __init__(self, model: ModelStore, process: Process, weather: Weather, dice: Dice, journal: Journal) -> None:
-        self._model, self._process, self._weather, self._dice, self._journal = model, process, weather, dice, journal
+    def __init__(self, model: ModelStore, process: Process, rates: FaultRates, rng: RandomSource, journal: Journal) -> None:
+        self._model, self._process, self._rates, self._rng, self._journal = model, process, rates, rng, journal
         self.outage = False
         self.looked = 0
         self.failed_leases = 0
@@ -56,7 +56,7 @@ class FaultyStore:
                 self._call("put", key, lambda: self._model.put(self._process.name, key, data), write=True)
                 return
             except StoreUnavailable:
-                if not patience or self._dice.chance(0.3):
+                if not patience or self._rng.chance(0.3):
                     self.failed_leases += key.startswith(keys.LEASES)
                     raise
 
@@ -76,9 +76,9 @@ class FaultyStore:
         return self._call("swap", key, swap, write=True)
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        weather, size, shown = self._weather, self._weather.page, ""
+        rates, size, shown = self._rates, self._rates.page, ""
         while True:  # page by page: what is listed is no snapshot
-            lag = self._dice.between(0.0, STALE) if self._dice.chance(weather.stale) else 0.0
+            lag = self._rng.between(0.0, STALE) if self._rng.chance(rates.stale) else 0.0
             found = self._call("list", prefix, lambda lag=lag: self._model.listing(prefix, lag))
             page = [info for info in found if info.key > shown][:size]
             yield from page
@@ -90,7 +90,7 @@ class FaultyStore:
         batch = list(keys)
         if not batch:
             return
-        done = self._dice.number(0, len(batch)) if len(batch) > 1 and self._dice.chance(self._weather.error) else len(batch)
+        done = self._rng.number(0, len(batch)) if len(batch) > 1 and self._rng.chance(self._rates.error) else len(batch)
 
         def forget() -> None:
             for key in batch[:done]:
@@ -115,17 +115,17 @@ class FaultyStore:
 
     def _call(self, name: str, key: str, effect: Callable[[], T], *, write: bool = False) -> T:
         """One request; its effect, if it has one, takes place at one moment."""
-        weather, dice = self._weather, self._dice
+        rates, rng = self._rates, self._rng
         upload = self._begun(key) if name == "put" else ""
         self._travel(0.02)
-        if dice.chance(weather.slow_down):
-            self._travel(dice.choice([1.0, 4.0, 30.0]))
-        if self.outage or dice.chance(weather.error):
+        if rng.chance(rates.slow_down):
+            self._travel(rng.choice([1.0, 4.0, 30.0]))
+        if self.outage or rng.chance(rates.error):
             self._model.unfinished.pop(upload, None)
-            raise self._failed(key, dice.choice(["500", "503 SlowDown"]))
-        if write and dice.chance(weather.late):
+            raise self._failed(key, rng.choice(["500", "503 SlowDown"]))
+        if write and rng.chance(rates.late):
             self.late_deletes += name == "delete"
-            self._process.scheduler.after(dice.around(40.0), lambda: self._late(name, key, effect, upload))
+            self._process.scheduler.after(rng.around(40.0), lambda: self._late(name, key, effect, upload))
             self._travel(30.0)
             raise self._failed(key, "no answer; it is still on its way")
         if upload and self._model.unfinished.pop(upload, None) is None:
@@ -137,19 +137,19 @@ class FaultyStore:
             self._note(name, key, type(error).__name__)
             self._travel(0.02)
             raise
-        cut_off = name == "swap" and dice.chance(weather.cut_off)
-        stalls_late = cut_off and dice.chance(0.5)  # after it was told that there is no answer, or while it waits for one
+        cut_off = name == "swap" and rng.chance(rates.cut_off)
+        stalls_late = cut_off and rng.chance(0.5)  # after it was told that there is no answer, or while it waits for one
         if cut_off and not stalls_late:
             self._freeze()
         sent = self._process.scheduler.time
         self._travel(0.02)
         if stalls_late:
             self._freeze()
-        broken = stalls_late or (self._process.scheduler.time > sent + _LONG and dice.chance(0.5))
-        if name == "swap" and dice.chance(weather.own_refused):
+        broken = stalls_late or (self._process.scheduler.time > sent + _LONG and rng.chance(0.5))
+        if name == "swap" and rng.chance(rates.own_refused):
             self._note(name, key, "done, and refused as already done")
             raise checks.stale(key)
-        if broken or dice.chance(weather.lost_answer):
+        if broken or rng.chance(rates.lost_answer):
             raise self._failed(key, "the answer was lost")
         return result
 
@@ -165,23 +165,23 @@ class FaultyStore:
             self._note(f"late {name}", key, "refused")
 
     def _begun(self, key: str) -> str:
-        token = self._dice.token()
+        token = self._rng.token()
         self._model.unfinished[token] = Unfinished(key, token, self._model.now)
         return token
 
     def _travel(self, typical: float) -> None:
         """On the way: time passes, others run, and this process may die or stand still."""
-        weather, dice = self._weather, self._dice
-        if dice.chance(weather.deaths):
+        rates, rng = self._rates, self._rng
+        if rng.chance(rates.deaths):
             self._journal.note(self._process.scheduler.time, self._process.name, "dies")
             self._process.kill()
-        if dice.chance(weather.freezes):
+        if rng.chance(rates.freezes):
             self._freeze()
-        slow = dice.between(30.0, 300.0) if dice.chance(weather.slow) else 0.0
-        self._process.scheduler.pause(dice.around(typical) + slow)
+        slow = rng.between(30.0, 300.0) if rng.chance(rates.slow) else 0.0
+        self._process.scheduler.pause(rng.around(typical) + slow)
 
     def _freeze(self) -> None:
-        seconds = self._dice.choice([0.02, 0.2, 1.0]) * max(600.0, self._weather.longest_freeze)
+        seconds = self._rng.choice([0.02, 0.2, 1.0]) * max(600.0, self._rates.longest_freeze)
         self._journal.note(self._process.scheduler.time, self._process.name, f"freezes for {seconds:.0f} s")
         self._process.freeze(seconds)
 
@@ -195,13 +195,13 @@ class FaultyStore:
 
     def _received(self, key: str, data: bytes) -> bytes:
         """What arrives of an object: sometimes cut, or with a bit flipped."""
-        if not data or not self._dice.chance(self._weather.corrupted):
+        if not data or not self._rng.chance(self._rates.corrupted):
             return data
-        if self._dice.chance(0.5):
+        if self._rng.chance(0.5):
             raise Damaged("the body was cut", subject=key) if key != keys.ROOT else self._failed(key, "the body was cut")
-        at = self._dice.number(0, len(data) - 1)
+        at = self._rng.number(0, len(data) - 1)
         self._note("get", key, "corrupted")
-        return data[:at] + bytes([data[at] ^ (1 << self._dice.number(0, 7))]) + data[at + 1 :]
+        return data[:at] + bytes([data[at] ^ (1 << self._rng.number(0, 7))]) + data[at + 1 :]
 
     def _failed(self, key: str, what: str) -> StoreUnavailable:
         self._note("fault", key, what)

@@ -5,21 +5,22 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from raystow.orchestrator.coordinator import Attempt, Coordinator, Phase
-from raystow.orchestrator.housekeeping import Housekeeping
+from raystow.orchestrator.coordinator.attempt import Attempt, Phase
+from raystow.orchestrator.coordinator.attempts import Coordinator
+from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.committer import Committer
 from raystow.storage.errors import ClusterError, Fenced, RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from raystow.storage.repository import create_repository
 from raystow.storage.retention.policy import Policy
-from raystow.workers.port import Begin, Ticket
+from raystow.workers.protocol.messages import Begin, Ticket
 
 from .invariants import Role
 from .journal import Violation
 
 if TYPE_CHECKING:
-    from .world import World
+    from .cluster import Cluster
 
 _TICK = 60.0  # seconds; the actor's are shorter, which costs a simulation time and changes nothing
 _PATIENCE = 3600.0
@@ -29,11 +30,11 @@ _FOR_EVER = 1e9
 class Host:
     """One coordinator. Each of its methods is what the actor's method of that name is."""
 
-    def __init__(self, world: World) -> None:
-        self._world = world
+    def __init__(self, cluster: Cluster) -> None:
+        self._cluster = cluster
         self._role = Role("coordinator")
-        self.process = world.process("host", self._role)
-        self._clock = world.clock(self.process)
+        self.process = cluster.process("host", self._role)
+        self._clock = cluster.clock(self.process)
         self._core: Coordinator | None = None
         self._told = 0
         self._keeping_house = False
@@ -69,8 +70,8 @@ class Host:
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
         self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
 
-    def gone(self, rank: int, incarnation: str, reason: str) -> None:
-        self._apply(lambda core: core.gone(rank, incarnation, reason))
+    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+        self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
 
     @property
     def in_charge(self) -> bool:
@@ -95,7 +96,7 @@ class Host:
                         self._keep_house(attempt.retention)
             core.tick()
             self._check_deadlines()
-            core.nodes_alive(self._world.nodes_alive())
+            core.nodes_alive(self._cluster.nodes_alive())
             self._tell()
             for id, token in core.abandoned():
                 self.deleting = True
@@ -106,15 +107,15 @@ class Host:
     def _start(self) -> Coordinator:
         while self._core is None:
             try:
-                repository = create_repository(self._world.uri, clock=self._clock)
+                repository = create_repository(self._cluster.uri, clock=self._clock)
                 self._committer = Committer(repository, f"{self.process}-{self._clock.token()}")
             except RaystowError:
                 self._clock.sleep(5.0)  # the next call starts it again
                 continue
-            self._role.epoch, self._role.owner = self._committer.epoch, self._committer.owner
+            self._role.epoch, self._role.owner = self._committer.epoch, self._committer.fence.owner
             self._housekeeping = Housekeeping(self._committer)
             self._core = Coordinator(self._committer, self._clock, writer={"raystow": "simulated"})
-            self._world.note(self.process, f"is in charge, epoch {self._committer.epoch}")
+            self._cluster.note(self.process, f"is in charge, epoch {self._committer.epoch}")
             self.process.tell()
         return self._core
 
@@ -145,7 +146,7 @@ class Host:
         bases = self._core.bases
 
         def run() -> None:
-            self._role.since, self._role.keep_last = self._world.model.now, policy.keep_last or 0
+            self._role.since, self._role.keep_last = self._cluster.model.now, policy.keep_last or 0
             self._housekeeping.run(policy, bases)
             self._keeping_house = self.deleting = False
 
@@ -154,16 +155,16 @@ class Host:
             self.process.spawn(run)
 
     def _commit(self, record: VersionRecord) -> Entry | RaystowError:
-        watch = self._world.watch
+        watch = self._cluster.watch
         try:
             entry = self._committer.commit(record).entry
         except RaystowError as error:
             if isinstance(error, SaveFailed | Fenced):
                 watch.says_never((record.id, record.attempt))
-            self._world.note(self.process, f"did not commit {record.id}: {error}")
+            self._cluster.note(self.process, f"did not commit {record.id}: {error}")
             return error
         watch.says_committed((record.id, record.attempt))
-        self._world.note(self.process, f"committed {record.id}, step {record.step}")
+        self._cluster.note(self.process, f"committed {record.id}, step {record.step}")
         return entry
 
     def _discard(self, id: int, attempt: str) -> None:

@@ -1,4 +1,4 @@
-"""What must hold after every change of the store, whoever made it.
+"""Invariants that are checked after every change of the store by any process.
 
 Looks at the true store, and shares no code with what it checks (but to decode numbers). The harness tells it what only the actors
 know: who is who (``roles``), which bytes belong where (``expected``), who reads what under a lease, and when an operator began to
@@ -56,8 +56,8 @@ class Role:
 
 @dataclass
 class Lease:
-    """A lease in the store. ``first``: number of the change that put it there, at the time ``began``. ``guards``: whoever holds
-    it was told that its version is live, by a look at the root after that, and it has counted ever since."""
+    """A lease in the store. ``first``: number of the change that put it there, at the time ``began``. ``guards``: the holder
+    has read the root after that and found its version live, and the lease has been valid since."""
 
     who: str
     attempt: Attempt

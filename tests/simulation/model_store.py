@@ -36,7 +36,7 @@ class Change:
 
 
 class ModelStore:
-    """Objects in a dict. ``watch`` is told of each change when it has been made."""
+    """Objects in a dict. ``watch`` is called after each change."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler

@@ -8,23 +8,23 @@ from typing import TYPE_CHECKING, Any
 from raystow.storage.errors import ClusterError, RaystowError
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
-from raystow.workers.port import Begin, Ticket
+from raystow.workers.protocol.messages import Begin, Ticket
 
 from .scheduler import Process
 
 if TYPE_CHECKING:
+    from .cluster import Cluster
     from .host import Host
-    from .world import World
 
 _ANSWER = 60.0
 
 
 class SimPort:
-    """``raystow.workers.port.Port``, to one coordinator; to the one in charge after it has died."""
+    """``raystow.workers.protocol.coordinator_client.CoordinatorClient``, to one coordinator, and to its successor."""
 
-    def __init__(self, world: World, caller: Process) -> None:
-        self._world, self._caller = world, caller
-        self._host = world.some_host()
+    def __init__(self, cluster: Cluster, caller: Process) -> None:
+        self._cluster, self._caller = cluster, caller
+        self._host = cluster.some_host()
 
     def begin(self, begin: Begin) -> Ticket:
         return self._call("begin", _ANSWER, begin)
@@ -44,8 +44,8 @@ class SimPort:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._call("failed", _ANSWER, ticket, reason)
 
-    def gone(self, rank: int, incarnation: str, reason: str) -> None:
-        self._call("gone", _ANSWER, rank, incarnation, reason)
+    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+        self._call("rank_disconnected", _ANSWER, rank, incarnation, reason)
 
     def join(self, rank: int, incarnation: str, world_size: int) -> None:
         self._call("join", _ANSWER, rank, incarnation, world_size)
@@ -54,8 +54,8 @@ class SimPort:
         self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
 
     def _call(self, method: str, timeout: float, *args: object) -> Any:
-        world, caller, answers = self._world, self._caller, list[Any]()
-        end = world.scheduler.time + timeout
+        cluster, caller, answers = self._cluster, self._caller, list[Any]()
+        end = cluster.scheduler.time + timeout
 
         def answer(value: object) -> None:
             """Carries it back, unless it gets lost."""
@@ -64,30 +64,30 @@ class SimPort:
                 answers.append(value)
                 caller.tell()
 
-            if not world.dice.chance(world.weather.lost_message):
-                world.scheduler.after(self._delay(), arrive)
+            if not cluster.rng.chance(cluster.rates.lost_message):
+                cluster.scheduler.after(self._delay(), arrive)
 
         self._send(method, args, answer)
-        while not caller.wait(lambda: bool(answers), min(30.0, end - world.scheduler.time)):
-            if world.scheduler.time >= end:
+        while not caller.wait(lambda: bool(answers), min(30.0, end - cluster.scheduler.time)):
+            if cluster.scheduler.time >= end:
                 raise ClusterError(f"no answer to {method!r} in {timeout:.0f} s")
             if not self._host.process.alive:
-                self._host = world.some_host()
+                self._host = cluster.some_host()
                 self._send(method, args, answer)
         if isinstance(answers[0], RaystowError):
             raise answers[0]
         return answers[0]
 
     def _send(self, method: str, args: tuple[object, ...], answer: Callable[[object], None]) -> None:
-        world, host = self._world, self._host
-        copies = 2 if world.dice.chance(world.weather.doubled_message) else 1
+        cluster, host = self._cluster, self._host
+        copies = 2 if cluster.rng.chance(cluster.rates.doubled_message) else 1
         for _ in range(copies):
-            if not world.dice.chance(world.weather.lost_message):
-                world.scheduler.after(self._delay(), lambda: _deliver(host, method, args, answer))
+            if not cluster.rng.chance(cluster.rates.lost_message):
+                cluster.scheduler.after(self._delay(), lambda: _deliver(host, method, args, answer))
 
     def _delay(self) -> float:
-        dice = self._world.dice
-        return dice.between(60.0, 1500.0) if dice.chance(self._world.weather.late_message) else dice.around(0.01)
+        rng = self._cluster.rng
+        return rng.between(60.0, 1500.0) if rng.chance(self._cluster.rates.late_message) else rng.around(0.01)
 
 
 def _deliver(host: Host, method: str, args: tuple[object, ...], answer: Callable[[object], None]) -> None:

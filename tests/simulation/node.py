@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from raystow.storage.errors import ClusterError, RaystowError, StoreError
 from raystow.storage.format import keys
-from raystow.workers.port import Begin, Ticket
+from raystow.workers.protocol.messages import Begin, Ticket
 
 from . import payload
 from .invariants import Role
@@ -14,7 +14,7 @@ from .network import SimPort
 from .payload import GROUP
 
 if TYPE_CHECKING:
-    from .world import World
+    from .cluster import Cluster
 
 _TIMEOUT = 600.0
 
@@ -22,10 +22,10 @@ _TIMEOUT = 600.0
 class Node:
     """A node worker and the training process of one rank on it."""
 
-    def __init__(self, world: World, rank: int) -> None:
-        self._world, self.rank = world, rank
-        self.process = world.process(f"node{rank}", Role("node"))
-        self.store, self.clock = world.store(self.process), world.clock(self.process)
+    def __init__(self, cluster: Cluster, rank: int) -> None:
+        self._cluster, self.rank = cluster, rank
+        self.process = cluster.process(f"node{rank}", Role("node"))
+        self.store, self.clock = cluster.store(self.process), cluster.clock(self.process)
         self.incarnation = ""
         self.saving = 0
 
@@ -36,10 +36,10 @@ class Node:
 
         def tell() -> None:
             try:
-                port = SimPort(self._world, self.process)
+                port = SimPort(self._cluster, self.process)
                 if former:
-                    port.gone(self.rank, former, "it went away before it saved")
-                port.join(self.rank, incarnation, self._world.ranks)
+                    port.rank_disconnected(self.rank, former, "it went away before it saved")
+                port.join(self.rank, incarnation, self._cluster.ranks)
             except RaystowError:
                 pass  # the coordinator learns it with the first save
 
@@ -51,12 +51,12 @@ class Node:
         self.process.spawn(lambda: self._save(step, number, incarnation))
 
     def _save(self, step: int, number: int, incarnation: str) -> None:
-        world = self._world
+        cluster = self._cluster
         self.saving += 1
-        port = SimPort(world, self.process)
+        port = SimPort(cluster, self.process)
         begin = Begin(
             rank=self.rank,
-            world_size=world.ranks,
+            world_size=cluster.ranks,
             incarnation=incarnation,
             save=number,
             node=self.process.name,
@@ -65,8 +65,8 @@ class Node:
             replicated=0,
             expected=0,
             metrics={"loss": float(step % 7)},
-            retention=world.policy,
-            delta=world.delta,
+            retention=cluster.policy,
+            delta=cluster.delta,
         )
         try:
             ticket = port.begin(begin)
@@ -85,11 +85,12 @@ class Node:
             self._end(step, None)
 
     def _store_and_wait(self, port: SimPort, ticket: Ticket) -> None:
-        base = None if ticket.base is None or self._world.dice.chance(0.2) else ticket.base.id  # it may not be in memory any more
+        lost = self._cluster.rng.chance(0.2)  # the base may not be in memory any more
+        base = None if ticket.base is None or not ticket.deltas or lost else ticket.base.id
         part = payload.part(ticket.node, ticket.id % payload.KINDS, base)
         pack = keys.pack(ticket.id, ticket.attempt, ticket.node, GROUP, 0)
         fragment = keys.fragment(ticket.id, ticket.attempt, ticket.node)
-        self._world.watch.expected |= {pack: part.pack, fragment: part.fragment}
+        self._cluster.watch.expected |= {pack: part.pack, fragment: part.fragment}
         uploads: list[RaystowError | None] = []
 
         def upload() -> None:
@@ -102,7 +103,7 @@ class Node:
             uploads.append(outcome)
             self.process.tell()
 
-        self.clock.sleep(self._world.dice.around(3.0))
+        self.clock.sleep(self._cluster.rng.around(3.0))
         self.process.spawn(upload)
         reported = False
         try:
@@ -136,4 +137,4 @@ class Node:
 
     def _end(self, step: int, error: RaystowError | None) -> None:
         self.saving -= 1
-        self._world.note(self.process, f"save of step {step} {f'failed: {error}' if error else 'done'}")
+        self._cluster.note(self.process, f"save of step {step} {f'failed: {error}' if error else 'done'}")

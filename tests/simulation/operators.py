@@ -1,11 +1,11 @@
-"""Those who work on a repository beside the coordinator: they prune, thin, compact, collect, pin, verify, read under a lease."""
+"""Operators that prune, thin, compact, collect, pin, verify or read under a lease while the coordinator commits."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from raystow.orchestrator.agreement import Alone
+from raystow.orchestrator.restore.agreement import LocalAgreement
 from raystow.storage.errors import Damaged, NotFound, RaystowError, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
@@ -17,7 +17,7 @@ from raystow.storage.version import Version
 from .invariants import Role
 
 if TYPE_CHECKING:
-    from .world import World
+    from .cluster import Cluster
 
 _INTERVALS = {"prune": 1000.0, "thinner": 1200.0, "compactor": 1100.0, "gc": 1500.0, "keeper": 900.0, "reader": 400.0}
 
@@ -25,66 +25,66 @@ _INTERVALS = {"prune": 1000.0, "thinner": 1200.0, "compactor": 1100.0, "gc": 150
 class Operator:
     """A process that does one kind of thing again and again."""
 
-    def __init__(self, world: World, kind: str) -> None:
-        self.kind, self._world = kind, world
+    def __init__(self, cluster: Cluster, kind: str) -> None:
+        self.kind, self._cluster = kind, cluster
         self.role = Role(kind)
-        self.process = world.process(kind, self.role)
-        self.store, self.clock, self._dice = world.store(self.process), world.clock(self.process), world.dice
+        self.process = cluster.process(kind, self.role)
+        self.store, self.clock, self._rng = cluster.store(self.process), cluster.clock(self.process), cluster.rng
         self.process.spawn(self._mend if kind == "repair" else self._main)
 
     def _main(self) -> None:
         act: Callable[[Repository], None] = getattr(self, f"_{self.kind}")
         while True:
-            self.clock.sleep(self._dice.around(_INTERVALS[self.kind]))
+            self.clock.sleep(self._rng.around(_INTERVALS[self.kind]))
             try:
-                act(open_repository(self._world.uri, clock=self.clock))
+                act(open_repository(self._cluster.uri, clock=self.clock))
             except RaystowError as error:
-                self._world.note(self.process, f"gives up: {error}")
+                self._cluster.note(self.process, f"gives up: {error}")
 
     def _think(self) -> None:
         """A person reads the plan before it is carried out."""
-        self.clock.sleep(self._dice.choice([0.1, 60.0, 1200.0, 1200.0]))
+        self.clock.sleep(self._rng.choice([0.1, 60.0, 1200.0, 1200.0]))
 
     def _prune(self, repository: Repository) -> None:
-        policy = self._dice.choice(
+        policy = self._rng.choice(
             [Policy(keep_last=1), Policy(keep_last=3), Policy(keep_last=2, keep_every=4), Policy(keep_best=("loss", "min", 2))]
         )
-        self.role.since, self.role.keep_last = self._world.model.now, policy.keep_last or 0
+        self.role.since, self.role.keep_last = self._cluster.model.now, policy.keep_last or 0
         plan = repository.plan_retention(policy)
         self._think()
         for entry in plan.execute():
-            self._world.note(self.process, f"dropped {entry.id}")
+            self._cluster.note(self.process, f"dropped {entry.id}")
 
     def _thinner(self, repository: Repository) -> None:
-        self.role.resumable = self._dice.number(1, 2)
-        delta, self.role.bits = self._dice.choice([(None, None), (2, None), (2, 4), (2, 4), (2, 7), (None, 4)])
+        self.role.resumable = self._rng.number(1, 2)
+        delta, self.role.bits = self._rng.choice([(None, None), (2, None), (2, 4), (2, 4), (2, 7), (None, 4)])
         plan = repository.plan_retention(Policy(resumable=self.role.resumable, delta=delta, mantissa_bits=self.role.bits))
         self._think()
         for entry in plan.thinned:
-            thinning = plan.thinning(entry)
+            thinning = plan.replacement(entry)
             if thinning.needed:
-                self._world.note(self.process, f"thins {entry.id}: {'done' if thinning.execute() else 'it stays as it is'}")
+                self._cluster.note(self.process, f"thins {entry.id}: {'done' if thinning.execute() else 'it stays as it is'}")
 
     def _compactor(self, repository: Repository) -> None:
         plan = repository.plan_compaction()
         self._think()
         for entry in plan.entries:
-            done = plan.compaction(entry).execute()
-            self._world.note(self.process, f"writes {entry.id} whole: {'done' if done else 'it stays as it is'}")
+            done = plan.replacement(entry).execute()
+            self._cluster.note(self.process, f"writes {entry.id} whole: {'done' if done else 'it stays as it is'}")
 
     def _gc(self, repository: Repository) -> None:
-        self.role.since, self.role.grace = self._world.model.now, self._world.grace()
+        self.role.since, self.role.grace = self._cluster.model.now, self._cluster.grace()
         plan = repository.plan_collection(grace=self.role.grace)
         self._think()
         done = plan.execute()
-        self._world.note(self.process, f"collected {done.objects} objects of {done.attempts} attempts, {done.scraps} scraps")
+        self._cluster.note(self.process, f"collected {done.objects} objects of {done.attempts} attempts, {done.scraps} scraps")
 
     def _keeper(self, repository: Repository) -> None:
         versions = repository.versions()
-        name = self._dice.choice(["best", "release"])
-        deed = self._dice.choice(["pin", "unpin", "verified"])
+        name = self._rng.choice(["best", "release"])
+        deed = self._rng.choice(["pin", "unpin", "verified"])
         if versions:
-            version = self._dice.choice(versions)
+            version = self._rng.choice(versions)
             self._think()
             try:
                 if deed == "pin":
@@ -107,13 +107,13 @@ class Operator:
                 if not plan.needed:
                     return
             except RaystowError as error:
-                self._world.note(self.process, f"could not repair: {error}")
+                self._cluster.note(self.process, f"could not repair: {error}")
 
     def _reader(self, repository: Repository) -> None:
-        if self._dice.chance(0.5):
+        if self._rng.chance(0.5):
             self._restore_newest(repository)
         elif versions := repository.versions():
-            self._read_one(repository, self._dice.choice(versions[: len(versions) // 2 + 1]))
+            self._read_one(repository, self._rng.choice(versions[: len(versions) // 2 + 1]))
 
     def _read_one(self, repository: Repository, version: Version) -> None:
         """As an evaluation does, of any version: it may be one that somebody is about to drop."""
@@ -123,7 +123,7 @@ class Operator:
             self._damage(repository, version.entry)
 
     def _restore_newest(self, repository: Repository) -> None:
-        alone = Alone(repository, fall_back=True)
+        alone = LocalAgreement(repository, fall_back=True)
         try:
             entry = self._settled(alone, None, "")
             while entry is not None and (damage := self._damage(repository, entry)):
@@ -132,7 +132,7 @@ class Operator:
         finally:
             alone.give_up("")
 
-    def _settled(self, alone: Alone, tried: Entry | None, damage: str) -> Entry | None:
+    def _settled(self, alone: LocalAgreement, tried: Entry | None, damage: str) -> Entry | None:
         """The version to read next, under a lease."""
         failed = self.store.failed_leases
         entry = alone.settle(tried, damage)
@@ -143,20 +143,20 @@ class Operator:
     def _leased(self, entry: Entry, failed: int) -> None:
         """A lease on this version was given; ``failed``: how many could not be written before it."""
         attempt, written = (entry.id, entry.attempt), failed == self.store.failed_leases
-        self._world.watch.guards(self.process.name, attempt, self.store.looked, written=written)
-        self._world.note(self.process, f"reads version {entry.id}")
+        self._cluster.watch.guards(self.process.name, attempt, self.store.looked, written=written)
+        self._cluster.note(self.process, f"reads version {entry.id}")
 
     def _damage(self, repository: Repository, entry: Entry) -> str:
         """Read a version slowly, object by object; what is wrong with it."""
-        pace = self._dice.choice([1.0, 300.0, 2000.0, 2000.0])
+        pace = self._rng.choice([1.0, 300.0, 2000.0, 2000.0])
         version = repository.at(entry)
         try:
             record = version.record
             wanted = [keys.fragment(entry.id, entry.attempt, f.node) for f in record.fragments]
             wanted += [keys.pack(entry.id, entry.attempt, *p.place) for p in record.packs]
             for key in wanted:
-                self.clock.sleep(self._dice.around(pace))
-                if self.store.get(key, max_bytes=1 << 20) != self._world.watch.expected[key]:
+                self.clock.sleep(self._rng.around(pace))
+                if self.store.get(key, max_bytes=1 << 20) != self._cluster.watch.expected[key]:
                     return f"{key} differs"
         except (Damaged, NotFound, StoreUnavailable) as error:
             return str(error)

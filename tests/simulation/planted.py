@@ -1,6 +1,9 @@
-"""Bugs that the simulation must find: each is put into a throw-away copy of the package, and seeds are played until one fails.
+"""Bugs that the simulation must find: each is planted in a copy of the package, and seeds are played until one fails.
 
-``python -m tests.simulation.planted`` prints the table of docs/design/008-simulation.md.
+``python -m tests.simulation.planted`` prints each bug with the seed and the invariant that it violates.
+
+``BUGS`` is the table to adapt when the code changes: a bug is a name and edits, and ``source_edits`` describes an edit. An edit
+names a function by its qualified name and finds it in whatever module it is; rename the function here when it is renamed there.
 """
 
 from __future__ import annotations
@@ -14,23 +17,16 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
+from .source_edits import Edit, edited
+
 _ROOT = Path(__file__).parents[2]
 SEEDS = 2000
 """Within which every planted bug is found."""
 
 
 @dataclass(frozen=True)
-class Edit:
-    """In ``file`` of the package, ``old`` (which stands there once) becomes ``new``."""
-
-    file: str
-    old: str
-    new: str
-
-
-@dataclass(frozen=True)
 class Bug:
-    """What a tired programmer might have written."""
+    """A plausible mistake of a programmer."""
 
     name: str
     edits: tuple[Edit, ...]
@@ -38,7 +34,7 @@ class Bug:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first seed that fails, and what it says. ``seed`` is None if none did."""
+    """The first seed that fails, and the invariant that it violates. ``seed`` is None if none did."""
 
     bug: Bug
     seed: int | None
@@ -49,176 +45,181 @@ def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
     return Bug(name, tuple(Edit(*edit) for edit in edits))
 
 
-_ROOT_PY, _COMMITTER, _COLLECT = "storage/format/root.py", "storage/committer.py", "storage/retention/collect.py"
-_PLAN, _RETENTION, _REPOSITORY = "storage/retention/plan.py", "storage/retention/policy.py", "storage/repository.py"
-_COMPACTION, _THINNING = "storage/retention/compaction.py", "storage/retention/thinning.py"
-_COORDINATOR = "orchestrator/coordinator.py"
-_ERRORS = "from ..errors import Damaged, NotFound, PreconditionFailed, StoreUnavailable"
-_EITHER = "            except (PreconditionFailed, StoreUnavailable) as error:\n"
-_GIVES_UP = '                raise SaveFailed("lost", subject=keys.ROOT) from error\n'
+def _without(invariant: str) -> tuple[str, str, str]:
+    """The invariant is not checked."""
+    return f"invariants:{invariant}", "^", "return"
+
+
+_GIVES_UP = """
+import raystow.storage.errors as errors_of_the_bug
+try:
+    $store.put_if(*$write)
+except errors_of_the_bug.{} as error_of_the_bug:
+    raise errors_of_the_bug.SaveFailed("lost") from error_of_the_bug
+"""
+_UNUSED = "$going = {$entry for $entry in $going if $entry.id not in $users}"
 
 BUGS = (
     _bug(
         "commits do not check the epoch",
-        (_COMMITTER, "if (root.epoch, root.owner) != (self.epoch, self.owner):", "if False:"),
+        _without("writer_in_charge"),
     ),
     _bug(
         "commits check the epoch, not its owner",
-        (_COMMITTER, "if (root.epoch, root.owner) != (self.epoch, self.owner):", "if root.epoch != self.epoch:"),
+        ("writer_in_charge", "($old.epoch, $old.owner) != ($fence.epoch, $fence.owner)", "$old.epoch != $fence.epoch"),
     ),
-    _bug("a coordinator takes charge without a new epoch", (_COMMITTER, "epoch=root.epoch + 1, owner=owner", "owner=owner")),
+    _bug(
+        "a coordinator takes charge without a new epoch",
+        ("Committer.__init__", "replace($root, epoch=$root.epoch + 1, owner=$owner)", "replace($root, owner=$owner)"),
+        _without("epoch_rises"),
+    ),
     _bug(
         "a refused swap is believed, though it may be one's own",
-        (_ROOT_PY, _ERRORS, _ERRORS.replace("PreconditionFailed,", "PreconditionFailed, SaveFailed,")),
-        (
-            _ROOT_PY,
-            _EITHER,
-            f"            except PreconditionFailed as error:\n{_GIVES_UP}            except StoreUnavailable as error:\n",
-        ),
+        ("Register.update", "$store.put_if(*$write)", _GIVES_UP.format("PreconditionFailed")),
     ),
     _bug(
         "a lost answer counts as a failure: no read-back",
-        (_ROOT_PY, _ERRORS, _ERRORS.replace("PreconditionFailed,", "PreconditionFailed, SaveFailed,")),
-        (
-            _ROOT_PY,
-            _EITHER,
-            f"            except StoreUnavailable as error:\n{_GIVES_UP}            except PreconditionFailed as error:\n",
-        ),
+        ("Register.update", "$store.put_if(*$write)", _GIVES_UP.format("StoreUnavailable")),
     ),
     _bug(
         "one's own write is not recognized when it is read back",
-        (_ROOT_PY, "if root.write_id in ours:", "if False:"),
-        (_COMMITTER, "if entry in root.versions:", "if False:"),
+        ("Register.update", "$old.write_id in $ours", "False"),
+        ("Committer.commit", "$entry in $versions.versions", "False"),
     ),
     _bug(
         "the root is swapped before the record is written",
-        (_COMMITTER, "    store.put(record.key(), [data])\n", ""),
+        ("put_record", "$store.put($record.key(), [$data])", ""),
         (
-            _COMMITTER,
-            "        self.repository.register.update(add)\n",
-            "        self.repository.register.update(add)\n        self.repository.store.put(record.key(), [self._last[1]])\n",
+            "Committer.commit",
+            "$self.catalog.register.update($add, $claims)",
+            "$self.catalog.register.update($add, $claims); $self.catalog.store.put(record.key(), [record.dump()])",
         ),
     ),
     _bug(
         "a version that was dropped meanwhile is discarded with what was given up",
-        (_COMMITTER, " + [(d.id, d.attempt) for d in root.dropped]", ""),
+        ("Committer.discard", "$live + [($d.id, $d.attempt) for $d in $root.dropped]", "$live"),
     ),
     _bug(
         "objects are discarded although nobody knows what became of the commit",
-        (_COORDINATOR, "attempt.swept = not isinstance(outcome, SaveFailed)", "attempt.swept = False"),
+        ("Coordinator.settled", "$attempt.swept = not isinstance($outcome, SaveFailed)", "$attempt.swept = False"),
     ),
     _bug(
         "a version is committed when the first fragment is there",
-        (_COORDINATOR, "if len(attempt.stored) == len(attempt.nodes):", "if attempt.stored:"),
+        ("Coordinator.fragment", "len($attempt.stored) == len($attempt.nodes)", "$attempt.stored"),
     ),
     _bug(
         "whatever is complete is committed, out of order",
         (
-            _COORDINATOR,
-            "oldest = min((a for a in self._attempts.values() if not a.phase.over), key=lambda a: a.id, default=None)",
-            "oldest = next((a for a in self._attempts.values() if a.phase is Phase.READY), None)",
+            "Coordinator.next_commit",
+            "min(($a for $a in $attempts if not $a.phase.over), key=$id, default=None)",
+            "next(($a for $a in $attempts if $a.phase is Phase.READY), None)",
         ),
     ),
-    _bug("deadlines are not looked at", (_COORDINATOR, "if now < attempt.deadline:", "if True:")),
+    _bug("deadlines are not looked at", ("Coordinator.tick", "$now < $attempt.deadline", "True")),
     _bug(
         "objects are deleted before the version is dropped",
         (
-            _PLAN,
-            "        at = store_clock.now(self.repository.store, self.repository.clock)\n",
-            "        at, store = store_clock.now(self.repository.store, self.repository.clock), self.repository.store\n"
-            "        for entry in doomed:\n"
-            '            store.delete(i.key for i in store.list(f"versions/{entry.id:08d}-{entry.attempt}/"))\n',
+            "RetentionPlan.drop",
+            "$at = store_clock.now($store, $clock)",
+            "$at = store_clock.now($store, $clock)\n"
+            "for entry in self.dropped:\n"
+            '    $store.delete(i.key for i in $store.list(f"versions/{entry.id:08d}-{entry.attempt}/"))',
         ),
     ),
     _bug(
         "a drop lowers next_id",
         (
-            _PLAN,
-            "                versions=tuple(entry for",
-            "                next_id=root.versions[-1].id + 1,\n                versions=tuple(entry for",
+            "RetentionPlan.drop",
+            "replace($root, versions=$versions, **$more)",
+            "replace($root, next_id=$root.versions[-1].id + 1, versions=$versions, **$more)",
         ),
+        _without("next_id_grows"),
     ),
     _bug(
         "retention may drop the newest",
-        (_RETENTION, "for entry in entries[-1:]:", "for entry in ():"),
-        (_PLAN, "for entry in root.versions[:-1] if", "for entry in root.versions if"),
+        ("policy:plan", "$entries[-1:]", "()"),
+        ("RetentionPlan.drop", "$root.versions[:-1]", "$root.versions"),
+        _without("newest_stays"),
     ),
     _bug(
         "retention does not look at the pins again",
-        (
-            _PLAN,
-            "kept = {root.verified, *(id for name, id in root.pins.items() if name not in self.released)}",
-            "kept = {root.verified}",
-        ),
+        ("RetentionPlan.drop", "{$root.verified, *$pinned}", "{$root.verified}"),
+        _without("pinned_stays"),
     ),
-    _bug(
-        "retention does not look for leases",
-        (_REPOSITORY, "decisions = decide(leases.held(", "decisions = decide(() and leases.held("),
-    ),
+    _bug("retention does not look for leases", ("plan_policy", "$catalog.leased()", "()")),
     _bug(
         "a reader does not look at the root after it wrote its lease",
-        (_REPOSITORY, "                versions = self.root().versions\n                if", "                if"),
+        ("Catalog.lease", "$versions = $self.root().versions", ""),
         (
-            _REPOSITORY,
-            "                for entry in fresh:\n",
-            "                versions = self.root().versions\n                for entry in fresh:\n",
+            "Catalog.lease",
+            "($fresh := $wanted - $leased)",
+            "($fresh := $wanted - $leased) and ($versions := $self.root().versions) is not None",
         ),
     ),
     _bug(
         "a reader is given a lease of what it sees to be gone",
-        (_REPOSITORY, "if version.entry not in versions:", "if False:"),
+        ("Catalog.lease", "$version.entry not in $versions", "False"),
     ),
     _bug(
         "retention does not keep what a version that stays is a difference to",
-        (_RETENTION, "    users = needed(entries, ruled)", "    users = needed((), ruled)"),
-        (_PLAN, "            going = {entry for entry in going if entry.id not in users}\n", ""),
+        ("policy:plan", "needed($entries, $ruled)", "needed((), $ruled)"),
+        ("RetentionPlan.drop", _UNUSED, ""),
+        _without("bases_live"),
     ),
     _bug(
         "what was verified last is written whole",
-        (_COMPACTION, "(root.verified, root.versions[-1].id)", "(root.versions[-1].id,)"),
+        ("Goal.obstacle", "$id == $root.verified", "False"),
+        _without("verified_stays"),
     ),
     _bug(
         "a plan made before a commit drops what that is a difference to",
-        (_PLAN, "            going = {entry for entry in going if entry.id not in users}\n", ""),
-        (_COORDINATOR, "return named if self._row is None else", "return set() and"),
+        ("RetentionPlan.drop", _UNUSED, ""),
+        _without("bases_live"),
+        ("Coordinator.bases", "return $bases", "return set()"),
     ),
     _bug(
         "a commit does not look whether what it is a difference to is there",
-        (_COMMITTER, "if gone := set(entry.bases) - {", "if gone := set() - {"),
-        (_COORDINATOR, "return named if self._row is None else", "return set() and"),
+        _without("bases_live"),
+        _without("bases_complete"),
+        ("Coordinator.bases", "return $bases", "return set()"),
     ),
     _bug(
         "a version is rounded although a thinned one leans on it",
-        (_THINNING, " if other.resumable or self.bits is not None for base", " if other.resumable for base"),
-        (_RETENTION, "for id in going - exact:", "for id in going:"),
+        ("Goal.obstacle", "$user.resumable or $self.bits is not None", "$user.resumable"),
+        ("policy:plan", "{$base for $entry in $all if not $entry.resumable and $kept for $base in $entry.bases}", "set()"),
     ),
-    _bug("collection knows no grace period", (_COLLECT, "elif g.since < grace:", "elif False:")),
+    _bug("collection knows no grace period", ("collect:_kept", "if $garbage.since < $grace: ...", "if False: ...")),
     _bug(
         "collection does not spend ids",
-        (
-            _COLLECT,
-            "root = self.register.update(spend)",
-            "root = self.register.read()",
-        ),
+        ("CollectionPlan._spend", "$register.update($spend)", "$register.read()"),
     ),
     _bug(
         "collection trusts an old plan",
-        (_COLLECT, "return [g for g in due if (g.id, g.attempt) not in live]", "return due"),
+        ("CollectionPlan._spend", "[$g for $g in $due if ($g.id, $g.attempt) not in $live]", "$due"),
     ),
     _bug(
         "collection ignores leases",
-        (_COLLECT, "due = [g for g in due if (g.id, g.attempt) not in held]", "pass"),
-        (_COLLECT, "        if (g.id, g.attempt) in held:", "        if False:"),
+        ("CollectionPlan.execute", "[$g for $g in $due if ($g.id, $g.attempt) not in $held]", "$due"),
+        ("collect:_kept", "if ($garbage.id, $garbage.attempt) in $leased: ...", "if False: ..."),
     ),
     _bug(
         "collection strikes out no notes of rewrites",
-        (_COLLECT, "tuple(r for r in root.rewrites if (r.id, r.attempt) not in gone)", "root.rewrites"),
+        (
+            "CollectionPlan._spend",
+            "tuple($r for $r in $root.rewrites if ($r.id, $r.attempt) not in $gone)",
+            "$root.rewrites",
+        ),
     ),
-    _bug(
-        "ages are judged by the machine's own clock",
-        ("storage/store_clock.py", '    key = f"{PREFIX}{clock.token()}"\n', '    return clock.now()\n    key = ""\n'),
-    ),
+    _bug("ages are judged by the machine's own clock", ("store_clock:now", "^", "return clock.now()")),
 )
+
+
+def changed(bug: Bug) -> dict[Path, str]:
+    """The sources of the package that this bug changes, by their paths below it. ``AssertionError`` if the bug does not fit."""
+    try:
+        return edited(_ROOT / "raystow", bug.edits)
+    except AssertionError as error:
+        raise AssertionError(f"{bug.name}: {error}") from error
 
 
 def plant(bug: Bug, folder: Path) -> None:
@@ -226,13 +227,8 @@ def plant(bug: Bug, folder: Path) -> None:
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_ROOT / "raystow", folder / "raystow", ignore=ignored)
     shutil.copytree(_ROOT / "tests" / "simulation", folder / "tests" / "simulation", ignore=ignored)
-    for edit in bug.edits:
-        path = folder / "raystow" / edit.file
-        text = path.read_text()
-        assert text.count(edit.old) == 1, (
-            f"{bug.name}: {edit.file} has changed, {edit.old!r} stands there {text.count(edit.old)} times"
-        )
-        path.write_text(text.replace(edit.old, edit.new))
+    for path, source in changed(bug).items():
+        (folder / "raystow" / path).write_text(source)
 
 
 def find(bug: Bug, seeds: int = SEEDS) -> Finding:

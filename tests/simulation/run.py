@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from .cluster import Cluster
+from .fakes import fakes
 from .journal import Violation
-from .stand_ins import stand_ins
-from .world import World
 
 
 @dataclass(frozen=True)
@@ -23,11 +23,11 @@ class Outcome:
 
 def play(seed: int) -> Outcome:
     """Play one seed. Also an error that nobody expected is an outcome."""
-    world = World(seed)
-    with stand_ins(world):
+    cluster = Cluster(seed)
+    with fakes(cluster):
         broken = what = ""
         try:
-            world.play()
+            cluster.play()
         except Violation as violation:
             broken, what = violation.invariant, violation.what
         except Exception as error:
@@ -39,6 +39,6 @@ def play(seed: int) -> Outcome:
                 what += f" at {at.tb_frame.f_code.co_filename.rpartition('/')[2]}:{at.tb_lineno}"
     report = ""
     if broken:
-        last = "\n".join(world.journal.lines())
+        last = "\n".join(cluster.journal.lines())
         report = f"seed {seed}: {broken}: {what}\n\nThe last events:\n{last}\n\nAgain: python -m tests.simulation {seed}\n"
-    return Outcome(seed, world.journal.digest, world.journal.events, len(world.watch.committed), broken, report)
+    return Outcome(seed, cluster.journal.digest, cluster.journal.events, len(cluster.watch.committed), broken, report)

@@ -12,7 +12,7 @@ from collections.abc import Callable
 
 from greenlet import GreenletExit, getcurrent, greenlet
 
-from .dice import Dice
+from .random_source import RandomSource
 
 
 class Process:
@@ -110,17 +110,17 @@ def current() -> Task:
 class Scheduler:
     """``time``: seconds since the world began. Events of one moment come in a random order."""
 
-    def __init__(self, dice: Dice) -> None:
+    def __init__(self, rng: RandomSource) -> None:
         self.time = 0.0
         self.hub = getcurrent()
-        self._dice = dice
+        self._rng = rng
         self._events: list[tuple[float, float, int, Callable[[], None]]] = []
         self._count = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
         """Do this later, on no process's account."""
         self._count += 1
-        heapq.heappush(self._events, (self.time + seconds, self._dice.between(0.0, 1.0), self._count, action))
+        heapq.heappush(self._events, (self.time + seconds, self._rng.between(0.0, 1.0), self._count, action))
 
     def wake(self, task: Task, seconds: float) -> None:
         """Let a task go on later, unless something else lets it go on before."""

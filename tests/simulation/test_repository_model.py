@@ -269,8 +269,8 @@ TestRepository.settings = settings(
 )
 
 
-def test_what_was_dropped_can_be_neither_pinned_nor_leased_nor_committed_again_and_is_left_to_a_collection() -> None:
-    """What the rules above meet seldom, since they choose among what there is."""
+def test_a_dropped_version_is_left_to_a_collection() -> None:
+    """It can be neither pinned nor leased nor committed again. The random rules above meet this seldom."""
     machine = RepositoryModel()
     machine.begin()
     machine.save([1], 1)

@@ -11,7 +11,7 @@ import pytest
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
     """A device with the seed that the test gives."""
-    from saving import streams
+    from encoder_run import streams
 
     with streams(request.param) as device:
         yield device

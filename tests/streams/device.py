@@ -1,10 +1,10 @@
 """A GPU's streams on the CPU: what is enqueued runs when somebody waits for it, or when it happens to.
 
-Kernels run in Triton's interpreter, on tensors in host memory. Which stream goes on is drawn by lot, and few do before they must:
-whoever looks at something without having waited for it finds that it is not there yet. So what the host says to a device is tried
-where there is none, and in more orders than a device would choose.
+Kernels run in Triton's interpreter, on tensors in host memory. The next stream is drawn at random, and most run
+only when they must: code that reads a result without waiting for it finds that it is missing. So the host's commands to a device
+are tested without one, and in more orders than a device would choose.
 
-Needs Triton (``make test-streams``). Where there is a GPU, whoever imports this is skipped.
+Needs Triton (``make test-streams``). Where there is a GPU, modules that import this are skipped.
 """
 
 from __future__ import annotations

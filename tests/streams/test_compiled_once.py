@@ -17,11 +17,10 @@ import torch
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from triton.runtime.jit import JITFunction, create_function_from_signature
-from raystow.workers.cuda import huffman, kernels, moving
-from raystow.workers.cuda.decoding import blake3
+from raystow.workers.gpu.kernels import blake3_kernels, copy_kernels, deflate_kernels, word_kernels
 
 launched = []
-for module in (huffman, kernels, moving, blake3):
+for module in (deflate_kernels, word_kernels, copy_kernels, blake3_kernels):
     names = set(re.findall(r"^ +(\w+)\[", inspect.getsource(module), re.M))  # as in name[grid](...)
     launched += [one for name, one in vars(module).items() if name in names and isinstance(one, JITFunction)]
 ALWAYS_ALIGNED = {"keys", "block_keys", "picked", "values", "tables", "head_low", "head_high"}

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 import torch
 from device import SEEDS, Device
+from encoder_run import HERE, KIB, streams, weights
 from local_cluster import LocalCluster
-from rewriting import rewritten
-from saving import HERE, KIB, streams, weights
+from module_mutants import rewritten
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding import zstd
@@ -25,7 +25,8 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged
 from raystow.storage.reader import Request
 from raystow.storage.version import Version
-from raystow.workers.cuda.decoding import blake3, decoder, lane_plan
+from raystow.workers.gpu.decode import decoder, lane_plan
+from raystow.workers.gpu.kernels import blake3_kernels
 
 State = dict[str, torch.Tensor]
 
@@ -77,7 +78,7 @@ def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
 
             gpu.enqueue(work)
 
-        patch.setattr(blake3, "stored_digests", digests)
+        patch.setattr(blake3_kernels, "stored_digests", digests)
         patch.setattr(module, "Codec", lambda name, stream: Inflating(gpu, name, stream))
         room = lane_plan.Memory(stored=128 * KIB, planes=192 * KIB, aligned=96 * KIB, words=128 * KIB)
         for one in (module, lane_plan):

@@ -12,7 +12,7 @@ import torch
 from device import SEEDS
 from plane_streams import STREAM, cases, check_sizes
 
-from raystow.workers.cuda.huffman import Deflate
+from raystow.workers.gpu.kernels.deflate_kernels import Deflate
 
 assert SEEDS, "importing it puts Triton into its interpreter, or skips this"
 
@@ -41,7 +41,7 @@ COMPILING = """
 import sys
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, compile
-from raystow.workers.cuda.huffman import Deflate, deflate
+from raystow.workers.gpu.kernels.deflate_kernels import Deflate, deflate
 
 constants = {**Deflate("deflate", 16 << 10).constants, "RUNS": sys.argv[1] == "True"}
 pointers = dict.fromkeys(("sources", "sizes", "targets", "coded"), "*i64") | {"tables": "*i32"}

@@ -1,5 +1,5 @@
-"""What a GPU makes of chunks, made on memory of the host: planes at the places that the real program gives them, and what the
-real encoder says of them. The kernels' place is taken by those of the storage floor, and nvCOMP's by zlib."""
+"""A GPU's encoding of chunks, done in host memory: planes at the places that the real program gives them, and what the
+real encoder says of them. The kernels' place is taken by those of the storage layer, and nvCOMP's by zlib."""
 
 from __future__ import annotations
 
@@ -16,18 +16,15 @@ from raystow.storage.coding import dtypes, kernels
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import BLOCK, WORD_KEYS, block_key
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.cuda.encoding.jobs import Aim, Job
-from raystow.workers.cuda.encoding.outbox import Outbox, Run
-from raystow.workers.cuda.encoding.program import Batch, Group, Limits, Program
-
-BASE = 7
-"""The version that differences are taken to."""
+from raystow.workers.gpu.encode.encode_plan import Batch, Group, Limits, Program
+from raystow.workers.gpu.encode.jobs import Job
+from raystow.workers.gpu.encode.pinned_ring import Outbox, RingRun
+from raystow.workers.protocol.messages import BatchBytes, ChunkInfo, CodedBatches, CodedPlanes
 
 
 @dataclass(frozen=True)
 class HostSource:
-    """A chunk in host memory. ``scattered``: it does not say where. ``base``: what it is stored as a difference to, with all its
-    planes coded."""
+    """A chunk in host memory. ``scattered``: it does not say where."""
 
     name: str
     dtype: dtypes.DType
@@ -35,7 +32,6 @@ class HostSource:
     scattered: bool = False
     identity: Any = None
     high: tuple[int, ...] = ()
-    base: Bytes | None = None
     followed: str = ""
 
     @property
@@ -53,17 +49,16 @@ class HostSource:
     def gather(self) -> torch.Tensor:
         return torch.from_numpy(self.raw)
 
-    def describe(self) -> dict[str, Any]:
-        n = [self.nbytes // self.dtype.itemsize]
-        said = {"name": self.name, "path": "[]", "kind": "tensor", "group": "weights"}
-        return said | {"dtype": self.dtype.name, "shape": n, "offset": [0], "extent": n}
+    def describe(self) -> ChunkInfo:
+        shape = (self.nbytes // self.dtype.itemsize,)
+        return ChunkInfo(self.name, "[]", "tensor", self.dtype.name, shape, "weights", (0,), shape)
 
 
 @dataclass(frozen=True)
 class Places:
-    """What is in a batch's message besides its sums: see ``arrival.Layout.rows``."""
+    """What is in a batch's message besides its sums: see ``messages.BatchBytes``."""
 
-    runs: list[Run] = field(default_factory=list)
+    runs: list[RingRun] = field(default_factory=list)
     lows: list[tuple[int, int, bool]] = field(default_factory=list)
 
 
@@ -75,64 +70,59 @@ class HostEncoder:
         sizes = most + 8 * 16 * len(sources) + 512, 3 * limits.streams * limits.stream
         self._memory = [np.zeros(size, np.uint8) for size in sizes]
         kept, tops = map(torch.from_numpy, self._memory)
-        based = [(i, tuple(range(source.dtype.width))) for i, source in enumerate(sources) if source.base is not None]
-        aims = {i: Aim(2, BASE, high) for i, high in based if limits.stream}
-        self.program = Program(sources, limits, kept=kept, tops=tops, aims=aims)
+        self.program = Program(sources, limits, kept=kept, tops=tops)
         self.packed: set[str] = set()
         self._sources, self._outbox, self._room = sources, outbox, room
 
-    def messages(self) -> Iterator[dict[str, Any]]:
+    def messages(self) -> Iterator[CodedBatches]:
         """Everything, batch by batch and group by group."""
         numbered = enumerate(self.program.batches)
         for group, batches in itertools.groupby(numbered, lambda at: at[1].group if at[1].group >= 0 else ~at[0]):
-            read = [self._read(number, batch) for number, batch in batches]
-            yield {"read": read, "coded": self._code(self.program.groups[group]) if group >= 0 else []}
+            read = tuple(self._read(number, batch) for number, batch in batches)
+            yield CodedBatches(read, self._code(self.program.groups[group]) if group >= 0 else None)
 
     def _at(self, address: int, nbytes: int) -> Bytes:
         (memory,) = (m for m in self._memory if 0 <= address - m.ctypes.data <= m.size - nbytes)
         start = address - memory.ctypes.data
         return memory[start : start + nbytes]
 
-    def _write(self, run: Bytes) -> Run:
+    def _write(self, run: Bytes) -> RingRun:
         return self._outbox.write(torch.from_numpy(run), lambda: None)
 
-    def _read(self, number: int, batch: Batch) -> list[Any]:
+    def _read(self, number: int, batch: Batch) -> BatchBytes:
         jobs, sums, places = self.program.jobs[batch.first : batch.last], list[int](), Places()
         for job, row in zip(jobs, self.program.table[batch.first : batch.last].tolist(), strict=True):
-            raw, base = self._sources[job.index].raw, self._sources[job.index].base
+            raw = self._sources[job.index].raw
             sums.append(weighed(raw))
-            if batch.differs:
-                assert base is not None
-                word, now, raw = kernels.WORDS[job.width], raw, np.empty_like(raw)
-                kernels.subtract(now.view(word), base.view(word), raw.view(word))
             planes = tuple(self._at(address, job.plane) for address in row[2 : 2 + job.width])
             if job.width > 1:
-                kernels.split(raw.view(kernels.WORDS[job.width]), batch.rotate and not batch.differs, planes)
+                kernels.split(raw.view(kernels.WORDS[job.width]), batch.rotate, planes)
             else:
                 planes[0][:] = raw
-        if batch.rotate and not batch.differs and batch.low and self._room is not None:
+        if batch.rotate and batch.low and self._room is not None:
             self._write_packed(batch, jobs, places, self._room)
         elif batch.low + batch.middle:
             places.runs.append(self._write(self._at(batch.base, batch.low + batch.middle)))
-        return [number, np.array(sums, "<u8").tobytes(), [run.spans for run in places.runs], places.lows]
+        runs = tuple(tuple(run.spans) for run in places.runs)
+        return BatchBytes(number, np.array(sums, "<u8").tobytes(), runs, tuple(places.lows))
 
     def _write_packed(self, batch: Batch, jobs: list[Job], places: Places, room: int) -> None:
         """The planes between; the packed ones; then every stretch of lowest planes that are left as they are."""
-        sevens, used, packed_at = np.zeros(room, np.uint8), 0, list[int | None]()
+        pack_buffers, used, packed_at = np.zeros(room, np.uint8), 0, list[int | None]()
         starts = self.program.starts[batch.first : batch.last].tolist()
         for job, start in zip(jobs, starts, strict=True):
             plane, size = self._at(batch.base + start, job.plane), job.plane // 8 * 7
             if np.bitwise_or.reduce(plane) & 1 or job.plane % 8 or used + size > room:
                 packed_at.append(None)
                 continue
-            kernels.pack7(plane, sevens[used : used + size])
+            kernels.pack7(plane, pack_buffers[used : used + size])
             self.packed.add(job.name)
             packed_at.append(used)
             used = -(-(used + size) // 16) * 16
         if batch.middle:
             places.runs.append(self._write(self._at(batch.base + batch.low, batch.middle)))
         if used:
-            places.runs.append(self._write(sevens[:used]))
+            places.runs.append(self._write(pack_buffers[:used]))
         packed = len(places.runs) - 1
         for alone, some in itertools.groupby(zip(jobs, starts, packed_at, strict=True), lambda row: row[2] is None):
             rows = list(some)
@@ -143,7 +133,7 @@ class HostEncoder:
             else:
                 places.lows.extend((packed, at, True) for _, _, at in rows if at is not None)
 
-    def _code(self, group: Group) -> list[Any]:
+    def _code(self, group: Group) -> CodedPlanes:
         """Of each plane that is coded its streams if they are smaller; one behind the other."""
         plain = [self._at(*cut).tobytes() for cut in self.program.cuts[:, group.streams].T.tolist()]
         dense = list[bytes]()
@@ -151,7 +141,7 @@ class HostEncoder:
             coded = [deflated(stream) for stream in plain[first:last]]
             dense += coded if sum(map(len, coded)) < plane else plain[first:last]
         run = self._write(np.array(bytearray(b"".join(dense))))
-        return [run.spans, np.array([len(stream) for stream in dense], "<i4").tobytes(), DEFLATE]
+        return CodedPlanes(tuple(run.spans), np.array([len(stream) for stream in dense], "<i4").tobytes(), DEFLATE)
 
 
 def deflated(stream: bytes) -> bytes:

@@ -1,5 +1,5 @@
 """A lane of a GPU's decoder, on memory of the host: it does what a plan says, in its order. The kernels' place is taken by those
-of the storage floor, and nvCOMP's by zlib and zstandard."""
+of the storage layer, and nvCOMP's by zlib and zstandard."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.reader import Reader, Request, Run
-from raystow.workers.cuda.decoding.lane_plan import LanePlan, Making, Memory, plan
-from raystow.workers.cuda.streams import work_out
+from raystow.workers.gpu.decode.lane_plan import LaneMemory, LanePlan, Making, plan
+from raystow.workers.gpu.stream_layout import work_out
 
 
 def fill(reader: Reader, requests: Sequence[Request]) -> list[int]:
@@ -32,7 +32,7 @@ def fill(reader: Reader, requests: Sequence[Request]) -> list[int]:
 
 def _decode(reader: Reader, todo: LanePlan) -> list[int]:
     memory = [np.full(size + 16, 0xAB, np.uint8) for size in todo.needs]
-    begins = Memory(*(-(-part.ctypes.data // 16) * 16 for part in memory))
+    begins = LaneMemory(*(-(-part.ctypes.data // 16) * 16 for part in memory))
     for fetch in todo.fetches:
         with fetch.needed():
             reader.fetch(fetch.run, at(begins.stored + fetch.start, fetch.run.length).data)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.workers.cuda.encoding.arena import Arena
+from raystow.workers.gpu.encode.arena import Arena
 
 UNIT = 512
 
@@ -38,7 +38,7 @@ def test_regions_never_overlap_and_come_back_in_turn(units: int, steps: list[int
 
 
 def has_room(taken: deque[tuple[int, int]], need: int, size: int) -> bool:
-    """Whether a circle has room behind its newest region; before the oldest one a byte must stay free."""
+    """Whether a circle has space behind its newest region; one byte before the oldest region must stay free."""
     if not taken:
         return need <= size
     head, tail = taken[0][0], taken[-1][1]

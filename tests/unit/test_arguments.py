@@ -10,10 +10,11 @@ import pytest
 
 import raystow
 from raystow import dcp
-from raystow.orchestrator import client
-from raystow.orchestrator.arguments import metrics_of
+from raystow.orchestrator.argument_checks import metrics_of
+from raystow.orchestrator.client import checkpointer
+from raystow.orchestrator.client.failures import Failures
 from raystow.storage.errors import StateError
-from raystow.workers.memory.host_memory import memory_limit
+from raystow.workers.cache.host_memory import memory_limit
 
 GIB = 1 << 30
 
@@ -21,9 +22,9 @@ GIB = 1 << 30
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     def connect() -> None:
-        raise ConnectionRefusedError("all arguments will do")
+        raise ConnectionRefusedError("all arguments are valid")
 
-    monkeypatch.setattr(client.cluster, "connect", connect)
+    monkeypatch.setattr(checkpointer.ray_cluster, "connect", connect)
 
 
 @pytest.mark.parametrize(
@@ -31,19 +32,13 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("rank", ["0", 0.0, True, -1]),
         ("world_size", ["1", 1.0, True, 0]),
-        ("memory", ["1GB", 1.5 * GIB, True, (32 << 20) - 1, 1 << 50]),
-        ("codec", ["gzip", None, ["auto"]]),
-        ("compress_in", ["gpu", None]),
-        ("lossy", [0.5, ["weights"]]),
+        ("memory", ["1GB", None, 1.5 * GIB, True, (32 << 20) - 1, 1 << 50]),
         ("timeout", ["5", None, True, 0, -1, float("nan"), float("inf"), 1e10]),
         ("max_in_flight", ["2", None, 1.5, True, 0]),
-        ("on_failure", ["ignore", None]),
-        ("max_failures", ["10", 1.5, True, 0]),
+        ("on_failure", ["ignore", "10", None, 1.5, True, 0]),
         ("retention", [{"keep_last": 1}, 3]),
-        ("keep_in_memory", ["1GB", 0.5, True, -1, 1 << 63]),
-        ("replicas", ["1", None, 1.5, True, -1]),
-        ("replica_rate", ["1", True, 0, -1.0, float("nan")]),
-        ("delta", ["all", 1.5, True, 0, 1 << 63]),
+        ("compression", ["zstd", None, {"codec": "auto"}]),
+        ("replication", [1, None]),
     ],
 )
 def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: list[object]) -> None:
@@ -51,8 +46,30 @@ def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: l
         options: dict[str, Any] = {"rank": 0, "world_size": 1, name: value}
         with pytest.raises(StateError) as refused:
             raystow.Checkpointer("memory://arguments", **options)
+        assert name in str(refused.value).lower()
+        assert repr(value) in str(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("group", "name", "values"),
+    [
+        (raystow.Memory, "staging", ["1GB", 1.5 * GIB, True, (32 << 20) - 1, 1 << 50]),
+        (raystow.Memory, "cache", ["1GB", 0.5, True, -1, 1 << 63]),
+        (raystow.Compression, "codec", ["gzip", None, ["auto"]]),
+        (raystow.Compression, "process", ["gpu", None]),
+        (raystow.Compression, "lossy", [0.5, ["weights"], "resume"]),
+        (raystow.Compression, "delta", ["all", 1.5, True, 0, 1 << 63]),
+        (raystow.Replication, "replicas", ["1", None, 1.5, True, -1]),
+        (raystow.Replication, "rate", ["1", True, 0, -1.0, float("nan")]),
+    ],
+)
+def test_a_group_refuses_an_invalid_value(group: Callable[..., object], name: str, values: list[object]) -> None:
+    for value in values:
+        with pytest.raises(StateError) as refused:
+            group(**{name: value})
         assert name in str(refused.value)
         assert repr(value) in str(refused.value)
+        assert refused.value.remedy
 
 
 @pytest.mark.parametrize(
@@ -60,15 +77,13 @@ def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: l
     [
         {},
         {
-            "memory": 32 << 20,
-            "keep_in_memory": 0,
-            "replicas": 0,
-            "replica_rate": 1,
-            "delta": 1,
+            "memory": raystow.Memory(32 << 20, cache=0),
+            "compression": raystow.Compression("zstd", lossy="archive", delta=1),
+            "replication": raystow.Replication(0, rate=1),
             "timeout": 1,
-            "max_failures": None,
+            "on_failure": "raise",
         },
-        {"memory": memory_limit(), "delta": "auto", "timeout": 0.5, "replica_rate": 1e9, "retention": raystow.Policy()},
+        {"memory": memory_limit(), "timeout": 0.5, "retention": raystow.Policy(), "on_failure": 1},
     ],
 )
 def test_what_can_be_is_taken(options: Mapping[str, Any]) -> None:
@@ -108,7 +123,7 @@ def test_an_address_is_text_or_a_path(door: Callable[[Any], object], uri: object
 def test_a_step_is_an_integer_that_fits_into_the_format(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a Checkpointer that has nothing to save with: nothing else is looked at first."""
     checkpointer = object.__new__(raystow.Checkpointer)
-    monkeypatch.setattr(checkpointer, "failures", client.Failures(on_failure="warn", most=None, count=int), raising=False)
+    monkeypatch.setattr(checkpointer, "failures", Failures("warn", count=int), raising=False)
     with pytest.raises(StateError, match=f"step is {step!r} .*below 2"):
         checkpointer.save({}, step=step)
 

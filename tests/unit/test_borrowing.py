@@ -10,11 +10,12 @@ import pytest
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import RaystowError, StoreError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.fetching.borrowing import Borrowing, Place
-from raystow.workers.fetching.fetcher import Fetcher, Nowhere
-from raystow.workers.fetching.lender import lend
-from raystow.workers.ipc.wire import Listener
-from raystow.workers.memory.memory_tier import Home, MemoryTier
+from raystow.workers.cache.cache_server import serve_reads
+from raystow.workers.cache.fetcher import Fetcher, NoPeers
+from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
+from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.protocol.messages import AttemptKey, ReadCached
+from raystow.workers.protocol.unix_channel import Listener
 
 
 class Failing(MemoryStore):
@@ -39,44 +40,45 @@ def tier() -> MemoryTier:
 
 
 @pytest.fixture
-def rank(failing: Failing, tier: MemoryTier) -> Iterator[Borrowing]:
+def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
     """A rank to which the store answers, though not to its node worker."""
-    listener, fetcher = Listener(f"raystow-test-{SYSTEM.token()}"), Fetcher(tier, Nowhere(), budget=1 << 20)
+    listener, fetcher = Listener(f"raystow-test-{SYSTEM.token()}"), Fetcher(tier, NoPeers(), budget=1 << 20)
 
     def serve() -> None:
         connection = listener.accept()
         assert connection is not None
-        received = connection.receive()
+        connection.handshake("the rank")
+        received = connection.receive(ReadCached)
         assert received is not None
         with fetcher.visit():
-            lend(connection, received[0], fetcher, lambda uri: failing)
+            serve_reads(connection, received[0], fetcher, lambda uri: failing)
         connection.close()
 
     serving = threading.Thread(target=serve)
     serving.start()
     store = MemoryStore("borrowing")
     store.put("pack", [b"bytes"])
-    borrowing = Borrowing(store, listener.name, "r")
-    borrowing.place = lambda key: Place(5)
+    borrowing = NodeCacheStore(store, listener.name, "r")
+    borrowing.location = lambda key: ObjectLocation(5)
     yield borrowing
     borrowing.close()
     serving.join(10)
     listener.close()
 
 
-def test_a_store_that_is_down_is_not_waited_for_twice(rank: Borrowing) -> None:
+def test_a_store_that_is_down_is_not_waited_for_twice(rank: NodeCacheStore) -> None:
     with pytest.raises(StoreUnavailable, match="pack: the node worker waited for the store in vain: pack: 503"):
         rank.get_range("pack", 0, 5)
 
 
-def test_what_the_node_worker_may_not_read_the_rank_reads_itself(rank: Borrowing, failing: Failing) -> None:
+def test_what_the_node_worker_may_not_read_the_rank_reads_itself(rank: NodeCacheStore, failing: Failing) -> None:
     failing.error = StoreError("403", subject="pack")
     assert rank.get_range("pack", 0, 5) == b"bytes"
     assert rank.read == {"store": 5}
 
 
-def test_what_the_node_worker_has_whole_is_asked_for_once(rank: Borrowing, tier: MemoryTier) -> None:
-    tier.put(Home("r", 1, "a"), 0, "pack", [memoryview(b"hello")])
+def test_what_the_node_worker_has_whole_is_asked_for_once(rank: NodeCacheStore, tier: MemoryTier) -> None:
+    tier.put(AttemptKey("r", 1, "a"), 0, "pack", [memoryview(b"hello")])
     target = bytearray(3)
     rank.get_range_into("pack", 0, memoryview(target))
     tier.close()  # this rank has it still
@@ -86,7 +88,7 @@ def test_what_the_node_worker_has_whole_is_asked_for_once(rank: Borrowing, tier:
 
 
 def test_what_the_node_worker_has_in_part_is_asked_for_each_time(
-    rank: Borrowing, failing: Failing, caplog: pytest.LogCaptureFixture
+    rank: NodeCacheStore, failing: Failing, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing.error = None
     failing.put("pack", [b"bytes"])
@@ -95,7 +97,7 @@ def test_what_the_node_worker_has_in_part_is_asked_for_each_time(
     assert not caplog.text, "the node worker gave both"
 
 
-def test_what_was_wrong_comes_from_the_store_though_it_is_held(rank: Borrowing, tier: MemoryTier) -> None:
-    tier.put(Home("r", 1, "a"), 0, "pack", [memoryview(b"wrong")])
+def test_what_was_wrong_comes_from_the_store_though_it_is_held(rank: NodeCacheStore, tier: MemoryTier) -> None:
+    tier.put(AttemptKey("r", 1, "a"), 0, "pack", [memoryview(b"wrong")])
     assert [bytes(rank.get_range("pack", 0, 5)) for _ in range(2)] == [b"wrong", b"bytes"]
     assert rank.read == {"memory": 5, "store": 5}

@@ -2,7 +2,7 @@ from __future__ import annotations
 
 import pytest
 
-from raystow.workers.cuda.choice import sooner
+from raystow.workers.gpu.codec_choice import sooner
 
 
 @pytest.mark.parametrize(

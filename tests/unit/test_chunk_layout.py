@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage.coding.chunk import ANS, DEFLATE, PACK7, RAW, STREAMED, ZSTD, Coding, Encoder, decode, layout, packed
+from raystow.storage.coding.chunk import ANS, DEFLATE, PACK7, RAW, STREAMED, ZSTD, ChunkEncoder, Coding, decode, layout, packed
 from raystow.storage.coding.dtypes import DTYPES, dtype
 from raystow.storage.errors import Damaged, Unsupported
 
-ENCODER = Encoder(1 << 20)
+ENCODER = ChunkEncoder(1 << 20)
 BF16 = dtype("bfloat16")
 
 # A chunk of 800 bfloat16 words, each plane 800 bytes in streams of 300: raw and coded.

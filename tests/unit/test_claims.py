@@ -7,14 +7,15 @@ from collections import Counter
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.workers.fetching.claims import Claims, Company
-from raystow.workers.memory.pack_file import Span
+from raystow.workers.cache.pack_file import Span
+from raystow.workers.cache.read_dedup import ReadClaims
+from raystow.workers.protocol.messages import RestoreGroup
 
 spans = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
 
 
 def test_it_is_for_the_first_that_asks():
-    claims = Claims()
+    claims = ReadClaims()
     assert claims.claim("r", "pack", (10, 20), "a") == [(10, 20, "a")]
     assert claims.claim("r", "pack", (15, 25), "b") == [(15, 20, "a"), (20, 25, "b")]
     assert claims.claim("r", "pack", (0, 30), "c") == [(0, 10, "c"), (10, 20, "a"), (20, 25, "b"), (25, 30, "c")]
@@ -24,7 +25,7 @@ def test_it_is_for_the_first_that_asks():
 
 
 def test_what_a_node_does_not_have_passes_to_who_found_that_out():
-    claims = Claims()
+    claims = ReadClaims()
     claims.claim("r", "pack", (0, 30), "a")
     assert claims.claim("r", "pack", (10, 20), "b", lost=["a"]) == [(10, 20, "b")]
     assert claims.claim("r", "pack", (0, 30), "c") == [(0, 10, "a"), (10, 20, "b"), (20, 30, "a")]
@@ -32,7 +33,7 @@ def test_what_a_node_does_not_have_passes_to_who_found_that_out():
 
 @given(st.lists(st.tuples(spans, st.sampled_from("abc")), max_size=12))
 def test_every_byte_is_read_by_one_node(asked):
-    claims, readers = Claims(), Counter[int]()
+    claims, readers = ReadClaims(), Counter[int]()
     for span, node in asked:
         before = dict(readers)
         answer = claims.claim("r", "pack", span, node)
@@ -51,7 +52,7 @@ def covered(answer: list[tuple[int, int, str]]) -> list[int]:
 
 
 def test_old_restores_are_forgotten():
-    claims = Claims()
+    claims = ReadClaims()
     claims.claim("first", "pack", (0, 10), "a")
     for i in range(20):
         claims.claim(f"later {i}", "pack", (0, 10), "a")
@@ -59,8 +60,8 @@ def test_old_restores_are_forgotten():
 
 
 def test_each_object_has_a_desk_and_all_nodes_serve():
-    company = Company("r", ["a", "b", "c"])
-    desks = Counter(company.desk(f"pack {i}") for i in range(300))
+    company = RestoreGroup("r", ["a", "b", "c"])
+    desks = Counter(company.owner(f"pack {i}") for i in range(300))
     assert desks.keys() == {"a", "b", "c"}
     assert min(desks.values()) > 50
-    assert Company("r", ["a"]).desk("pack") == Company().desk("pack") == ""
+    assert RestoreGroup("r", ["a"]).owner("pack") == RestoreGroup().owner("pack") == ""

@@ -3,19 +3,14 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from handmade import empty_record, whole, write
+from builders import empty_record, memory_repository, whole, write
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectInfo
-from raystow.storage.repository import Repository, create_repository
-
-
-@pytest.fixture
-def repository() -> Repository:
-    return create_repository(f"memory://committer-{SYSTEM.token()}")
+from raystow.storage.repository import Repository
 
 
 def objects(repository: Repository) -> list[ObjectInfo]:
@@ -134,7 +129,7 @@ def test_an_unknown_outcome_is_settled_by_committing_again(repository, monkeypat
             put_if(key, data, tag)
         raise StoreUnavailable("no answer", subject=key)
 
-    monkeypatch.setattr(repository.register, "_clock", Patience())
+    monkeypatch.setattr(repository.register._register, "_clock", Patience())
     monkeypatch.setattr(store, "put_if", lost)
     with pytest.raises(StoreUnavailable, match=r"root\.json"):
         committer.commit(record)
@@ -147,7 +142,7 @@ def test_an_unknown_outcome_is_settled_by_committing_again(repository, monkeypat
 def test_the_root_of_another_repository_is_not_this_one(repository):
     from raystow.storage.errors import Damaged
 
-    other = create_repository(f"memory://committer-{SYSTEM.token()}")
+    other = memory_repository()
     tagged = repository.store.get_tagged(keys.ROOT, max_bytes=1 << 20)
     repository.store.put_if(keys.ROOT, replace(other.root(), write_id="x").dump(), tagged.tag)
     with pytest.raises(Damaged, match=r"root\.json"):

@@ -1,27 +1,26 @@
-"""Two versions' tensors beside each other: whatever chunks they lie in, whatever they hold, in parts of bounded size."""
+"""Comparison of two versions' tensors, for any chunks and contents, in parts of bounded size."""
 
 from __future__ import annotations
 
 import numpy as np
 import pytest
-from handmade import whole, write
+from builders import whole, write
 
-from raystow.orchestrator.cli import comparison
-from raystow.orchestrator.cli.comparison import Deviation, compare, deviate, work
-from raystow.orchestrator.cli.differences import Difference, What, differences
-from raystow.storage.clock import SYSTEM
+from raystow.orchestrator.cli import version_comparison
+from raystow.orchestrator.cli.version_comparison import (
+    Change,
+    Deviation,
+    Difference,
+    compare,
+    deviate,
+    differences,
+    work,
+)
 from raystow.storage.coding import dtypes
-from raystow.storage.committer import Committer
-from raystow.storage.repository import create_repository
 from raystow.storage.version import Version
 
 ROWS = [((0, 0), (5, 6)), ((5, 0), (3, 6))]
 COLUMNS = [((0, 0), (8, 1)), ((0, 1), (8, 3)), ((0, 4), (8, 2))]
-
-
-@pytest.fixture
-def committer() -> Committer:
-    return Committer(create_repository(f"memory://comparison-{SYSTEM.token()}"), "me")
 
 
 def deep(before: Version, after: Version) -> tuple[dict[str, Difference], list[int]]:
@@ -34,7 +33,7 @@ def deep(before: Version, after: Version) -> tuple[dict[str, Difference], list[i
 
 @pytest.mark.parametrize("slab", [1, 50, 1 << 20])
 def test_rows_against_columns_in_slabs_of_any_size(committer, monkeypatch, slab):
-    monkeypatch.setattr(comparison, "SLAB", slab)
+    monkeypatch.setattr(version_comparison, "SLAB", slab)
     old = np.arange(48, dtype=np.float32).reshape(8, 6)
     new = old.copy()
     new[[0, 6, 7], [5, 1, 0]] += [1, 0.5, -4]
@@ -42,11 +41,11 @@ def test_rows_against_columns_in_slabs_of_any_size(committer, monkeypatch, slab)
     before = write(committer, {"w": (old, ROWS), "same": (old, ROWS), "moved": (old, ROWS), "none": whole(nothing)})
     after = write(committer, {"w": (new, COLUMNS), "same": (old, ROWS), "moved": (old, COLUMNS), "none": whole(nothing)})
     told = {one.name: one.what for one in differences(before, after)}
-    assert told == {"w": What.LAYOUT, "same": What.SAME, "moved": What.LAYOUT, "none": What.SAME}
+    assert told == {"w": Change.LAYOUT, "same": Change.SAME, "moved": Change.LAYOUT, "none": Change.SAME}
     compared, slabs = deep(before, after)
     w = compared["w"]
-    assert (w.what, w.elements, w.changed, w.largest) == (What.CHANGED, 3, 12, 4.0)
-    assert compared["moved"].what is What.SAME
+    assert (w.what, w.deviation.elements, w.changed, w.deviation.largest) == (Change.CHANGED, 3, 12, 4.0)
+    assert compared["moved"].what is Change.SAME
     assert max(slabs) <= max(slab, 4)  # of one element at the least
 
 
@@ -58,7 +57,12 @@ def test_of_chunks_that_agree_only_the_changed_ones_are_compared(committer):
     found = differences(before, after)
     assert (found[0].boxes, found[0].changed, work(found)) == ((ROWS[1],), 3 * 6 * 8, 3 * 6 * 8)
     compared, slabs = deep(before, after)
-    assert (compared["w"].elements, compared["w"].changed, compared["w"].largest, slabs) == (1, 8, None, [3 * 6 * 8])
+    assert (compared["w"].deviation.elements, compared["w"].changed, compared["w"].deviation.largest, slabs) == (
+        1,
+        8,
+        None,
+        [3 * 6 * 8],
+    )
 
 
 def test_tensors_of_odd_sizes_lie_behind_each_other(committer):
@@ -66,7 +70,11 @@ def test_tensors_of_odd_sizes_lie_behind_each_other(committer):
     new = {"a": np.array([1, 2, 4], np.uint8), "b": np.arange(5.0) + 1, "c": np.array(2.0, np.float16)}
     before, after = (write(committer, {name: whole(array) for name, array in of.items()}) for of in (old, new))
     compared, slabs = deep(before, after)
-    assert {name: (one.elements, one.largest) for name, one in compared.items()} == {"a": (1, None), "b": (5, 1.0), "c": (1, 0.5)}
+    assert {name: one.deviation for name, one in compared.items()} == {
+        "a": Deviation(1),
+        "b": Deviation(5, 1.0),
+        "c": Deviation(1, 0.5),
+    }
     assert len(slabs) == 1
 
 
@@ -91,7 +99,7 @@ def test_deviations(dtype, old, new, expected):
 
 
 def test_deviations_add_up_over_blocks(monkeypatch):
-    monkeypatch.setattr(comparison, "_BLOCK", 4)
+    monkeypatch.setattr(version_comparison, "_BLOCK", 4)
     old, new = np.zeros(10, np.float32), np.zeros(10, np.float32)
     new[[1, 6, 9]] = [0.5, np.inf, -3]
     assert deviate(old.view(np.uint8), new.view(np.uint8), dtypes.dtype("float32")) == Deviation(3, 3.0, 1)

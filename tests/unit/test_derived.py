@@ -5,7 +5,7 @@ import pyarrow as pa
 import pytest
 import torch
 
-from raystow.orchestrator.planner import Planner, SavePlan, plan_save
+from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
 from raystow.storage.coding.derived import derivable, derive, followed
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import Damaged, Unsupported
@@ -64,7 +64,8 @@ def mixed(layers: int = 3, size: int = 3000) -> dict[str, torch.Tensor]:
     return state | {"embedding": master[0].view(-1), "zeros.a": torch.zeros(size), "zeros.b": torch.zeros(size)}
 
 
-def test_weights_are_found_to_be_their_master_copy_and_a_copy_to_be_one() -> None:
+def test_weights_derived_from_a_master_copy_are_found() -> None:
+    """And copies of a tensor."""
     found = plan(mixed())
     assert pairs(found) == {*((f"model.{i}", f"optimizer.master.{i}") for i in range(3)), ("embedding", "optimizer.master.0")}
     assert all(follower.piece.box == follower.source.box for follower in found.followers)
@@ -97,7 +98,8 @@ def test_ranks_that_hold_the_same_store_every_box_once() -> None:
         assert {id(follower.source) for follower in each.followers} <= set(map(id, each.pieces))
 
 
-def test_it_looks_in_the_same_saves_on_all_ranks_for_those_that_come_and_at_once_when_the_state_changes() -> None:
+def test_all_ranks_look_for_derived_tensors_in_the_same_saves() -> None:
+    """And at once when the state changes."""
     planner, state = Planner(), mixed()
     broken, pair = {**state, "model.1": torch.randn(3000).bfloat16()}, ("model.1", "optimizer.master.1")
 
@@ -133,7 +135,8 @@ def test_a_look_that_finds_the_same_leaves_the_division_as_it_is() -> None:
     assert len({*divisions}) == 1
 
 
-def test_what_strayed_is_not_looked_at_again_unless_others_hold_it_too() -> None:
+def test_a_tensor_that_differed_is_not_checked_again() -> None:
+    """Unless other ranks have it, too."""
     state = mixed()
     for world, left in ((1, False), (2, True)):
         planner = Planner()
@@ -143,8 +146,8 @@ def test_what_strayed_is_not_looked_at_again_unless_others_hold_it_too() -> None
         assert (("model.1", "optimizer.master.1") in pairs(plan(state, planner, 3, world_size=world))) is left
 
 
-def test_rows_say_what_they_are_derived_from_and_lie_where_that_lies() -> None:
-    from handmade import rows_and_pack, whole
+def test_derived_rows_name_their_source_and_share_its_bytes() -> None:
+    from builders import rows_and_pack, whole
 
     words = np.random.default_rng(0).standard_normal(5000, np.float32)
     (own,), _ = rows_and_pack({"master": whole(words)})
@@ -199,7 +202,7 @@ def test_derivations_that_make_no_sense_are_refused(dtype: str, transform: list[
         Fragment.of(rows_of(pa.Table.from_pylist([row], SCHEMA)), 0)
 
 
-def test_what_was_worked_out_is_used_again_without_keeping_the_tensors() -> None:
+def test_found_relations_are_reused_without_keeping_tensors() -> None:
     planner, state = Planner(), mixed()
     first = plan(state, planner, 2)
     parts = first.parts
@@ -217,7 +220,7 @@ def test_what_was_worked_out_is_used_again_without_keeping_the_tensors() -> None
     assert plan(grown, planner, 3).parts is not parts
 
 
-def test_elements_of_a_save_that_was_never_staged_are_not_those_of_the_next() -> None:
+def test_elements_of_an_unstaged_save_are_not_reused() -> None:
     planner, state = Planner(), mixed()
     plan(state, planner, 2).let_go()
     for seed in (1, 2):

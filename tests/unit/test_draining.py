@@ -10,10 +10,10 @@ import torch
 from fake_clock import FakeClock
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.draining import Drained, drain
+from raystow.orchestrator.coordinator.drain import Drained, drain
 from raystow.storage.errors import ClusterError, DeadlineExceeded
-from raystow.workers.node import Node
-from raystow.workers.progress import Saves, SavesHere
+from raystow.workers.node.node import Node
+from raystow.workers.node.save_progress import Saves, SavesHere
 
 
 def looks(*states: dict[str, Saves]) -> Callable[[], dict[str, Saves]]:
@@ -33,7 +33,8 @@ def test_a_save_that_was_under_way_is_not_enough() -> None:
     assert clock.time == 1.5
 
 
-def test_it_is_told_before_anything_is_waited_for_and_after_the_first_look() -> None:
+def test_the_notice_comes_before_any_wait() -> None:
+    """And after the first look at the cluster."""
     looked, told = list[int](), list[int]()  # looks; looks there had been when it was told
 
     def saves() -> dict[str, Saves]:
@@ -55,7 +56,7 @@ def test_every_repository_is_waited_for() -> None:
     assert drain(states, nothing, clock, seconds=60) == Drained(durable=("a", "b"), left=())
 
 
-def test_a_rank_that_has_not_saved_yet_has_half_a_minute_to_begin() -> None:
+def test_a_rank_without_a_save_has_30_s_to_begin() -> None:
     clock = FakeClock()
     states = looks(*[{}] * 40, {"run": Saves(1, 0)}, {"run": Saves(1, 1)})
     assert drain(states, nothing, clock, seconds=300) == Drained(durable=("run",), left=())

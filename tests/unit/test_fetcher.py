@@ -9,13 +9,14 @@ import pytest
 
 from raystow.storage.errors import ClusterError, NotFound
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.fetching.fetcher import Fetcher, Nowhere, Wanted
-from raystow.workers.memory.memory_tier import Home, MemoryTier
+from raystow.workers.cache.fetcher import Fetcher, NoPeers
+from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.protocol.messages import AttemptKey, ReadCached
 
 DATA = os.urandom(1000)
 
 
-class Nodes(Nowhere):
+class Nodes(NoPeers):
     """Other nodes: what each has in memory."""
 
     def __init__(self, **memory: dict[str, bytes] | None) -> None:
@@ -31,7 +32,7 @@ class Nodes(Nowhere):
         return key in held
 
 
-class World:
+class FetchingNode:
     def __init__(self, nodes: Nodes, *, budget: int = 10_000) -> None:
         self.tier = MemoryTier(10_000)
         self.store = MemoryStore("fetcher")
@@ -42,34 +43,34 @@ class World:
     def close(self) -> None:
         self.visit.__exit__(None, None, None)
 
-    def get(self, key: str, *spans: tuple[int, int], near: tuple[str, ...] = ()) -> list[bytes]:
-        lent = self.fetcher.get(Wanted("r", key, len(DATA), spans, near), self.store)
+    def get(self, key: str, *spans: tuple[int, int], nearby: tuple[str, ...] = ()) -> list[bytes]:
+        lent = self.fetcher.get(ReadCached("r", key, len(DATA), spans, nearby), self.store)
         self.whole = lent.whole
         with open(lent.descriptor, "rb") as file:
             return [os.pread(file.fileno(), end - start, start) for start, end in spans]
 
 
 @pytest.fixture
-def make() -> Callable[..., World]:
-    return World
+def make() -> Callable[..., FetchingNode]:
+    return FetchingNode
 
 
 def test_memory_before_peers_before_the_store(make, caplog):
     world = make(Nodes(a={"pack": DATA}, b=None, c={}))
-    assert world.get("pack", (0, 10), near=("c", "b", "a")) == [DATA[:10]]
+    assert world.get("pack", (0, 10), nearby=("c", "b", "a")) == [DATA[:10]]
     assert told(world) == {"peer": 10}
     assert "another node: b: died" in caplog.text
     world.store.put("pack", [DATA])
     assert world.get("pack", (0, 20), (900, 1000)) == [DATA[:20], DATA[900:]]
     assert told(world) == {"peer": 10, "store": 110}
     assert not world.whole
-    world.tier.put(Home("r", 1, "a"), 0, "pack", [DATA])
-    assert world.get("pack", (0, 1000), near=("a",)) == [DATA]
+    world.tier.put(AttemptKey("r", 1, "a"), 0, "pack", [DATA])
+    assert world.get("pack", (0, 1000), nearby=("a",)) == [DATA]
     assert told(world) == {"memory": 1000, "peer": 10, "store": 110}
     assert world.whole
 
 
-def told(world: World) -> dict[str, int]:
+def told(world: FetchingNode) -> dict[str, int]:
     return {source: nbytes for source, nbytes in world.fetcher.read.items() if nbytes}
 
 

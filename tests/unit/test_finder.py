@@ -11,11 +11,11 @@ from hypothesis import strategies as st
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.errors import Damaged
-from raystow.storage.finder import Finder, Found, Seeker
 from raystow.storage.format.boxes import Box, overlap
 from raystow.storage.format.manifest import TENSOR, Chunk, Fragment, Value, path_text
 from raystow.storage.format.selection import Selection, Sought, select
 from raystow.storage.format.version_record import FragmentInfo
+from raystow.storage.tensor_index import Finder, FoundRows, Seeker
 
 CODING = Coding(False, False, ("raw",), (4,), b"", 65536)
 
@@ -52,7 +52,7 @@ class Saved:
         infos = [FragmentInfo(node, 0, "", tuple(of), len(self.rows[node]), 0, 0) for node, of in enumerate(self.nodes)]
         return Finder(infos, self._read, Seeker(rank, world, self.ranks))
 
-    def find(self, rank: int, world: int) -> Found:
+    def find(self, rank: int, world: int) -> FoundRows:
         sought = {name: Sought(True, (size,), part(size, rank, world)) for name, size in self.sizes.items()}
         return self.finder(rank, world).find(sought)
 
@@ -106,7 +106,8 @@ def test_where_parts_are_uneven_it_is_guessed_from_what_was_seen():
     assert len(version.read) <= 30  # of 500
 
 
-def test_small_replicated_tensors_are_with_rank_0_and_larger_ones_with_their_holders():
+def test_small_replicated_tensors_are_found_with_rank_0():
+    """Larger ones are found with the ranks that stored them."""
     version = Saved({"a": 1600}, 160, per_node=8)
     version.rows[0].append(row("norm", 4, ((0,), (4,)), 0))
     version.rows[13].append(row("replica", 4, ((0,), (4,)), 13))
@@ -158,7 +159,7 @@ def value(name: str, thing: object, *ranks: int) -> Value:
     return Value(name, path_text((name,)), json.dumps(thing), ranks)
 
 
-def test_a_rank_gets_its_own_values_and_a_new_rank_those_of_the_lowest():
+def test_a_rank_gets_its_own_values_and_a_new_one_the_lowests():
     version = Saved({}, 6, per_node=2)
     version.nodes = [range(0, 6, 3), range(1, 6, 3), range(2, 6, 3)]
     version.values = [

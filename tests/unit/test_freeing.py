@@ -53,7 +53,7 @@ def test_two_of_a_row_take_less_by_themselves_and_four_do_not() -> None:
     assert kept[2] == "keep: pinned as a"
 
 
-def test_a_base_that_is_kept_for_itself_stays_and_so_do_its_differences() -> None:
+def test_a_base_that_a_rule_keeps_stays_with_its_deltas() -> None:
     kept = told(Policy(keep_last=1), pins={"best": 5, "first": 1})
     assert (kept[1], kept[5]) == ("keep: pinned as first, base of version 5", "keep: pinned as best")
     assert told(Policy(keep_last=1), pins={"best": 5}, bases=[1])[1] == "keep: base of a save under way, base of version 5"
@@ -74,14 +74,14 @@ def test_what_goes_soon_is_not_worth_it() -> None:
     assert told(Policy(keep_last=2, keep_every=300), entries=[*row, entry(5)])[1].startswith("drop: ")
 
 
-def test_of_a_chain_the_last_is_written_whole_and_all_before_it_go() -> None:
+def test_the_last_of_a_chain_is_compacted_and_the_rest_goes() -> None:
     chain = [entry(1), entry(2, 1), entry(3, 2), entry(4)]
     decisions = decided(Policy(keep_last=1), chain, {"best": 3})
     assert [one.verdict for one in decisions.values()] == ["drop", "drop", "compact", "keep"]
     assert decisions[1].why == "no rule keeps it once what needs those that need it is written whole"
 
 
-def test_of_a_chain_of_small_differences_all_that_goes_together_is_counted() -> None:
+def test_a_chain_of_small_deltas_is_counted_together() -> None:
     chain = [entry(1), entry(2, 1, stored=30), entry(3, 2, stored=30), entry(4, 3, stored=30), entry(5)]
     decisions = decided(Policy(keep_last=1), chain, {"best": 3})
     assert [one.verdict for one in decisions.values()] == ["drop", "drop", "compact", "drop", "keep"]
@@ -97,7 +97,7 @@ def test_it_is_not_done_unless_asked_for() -> None:
 
 
 @given(st.data())
-def test_no_version_that_a_rule_keeps_is_lost_or_loses_what_it_needs(data: st.DataObject) -> None:
+def test_no_version_that_a_rule_keeps_loses_what_it_needs(data: st.DataObject) -> None:
     entries: list[Entry] = []
     for id in range(1, data.draw(st.integers(1, 9)) + 1):
         wholes = [entry.id for entry in entries if not entry.bases]

@@ -8,8 +8,8 @@ import host_lane
 import numpy as np
 import pytest
 import torch
-from handmade import rows_and_pack, whole, write, write_rows
-from packed import flip, pack_key, repository
+from builders import memory_repository, rows_and_pack, whole, write, write_rows
+from packs import flip, pack_key
 
 from raystow.storage.coding.derived import Derivation, derive
 from raystow.storage.coding.digest import raw_digest
@@ -18,7 +18,7 @@ from raystow.storage.errors import Damaged
 from raystow.storage.format.boxes import Box
 from raystow.storage.reader import Request, Run
 from raystow.storage.version import Version
-from raystow.workers.cuda.decoding import lane_plan
+from raystow.workers.gpu.decode import lane_plan
 
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
@@ -52,7 +52,7 @@ def states(count: int) -> list[dict[str, np.ndarray]]:
 
 
 def test_chains_of_differences_of_every_width() -> None:
-    committer, before = Committer(repository(), "me"), None
+    committer, before = Committer(memory_repository(), "me"), None
     for i, state in enumerate(states(4)):
         version = write(committer, {name: whole(array) for name, array in state.items()}, base=(i, before) if before else None)
         before = state
@@ -67,7 +67,7 @@ def test_chains_of_differences_of_every_width() -> None:
 
 def with_weights() -> tuple[Committer, list[Version], list[dict[str, np.ndarray]]]:
     """Versions whose ``weights`` follow from ``f4``, the second one a difference to the first."""
-    committer, versions, found, before = Committer(repository(), "me"), list[Version](), states(2), None
+    committer, versions, found, before = Committer(memory_repository(), "me"), list[Version](), states(2), None
     for i, state in enumerate(found):
         rows, pack = rows_and_pack({name: whole(a) for name, a in state.items()}, (i, before) if before else None)
         (own,) = (replace(row, kind="tensor") for row in rows if row.name == "f4")
@@ -94,7 +94,7 @@ def test_what_is_derived_from_a_difference(names: list[str]) -> None:
 def test_a_damaged_base_is_named_and_who_needs_it() -> None:
     committer, versions, found = with_weights()
     key = pack_key(versions[0], 0)
-    at = len(flip(committer.repository, key)) // 2
+    at = len(flip(committer.catalog, key)) // 2
     rows = [row for same in versions[0].chunks.values() for row in same]
     (name,) = (row.name for row in rows if row.start <= at < row.start + row.stored)
     needs = f"{name!r}, bytes .* not match.*; {name!r} of version 2 is a difference to it"

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import numpy as np
 import torch
+from builders import coded_row
 
 from raystow.storage.coding.chunk import Coding, Plane, packed
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import Piece, Run
-from raystow.workers.cuda.decoding import lane_plan
-from raystow.workers.cuda.nvcomp import ALIGN
-from raystow.workers.cuda.streams import Streams, work_out
+from raystow.workers.gpu.decode import lane_plan
+from raystow.workers.gpu.nvcomp import ALIGN
+from raystow.workers.gpu.stream_layout import Streams, work_out
 
 MIB = 1 << 20
 
 
-def chunk(number: int, nbytes: int, stored: int) -> Chunk:
+def float_chunk(number: int, nbytes: int, stored: int) -> Chunk:
     """Of float32, every plane coded."""
     coding = Coding(True, True, ("deflate",) * 4, (stored // 4,) * 4, packed((1,) * (nbytes >> 14)), 1 << 14)
-    shape = (nbytes // 4,)
-    return Chunk(f"t{number}", "[]", "tensor", "float32", shape, (0,), shape, 0, "weights", 0, number * stored, coding, 0, b"")
+    return coded_row(number, "float32", nbytes // 4, coding)
 
 
 def run_of(*chunks: Chunk) -> Run:
@@ -29,7 +29,7 @@ def run_of(*chunks: Chunk) -> Run:
 
 
 def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
-    run = run_of(*(chunk(i, 16 * MIB, 2 * MIB) for i in range(8)))
+    run = run_of(*(float_chunk(i, 16 * MIB, 2 * MIB) for i in range(8)))
     found = list(lane_plan.parts(run))
     assert all(needs is not None and needs.within(lane_plan.ROOM) for _, needs in found)
     parts = [part for part, _ in found]
@@ -44,8 +44,12 @@ def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
     assert not others
 
 
-def test_a_run_that_fits_stays_whole_and_a_chunk_that_never_will_is_left_for_the_host() -> None:
-    small, huge = run_of(chunk(0, 16 * MIB, 2 * MIB), chunk(1, 16 * MIB, 2 * MIB)), run_of(chunk(0, 256 * MIB, 2 * MIB))
+def test_chunks_too_large_for_the_gpu_go_to_the_host() -> None:
+    """A run that fits stays whole."""
+    small, huge = (
+        run_of(float_chunk(0, 16 * MIB, 2 * MIB), float_chunk(1, 16 * MIB, 2 * MIB)),
+        run_of(float_chunk(0, 256 * MIB, 2 * MIB)),
+    )
     assert [part for part, _ in lane_plan.parts(small)] == [small]
     others = list[Run]()
     (plan,) = lane_plan.plan([huge, small], others)

@@ -7,22 +7,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import memory_repository, whole, write
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from handmade import whole, write
 
 import raystow
-from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.format import keys, records
-from raystow.storage.format.signing import Signer
+from raystow.storage.format.signature import Signer
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository, create_repository
 from raystow.storage.stores.local import LocalStore
-
-
-@pytest.fixture
-def repository() -> Repository:
-    return create_repository(f"memory://latest-{SYSTEM.token()}")
 
 
 def test_it_is_the_newest_version_by_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -59,10 +53,10 @@ def test_no_version_and_no_repository(repository: Repository, tmp_path: Path) ->
         raystow.latest(repository.uri)
 
 
-def test_what_the_repository_asks_for_is_checked_when_the_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_signatures_are_checked_when_the_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RAYSTOW_TRUSTED_KEYS", raising=False)
     signer = Signer(Ed25519PrivateKey.generate())
-    repository = create_repository(f"memory://latest-{SYSTEM.token()}", signer=signer)
+    repository = memory_repository(signer=signer)
     write(Committer(repository, "signs", signer), {"w": whole(np.arange(3.0))})
     version = raystow.latest(repository.uri)
     assert version is not None
@@ -71,10 +65,10 @@ def test_what_the_repository_asks_for_is_checked_when_the_record_is_read(monkeyp
         version.tensors()
 
 
-def test_the_marker_of_another_repository_is_found_when_the_record_is_read(repository: Repository) -> None:
+def test_another_repositorys_marker_is_found_with_the_record(repository: Repository) -> None:
     write(Committer(repository, "me"), {"w": whole(np.arange(3.0))})
     repository.store.put(keys.MARKER, [records.dump({"repository": "other", "created": 0.0}, keys.MARKER)])
     version = raystow.latest(repository.uri)
     assert version is not None
-    with pytest.raises(raystow.Damaged, match="of repository other"):
+    with pytest.raises(raystow.Damaged, match="belongs to repository other"):
         version.tensors()

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from handmade import rows_and_pack, whole
+from builders import rows_and_pack, whole
 
 from raystow.storage.coding.chunk import packed
 from raystow.storage.coding.rounded import Rounded
@@ -78,7 +78,7 @@ def test_rows_are_sorted_by_name_and_offset() -> None:
     ]
 
 
-def test_what_rounding_did_comes_back_and_readers_of_before_do_not_see_it() -> None:
+def test_rounding_is_recorded_and_old_readers_ignore_it() -> None:
     told = {"w": Rounded("MantissaBits(3)", 0.5, 0.125, 1e9, 1.0, 17)}
     data = replace(FRAGMENT, rounded=told).dump()
     assert Fragment.load(data, 0, KEY).rounded == told

@@ -8,7 +8,7 @@ import pytest
 from raystow.storage.clock import Clock
 from raystow.storage.errors import StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.packing.metered import Metered
+from raystow.workers.packing.metered_store import Metered
 
 
 class Ticking(Clock):

@@ -4,7 +4,7 @@ from collections.abc import Iterator, Mapping
 
 import pytest
 
-from raystow.storage.metrics import DURABLE, METRICS, VERSIONS, Kind, Metric, record, record_with
+from raystow.storage.metrics import DURABLE, METRICS, VERSIONS, Metric, MetricKind, record, record_with
 
 UNITS = ("_seconds", "_bytes", "_ratio")
 COUNTED = ("saves", "versions", "attempts", "retries", "ranks", "in_flight", "in_a_row")  # what has no unit
@@ -55,4 +55,4 @@ def test_names_end_in_their_unit_and_tags_are_few() -> None:
         assert metric.name.startswith("raystow_")
         assert metric.name.endswith(UNITS + COUNTED), metric.name
         assert len(metric.tags) <= 2
-        assert (metric.kind is Kind.HISTOGRAM) == bool(metric.bounds)
+        assert (metric.kind is MetricKind.HISTOGRAM) == bool(metric.bounds)

@@ -88,7 +88,7 @@ def test_escapes_optional_fields_and_rubbish() -> None:
     assert mounts.unsafe_reason("", "/my") is None
 
 
-def test_a_commit_on_an_unfit_mount_is_refused_and_reading_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfit_mount_refuses_commits_but_not_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"{ROOT}\n{line(str(tmp_path), 'fuse.s3fs')}\n")
     monkeypatch.setattr(mounts, "_MOUNTINFO", table)

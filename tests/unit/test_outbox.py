@@ -10,9 +10,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.workers.cuda.encoding.outbox import Outbox, Run
-from raystow.workers.ipc.arrival import parts
-from raystow.workers.ipc.ring import Ring
+from raystow.workers.gpu.encode.pinned_ring import Outbox, RingRun
+from raystow.workers.shm.coded_layout import parts
+from raystow.workers.shm.ring import Ring
 
 SLOT = 64
 Runs = list[list[tuple[int, int]]]
@@ -27,7 +27,7 @@ class Desk:
         self.free = list(range(slots))
         self.released: list[int] = []  # with the node worker, which has not freed them yet
         self.held: Counter[int] = Counter()  # slot -> spans in it that were written and not announced
-        self.waiting: list[tuple[bytes, Run]] = []
+        self.waiting: list[tuple[bytes, RingRun]] = []
         self.relieved = 0
         self._data = data
 
@@ -142,7 +142,7 @@ def test_a_ring_of_two_slots_passes_any_number_of_bytes(data: st.DataObject) -> 
 
 @settings(max_examples=5, deadline=None)
 @given(st.data())
-def test_the_slot_that_is_being_filled_is_kept_although_all_in_it_was_announced(data: st.DataObject) -> None:
+def test_the_slot_being_filled_is_kept_though_announced(data: st.DataObject) -> None:
     with desk(2, data) as it:
         it.write(b"a" * 10, [(0, 10)])
         it.announce()

@@ -1,4 +1,4 @@
-"""Objects in memory of which only some ranges are wanted: every byte is fetched once."""
+"""Objects in memory of which only some ranges are requested: every byte is fetched once."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from pack_memory import opened
 
-from raystow.workers.memory.pack_file import PackFile, Span, Spares
+from raystow.workers.cache.pack_file import PackFile, Span, Spares
 
 DATA = os.urandom(1000)
 
@@ -152,20 +152,6 @@ def test_memory_that_somebody_has_is_not_used_again(how: str) -> None:
     assert (os.pread(held, len(DATA), 0) if how == "lent" else bytes(held)) == DATA
     if how == "lent":
         os.close(held)
-
-
-def test_memory_on_loan_is_used_again_when_all_loans_are_over() -> None:
-    spares, file = Spares(), PackFile(len(DATA))
-    file.write([memoryview(DATA)])
-    loans = [file.loan(), file.loan()]
-    spares.give(file)
-    assert spares.nbytes == mmap.PAGESIZE, "it counts"
-    for descriptor, memory in loans:
-        assert spares.take(1) is None
-        assert os.pread(descriptor, len(DATA), 0) == DATA
-        os.close(descriptor)
-        memory.loans -= 1
-    assert spares.take(1) is loans[0][1]
 
 
 def test_the_best_fitting_memory_is_taken_and_the_rest_let_go() -> None:

@@ -17,17 +17,18 @@ from fake_clock import FakeClock
 
 from raystow.storage.errors import ClusterError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
-from raystow.workers.fetching.claims import Company
-from raystow.workers.fetching.fetcher import Fetcher, Wanted
-from raystow.workers.memory.memory_tier import Home, MemoryTier
-from raystow.workers.network import exchange, line, peers
-from raystow.workers.network.copies import Copy, Guests
-from raystow.workers.network.exchange import Exchange
-from raystow.workers.network.line import Contact, Line
-from raystow.workers.network.peers import Peers
+from raystow.workers.cache.fetcher import Fetcher
+from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.protocol import tcp_channel
+from raystow.workers.protocol.messages import GREETING, AttemptKey, Contact, ReadCached, Replica, RestoreGroup
+from raystow.workers.protocol.tcp_channel import TcpChannel
+from raystow.workers.replication import peer_server, peers
+from raystow.workers.replication.peer_server import PeerServer
+from raystow.workers.replication.peers import Peers
+from raystow.workers.replication.replica_store import ReplicaStore
 
 DATA = os.urandom(3_000_000)
-HOME = Home("r", 1, "a" * 16)
+ATTEMPT = AttemptKey("r", 1, "a" * 16)
 
 
 class Worker:
@@ -37,13 +38,13 @@ class Worker:
         self.tier = MemoryTier(1 << 30)
         self.peers = Peers(find, clock)
         self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
-        self.exchange = Exchange("127.0.0.1", self.fetcher, Guests(self.tier))
+        self.peer_server = PeerServer("127.0.0.1", self.fetcher, ReplicaStore(self.tier))
         self._visit = self.fetcher.visit()
         self._visit.__enter__()
 
     def close(self) -> None:
         self._visit.__exit__(None, None, None)
-        self.exchange.close()
+        self.peer_server.close()
         self.peers.close()
 
 
@@ -58,7 +59,7 @@ class Cluster:
         self.asked[node] += 1
         if node not in self.workers:
             raise ClusterError("there is no such node", subject=node)
-        return self.workers[node].exchange.contact
+        return self.workers[node].peer_server.contact
 
     def start(self, *names: str, budget: int = 1 << 30) -> None:
         for name in names:
@@ -86,7 +87,7 @@ def read(cluster: Cluster, by: str, node: str, key: str, start: int, length: int
 
 
 def test_a_range_of_what_another_node_has_in_memory(cluster):
-    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
+    cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
     assert read(cluster, "b", "a", "pack", 7, 2_000_000) == DATA[7:2_000_007]
     assert read(cluster, "b", "a", "pack", 0, len(DATA)) == DATA
     assert read(cluster, "b", "a", "another", 0, 10) is None
@@ -94,17 +95,17 @@ def test_a_range_of_what_another_node_has_in_memory(cluster):
 
 
 def test_many_threads_at_a_time(cluster):
-    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
+    cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
     with ThreadPoolExecutor(8) as threads:
         got = list(threads.map(lambda i: read(cluster, "b", "a", "pack", i, 100_000), range(0, 2_000_000, 20_000)))
     assert got == [DATA[i : i + 100_000] for i in range(0, 2_000_000, 20_000)]
 
 
 def test_a_copy_is_kept_as_it_was(cluster):
-    base = Home("r", 0, "ff" * 8)
-    copy = Copy(HOME, 3, "pack", ("b", "a"), base=base)
+    base = AttemptKey("r", 0, "ff" * 8)
+    copy = Replica(ATTEMPT, 3, "pack", ("b", "a"), base=base)
     part = cluster["b"].peers.accept("a", copy, memoryview(DATA))
-    assert (part.objects, part.line, part.short) == ({"pack": len(DATA)}, ("b", "a"), False)
+    assert (part.objects, part.replica_order, part.incomplete) == ({"pack": len(DATA)}, ("b", "a"), False)
     assert cluster["a"].tier.view("r", "pack") == DATA
     too_early = replace(copy, key="fragment", after=("pack", "another pack"))
     assert cluster["b"].peers.accept("a", too_early, b"x").objects.keys() == {"pack"}
@@ -112,13 +113,14 @@ def test_a_copy_is_kept_as_it_was(cluster):
 
 
 def test_who_does_not_know_the_secret_is_sent_nothing(cluster):
-    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
-    wrong = replace(cluster["a"].exchange.contact, secret="00" * 32)
-    with pytest.raises(OSError, match="not the node worker"):
-        Line.call(wrong)
+    cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
+    wrong = replace(cluster["a"].peer_server.contact, secret="00" * 32)
+    with pytest.raises(OSError, match="does not know the secret"):
+        TcpChannel.connect(wrong)
     with socket.create_connection((wrong.host, wrong.port), 10) as caller:
         caller.settimeout(10)
-        caller.sendall(bytes(16))
+        caller.sendall(GREETING + bytes(16))
+        assert caller.recv(32, socket.MSG_WAITALL) == GREETING
         assert len(caller.recv(48, socket.MSG_WAITALL)) == 48
         caller.sendall(bytes(32))
         assert caller.recv(1) == b""  # hung up
@@ -136,7 +138,7 @@ def test_a_dead_node_is_not_asked_again_for_a_while(cluster):
 
 
 def test_a_worker_that_was_started_anew_is_found_at_once(cluster):
-    cluster["a"].tier.put(HOME, 0, "pack", [DATA])
+    cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
     assert read(cluster, "b", "a", "pack", 0, 10) == DATA[:10]
     cluster.kill("a")
     cluster.start("a")
@@ -145,9 +147,9 @@ def test_a_worker_that_was_started_anew_is_found_at_once(cluster):
 
 
 def test_a_frozen_node_is_waited_for_within_bounds(cluster, monkeypatch):
-    monkeypatch.setattr(line, "_STALL", 0.2)
+    monkeypatch.setattr(tcp_channel, "_STALL", 0.2)
     with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel takes the call, nobody answers
-        cluster.workers["a"].exchange.contact = Contact("127.0.0.1", frozen.getsockname()[1], "00" * 32)
+        cluster.workers["a"].peer_server.contact = Contact("127.0.0.1", frozen.getsockname()[1], "00" * 32)
         with pytest.raises(ClusterError, match="timed out"):
             read(cluster, "b", "a", "pack", 0, 10)
 
@@ -169,9 +171,9 @@ class Counting(MemoryStore):
         super().get_range_into(key, start, target)
 
 
-def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, company: Company | None = None) -> bytes:
-    company = company or Company("restore", sorted(cluster.workers))
-    wanted = Wanted("r", key, len(DATA), [(span[0], span[1])], round=company.round, desk=company.desk(key))
+def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, company: RestoreGroup | None = None) -> bytes:
+    company = company or RestoreGroup("restore", tuple(sorted(cluster.workers)))
+    wanted = ReadCached("r", key, len(DATA), ((span[0], span[1]),), round=company.round, owner=company.owner(key))
     with open(cluster[by].fetcher.get(wanted, store).descriptor, "rb") as file:
         return os.pread(file.fileno(), span[1] - span[0], span[0])
 
@@ -199,7 +201,7 @@ def test_ranges_that_overlap_are_shared_in_part(cluster):
 
 
 def test_bytes_that_another_node_is_reading_are_waited_for(cluster, monkeypatch):
-    monkeypatch.setattr(exchange, "_WAIT", 0.05)
+    monkeypatch.setattr(peer_server, "_WAIT", 0.05)
     store = Counting("pack")
     store.open.clear()
     with ThreadPoolExecutor(2) as threads:
@@ -214,7 +216,7 @@ def test_bytes_that_another_node_is_reading_are_waited_for(cluster, monkeypatch)
 
 
 def test_who_reads_too_slowly_is_not_waited_for_any_longer(cluster, monkeypatch, caplog):
-    monkeypatch.setattr(exchange, "_WAIT", 0.01)
+    monkeypatch.setattr(peer_server, "_WAIT", 0.01)
     monkeypatch.setattr(peers, "_LATE", -1.0)
     slow, quick = Counting("pack"), Counting("pack")
     slow.open.clear()
@@ -232,8 +234,8 @@ def test_who_reads_too_slowly_is_not_waited_for_any_longer(cluster, monkeypatch,
 
 @pytest.mark.parametrize("dead", ["a", "b", "c"])
 def test_a_node_that_dies_leaves_its_part_to_the_others(cluster, dead):
-    """Whichever it is: the one at whose desk the claims are, the one that has read, or neither."""
-    store, company = Counting("pack"), Company("restore", ["a", "b", "c"])
+    """For each node: the owner of the claims, the one that has read, and one that is neither."""
+    store, company = Counting("pack"), RestoreGroup("restore", ("a", "b", "c"))
     reader = "a" if dead != "b" else "b"
     assert get(cluster, reader, store, "pack", 0, 1000, company=company) == DATA[:1000]
     cluster.kill(dead)
@@ -264,3 +266,9 @@ def test_what_others_count_on_is_let_go_of_last():
     assert sum(store.read.values()) == 3 * len(DATA)
     for name in list(cluster.workers):
         cluster.kill(name)
+
+
+def test_a_node_of_another_version_is_told_so(cluster, monkeypatch):
+    monkeypatch.setattr(tcp_channel, "GREETING", b"1.0123456789abcdef".ljust(32, b"\0"))
+    with pytest.raises(ClusterError, match="speaks protocol"):
+        read(cluster, "b", "a", "pack", 0, 10)

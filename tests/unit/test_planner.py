@@ -6,10 +6,12 @@ import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.cutting import Cut, cuts
-from raystow.orchestrator.planner import SMALL, Piece, plan_save, share
-from raystow.orchestrator.shards import Shard
-from raystow.orchestrator.state import Leaf
+from raystow.orchestrator.save.assignment import SMALL, share
+from raystow.orchestrator.save.chunks import Cut, cuts
+from raystow.orchestrator.save.planned_chunk import PlannedChunk
+from raystow.orchestrator.save.planner import plan_save
+from raystow.orchestrator.save.shards import Shard
+from raystow.orchestrator.save.state_tree import Leaf
 from raystow.storage.format.groups import WEIGHTS
 
 DTYPES = {"uint8": 1, "bfloat16": 2, "float32": 4, "complex128": 16}
@@ -40,7 +42,7 @@ def test_boxes_tile_the_shard(extent: tuple[int, ...], dtype: str, limit: int) -
     assert len(cut) <= 1 or math.prod(extent) * DTYPES[dtype] > limit
 
 
-def test_an_empty_tensor_is_named_and_an_empty_shard_of_another_is_not() -> None:
+def test_empty_tensors_have_a_row_and_empty_shards_have_none() -> None:
     assert cuts(shard((3, 0)), 16) == (Cut(((0, 0), (3, 0)), 0, 0),)
     assert cuts(shard((0, 4), shape=(8, 4)), 16) == ()
 
@@ -52,7 +54,9 @@ def test_an_empty_tensor_is_named_and_an_empty_shard_of_another_is_not() -> None
     holders=st.sets(st.integers(0, 50), min_size=1, max_size=7).map(lambda s: tuple(sorted(s))),
 )
 def test_a_share_is_disjoint_complete_and_balanced(large: list[int], small: list[int], holders: tuple[int, ...]) -> None:
-    pieces = [Piece(shard((n,), name=f"t{i}"), Cut(((0,), (n,)), n, 0), None, WEIGHTS) for i, n in enumerate((*large, *small))]
+    pieces = [
+        PlannedChunk(shard((n,), name=f"t{i}"), Cut(((0,), (n,)), n, 0), None, WEIGHTS) for i, n in enumerate((*large, *small))
+    ]
     shares = {rank: share(pieces, holders, rank) for rank in holders}
     taken = [id(piece) for mine in shares.values() for piece in mine]
     assert sorted(taken) == sorted(map(id, pieces))

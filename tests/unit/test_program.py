@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raystow.storage.coding import dtypes
 from raystow.storage.coding.chunk import SMALL
-from raystow.workers.cuda.encoding.program import ROWS, Batch, Circle, Limits, Program, key
+from raystow.workers.gpu.encode.encode_plan import ROWS, Batch, Circle, Limits, Program, key
 
 Interval = tuple[int, int]
 NAMES = ("float8_e4m3fn", "uint8", "bfloat16", "int16", "float32", "int32", "complex64", "float64", "int64")
@@ -107,7 +107,8 @@ def inside(intervals: list[Interval], start: int, end: int) -> bool:
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_every_chunk_is_read_once_with_others_of_its_kind_within_the_limits(it: Case) -> None:
+def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
+    """Within the limits of a batch."""
     program, limits = it.program, it.limits
     assert sorted(job.index for job in program.jobs) == list(range(len(it.sources)))
     for job, (address, words) in zip(program.jobs, program.table[:, :2].tolist(), strict=True):

@@ -7,15 +7,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-from handmade import write
+from builders import memory_repository, write
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, StateError
 from raystow.storage.format.manifest import Box
-from raystow.storage.repository import create_repository
 from raystow.storage.version import Version
 
 ARRAYS = {
@@ -33,7 +31,7 @@ CUTS: dict[str, list[Box]] = {
 
 
 def committer() -> Committer:
-    return Committer(create_repository(f"memory://index-{SYSTEM.token()}"), "me")
+    return Committer(memory_repository(), "me")
 
 
 @pytest.fixture(scope="module")

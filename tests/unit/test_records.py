@@ -70,7 +70,7 @@ def test_a_version_record_comes_back():
     assert record.stall == 0.25
 
 
-def test_a_record_of_before_stalls_and_restores_were_told_is_read():
+def test_a_record_without_stalls_and_restores_is_read():
     record = whole_record()
     fields = json.loads(record.dump())
     del fields["restores"], fields["lossy"], fields["fragments"][0]["stall"]
@@ -162,7 +162,7 @@ def test_ids_that_do_not_ascend_are_damage():
 
 @pytest.mark.parametrize("part", ["fragments", "packs", "metrics", "writer"])
 @pytest.mark.parametrize("wrong", [None, 1, "x", [None], [{}], [{"node": -1}], {"x": [1]}])
-def test_a_part_of_a_version_record_that_makes_no_sense_is_damage(part, wrong):
+def test_an_invalid_part_of_a_version_record_is_damage(part, wrong):
     record = VersionRecord("cafe", 1, "0" * 16, 3, 100, 1.25, 2)
     if part == "writer" and wrong == {"x": [1]}:
         return  # for people: any text will do

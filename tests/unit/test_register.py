@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 from fake_clock import FakeClock
@@ -12,12 +12,38 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.storage.errors import NotFound, PreconditionFailed, StoreUnavailable
-from raystow.storage.format import keys
-from raystow.storage.format.root import Register, Root
 from raystow.storage.object_store import Tagged
+from raystow.storage.register import Register
 from raystow.storage.stores.memory import MemoryStore
 
 FATES = ["works", "lost answer", "412 that was ours", "down", "late", "412"]
+
+
+KEY = "register"
+
+
+@dataclass(frozen=True)
+class Names:
+    """What the register contains here: a counter and some names."""
+
+    count: int = 0
+    names: tuple[str, ...] = ()
+    write_id: str = ""
+
+    def stamped(self, write_id: str) -> Names:
+        return replace(self, write_id=write_id)
+
+    def dump(self) -> bytes:
+        return " ".join((str(self.count), self.write_id, *self.names)).encode()
+
+
+def load(data: bytes) -> Names:
+    count, write_id, *names = data.decode().split(" ")
+    return Names(int(count), tuple(names), write_id)
+
+
+def opened(store: object, clock: FakeClock, *, deadline: float = 60.0) -> Register[Names]:
+    return Register(store, KEY, load, clock, max_bytes=1 << 20, deadline=deadline)  # type: ignore[arg-type]
 
 
 class FaultyStore:
@@ -56,20 +82,20 @@ class FaultyStore:
         return new
 
 
-def register(fates: list[str], *, deadline: float = 60.0) -> tuple[Register, FaultyStore, FakeClock]:
+def register(fates: list[str], *, deadline: float = 60.0) -> tuple[Register[Names], FaultyStore, FakeClock]:
     store, clock = FaultyStore([]), FakeClock()
-    made = Register(store, clock, repository="cafe", deadline=deadline)  # type: ignore[arg-type]
-    made.create(Root("cafe"))
+    made = opened(store, clock, deadline=deadline)
+    made.create(Names())
     store.fates = iter(fates)
     return made, store, clock
 
 
-def pin(name: str) -> Callable[[Root], Root]:
-    return lambda root: root if name in root.pins else replace(root, pins={**root.pins, name: 1})
+def add(name: str) -> Callable[[Names], Names]:
+    return lambda held: held if name in held.names else replace(held, names=(*held.names, name))
 
 
-def bump(root: Root) -> Root:
-    return replace(root, epoch=root.epoch + 1)
+def bump(held: Names) -> Names:
+    return replace(held, count=held.count + 1)
 
 
 @settings(max_examples=200, deadline=None)
@@ -77,49 +103,49 @@ def bump(root: Root) -> Root:
 def test_an_update_applies_exactly_once(fates: list[str]) -> None:
     made, store, _ = register(fates)
     for n in range(1, 5):
-        assert made.update(bump).epoch == n
-        assert made.read().epoch == n
-    assert not store.late or made.read().epoch == 4
+        assert made.update(bump).count == n
+        assert made.read().count == n
+    assert not store.late or made.read().count == 4
 
 
 @pytest.mark.parametrize("fate", ["lost answer", "412 that was ours"])
-def test_an_own_write_is_recognised_after_others_have_built_on_it(fate: str) -> None:
+def test_an_own_write_is_recognised_below_later_ones(fate: str) -> None:
     made, store, clock = register([fate])
-    other = Register(store.inner, clock, repository="cafe")
+    other = opened(store.inner, clock)
 
     def meanwhile() -> None:
         store.meanwhile = lambda: None
-        other.update(pin("theirs"))
+        other.update(add("theirs"))
 
     store.meanwhile = meanwhile
-    assert made.update(pin("ours")).pins == made.read().pins == {"ours": 1, "theirs": 1}
+    assert made.update(add("ours")).names == made.read().names == ("ours", "theirs")
 
 
 def test_a_write_that_comes_late_does_not_undo_a_newer_one() -> None:
     made, store, clock = register(["late"])
-    made.update(pin("a"))
+    made.update(add("a"))
     store.fates = iter(["late"])
     with ThreadPoolExecutor(1):
-        other = Register(store.inner, clock, repository="cafe")
-        made.update(pin("b"))
-        other.update(pin("c"))
+        other = opened(store.inner, clock)
+        made.update(add("b"))
+        other.update(add("c"))
     for write in store.late:
         with pytest.raises(PreconditionFailed):
             write()
-    assert set(made.read().pins) == {"a", "b", "c"}
+    assert set(made.read().names) == {"a", "b", "c"}
 
 
 def test_a_change_that_is_there_already_writes_nothing() -> None:
     made, _, clock = register([])
     before = made.read()
-    assert made.update(lambda root: root) == before
+    assert made.update(lambda held: held) == before
     assert clock.tokens == 1  # that of the creation
 
 
 def test_an_update_may_give_up() -> None:
     made, _, _ = register([])
 
-    def refuse(root: Root) -> Root:
+    def refuse(held: Names) -> Names:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
@@ -128,54 +154,54 @@ def test_an_update_may_give_up() -> None:
 
 def test_concurrent_updates_all_apply() -> None:
     store = MemoryStore("concurrent")
-    Register(store, FakeClock(), repository="cafe").create(Root("cafe"))
+    opened(store, FakeClock()).create(Names())
 
     def work(worker: int) -> None:
         # Tokens must differ between writers, as random ones do.
         clock = FakeClock()
         clock.tokens = (worker + 1) << 32
-        mine = Register(store, clock, repository="cafe")
+        mine = opened(store, clock)
         for i in range(15):
-            mine.update(lambda root, i=i: pin(f"{worker}-{i}")(bump(root)))
+            mine.update(lambda held, i=i: add(f"{worker}-{i}")(bump(held)))
 
     with ThreadPoolExecutor(6) as pool:
         list(pool.map(work, range(6)))
-    root = Register(store, FakeClock(), repository="cafe").read()
-    assert (root.epoch, len(root.pins)) == (90, 90)
+    root = opened(store, FakeClock()).read()
+    assert (root.count, len(root.names)) == (90, 90)
 
 
 @pytest.mark.parametrize("deadline", [0.0, 1.0, 60.0])
 def test_a_store_that_stays_away_is_given_up_at_the_deadline(deadline: float) -> None:
     made, _, clock = register(["down"] * 10_000, deadline=deadline)
-    with pytest.raises(StoreUnavailable, match=r"root\.json"):
+    with pytest.raises(StoreUnavailable, match=KEY):
         made.update(bump)
     assert clock.time <= deadline
-    assert made.read().epoch == 0
+    assert made.read().count == 0
 
 
 def test_an_outage_shorter_than_the_deadline_is_sat_out() -> None:
     made, _, clock = register(["down"] * 8)
-    assert made.update(bump).epoch == 1
+    assert made.update(bump).count == 1
     assert 0 < clock.time < 60
 
 
-def test_the_first_of_two_creators_makes_the_root() -> None:
+def test_the_first_of_two_creators_wins() -> None:
     store, clock = MemoryStore("two"), FakeClock()
-    first = Register(store, clock, repository="cafe").create(Root("cafe", next_id=5))
-    assert Register(store, clock, repository="cafe").create(Root("cafe")) == first
+    first = opened(store, clock).create(Names(5))
+    assert opened(store, clock).create(Names()) == first
 
 
 @pytest.mark.parametrize("fate", ["lost answer", "412 that was ours"])
 def test_a_creation_whose_answer_is_lost_is_found(fate: str) -> None:
     store = FaultyStore([fate])
-    made = Register(store, FakeClock(), repository="cafe")  # type: ignore[arg-type]
-    assert made.create(Root("cafe", next_id=5)) == made.read()
-    assert made.read().next_id == 5
+    made = opened(store, FakeClock())
+    assert made.create(Names(5)) == made.read()
+    assert made.read().count == 5
 
 
 def test_a_creation_that_did_not_happen_says_so() -> None:
-    made = Register(FaultyStore(["down"]), FakeClock(), repository="cafe")  # type: ignore[arg-type]
-    with pytest.raises(StoreUnavailable, match=r"root\.json"):
-        made.create(Root("cafe"))
-    with pytest.raises(NotFound, match=keys.ROOT):
+    made = opened(FaultyStore(["down"]), FakeClock())
+    with pytest.raises(StoreUnavailable, match=KEY):
+        made.create(Names())
+    with pytest.raises(NotFound, match=KEY):
         made.read()

@@ -7,27 +7,23 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
+from builders import empty_record, memory_repository, whole, write
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from fake_clock import FakeClock
-from handmade import empty_record, whole, write
+from packs import flip
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, Fenced, NotARepository, PreconditionFailed, StoreUnavailable, Unsupported, Untrusted
 from raystow.storage.format import keys, records
-from raystow.storage.format.signing import Signer, Trust
+from raystow.storage.format.signature import Signer, Trust
 from raystow.storage.leases import Lease
 from raystow.storage.repair import RepairPlan, State, plan_repair
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores.memory import MemoryStore
 from raystow.storage.version import Version
-
-
-@pytest.fixture
-def repository() -> Repository:
-    return create_repository(f"memory://repair-{SYSTEM.token()}")
 
 
 def commit(repository: Repository, number: int = 1) -> list[Version]:
@@ -37,12 +33,6 @@ def commit(repository: Repository, number: int = 1) -> list[Version]:
 
 def lose(repository: Repository, *names: str) -> None:
     repository.store.delete(names or [keys.ROOT])
-
-
-def flip(repository: Repository, key: str) -> None:
-    data = bytearray(repository.store.get(key, max_bytes=1 << 20))
-    data[len(data) // 2] ^= 1
-    repository.store.put(key, [data])
 
 
 def plan(repository: Repository) -> RepairPlan:
@@ -191,7 +181,8 @@ def test_no_id_that_was_ever_seen_is_used_again(repository: Repository) -> None:
     assert Committer(repository, "next").reserve()[0] == 12
 
 
-def test_uncommitted_and_dropped_versions_come_back_and_pins_do_not(repository: Repository) -> None:
+def test_repair_recovers_dropped_versions_but_no_pins(repository: Repository) -> None:
+    """And versions that were not committed."""
     first, second, third = commit(repository, 3)
     repository.pin(third, "good")
     repository.plan_retention(Policy(keep_last=1)).execute()
@@ -240,7 +231,7 @@ def test_a_repair_that_died_between_root_and_marker_is_run_again(repository: Rep
 
 
 def test_objects_of_two_repositories_are_not_mixed(repository: Repository) -> None:
-    other = create_repository(f"memory://repair-{SYSTEM.token()}")
+    other = memory_repository()
     commit(repository)
     (foreign,) = commit(other)
     key = keys.record(foreign.id, foreign.attempt)
@@ -354,7 +345,7 @@ def test_what_a_newer_raystow_wrote_is_not_judged(repository: Repository) -> Non
         plan(repository)
 
 
-def test_unsigned_versions_do_not_come_back_where_signatures_are_asked_for(repository: Repository) -> None:
+def test_repair_leaves_out_unsigned_versions_if_required(repository: Repository) -> None:
     signer = Signer(Ed25519PrivateKey.generate())
     trust = Trust((signer.public,))
     signed = write(Committer(repository, "signs", signer), {"w": whole(np.arange(3.0))})
@@ -394,7 +385,7 @@ def test_a_store_that_does_not_answer_is_no_damage(repository: Repository, monke
 def test_the_store_needs_no_real_clock() -> None:
     clock = FakeClock()
     clock.time = 5.0
-    repository = create_repository(f"memory://repair-{SYSTEM.token()}", clock=clock)
+    repository = memory_repository(clock)
     commit(repository)
     lose(repository, keys.MARKER)
     plan_repair(repository.store, clock).execute()

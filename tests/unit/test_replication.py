@@ -11,46 +11,47 @@ from fake_clock import FakeClock
 from raystow.storage.errors import ClusterError
 from raystow.storage.format import keys
 from raystow.storage.object_store import Buffer
-from raystow.workers.memory.memory_tier import Holding, Home, MemoryTier, Part
-from raystow.workers.network.copies import Copy, Guests
-from raystow.workers.network.partners import partners
-from raystow.workers.network.replication import Replicator
+from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.protocol.messages import AttemptKey, Holding, NodePart, Replica
+from raystow.workers.replication.partners import partners
+from raystow.workers.replication.replica_store import ReplicaStore
+from raystow.workers.replication.replicator import Replicator
 
 KIB = 1 << 10
 
 
-def home(id: int) -> Home:
-    return Home("r", id, f"{id:016x}")
+def attempt_key(id: int) -> AttemptKey:
+    return AttemptKey("r", id, f"{id:016x}")
 
 
 class Member:
     """One node: its memory, and what it has been sent. ``frozen``: it answers nobody."""
 
-    def __init__(self, world: World, name: str, *, budget: int, zone: str = "") -> None:
+    def __init__(self, world: ReplicaNodes, name: str, *, budget: int, zone: str = "") -> None:
         self.name, self.zone, self.frozen = name, zone, False
         self.received: list[str] = []
         self.tier = MemoryTier(budget)
-        self.guests = Guests(self.tier)
+        self.replicas = ReplicaStore(self.tier)
         self.replicator = Replicator(name, self.tier, world, world.clock)
 
     def make(self, id: int, number: int, *, packs: int = 2, size: int = KIB, sealed: bool = True) -> None:
         """What this node, number ``number`` in the attempt, makes for a save."""
-        where = home(id)
+        where = attempt_key(id)
         for i in range(packs):
-            self.tier.put(where, number, keys.pack(id, where.attempt, number, "weights", i), [bytes([i]) * size])
+            self.tier.put(where, number, keys.pack(id, where.token, number, "weights", i), [bytes([i]) * size])
         if sealed:
-            self.tier.put(where, number, keys.fragment(id, where.attempt, number), [b"fragment"])
+            self.tier.put(where, number, keys.fragment(id, where.token, number), [b"fragment"])
 
     def give_up(self, id: int) -> None:
         """What this node does when it hears that an attempt will never be a version."""
-        self.tier.given_up(home(id))
-        self.replicator.give_up(home(id))
+        self.tier.given_up(attempt_key(id))
+        self.replicator.give_up(attempt_key(id))
 
     def whole(self, id: int) -> set[int]:
-        return next((held.whole for held in self.tier.holdings("r") if held.home == home(id)), set())
+        return next((held.whole for held in self.tier.holdings("r") if held.attempt == attempt_key(id)), set())
 
 
-class World:
+class ReplicaNodes:
     """Nodes that call each other directly. Those that are dead are not in ``members``."""
 
     def __init__(self, *names: str, budget: int = 100 * KIB, replicas: int = 1, zones: str = "") -> None:
@@ -86,15 +87,15 @@ class World:
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
         return self._answering(node).tier.holdings(repository)
 
-    def accept(self, node: str, copy: Copy, data: Buffer) -> Part:
+    def accept(self, node: str, copy: Replica, data: Buffer) -> NodePart:
         self._answering(node).received.append(copy.key)
-        return self[node].guests.accept(copy, data)
+        return self[node].replicas.accept(copy, data)
 
-    def committed(self, node: str, home: Home) -> None:
-        self._answering(node).guests.committed(home)
+    def committed(self, node: str, attempt: AttemptKey) -> None:
+        self._answering(node).replicas.committed(attempt)
 
-    def given_up(self, node: str, home: Home) -> None:
-        self._answering(node).guests.given_up(home)
+    def given_up(self, node: str, attempt: AttemptKey) -> None:
+        self._answering(node).replicas.given_up(attempt)
 
     def _answering(self, node: str) -> Member:
         if node not in self.members or self.members[node].frozen:
@@ -102,8 +103,9 @@ class World:
         return self.members[node]
 
 
-def test_a_copy_is_whole_only_with_its_last_object_and_each_is_sent_once():
-    world = World("a", "b")
+def test_a_copy_is_whole_with_its_last_object():
+    """Each object is sent once."""
+    world = ReplicaNodes("a", "b")
     world["a"].make(1, 0, sealed=False)
     world.settle()
     assert len(world["b"].received) == 2
@@ -112,42 +114,42 @@ def test_a_copy_is_whole_only_with_its_last_object_and_each_is_sent_once():
     world.settle()
     assert world.holders(1, 0) == {"a", "b"}
     assert len(world["b"].received) == 3
-    assert world["b"].received[-1] == keys.fragment(1, home(1).attempt, 0)
-    assert world["a"].replicator.progress.present == world["a"].replicator.progress.wanted == 2 * KIB + 8
+    assert world["b"].received[-1] == keys.fragment(1, attempt_key(1).token, 0)
+    assert world["a"].replicator.progress.present == world["a"].replicator.progress.expected == 2 * KIB + 8
     for key, size in world["a"].tier.holdings("r")[0].parts[0].objects.items():
         assert world["b"].tier.view("r", key) == world["a"].tier.view("r", key)
         assert size == len(world["b"].tier.view("r", key) or b"")
 
 
 def test_a_last_object_without_the_others_is_not_taken():
-    world = World("a")
-    where = home(1)
-    pack, fragment = keys.pack(1, where.attempt, 0, "weights", 0), keys.fragment(1, where.attempt, 0)
-    guests = world["a"].guests
-    assert guests.accept(Copy(where, 0, fragment, ("b", "a"), (pack,)), b"fragment").objects == {}
-    guests.accept(Copy(where, 0, pack, ("b", "a")), b"pack")
+    world = ReplicaNodes("a")
+    where = attempt_key(1)
+    pack, fragment = keys.pack(1, where.token, 0, "weights", 0), keys.fragment(1, where.token, 0)
+    replicas = world["a"].replicas
+    assert replicas.accept(Replica(where, 0, fragment, ("b", "a"), (pack,)), b"fragment").objects == {}
+    replicas.accept(Replica(where, 0, pack, ("b", "a")), b"pack")
     assert world.holders(1, 0) == set()
-    guests.accept(Copy(where, 0, fragment, ("b", "a"), (pack,)), b"fragment")
+    replicas.accept(Replica(where, 0, fragment, ("b", "a"), (pack,)), b"fragment")
     assert world.holders(1, 0) == {"a"}
 
 
 def test_no_replicas_no_copies():
-    world = World("a", "b", replicas=0)
+    world = ReplicaNodes("a", "b", replicas=0)
     world["a"].make(1, 0)
     world.settle()
     assert world["b"].received == []
 
 
 def test_copies_go_where_their_makers_go():
-    world = World("a", "b")
+    world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
     world.settle()
-    world["a"].tier.committed(home(1))
+    world["a"].tier.committed(attempt_key(1))
     world["a"].make(2, 0)
     world.settle()
     assert (world.holders(1, 0), world.holders(2, 0)) == ({"a", "b"}, {"a", "b"})
     assert [held.committed for held in world["b"].tier.holdings("r")] == [True, False]
-    world["a"].tier.committed(home(2))
+    world["a"].tier.committed(attempt_key(2))
     world.settle()
     assert (world.holders(1, 0), world.holders(2, 0)) == (set(), {"a", "b"})
     world["a"].make(3, 0, sealed=False)
@@ -158,7 +160,7 @@ def test_copies_go_where_their_makers_go():
 
 
 def test_what_a_node_has_made_itself_another_cannot_give_up():
-    world = World("a", "b")
+    world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
     world["b"].make(1, 1)
     world.settle()
@@ -168,8 +170,8 @@ def test_what_a_node_has_made_itself_another_cannot_give_up():
     assert [held.given_up for held in world["b"].tier.holdings("r")] == [False]
 
 
-def test_what_was_staged_whole_is_copied_on_though_it_is_given_up():
-    world = World("a", "b", "c")
+def test_a_staged_save_is_copied_though_it_is_aborted():
+    world = ReplicaNodes("a", "b", "c")
     for number, name in enumerate("abc"):
         world[name].make(1, number)
     world.settle()
@@ -185,14 +187,14 @@ def test_what_was_staged_whole_is_copied_on_though_it_is_given_up():
     assert [world.holders(1, number) for number in range(3)] == [{"a", "d"}] * 3
     assert [held.given_up for held in world["d"].tier.holdings("r")] == [True]
     world["a"].make(2, 0)
-    world["a"].tier.committed(home(2))
+    world["a"].tier.committed(attempt_key(2))
     world.settle()
     assert world.holders(1, 2) == set()
     assert world.holders(2, 0) == {"a", "d"}
 
 
-def test_what_a_newer_lost_attempt_has_replaced_is_not_sent_again_and_again():
-    world = World("a")
+def test_a_replaced_attempt_is_not_sent_again():
+    world = ReplicaNodes("a")
     world.add("b", replicas=0)
     world["b"].make(2, 0)
     world["b"].give_up(2)
@@ -203,8 +205,8 @@ def test_what_a_newer_lost_attempt_has_replaced_is_not_sent_again_and_again():
 
 
 def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
-    caplog.set_level(logging.INFO, "raystow.workers.network.replication")
-    world = World("a", "b", "c")
+    caplog.set_level(logging.INFO, "raystow.workers.replication.replicator")
+    world = ReplicaNodes("a", "b", "c")
     for number, name in enumerate("abc"):
         world[name].make(1, number)
     world.settle()
@@ -218,7 +220,7 @@ def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
             assert world.holders(1, number) <= alive
             assert len(world.holders(1, number)) == min(2, len(alive))
     progress = world["c"].replicator.progress
-    assert (progress.present, progress.wanted, progress.partners) == (0, 3 * (2 * KIB + 8), ())
+    assert (progress.present, progress.expected, progress.partners) == (0, 3 * (2 * KIB + 8), ())
     assert "copies on other nodes are incomplete: 0 of 6168 bytes" in caplog.text
     caplog.clear()
     world.add("d")
@@ -228,7 +230,7 @@ def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
 
 
 def test_an_heir_that_saves_nothing_itself_makes_each_copy_once():
-    world = World("a")
+    world = ReplicaNodes("a")
     for name in "bcd":
         world.add(name, replicas=None)
     world["a"].make(1, 0)
@@ -240,7 +242,7 @@ def test_an_heir_that_saves_nothing_itself_makes_each_copy_once():
 
 
 def test_a_worker_that_was_restarted_empty_has_an_heir():
-    world = World("a", "b", "c")
+    world = ReplicaNodes("a", "b", "c")
     world["a"].make(1, 0)
     world.settle()
     (copy,) = world.holders(1, 0) - {"a"}
@@ -253,8 +255,8 @@ def test_a_worker_that_was_restarted_empty_has_an_heir():
     assert len(world.holders(1, 0)) == 2
 
 
-def test_a_partner_that_was_restarted_empty_gets_its_copies_again():
-    world = World("a", "b")
+def test_a_partner_that_restarts_empty_gets_its_copies_again():
+    world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
     world.settle()
     world.add("b")
@@ -263,7 +265,7 @@ def test_a_partner_that_was_restarted_empty_gets_its_copies_again():
 
 
 def test_a_partner_that_does_not_answer_is_replaced(caplog):
-    world = World("a", "b", "c")
+    world = ReplicaNodes("a", "b", "c")
     (partner,) = partners(world.nodes(), 1)["a"]
     world[partner].frozen = True
     world["a"].make(1, 0)
@@ -276,17 +278,17 @@ def test_a_partner_that_does_not_answer_is_replaced(caplog):
 
 
 def test_two_replicas_are_in_other_zones():
-    world = World(*"abcdef", replicas=2, zones="xxyyzz")
+    world = ReplicaNodes(*"abcdef", replicas=2, zones="xxyyzz")
     world["a"].make(1, 0)
     world.settle()
     assert {world[name].zone for name in world.holders(1, 0)} == {"x", "y", "z"}
 
 
-def test_without_room_there_is_no_copy_and_it_is_tried_once_more_when_there_may_be(caplog):
-    world = World("a")
+def test_a_copy_without_room_is_retried_when_there_may_be(caplog):
+    world = ReplicaNodes("a")
     world.add("b", budget=3 * KIB)
     world["b"].make(1, 1, packs=1)
-    world["b"].tier.committed(home(1))
+    world["b"].tier.committed(attempt_key(1))
     world["a"].make(2, 0)
     world.settle()
     assert world.holders(2, 0) == {"a"}
@@ -294,17 +296,17 @@ def test_without_room_there_is_no_copy_and_it_is_tried_once_more_when_there_may_
     assert len(world["b"].received) == 2
     assert world["b"].tier.used == KIB + 8  # nothing of what is of no use
     world["b"].make(2, 1, packs=0)
-    world["a"].tier.committed(home(2))
-    world["b"].tier.committed(home(2))
+    world["a"].tier.committed(attempt_key(2))
+    world["b"].tier.committed(attempt_key(2))
     world.settle()
     assert world.holders(2, 0) == {"a", "b"}
 
 
 def test_copies_make_room_for_what_a_node_makes_itself():
-    world = World("a")
+    world = ReplicaNodes("a")
     world.add("b", budget=4 * KIB)
     world["a"].make(1, 0)
-    world["a"].tier.committed(home(1))
+    world["a"].tier.committed(attempt_key(1))
     world.settle()
     assert world.holders(1, 0) == {"a", "b"}
     world["b"].make(2, 0, packs=3)
@@ -316,7 +318,7 @@ def test_copies_make_room_for_what_a_node_makes_itself():
 
 
 def test_what_did_not_fit_at_home_is_not_sent():
-    world = World("a", budget=KIB)
+    world = ReplicaNodes("a", budget=KIB)
     world.add("b")
     world["a"].make(1, 0)
     world.settle()
@@ -324,10 +326,10 @@ def test_what_did_not_fit_at_home_is_not_sent():
 
 
 def test_what_a_newer_version_has_replaced_is_not_taken():
-    world = World("a")
+    world = ReplicaNodes("a")
     world.add("b", replicas=0)
     world["b"].make(2, 0)
-    world["b"].tier.committed(home(2))
+    world["b"].tier.committed(attempt_key(2))
     world["a"].make(1, 0)
     world.settle()
     assert (world.holders(1, 0), world.holders(2, 0)) == ({"a"}, {"b"})
@@ -335,15 +337,15 @@ def test_what_a_newer_version_has_replaced_is_not_taken():
 
 def difference(member: Member, id: int, base: int) -> None:
     """A version that a node makes as a difference to one that it has."""
-    member.tier.lean(home(id), home(base))
+    member.tier.set_base(attempt_key(id), attempt_key(base))
     member.make(id, 0)
-    member.tier.committed(home(id))
+    member.tier.committed(attempt_key(id))
 
 
-def test_what_a_version_is_a_difference_to_is_copied_with_it_wherever_that_goes():
-    world = World("a", "b")
+def test_the_base_of_a_version_is_copied_with_it():
+    world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
-    world["a"].tier.committed(home(1))
+    world["a"].tier.committed(attempt_key(1))
     for id in (2, 3):
         difference(world["a"], id, base=1)
         world.settle()
@@ -356,24 +358,24 @@ def test_what_a_version_is_a_difference_to_is_copied_with_it_wherever_that_goes(
     world.settle()
     assert [world.holders(id, 0) for id in (1, 3)] == [{"b", "c"}] * 2, "b is the heir of both"
     world["b"].make(4, 0)
-    world["b"].tier.committed(home(4))
+    world["b"].tier.committed(attempt_key(4))
     world.settle()
     assert [world.holders(id, 0) for id in (1, 3, 4)] == [set(), set(), {"b", "c"}], "nothing is a difference to it any more"
 
 
 def test_what_a_version_is_a_difference_to_may_come_after_it():
-    world = World("a", "b")
+    world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
-    world["a"].tier.committed(home(1))
+    world["a"].tier.committed(attempt_key(1))
     difference(world["a"], 2, base=1)
-    world["b"].guests.accept(copy := Copy(home(2), 0, "first", ("a", "b"), base=home(1)), b"it came before")
-    world["b"].tier.committed(copy.home)
+    world["b"].replicas.accept(copy := Replica(attempt_key(2), 0, "first", ("a", "b"), base=attempt_key(1)), b"it came before")
+    world["b"].tier.committed(copy.attempt)
     world.settle()
     assert world.holders(1, 0) == {"a", "b"}
 
 
 def test_no_faster_than_the_rate():
-    world = World("a", "b", replicas=0)
+    world = ReplicaNodes("a", "b", replicas=0)
     world["a"].make(1, 0, packs=8)
     world["a"].replicator.want("r", 1, rate=KIB / 10)
     world.settle(65)
@@ -383,7 +385,7 @@ def test_no_faster_than_the_rate():
 
 
 def test_an_error_nobody_thought_of_does_not_end_it(caplog):
-    world = World("a")
+    world = ReplicaNodes("a")
     replicator = world["a"].replicator
 
     def failing() -> Mapping[str, str]:
@@ -397,13 +399,13 @@ def test_an_error_nobody_thought_of_does_not_end_it(caplog):
 
 @pytest.mark.parametrize("moment", ["before", "after"])
 def test_a_version_given_up_here_while_it_is_sent_is_let_go(moment):
-    world = World("a", "b")
+    world = ReplicaNodes("a", "b")
     world["a"].make(1, 0, packs=4, sealed=False)
     world["a"].replicator.step()
     accept = world.accept
 
-    def give_up(node: str, copy: Copy, data: Buffer) -> Part:
-        part = accept(node, copy, data) if moment == "before" else Part()
+    def give_up(node: str, copy: Replica, data: Buffer) -> NodePart:
+        part = accept(node, copy, data) if moment == "before" else NodePart()
         world["a"].give_up(1)
         return part if moment == "before" else accept(node, copy, data)
 

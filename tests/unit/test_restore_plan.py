@@ -14,21 +14,22 @@ import pytest
 import torch
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.agreement import Together
-from raystow.orchestrator.restore import plan_restore, restore_latest
-from raystow.orchestrator.restore_plan import MEMORY, PEER, STORE, Rates, Sources
-from raystow.orchestrator.restoring import Choice, Vote
-from raystow.orchestrator.world_plan import plan_world
+from raystow.orchestrator.restore.agreement import ClusterAgreement
+from raystow.orchestrator.restore.latest import restore_latest
+from raystow.orchestrator.restore.plan import MEMORY, PEER, STORE, Rates, Sources
+from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
+from raystow.orchestrator.restore.what_if import plan_world
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import StateError
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.version import Version
+from raystow.workers.protocol.messages import RestoreChoice, RestoreVote
 
 MIB = 1 << 20
 
 
-def state(seed: int) -> dict[str, Any]:
+def two_tensors(seed: int) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {"a": torch.randn(3 * MIB, generator=generator), "b": torch.randn(2 * MIB, generator=generator), "lr": 0.1, "n": 7}
 
@@ -55,7 +56,7 @@ class Counting:
 @pytest.fixture(scope="module")
 def version() -> Version:
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}", nodes=2) as cluster:
-        saved = cluster.save_all([state(1), state(1)], step=1)
+        saved = cluster.save_all([two_tensors(1), two_tensors(1)], step=1)
         assert {chunk.node for rows in saved.chunks.values() for chunk in rows} == {0, 1}
         return saved
 
@@ -67,23 +68,23 @@ def fresh(version: Version) -> tuple[Version, Counting]:
 
 def test_a_plan_reads_no_pack_and_tells_what_executing_it_reads(version):
     reading, store = fresh(version)
-    into = state(2)
+    into = two_tensors(2)
     before = into["a"].clone()
-    plan = plan_restore(reading, into, world_size=2)
+    plan = plan_restore(reading, into, RestoreOptions(world_size=2))
     assert store.read == 0
     assert torch.equal(into["a"], before)
     decoded: list[int] = []
     plan.execute(decoded.append)
     assert store.read == plan.nbytes == version.bytes
     assert sum(decoded) == plan.raw == version.raw
-    assert all(torch.equal(into[name], state(1)[name]) for name in "ab")
+    assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
     assert (into["lr"], into["n"], plan.names) == (0.1, 7, {"a", "b"})
 
 
 def test_it_reads_no_more_than_what_is_wanted(version):
     reading, store = fresh(version)
     into = {"b": torch.zeros(2 * MIB)}
-    plan = plan_restore(reading, into, strict=False)
+    plan = plan_restore(reading, into, RestoreOptions(strict=False))
     assert plan.nbytes == sum(row.coding.size for row in version.chunks["b"])
     plan.execute()
     assert store.read == plan.nbytes
@@ -92,11 +93,11 @@ def test_it_reads_no_more_than_what_is_wanted(version):
 
 
 @pytest.mark.parametrize("stray", [{}, {"c": torch.zeros(1)}])
-def test_names_that_do_not_match_are_told_and_nothing_is_read_twice(version, stray):
+def test_unmatched_names_are_reported(version, stray):
     """What a rank asks its node worker for a second time counts as wrong the first time."""
     reading, store = fresh(version)
     with pytest.raises(StateError, match="saved but not in `into`: a, lr, n"):
-        plan_restore(reading, {"b": torch.zeros(2 * MIB), **stray}, world_size=2)
+        plan_restore(reading, {"b": torch.zeros(2 * MIB), **stray}, RestoreOptions(world_size=2))
     assert store.objects == dict.fromkeys(
         [version.record_key, *(keys.fragment(version.id, version.attempt, n) for n in (0, 1))], 1
     )
@@ -104,8 +105,8 @@ def test_names_that_do_not_match_are_told_and_nothing_is_read_twice(version, str
 
 def test_it_is_priced_by_source_and_says_why(version):
     rates = Rates(memory=4e6, peer=2e6, store=1e6)
-    plan = plan_restore(version, state(2), sources=Sources({0: ["here", "there"], 1: ["there"]}, "here", rates))
-    first, second = plan.parts
+    plan = plan_restore(version, two_tensors(2), sources=Sources({0: ["here", "there"], 1: ["there"]}, "here", rates))
+    first, second = plan.reads
     assert (first.source, first.holder, first.why) == (MEMORY, "here", "kept by this node")
     assert (second.source, second.holder, second.why) == (PEER, "there", "node there keeps a copy")
     assert (first.seconds, second.seconds) == (first.nbytes / 4e6, second.nbytes / 2e6)
@@ -120,7 +121,7 @@ def test_it_is_priced_by_source_and_says_why(version):
 
 
 def test_without_holders_it_is_the_store(version):
-    parts = plan_restore(version, state(2), sources=Sources({}, "here", Rates(store=1e6))).parts
+    parts = plan_restore(version, two_tensors(2), sources=Sources({}, "here", Rates(store=1e6))).reads
     assert {(part.source, part.why) for part in parts} == {(STORE, "nobody has it in memory")}
     assert sum(part.seconds for part in parts) == pytest.approx(version.bytes / 1e6)
 
@@ -176,25 +177,27 @@ def test_empty_tensors_and_scalars_are_planned():
 class Port:
     """A coordinator that lets every rank restore one version."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: RestoreChoice) -> None:
         self._choice = choice
 
-    def settle(self, vote: Vote) -> Choice | None:
+    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         return self._choice
 
 
-def test_a_restore_logs_its_plan_and_then_what_was_really_read_from_where(caplog):
+def test_a_restore_logs_its_plan_and_the_bytes_by_source(caplog):
     """Of the two nodes that saved, this one still has its part; the other is said to have its own, but does not answer for it."""
     caplog.set_level("INFO", logger="raystow")
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}", nodes=2) as cluster:
-        saved = cluster.save_all([state(1), state(1)], step=5)
+        saved = cluster.save_all([two_tensors(1), two_tensors(1)], step=5)
         record = cluster.repository.store.get(saved.record_key, max_bytes=saved.entry.size)
         near = {info.node: ["node-0" if 0 in info.ranks else "node-1"] for info in saved.record.fragments}
-        port = Port(Choice(saved.entry, near, record))
-        agreement = Together(cluster.repository, port, Vote(0, 2, "me", 1, 60.0), lambda: cluster.address(0), here="node-0")
-        into = state(2)
-        assert restore_latest(cluster.repository, into, agreement, world_size=2) == saved
-    assert all(torch.equal(into[name], state(1)[name]) for name in "ab")
+        port = Port(RestoreChoice(saved.entry, near, record))
+        agreement = ClusterAgreement(
+            cluster.repository, port, RestoreVote(0, 2, "me", 1, 60.0), lambda: cluster.address(0), here="node-0"
+        )
+        into = two_tensors(2)
+        assert restore_latest(cluster.repository, into, agreement, RestoreOptions(world_size=2)) == saved
+    assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
     plan, read = (entry.getMessage() for entry in caplog.records if "MB from" in entry.getMessage())
     assert plan.startswith("restoring version 1 (step 5): ")
     assert megabytes(plan).keys() == {"this node's memory", "other nodes' memory"}
@@ -208,14 +211,20 @@ def test_a_restore_logs_its_plan_and_then_what_was_really_read_from_where(caplog
     }
 
 
-def test_ranks_of_a_node_read_the_record_once_if_the_coordinator_does_not_have_it():
+def test_ranks_of_a_node_read_the_record_once():
+    """If the coordinator does not have it."""
     uri = f"memory://restore-plan-{SYSTEM.token()}"
     with LocalCluster(uri) as cluster:
-        saved = cluster.save(state(1), step=5)
+        saved = cluster.save(two_tensors(1), step=5)
     with LocalCluster(uri) as restarted:
         read = Counter[str]()
         ranks = [
-            Together(restarted.repository, Port(Choice(saved.entry)), Vote(i, 2, f"{i}", 1, 60.0), lambda: restarted.address(0))
+            ClusterAgreement(
+                restarted.repository,
+                Port(RestoreChoice(saved.entry)),
+                RestoreVote(i, 2, f"{i}", 1, 60.0),
+                lambda: restarted.address(0),
+            )
             for i in range(2)
         ]
         for rank in ranks:
@@ -230,12 +239,14 @@ def test_ranks_of_a_node_read_the_record_once_if_the_coordinator_does_not_have_i
 
 def test_what_is_wrong_in_memory_is_read_from_the_store(caplog):
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
-        saved = cluster.save(state(1), step=5)
+        saved = cluster.save(two_tensors(1), step=5)
         spoil(cluster, saved)
-        agreement = Together(cluster.repository, Port(Choice(saved.entry)), Vote(0, 1, "me", 1, 60.0), lambda: cluster.address(0))
-        into = state(2)
+        agreement = ClusterAgreement(
+            cluster.repository, Port(RestoreChoice(saved.entry)), RestoreVote(0, 1, "me", 1, 60.0), lambda: cluster.address(0)
+        )
+        into = two_tensors(2)
         assert restore_latest(cluster.repository, into, agreement) == saved
-    assert all(torch.equal(into[name], state(1)[name]) for name in "ab")
+    assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
     assert "is read past the node worker" in caplog.text
 
 
@@ -257,28 +268,30 @@ def megabytes(text: str) -> dict[str, float]:
 class Meeting(Port):
     """Answers a rank that is through when both are, as the coordinator does."""
 
-    def __init__(self, choice: Choice) -> None:
+    def __init__(self, choice: RestoreChoice) -> None:
         super().__init__(choice)
         self.first, self.both = threading.Event(), threading.Barrier(2, timeout=60)
 
-    def settle(self, vote: Vote) -> Choice | None:
+    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         if vote.tried is not None:
             self.first.set()
             self.both.wait()
         return super().settle(vote)
 
 
-def test_what_a_rank_has_read_stays_for_those_of_its_node_that_are_slower(caplog):
-    caplog.set_level("INFO", logger="raystow.orchestrator.agreement")
+def test_chunks_stay_for_the_slower_ranks_of_the_node(caplog):
+    caplog.set_level("INFO", logger="raystow.orchestrator.restore.agreement")
     uri = f"memory://restore-plan-{SYSTEM.token()}"
     with LocalCluster(uri) as cluster:
-        saved = cluster.save(state(1), step=5)
+        saved = cluster.save(two_tensors(1), step=5)
     with LocalCluster(uri) as restarted, ThreadPoolExecutor(1) as beside:  # its node worker has nothing in memory
-        port = Meeting(Choice(saved.entry))
+        port = Meeting(RestoreChoice(saved.entry))
 
         def restore(rank: int) -> None:
-            agreement = Together(restarted.repository, port, Vote(rank, 2, f"{rank}", 1, 60.0), lambda: restarted.address(0))
-            assert restore_latest(restarted.repository, state(2), agreement, rank=rank, world_size=2) == saved
+            agreement = ClusterAgreement(
+                restarted.repository, port, RestoreVote(rank, 2, f"{rank}", 1, 60.0), lambda: restarted.address(0)
+            )
+            assert restore_latest(restarted.repository, two_tensors(2), agreement, RestoreOptions(rank, 2)) == saved
 
         quick = beside.submit(restore, 0)
         assert port.first.wait(60)

@@ -7,17 +7,16 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from handmade import empty_record
+from builders import empty_record, live_ids, overwrite_root
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo
-from raystow.storage.repository import Repository, create_repository
+from raystow.storage.repository import Repository
 from raystow.storage.retention.policy import Decision, Policy, plan
 from raystow.storage.version import Version
 
@@ -118,7 +117,8 @@ def test_what_a_policy_thins(policy: Policy, ids: list[int]) -> None:
     assert {decision.verdict for decision in made} <= {"keep", "thin", "drop"}
 
 
-def test_verified_and_leased_versions_are_not_thinned_and_thinned_ones_do_not_count() -> None:
+def test_verified_and_leased_versions_are_not_thinned() -> None:
+    """Thinned versions do not count as verified ones."""
     entries = [*NINE[:5], *(replace(one, groups=("weights",)) for one in NINE[5:8]), NINE[8]]
     made = plan(entries, Policy(resumable=2), pins={}, metrics={}, verified=2, leased={(3, entries[2].attempt)})
     assert [decision.entry.id for decision in made if decision.thin] == [1, 4]
@@ -126,7 +126,7 @@ def test_verified_and_leased_versions_are_not_thinned_and_thinned_ones_do_not_co
     assert made[3].verdict == "thin"
 
 
-def test_what_is_to_be_thinned_counts_for_max_bytes_when_its_size_is_known() -> None:
+def test_max_bytes_counts_thinned_sizes_once_known() -> None:
     made = plan(NINE, Policy(resumable=2, max_bytes=35), pins={}, metrics={})
     assert [decision.verdict for decision in made] == ["thin"] * 7 + ["keep"] * 2
     made = plan(NINE, Policy(resumable=4, max_bytes=35), pins={}, metrics={})
@@ -201,7 +201,7 @@ def test_keep_rules_are_united(world: dict[str, Any], policy: dict[str, Any]) ->
 
 
 @given(worlds, rules, st.none() | st.integers(1, 200))
-def test_the_newest_and_pinned_are_never_dropped_and_reasons_are_given(world: Any, policy: Any, max_bytes: int | None) -> None:
+def test_newest_and_pinned_versions_stay_with_reasons(world: Any, policy: Any, max_bytes: int | None) -> None:
     made = plan(policy=Policy(**policy, max_bytes=max_bytes), **world)
     assert [decision.entry for decision in made] == world["entries"]
     assert always(world) <= {decision.entry.id for decision in made if decision.keep}
@@ -264,11 +264,6 @@ def test_thinning_drops_nothing_and_spares_the_newest(world: Any, policy: Any, r
 
 
 @pytest.fixture
-def repository() -> Repository:
-    return create_repository(f"memory://retention-{SYSTEM.token()}")
-
-
-@pytest.fixture
 def committer(repository: Repository) -> Committer:
     made = Committer(repository, "me")
     for step in range(1, 6):
@@ -280,10 +275,6 @@ def commit(committer: Committer, step: int) -> None:
     committer.commit(replace(empty_record(committer, step), metrics={"loss": abs(step - 2.0)}))
 
 
-def live(repository: Repository) -> list[int]:
-    return [version.id for version in repository.versions()]
-
-
 def test_a_plan_changes_nothing_until_it_is_executed(repository: Repository, committer: Committer) -> None:
     before = repository.root()
     made = repository.plan_retention(Policy(keep_last=2))
@@ -292,7 +283,7 @@ def test_a_plan_changes_nothing_until_it_is_executed(repository: Repository, com
     objects = list(repository.store.list(""))
     assert [gone.id for gone in made.execute()] == [1, 2, 3]
     root = repository.root()
-    assert (live(repository), root.next_id, root.epoch) == ([4, 5], before.next_id, before.epoch)
+    assert (live_ids(repository), root.next_id, root.epoch) == ([4, 5], before.next_id, before.epoch)
     assert [info.key for info in repository.store.list("")] == [info.key for info in objects]
     assert len(repository.orphans()) == 3
 
@@ -310,7 +301,7 @@ def test_what_is_committed_or_pinned_after_the_plan_stays(repository: Repository
     repository.pin(repository.version(2), "good")
     commit(committer, 6)
     assert [gone.id for gone in made.execute()] == [1, 3, 4]
-    assert live(repository) == [2, 5, 6]
+    assert live_ids(repository) == [2, 5, 6]
 
 
 def test_what_is_committed_or_pinned_during_the_swap_stays(
@@ -327,7 +318,7 @@ def test_what_is_committed_or_pinned_during_the_swap_stays(
 
     monkeypatch.setattr(repository.store, "put_if", late)
     assert [gone.id for gone in made.execute()] == [1, 3, 4]
-    assert live(repository) == [2, 5, 6]
+    assert live_ids(repository) == [2, 5, 6]
 
 
 def test_a_swap_whose_answer_is_lost_tells_what_it_dropped(
@@ -344,29 +335,29 @@ def test_a_swap_whose_answer_is_lost_tells_what_it_dropped(
 
     monkeypatch.setattr(repository.store, "put_if", lossy)
     assert [gone.id for gone in made.execute()] == [1, 2, 3, 4]
-    assert live(repository) == [5, 6]
+    assert live_ids(repository) == [5, 6]
 
 
 def test_two_plans_together_leave_the_newest(repository: Repository, committer: Committer) -> None:
     old = repository.plan_retention(Policy(keep_last=1))
     commit(committer, 6)
     repository.plan_retention(Policy(keep_last=1)).execute()
-    assert live(repository) == [6]
+    assert live_ids(repository) == [6]
     old.execute()
-    assert live(repository) == [6]
+    assert live_ids(repository) == [6]
 
 
 def test_a_version_that_has_become_the_newest_stays(repository: Repository, committer: Committer) -> None:
     made = repository.plan_retention(Policy(keep_last=1))
-    repository.register.update(lambda root: replace(root, versions=root.versions[:4]))  # no plan does this
+    overwrite_root(repository, lambda root: replace(root, versions=root.versions[:4]))  # no plan does this
     assert [gone.id for gone in made.execute()] == [1, 2, 3]
-    assert live(repository) == [4]
+    assert live_ids(repository) == [4]
 
 
 def test_ids_go_on_after_versions_were_dropped(repository: Repository, committer: Committer) -> None:
     repository.plan_retention(Policy(keep_last=1)).execute()
     commit(Committer(repository, "next"), 6)
-    assert live(repository) == [5, 6]
+    assert live_ids(repository) == [5, 6]
 
 
 def test_records_are_read_for_metrics_only(repository: Repository, committer: Committer) -> None:
@@ -439,7 +430,7 @@ def write_difference(committer: Committer, *bases: int) -> Version:
     return committer.commit(replace(empty_record(committer), fragments=(info,)))
 
 
-def test_a_base_stays_that_a_commit_needs_which_the_plan_did_not_know_of(repository: Repository) -> None:
+def test_a_base_stays_for_a_commit_after_the_plan(repository: Repository) -> None:
     committer = Committer(repository, "me")
     first, second = (committer.commit(empty_record(committer)) for _ in range(2))
     plan = repository.plan_retention(Policy(keep_last=1))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
-from raystow.workers.ipc.ring import SLOT, Ring
+from raystow.workers.shm.ring import SLOT, Ring
 
 
 def mapped(inode: int) -> bool:
@@ -13,7 +13,8 @@ def mapped(inode: int) -> bool:
     return any(line.split()[4] == str(inode) for line in lines if "raystow-ring" in line)
 
 
-def test_a_closed_ring_that_is_still_known_holds_no_memory_once_its_last_chunk_is_read():
+def test_a_closed_ring_frees_its_memory_with_the_last_chunk():
+    """Also if somebody still refers to it."""
     ring = Ring.create(2 * SLOT)
     inode = os.fstat(ring.fd).st_ino
     chunk = ring.slot(1)[:100]

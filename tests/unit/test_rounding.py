@@ -10,10 +10,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.lossy import rounding
-from raystow.orchestrator.lossy.choice import Lossy
-from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule, words_of
-from raystow.orchestrator.planner import Planner, plan_save
+from raystow.orchestrator.lossy import rounded_chunk
+from raystow.orchestrator.lossy.profiles import Lossy
+from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
+from raystow.orchestrator.lossy.tensor_values import words_of
+from raystow.orchestrator.save.planner import Planner, plan_save
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.dtypes import MANTISSA
 from raystow.storage.errors import SaveFailed, StateError
@@ -35,8 +36,8 @@ def any_floats(dtype: str, n: int = 1 << 11, seed: int = 0) -> torch.Tensor:
 
 def applied(rule: Rule, values: torch.Tensor, first: int = 0) -> torch.Tensor:
     rows = values.reshape(1, -1) if values.dim() < 2 else values
-    bits, findings = rounding.rounded(rule, rows.view(words_of(values.element_size())), str(values.dtype)[6:], first)
-    rounding.read("t", rule, [findings])
+    bits, findings = rounded_chunk.rounded(rule, rows.view(words_of(values.element_size())), str(values.dtype)[6:], first)
+    rounded_chunk.read("t", rule, [findings])
     return bits.view(values.dtype).reshape(values.shape)
 
 
@@ -46,7 +47,8 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 @pytest.mark.parametrize("rule", WIDE, ids=str)
 @pytest.mark.parametrize("dtype", MANTISSA)
-def test_what_was_rounded_stays_and_what_is_not_finite_is_not_touched(rule: Rule, dtype: str) -> None:
+def test_rounding_twice_changes_nothing(rule: Rule, dtype: str) -> None:
+    """Infinities and NaNs stay as they are."""
     if not rule.changes(dtype):
         return
     values = any_floats(dtype)
@@ -62,7 +64,8 @@ def test_what_was_rounded_stays_and_what_is_not_finite_is_not_touched(rule: Rule
 
 
 @pytest.mark.parametrize("bits", [1, 2, 5, 9, 15, 22])
-def test_mantissa_bits_keep_the_error_below_their_bound_and_nothing_becomes_zero(bits: int) -> None:
+def test_mantissa_bits_keep_their_bound(bits: int) -> None:
+    """No number becomes zero."""
     values = any_floats("float32", seed=bits)
     values = values[values.isfinite()]
     made = applied(MantissaBits(bits), values)
@@ -74,7 +77,7 @@ def test_mantissa_bits_keep_the_error_below_their_bound_and_nothing_becomes_zero
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 9), ("float16", 12)])
-def test_what_follows_from_the_rounded_is_what_follows_from_the_original(dtype: str, least: int) -> None:
+def test_tensors_derived_from_rounded_ones_stay_the_same(dtype: str, least: int) -> None:
     """Every pattern of the bits that decide, with what comes below them: nothing, little, half, nearly all."""
     upper = np.arange(1 << 20, dtype=np.uint32) << 12
     for lower in (0, 1, 0x800, 0xFFF):
@@ -98,9 +101,7 @@ def test_what_follows_from_the_rounded_is_what_follows_from_the_original(dtype: 
     block=st.sampled_from([8, 16, 33]),
     seed=st.integers(0, 99),
 )
-def test_blocks_keep_their_bound_and_do_not_ask_where_a_row_was_cut(
-    rows: int, n: int, first: int, bits: int, block: int, seed: int
-) -> None:
+def test_blocks_keep_their_bound_wherever_a_row_was_cut(rows: int, n: int, first: int, bits: int, block: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn((rows, first + n), generator=generator) * 10 ** torch.randint(-30, 30, (rows, 1), generator=generator)
     rule = Blockwise(bits, block)
@@ -153,26 +154,26 @@ class Careless(MantissaBits):
 
 def test_a_bound_that_does_not_hold_fails_the_save_by_name() -> None:
     words = torch.randn(1, 1000).view(torch.int32)
-    _, findings = rounding.rounded(Careless(4), words, "float32")
+    _, findings = rounded_chunk.rounded(Careless(4), words, "float32")
     with pytest.raises(SaveFailed, match=r"optim\.m"):
-        rounding.read("optim.m", Careless(4), [findings])
+        rounded_chunk.read("optim.m", Careless(4), [findings])
 
 
 def test_what_is_told_of_it() -> None:
     values = torch.tensor([[1.0 + 2.0**-20, 4.0, math.nan, 0.0]])
-    bits, findings = rounding.rounded(MantissaBits(10), values.view(torch.int32), "float32")
-    told = rounding.read("t", MantissaBits(10), [findings, findings])
+    bits, findings = rounded_chunk.rounded(MantissaBits(10), values.view(torch.int32), "float32")
+    told = rounded_chunk.read("t", MantissaBits(10), [findings, findings])
     error = 2.0**-10 - 2.0**-20
     assert bits.view(torch.float32)[0, 0] == 1 + 2.0**-10
     assert (told.rule, told.error, told.relative) == ("MantissaBits(10)", error, pytest.approx(error / values[0, 0].item()))
     assert told.sqnr == pytest.approx(10 * math.log10((values[0, 0].item() ** 2 + 16) / error**2))
     assert told.spared == 2 * 13 // 8
-    same_bits, nothing = rounding.rounded(MantissaBits(10), bits, "float32")
+    same_bits, nothing = rounded_chunk.rounded(MantissaBits(10), bits, "float32")
     assert torch.equal(same_bits, bits)
-    assert rounding.read("t", MantissaBits(10), [nothing]).sqnr is None
+    assert rounded_chunk.read("t", MantissaBits(10), [nothing]).sqnr is None
 
 
-def test_a_chunk_is_gathered_as_it_is_copied_and_the_tensor_stays_as_it_was() -> None:
+def test_a_chunk_is_rounded_while_it_is_copied() -> None:
     """What a GPU's tensors go through, here on the CPU: the same function rounds either way."""
     rules = Lossy.of({"exp_avg": MantissaBits(3), "master": Blockwise(8, 16)})
     for name, tensor in (("exp_avg.w", torch.randn(300, 50)), ("master.w", torch.randn(50, 300).t()), ("w", torch.randn(90, 90))):
@@ -197,9 +198,9 @@ def test_a_chunk_is_gathered_as_it_is_copied_and_the_tensor_stays_as_it_was() ->
 @pytest.mark.parametrize("shape", [(1, 40_001), (7, 9_000), (3_000, 12)])
 def test_large_chunks_are_rounded_in_parts(rule: Rule, shape: tuple[int, int], monkeypatch: pytest.MonkeyPatch) -> None:
     values = torch.randn(shape, generator=torch.Generator().manual_seed(0)).view(torch.int32)
-    monkeypatch.setattr(rounding, "_AT_ONCE", 1 << 30)
-    whole, findings = rounding.rounded(rule, values, "float32", 5)
-    monkeypatch.setattr(rounding, "_AT_ONCE", 1 << 12)
-    parts, found = rounding.rounded(rule, values, "float32", 5)
+    monkeypatch.setattr(rounded_chunk, "_AT_ONCE", 1 << 30)
+    whole, findings = rounded_chunk.rounded(rule, values, "float32", 5)
+    monkeypatch.setattr(rounded_chunk, "_AT_ONCE", 1 << 12)
+    parts, found = rounded_chunk.rounded(rule, values, "float32", 5)
     assert torch.equal(parts, whole)
     torch.testing.assert_close(found, findings, rtol=1e-9, atol=0)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from builders import coded_row
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk
@@ -12,10 +12,10 @@ from raystow.storage.stores.memory import MemoryStore
 MIB = 1 << 20
 
 
-def chunk(number: int, size: int, base: int | None = None) -> Chunk:
+def raw_chunk(number: int, size: int, base: int | None = None) -> Chunk:
     """The one that lies behind so many others of this size in its pack."""
     coding = Coding(False, False, ("raw",), (size,), base=base)
-    return Chunk(f"t{number}", "[]", "tensor", "uint8", (size,), (0,), (size,), 0, "weights", 0, number * size, coding, 0, b"")
+    return coded_row(number, "uint8", size, coding)
 
 
 def chain(one: Chunk, below: int) -> Run | None:
@@ -28,19 +28,25 @@ def chain(one: Chunk, below: int) -> Run | None:
 def runs(size: int, count: int, below: int) -> list[Run]:
     """Of so many chunks, each at the end of such a chain."""
 
-    def base(one: Chunk) -> Any:
-        return chain(chunk(0, size, 1), below)
+    class Chain:
+        def run(self, chunk: Chunk) -> Run:
+            found = chain(raw_chunk(0, size, 1), below)
+            assert found is not None
+            return found
 
-    reader = Reader(MemoryStore("runs"), 99, "0" * 16, base=base)
-    return reader.whole([chunk(number, size, 1 if below else None) for number in range(count)])
+        def referenced(self, chunk: Chunk) -> tuple[Reader, Chunk]:
+            raise AssertionError("no chunk here is a reference")
+
+    reader = Reader(MemoryStore("runs"), 99, "0" * 16, bases=Chain())
+    return reader.whole([raw_chunk(number, size, 1 if below else None) for number in range(count)])
 
 
-def test_chunks_beside_each_other_are_fetched_together_up_to_a_bound() -> None:
+def test_adjacent_chunks_are_fetched_together_up_to_a_bound() -> None:
     found = runs(MIB, 40, 0)
     assert [run.length // MIB for run in found] == [16, 16, 8]
 
 
-def test_what_lies_beneath_them_counts_so_that_threads_share_the_end_of_a_chain() -> None:
+def test_bases_count_so_that_threads_share_a_chain() -> None:
     found = runs(MIB, 40, 3)
     assert [run.length // MIB for run in found] == [4] * 10
     assert {run.nbytes // MIB for run in found} == {16}

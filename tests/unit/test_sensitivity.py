@@ -12,11 +12,11 @@ from hypothesis import strategies as st
 
 import raystow
 from raystow.orchestrator.demo.model import GPT, batch, loss_of
-from raystow.orchestrator.lossy.choice import Lossy
+from raystow.orchestrator.lossy.profiles import Lossy
 from raystow.orchestrator.lossy.rules import MantissaBits
-from raystow.orchestrator.roles import role
+from raystow.orchestrator.lossy.tensor_roles import role
+from raystow.orchestrator.save.state_tree import flatten
 from raystow.orchestrator.sensitivity import Proposal, Sensitivity, Trial
-from raystow.orchestrator.state import flatten
 from raystow.storage.errors import StateError
 
 LEVELS = {"weights": [MantissaBits(16), MantissaBits(1)], "exp_avg": [MantissaBits(5)], "exp_avg_sq": [MantissaBits(5)]}
@@ -97,11 +97,11 @@ def test_without_steps_only_weights_are_looked_at(trained: Setup) -> None:
         ([MantissaBits(7)], "levels is"),
         ({"attention": [MantissaBits(7)]}, "attention"),
         ({"exp_avg": MantissaBits(7)}, "exp_avg"),
-        ({"exp_avg": [7]}, "7 is no rule"),
+        ({"exp_avg": [7]}, "7 is not a rule"),
         ({"exp_avg_sq": [raystow.Blockwise(8, 64)]}, "second moments"),
     ],
 )
-def test_levels_that_are_none_are_refused_before_anything_is_rounded(levels: Any, named: str) -> None:
+def test_invalid_levels_are_refused_before_any_rounding(levels: Any, named: str) -> None:
     def loss() -> float:
         raise AssertionError("it was called")
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from builders import overwrite_root, whole, write
 from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from cryptography.hazmat.primitives.serialization import (
@@ -19,7 +20,6 @@ from cryptography.hazmat.primitives.serialization import (
     PrivateFormat,
     PublicFormat,
 )
-from handmade import whole, write
 
 import raystow
 from raystow.storage.clock import SYSTEM
@@ -27,7 +27,7 @@ from raystow.storage.coding.digest import stored_digest
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, RaystowError, StateError, StoreUnavailable, Untrusted
 from raystow.storage.format import key_files, keys, records
-from raystow.storage.format.signing import Signer
+from raystow.storage.format.signature import Signer
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.version import Version
 
@@ -71,7 +71,7 @@ def trusted(tmp_path: Path, ours: Signer) -> Path:
     return tmp_path / "ours.pub"
 
 
-def save(repository: Repository, signer: Signer | None = None, value: float = 0.0) -> Version:
+def write_one_array(repository: Repository, signer: Signer | None = None, value: float = 0.0) -> Version:
     return write(Committer(repository, SYSTEM.token(), signer), {"w": whole(ARRAY + value)})
 
 
@@ -89,7 +89,7 @@ def signature(version: Version, repository: Repository) -> bytes:
 
 def test_a_signed_version_is_read_with_and_without_keys(uri, ours, trusted, monkeypatch):
     repository = create_repository(uri)
-    save(repository, ours)
+    write_one_array(repository, ours)
     for found in (open_repository(uri), raystow.open(uri, trusted_keys=trusted)):
         assert reads(found.latest())
         found.verify(found.latest())
@@ -98,7 +98,7 @@ def test_a_signed_version_is_read_with_and_without_keys(uri, ours, trusted, monk
 
 
 def test_keys_refuse_what_nobody_has_signed(uri, trusted, monkeypatch):
-    version = save(create_repository(uri))
+    version = write_one_array(create_repository(uri))
     assert reads(open_repository(uri).latest())
     found = open_repository(uri, trusted_keys=trusted).latest()
     assert found.step == 0  # a listing tells what the root says
@@ -112,21 +112,21 @@ def test_keys_refuse_what_nobody_has_signed(uri, trusted, monkeypatch):
 
 def test_a_version_that_was_made_by_hand_asks_the_environment(uri, trusted, monkeypatch):
     repository = create_repository(uri)
-    version = Version(repository.store, save(repository).entry, repository.id)
+    version = Version(repository.store, write_one_array(repository).entry, repository.id)
     monkeypatch.setenv(key_files.TRUSTED_KEYS, str(trusted))
     with pytest.raises(Untrusted):
         version.read("w")
 
 
 def test_keys_refuse_what_another_has_signed(uri, theirs, trusted):
-    save(create_repository(uri), theirs)
+    write_one_array(create_repository(uri), theirs)
     with pytest.raises(Untrusted, match=theirs.public.id):
         open_repository(uri, trusted_keys=trusted).latest().read("w")
 
 
 def test_a_signature_holds_for_one_version_of_one_repository(uri, ours, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
-    first, second = save(repository, ours), save(repository, ours, 1.0)
+    first, second = write_one_array(repository, ours), write_one_array(repository, ours, 1.0)
     put_signature(first, repository, signature(second, repository))
     with pytest.raises(Untrusted, match="not that of key"):
         repository.version(1).read("w")
@@ -153,7 +153,7 @@ def test_the_signature_is_that_of_the_specification():
 
 def test_a_key_id_alone_opens_nothing(uri, ours, theirs, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
-    version = save(repository, ours)
+    version = write_one_array(repository, ours)
     forged = theirs.sign(repository.id, version.id, version.attempt, bytes.fromhex(version.entry.digest))
     fields = {**records.load(forged, "version.sig"), "key": ours.public.id}
     del fields["digest"]
@@ -164,7 +164,7 @@ def test_a_key_id_alone_opens_nothing(uri, ours, theirs, trusted):
 
 def test_no_byte_of_a_signature_can_change(uri, ours, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
-    version = save(repository, ours)
+    version = write_one_array(repository, ours)
     data = signature(version, repository)
     for at in range(len(data)):
         put_signature(version, repository, data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :])
@@ -188,7 +188,7 @@ def test_no_byte_of_a_signature_can_change(uri, ours, trusted):
 )
 def test_whatever_a_signature_says_is_an_error_of_ours(uri, ours, trusted, change):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
-    version = save(repository, ours)
+    version = write_one_array(repository, ours)
     fields = {**records.load(signature(version, repository), "version.sig"), **change}
     del fields["digest"]
     put_signature(version, repository, records.dump(fields, "version.sig"))
@@ -204,12 +204,12 @@ def rewritten(repository: Repository, **change: object) -> None:
     data = records.dump({**fields, **change}, "version.json")
     repository.store.put(keys.record(entry.id, entry.attempt), [data])
     forged = replace(entry, digest=stored_digest(data).hex(), size=len(data))
-    repository.register.update(lambda root: replace(root, versions=(*root.versions[:-1], forged)))
+    overwrite_root(repository, lambda root: replace(root, versions=(*root.versions[:-1], forged)))
 
 
 def test_who_can_write_can_forge_the_chain_but_not_the_signature(uri, ours, trusted):
     repository = create_repository(uri)
-    save(repository, ours)
+    write_one_array(repository, ours)
     rewritten(repository, metrics={"loss": 0.5})
     assert open_repository(uri).latest().metrics == {"loss": 0.5}
     with pytest.raises(Untrusted, match="not that of key"):
@@ -218,8 +218,8 @@ def test_who_can_write_can_forge_the_chain_but_not_the_signature(uri, ours, trus
 
 def test_the_root_cannot_give_a_version_another_step(uri, ours, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
-    save(repository, ours)
-    repository.register.update(lambda root: replace(root, versions=(replace(root.versions[0], step=7),)))
+    write_one_array(repository, ours)
+    overwrite_root(repository, lambda root: replace(root, versions=(replace(root.versions[0], step=7),)))
     with pytest.raises(Damaged, match="the root says step 7"):
         repository.latest().read("w")
 
@@ -242,12 +242,12 @@ def test_there_is_no_version_without_its_signature(uri, ours, monkeypatch):
 
 def test_a_repository_made_under_a_key_asks_for_it_ever_after(uri, ours, theirs):
     repository = create_repository(uri, signer=ours)
-    save(repository, ours)
+    write_one_array(repository, ours)
     again = create_repository(uri)
     for signer in (None, theirs):
         with pytest.raises(Untrusted, match=ours.public.id):
             Committer(again, "other", signer)
-    assert again.root().epoch == 1  # whoever was refused has fenced nobody
+    assert again.root().epoch == 1  # the refused committer has fenced nobody
     assert reads(again.latest())
 
 
@@ -258,9 +258,9 @@ def test_who_is_trusted_here_need_not_be_so_for_the_repository(uri, tmp_path, ou
         Committer(open_repository(uri), "me", theirs)
 
 
-def test_such_a_repository_checks_signatures_for_readers_without_keys(uri, ours):
+def test_the_repositorys_keys_serve_readers_without_keys(uri, ours):
     repository = create_repository(uri, signer=ours)
-    save(repository, ours)
+    write_one_array(repository, ours)
     rewritten(repository, metrics={"loss": 0.5})
     with pytest.raises(Untrusted):
         _ = open_repository(uri).latest().metrics
@@ -268,7 +268,7 @@ def test_such_a_repository_checks_signatures_for_readers_without_keys(uri, ours)
 
 def test_only_the_readers_own_keys_stand_against_a_forged_marker(uri, ours, theirs, trusted):
     repository = create_repository(uri, signer=ours)
-    version = save(repository, ours)
+    version = write_one_array(repository, ours)
     marker = {"repository": repository.id, "created": 0, "signed_by": [theirs.public.raw.hex()]}
     repository.store.put(keys.MARKER, [records.dump(marker, keys.MARKER)])
     rewritten(repository, metrics={"loss": 0.5})
@@ -279,11 +279,11 @@ def test_only_the_readers_own_keys_stand_against_a_forged_marker(uri, ours, thei
         _ = open_repository(uri, trusted_keys=trusted).latest().metrics
 
 
-def test_other_keys_may_sign_if_they_were_trusted_when_it_was_made(uri, tmp_path, ours, theirs, monkeypatch):
+def test_keys_trusted_at_creation_may_sign(uri, tmp_path, ours, theirs, monkeypatch):
     monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # holds both public halves
     create_repository(uri, signer=ours)
     monkeypatch.delenv(key_files.TRUSTED_KEYS)
-    save(create_repository(uri), theirs)
+    write_one_array(create_repository(uri), theirs)
     assert reads(open_repository(uri).latest())
 
 
@@ -307,12 +307,12 @@ def test_nobody_saves_what_they_would_not_read(uri, ours, theirs, trusted, monke
     with pytest.raises(raystow.NotARepository):
         open_repository(f"{uri}-new")
     assert made.root().epoch == 0
-    save(create_repository(uri), ours)
+    write_one_array(create_repository(uri), ours)
 
 
 def test_a_version_takes_its_trust_along(tmp_path, trusted):
     uri = str(tmp_path / "run")
-    save(create_repository(uri))
+    write_one_array(create_repository(uri))
     sent = pickle.loads(pickle.dumps(open_repository(uri, trusted_keys=trusted).latest()))
     with pytest.raises(Untrusted):
         sent.read("w")
@@ -369,7 +369,7 @@ def test_trusted_keys_are_a_file_of_several_or_a_folder(tmp_path, ours, theirs):
 
 
 @pytest.mark.parametrize("content", [None, "", "no key", "-----BEGIN PUBLIC KEY-----\nAAAA\n-----END PUBLIC KEY-----\n"])
-def test_trusted_keys_that_are_none_are_an_error_and_never_no_check(tmp_path, uri, content, monkeypatch):
+def test_invalid_trusted_keys_never_turn_checks_off(tmp_path, uri, content, monkeypatch):
     create_repository(uri)
     path = tmp_path / "trusted"
     if content is not None:
@@ -394,7 +394,7 @@ def test_an_empty_folder_or_variable_is_an_error(tmp_path, monkeypatch):
 
 
 def test_without_keys_cryptography_is_not_imported(tmp_path):
-    save(create_repository(str(tmp_path)))
+    write_one_array(create_repository(str(tmp_path)))
     code = (
         "import sys, raystow\n"
         f"version = raystow.open({str(tmp_path)!r}).latest()\n"

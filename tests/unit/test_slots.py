@@ -6,12 +6,12 @@ import mmap
 
 import pytest
 
-from raystow.workers.ipc.ring import Ring
-from raystow.workers.ipc.slots import Slots
-from raystow.workers.node_actor import _environment
+from raystow.workers.node.actor import _environment
+from raystow.workers.shm.ring import Ring
+from raystow.workers.shm.slots import Slots
 
 
-def test_the_back_of_a_ring_is_the_same_memory_and_outlives_the_whole() -> None:
+def test_the_end_of_a_ring_outlives_the_whole() -> None:
     size = mmap.PAGESIZE
     ring = Ring.create(5 * size, size)
     back = ring.behind(2)
@@ -26,7 +26,7 @@ def test_the_back_of_a_ring_is_the_same_memory_and_outlives_the_whole() -> None:
     back.close()
 
 
-def test_a_slot_is_free_when_it_is_filled_and_its_last_chunk_is_done() -> None:
+def test_a_slot_is_free_when_its_last_chunk_is_done() -> None:
     free: list[int] = []
     ring = Ring.create(2 * mmap.PAGESIZE, mmap.PAGESIZE)
     ring.slot(1)[5:8] = 3

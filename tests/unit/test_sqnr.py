@@ -12,14 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.orchestrator.lossy import rounding
-from raystow.orchestrator.lossy.choice import Lossy, suited
-from raystow.orchestrator.lossy.numbers import Numbers
-from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule, words_of
+from raystow.orchestrator.lossy import rounded_chunk
+from raystow.orchestrator.lossy.profiles import Lossy, suited
+from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
 from raystow.orchestrator.lossy.sqnr import Settled, Sqnr
-from raystow.orchestrator.planner import Planner, SavePlan, plan_save
+from raystow.orchestrator.lossy.tensor_values import Numbers, words_of
+from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
 from raystow.orchestrator.sensitivity import sensitivity
-from raystow.storage.coding.chunk import Encoder
+from raystow.storage.coding.chunk import ChunkEncoder
 from raystow.storage.coding.dtypes import dtype as format_of
 from raystow.storage.coding.rounded import together
 from raystow.storage.errors import StateError
@@ -37,8 +37,8 @@ def chosen(asked: Sqnr, values: torch.Tensor, first: int = 0, before: Rule | Non
 def applied(rule: Rule | None, values: torch.Tensor, first: int = 0) -> torch.Tensor:
     if rule is None:
         return values
-    made, findings = rounding.rounded(rule, words(values), str(values.dtype)[6:], first)
-    rounding.read("t", rule, [findings])
+    made, findings = rounded_chunk.rounded(rule, words(values), str(values.dtype)[6:], first)
+    rounded_chunk.read("t", rule, [findings])
     return made.view(values.dtype)
 
 
@@ -78,9 +78,10 @@ def drawn(seed: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor
     blocks=st.sampled_from([(), (8, 64)]),
     cut=st.integers(0, 300),
 )
-def test_enough_is_left_and_what_was_rounded_stays_however_it_is_cut(
+def test_the_sqnr_is_met_however_tensors_are_cut(
     seed: int, shape: tuple[int, int], dtype: torch.dtype, db: float, blocks: tuple[int, ...], cut: int
 ) -> None:
+    """Rounding again changes nothing."""
     asked, values = Sqnr(db, blocks), drawn(seed, shape, dtype)
     rule = chosen(asked, values)
     made = applied(rule, values)
@@ -102,7 +103,7 @@ def test_enough_is_left_and_what_was_rounded_stays_however_it_is_cut(
 
 def coded(rule: Rule, values: torch.Tensor) -> int:
     raw = words(applied(rule, values)).numpy().view(np.uint8).reshape(-1)
-    return int(Encoder(raw.size).encode(raw, format_of("float32"))[0].size)
+    return int(ChunkEncoder(raw.size).encode(raw, format_of("float32"))[0].size)
 
 
 def best(values: torch.Tensor, db: float, kinds: dict[str, Callable[[int], Rule]]) -> dict[str, int]:
@@ -156,7 +157,8 @@ def test_what_a_sample_does_not_show_is_found_among_all_numbers() -> None:
     assert sqnr(values, applied(rule, values)) >= 35 > sqnr(values, applied(usual, values))
 
 
-def test_what_no_rule_suits_keeps_every_bit_and_nothing_is_found_in_nothing() -> None:
+def test_tensors_that_no_rule_suits_keep_every_bit() -> None:
+    """An empty tensor has no rule either."""
     assert chosen(Sqnr(60), normal(100, 40).half()) is None
     assert chosen(Sqnr(40), normal(100, 40)[:0]) is None
     for empty in (torch.zeros(100, 40), torch.full((100, 40), math.nan)):
@@ -164,7 +166,8 @@ def test_what_no_rule_suits_keeps_every_bit_and_nothing_is_found_in_nothing() ->
     assert chosen(Sqnr(40), normal(100, 40).bfloat16().float()) == Settled(7), "it may have been rounded to that"
 
 
-def test_blocks_are_for_first_moments_and_what_follows_is_said_without_a_look() -> None:
+def test_blocks_are_for_first_moments_only() -> None:
+    """Rules for derived tensors need no statistics."""
     assert suited(Sqnr(40), "optim.exp_avg.w") == Sqnr(40)
     for name in ("optim.exp_avg_sq.w", "master.w", "w", "optim.square_avg.w"):
         assert suited(Sqnr(40), name) == Sqnr(40, ())
@@ -189,7 +192,7 @@ def rules(plan: SavePlan) -> dict[str, Rule | None]:
     return {shard.leaf.name: shard.rule for shard in plan.division.shards}
 
 
-def test_replicas_are_rounded_alike_and_a_choice_stays_while_it_suits() -> None:
+def test_replicas_are_rounded_alike_and_choices_stay() -> None:
     lossy = Lossy.of({"exp_avg": Sqnr(40), "exp_avg_sq": Sqnr(40), "master": Sqnr(61)})
     moments = normal(300, 300)
     state = {
@@ -221,11 +224,11 @@ def test_replicas_are_rounded_alike_and_a_choice_stays_while_it_suits() -> None:
     later.let_go()
 
 
-def test_parts_of_a_tensor_that_were_rounded_differently_are_told_together() -> None:
+def test_differently_rounded_parts_are_reported_together() -> None:
     values = normal(100, 64)
     words_of_it, found = words(values), []
     for rule in (MantissaBits(6), Blockwise(8, 64), MantissaBits(6)):
-        found.append(rounding.read("t", rule, [rounding.rounded(rule, words_of_it, "float32")[1]]))
+        found.append(rounded_chunk.read("t", rule, [rounded_chunk.rounded(rule, words_of_it, "float32")[1]]))
     assert together(found).rule == "Blockwise(8, 64) and MantissaBits(6)"
 
 

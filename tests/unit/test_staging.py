@@ -16,20 +16,26 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
-from raystow.workers import staging
-from raystow.workers.ipc.ring import SLOT, Ring
-from raystow.workers.ipc.wire import Connection, Listener
-from raystow.workers.staging import Order, Staging
+from raystow.workers.protocol.messages import Begin, ChunkInfo, OpenSession, SessionOpened
+from raystow.workers.protocol.unix_channel import Connection, Listener
+from raystow.workers.shm.ring import SLOT, Ring
+from raystow.workers.staging import gpu
+from raystow.workers.staging.client import Staging
+from raystow.workers.staging.plan import SaveOrder
+
+OPENING = OpenSession("memory://staging", "r", 0, 1, "i", 1, 2 * SLOT, SLOT, 7)
+INFO = ChunkInfo("w", "[]", "tensor", "uint8", (SLOT,), "weights", (0,), (SLOT,))
+BEGIN = Begin(0, 1, "i", 1, "", 7, 60.0, 0, 0)
 
 
 @dataclass
 class Chunk:
     nbytes: int = SLOT
     device: None = None
-    fields: dict[str, Any] = field(default_factory=dict)
+    info: Any = INFO
 
-    def describe(self) -> dict[str, Any]:
-        return self.fields
+    def describe(self) -> Any:
+        return self.info
 
     def copy(self, out: Bytes) -> None:
         out[:] = 1
@@ -39,7 +45,8 @@ class Chunk:
 class Plan:
     pieces: list[Chunk]
     coverage: tuple[int, int] = (0, 0)
-    vouched: tuple[str, ...] = ()
+    owned_dtensors: tuple[str, ...] = ()
+    values: tuple[Any, ...] = ()
     followers: tuple[Any, ...] = ()
 
     @property
@@ -64,9 +71,10 @@ def frozen() -> Iterator[str]:
 
     def accept() -> None:
         while (connection := listener.accept()) is not None:
-            connection.receive()
+            connection.handshake("the training process")
+            connection.receive(OpenSession)
             ring = Ring.create(2 * SLOT)
-            connection.send({"ring": ring.slots, "slot": ring.slot_size, "store": 0.0}, fd=ring.fd)
+            connection.send(SessionOpened(ring.slots, ring.slot_size, 0.0), fd=ring.fd)
             held.append(connection)
 
     thread = threading.Thread(target=accept)
@@ -86,13 +94,13 @@ def within(seconds: float, work: Callable[[], None]) -> bool:
 
 
 def staged(address: str, chunks: list[Chunk]) -> tuple[Staging, threading.Event, queue.SimpleQueue[Entry | RaystowError]]:
-    made, done = Staging(address, {}), threading.Event()
+    made, done = Staging(address, OPENING), threading.Event()
     outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
-    made.submit(Order(1, {"step": 7}, Plan(chunks), on_staged=done.set, on_end=outcomes.put))
+    made.submit(SaveOrder(BEGIN, Plan(chunks), on_staged=done.set, on_end=outcomes.put))
     return made, done, outcomes
 
 
-def test_closing_does_not_wait_for_a_node_worker_that_frees_no_slot(frozen: str) -> None:
+def test_close_does_not_wait_for_a_stuck_node_worker(frozen: str) -> None:
     made, done, outcomes = staged(frozen, [Chunk() for _ in range(5)])
     assert not done.wait(0.3)  # three chunks have no slot
     assert within(20, lambda: made.close(patience=0.1))
@@ -101,7 +109,7 @@ def test_closing_does_not_wait_for_a_node_worker_that_frees_no_slot(frozen: str)
 
 
 def test_what_cannot_be_sent_ends_the_save_at_once(frozen: str) -> None:
-    made, done, outcomes = staged(frozen, [Chunk(fields={"no JSON": object()})])
+    made, done, outcomes = staged(frozen, [Chunk(info=object())])
     assert isinstance(outcomes.get(timeout=5), SaveFailed)
     assert done.wait(5)
     assert made.lost
@@ -131,7 +139,7 @@ class Bench:
         return SimpleNamespace(codec="deflate", why="")
 
     def follow(self, *_: Any, **__: Any) -> Any:
-        return SimpleNamespace(strays=[], rows=[])
+        return SimpleNamespace(strays=[], derived=[])
 
     def encode(self, *_: Any, meanwhile: Callable[[], None], on_read: Callable[[], None], **__: Any) -> None:
         meanwhile()
@@ -150,21 +158,20 @@ class Urgent(threading.Event):
         return super().wait(timeout)
 
 
-def test_a_training_on_a_gpu_has_a_head_start_unless_it_waits_and_again_when_it_has_waited(
-    frozen: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(staging, "HEAD_START", 3600.0)
+def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And again after it has waited."""
+    monkeypatch.setattr(gpu, "HEAD_START", 3600.0)
     plan, urgent, over = OnGpu([]), Urgent(), threading.Event()
-    monkeypatch.setattr(staging, "SYSTEM", SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}")))
+    monkeypatch.setattr(gpu, "SYSTEM", SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}")))
 
     def staged() -> None:
         plan.seen.append("staged")
         if plan.seen.count("staged") == 2:  # all was read; the save's part here is over
             over.set()
 
-    made = Staging(frozen, {})
-    made._workbench = Bench()
-    made.submit(Order(1, {"step": 7}, plan, on_staged=staged, on_end=lambda outcome: None, urgent=urgent))
+    made = Staging(frozen, OPENING)
+    made._devices._made = Bench()
+    made.submit(SaveOrder(BEGIN, plan, on_staged=staged, on_end=lambda outcome: None, urgent=urgent))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")
     urgent.set()

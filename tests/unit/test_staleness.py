@@ -8,12 +8,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from handmade import rows_and_pack, whole
+from builders import rows_and_pack, whole
 from local_cluster import LocalCluster
 
 from raystow.storage.clock import SYSTEM
-from raystow.workers.ipc.wire import Connection, Message
-from raystow.workers.packing import staleness
+from raystow.workers.packing import stale_state
+from raystow.workers.protocol.messages import SaveDone
+from raystow.workers.protocol.unix_channel import Connection
 
 State = dict[str, Any]
 
@@ -24,9 +25,9 @@ def told(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
     warnings: list[list[str]] = []
     send = Connection.send
 
-    def listen(self: Connection, message: Message, *, fd: int | None = None) -> None:
-        if "done" in message:
-            warnings.append(message["warnings"])
+    def listen(self: Connection, message: object, *, fd: int | None = None) -> None:
+        if isinstance(message, SaveDone):
+            warnings.append(list(message.warnings))
         send(self, message, fd=fd)
 
     monkeypatch.setattr(Connection, "send", listen)
@@ -39,7 +40,7 @@ def cluster() -> Iterator[LocalCluster]:
         yield made
 
 
-def state(step: int, moment: float, *, shape: tuple[int, ...] = (30, 40)) -> State:
+def training_state(step: int, moment: float, *, shape: tuple[int, ...] = (30, 40)) -> State:
     """A state whose weights and step counters go on, whatever the moments do."""
     optimizer = {
         "exp_avg": torch.full(shape, moment),
@@ -53,17 +54,17 @@ def state(step: int, moment: float, *, shape: tuple[int, ...] = (30, 40)) -> Sta
 def test_the_same_moments_at_another_step_are_a_warning(
     cluster: LocalCluster, told: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
-    with caplog.at_level(logging.WARNING, staleness.logger.name):
+    with caplog.at_level(logging.WARNING, stale_state.logger.name):
         for step, moment in enumerate((0.5, 0.5, 0.25, 0.5), 1):
-            cluster.save(state(step, moment), step=step)
+            cluster.save(training_state(step, moment), step=step)
     assert [len(warnings) for warnings in told] == [0, 1, 0, 0]
     assert "two saves hold the same optimizer state, bit for bit: those of steps 1 and 2" in told[1][0]
-    said = [record.getMessage() for record in caplog.records if record.name == staleness.logger.name]
+    said = [record.getMessage() for record in caplog.records if record.name == stale_state.logger.name]
     assert said == [f"{cluster.uri}: {told[1][0]}"]
 
 
 def test_one_tensor_that_changed_is_enough(cluster: LocalCluster, told: list[list[str]]) -> None:
-    first, second = state(1, 0.5), state(2, 0.5)
+    first, second = training_state(1, 0.5), training_state(2, 0.5)
     second["optim"]["w"]["exp_avg"][7, 7] += 1
     cluster.save(first, step=1)
     cluster.save(second, step=2)
@@ -71,14 +72,14 @@ def test_one_tensor_that_changed_is_enough(cluster: LocalCluster, told: list[lis
 
 
 def test_the_same_step_may_be_saved_twice(cluster: LocalCluster, told: list[list[str]]) -> None:
-    cluster.save(state(1, 0.5), step=1)
-    cluster.save(state(1, 0.5), step=1)
+    cluster.save(training_state(1, 0.5), step=1)
+    cluster.save(training_state(1, 0.5), step=1)
     assert told == [[], []]
 
 
 @pytest.mark.parametrize("kept", ["model", "counters"])
 def test_without_moments_there_is_nothing_to_compare(cluster: LocalCluster, told: list[list[str]], kept: str) -> None:
-    same = state(1, 0.5)
+    same = training_state(1, 0.5)
     counters = {name: same["optim"]["w"][name] for name in ("step", "seen")}
     for step in (1, 2):
         cluster.save({"model": same["model"]} if kept == "model" else {"optim": counters}, step=step)
@@ -86,21 +87,21 @@ def test_without_moments_there_is_nothing_to_compare(cluster: LocalCluster, told
 
 
 def test_a_save_of_weights_does_not_hide_what_was_before(cluster: LocalCluster, told: list[list[str]]) -> None:
-    cluster.save(state(1, 0.5), step=1)
-    cluster.save({"model": state(2, 0.5)["model"]}, step=2)
-    cluster.save(state(3, 0.5), step=3)
+    cluster.save(training_state(1, 0.5), step=1)
+    cluster.save({"model": training_state(2, 0.5)["model"]}, step=2)
+    cluster.save(training_state(3, 0.5), step=3)
     assert [len(warnings) for warnings in told] == [0, 0, 1]
 
 
 def test_all_ranks_of_a_node_are_told(cluster: LocalCluster, told: list[list[str]]) -> None:
     for step in (1, 2):
-        cluster.save_all([state(step, 0.5), state(step, 0.5)], step=step)
+        cluster.save_all([training_state(step, 0.5), training_state(step, 0.5)], step=step)
     assert [len(warnings) for warnings in told] == [0, 0, 1, 1]
 
 
 def test_repositories_are_watched_apart() -> None:
     rows = rows_and_pack({name: whole(np.arange(9, dtype=np.float32)) for name in "ab"})[0]
-    rows = [replace(row, group=staleness.GROUP) for row in rows]
-    one, other = staleness.OptimizerWatch("memory://1"), staleness.OptimizerWatch("memory://2")
+    rows = [replace(row, group=stale_state.GROUP) for row in rows]
+    one, other = stale_state.OptimizerWatch("memory://1"), stale_state.OptimizerWatch("memory://2")
     assert one.saved(1, rows) == other.saved(2, rows) == ()
     assert len(one.saved(2, rows[::-1])) == 1

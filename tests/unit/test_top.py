@@ -18,23 +18,22 @@ import pyte
 import pytest
 from rich.console import Console
 
-from raystow.orchestrator.cli.sight import facts, run_of
 from raystow.orchestrator.cli.top import watch
+from raystow.orchestrator.cli.top_data import RunState, run_of, run_state
 from raystow.orchestrator.cli.top_view import view
-from raystow.orchestrator.coordinator import Phase
-from raystow.orchestrator.overview import Failure, Open, Overview
-from raystow.orchestrator.snapshot import Snapshot
+from raystow.orchestrator.coordinator.attempt import Phase
+from raystow.orchestrator.coordinator.status import ClusterStatus, CoordinatorStatus, FailedAttempt, OpenAttempt
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.errors import ClusterError, StateError
 from raystow.storage.format.root import Entry
-from raystow.workers.network.replication import Progress
+from raystow.workers.protocol.messages import ReplicationProgress
 from raystow.workers.status import AttemptStatus, NodeStatus, Stage
 
 RUN, NAME = "s3://bucket/a-prefix-that-is-rather-long/of-several-parts/runs/llama", "coordinator-1"
 NEWEST = Entry(41, "a" * 16, "d" * 64, 100, 4100, 1000.0, raw=782 << 30, stored=616 << 30)
-SAVE = Open(42, "b" * 16, 4200, Phase.GATHERING.value, 16384, 16380, 16000, 2048, 12, 3.25, 596.75)
-LOST = Failure(40, "c" * 16, 4000, "ranks [3, 7] had not delivered their shards after 600 s: " + "and so on " * 8, 119.0)
-OVERVIEW = Overview(RUN, "r" * 16, 7, NEWEST, 130.0, 1, (SAVE,), (LOST,))
+SAVE = OpenAttempt(42, "b" * 16, 4200, Phase.GATHERING.value, 16384, 16380, 16000, 2048, 12, 3.25, 596.75)
+LOST = FailedAttempt(40, "c" * 16, 4000, "ranks [3, 7] had not delivered their shards after 600 s: " + "and so on " * 8, 119.0)
+OVERVIEW = CoordinatorStatus(RUN, "r" * 16, 7, NEWEST, 130.0, 1, (SAVE,), (LOST,))
 
 
 def node(number: int, *, at: float = 10.0, raw: int = 0, **changes: Any) -> NodeStatus:
@@ -51,42 +50,42 @@ def node(number: int, *, at: float = 10.0, raw: int = 0, **changes: Any) -> Node
         spare=0,
         memory=111 << 30,
         memory_limit=200 << 30,
-        copies=Progress(200, 100, ("f" * 56,)),
+        copies=ReplicationProgress(200, 100, ("f" * 56,)),
         ranks={RUN: 8},
         attempts=(attempt,),
     )
     return replace(status, **changes)
 
 
-def snapshot(*nodes: NodeStatus | None, coordinator: Overview | None = OVERVIEW, at: float = 100.0) -> Snapshot:
-    return Snapshot(at, {NAME: coordinator}, {one.node if one else "dead": one for one in nodes})
+def snapshot(*nodes: NodeStatus | None, coordinator: CoordinatorStatus | None = OVERVIEW, at: float = 100.0) -> ClusterStatus:
+    return ClusterStatus(at, {NAME: coordinator}, {one.node if one else "dead": one for one in nodes})
 
 
-def shown(facts: dict[str, Any], rows: int | None = None) -> list[str]:
+def shown(state: RunState, rows: int | None = None) -> list[str]:
     console = Console(width=80, color_system=None, force_terminal=False)
     with console.capture() as capture:
-        console.print(view(facts, rows=rows))
+        console.print(view(state, rows=rows))
     return capture.get().splitlines()
 
 
 def test_rates_are_differences_between_looks() -> None:
     before, now = snapshot(node(1, at=10.0, raw=1 << 30)), snapshot(node(1, at=12.0, raw=3 << 30))
-    (told,) = facts(NAME, before, now, OVERVIEW)["nodes"]
-    assert (told["coded_per_second"], told["stored_per_second"]) == (1 << 30, 3 << 28)
-    (restarted,) = facts(NAME, now, snapshot(node(1, at=13.0, raw=0)), OVERVIEW)["nodes"]
-    assert restarted["coded_per_second"] is None
-    (new,) = facts(NAME, snapshot(), now, OVERVIEW)["nodes"]
-    assert new["coded_per_second"] is None
+    (told,) = run_state(NAME, before, now, OVERVIEW).nodes
+    assert (told.coded_per_second, told.stored_per_second) == (1 << 30, 3 << 28)
+    (restarted,) = run_state(NAME, now, snapshot(node(1, at=13.0, raw=0)), OVERVIEW).nodes
+    assert restarted.coded_per_second is None
+    (new,) = run_state(NAME, snapshot(), now, OVERVIEW).nodes
+    assert new.coded_per_second is None
 
 
 def test_only_the_nodes_of_the_run_are_told_of() -> None:
     other = node(5, ranks={"s3://other": 8})
-    assert [n["node"] for n in facts(NAME, snapshot(), snapshot(node(1), other), OVERVIEW)["nodes"]] == [node(1).node]
+    assert [n.node for n in run_state(NAME, snapshot(), snapshot(node(1), other), OVERVIEW).nodes] == [node(1).node]
 
 
-def test_each_node_and_rank_has_its_stage_and_the_slowest_come_first() -> None:
+def test_nodes_and_ranks_show_their_stage_slowest_first() -> None:
     now = snapshot(node(1), node(2), node(3), None)
-    lines = shown(facts(NAME, now, now, OVERVIEW))
+    lines = shown(run_state(NAME, now, now, OVERVIEW))
     stages = [line.split()[:3] for line in lines[lines.index(next(line for line in lines if line.startswith("NODE"))) + 1 :][:4]]
     assert stages == [
         ["dead", "no", "answer"],
@@ -99,7 +98,7 @@ def test_each_node_and_rank_has_its_stage_and_the_slowest_come_first() -> None:
 
 def test_it_fits_80_columns_and_the_height_that_there_is() -> None:
     crowd = snapshot(*(node(number) for number in range(1, 200)))
-    told = facts(NAME, crowd, crowd, OVERVIEW)
+    told = run_state(NAME, crowd, crowd, OVERVIEW)
     for rows in (None, 10):
         assert max(map(len, shown(told, rows))) <= 80
     lines = shown(told, 10)
@@ -108,23 +107,23 @@ def test_it_fits_80_columns_and_the_height_that_there_is() -> None:
 
 
 def test_failures_are_told_whole() -> None:
-    text = " ".join(shown(facts(NAME, snapshot(), snapshot(), OVERVIEW)))
+    text = " ".join(shown(run_state(NAME, snapshot(), snapshot(), OVERVIEW)))
     assert "1 min ago, step 4000: ranks [3, 7] had not delivered their shards after 600 s" in text
-    assert "1 given up since" in text
+    assert "1 aborted since" in text
 
 
 def test_before_the_first_version() -> None:
-    young = Overview(RUN, "r" * 16, 1, None, None, 0, (), ())
-    assert "newest   no version yet" in shown(facts(NAME, snapshot(), snapshot(coordinator=young), young))
+    young = CoordinatorStatus(RUN, "r" * 16, 1, None, None, 0, (), ())
+    assert "newest   no version yet" in shown(run_state(NAME, snapshot(), snapshot(coordinator=young), young))
 
 
 class Scene:
     """A cluster that looks one way after another, and then stays so."""
 
-    def __init__(self, *sights: Snapshot) -> None:
+    def __init__(self, *sights: ClusterStatus) -> None:
         self._sights = list(sights)
 
-    def look(self) -> Snapshot:
+    def look(self) -> ClusterStatus:
         return self._sights.pop(0) if len(self._sights) > 1 else self._sights[0]
 
 
@@ -135,30 +134,30 @@ class Still(Clock):
 
 def test_while_the_coordinator_restarts_what_it_said_last_stays() -> None:
     gone = snapshot(node(1, at=11.0, raw=1 << 30), coordinator=None)
-    head_down = Snapshot(102.0, {}, {}, trouble="the head node does not answer: no")
+    head_down = ClusterStatus(102.0, {}, {}, trouble="the head node does not answer: no")
     back = snapshot(node(1, at=20.0, raw=10 << 30), coordinator=replace(OVERVIEW, epoch=8))
     sights = watch(Scene(snapshot(node(1)), gone, head_down, back), "", Still(), 1.0)
     first, restarting, down, again = (next(sights) for _ in range(4))
-    assert [f["coordinator"]["answers"] for f in (first, restarting, down, again)] == [True, False, False, True]
-    assert restarting["newest"]["id"] == 41
+    assert [f.coordinator.answers for f in (first, restarting, down, again)] == [True, False, False, True]
+    assert restarting.newest.id == 41
     assert any("the coordinator does not answer" in line for line in shown(restarting))
-    assert restarting["nodes"][0]["coded_per_second"] == 1 << 30
+    assert restarting.nodes[0].coded_per_second == 1 << 30
     assert any("the head node does not answer" in line for line in shown(down))
-    assert again["coordinator"]["epoch"] == 8
-    assert again["nodes"][0]["coded_per_second"] == 1 << 30  # since the last look at which it was seen
+    assert again.coordinator.epoch == 8
+    assert again.nodes[0].coded_per_second == 1 << 30  # since the last look at which it was seen
 
 
 def test_a_run_is_found_or_asked_for() -> None:
-    two = Snapshot(1.0, {NAME: OVERVIEW, "coordinator-2": replace(OVERVIEW, uri="s3://b/2")}, {})
+    two = ClusterStatus(1.0, {NAME: OVERVIEW, "coordinator-2": replace(OVERVIEW, uri="s3://b/2")}, {})
     assert run_of(two, "coordinator-2") == "coordinator-2"
-    with pytest.raises(StateError, match=r"several runs .*s3://b/2"):
+    with pytest.raises(StateError, match=r"several jobs .*s3://b/2"):
         run_of(two, "")
-    with pytest.raises(ClusterError, match=r"nobody saves to it .*s3://b/2"):
+    with pytest.raises(ClusterError, match=r"no job saves to it .*s3://b/2"):
         run_of(two, "coordinator-3")
-    with pytest.raises(ClusterError, match="no run saves"):
-        run_of(Snapshot(1.0, {}, {}), "")
+    with pytest.raises(ClusterError, match="no job saves"):
+        run_of(ClusterStatus(1.0, {}, {}), "")
     with pytest.raises(ClusterError, match="the head is away"):
-        run_of(Snapshot(1.0, {}, {}, trouble="the head is away"), "")
+        run_of(ClusterStatus(1.0, {}, {}, trouble="the head is away"), "")
 
 
 # On a real terminal
@@ -167,9 +166,9 @@ PROGRAM = """
 import sys; sys.path.insert(0, {tests!r})
 from test_top import Scene, snapshot, node
 from raystow.orchestrator.cli import top
-from raystow.orchestrator import observing
+from raystow.orchestrator.coordinator import cluster_probe
 from typer import Typer, run
-observing.Observer = lambda address: Scene(snapshot(node(1)), snapshot(node(1, at=11.0, raw=2 << 30), node(2), None))
+cluster_probe.ClusterProbe = lambda address: Scene(snapshot(node(1)), snapshot(node(1, at=11.0, raw=2 << 30), node(2), None))
 app = Typer(); app.command()(top.top)
 sys.argv[1:] = ["--interval", "0.2s"]
 app(standalone_mode=False)
@@ -191,7 +190,7 @@ def live() -> Iterator[tuple[pyte.Screen, pyte.ByteStream, int, subprocess.Popen
     outer, inner = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
     program = PROGRAM.format(tests=str(Path(__file__).parent))
-    # A shell's background job ignores Ctrl-C, and so does what it starts: this process must not, whoever started the tests.
+    # A shell's background job ignores Ctrl-C, and so does what it starts: this process must not, however the tests were started.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-c", program]
     process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment, preexec_fn=listen)

@@ -1,4 +1,4 @@
-"""The garbage collector is back when those who wanted it away are through, in whatever order."""
+"""The garbage collector is enabled again when all pauses have ended, in any order."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.restore import restore
+from raystow.orchestrator.restore.latest import restore
 from raystow.storage.clock import SYSTEM
-from raystow.storage.uncollected import uncollected
+from raystow.storage.gc_pause import uncollected
 
 
 def test_it_is_back_afterwards_and_after_an_error() -> None:
@@ -47,7 +47,7 @@ def test_whoever_has_it_off_keeps_it_off() -> None:
 def test_what_is_frozen_is_looked_at_no_more() -> None:
     script = """
 import gc
-from raystow.storage.uncollected import freeze
+from raystow.storage.gc_pause import freeze
 there, loop = len(gc.get_objects()), []
 loop.append(loop)
 del loop

@@ -6,86 +6,81 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from handmade import whole, write
-from packed import flip, noise, pack_key, repository, write_packs
+from builders import whole, write
+from packs import flip, noise, pack_key, write_packs
 
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, StateError
-from raystow.storage.journal import journal
 from raystow.storage.repository import Repository
 from raystow.storage.verify import verify_bytes
+from raystow.storage.verify_progress import journal
 from raystow.storage.version import Version
 
 
 @pytest.fixture
-def repo() -> Repository:
-    return repository()
+def version(repository: Repository) -> Version:
+    return write_packs(repository, {number: noise(5000 + number, number) for number in range(4)})
 
 
 @pytest.fixture
-def version(repo: Repository) -> Version:
-    return write_packs(repo, {number: noise(5000 + number, number) for number in range(4)})
-
-
-@pytest.fixture
-def read(repo: Repository, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def read(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The keys of packs, in the order in which they are read."""
     keys = list[str]()
-    get_range = repo.store.get_range
+    get_range = repository.store.get_range
 
     def noted(key: str, *where: Any) -> Any:
         keys.append(key)
         return get_range(key, *where)
 
-    monkeypatch.setattr(repo.store, "get_range", noted)
+    monkeypatch.setattr(repository.store, "get_range", noted)
     return keys
 
 
-def test_what_was_done_is_not_read_again(repo: Repository, version: Version, read: list[str], tmp_path: Path) -> None:
+def test_what_was_done_is_not_read_again(repository: Repository, version: Version, read: list[str], tmp_path: Path) -> None:
     path = tmp_path / "nightly.jsonl"
-    data = flip(repo, pack_key(version, 2))
-    with journal(path, repo.id) as notes, pytest.raises(Damaged, match=pack_key(version, 2)):
-        verify_bytes(version, repo.store, journal=notes, memory=1)  # one thread: packs in their order
-    repo.store.put(pack_key(version, 2), [data])
+    data = flip(repository, pack_key(version, 2))
+    with journal(path, repository.id) as notes, pytest.raises(Damaged, match=pack_key(version, 2)):
+        verify_bytes(version, repository.store, journal=notes, memory=1)  # one thread: packs in their order
+    repository.store.put(pack_key(version, 2), [data])
     read.clear()
 
     told = list[int]()
-    with journal(path, repo.id) as notes:
-        found = verify_bytes(version, repo.store, told.append, journal=notes)
+    with journal(path, repository.id) as notes:
+        found = verify_bytes(version, repository.store, told.append, journal=notes)
     assert sorted(read) == [pack_key(version, 2), pack_key(version, 3)]
     assert (found.resumed, found.read) == (5000 + 5001, 5002 + 5003)
     assert sum(told) == version.raw
 
     read.clear()
-    with journal(path, repo.id) as notes:
-        assert repo.verify(version, journal=notes).resumed == version.bytes
+    with journal(path, repository.id) as notes:
+        assert repository.verify(version, journal=notes).resumed == version.bytes
     assert read == []
 
 
-def test_a_pack_is_done_when_all_of_it_is(repo: Repository, read: list[str], tmp_path: Path) -> None:
+def test_a_pack_is_done_when_all_of_it_is(repository: Repository, read: list[str], tmp_path: Path) -> None:
     """A large pack takes several reads; the damage is in the last."""
-    version = write(Committer(repo, "me"), {name: whole(noise(10 << 20)) for name in ("a", "b", "c")})
+    version = write(Committer(repository, "me"), {name: whole(noise(10 << 20)) for name in ("a", "b", "c")})
     key = pack_key(version, 0)
-    data = bytearray(repo.store.get(key, max_bytes=1 << 30))
+    data = bytearray(repository.store.get(key, max_bytes=1 << 30))
     data[-1] ^= 1
-    repo.store.put(key, [data])
+    repository.store.put(key, [data])
     for _ in range(2):
-        with journal(tmp_path / "j", repo.id) as notes, pytest.raises(Damaged, match="'c'"):
-            verify_bytes(version, repo.store, journal=notes, memory=1)
+        with journal(tmp_path / "j", repository.id) as notes, pytest.raises(Damaged, match="'c'"):
+            verify_bytes(version, repository.store, journal=notes, memory=1)
     assert read == 8 * [key]  # each time two that are whole, and the damaged one twice: perhaps it changed on its way
 
 
-def test_a_pack_that_is_missing_is_found_whatever_the_journal_says(repo: Repository, version: Version, tmp_path: Path) -> None:
-    with journal(tmp_path / "j", repo.id) as notes:
-        repo.verify(version, journal=notes)
-        repo.store.delete([pack_key(version, 1)])
+def test_a_missing_pack_is_found_despite_the_journal(repository: Repository, version: Version, tmp_path: Path) -> None:
+    with journal(tmp_path / "j", repository.id) as notes:
+        repository.verify(version, journal=notes)
+        repository.store.delete([pack_key(version, 1)])
         with pytest.raises(Damaged, match=pack_key(version, 1)):
-            repo.verify(version, journal=notes)
+            repository.verify(version, journal=notes)
 
 
-def test_a_line_is_in_the_file_when_its_pack_is_done(repo: Repository, version: Version, tmp_path: Path) -> None:
+def test_a_line_is_in_the_file_when_its_pack_is_done(repository: Repository, version: Version, tmp_path: Path) -> None:
     path = tmp_path / "j"
-    with journal(path, repo.id) as notes:
+    with journal(path, repository.id) as notes:
         for number in range(4):
             notes.add(version.entry.digest, pack_key(version, number))
             assert path.read_text().splitlines()[-1].endswith(f'"{pack_key(version, number)}"}}')
@@ -120,10 +115,12 @@ def test_lines_that_make_no_sense_count_as_not_done(tmp_path: Path) -> None:
         assert [("ab", name) in notes for name in ("a.pack", "b.pack", "c.pack")] == [True, False, True]
 
 
-def test_a_pack_under_another_record_is_not_done(repo: Repository, version: Version, read: list[str], tmp_path: Path) -> None:
-    with journal(tmp_path / "j", repo.id) as notes:
+def test_a_pack_under_another_record_is_not_done(
+    repository: Repository, version: Version, read: list[str], tmp_path: Path
+) -> None:
+    with journal(tmp_path / "j", repository.id) as notes:
         notes.add("0" * 64, pack_key(version, 0))
-        assert repo.verify(version, journal=notes).resumed == 0
+        assert repository.verify(version, journal=notes).resumed == 0
     assert pack_key(version, 0) in read
 
 

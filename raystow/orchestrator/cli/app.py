@@ -1,29 +1,30 @@
-"""Puts the commands together. Their modules import what is heavy when they run, so that help and completion are quick."""
+"""Builds the command line. Commands import heavy modules only when they run, so that help and completion are quick."""
 
 from __future__ import annotations
 
 import importlib
 import sys
 from keyword import iskeyword
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperArgument, TyperCommand, TyperGroup
 
 from ... import __version__
-from .reporting import EXIT_CODES, reporting
+from .exit_codes import EXIT_CODES, reporting
 
-_COMMANDS = {
-    "Begin": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
-    "Look at versions, and take them out": {
+COMMANDS = {
+    "Get started": {"demo": "..demo.command", "doctor": ".doctor", "keygen": ".keygen"},
+    "Inspect and export versions": {
         "ls": ".ls",
         "show": ".show",
         "diff": ".diff",
         "verify": ".verify",
         "restore": ".restore",
-        "import": ".importing",
+        "import": ".import_command",
         "plan": ".plan",
     },
-    "Keep, drop and mend": {
+    "Keep, drop and repair versions": {
         "pin": ".pin",
         "unpin": ".pin",
         "prune": ".prune",
@@ -31,17 +32,37 @@ _COMMANDS = {
         "gc": ".gc",
         "repair": ".repair",
     },
-    "Weigh what checkpoints cost": {"cost": ".cost", "sensitivity": ".sensitivity", "report": ".report.command"},
-    "On the cluster": {"top": ".top", "drain": ".drain"},
+    "Measure and report": {"cost": ".cost", "sensitivity": ".sensitivity", "report": ".report"},
+    "Watch and drain a cluster": {"top": ".top", "drain": ".drain"},
 }
-"""What they are for -> command -> the module that holds the function of that name, in the order of the help; ``import_`` for a
-keyword."""
+"""Help panel -> command -> the module with the function of that name (``import_`` for the keyword), in the order of the help."""
+
+
+def _without_types(params: Any) -> Any:
+    """Hide the types that typer prints where they say nothing: ``<bool>`` of a flag, ``<str>`` of an argument."""
+    for param in params:
+        if isinstance(param, TyperArgument):
+            param.display_type_rich = lambda ctx: ""  # type: ignore[method-assign]
+        elif param.is_flag:
+            param.metavar = ""
+    return params
+
+
+class _Command(TyperCommand):
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
+
+
+class _Group(TyperGroup):
+    def get_params(self, ctx: Any) -> Any:
+        return _without_types(super().get_params(ctx))
 
 
 def build() -> typer.Typer:
-    """The application with all its commands."""
+    """Return the application with all commands."""
     app = typer.Typer(
         name="raystow",
+        cls=_Group,
         callback=_root,
         no_args_is_help=True,
         rich_markup_mode="markdown",
@@ -49,10 +70,10 @@ def build() -> typer.Typer:
         context_settings={"help_option_names": ["-h", "--help"]},
         epilog="Exit codes: " + ", ".join(f"{code} {meaning}" for code, meaning in EXIT_CODES.items()) + ".",
     )
-    for purpose, commands in _COMMANDS.items():
-        for name, home in commands.items():
-            function = getattr(importlib.import_module(home, __package__), name + "_" * iskeyword(name))
-            app.command(name, rich_help_panel=purpose)(reporting(function))
+    for panel, commands in COMMANDS.items():
+        for name, module in commands.items():
+            function = getattr(importlib.import_module(module, __package__), name + "_" * iskeyword(name))
+            app.command(name, cls=_Command, rich_help_panel=panel)(reporting(function))
     return app
 
 
@@ -60,25 +81,26 @@ def main() -> None:
     """Run the command line of this process."""
     try:
         build()(prog_name="raystow")
-    except KeyboardInterrupt:  # before the command has begun
+    except KeyboardInterrupt:  # before the command began
         typer.echo("interrupted", err=True)
         sys.exit(130)
 
 
-def _print_version(wanted: bool) -> None:
-    if wanted:
+def _print_version(requested: bool) -> None:
+    if requested:
         typer.echo(f"raystow {__version__}")
         raise typer.Exit
 
 
 def _root(
     version: Annotated[
-        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print raystow's version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version of raystow.")
     ] = False,
 ) -> None:
-    """Checkpoints for training on Ray: look at them, check them, take them out.
+    """Inspect, verify, export and maintain the checkpoints of a run.
 
-    Reading needs no Ray cluster and no GPU. An S3 endpoint, region and credentials come from the usual AWS variables and profile.
+    A repository is the place that a run saves to; each durable save is a version in it. Reading needs no Ray cluster, no GPU and
+    no torch. S3 endpoint, region and credentials come from the usual AWS variables and profile.
 
     Example:  raystow ls s3://bucket/runs/llama
     """

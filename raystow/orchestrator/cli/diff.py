@@ -1,78 +1,79 @@
-"""``raystow diff``: what changed from one version to another."""
+"""``raystow diff``."""
 
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .present import count, emit, out, printable, ratio, size, table
+from .exit_codes import DIFFERENT
+from .options import LATEST, Json, RequiredVersion, Uri, Which
+from .output import count, emit, out, printable, ratio, size, table
 from .progress import byte_bar
-from .target import LATEST, Json, Target, Uri, open_target
+from .target import Target, open_target
 
 if TYPE_CHECKING:
     from ...storage.version import Version
-    from .differences import Difference, What
+    from .version_comparison import Change, Difference
 
-DIFFERENT = 7
-"""The exit code for versions that differ, where it is asked for."""
-
-_NAMED = 5  # plain values told by name; the rest is counted
-_MARKS = {"added": "+", "removed": "-", "changed": ""}
-
-_WHICH = "A version's id, the name of a pin, or 'latest'."
+_NAMED = 5  # plain values that are named; the others are counted
+_SIGNS = {"added": "+", "removed": "-", "changed": ""}
 
 
 def diff(
     uri: Uri,
-    v1: Annotated[str, typer.Argument(metavar="V1", help=_WHICH, show_default=False)],
-    v2: Annotated[str, typer.Argument(metavar="V2", help=_WHICH)] = LATEST,
-    deep: Annotated[bool, typer.Option("--deep", help="Read what may have changed, and compare it byte by byte.")] = False,
+    version1: RequiredVersion,
+    version2: Which = LATEST,
+    deep: Annotated[bool, typer.Option("--deep", help="Read and compare the bytes that may have changed.")] = False,
     top: Annotated[int, typer.Option(min=1, metavar="N", help="List the N tensors with the most changed bytes.")] = 20,
-    all: Annotated[bool, typer.Option("--all", help="List all that differ.")] = False,
-    exit_code: Annotated[bool, typer.Option("--exit-code", help=f"End with {DIFFERENT} unless nothing differs.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="List all tensors that differ.")] = False,
+    exit_code: Annotated[bool, typer.Option("--exit-code", help=f"Exit with {DIFFERENT} if anything differs.")] = False,
     json: Json = False,
 ) -> None:
-    """Tell which tensors changed from V1 to V2, and how much of them.
+    """Compare the tensors of two versions.
 
-    Compares the chunks' digests in the manifests and reads no pack: CHANGED are the bytes of the chunks that differ. Where a
-    tensor lies in other chunks than before, as after a change of the world size, only its bytes can tell. --deep reads those and
-    the changed chunks, counts the bytes that differ, and tells the greatest difference of floats.
+    Compares the digests of the chunks in the manifests and reads no pack: CHANGED are the bytes of the chunks that differ.
+    `layout differs`: the tensor is split into other chunks, for example after a change of the world size, and only --deep can
+    compare it. --deep reads these and the changed chunks, counts the elements that differ by their bits, and prints the
+    greatest absolute difference of floats. The 64-bit digests detect accidents, not an adversary.
 
     Example:  raystow diff s3://bucket/runs/llama best latest
     """
-    from .differences import What, changed_values, differences, ordered
+    from .version_comparison import Change, changed_values, differences, ordered
 
     target = open_target(uri)
-    before, after = target.version(v1), target.version(v2)
+    before, after = target.version(version1), target.version(version2)
     found = differences(before, after)
     if deep:
         found = _compared(target, before, after, found, quiet=json)
     listed, values = ordered(found), changed_values(before, after)
+    counts = {what: sum(one.what is what for one in found) for what in Change}
     differ = bool(listed) or any(values.values())
     if json:
         emit(
             {
-                "uri": target.repository.uri,
+                "uri": target.uri,
                 "before": {"version": before.id, "step": before.step},
                 "after": {"version": after.id, "step": after.step},
                 "deep": deep,
                 "different": differ,
-                "summary": {what.value: sum(one.what is what for one in found) for what in What},
+                "summary": {what.value: number for what, number in counts.items()},
                 "tensors": [_fields(one) for one in listed],
                 "values": {what.value: names for what, names in values.items()},
             }
         )
     else:
-        _tell(target, before, after, found, listed if all else listed[:top], deep=deep)
-        _tell_values(values)
+        out.print(f"version {before.id} (step {before.step}) -> version {after.id} (step {after.step})", style="bold")
+        out.print(target.uri, style="dim", soft_wrap=True)
+        _print_tensors(listed, len(listed) if all else top, deep=deep)
+        _print_summary(counts, values)
     if exit_code and differ:
         raise typer.Exit(DIFFERENT)
 
 
 def _compared(target: Target, before: Version, after: Version, found: list[Difference], *, quiet: bool) -> list[Difference]:
-    from .comparison import compare, work
+    from .version_comparison import compare, work
 
     with contextlib.ExitStack() as stack:
         for version in (before, after):
@@ -81,69 +82,51 @@ def _compared(target: Target, before: Version, after: Version, found: list[Diffe
         return compare(before, after, found, advance)
 
 
-def _tell(
-    target: Target, before: Version, after: Version, found: list[Difference], listed: list[Difference], *, deep: bool
-) -> None:
-    from .differences import What
-
-    between = f"version {before.id} (step {before.step}) -> version {after.id} (step {after.step})"
-    out.print(between, style="bold")
-    out.print(target.repository.uri, style="dim", soft_wrap=True)
-    counts = {what: sum(one.what is what for one in found) for what in What}
-    different = len(found) - counts[What.SAME]
+def _print_tensors(listed: list[Difference], limit: int, *, deep: bool) -> None:
     if listed:
         headers = ["NAME", "WHAT", *([] if deep else [">CHUNKS"]), ">CHANGED", ">SHARE", *([">MAX DIFF"] if deep else [])]
-        out.print(table("", headers, [_cells(one, deep) for one in listed]))
-    if len(listed) < different:
-        out.print(f"(and {different - len(listed):,} more: --all lists them)", style="dim")
-    out.print(_sentence(counts))
-    if counts[What.LAYOUT]:
-        out.print("layout differs: they lie in other chunks than before; --deep compares the bytes")
+        out.print(table("", headers, [_cells(one, deep) for one in listed[:limit]]))
+    if len(listed) > limit:
+        out.print(f"(and {len(listed) - limit:,} more: --all lists them)", style="dim")
 
 
-def _tell_values(values: dict[What, list[str]]) -> None:
-    names = [_MARKS[what.value] + name for what, of in values.items() for name in of]
-    if names:
-        more = f", and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
-        shown = printable(", ".join(names[:_NAMED]))
-        out.print(f"{count(len(names), 'plain value')} changed: {shown}{more}")
-
-
-def _sentence(counts: dict[What, int]) -> str:
+def _print_summary(counts: dict[Change, int], values: dict[Change, list[str]]) -> None:
     words = {"layout": "in another layout", "same": "the same"}
     parts = [f"{number:,} {words.get(what.value, what.value)}" for what, number in counts.items() if number]
-    return f"{count(sum(counts.values()), 'tensor')}: {', '.join(parts) or 'none in either version'}"
+    out.print(f"{count(sum(counts.values()), 'tensor')}: {', '.join(parts) or 'none in either version'}")
+    if any(number for what, number in counts.items() if what.value == "layout"):
+        out.print("layout differs: the tensor is in other chunks; --deep compares the bytes")
+    names = [_SIGNS[what.value] + name for what, of in values.items() for name in of]
+    if names:
+        more = f", and {len(names) - _NAMED:,} more" if len(names) > _NAMED else ""
+        out.print(f"{count(len(names), 'plain value')} changed: {printable(', '.join(names[:_NAMED]))}{more}")
 
 
 def _cells(one: Difference, deep: bool) -> list[str]:
     what = one.how or ("layout differs" if one.changed is None else one.what.value)
-    known = one.changed is not None
     chunks = f"{len(one.boxes)}/{one.chunks}" if one.boxes else "-"
-    share = f"{_percent(one)} %" if known and one.nbytes else "-"
-    return [
-        one.name,
-        what,
-        *([] if deep else [chunks]),
-        size(one.changed) if one.changed is not None else f"<= {size(one.nbytes)}",
-        share,
-        *([_distance(one)] if deep else []),
-    ]
+    changed = size(one.changed) if one.changed is not None else f"<= {size(one.nbytes)}"
+    share = f"{_percent(one.changed, one.nbytes)} %" if one.changed is not None and one.nbytes else "-"
+    return [one.name, what, *([] if deep else [chunks]), changed, share, *([_distance(one)] if deep else [])]
 
 
-def _percent(one: Difference) -> str:
-    """Three digits; what is not nothing is never told as 0, nor what is not all as 100."""
-    part = 100 * (one.changed or 0) / one.nbytes
+def _percent(changed: int, nbytes: int) -> str:
+    """Three digits; a part is never printed as 0 or 100."""
+    part = 100 * changed / nbytes
     if 0 < part < 0.01:
         return "< 0.01"
     return f"{min(part, 99.9) if part < 100 else part:.{2 if part < 9.995 else 1 if part < 100 else 0}f}"
 
 
 def _distance(one: Difference) -> str:
-    largest = "-" if one.largest is None else f"{one.largest:.3g}"
-    return f"{largest} ({one.undefined:,} inf/nan)" if one.undefined else largest
+    if one.deviation is None:
+        return "-"
+    largest = "-" if one.deviation.largest is None else f"{one.deviation.largest:.3g}"
+    return f"{largest} ({one.deviation.undefined:,} inf/nan)" if one.deviation.undefined else largest
 
 
-def _fields(one: Difference) -> dict[str, Any]:
+def _fields(one: Difference) -> dict[str, object]:
+    deviation = one.deviation
     return {
         "name": one.name,
         "what": one.what.value,
@@ -154,7 +137,7 @@ def _fields(one: Difference) -> dict[str, Any]:
         "changed_chunks": len(one.boxes) if one.boxes else None,
         "changed_bytes": one.changed,
         "share": None if one.changed is None else ratio(one.changed, one.nbytes),
-        "changed_elements": one.elements,
-        "max_difference": one.largest,
-        "undefined_differences": one.undefined,
+        "changed_elements": deviation.elements if deviation else None,
+        "max_difference": deviation.largest if deviation else None,
+        "undefined_differences": deviation.undefined if deviation else 0,
     }

@@ -1,4 +1,4 @@
-"""``raystow doctor``: what this machine, and the store behind an address, can do."""
+"""``raystow doctor``."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 from rich.table import Table
 
-from .present import emit, out, printable
-from .target import Json
+from .options import Json
+from .output import emit, out, printable
 
 if TYPE_CHECKING:
     from .checks.finding import Finding
@@ -19,14 +19,15 @@ _STYLES = {"ok": "green", "warning": "yellow", "failed": "bold red"}
 
 def doctor(
     uri: Annotated[
-        str | None, typer.Argument(metavar="URI", help="A repository, or the place for one: its store is tried out, too.")
+        str | None, typer.Argument(metavar="URI", help="Repository, or an address for one, whose store to check.")
     ] = None,
     json: Json = False,
 ) -> None:
-    """Check what this machine can do and, with a URI, what the store can.
+    """Check this machine and, with a URI, the store.
 
-    Each line is ok, a warning or failed, with what follows from it. No Ray cluster and no GPU is not a failure. In the store
-    some objects are written below probe/ and removed again. The exit code is that of the first failure.
+    Each line is ok, a warning (something will be slow or missing) or failed (something will not work), with the consequence. A
+    missing Ray cluster or GPU is not a failure. In the store, objects below probe/ are written and deleted again. The exit code
+    is that of the first failure.
 
     Example:  raystow doctor s3://bucket/runs/llama
     """
@@ -34,13 +35,13 @@ def doctor(
     for finding in _findings(uri):
         found.append(finding)
         if not json:
-            _tell(finding)
-    broken = [finding for finding in found if finding.status.value == "failed"]
+            _print(finding)
+    failed = [finding for finding in found if finding.status.value == "failed"]
     if json:
         checks = [{"name": f.name, "status": f.status.value, "found": f.found, "follows": f.follows} for f in found]
-        emit({"uri": uri, "ok": not broken, "checks": checks})
-    if broken:
-        raise typer.Exit(broken[0].code)
+        emit({"uri": uri, "ok": not failed, "checks": checks})
+    if failed:
+        raise typer.Exit(failed[0].code)
 
 
 def _findings(uri: str | None) -> Iterator[Finding]:
@@ -54,8 +55,8 @@ def _findings(uri: str | None) -> Iterator[Finding]:
         yield from check_store(uri)
 
 
-def _tell(finding: Finding) -> None:
-    """Print one finding as soon as it is made: some take seconds."""
+def _print(finding: Finding) -> None:
+    """Print a finding as soon as it is known: some checks take seconds."""
     line = Table.grid(padding=(0, 2, 0, 0))
     line.add_column(width=7, style=_STYLES[finding.status.value])
     line.add_column(width=18)

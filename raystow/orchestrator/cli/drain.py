@@ -1,4 +1,4 @@
-"""``raystow drain``: tell training that this node is going to be taken away, and wait for what it saves."""
+"""``raystow drain``."""
 
 from __future__ import annotations
 
@@ -6,48 +6,48 @@ from typing import Annotated
 
 import typer
 
-from . import quantities
-from .present import emit, out, printable
-from .target import Json
+from .options import Json, duration
+from .output import emit, out, printable
 
 
 def drain(
-    within: Annotated[str, typer.Option(metavar="TIME", help="When the node will be gone; no longer is waited: 90s, 5m.")] = "5m",
-    reason: Annotated[str, typer.Option(metavar="TEXT", help="Why, for Ray's logs.")] = "the node is going to be taken away",
+    within: Annotated[str, typer.Option(metavar="TIME", help="Time until the node ends, and the longest wait: 90s, 5m.")] = "5m",
+    reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason for Ray's logs.")] = "the node is going to be removed",
     node: Annotated[
-        str | None, typer.Option(metavar="ID", help="Ray's id of another node than this one.", show_default=False)
+        str | None, typer.Option(metavar="ID", help="Ray id of the node; by default this one.", show_default=False)
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tell training that a node is going to be taken away, and wait until its state is saved.
+    """Announce that a node is going to be removed, and wait until its state is saved.
 
-    For what is run before a node goes: a pod's preStop hook, a scheduler's notice. Ray is told that the node is being preempted:
-    it starts nothing there any more, and `ray.train.get_preemption_info()` tells the training, which saves. Returns when a
-    version that was begun after the notice is durable, or when the node's training has ended. Exits with 1 if neither happens
-    in time. It ends no process.
+    For a pod's preStop hook or a scheduler's notice. Ray starts nothing new on the node, and `ray.train.get_preemption_info()`
+    reports the notice to the training, which then saves. Returns when a version begun after the notice is durable for each
+    repository that ranks of the node save to, or when those ranks have ended; exits with 1 if that takes too long. Ends no
+    process. A notice cannot be withdrawn.
 
     Example:  raystow drain --within 5m && ray stop
     """
     from ...storage.clock import SYSTEM
-    from ...workers.node_actor import saves_on
-    from .. import cluster, draining
+    from ...workers.node.actor import saves_on
+    from .. import ray_cluster
+    from ..coordinator import drain
 
-    seconds = quantities.duration(within)
-    cluster.connect()
-    here = node or cluster.node_here()
+    seconds = duration(within)
+    ray_cluster.connect()
+    id = node or ray_cluster.node_here()
 
     def announce() -> None:
-        cluster.announce_end(here, seconds, reason)
+        ray_cluster.announce_end(id, seconds, reason)
         if not json:
-            out.print(f"node {here} has {within} left", soft_wrap=True)
+            out.print(f"node {id} ends in {within}", soft_wrap=True)
 
-    done = draining.drain(lambda: saves_on(here), announce, SYSTEM, seconds=seconds)
+    done = drain.drain(lambda: saves_on(id), announce, SYSTEM, seconds=seconds)
     if json:
-        emit({"node": here, "durable": list(done.durable), "left": list(done.left)})
+        emit({"node": id, "durable": done.durable, "left": done.left})
         return
     for uri in done.durable:
         out.print(printable(f"saved: {uri}"), soft_wrap=True)
     for uri in done.left:
-        out.print(printable(f"its training has ended: {uri}"), soft_wrap=True)
+        out.print(printable(f"training ended: {uri}"), soft_wrap=True)
     if not done.durable and not done.left:
-        out.print("nothing is saved from this node")
+        out.print("no process of this node saves to a repository")

@@ -1,16 +1,14 @@
-"""``raystow gc``: delete the objects that belong to no version."""
+"""``raystow gc``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from . import quantities
-from .asking import agreed
-from .present import age, count, emit, out, size, table
+from .options import DryRun, Json, Uri, Yes, duration
+from .output import age, confirmed, count, emit, out, size, table
 from .progress import object_bar
-from .target import Json, Uri
 
 if TYPE_CHECKING:
     from ...storage.retention.collect import CollectionPlan, Garbage
@@ -19,59 +17,50 @@ if TYPE_CHECKING:
 def gc(
     uri: Uri,
     grace: Annotated[
-        str, typer.Option(metavar="TIME", help="Leave alone what was dropped or written to within this time: 1h, 0s.")
+        str, typer.Option(metavar="TIME", help="Keep what was dropped or written to within this time: 1h, 0s.")
     ] = "1h",
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be deleted, and delete nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
     json: Json = False,
 ) -> None:
-    """Delete the objects that belong to no version.
+    """Delete objects that belong to no version.
 
-    Those of versions that `raystow prune` or a policy has dropped, of saves that failed, and what killed writers left behind.
-    Versions being restored are left alone. Safe while a run is saving, except that --grace 0s may fail a save under way.
-    An interrupted collection is simply run again. Asks before it deletes anything, unless --yes or --json is given.
+    These are the objects of dropped versions and failed saves, and leftovers of killed writers: multipart uploads, temporary
+    files, ended leases. Versions that are being restored are kept. It may run during training; only --grace 0s can make a save
+    in progress fail. An interrupted run can be repeated. Asks first, unless --yes or --json is given.
 
     Example:  raystow gc s3://bucket/runs/llama --dry-run
     """
     from ...storage.repository import open_repository
 
     repository = open_repository(uri)
-    plan = repository.plan_collection(grace=quantities.duration(grace))
-    if not json:
-        _tell(repository.uri, plan)
-    anything = bool(plan.due or plan.scraps or plan.unfinished)
-    deleting = anything and not dry_run and (yes or json or agreed(f"delete {_objects(plan)}?", "nothing was deleted"))
-    if not deleting:
-        done = None
-    else:
-        with object_bar("deleting", sum(g.objects for g in plan.due), quiet=json) as advance:
-            done = plan.execute(advance)
-    if json:
-        deleted = {"attempts": 0, "objects": 0, "bytes": 0, "scraps": 0}
-        if done is not None:
-            deleted = {"attempts": done.attempts, "objects": done.objects, "bytes": done.nbytes, "scraps": done.scraps}
-        emit({"uri": repository.uri, "dry_run": dry_run, "garbage": [_row(g) for g in plan.garbage], "deleted": deleted})
-    elif done is not None:
-        out.print(f"deleted {_amount(done.objects, done.nbytes, done.scraps)}")
-
-
-def _tell(uri: str, plan: CollectionPlan) -> None:
-    if plan.garbage:
-        out.print(
-            table("", [">ID", "ATTEMPT", "", ">OBJECTS", ">STORED", ">IDLE", "", "WHY IT STAYS"], map(_cells, plan.garbage))
-        )
+    plan = repository.plan_collection(grace=duration(grace))
     scraps = len(plan.scraps) + len(plan.unfinished)
+    objects, nbytes = sum(g.objects for g in plan.due), sum(g.nbytes for g in plan.due)
+    if not json:
+        _print_plan(repository.uri, plan, scraps)
+    question = f"delete {_amount(objects, nbytes, scraps)}?"
+    deleted = {"attempts": 0, "objects": 0, "bytes": 0, "scraps": 0}
+    if (plan.due or scraps) and not dry_run and (yes or json or confirmed(question, "nothing was deleted")):
+        with object_bar("deleting", objects, quiet=json) as advance:
+            done = plan.execute(advance)
+        deleted = {"attempts": done.attempts, "objects": done.objects, "bytes": done.nbytes, "scraps": done.scraps}
+        if not json:
+            out.print(f"deleted {_amount(done.objects, done.nbytes, done.scraps)}")
+    if json:
+        emit({"uri": repository.uri, "dry_run": dry_run, "garbage": [_row(g) for g in plan.garbage], "deleted": deleted})
+
+
+def _print_plan(uri: str, plan: CollectionPlan, scraps: int) -> None:
+    if plan.garbage:
+        headers = [">ID", "ATTEMPT", "", ">OBJECTS", ">STORED", ">IDLE", "", "WHY IT IS KEPT"]
+        out.print(table("", headers, map(_cells, plan.garbage)))
     if scraps:
         out.print(f"{count(scraps, 'scrap')}: ended leases, old probes, unfinished writes", style="dim")
     if not plan.garbage and not scraps:
         out.print(f"nothing to collect in {uri}", soft_wrap=True)
     elif not (plan.due or scraps):
         out.print("nothing to delete yet")
-
-
-def _objects(plan: CollectionPlan) -> str:
-    objects, nbytes = sum(g.objects for g in plan.due), sum(g.nbytes for g in plan.due)
-    return _amount(objects, nbytes, len(plan.scraps) + len(plan.unfinished))
 
 
 def _amount(objects: int, nbytes: int, scraps: int) -> str:
@@ -84,7 +73,7 @@ def _cells(garbage: Garbage) -> list[str]:
     return [str(garbage.id), garbage.attempt, garbage.kind.value, *sizes, verdict, garbage.kept]
 
 
-def _row(garbage: Garbage) -> dict[str, Any]:
+def _row(garbage: Garbage) -> dict[str, object]:
     return {
         "id": garbage.id,
         "attempt": garbage.attempt,

@@ -1,4 +1,4 @@
-"""``raystow keygen``: make the key that signs versions."""
+"""``raystow keygen``."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Annotated
 
 import typer
 
-from .present import emit, out
-from .target import Json
+from .options import Json
+from .output import emit, out
 
 
 def keygen(
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Where to write it; the public half goes to FILE.pub.")],
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="File for the private key; FILE.pub gets the public key.")],
     json: Json = False,
 ) -> None:
-    """Make an Ed25519 key with which a coordinator signs the versions that it commits.
+    """Create an Ed25519 key pair to sign versions with.
 
-    FILE is readable by its owner alone, and never overwritten. A repository that is made under a signing key takes signed
-    versions only: keep a copy of FILE in a safe place. docs/security.md tells what signatures do, and what they do not.
+    Only the owner may read FILE, and an existing file is never overwritten. With RAYSTOW_SIGNING_KEY set, a coordinator signs the
+    versions that it commits, and a new repository accepts signed versions only: back FILE up. With RAYSTOW_TRUSTED_KEYS set,
+    commands refuse versions that no trusted key has signed. docs/security.md explains what signatures protect against.
 
     Example:  raystow keygen ~/llama-signing.pem
     """
@@ -32,7 +33,7 @@ def keygen(
         emit({"key": key.id, "private": str(file), "public": str(public)})
         return
     out.print(f"key {key.id}", soft_wrap=True)
-    out.print("on the head node, before `ray start`, to sign:", style="dim")
+    out.print("to sign, on the head node before `ray start`:", style="dim")
     out.print(f"  export {SIGNING_KEY}={shlex.quote(str(file))}", soft_wrap=True)
-    out.print("wherever versions are read, with a copy of the public half, to check:", style="dim")
+    out.print("to check, on each machine that reads versions, with a copy of the public key:", style="dim")
     out.print(f"  export {TRUSTED_KEYS}={shlex.quote(str(public))}", soft_wrap=True)

@@ -1,20 +1,19 @@
-"""``raystow plan``: what ranks of another world would read of a version, without restoring anything."""
+"""``raystow plan``."""
 
 from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import asdict
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from .present import count, emit, out, say, size, table
-from .quantities import nbytes
-from .target import LATEST, Json, Uri, Which, open_target
+from .options import LATEST, Json, Uri, Which, nbytes
+from .output import count, emit, fields_of, out, say, size, table
+from .target import open_target
 
 if TYPE_CHECKING:
-    from ..world_plan import Reads
+    from ..restore.what_if import Reads
 
 _SPLIT = "a tensor saved in several boxes along a dimension is split evenly along it again; every rank reads all others whole"
 _WHOLE = "every rank reads every tensor whole"
@@ -24,84 +23,84 @@ def plan(
     uri: Uri,
     version: Which = LATEST,
     world: Annotated[
-        int | None, typer.Option(min=1, max=1 << 17, metavar="N", help="Ranks that restore; by default as many as saved.")
+        int | None, typer.Option(min=1, max=1 << 17, metavar="N", help="Ranks that restore; by default those that saved.")
     ] = None,
-    per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks on each node.")] = 8,
+    per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks per node.")] = 8,
     rate: Annotated[
-        int, typer.Option(parser=nbytes, metavar="SIZE", help="What a node reads from the store in a second.")
+        int, typer.Option(parser=nbytes, metavar="SIZE", help="Bytes per second that a node reads from the store.")
     ] = "1GB",  # type: ignore[assignment]
     peer_rate: Annotated[
-        int, typer.Option(parser=nbytes, metavar="SIZE", help="What a node takes from other nodes in a second.")
+        int, typer.Option(parser=nbytes, metavar="SIZE", help="Bytes per second that a node reads from other nodes.")
     ] = "1GB",  # type: ignore[assignment]
     replicated: Annotated[bool, typer.Option("--replicated", help="Every rank reads every tensor whole, as with DDP.")] = False,
     json: Json = False,
 ) -> None:
-    """Tell what each of N ranks would read of a version, and how long that takes from the store.
+    """Compute what each of N ranks would read to restore a version, and how long that takes.
 
-    Restores nothing, needs no cluster, and reads the version's record and manifest only. How other ranks hold the tensors is not
-    known: the assumption that is made is printed.
+    Restores nothing and needs no cluster: reads the version's record and manifest. The manifest does not say how other ranks
+    split the tensors; the assumption is printed. A node reads each stored byte once for all its ranks; of a chunk that several
+    nodes need, one reads it from the store and passes it on. Chunks are read whole. What nodes cache in memory is not counted.
 
     Example:  raystow plan s3://bucket/runs/llama --world 64
     """
-    from ..restore_plan import Rates
-    from ..world_plan import plan_world
+    from ..restore.plan import Rates
+    from ..restore.what_if import plan_world
 
     if not (rate and peer_rate):
-        raise typer.BadParameter("--rate and --peer-rate must be more than nothing")
+        raise typer.BadParameter("--rate and --peer-rate must be positive")
     target = open_target(uri)
     chosen = target.version(version)
     ranks = world or chosen.world_size
     made = plan_world(chosen, ranks, per_node=per_node, whole=replicated)
-    facts: dict[str, Any] = {
-        "uri": target.repository.uri,
-        "version": chosen.id,
-        "step": chosen.step,
-        "saved_by": chosen.world_size,
-        "world": ranks,
-        "per_node": per_node,
-        "assumption": _WHOLE if replicated else _SPLIT,
-        "stored": chosen.bytes,
-        "bytes": made.store.nbytes,
-        "passed_on": sum(node.passed_on for node in made.nodes),
-        "amplification": round(made.amplification, 4),
-        "rate": rate,
-        "peer_rate": peer_rate,
-        "seconds": round(made.seconds(Rates(peer=peer_rate, store=rate)), 3),
-        "nodes": [_fields(node) for node in made.nodes],
-        "ranks": [_fields(rank) for rank in made.ranks],
-    }
+    assumption, passed_on = _WHOLE if replicated else _SPLIT, sum(node.passed_on for node in made.nodes)
+    seconds = made.seconds(Rates(peer=peer_rate, store=rate))
     if json:
-        emit(facts)
+        emit(
+            {
+                "uri": target.uri,
+                "version": chosen.id,
+                "step": chosen.step,
+                "saved_by": chosen.world_size,
+                "world": ranks,
+                "per_node": per_node,
+                "assumption": assumption,
+                "stored": chosen.bytes,
+                "bytes": made.store.nbytes,
+                "passed_on": passed_on,
+                "amplification": round(made.amplification, 4),
+                "rate": rate,
+                "peer_rate": peer_rate,
+                "seconds": round(seconds, 3),
+                "nodes": [_fields(node) for node in made.nodes],
+                "ranks": [_fields(rank) for rank in made.ranks],
+            }
+        )
         return
-    out.print(f"version {chosen.id} (step {chosen.step}) onto {count(ranks, 'rank')}, {per_node} on a node", style="bold")
-    say(f"saved by {count(chosen.world_size, 'rank')}; assumed: {facts['assumption']}")
+    out.print(f"version {chosen.id} (step {chosen.step}) onto {count(ranks, 'rank')}, {per_node} per node", style="bold")
+    say(f"saved by {count(chosen.world_size, 'rank')}; assumption: {assumption}")
     out.print()
-    rows = [row for who, of in (("each rank", made.ranks), ("each node", made.nodes)) for row in _spread(who, of)]
+    rows = [row for title, reads in (("each rank", made.ranks), ("each node", made.nodes)) for row in _spread(title, reads)]
     out.print(table("", ["", "", ">MIN", ">MEDIAN", ">MAX"], rows))
     out.print()
     total = f"{size(made.store.nbytes)} from the store, {made.amplification:.3f} times what is needed, for {size(chosen.bytes)}"
-    say(f"in all {total} stored; {size(facts['passed_on'])} passed on from node to node")
-    speeds = f"{size(rate)} a second for each node from the store, and {size(peer_rate)} from other nodes"
-    say(f"about {facts['seconds']:,.1f} s at {speeds}")
+    say(f"in total {total} stored; {size(passed_on)} passed on between nodes")
+    say(f"about {seconds:,.1f} s at {size(rate)} per second and node from the store, and {size(peer_rate)} from other nodes")
 
 
-def _fields(reads: Reads) -> dict[str, Any]:
-    fields = asdict(reads)
+def _fields(reads: Reads) -> dict[str, object]:
+    fields = fields_of(reads)
     return {"bytes": fields.pop("nbytes"), **fields, "needed": round(reads.needed)}
 
 
-def _spread(who: str, reads: Sequence[Reads]) -> list[list[str]]:
-    """A row each for bytes, chunks and reads."""
+def _spread(title: str, reads: Sequence[Reads]) -> list[list[str]]:
+    """A row each for bytes, chunks and requests."""
 
     def row(name: str, of: Callable[[Reads], int], show: Callable[[float], str]) -> list[str]:
         found = [of(one) for one in reads]
         return [name, *(show(number) for number in (min(found), statistics.median(found), max(found)))]
 
-    def plain(number: float) -> str:
-        return f"{number:,.0f}"
-
     return [
-        [who, *row("bytes", lambda one: one.nbytes, size)],
-        ["", *row("chunks", lambda one: one.chunks, plain)],
-        ["", *row("requests", lambda one: one.requests, plain)],
+        [title, *row("bytes", lambda one: one.nbytes, size)],
+        ["", *row("chunks", lambda one: one.chunks, "{:,.0f}".format)],
+        ["", *row("requests", lambda one: one.requests, "{:,.0f}".format)],
     ]

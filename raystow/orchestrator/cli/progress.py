@@ -1,4 +1,4 @@
-"""A bar of what is done on stderr, where a person is looking."""
+"""Progress bars on stderr, shown only on a terminal."""
 
 from __future__ import annotations
 
@@ -16,40 +16,39 @@ from rich.progress import (
     TransferSpeedColumn,
 )
 
-from .present import err
+from .output import err
 
 
 @contextlib.contextmanager
 def byte_bar(title: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar that is gone at the end; yields what to call, from any thread, with bytes done. None is shown if ``quiet``,
-    or if stderr is not a terminal."""
-    with _shown(DownloadColumn(True), TransferSpeedColumn(), quiet=quiet) as progress:
+    """Show a bar while the block runs, unless ``quiet``; yields a function that any thread may call with bytes done."""
+    with _bar(DownloadColumn(True), TransferSpeedColumn(), quiet=quiet) as progress:
         task = progress.add_task(title, total=total)
-        yield lambda nbytes: progress.update(task, advance=nbytes)
+        yield lambda done: progress.update(task, advance=done)
 
 
 @contextlib.contextmanager
 def object_bar(title: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """The same for objects."""
-    with _shown(MofNCompleteColumn(), quiet=quiet) as progress:
+    """Show the same bar for a number of objects."""
+    with _bar(MofNCompleteColumn(), quiet=quiet) as progress:
         task = progress.add_task(title, total=total)
-        yield lambda objects: progress.update(task, advance=objects)
+        yield lambda done: progress.update(task, advance=done)
 
 
 class VersionsBar:
-    """How much of some versions is done. Made by ``versions_bar``."""
+    """The progress over several versions; made by ``versions_bar``."""
 
     def __init__(self, progress: Progress, sizes: Sequence[int]) -> None:
         self._progress, self._sizes, self._done = progress, sizes, 0
         self._task = progress.add_task(self._title(), total=sum(sizes))
 
     def advance(self, amount: int) -> None:
-        """So much more of the version in work is done; from any thread."""
+        """Add to what is done of the current version; from any thread."""
         self._progress.update(self._task, advance=amount)
 
     @contextlib.contextmanager
     def ending(self) -> Iterator[None]:
-        """End a version, whatever was missing of it, and make way while something is printed about it."""
+        """Mark the current version as done, and hide the bar while the block prints about it."""
         self._progress.stop()
         yield
         self._done += 1
@@ -62,13 +61,13 @@ class VersionsBar:
 
 @contextlib.contextmanager
 def versions_bar(sizes: Sequence[int], *, deep: bool, quiet: bool) -> Iterator[VersionsBar]:
-    """The same for versions of these ``sizes`` in bytes: in bytes if they are read (``deep``), else each version is one step."""
+    """Show a bar over versions of these ``sizes`` in bytes; if not ``deep``, each version counts as one step."""
     columns = (DownloadColumn(True), TransferSpeedColumn()) if deep else ()
-    with _shown(*columns, quiet=quiet) as progress:
+    with _bar(*columns, quiet=quiet) as progress:
         yield VersionsBar(progress, sizes if deep else [1] * len(sizes))
 
 
-def _shown(*columns: ProgressColumn, quiet: bool) -> Progress:
+def _bar(*columns: ProgressColumn, quiet: bool) -> Progress:
     title, eta = TextColumn("{task.description}", markup=False), TimeRemainingColumn()
     hidden = quiet or not err.is_terminal
     return Progress(title, BarColumn(20), *columns, eta, console=err, transient=True, disable=hidden)

@@ -1,19 +1,18 @@
-"""``raystow prune``: drop the versions that no rule keeps, thin old ones, and write differences whole."""
+"""``raystow prune``."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from ...storage.errors import StateError
-from . import quantities
-from .asking import agreed
-from .present import age, count, emit, out, say, size, table
-from .replacements import Replacements
-from .reporting import complain, described, exit_code
-from .target import Json, Target, Uri, open_target
+from .exit_codes import error_report, fail_with
+from .options import DryRun, Json, Uri, Yes, best, duration, nbytes
+from .output import confirmed, count, emit, fields_of, out, say, size, table
+from .rewrite_versions import RewriteBatch
+from .target import Target, open_target
 
 if TYPE_CHECKING:
     from ...storage.format.root import Entry
@@ -25,112 +24,103 @@ _OBJECTS_STAY = "the objects of dropped versions stay in the store until `raysto
 
 def prune(
     uri: Uri,
-    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="The newest N versions.")] = None,
+    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the newest N versions.")] = None,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="STEPS", help="The newest version of each run of so many steps.")
+        int | None, typer.Option(min=1, metavar="STEPS", help="Keep the newest version of each range of so many steps.")
     ] = None,
     keep_interval: Annotated[
         float | None,
-        typer.Option(parser=quantities.duration, metavar="TIME", help="The newest version of each 30m, 6h or 1d."),
+        typer.Option(parser=duration, metavar="TIME", help="Keep the newest version of each 30m, 6h or 1d (in UTC)."),
     ] = None,
     keep_best: Annotated[
-        str | None, typer.Option(metavar="METRIC:min:N", help="The N versions with the least (min) or greatest (max) metric.")
+        str | None,
+        typer.Option(metavar="METRIC:min:N", help="Keep the N versions with the least (min) or greatest (max) metric."),
     ] = None,
     max_bytes: Annotated[
         int | None,
-        typer.Option(
-            parser=quantities.nbytes, metavar="SIZE", help="Drop the oldest also of these, down to so many stored bytes: 2TB."
-        ),
+        typer.Option(parser=nbytes, metavar="SIZE", help="Drop the oldest of the kept versions too, down to this size: 2TB."),
     ] = None,
     resumable: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Of all but the newest N of these, keep the weights only.")
+        int | None, typer.Option(min=1, metavar="N", help="Thin all but the newest N of the kept versions to their weights.")
     ] = None,
     delta: Annotated[
         int | None,
-        typer.Option(
-            min=1, metavar="N", help="Of those that it thins, make N in a row (6 at most) differences, each to the one before."
-        ),
+        typer.Option(min=1, metavar="N", help="Store up to N (at most 6) thinned versions in a row as deltas."),
     ] = None,
     mantissa_bits: Annotated[
         int | None,
-        typer.Option(
-            min=1, max=51, metavar="N", help="Round the weights of those that it thins, for good: 7 is bfloat16, 4 within 3.2 %."
-        ),
+        typer.Option(min=1, max=51, metavar="N", help="Round the weights of thinned versions: 7 is bfloat16, 4 is within 3.2 %."),
     ] = None,
     compact: Annotated[
-        bool, typer.Option("--compact", help="Write differences whole where what they need can go by that, and frees more.")
+        bool, typer.Option("--compact", help="Store deltas whole where that lets their bases go and frees more than it writes.")
     ] = False,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would become of each version, and do nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
+    dry_run: DryRun = False,
+    yes: Yes = False,
     json: Json = False,
 ) -> None:
     """Drop the versions that no rule keeps, and thin old ones.
 
-    A version is kept if any --keep rule keeps it. The newest version, the newest verified one, pinned ones and those being
-    restored are always kept, and as they are. With --resumable, older ones are written again without the optimizer's state: their
-    weights keep every bit, and no training resumes from them; with --delta, most of these take little more than half as much, and
-    are read through those before them; with --mantissa-bits, weights are rounded, and take less again. What a kept version is a
-    difference to is kept with it; with --compact, the difference is written whole instead where that takes less. Asks before it
-    does anything, unless --yes or --json is given. `raystow gc` frees the space.
+    A version is kept if any --keep rule keeps it. The newest version, the newest verified one, pinned versions, those being
+    restored, and the bases of their deltas are always kept and never thinned. Thinning (--resumable) removes the optimizer state
+    and keeps the weights bit for bit; --delta and --mantissa-bits shrink them further. Thinned versions cannot resume a training,
+    and thinning cannot be undone. A delta is read through the versions before it and is lost with them. Prints the plan and asks
+    first, unless --yes or --json is given. Dropped versions cannot be read, but use space until `raystow gc` runs.
 
     Example:  raystow prune s3://bucket/runs/llama --keep-last 3 --keep-every 1000
     """
-    policy = _policy(
+    from ...storage.retention.policy import Policy
+
+    if max_bytes is not None and max_bytes < 1:
+        raise typer.BadParameter("--max-bytes must be at least 1 byte; omit the option for no limit")
+    for option, value in (("--delta", delta), ("--mantissa-bits", mantissa_bits)):
+        if value is not None and resumable is None:
+            raise typer.BadParameter(f"{option} applies to thinned versions: add --resumable, such as --resumable 3")
+    policy = Policy(
         keep_last=keep_last,
         keep_every=keep_every,
         keep_every_seconds=keep_interval,
-        keep_best=quantities.best(keep_best) if keep_best is not None else None,
+        keep_best=best(keep_best) if keep_best is not None else None,
         max_bytes=max_bytes,
         resumable=resumable,
         delta=delta,
         mantissa_bits=mantissa_bits,
     )
+    if not (policy.drops or policy.resumable):
+        raise typer.BadParameter(
+            "give a rule: --keep-last 3, --keep-every 1000 (steps), --keep-interval 6h, --keep-best loss:min:1, --max-bytes 2TB "
+            "or --resumable 3; rules add up, and --dry-run shows the effect on each version"
+        )
     target = open_target(uri)
     plan = target.repository.plan_retention(policy, compact=compact)
     _check_metric(policy, plan, target)
-    thin = Replacements("thinning", plan.thinned, plan.thinning)
-    whole = Replacements("writing whole", plan.compacted, plan.compaction)
+    thin = RewriteBatch("thinning", plan.thinned, plan.replacement)
+    whole = RewriteBatch("compacting", plan.compacted, plan.replacement)
     if not json:
-        _tell(target, plan, policy, thin, whole)
-    anything, nothing = bool(plan.dropped or thin.due), f"nothing was dropped{' or thinned' if thin.due else ''}"
-    doing = anything and not dry_run and (yes or json or agreed(_question(plan, thin, whole), nothing))
-    gone = plan.drop() if doing else ()
-    thinned = thin.execute(quiet=json) if doing else []
-    compacted = whole.execute(quiet=json) if doing else []
-    gone = plan.drop() if compacted else gone
+        _print_plan(target, plan, policy, thin, whole)
+    change, nothing = bool(plan.dropped or thin.due), f"nothing was dropped{' or thinned' if thin.due else ''}"
+    dropped: Sequence[Entry] = ()
+    if execute := change and not dry_run and (yes or json or confirmed(_question(plan, thin, whole), nothing)):
+        dropped = plan.drop()
+        thin.execute(quiet=json)
+        whole.execute(quiet=json)
+        if whole.written:
+            dropped = plan.drop()
     errors = [*thin.errors, *whole.errors]
     if json:
-        rows = [_row(target, decision, thin, whole) for decision in plan.decisions]
-        facts = {"uri": target.repository.uri, "dry_run": dry_run, "versions": rows}
-        facts |= {"dropped": [entry.id for entry in gone], "thinned": sorted(entry.id for entry in thinned)}
-        facts |= {"compacted": [entry.id for entry in compacted]}
-        emit(facts | ({"error": described(errors[0])} if errors else {}))
-    elif doing:
-        _tell_done(plan, thin, whole, (gone, thinned, compacted))
-    elif anything:
-        say(f"{nothing}; when something is, {_OBJECTS_STAY}")
-    for error in errors if not json else ():
-        complain(described(error))
-    if errors:
-        raise typer.Exit(exit_code(errors[0]))
-
-
-def _policy(**rules: Any) -> Policy:
-    from ...storage.retention.policy import Policy
-
-    if rules["max_bytes"] is not None and rules["max_bytes"] < 1:
-        raise typer.BadParameter("--max-bytes takes at least 1 byte; leave the option out for no limit")
-    for name in ("delta", "mantissa_bits"):
-        if rules[name] is not None and rules["resumable"] is None:
-            option = f"--{name.replace('_', '-')}"
-            raise typer.BadParameter(f"{option} is a rule for what is thinned: say --resumable as well, as in --resumable 3")
-    policy = Policy(**rules)
-    if not (policy.drops or policy.resumable):
-        raise typer.BadParameter(
-            "say what to keep: --keep-last 3, --keep-every 1000 (steps), --keep-interval 6h, --keep-best loss:min:1, --max-bytes "
-            "2TB or --resumable 3; several add up, and --dry-run shows what would become of each version"
-        )
-    return policy
+        facts = {
+            "uri": target.uri,
+            "dry_run": dry_run,
+            "versions": [_row(target, decision, thin, whole) for decision in plan.decisions],
+            "dropped": [entry.id for entry in dropped],
+            "thinned": sorted(entry.id for entry in thin.written),
+            "compacted": [entry.id for entry in whole.written],
+        }
+        emit(facts | ({"error": error_report(errors[0])} if errors else {}))
+    elif execute:
+        _print_result(plan, thin, whole, dropped)
+    elif change:
+        say(f"{nothing}; after a drop, {_OBJECTS_STAY}")
+    fail_with(errors, quiet=json)
 
 
 def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:
@@ -139,80 +129,66 @@ def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:
 
     best = policy.keep_best
     if best is not None and plan.decisions and not any(best_rule(best) in decision.rules for decision in plan.decisions):
-        what, remedy = f"no version has a number as metric {best[0]!r}", "`raystow show` tells a version's metrics"
-        raise StateError(what, subject=target.repository.uri, remedy=remedy)
+        what, remedy = f"no version has a number as metric {best[0]!r}", "`raystow show` prints a version's metrics"
+        raise StateError(what, subject=target.uri, remedy=remedy)
 
 
-def _tell(target: Target, plan: RetentionPlan, policy: Policy, thin: Replacements, whole: Replacements) -> None:
+def _print_plan(target: Target, plan: RetentionPlan, policy: Policy, thin: RewriteBatch, whole: RewriteBatch) -> None:
     if not plan.decisions:
-        out.print(f"no version yet in {target.repository.uri}", soft_wrap=True)
+        out.print(f"no version yet in {target.uri}", soft_wrap=True)
         return
-    rows = [_cells(target, decision, thin, whole) for decision in plan.decisions]
+    rows = [[*target.row(decision.entry).cells(), *_verdict(decision, thin, whole)] for decision in plan.decisions]
     out.print(table("", [">ID", ">STEP", ">CREATED", ">STORED", "", "WHY"], rows))
     sizes = thin.sizes | whole.sizes
     kept = [sizes.get(decision.entry.id, decision.entry.stored) for decision in plan.decisions if decision.keep]
-    freed = [entry.stored for entry in plan.dropped]
-    sums = [f"keep {count(len(kept), 'version')}, {size(sum(kept))}", f"drop {len(freed)}, {size(sum(freed))}"]
+    sums = [f"keep {count(len(kept), 'version')}, {size(sum(kept))}"]
     if thin.due:
-        sums.insert(1, f"thin {len(thin.due)} of these, by about {size(sum(thin.before.values()) - sum(thin.sizes.values()))}")
+        saved = sum(thin.before.values()) - sum(thin.sizes.values())
+        sums.append(f"thin {len(thin.due)} of these, by about {size(saved)}")
     if whole.due:
         more = sum(whole.sizes.values()) - sum(whole.before.values())
-        sums.insert(-1, f"write {len(whole.due)} of these whole, about {size(max(0, more))} more")
+        sums.append(f"store {len(whole.due)} of these whole, about {size(max(0, more))} more")
+    sums.append(f"drop {len(plan.dropped)}, {size(sum(entry.stored for entry in plan.dropped))}")
     out.print("; ".join(sums), style="dim")
     if policy.max_bytes is not None and sum(kept) > policy.max_bytes:
-        what = "take more than" if not thin.due else "or thinned take more than"
-        say(f"the versions that are always kept {what} {size(policy.max_bytes)}")
+        say(f"the versions that are always kept{' or thinned' if thin.due else ''} take more than {size(policy.max_bytes)}")
 
 
-def _question(plan: RetentionPlan, thin: Replacements, whole: Replacements) -> str:
+def _verdict(decision: Decision, thin: RewriteBatch, whole: RewriteBatch) -> tuple[str, str]:
+    """What happens to a version, and why."""
+    if not (decision.compact or decision.thin):
+        return decision.verdict, decision.why
+    left = (whole if decision.compact else thin).sizes.get(decision.entry.id)
+    if left is None:  # it cannot be read
+        return "keep", ", ".join(decision.rules)
+    return "compact" if decision.compact else "thin", f"{decision.why}: about {size(left)}"
+
+
+def _question(plan: RetentionPlan, thin: RewriteBatch, whole: RewriteBatch) -> str:
     parts = [f"drop {count(len(plan.dropped), 'version')}"] if plan.dropped else []
-    parts += [f"thin {count(len(thin.due), 'version')}, for good"] if thin.due else []
-    parts += [f"write {count(len(whole.due), 'version')} whole"] if whole.due else []
+    parts += [f"thin {count(len(thin.due), 'version')} irreversibly"] if thin.due else []
+    parts += [f"store {count(len(whole.due), 'version')} whole"] if whole.due else []
     return f"{' and '.join(parts)}?"
 
 
-def _tell_done(
-    plan: RetentionPlan,
-    thin: Replacements,
-    whole: Replacements,
-    results: tuple[Sequence[Entry], Sequence[Entry], Sequence[Entry]],
-) -> None:
-    gone, *written = results
-    done = [f"dropped {count(len(gone), 'version')}"] if plan.dropped else []
-    stayed = len(plan.dropped) - len(gone)
-    for all, some, how in ((thin, written[0], "thinned {}"), (whole, written[1], "wrote {} whole")):
-        if all.due:
-            sizes = sum(all.before[entry.id] for entry in some), sum(entry.stored for entry in some)
-            done.append(f"{how.format(count(len(some), 'version'))}, {size(sizes[0])} to {size(sizes[1])}")
-            stayed += len(all.due) - len(some) - all.failed
+def _print_result(plan: RetentionPlan, thin: RewriteBatch, whole: RewriteBatch, dropped: Sequence[Entry]) -> None:
+    done = [f"dropped {count(len(dropped), 'version')}"] if plan.dropped else []
+    done += [f"thinned {count(len(thin.written), 'version')}, {thin.change()}"] if thin.due else []
+    done += [f"stored {count(len(whole.written), 'version')} whole, {whole.change()}"] if whole.due else []
     say(f"{' and '.join(done)}; {_OBJECTS_STAY}")
-    if stayed:
-        say(f"{count(stayed, 'version')} stayed: pinned or verified meanwhile, or the newest now")
+    if unchanged := len(plan.dropped) - len(dropped) + thin.unchanged + whole.unchanged:
+        say(f"{count(unchanged, 'version')} unchanged: pinned, verified or the newest by now")
 
 
-def _row(target: Target, decision: Decision, thin: Replacements, whole: Replacements) -> dict[str, Any]:
-    entry = decision.entry
+def _row(target: Target, decision: Decision, thin: RewriteBatch, whole: RewriteBatch) -> dict[str, object]:
+    id = decision.entry.id
+    rules = [*decision.rules, *([decision.thin] if id in thin.sizes else []), *([decision.compact] if id in whole.sizes else [])]
     return {
-        **target.facts(entry),
+        **fields_of(target.row(decision.entry)),
         "keep": decision.keep,
-        "thin": entry.id in thin.sizes,
-        "stored_thin": thin.sizes.get(entry.id),
-        "compact": entry.id in whole.sizes,
-        "stored_whole": whole.sizes.get(entry.id),
-        "rules": [
-            *decision.rules,
-            *([decision.thin] if entry.id in thin.sizes else []),
-            *([decision.compact] if entry.id in whole.sizes else []),
-        ],
+        "thin": id in thin.sizes,
+        "stored_thin": thin.sizes.get(id),
+        "compact": id in whole.sizes,
+        "stored_whole": whole.sizes.get(id),
+        "rules": rules,
     }
-
-
-def _cells(target: Target, decision: Decision, thin: Replacements, whole: Replacements) -> list[str]:
-    entry, verdict, why = decision.entry, decision.verdict, decision.why
-    if decision.thin:
-        left = thin.sizes.get(entry.id)
-        verdict, why = ("thin", f"{why}: about {size(left)} stay") if left is not None else ("keep", ", ".join(decision.rules))
-    if decision.compact:
-        left = whole.sizes.get(entry.id)
-        verdict, why = ("compact", f"{why}: about {size(left)}") if left is not None else ("keep", ", ".join(decision.rules))
-    return [str(entry.id), str(entry.step), f"{age(target.age(entry.created))} ago", size(entry.stored), verdict, why]

@@ -1,31 +1,24 @@
-"""``raystow repair``: make a lost or damaged root anew from what lies in the store."""
+"""``raystow repair``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING
 
-import typer
-
-from .asking import agreed
-from .present import count, emit, moment, out, printable, say, size, table
-from .target import Json, Uri
+from .options import DryRun, Json, Uri, Yes
+from .output import confirmed, count, emit, moment, out, printable, say, size, table
 
 if TYPE_CHECKING:
     from ...storage.repair import RepairPlan
-    from ...storage.survey import Found
+    from ...storage.scan import ScannedAttempt
 
 
-def repair(
-    uri: Uri,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Tell what would be written, and write nothing.")] = False,
-    yes: Annotated[bool, typer.Option("--yes", "-y", help="Do not ask.")] = False,
-    json: Json = False,
-) -> None:
-    """Make a lost or damaged root, or marker, anew.
+def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
+    """Rebuild a lost or damaged root.json or raystow.json.
 
-    Looks through all version records, and tells which versions come back and which are left out, and why. Then it asks. What is
-    whole is not touched; pins are lost. With --json nothing is written unless --yes is given. Stop the run's coordinator first,
-    or restart it afterwards: it can commit no more.
+    Reads all version records and restores each version whose record, manifest and packs are complete; prints which ones and
+    why, then asks. Files that are whole are never replaced. Pins are lost, dropped versions return until they are dropped
+    again, and of two attempts with one id that of the higher epoch wins. With --json, nothing is written unless --yes is given.
+    Stop the run's coordinator first, or restart it afterwards: it can no longer commit.
 
     Example:  raystow repair s3://bucket/runs/llama --dry-run
     """
@@ -36,18 +29,29 @@ def repair(
     store = open_store(uri)
     plan = plan_repair(store, trust=key_files.trust())
     if not json:
-        _tell(store.uri, plan)
-    writing = plan.needed and not dry_run and (yes or (not json and agreed(_question(plan), "nothing was written")))
-    written = plan.execute() if writing else ()
+        _print_plan(store.uri, plan)
+    write = plan.needed and not dry_run and (yes or (not json and confirmed(_question(plan), "nothing was written")))
+    written = plan.execute() if write else ()
     if json:
-        emit(_facts(store.uri, plan, dry_run, written))
+        emit(
+            {
+                "uri": store.uri,
+                "dry_run": dry_run,
+                "repository": plan.repository,
+                "root": {"state": plan.root.state.value, "why": plan.root.why},
+                "marker": {"state": plan.marker.state.value, "why": plan.marker.why},
+                "found": [_row(found) for found in plan.found],
+                "notes": plan.notes,
+                "written": written,
+            }
+        )
     elif written:
-        say(f"written: {' and '.join(written)}; `raystow verify URI --all` looks at what came back")
+        say(f"wrote {' and '.join(written)}; check the versions with `raystow verify URI --all`")
     elif plan.needed:
         out.print("nothing was written")
 
 
-def _tell(uri: str, plan: RepairPlan) -> None:
+def _print_plan(uri: str, plan: RepairPlan) -> None:
     if not plan.needed:
         out.print(f"nothing to repair: root and marker of {uri} are whole", soft_wrap=True)
         return
@@ -62,12 +66,11 @@ def _tell(uri: str, plan: RepairPlan) -> None:
 def _question(plan: RepairPlan) -> str:
     if plan.new_root is None:
         return f"write {plan.marker.key}?"
-    back = count(len(plan.new_root.versions), "version")
-    both = f" and {plan.marker.key}" if plan.new_marker is not None else ""
-    return f"write {plan.root.key}{both}, with {back}?"
+    marker = f" and {plan.marker.key}" if plan.new_marker is not None else ""
+    return f"write {plan.root.key}{marker}, with {count(len(plan.new_root.versions), 'version')}?"
 
 
-def _cells(found: Found) -> list[str]:
+def _cells(found: ScannedAttempt) -> list[str]:
     record = found.record
     facts = ["-"] * 4
     if record is not None:
@@ -75,28 +78,6 @@ def _cells(found: Found) -> list[str]:
     return [str(found.id), found.attempt, *facts, "left out" if found.lacks else "back", found.lacks]
 
 
-def _facts(uri: str, plan: RepairPlan, dry_run: bool, written: tuple[str, ...]) -> dict[str, Any]:
-    return {
-        "uri": uri,
-        "dry_run": dry_run,
-        "repository": plan.repository,
-        "root": {"state": plan.root.state.value, "why": plan.root.why},
-        "marker": {"state": plan.marker.state.value, "why": plan.marker.why},
-        "found": [_row(f) for f in plan.found],
-        "notes": list(plan.notes),
-        "written": list(written),
-    }
-
-
-def _row(found: Found) -> dict[str, Any]:
-    record = found.record
-    return {
-        "id": found.id,
-        "attempt": found.attempt,
-        "epoch": record.epoch if record is not None else None,
-        "step": record.step if record is not None else None,
-        "created": record.created if record is not None else None,
-        "stored": record.stored if record is not None else None,
-        "back": not found.lacks,
-        "why": found.lacks,
-    }
+def _row(found: ScannedAttempt) -> dict[str, object]:
+    facts = {name: getattr(found.record, name, None) for name in ("epoch", "step", "created", "stored")}
+    return {"id": found.id, "attempt": found.attempt, **facts, "back": not found.lacks, "why": found.lacks}

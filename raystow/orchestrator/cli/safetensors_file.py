@@ -1,8 +1,8 @@
-"""The safetensors format: which tensors go into which file, where, and under what dtype. Pure; reads and writes nothing.
+"""The layout of safetensors files: which tensors each contains, at which offsets, and as which dtype. Does no I/O.
 
 A file is 8 bytes of little-endian header length, a JSON header, and the tensors' bytes without a gap
-(https://github.com/huggingface/safetensors#format). Tensors lie in the order of falling element size, as the reference
-implementation writes them, so that each is aligned for its type.
+(https://github.com/huggingface/safetensors#format). Tensors are in the order of descending element size, as the reference
+implementation writes them, so that each is aligned for its dtype.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import math
 import struct
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
@@ -33,16 +32,16 @@ _SAME = {
     "float8_e5m2fnuz": "F8_E5M2FNUZ",
     "float8_e8m0fnu": "F8_E8M0",
 }
-_PAIRS = {"complex128": "F64", "complex32": "F16"}  # a last dimension of 2 is added: real and imaginary part
-_FP4 = "float4_e2m1fn_x2"  # two elements in a byte: torch's shape counts bytes, the file's counts elements
+_PAIRS = {"complex128": "F64", "complex32": "F16"}  # with a last dimension of 2: real and imaginary part
+_FP4 = "float4_e2m1fn_x2"  # two elements per byte: torch's shape counts bytes, the file's counts elements
 _OPAQUE = {1: "U8", 2: "U16"}
 _RESERVED = "__metadata__"
-_MAX_HEADER = 100_000_000  # bytes; the reference implementation takes no more
+_MAX_HEADER = 100_000_000  # bytes; the limit of the reference implementation
 
 
 @dataclass(frozen=True)
-class Placed:
-    """A tensor in a file. ``form`` and ``shape`` are what the header says; ``start`` counts from the end of the header."""
+class FileTensor:
+    """A tensor in a file to write: ``form`` and ``shape`` as in the header; ``start`` counts from the end of the header."""
 
     name: str
     info: TensorInfo
@@ -52,46 +51,45 @@ class Placed:
 
     @property
     def mapped(self) -> bool:
-        """Whether it is stored under another type than its own, since the format has none for it."""
+        """Whether it is stored as another dtype, since the format lacks its own."""
         return self.info.dtype not in _SAME and not (self.info.dtype == _FP4 and self.form == "F4")
 
 
 @dataclass(frozen=True)
-class File:
-    """One file of a group of tensors, ``nbytes`` of them after the header."""
+class SafetensorsFile:
+    """One file of a group of tensors, with ``nbytes`` after the header."""
 
     name: str
     group: str
-    tensors: tuple[Placed, ...]
+    tensors: tuple[FileTensor, ...]
     nbytes: int
 
-    def header(self, about: Mapping[str, str]) -> bytes:
-        """The file's beginning; ``about`` becomes its metadata, beside what tells mapped dtypes."""
-        mapped = {placed.name: placed.info.dtype for placed in self.tensors if placed.mapped}
+    def header(self, metadata: Mapping[str, str]) -> bytes:
+        """Return the start of the file; its metadata are ``metadata`` and the dtypes of mapped tensors."""
+        mapped = {tensor.name: tensor.info.dtype for tensor in self.tensors if tensor.mapped}
         fields: dict[str, object] = {
-            _RESERVED: {"format": "pt", **about, **({"raystow.dtypes": json.dumps(mapped)} if mapped else {})}
+            _RESERVED: {"format": "pt", **metadata, **({"raystow.dtypes": json.dumps(mapped)} if mapped else {})}
         }
-        for placed in self.tensors:
-            offsets = [placed.start, placed.start + placed.info.nbytes]
-            fields[placed.name] = {"dtype": placed.form, "shape": placed.shape, "data_offsets": offsets}
+        for tensor in self.tensors:
+            offsets = [tensor.start, tensor.start + tensor.info.nbytes]
+            fields[tensor.name] = {"dtype": tensor.form, "shape": tensor.shape, "data_offsets": offsets}
         text = json.dumps(fields, separators=(",", ":"), ensure_ascii=False).encode()
         text += b" " * (-len(text) % 8)
         return struct.pack("<Q", len(text)) + text
 
 
-def files(tensors: Mapping[str, TensorInfo], *, limit: int) -> list[File]:
-    """Files for all tensors: one for each group, or several numbered ones of at most ``limit`` bytes (or a single tensor)."""
+def files(tensors: Mapping[str, TensorInfo], *, limit: int) -> list[SafetensorsFile]:
+    """Plan the files for all tensors: one per group, or numbered ones of at most ``limit`` bytes or a single tensor."""
     if _RESERVED in tensors:
-        raise StateError(
-            "a safetensors file cannot hold a tensor of this name", subject=_RESERVED, remedy="read it with raystow.open"
-        )
-    made = []
-    for group in sorted(set(map(group_of, tensors))):  # by their names: what weights are derived from shares their packs
+        what = "a safetensors file cannot contain a tensor of this name"
+        raise StateError(what, subject=_RESERVED, remedy="read it with raystow.open")
+    planned = []
+    for group in sorted(set(map(group_of, tensors))):  # by name: derived weights share the packs of their sources
         parts = list(_split({name: info for name, info in tensors.items() if group_of(name) == group}, limit))
         for number, part in enumerate(parts, 1):
             name = f"{group}.safetensors" if len(parts) == 1 else f"{group}-{number:05d}-of-{len(parts):05d}.safetensors"
-            made.append(_file(name, group, part))
-    return made
+            planned.append(_file(name, group, part))
+    return planned
 
 
 def _split(tensors: Mapping[str, TensorInfo], limit: int) -> Iterator[dict[str, TensorInfo]]:
@@ -106,13 +104,12 @@ def _split(tensors: Mapping[str, TensorInfo], limit: int) -> Iterator[dict[str, 
     yield part
 
 
-def _file(name: str, group: str, tensors: Mapping[str, TensorInfo]) -> File:
-    placed, end = [], 0
+def _file(name: str, group: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:
+    planned, end = [], 0
     for key, info in sorted(tensors.items(), key=lambda item: (-dtypes.dtype(item[1].dtype).itemsize, item[0])):
-        form, shape = _form(info)
-        placed.append(Placed(key, info, form, shape, end))
+        planned.append(FileTensor(key, info, *_form(info), end))
         end += info.nbytes
-    return File(name, group, tuple(placed), end)
+    return SafetensorsFile(name, group, tuple(planned), end)
 
 
 def _form(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
@@ -127,8 +124,8 @@ def _form(info: TensorInfo) -> tuple[str, tuple[int, ...]]:
 
 
 @dataclass(frozen=True)
-class Listed:
-    """A tensor of a file that is read: its own dtype by torch's name, its shape, and its bytes, counted from the file's begin."""
+class SourceTensor:
+    """A tensor in a file that is read: torch's name of its dtype, shape, and its bytes, counted from the start of the file."""
 
     name: str
     dtype: str
@@ -137,35 +134,43 @@ class Listed:
     end: int
 
 
-def header_size(begin: bytes, nbytes: int) -> int:
-    """The bytes of the header after the first 8, of a file of ``nbytes``; ``StateError`` if it cannot be such a file."""
-    size = struct.unpack("<Q", begin)[0] if len(begin) == 8 else 0
+def header_size(start: bytes, nbytes: int) -> int:
+    """Return the bytes of the header after the first 8 of a file of ``nbytes``.
+
+    Raises:
+        StateError: it is not a safetensors file.
+    """
+    size = struct.unpack("<Q", start)[0] if len(start) == 8 else 0
     if not 2 <= size <= min(_MAX_HEADER, nbytes - 8):
         raise StateError("is not a safetensors file")
     return int(size)
 
 
-def listed(header: bytes, nbytes: int) -> list[Listed]:
-    """The tensors of a file of ``nbytes`` in the order of their bytes, as ``File.header`` has written them; ``StateError`` unless
-    they fill the file."""
+def source_tensors(header: bytes, nbytes: int) -> list[SourceTensor]:
+    """Parse the header of a file of ``nbytes``; the tensors in the order of their bytes.
+
+    Raises:
+        StateError: the header is invalid, or its tensors do not fill the file.
+    """
     try:
         fields = json.loads(header)
-        about = fields.pop(_RESERVED, {})
-        mapped = json.loads(about.get("raystow.dtypes", "{}"))
-        found = [_listed(name, entry, mapped.get(name), 8 + len(header)) for name, entry in fields.items()]
+        mapped = json.loads(fields.pop(_RESERVED, {}).get("raystow.dtypes", "{}"))
+        found = [_source_tensor(name, entry, mapped.get(name), 8 + len(header)) for name, entry in fields.items()]
     except (ValueError, TypeError, AttributeError, LookupError, RecursionError) as error:
-        raise StateError(f"the header of the file makes no sense: {error!r:.200}") from error
+        raise StateError(f"has an invalid header: {error!r:.200}") from error
     found.sort(key=lambda tensor: (tensor.start, tensor.end))
     ends = [8 + len(header), *(tensor.end for tensor in found)]
     if [tensor.start for tensor in found] != ends[:-1] or ends[-1] != nbytes:
-        raise StateError("the tensors that the header lists do not fill the file", remedy="copy it again: it may have been cut")
+        raise StateError("the tensors in the header do not fill the file", remedy="copy it again: it may be truncated")
     return found
 
 
-def _listed(name: str, entry: Mapping[str, Any], mapped: str | None, base: int) -> Listed:
-    form, shape, (start, end) = entry["dtype"], entry["shape"], entry["data_offsets"]
+def _source_tensor(name: str, entry: Mapping[str, object], mapped: str | None, base: int) -> SourceTensor:
+    form, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"shape {shape!r:.80}")
+    if not isinstance(offsets, list) or len(offsets) != 2 or any(type(n) is not int for n in offsets):
+        raise ValueError(f"offsets {offsets!r:.80}")
     if mapped in _PAIRS and form == _PAIRS[mapped] and shape[-1:] == [2]:
         own, shape = mapped, shape[:-1]
     elif mapped is not None:
@@ -174,8 +179,9 @@ def _listed(name: str, entry: Mapping[str, Any], mapped: str | None, base: int) 
         own, shape = _FP4, [*shape[:-1], shape[-1] // 2]
     else:
         own = {file: ours for ours, file in _SAME.items()}.get(str(form), "")
-    if own not in dtypes.DTYPES or type(start) is not int or type(end) is not int:
-        raise ValueError(f"dtype {form!r:.40} of {name!r:.80} is not known")
+    if own not in dtypes.DTYPES:
+        raise ValueError(f"unknown dtype {form!r:.40} of {name!r:.80}")
+    start, end = offsets
     if end - start != math.prod(shape) * dtypes.dtype(own).itemsize:
         raise ValueError(f"{name!r:.80} does not fill its bytes")
-    return Listed(name, own, tuple(shape), base + start, base + end)
+    return SourceTensor(name, own, tuple(shape), base + start, base + end)

@@ -1,4 +1,4 @@
-"""``raystow sensitivity``: what rounding would do to a model's loss, and the rules that stay within a budget."""
+"""``raystow sensitivity``."""
 
 from __future__ import annotations
 
@@ -13,27 +13,31 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from ...storage.errors import RaystowError, StateError
-from .present import emit, out, ratio_text, say, size, table
-from .target import Json
+from .options import Json
+from .output import emit, out, ratio_text, say, size, table
 
 if TYPE_CHECKING:
     from ..sensitivity import Proposal, Sensitivity
 
-_WRITE = 'write a function that takes no arguments and returns {"state": ..., "loss": ...}, and perhaps "train" and "levels"'
+_WRITE = 'write a function without arguments that returns {"state": ..., "loss": ...}, and optionally "train" and "levels"'
 
 
 def sensitivity(
     source: Annotated[
         str,
-        typer.Argument(metavar="MODULE:FUNCTION", help="Returns a dict: what raystow.sensitivity takes.", show_default=False),
+        typer.Argument(
+            metavar="MODULE:FUNCTION", help="Function that returns the arguments of raystow.sensitivity.", show_default=False
+        ),
     ],
-    budget: Annotated[float, typer.Option(min=0, metavar="LOSS", help="By how much the loss may change, predicted.")] = 0.01,
+    budget: Annotated[float, typer.Option(min=0, metavar="LOSS", help="Largest predicted change of the loss.")] = 0.01,
     json: Json = False,
 ) -> None:
-    """Measure how rounding a state would move the loss, and propose rules.
+    """Measure how rounding would change a model's loss, and propose rules.
 
-    MODULE:FUNCTION is yours: it loads the model, its optimizer's state and a few batches, and returns a dict of state, loss and
-    train. Groups of tensors are rounded one at a time, and put back as they were.
+    FUNCTION returns a dict: `state` (model and optimizer state), `loss` (a function that returns the loss on fixed batches),
+    optionally `train` (runs some optimizer steps, then returns the loss) and `levels` (the rules to try by kind). One group of
+    tensors is rounded at a time and then restored bit for bit. The sum over groups is a prediction: only a resumed run proves
+    it.
 
     Example:  raystow sensitivity my_run:probe --budget 0.005
     """
@@ -44,59 +48,57 @@ def sensitivity(
     if json:
         emit(_facts(found, proposal, budget))
         return
-    steps = "" if found.trained is None else f"; {found.trained:.6g} after the steps of train, give or take {found.noise:.2g}"
+    steps = "" if found.trained is None else f"; {found.trained:.6g} after the steps of train, +/- {found.noise:.2g}"
     say(f"loss {found.loss:.6g}{steps}", style="bold")
-    rows = [
-        [t.group, "-" if t.rule is None else str(t.rule), size(t.raw), size(t.stored), ratio_text(t.stored, t.raw), _change(t)]
-        for t in found.trials
-    ]
+    rows = []
+    for t in found.trials:
+        rule, change = ("-", "") if t.rule is None else (str(t.rule), f"{t.change:+.2g}")
+        rows.append([t.group, rule, size(t.raw), size(t.stored), ratio_text(t.stored, t.raw), change])
     out.print(table("", ["GROUP", "RULE", ">RAW", ">STORED", ">RATIO", ">LOSS"], rows))
     out.print()
     if not proposal.rules:
         say(f"no rule stays within {budget:g}")
         return
-    whole = f"{size(proposal.stored)} of {size(proposal.raw)} (ratio {ratio_text(proposal.stored, proposal.raw)})"
-    say(f"within {budget:g}: {whole}, with a predicted change of {proposal.change:.3g}")
+    sizes = f"{size(proposal.stored)} of {size(proposal.raw)} (ratio {ratio_text(proposal.stored, proposal.raw)})"
+    say(f"within {budget:g}: {sizes}, with a predicted change of {proposal.change:.3g}")
     for line in ("lossy={", *(f'    "{group}": {rule},' for group, rule in proposal.rules.items()), "}"):
         out.print(line)
 
 
-def _change(trial: Any) -> str:
-    return "" if trial.rule is None else f"{trial.change:+.2g}"
-
-
 def _arguments(source: str) -> dict[str, Any]:
-    """What the user's function returns, and in the place of ``loss`` and ``train`` what calls them."""
+    """The result of the user's function; ``loss`` and ``train`` are wrapped so that their errors are reported."""
     module, _, name = source.partition(":")
     if os.getcwd() not in sys.path:
         sys.path.insert(0, os.getcwd())
     try:
         function = getattr(importlib.import_module(module), name)
     except (ImportError, AttributeError, ValueError) as error:
-        raise StateError(f"cannot be had: {error}", subject=source, remedy=_WRITE) from error
-    made = _called(function, source, _WRITE)
-    if not isinstance(made, Mapping) or not {"state", "loss"} <= {*made} <= {"state", "loss", "train", "levels"}:
-        raise StateError(f"returned {made!r:.80}", subject=source, remedy=_WRITE)
-    if not isinstance(made["state"], Mapping):
-        raise StateError(f"returned a state that is {made['state']!r:.80}", subject=source, remedy="make it a dict of tensors")
-    called = {
-        what: partial(_number, made[what], f"{what} of {source}") for what in ("loss", "train") if made.get(what) is not None
+        raise StateError(f"cannot be imported: {error}", subject=source, remedy=_WRITE) from error
+    arguments = _call(function, source, _WRITE)
+    if not isinstance(arguments, Mapping) or not {"state", "loss"} <= {*arguments} <= {"state", "loss", "train", "levels"}:
+        raise StateError(f"returned {arguments!r:.80}", subject=source, remedy=_WRITE)
+    if not isinstance(arguments["state"], Mapping):
+        raise StateError(f"returned the state {arguments['state']!r:.80}", subject=source, remedy="return a dict of tensors")
+    wrapped = {
+        name: partial(_number, arguments[name], f"{name} of {source}")
+        for name in ("loss", "train")
+        if arguments.get(name) is not None
     }
-    return {**made, **called}
+    return {**arguments, **wrapped}
 
 
-def _number(function: Any, subject: str) -> float:
-    """What a function of the user's returns, a number."""
-    remedy = "write a function that takes no arguments and returns the loss as a number"
-    found = _called(function, subject, remedy)
+def _number(function: object, subject: str) -> float:
+    """Call a function of the user that returns a number."""
+    remedy = "write a function without arguments that returns the loss as a number"
+    found = _call(function, subject, remedy)
     try:
-        return float(found)
-    except (TypeError, ValueError, RuntimeError) as error:  # the last: a tensor of more than one element
+        return float(found)  # type: ignore[arg-type]  # TypeError is handled
+    except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: a tensor of more than one element
         raise StateError(f"returned {found!r:.80}", subject=subject, remedy=remedy) from error
 
 
-def _called(function: Any, subject: str, remedy: str) -> Any:
-    """What a function of the user's returns. ``StateError`` if it is none or raises; from where is told before."""
+def _call(function: object, subject: str, remedy: str) -> object:
+    """Call a function of the user; print its traceback if it raises."""
     if not callable(function):
         raise StateError(f"{function!r:.80} is not a function", subject=subject, remedy=remedy)
     try:
@@ -106,30 +108,27 @@ def _called(function: Any, subject: str, remedy: str) -> Any:
     except Exception as error:
         if error.__traceback__ is not None and (within := error.__traceback__.tb_next) is not None:
             typer.echo("".join(traceback.format_tb(within)), err=True, nl=False)
-        what = f"called with no arguments, it raised {type(error).__name__}: {error}"
+        what = f"called without arguments, it raised {type(error).__name__}: {error}"
         raise StateError(what, subject=subject, remedy=remedy) from error
 
 
-def _facts(found: Sensitivity, proposal: Proposal, budget: float) -> dict[str, Any]:
+def _facts(found: Sensitivity, proposal: Proposal, budget: float) -> dict[str, object]:
+    trials = [
+        {
+            "group": trial.group,
+            "rule": None if trial.rule is None else str(trial.rule),
+            "change": trial.change,
+            "raw": trial.raw,
+            "stored": trial.stored,
+        }
+        for trial in found.trials
+    ]
+    rules = {group: str(rule) for group, rule in proposal.rules.items()}
     return {
         "loss": found.loss,
         "trained": found.trained,
         "noise": found.noise,
-        "trials": [
-            {
-                "group": trial.group,
-                "rule": None if trial.rule is None else str(trial.rule),
-                "change": trial.change,
-                "raw": trial.raw,
-                "stored": trial.stored,
-            }
-            for trial in found.trials
-        ],
+        "trials": trials,
         "budget": budget,
-        "proposal": {
-            "rules": {group: str(rule) for group, rule in proposal.rules.items()},
-            "change": proposal.change,
-            "raw": proposal.raw,
-            "stored": proposal.stored,
-        },
+        "proposal": {"rules": rules, "change": proposal.change, "raw": proposal.raw, "stored": proposal.stored},
     }

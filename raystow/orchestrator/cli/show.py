@@ -1,112 +1,199 @@
-"""``raystow show``: what one version holds."""
+"""``raystow show``."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING
 
-from ...storage.chains import line
-from ...storage.retention.freeing import estimate
-from .present import age, count, emit, moment, out, printable, ratio_text, size, table
-from .summary import summary
-from .target import LATEST, Json, Target, Uri, Which, open_target
+from ...storage.delta_chain import line
+from ...storage.format import values
+from ...storage.retention.compaction_policy import estimate
+from .options import LATEST, Json, Uri, Which
+from .output import age, count, dimensions, emit, moment, out, printable, ratio, ratio_text, size, table
+from .target import Target, open_target
 
 if TYPE_CHECKING:
-    from ...storage.version import Version
+    from ...storage.version import TensorInfo, Version
+
+_LARGEST = 10  # tensors listed
+
+
+@dataclass(frozen=True)
+class Share:
+    """A part of a version: the number of tensors or planes, raw and stored bytes."""
+
+    count: int
+    raw: int
+    stored: int
+
+    def cells(self) -> list[str]:
+        """Return the cells of a table row."""
+        return [f"{self.count:,}", size(self.raw), size(self.stored), ratio_text(self.stored, self.raw)]
 
 
 def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
-    """Show what a version holds: its metrics, tensors, sizes and codecs.
+    """Show one version: metrics, tensors, sizes and codecs.
 
-    Reads the version's record and manifest, none of its packs. RATIO is stored bytes by raw bytes.
+    Reads the version's record and manifest, and none of its packs. RATIO is stored bytes divided by raw bytes. Where rounding
+    was used, ERROR is the largest relative error of a number and SQNR the lowest signal-to-noise ratio of a tensor. A chunk of
+    floats is split into byte planes, each of which has its own codec.
 
     Example:  raystow show s3://bucket/runs/llama 7
     """
     target = open_target(uri)
     chosen = target.version(version)
-    facts = {"uri": target.repository.uri, **summary(chosen), "pins": target.pins(chosen.id)}
+    tensors = chosen.tensors()
+    groups = shares((t.group, t.nbytes, t.stored) for t in tensors.values())
+    dtypes = shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())
+    codecs = shares(_planes(chosen))
+    largest = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))[:_LARGEST]
     if json:
-        emit(facts)
+        emit(_facts(target, chosen, tensors, (groups, dtypes, codecs), largest))
         return
-    out.print(f"version {chosen.id} of {target.repository.uri}", style="bold", soft_wrap=True)
-    for name, text in _lines(target, chosen, facts):
-        out.print(f"{name:<8} {printable(text)}", soft_wrap=True)
-    for title, key, noun in (("groups", "groups", "tensors"), ("dtypes", "dtypes", "tensors"), ("codecs", "codecs", "planes")):
-        rows = [
-            [name, f"{s[noun]:,}", size(s["raw"]), size(s["stored"]), ratio_text(s["stored"], s["raw"])]
-            for name, s in facts[key].items()
-        ]
+    out.print(f"version {chosen.id} of {target.uri}", style="bold", soft_wrap=True)
+    for name, text in _lines(target, chosen, len(tensors)):
+        if text:
+            out.print(f"{name:<8} {printable(text)}", soft_wrap=True)
+    for title, noun, found in (("groups", "TENSORS", groups), ("dtypes", "TENSORS", dtypes), ("codecs", "PLANES", codecs)):
         out.print()
-        out.print(table(title, ["", f">{noun.upper()}", ">RAW", ">STORED", ">RATIO"], rows))
-    if facts["rounded"]:
+        rows = ([name, *share.cells()] for name, share in found.items())
+        out.print(table(title, ["", f">{noun}", ">RAW", ">STORED", ">RATIO"], rows))
+    if rounded := _rounded_rows(chosen, tensors):
         out.print()
-        out.print(table("rounded", ["", ">TENSORS", ">RAW", ">STORED", ">RATIO", ">ERROR", ">SQNR"], _rounded(facts["rounded"])))
+        out.print(table("rounded", ["", ">TENSORS", ">RAW", ">STORED", ">RATIO", ">ERROR", ">SQNR"], rounded))
     out.print()
-    out.print(table("largest tensors", ["NAME", "DTYPE", "SHAPE", ">RAW", ">RATIO"], map(_largest, facts["largest"])))
+    rows = ([name, t.dtype, dimensions(t.shape), size(t.nbytes), ratio_text(t.stored, t.nbytes)] for name, t in largest)
+    out.print(table("largest tensors", ["NAME", "DTYPE", "SHAPE", ">RAW", ">RATIO"], rows))
 
 
-def _lines(target: Target, version: Version, facts: dict[str, Any]) -> list[tuple[str, str]]:
-    lines = [
-        ("step", str(version.step)),
-        ("created", f"{moment(version.created)} ({age(target.age(version.created))} ago)"),
-        ("saved by", f"{count(facts['world_size'], 'rank')} on {count(facts['nodes'], 'node')}"),
-        ("bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio_text(version.bytes, version.raw)})"),
-        ("holds", f"{count(facts['tensors'], 'tensor')}, {count(facts['values'], 'plain value')}"),
-        ("objects", f"{count(facts['packs'], 'pack')} of {count(facts['chunks'], 'chunk')}"),
-        ("needs", _needs(target, version)),
-        ("thinned", _thinned(version)),
-        *(("coded with", f"{codec}: {why}") for codec, why in sorted(version.record.coding.items())),
-        *(("lossy", text) for text in _lossy(facts)),
-        ("metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())),
-        ("pins", ", ".join(facts["pins"])),
-        ("writer", ", ".join(f"{name} {number}" for name, number in facts["writer"].items())),
-    ]
-    return [(name, text) for name, text in lines if text]
+def shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
+    """Sum (key, raw bytes, stored bytes) by key; the key with the most stored bytes first."""
+    sums: dict[str, Share] = {}
+    for key, raw, stored in items:
+        before = sums.get(key, Share(0, 0, 0))
+        sums[key] = Share(before.count + 1, before.raw + raw, before.stored + stored)
+    return dict(sorted(sums.items(), key=lambda item: (-item[1].stored, item[0])))
+
+
+def _planes(version: Version) -> Iterator[tuple[str, int, int]]:
+    """Codec, raw and stored bytes of each plane; a chunk that is derived or was not split is one plane."""
+    for rows in version.chunks.values():
+        for chunk in rows:
+            if chunk.derivation is not None:
+                yield "derived", chunk.nbytes, 0
+                continue
+            for codec, stored in zip(chunk.coding.codecs, chunk.coding.stored, strict=True):
+                yield codec, chunk.nbytes // len(chunk.coding.codecs), stored
+
+
+def _facts(
+    target: Target,
+    version: Version,
+    tensors: Mapping[str, TensorInfo],
+    found: tuple[dict[str, Share], dict[str, Share], dict[str, Share]],
+    largest: list[tuple[str, TensorInfo]],
+) -> dict[str, object]:
+    record = version.record
+
+    def rows(noun: str, of: dict[str, Share]) -> dict[str, object]:
+        return {k: {noun: s.count, "raw": s.raw, "stored": s.stored, "ratio": ratio(s.stored, s.raw)} for k, s in of.items()}
+
+    return {
+        "uri": target.uri,
+        "id": version.id,
+        "step": version.step,
+        "created": version.created,
+        "attempt": version.attempt,
+        "world_size": record.world_size,
+        "nodes": len(record.fragments),
+        "packs": len(record.packs),
+        "chunks": sum(len(rows) for rows in version.chunks.values()),
+        "tensors": len(tensors),
+        "values": len(version.values()),
+        "raw": version.raw,
+        "stored": version.bytes,
+        "ratio": ratio(version.bytes, version.raw),
+        "thinned": record.thinned,
+        "coding": record.coding,
+        "bases": record.bases,
+        "metrics": {name: values.encode(value) for name, value in record.metrics.items()},
+        "writer": record.writer,
+        "groups": rows("tensors", found[0]),
+        "dtypes": rows("tensors", found[1]),
+        "codecs": rows("planes", found[2]),
+        "lossy": record.lossy,
+        "rounded": {
+            name: {
+                "rule": one.rule,
+                "raw": tensors[name].nbytes,
+                "stored": tensors[name].stored,
+                "spared": one.spared,
+                "max_error": one.error,
+                "max_relative": one.relative,
+                "sqnr": one.sqnr,
+            }
+            for name, one in version.rounded().items()
+            if name in tensors
+        },
+        "largest": [{"name": name, **asdict(info), "ratio": ratio(info.stored, info.nbytes)} for name, info in largest],
+        "pins": target.pins(version.id),
+    }
+
+
+def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str, str]]:
+    record, chunks = version.record, sum(len(rows) for rows in version.chunks.values())
+    yield "step", str(version.step)
+    yield "created", f"{moment(version.created)} ({age(target.age(version.created))} ago)"
+    yield "saved by", f"{count(record.world_size, 'rank')} on {count(len(record.fragments), 'node')}"
+    ratio = ratio_text(version.bytes, version.raw)
+    yield "bytes", f"{size(version.raw)} raw, {size(version.bytes)} stored (ratio {ratio})"
+    yield "content", f"{count(tensors, 'tensor')}, {count(len(version.values()), 'plain value')}"
+    yield "objects", f"{count(len(record.packs), 'pack')} of {count(chunks, 'chunk')}"
+    yield "needs", _needs(target, version)
+    if (thinned := record.thinned) is not None:
+        rounded = "" if thinned.mantissa_bits is None else f", with {thinned.mantissa_bits} bits of mantissa"
+        yield "thinned", f"{moment(thinned.at)}: {' and '.join(thinned.groups)} only{rounded}"
+    for codec, why in sorted(record.coding.items()):
+        yield "coded with", f"{codec}: {why}"
+    yield from (("lossy", text) for text in _lossy(version))
+    yield "metrics", ", ".join(f"{name} {_brief(value)}" for name, value in version.metrics.items())
+    yield "pins", ", ".join(target.pins(version.id))
+    yield "writer", ", ".join(f"{name} {number}" for name, number in record.writer.items())
 
 
 def _needs(target: Target, version: Version) -> str:
-    """What it is a difference to, and what it would take by itself, where the root has that."""
-    told = ", ".join(f"version {id}" for id in version.entry.bases)
-    _, *bases = line({entry.id: entry for entry in target.root.versions}, version.entry)
-    if bases[1:]:
-        told += f", and {count(len(bases) - 1, 'version')} that it needs"
-    return f"{told} (by itself it would take about {size(estimate(version.entry, bases[-1]))})" if bases else told
+    """The bases of its deltas, and the estimated size without them."""
+    bases = ", ".join(f"version {id}" for id in version.entry.bases)
+    _, *chain = line({entry.id: entry for entry in target.root.versions}, version.entry)
+    if chain[1:]:
+        bases += f", and {count(len(chain) - 1, 'version')} that it needs"
+    return f"{bases} (stored whole it would take about {size(estimate(version.entry, chain[-1]))})" if chain else bases
 
 
-def _thinned(version: Version) -> str:
-    thinned = version.record.thinned
-    if thinned is None:
-        return ""
-    rounded = "" if thinned.mantissa_bits is None else f", with {thinned.mantissa_bits} bits of mantissa"
-    return f"{moment(thinned.at)}: holds {' and '.join(thinned.groups)} only{rounded}"
+def _lossy(version: Version) -> list[str]:
+    """The rules that were requested when it was saved, and the bytes that rounding saved."""
+    rules: dict[str, list[str]] = {}
+    for name, rule in version.record.lossy.items():
+        rules.setdefault(rule, []).append(name)
+    spared = sum(one.spared for one in version.rounded().values())
+    lines = [f"{rule}: {', '.join(names)}" for rule, names in rules.items()]
+    return [*lines, f"saves about {size(spared)} compared to lossless"] if rules or version.rounded() else []
 
 
-def _lossy(facts: dict[str, Any]) -> list[str]:
-    """What was asked for when it was saved, rule by rule, and what all rounding has come to."""
-    groups: dict[str, list[str]] = {}
-    for name, rule in facts["lossy"].items():
-        groups.setdefault(rule, []).append(name)
-    rules = [f"{rule}: {', '.join(names)}" for rule, names in groups.items()]
-    spared = sum(one["spared"] for one in facts["rounded"].values())
-    return [*rules, f"about {size(spared)} less to store than with every bit"] if facts["rounded"] or rules else []
-
-
-def _rounded(tensors: dict[str, Any]) -> list[list[str]]:
-    """A row for each rule: the largest error of all its tensors by the number itself, and the lowest ratio of signal to noise."""
+def _rounded_rows(version: Version, tensors: Mapping[str, TensorInfo]) -> list[list[str]]:
+    """A row for each rule: the largest relative error and the lowest signal-to-noise ratio of its tensors."""
     rows = list[list[str]]()
-    for rule in sorted({one["rule"] for one in tensors.values()}):
-        some = [one for one in tensors.values() if one["rule"] == rule]
-        raw, stored = (sum(one[key] for one in some) for key in ("raw", "stored"))
-        error, sqnr = max(one["max_relative"] for one in some), min((one["sqnr"] for one in some if one["sqnr"]), default=None)
-        told = [f"{error:.2g}", "-" if sqnr is None else f"{sqnr:.1f} dB"]
-        rows.append([rule, f"{len(some):,}", size(raw), size(stored), ratio_text(stored, raw), *told])
+    rounded = {name: one for name, one in version.rounded().items() if name in tensors}
+    for rule in sorted({one.rule for one in rounded.values()}):
+        some = {name: one for name, one in rounded.items() if one.rule == rule}
+        share = Share(len(some), sum(tensors[name].nbytes for name in some), sum(tensors[name].stored for name in some))
+        error = max(one.relative for one in some.values())
+        sqnr = [one.sqnr for one in some.values() if one.sqnr]
+        rows.append([rule, *share.cells(), f"{error:.2g}", f"{min(sqnr):.1f} dB" if sqnr else "-"])
     return rows
 
 
-def _largest(row: dict[str, Any]) -> list[str]:
-    shape = " x ".join(str(n) for n in row["shape"]) or "scalar"
-    return [row["name"], row["dtype"], shape, size(row["nbytes"]), ratio_text(row["stored"], row["nbytes"])]
-
-
 def _brief(value: object) -> str:
-    """A metric in at most 60 characters; a long integer in hexadecimal, as Python refuses to write thousands of decimals."""
+    """A metric in at most 60 characters; a long integer in hexadecimal, since Python refuses thousands of decimals."""
     return (hex(value) if isinstance(value, int) and value.bit_length() > 200 else repr(value))[:60]

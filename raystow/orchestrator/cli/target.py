@@ -1,65 +1,84 @@
-"""What a command is pointed at: the arguments that commands share, and the repository and version behind them."""
+"""The repository and versions that a command works on, read once, and the fields that commands print of a version."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from typing import TYPE_CHECKING
 
 from ...storage.errors import NotFound
+from .options import LATEST
+from .output import age, size
 
 if TYPE_CHECKING:
     from ...storage.format.root import Entry, Root
     from ...storage.repository import Repository
     from ...storage.version import Version
 
-Uri = Annotated[
-    str, typer.Argument(metavar="URI", help="The repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)
-]
-Which = Annotated[str, typer.Argument(metavar="VERSION", help="A version's id, the name of a pin, or 'latest'.")]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object; docs/cli.md names its fields.")]
 
-LATEST = "latest"
+@dataclass(frozen=True)
+class VersionRow:
+    """The fields that each command prints of a version; ``created`` in seconds since 1970, ``age`` in seconds."""
+
+    id: int
+    step: int
+    created: float
+    age: float
+    stored: int
+
+    def cells(self) -> list[str]:
+        """Return the first cells of a table row: ID, STEP, CREATED, STORED."""
+        return [str(self.id), str(self.step), f"{age(self.age)} ago", size(self.stored)]
 
 
 @dataclass(frozen=True)
 class Target:
-    """A repository, and its root as it was when the command began: every version and pin from a single read."""
+    """A repository and its root when the command began: all versions and pins from a single read."""
 
     repository: Repository
     root: Root
 
+    @property
+    def uri(self) -> str:
+        """The repository's address."""
+        return self.repository.uri
+
     def versions(self) -> list[Version]:
-        """Every version, oldest first."""
-        return [self.repository.at(entry, beside=self.root.versions) for entry in self.root.versions]
+        """Return all versions, oldest first."""
+        return [self.repository.at(entry, siblings=self.root.versions) for entry in self.root.versions]
 
     def version(self, which: str) -> Version:
-        """The version with this id or pin; ``NotFound`` if there is none."""
+        """Return the version with this id or pin.
+
+        Raises:
+            NotFound: no version has this id or pin.
+        """
         id = int(which) if which.isdecimal() else self.root.pins.get(which)
         found = [v for v in self.versions() if v.id == id or which == LATEST]
         if not found:
             what = "there is no version yet" if which == LATEST else f"there is no version or pin {which!r}"
-            remedy = "the first save makes one" if which == LATEST else "`raystow ls` lists what there is"
-            raise NotFound(what, subject=self.repository.uri, remedy=remedy)
+            remedy = "the first save creates one" if which == LATEST else "`raystow ls` lists versions and pins"
+            raise NotFound(what, subject=self.uri, remedy=remedy)
         return found[-1]
 
     def pins(self, id: int) -> list[str]:
-        """The names that a version is pinned under."""
+        """Return the names under which a version is pinned."""
         return sorted(name for name, pinned in self.root.pins.items() if pinned == id)
 
     def age(self, created: float) -> float:
-        """Seconds since ``created``."""
+        """Return the seconds since ``created``."""
         return self.repository.clock.now() - created
 
-    def facts(self, entry: Entry) -> dict[str, Any]:
-        """What every command prints of a version with ``--json``; ``age`` in seconds."""
-        age = round(self.age(entry.created), 3)
-        return {"id": entry.id, "step": entry.step, "created": entry.created, "age": age, "stored": entry.stored}
+    def row(self, entry: Entry) -> VersionRow:
+        """Return the fields that each command prints of a version."""
+        return VersionRow(entry.id, entry.step, entry.created, round(self.age(entry.created), 3), entry.stored)
 
 
 def open_target(uri: str) -> Target:
-    """Open the repository at ``uri``; ``NotARepository`` if there is none."""
+    """Open the repository at ``uri``.
+
+    Raises:
+        NotARepository: there is none.
+    """
     from ...storage.repository import open_repository
 
     repository = open_repository(uri)

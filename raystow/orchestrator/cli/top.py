@@ -1,88 +1,85 @@
-"""``raystow top``: what the saves of a run are at, live."""
+"""``raystow top``."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Any, Protocol
+from typing import TYPE_CHECKING, Annotated, Protocol
 
 import typer
 from rich.live import Live
 
 from ...storage.clock import SYSTEM, Clock
 from ...storage.stores import open_store
-from .present import emit, out
-from .quantities import duration
-from .sight import facts, run_of
-from .target import Json
+from .options import Json, duration
+from .output import emit, fields_of, out
+from .top_data import RunState, run_of, run_state
 from .top_view import view
 
 if TYPE_CHECKING:
-    from ..snapshot import Snapshot
+    from ..coordinator.status import ClusterStatus
 
-_AROUND = 14  # lines beside those of nodes and failures
-_SMALLEST = 0.2  # seconds between two looks
+_OTHER_LINES = 14  # besides nodes and failures
+_MIN_INTERVAL = 0.2  # seconds
 
 
-class Looking(Protocol):
-    """Whoever can see the cluster: ``observing.Observer``."""
+class Observer(Protocol):
+    """An object that observes the cluster, such as ``ClusterProbe``."""
 
-    def look(self) -> Snapshot:
-        """The cluster now."""
+    def look(self) -> ClusterStatus:
+        """Return the state of the cluster now."""
 
 
 def top(
     uri: Annotated[
         str | None,
-        typer.Argument(metavar="URI", help="The run's repository; not needed if it is the only one.", show_default=False),
+        typer.Argument(metavar="URI", help="Repository of the run; may be omitted if there is one run.", show_default=False),
     ] = None,
-    address: Annotated[
-        str, typer.Option(metavar="HOST:PORT", help="The Ray cluster; by default the one of this machine.")
-    ] = "auto",
-    interval: Annotated[str, typer.Option(metavar="TIME", help="From one look to the next.")] = "1s",
-    once: Annotated[bool, typer.Option("--once", help="Look once, print, and end; as where the output is no terminal.")] = False,
+    address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default this machine's.")] = "auto",
+    interval: Annotated[str, typer.Option(metavar="TIME", help="Time between updates.")] = "1s",
+    once: Annotated[bool, typer.Option("--once", help="Print once and exit; the default if stdout is no terminal.")] = False,
     json: Json = False,
 ) -> None:
-    """Show what the saves of a run are at: live, until Ctrl-C.
+    """Show the saves in progress on a cluster, live until Ctrl-C.
 
-    Saves under way and whom they wait for, the stage of every node and rank, bytes a second, queues, memory and copies, and the
-    last saves that were given up. Needs a machine of the Ray cluster. It starts nothing, and disturbs nobody.
+    WAITS FOR: ranks that have not handed over their shards, nodes that have not stored theirs, or the commit. BEGUN, CODED,
+    STORED: ranks that began and are coded, nodes that are durable. STAGE: of the slowest rank of the node. UP: uploads in
+    progress. QUEUE: bytes being coded or uploaded, in percent of the limit: at 100 % saves wait. MEMORY, COPIES: bytes cached
+    for restores, and the part that is copied to other nodes. Nodes that others wait for come first. Runs on any machine of the
+    Ray cluster and only reads.
 
     Example:  raystow top s3://bucket/runs/llama
     """
-    from ..coordinator_actor import coordinator_name
-    from ..observing import Observer
+    from ..coordinator.cluster_probe import ClusterProbe
+    from ..coordinator.ray_client import coordinator_name
 
-    observer = Observer(address)
-    sights = watch(observer, coordinator_name(open_store(uri).uri) if uri else "", SYSTEM, max(_SMALLEST, duration(interval)))
+    name = coordinator_name(open_store(uri).uri) if uri else ""
+    states = watch(ClusterProbe(address), name, SYSTEM, max(_MIN_INTERVAL, duration(interval)))
     if json or once or not out.is_terminal:
-        next(sights)  # rates are differences between two looks
-        sight = next(sights)
-        emit(sight) if json else out.print(view(sight))
+        next(states)  # rates need two observations
+        state = next(states)
+        emit(fields_of(state)) if json else out.print(view(state))
         return
     try:
-        show(sights)
+        with Live(view(next(states), rows=out.height - _OTHER_LINES), console=out, screen=True, auto_refresh=False) as live:
+            for state in states:
+                live.update(view(state, rows=out.height - _OTHER_LINES), refresh=True)
     except KeyboardInterrupt:
-        pass  # the way to end it
+        pass  # the way to exit
 
 
-def watch(observer: Looking, name: str, clock: Clock, interval: float) -> Iterator[dict[str, Any]]:
-    """The facts of the run of a coordinator, look by look. ``ClusterError`` if there is no such run when the first look is taken;
-    later, what it said last stays."""
+def watch(observer: Observer, name: str, clock: Clock, interval: float) -> Iterator[RunState]:
+    """Observe a run every ``interval`` seconds; while its coordinator does not answer, its last status is repeated.
+
+    Raises:
+        ClusterError: there is no such run at the first observation.
+    """
     before = observer.look()
     name = run_of(before, name)
     known = before.coordinators[name]
-    yield facts(name, before, before, known)
+    yield run_state(name, before, before, known)
     while True:
         clock.sleep(interval)
         now = observer.look()
         known = now.coordinators.get(name) or known
-        yield facts(name, before, now, known)
+        yield run_state(name, before, now, known)
         before = now if now.nodes else before
-
-
-def show(sights: Iterator[dict[str, Any]]) -> None:
-    """On the whole terminal, which is as before afterwards."""
-    first = next(sights)
-    with Live(view(first, rows=out.height - _AROUND), console=out, screen=True, auto_refresh=False) as live:
-        for sight in sights:
-            live.update(view(sight, rows=out.height - _AROUND), refresh=True)

@@ -1,89 +1,181 @@
-"""``raystow verify``: whether versions are still what was written."""
+"""``raystow verify``."""
 
 from __future__ import annotations
 
 import contextlib
+from collections import Counter
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...storage.chains import dependents
-from ...storage.errors import Damaged, StoreError, Unsupported, Untrusted
-from ...storage.journal import Journal, journal
-from .present import emit, out, printable
+from ...storage.delta_chain import dependents
+from ...storage.errors import Damaged, RaystowError, StoreError, Unsupported, Untrusted
+from ...storage.verify_progress import VerifyJournal, journal
+from .exit_codes import error_report, exit_code
+from .options import LATEST, Json, Uri
+from .output import count, emit, out, printable, say, size
 from .progress import versions_bar
-from .reporting import described, exit_code
-from .target import LATEST, Json, Uri, open_target
-from .verdict import DAMAGED, DEEP, OUTCOMES, QUICK, REMOVED, UNCHECKED, UNTRUSTED, WHOLE, Verdict, summary, tell_summary
+from .target import open_target
 
 if TYPE_CHECKING:
     from ...storage.repository import Repository
+    from ...storage.verify import Verified
     from ...storage.version import Version
 
+OUTCOMES = WHOLE, REMOVED, DAMAGED, UNTRUSTED, UNCHECKED = "whole", "removed", "damaged", "untrusted", "unchecked"
+"""Unchanged; dropped by retention during the check; changed; not signed by a trusted key; not checked to the end, since the store
+failed or this machine cannot decode it. Of the last three, the worst comes first."""
+
 BACK = 24
-"""Versions that are looked at for one that is whole: more than the longest row of differences, which are lost together, has."""
+"""Versions to check for one that is whole: more than the longest chain of deltas, all of which are lost with their base."""
 
 
 def verify(
     uri: Uri,
     version: Annotated[
-        str | None, typer.Argument(metavar="VERSION", help="A version's id, the name of a pin, or 'latest' (the default).")
+        str | None, typer.Argument(metavar="VERSION", help="Version id, pin name, or 'latest' (the default).")
     ] = None,
-    deep: Annotated[bool, typer.Option("--deep", help="Read every byte and hold it against its digests.")] = False,
-    all: Annotated[bool, typer.Option("--all", help="Every version, oldest first, also after one that is damaged.")] = False,
+    deep: Annotated[bool, typer.Option("--deep", help="Read every byte and check it against its digests.")] = False,
+    all: Annotated[bool, typer.Option("--all", help="Check every version, oldest first, past damaged ones.")] = False,
     resume: Annotated[
         Path | None,
-        typer.Option(metavar="FILE", dir_okay=False, help="With --deep: note what is done in FILE; skip what it says is done."),
+        typer.Option(metavar="FILE", dir_okay=False, help="With --deep: record checked packs in FILE, and skip those it lists."),
     ] = None,
     json: Json = False,
 ) -> None:
-    """Tell whether a version is whole.
+    """Check that a version is whole.
 
-    Checks record and manifest by their digests, and that every pack is there in its size. With --deep it reads the packs as well,
-    and if the latest version is damaged goes back to one that is whole. Names the damaged object and exits with 3 if anything is
-    missing, cut or changed.
+    The quick check compares record and manifest with their digests, and the size of each pack with a listing of the store.
+    --deep also reads and decodes every pack, and records the newest whole version in the root, so that retention keeps it; if
+    the latest version is damaged, it continues with the ones before. A damaged object is named. Outcomes: whole; removed
+    (dropped during the check); damaged (exit code 3); untrusted (6); unchecked (1: the store failed, or this machine cannot
+    decode it). The worst counts.
 
     Example:  raystow verify s3://bucket/runs/llama --deep --all
     """
     if all and version is not None:
         raise typer.BadParameter("give a version or --all, not both")
     if resume is not None and not deep:
-        raise typer.BadParameter("--resume goes with --deep: without it no pack is read")
+        raise typer.BadParameter("--resume requires --deep: the quick check reads no pack")
     target = open_target(uri)
     repository = target.repository
     start = repository.clock.monotonic()
-    look = partial(_verdicts, repository, deep=deep, resume=resume, quiet=json)
+    check = partial(_verdicts, repository, deep=deep, resume=resume, quiet=json)
     versions = target.versions() if all else [target.version(version or LATEST)]
     back = deep and not all and version in (None, LATEST)
-    verdicts = _until_whole(target.versions(), look) if back else look(versions)
+    verdicts = _until_whole(target.versions(), check) if back else check(versions)
     recorded, refused = _record(repository, verdicts) if deep else (None, None)
-    sums = summary(verdicts, repository.clock.monotonic() - start)
-    worst = min((v for v in verdicts if v.error is not None), key=lambda v: OUTCOMES.index(v.outcome), default=None)
+    summary = _summary(verdicts, repository.clock.monotonic() - start)
+    errors = sorted((v for v in verdicts if v.error is not None), key=lambda v: OUTCOMES.index(v.outcome))
+    worst = errors[0].error if errors else None
     if json:
-        rows = [verdict.fields for verdict in verdicts]
-        facts = {"uri": repository.uri, "versions": rows, "summary": sums, "recorded": recorded}
-        facts |= {"warning": described(refused)} if refused is not None else {}
-        emit(facts | ({"error": worst.fields["error"]} if worst is not None else {}))
+        rows = [verdict.fields() for verdict in verdicts]
+        facts: dict[str, object] = {"uri": repository.uri, "versions": rows, "summary": summary, "recorded": recorded}
+        facts |= {"warning": error_report(refused)} if refused is not None else {}
+        emit(facts | ({"error": error_report(worst)} if worst is not None else {}))
     elif not verdicts:
         out.print(f"no version yet in {repository.uri}", soft_wrap=True)
     else:
         if len(verdicts) > 1 or all or resume is not None or not deep:
-            tell_summary(sums, DEEP if deep else QUICK, str(resume or ""))
+            say(_summary_text(verdicts, summary, deep, resume), style="dim")
         if refused is not None:
-            typer.echo(printable(f"note: what was found is not noted in the root: {refused}"), err=True)
-    if worst is not None and worst.error is not None:
-        raise typer.Exit(exit_code(worst.error))
+            typer.echo(printable(f"note: the result is not recorded in the root: {refused}"), err=True)
+    if worst is not None:
+        raise typer.Exit(exit_code(worst))
 
 
-def _until_whole(versions: Sequence[Version], look: Callable[[Sequence[Version]], list[Verdict]]) -> list[Verdict]:
-    """The verdict on the newest version, and while one is damaged on that before it, on ``BACK`` at most: so that the root has
-    one noted that is whole, whatever has become of the newest."""
+@dataclass(frozen=True)
+class Verdict:
+    """The outcome for one version: ``found`` if it is whole, ``error`` if not; ``dependents``: ids of the versions lost with
+    it."""
+
+    version: Version
+    deep: bool
+    outcome: str
+    seconds: float
+    found: Verified | None = None
+    error: RaystowError | None = None
+    dependents: tuple[int, ...] = ()
+
+    def fields(self) -> dict[str, object]:
+        """Return the JSON form."""
+        version, found = self.version, self.found
+        row: dict[str, object] = {"id": version.id, "step": version.step, "outcome": self.outcome}
+        row |= {"mode": "deep" if self.deep else "quick"}
+        row |= {"raw": version.raw, "stored": version.bytes, "seconds": round(self.seconds, 3)}
+        if found is not None:
+            row |= {"tensors": found.tensors, "chunks": found.chunks, "packs": found.packs}
+            row |= {"read": found.read, "resumed": found.resumed}
+        row |= {"dependents": self.dependents} if self.dependents else {}
+        return row | ({"error": error_report(self.error)} if self.error is not None else {})
+
+    def print(self) -> None:
+        """Print it; errors go to stderr."""
+        name = f"version {self.version.id} (step {self.version.step})"
+        if self.found is not None:
+            say(f"{name}: whole, {self._checked(self.found)} ({self.seconds:.1f} s)")
+        elif self.error is not None:
+            out.print(f"{name}: {self.outcome.upper()}", style="bold red")
+            error_report(self.error).print()
+            if self.dependents:
+                say(f"deltas to it, which cannot be read without it: versions {', '.join(map(str, self.dependents))}")
+        else:  # its objects were deleted with it, which is no damage
+            out.print(f"{name}: removed from the repository during the check")
+
+    def _checked(self, found: Verified) -> str:
+        counts = f"{count(found.tensors, 'tensor')}, {count(found.chunks, 'chunk')}"
+        if not self.deep:
+            return f"{counts}, {size(found.stored)} in {count(found.packs, 'pack')}"
+        return f"{counts}, {size(found.read)} read" + (f" and {size(found.resumed)} before" if found.resumed else "")
+
+
+@dataclass(frozen=True)
+class Summary:
+    """The sums over all versions: how many have each outcome, stored bytes, bytes read now and skipped."""
+
+    versions: int
+    whole: int
+    removed: int
+    damaged: int
+    untrusted: int
+    unchecked: int
+    stored: int
+    read: int
+    resumed: int
+    seconds: float
+
+
+def _summary(verdicts: Sequence[Verdict], seconds: float) -> Summary:
+    outcomes = Counter(verdict.outcome for verdict in verdicts)
+    found = [verdict.found for verdict in verdicts if verdict.found is not None]
+    return Summary(
+        versions=len(verdicts),
+        **{outcome: outcomes[outcome] for outcome in OUTCOMES},
+        stored=sum(verdict.version.bytes for verdict in verdicts),
+        read=sum(one.read for one in found),
+        resumed=sum(one.resumed for one in found),
+        seconds=round(seconds, 3),
+    )
+
+
+def _summary_text(verdicts: Sequence[Verdict], sums: Summary, deep: bool, resume: Path | None) -> str:
+    outcomes = Counter(verdict.outcome for verdict in verdicts)
+    counts = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES if outcomes[outcome])
+    if not deep:
+        return f"{counts}; no pack was read: --deep reads them"
+    skipped = f", {size(sums.resumed)} skipped as listed in {resume}" if resume is not None else ""
+    return f"{counts}; {size(sums.read)} read{skipped} in {sums.seconds:.1f} s"
+
+
+def _until_whole(versions: Sequence[Version], check: Callable[[Sequence[Version]], list[Verdict]]) -> list[Verdict]:
+    """Check the newest version and, while one is damaged, the version before it, so that the root names one that is whole."""
     verdicts = list[Verdict]()
     for version in reversed(versions[-BACK:]):
-        verdicts += look([version])
+        verdicts += check([version])
         if verdicts[-1].outcome not in (DAMAGED, REMOVED):
             break
     return verdicts
@@ -92,7 +184,7 @@ def _until_whole(versions: Sequence[Version], look: Callable[[Sequence[Version]]
 def _verdicts(
     repository: Repository, versions: Sequence[Version], *, deep: bool, resume: Path | None, quiet: bool
 ) -> list[Verdict]:
-    """The verdict on each version, told at once unless ``quiet``; on none after one for which the store failed."""
+    """Check versions until the store fails; print each verdict at once unless ``quiet``."""
     verdicts = list[Verdict]()
     with (
         journal(resume, repository.id) if resume is not None else contextlib.nullcontext() as notes,
@@ -102,34 +194,36 @@ def _verdicts(
             verdicts.append(verdict := _verdict(repository, version, bar.advance, notes, deep=deep))
             with bar.ending():
                 if not quiet:
-                    verdict.tell()
+                    verdict.print()
             if isinstance(verdict.error, StoreError):
                 break
     return verdicts
 
 
 def _verdict(
-    repository: Repository, version: Version, progress: Callable[[int], None], notes: Journal | None, *, deep: bool
+    repository: Repository, version: Version, progress: Callable[[int], None], notes: VerifyJournal | None, *, deep: bool
 ) -> Verdict:
-    clock, mode = repository.clock, DEEP if deep else QUICK
-    start = clock.monotonic()
+    start = repository.clock.monotonic()
+
+    def seconds() -> float:
+        return repository.clock.monotonic() - start
+
     try:
         try:
-            found = repository.verify(version, progress if deep else lambda nbytes: None, deep=deep, journal=notes)
-            return Verdict(version, mode, WHOLE, clock.monotonic() - start, found=found)
+            found = repository.verify(version, progress if deep else lambda done: None, deep=deep, journal=notes)
+            return Verdict(version, deep, WHOLE, seconds(), found=found)
         except (Damaged, Untrusted) as error:
             entries = repository.root().versions
             if all(entry.attempt != version.attempt for entry in entries):
-                return Verdict(version, mode, REMOVED, clock.monotonic() - start)
+                return Verdict(version, deep, REMOVED, seconds())
             outcome, lost = DAMAGED if isinstance(error, Damaged) else UNTRUSTED, dependents(entries, version.id)
-            return Verdict(version, mode, outcome, clock.monotonic() - start, error=error, dependents=tuple(lost))
+            return Verdict(version, deep, outcome, seconds(), error=error, dependents=tuple(lost))
     except (StoreError, Unsupported) as error:
-        return Verdict(version, mode, UNCHECKED, clock.monotonic() - start, error=error)
+        return Verdict(version, deep, UNCHECKED, seconds(), error=error)
 
 
 def _record(repository: Repository, verdicts: Sequence[Verdict]) -> tuple[int | None, StoreError | None]:
-    """Note in the root which is the newest whole version, by what was found: retention keeps it. The id that the root notes
-    then, None for none; or why the store refused."""
+    """Record the newest whole version in the root, so that retention keeps it; its id, or why the store refused."""
     whole = [verdict.version for verdict in verdicts if verdict.outcome == WHOLE]
     damaged = [verdict.version for verdict in verdicts if verdict.outcome == DAMAGED]
     try:

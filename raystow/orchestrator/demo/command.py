@@ -1,4 +1,4 @@
-"""``raystow demo``: starts the cluster's process, shows how it gets on, and judges the outcome."""
+"""``raystow demo``: runs the cluster in a process of its own, shows its progress, and compares the results."""
 
 from __future__ import annotations
 
@@ -15,8 +15,8 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, StateError, Unsupported
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
-from ..cli.present import out
-from .events import Event, Follower
+from ..cli.output import out
+from .events import Event, EventReader
 
 RUNS = ("undisturbed", "disturbed")
 _WORKERS = 2
@@ -24,18 +24,19 @@ _WORKERS = 2
 
 def demo(
     store: Annotated[
-        str, typer.Option(metavar="URI", help="Where the versions go: s3://bucket/prefix or a folder.")
+        str, typer.Option(metavar="URI", help="Place for the repositories: s3://bucket/prefix or a folder.")
     ] = "raystow-demo",
-    steps: Annotated[int, typer.Option(min=8, metavar="N", help="Training steps of each run.")] = 24,
-    every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps between two saves.")] = 4,
+    steps: Annotated[int, typer.Option(min=8, metavar="N", help="Steps of each training.")] = 24,
+    every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps between saves.")] = 4,
 ) -> None:
-    """Train on a real cluster, lose a node in the middle of a save, and get every bit back.
+    """Train on a Ray cluster, kill a node during a save, and compare the results bit for bit.
 
-    Two Ray nodes start on this machine, and Ray Train trains a GPT of 6.5 million parameters on them with FSDP2, twice: once
-    undisturbed, and once with a node killed in mid-save. Then the final weights and the losses of both are compared. Takes
-    about two minutes on two cores. Ctrl-C ends it without a trace of a process or of a half-made version.
+    Starts two Ray nodes on this machine and trains a GPT of 6.5 million parameters with FSDP2 twice, the second time killing a
+    node during a save. Exits with 1 if the final weights or the losses after the restore differ. Takes about two minutes on two
+    cores. The folder keeps logs and versions until the next demo. Ctrl-C ends all processes and deletes unfinished saves.
+    Requires pip install "raystow[train]".
 
-    Examples:  raystow demo  ·  raystow demo --store s3://bucket/raystow-demo
+    Example:  raystow demo --store s3://bucket/raystow-demo
     """
     _require_training()
     folder = _prepare(store)
@@ -54,13 +55,13 @@ def demo(
         "strike": strike,
         "workers": _WORKERS,
     }
-    follower = Follower(str(events))
+    follower = EventReader(str(events))
     try:
         _watch(config, follower)
     finally:
         for uri in stores.values():
-            _sweep(uri)
-    _judge(stores, follower)
+            _delete_unfinished(uri)
+    _compare(stores, follower)
 
 
 def _require_training() -> None:
@@ -70,18 +71,18 @@ def _require_training() -> None:
 
 
 def _prepare(store: str) -> Path:
-    """An empty folder for events, logs and, unless they go elsewhere, the versions. One that an earlier demo made is emptied."""
+    """Create an empty folder for events, logs and local versions; the folder of an earlier demo is emptied."""
     local = Path(store.removeprefix("file://")) if "://" not in store or store.startswith("file://") else Path("raystow-demo")
     mark = local / "config.json"
     if local.exists() and any(local.iterdir()) and not mark.exists():
-        raise StateError("holds something that no demo made", subject=str(local), remedy="name another folder with --store")
+        raise StateError("is not empty and not from a demo", subject=str(local), remedy="use another folder with --store")
     shutil.rmtree(local, ignore_errors=True)
     local.mkdir(parents=True)
     return local.resolve()
 
 
-def _watch(config: dict[str, Any], follower: Follower) -> None:
-    """Run the cluster's process to its end, showing its events."""
+def _watch(config: dict[str, Any], follower: EventReader) -> None:
+    """Run the cluster's process to its end, and show its events."""
     from .process import cluster_process
 
     columns = (
@@ -110,7 +111,7 @@ def _watch(config: dict[str, Any], follower: Follower) -> None:
 
 
 class _Screen:
-    """A bar for the cluster and one for each run, and a line for everything out of the ordinary."""
+    """A progress bar for the cluster and for each run, and a line for each notable event."""
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self._progress, self._steps = progress, steps
@@ -118,36 +119,36 @@ class _Screen:
         self._bars: dict[str, TaskID] = {}
 
     def show(self, event: Event) -> None:
-        """Take in one event."""
+        """Show one event."""
         kind, run = event["event"], event.get("run", "")
         if kind == "cluster" and event["stage"] == "ready":
             self._progress.update(self._cluster, completed=event["nodes"], description="Ray cluster of two nodes and a head")
             self._progress.stop_task(self._cluster)
         elif kind == "run":
-            title = "training, undisturbed" if run == "undisturbed" else "training again, losing a node"
-            self._progress.console.print(title, style="bold")  # the bars stand below what is printed, or, piped, at its end
-            self._bars[run] = self._progress.add_task(title, total=self._steps, note="workers start")
+            title = "training without a failure" if run == "undisturbed" else "training again, with a failure"
+            self._progress.console.print(title, style="bold")  # bars are below the lines or, without a terminal, at the end
+            self._bars[run] = self._progress.add_task(title, total=self._steps, note="starting workers")
         elif kind == "step" and event["rank"] == 0:
             self._progress.update(self._bars[run], completed=event["step"], note=f"loss {event['loss']:.2f}")
         elif kind == "finished":
             self._progress.stop_task(self._bars[run])
         elif kind == "durable" and event["rank"] == 0:
-            self._progress.console.print(f"  version {event['version']} of step {event['step']} is durable", style="dim")
+            self._progress.console.print(f"  version {event['version']} (step {event['step']}) is durable", style="dim")
         elif kind == "failed" and event["rank"] == 0:
             self._progress.console.print(
                 f"  the save of step {event['step']} failed: {event['reason']}", style="yellow", markup=False
             )
         elif kind == "killed":
             self._progress.update(self._bars[run], note="node lost")
-            self._progress.console.print(f"  killed a whole node in the save of step {event['step']}", style="bold red")
+            self._progress.console.print(f"  killed a node during the save of step {event['step']}", style="bold red")
         elif kind == "detected":
-            self._progress.console.print("  Ray Train has seen it, and starts the workers again", style="yellow")
+            self._progress.console.print("  Ray Train detected the failure and restarts the workers", style="yellow")
         elif kind == "restored" and event["rank"] == 0:
             self._progress.console.print(f"  restored from version {event['version']}, step {event['step']}", style="green")
 
 
-def _sweep(uri: str) -> None:
-    """Delete what unfinished saves have left. Every writer is dead by now, so nothing is in flight."""
+def _delete_unfinished(uri: str) -> None:
+    """Delete the objects of unfinished saves. All writers have ended, so none is in progress."""
     try:
         repository = open_repository(uri)
     except NotARepository:
@@ -155,14 +156,14 @@ def _sweep(uri: str) -> None:
     repository.plan_collection(grace=0).execute()
 
 
-def _judge(stores: dict[str, str], follower: Follower) -> None:
+def _compare(stores: dict[str, str], follower: EventReader) -> None:
     from .outcome import compare, failure
-    from .report import report
+    from .summary import summary
 
     undisturbed, disturbed = (open_repository(stores[run]) for run in RUNS)
     result = compare(undisturbed, disturbed, follower.seen)
     out.print()
-    for part in report(disturbed, follower.seen, failure(follower.seen), result):
+    for part in summary(disturbed, follower.seen, failure(follower.seen), result):
         out.print(part)
     if not result.same:
         raise typer.Exit(1)

@@ -1,4 +1,4 @@
-"""What the processes of the demo tell each other: lines of JSON in files of one folder, each written by one process."""
+"""The events of the demo: lines of JSON in the files of a folder, one file per process."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ...storage.clock import SYSTEM
 Event = dict[str, Any]
 
 
-class Journal:
-    """Appends events; a line is written whole or, if the process is killed, not at all."""
+class EventLog:
+    """Appends events; a line is written whole, or not at all if the process is killed."""
 
     def __init__(self, folder: str) -> None:
         self._path = Path(folder) / f"{os.getpid()}.jsonl"
 
     def write(self, event: str, **fields: Any) -> None:
-        """Note that something happened now."""
+        """Append an event with the current time."""
         line = json.dumps({"event": event, "time": SYSTEM.now(), **fields}) + "\n"
         with open(self._path, "a", buffering=1) as file:
             file.write(line)
 
 
-class Follower:
-    """Reads what all journals of a folder have said since the last look."""
+class EventReader:
+    """Reads the new events of all logs in a folder."""
 
     def __init__(self, folder: str) -> None:
         self._folder, self._read = Path(folder), dict[Path, int]()
         self.seen: list[Event] = []
 
     def news(self) -> Iterator[Event]:
-        """New events, in order of time."""
+        """Yield the new events by time; ``seen`` has all events so far."""
         fresh: list[Event] = []
         for path in sorted(self._folder.glob("*.jsonl")):
             text = path.read_text()[self._read.get(path, 0) :]

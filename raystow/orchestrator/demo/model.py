@@ -1,4 +1,4 @@
-"""A small GPT on bytes, and the text it learns: the sources of Python's own standard library, which every machine has."""
+"""A small GPT on bytes, trained on the sources of Python's standard library, which every machine has."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ import torch.nn.functional as functional
 from torch import Tensor, nn
 
 CONTEXT = 128
-"""Tokens (bytes) that the model sees at once."""
+"""Length of a sequence in tokens (bytes)."""
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward layer, each behind a norm and beside a residual."""
+    """Attention and a feed-forward layer, each with a norm before it and a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -48,18 +48,18 @@ class GPT(nn.Module):
 
 
 def corpus() -> Tensor:
-    """The bytes of the standard library's top-level modules, uint8 [n], n about 7 million."""
+    """Return the bytes of the standard library's top-level modules: uint8 [n], n about 7 million."""
     sources = sorted(Path(sysconfig.get_paths()["stdlib"]).glob("*.py"))
     return torch.frombuffer(bytearray(b"".join(source.read_bytes() for source in sources)), dtype=torch.uint8)
 
 
 def batch(data: Tensor, *, step: int, rank: int, size: int) -> Tensor:
-    """Token windows, int64 [size, CONTEXT + 1]: a function of step and rank alone, so that a step can be repeated."""
+    """Return sequences, int64 [size, CONTEXT + 1], that depend on step and rank only, so that a step can be repeated."""
     generator = torch.Generator().manual_seed(step * 1000 + rank)
     starts = torch.randint(len(data) - CONTEXT - 1, (size,), generator=generator)
     return data[starts[:, None] + torch.arange(CONTEXT + 1)].long()
 
 
 def loss_of(model: nn.Module, tokens: Tensor) -> Tensor:
-    """Mean cross entropy of the next byte, in nats."""
+    """Return the mean cross entropy of the next byte, in nats."""
     return functional.cross_entropy(model(tokens[:, :-1]).flatten(0, 1), tokens[:, 1:].flatten())

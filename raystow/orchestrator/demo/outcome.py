@@ -1,4 +1,4 @@
-"""What the two trainings came to: whether they ended in the same bits, and how the failure went."""
+"""Compares the results of the two trainings, and measures the recovery."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Opaque = npt.NDArray[np.void]
 
 @dataclass(frozen=True)
 class Comparison:
-    """``tensors`` compared, the names of those that ``differ``, and the losses compared and differing after the restore."""
+    """The number of compared ``tensors``, the names of those that ``differ``, and the same for losses after the restore."""
 
     tensors: int
     differ: tuple[str, ...]
@@ -27,12 +27,12 @@ class Comparison:
 
     @property
     def same(self) -> bool:
-        """Whether something was compared, and nothing differs."""
+        """Whether something was compared and nothing differs."""
         return self.tensors > 0 and self.losses > 0 and not self.differ and not self.losses_differ
 
 
 def compare(undisturbed: Repository, disturbed: Repository, events: list[Event]) -> Comparison:
-    """Hold the final versions against each other bit for bit, and the losses of every step that was trained after the restore."""
+    """Compare the final versions bit for bit, and the losses of all steps after the restore."""
     ours, theirs = undisturbed.latest(), disturbed.latest()
     assert ours is not None
     assert theirs is not None
@@ -47,7 +47,7 @@ def compare(undisturbed: Repository, disturbed: Repository, events: list[Event])
 
 
 def _contents(version: Version) -> dict[str, Opaque]:
-    """Every tensor as opaque items, all read in one pass."""
+    """All tensors as opaque items, read in one pass."""
     targets = {name: np.empty(info.shape, f"V{dtypes.dtype(info.dtype).itemsize}") for name, info in version.tensors().items()}
     whole = {name: ((0,) * target.ndim, target.shape) for name, target in targets.items()}
     version.reader().fill(Request(name, version.chunks[name], whole[name], target) for name, target in targets.items())
@@ -60,7 +60,7 @@ def _equal(first: Opaque, second: Opaque) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """Times in seconds after the node was killed; ``step`` and ``restored_step`` bound the steps that were lost."""
+    """The failure: times in seconds after the kill; steps after ``restored_step`` up to ``step`` were lost."""
 
     step: int
     processes: int
@@ -72,7 +72,7 @@ class Failure:
 
 
 def failure(events: list[Event]) -> Failure:
-    """When what happened after the kill."""
+    """Return the course of the failure from the events."""
     killed = next(e for e in events if e["event"] == "killed")
     after = [e for e in events if e["time"] > killed["time"]]
     restored = [e for e in after if e["event"] == "restored"]
@@ -89,7 +89,7 @@ def failure(events: list[Event]) -> Failure:
 
 
 def stalls(events: list[Event], run: str) -> dict[int, float]:
-    """Version id -> the longest that a rank was held up by the save, in seconds."""
+    """Return the longest stall of a rank per version, in seconds, by version id."""
     longest: dict[int, float] = {}
     for e in events:
         if e["event"] == "durable" and e["run"] == run:

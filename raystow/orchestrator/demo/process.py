@@ -1,4 +1,4 @@
-"""The process that holds the demo's cluster, and the certainty that nothing of it stays when the demo ends."""
+"""Runs the demo's cluster in a process, and kills all its descendants at the end."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 @contextlib.contextmanager
 def cluster_process(config: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``demo.run`` with a configuration; on leaving, kill it and all that it has started, however far it was.
+    """Run ``demo.run`` with a configuration; on exit, kill it and all its descendants.
 
-    It gets a session of its own, so that Ctrl-C reaches only the caller, which then takes the cluster down in one stroke. The
-    caller adopts orphans: what Ray's processes leave behind when they are killed stays its descendant, and is found.
+    It has its own session, so that Ctrl-C reaches only the caller, which then kills the whole cluster. The caller becomes the
+    parent of orphans (a subreaper): processes that Ray's dead processes have started stay its descendants and are found.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     folder = Path(config["folder"])

@@ -1,4 +1,4 @@
-"""The demo's cluster and its two trainings, in a process of their own: ``python -m raystow.orchestrator.demo.run CONFIG``.
+"""Runs the demo's cluster and its two trainings: ``python -m raystow.orchestrator.demo.run CONFIG``.
 
 ``CONFIG`` is JSON: ``folder``, ``events``, ``stores`` (run -> URI), ``steps``, ``every``, ``batch``, ``strike``, ``workers``.
 """
@@ -19,23 +19,23 @@ from ray.cluster_utils import Cluster
 from ray.train.torch import TorchConfig, TorchTrainer
 
 from ...storage.clock import SYSTEM
-from .events import Follower, Journal
-from .training import train
+from .events import EventLog, EventReader
+from .train_loop import train
 
 
 class Watcher(ray.train.UserCallback):
-    """Notes, in Ray Train's controller, when it has seen a failure."""
+    """Records, in Ray Train's controller, when it detects a failure."""
 
     def __init__(self, events: str, run: str) -> None:
         self._events, self._run = events, run
 
     def after_exception(self, run_context: Any, worker_exceptions: dict[int, Exception]) -> None:
-        Journal(self._events).write("detected", run=self._run, ranks=sorted(worker_exceptions))
+        EventLog(self._events).write("detected", run=self._run, ranks=sorted(worker_exceptions))
 
 
 def main(config: dict[str, Any]) -> None:
-    """Start a head and a node for each worker, train undisturbed, then train again and lose a node."""
-    journal = Journal(config["events"])
+    """Start a head and a node per worker, train without a failure, then train again and kill a node."""
+    journal = EventLog(config["events"])
     journal.write("cluster", stage="starting", workers=config["workers"])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
     for _ in range(config["workers"]):
@@ -45,11 +45,11 @@ def main(config: dict[str, Any]) -> None:
     threading.Thread(target=replace_dead_node, args=(cluster.address, config["events"]), daemon=True).start()
     for run, uri in config["stores"].items():
         journal.write("run", run=run)
-        wanted = {name: config[name] for name in ("events", "steps", "every", "batch")}
+        options = {name: config[name] for name in ("events", "steps", "every", "batch")}
         strike = config["strike"] if run == "disturbed" else 0
         TorchTrainer(
             train,
-            train_loop_config={**wanted, "uri": uri, "run": run, "strike": strike},
+            train_loop_config={**options, "uri": uri, "run": run, "strike": strike},
             torch_config=TorchConfig(backend="gloo"),
             scaling_config=ray.train.ScalingConfig(num_workers=config["workers"], resources_per_worker={"CPU": 1}),
             run_config=ray.train.RunConfig(
@@ -63,8 +63,8 @@ def main(config: dict[str, Any]) -> None:
 
 
 def replace_dead_node(address: str, events: str) -> None:
-    """What an autoscaler does: when a node has died, start another."""
-    follower = Follower(events)
+    """Start another node when one has died, as an autoscaler does."""
+    follower = EventReader(events)
     while not any(event["event"] == "killed" for event in follower.news()):
         SYSTEM.sleep(0.1)
     start = [
@@ -76,9 +76,9 @@ def replace_dead_node(address: str, events: str) -> None:
         "--block",
     ]
     subprocess.Popen([sys.executable, "-m", "ray.scripts.scripts", *start], stdout=subprocess.DEVNULL)
-    Journal(events).write("replaced")
+    EventLog(events).write("replaced")
 
 
 if __name__ == "__main__":
     main(json.loads(Path(sys.argv[1]).read_text()))
-    os._exit(0)  # versions are durable, and the caller kills what is left of the cluster: no farewells
+    os._exit(0)  # versions are durable, and the caller kills the rest of the cluster

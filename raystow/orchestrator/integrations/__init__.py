@@ -1,1 +1,1 @@
-"""raystow inside the tools that people train with already; each has a folder or module of its own."""
+"""Integrations with training frameworks, one module or package each."""

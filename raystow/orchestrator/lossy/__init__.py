@@ -1,1 +1,1 @@
-"""Rounding of floats on their way to the store, for those who ask for it."""
+"""Rounding of floating-point tensors before they are stored."""

@@ -1,7 +1,7 @@
-"""How numbers may be rounded before they are stored. Whatever a rule leaves of them is then stored without any further loss.
+"""Rules that round numbers before they are stored. The rounded numbers are then stored without further loss.
 
-Both rules round to multiples of a power of two: bits that are zero cost next to nothing once they are coded, and a number that
-was rounded before stays as it is, however often it is saved and restored.
+Both rules round to multiples of a power of two: bits that are zero compress to almost nothing, and a number that was rounded
+before is not changed again, however often it is saved and restored.
 """
 
 from __future__ import annotations
@@ -9,39 +9,36 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 from ...storage.coding import dtypes
 from ...storage.coding.dtypes import MANTISSA
 from ...storage.errors import StateError
-
-if TYPE_CHECKING:
-    from .numbers import Numbers
+from .tensor_values import Numbers, words_of
 
 
 class Asked(Protocol):
-    """What a user asks for: a rule, or something that finds one for each tensor."""
+    """A rule, or a way to choose one for each tensor."""
 
     def changes(self, dtype: str) -> bool:
-        """Whether it does anything to numbers of a dtype."""
+        """Whether it changes numbers of a dtype."""
 
     def lets_follow(self, source: str, dtype: str) -> bool:
-        """Whether what ``source`` is rounded to in ``dtype`` is the same before and after."""
+        """Whether rounding ``source`` to ``dtype`` gives the same numbers before and after this rule."""
 
     def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:
-        """The rule for a tensor, of a dtype that is changed; None if it keeps every bit. ``numbers``: what this rank has of it.
-        ``before``: the rule that was chosen in the save before."""
+        """The rule for a tensor, None to keep every bit. ``numbers``: this rank's part. ``before``: the previous save's rule."""
 
 
 class Rule(Protocol):
-    """A way to round. Its text is what people read in a version. ``block``: numbers that are looked at together."""
+    """A way to round. Its text is stored with a version. ``block``: how many numbers are rounded together."""
 
     @property
     def block(self) -> int:
         """See above."""
 
     def planes(self, dtype: str) -> tuple[int, ...]:
-        """Byte planes that are worth coding afterwards: not noise alone. Ascending; the highest is one of them."""
+        """Byte planes that compress afterwards, ascending; the highest is one of them."""
 
     def round(self, values: Any, first: int) -> tuple[Any, Any]:
         """Torch tensors of the same shape: ``values`` (floats [rows, n], contiguous, all finite) rounded, and the largest error
@@ -51,12 +48,18 @@ class Rule(Protocol):
 
 @dataclass(frozen=True)
 class MantissaBits:
-    """Keep ``bits`` bits of each mantissa, *rounded to odd*: if anything was dropped, the last bit that is kept is set. The error
-    is less than 2^-bits of the number (of the smallest normal one, for those below it). Nothing becomes zero, infinite or NaN
-    that was not.
+    """Keep some bits of each mantissa.
 
-    With two bits more than a narrower float has, rounding to that afterwards gives what it would have given before (Boldo and
-    Melquiond, "When double rounding is odd", 2005): 9 for bfloat16, 12 for float16.
+    Numbers are *rounded to odd*: if any dropped bit was set, the last kept bit is set. The error is less than 2**-bits of the
+    number (of the smallest normal number, for subnormal ones). No number becomes zero, infinite or NaN. Rounding the result to
+    a narrower float gives what it would have given before, if two bits more than that float has are kept: 9 for bfloat16, 12 for
+    float16 (Boldo and Melquiond, "When double rounding is odd", 2005).
+
+    Args:
+        bits: The bits of the mantissa to keep, 1 to 52.
+
+    Raises:
+        StateError: ``bits`` is not in that range.
     """
 
     bits: int
@@ -64,7 +67,7 @@ class MantissaBits:
 
     def __post_init__(self) -> None:
         if type(self.bits) is not int or not 1 <= self.bits <= max(MANTISSA.values()):
-            raise StateError(f"{self} cannot be", remedy="keep 1 to 52 bits")
+            raise StateError(f"{self} is invalid", remedy="keep 1 to 52 bits")
 
     def __str__(self) -> str:
         return f"MantissaBits({self.bits})"
@@ -96,12 +99,18 @@ class MantissaBits:
 
 @dataclass(frozen=True)
 class Blockwise:
-    """Round to the nearest multiple of a power of two that goes with the largest number of a block: ``bits`` say which, with its
-    sign. The error is at most 2^(1 - bits) of the block's largest number; what is smaller than that may become zero.
+    """Round blocks of numbers to multiples of one power of two each.
 
-    A ``block`` is so many numbers one behind the other along the last dimension, counted from its beginning: which rank holds
-    which rows says nothing of it. Where that dimension itself is cut, so may be a block; its parts are then blocks of their own,
-    whose errors are smaller if anything.
+    The power depends on the largest number of the block. The error is at most 2**(1 - bits) of that number; smaller numbers may
+    become zero. Blocks are counted along the last dimension of the whole tensor, so they do not depend on how ranks shard the
+    other dimensions. Where the last dimension is cut, each part of a block is a block of its own.
+
+    Args:
+        bits: Bits for each multiple with its sign, 2 to 24.
+        block: Numbers in a block, 8 to 65,536.
+
+    Raises:
+        StateError: An argument is not in its range.
     """
 
     bits: int = 8
@@ -109,7 +118,7 @@ class Blockwise:
 
     def __post_init__(self) -> None:
         if any(type(n) is not int for n in (self.bits, self.block)) or not (2 <= self.bits <= 24 and 8 <= self.block <= 1 << 16):
-            raise StateError(f"{self} cannot be", remedy="2 to 24 bits, in blocks of 8 to 65,536")
+            raise StateError(f"{self} is invalid", remedy="use 2 to 24 bits, in blocks of 8 to 65,536")
 
     def __str__(self) -> str:
         return f"Blockwise({self.bits}, {self.block})"
@@ -133,7 +142,7 @@ class Blockwise:
         blocks = torch.nn.functional.pad(values.double(), (start, -(start + n) % self.block)).view(rows, -1, self.block)
         largest = blocks.abs().amax(-1, keepdim=True)
         grid = _power_of_two(torch.frexp(largest)[1] + 1 - self.bits, values.dtype)
-        # The largest number stays below its power of two, or else the next save would find another grid.
+        # The largest number stays below its power of two: otherwise the next save would use another power.
         most = 2 ** (self.bits - 1) - 1
         made = (blocks / grid).round_().clamp_(-most, most).mul_(grid)
         bound = (largest * 2.0 ** (1 - self.bits)).expand_as(made)
@@ -143,13 +152,6 @@ class Blockwise:
 def dtype_of(values: Any) -> str:
     """The format's name of a tensor's dtype."""
     return str(values.dtype).removeprefix("torch.")
-
-
-def words_of(itemsize: int) -> Any:
-    """The torch dtype of integers of so many bytes."""
-    import torch
-
-    return {2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]
 
 
 def _power_of_two(exponents: Any, dtype: Any) -> Any:

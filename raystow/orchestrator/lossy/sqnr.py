@@ -1,7 +1,8 @@
-"""The rule that looks at each tensor: it is told how much noise there may be, and finds what takes the fewest bytes for that."""
+"""``Sqnr``: the rule that measures each tensor and chooses the rounding that takes the fewest bytes for a given noise."""
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import math
@@ -9,29 +10,38 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from ...storage.coding.dtypes import MANTISSA
-from ...storage.errors import StateError
-from . import rounding
-from .numbers import Numbers
-from .rules import Blockwise, MantissaBits, Rule
-from .trials import Trials, decibels, finite
+import numpy as np
 
-_BIT = 20 * math.log10(2)  # decibels that a bit is worth
+from ...storage.coding import dtypes
+from ...storage.coding.chunk import ChunkEncoder
+from ...storage.coding.dtypes import MANTISSA
+from ...storage.coding.rounded import Rounded
+from ...storage.errors import StateError
+from . import rounded_chunk
+from .rules import Blockwise, MantissaBits, Rule
+from .tensor_values import Numbers
+
+_BIT = 20 * math.log10(2)  # decibels of one bit
 _BLOCKS = (64, 256)
 _SLACK = 1.0
-"""Decibels by which a sample may be short of what is asked for, if all numbers are not."""
+"""Decibels by which a sample may miss the goal: all numbers are measured afterwards."""
 _SPARED = 2
-"""Bits of each mantissa that are zeros after any rule that is chosen here. Numbers that nobody has rounded do not all end so."""
+"""Bits of each mantissa that are zero after every rule that is chosen here, unlike those of numbers that were never rounded."""
 
 
 @dataclass(frozen=True)
 class Sqnr:
-    """For each tensor whichever of ``MantissaBits(n)`` and ``Blockwise(n, block)``, for the sizes of ``blocks``, stores it in the
-    fewest bytes with at least ``db`` decibels of signal by noise (SQNR). Blocks are tried for first moments alone: of anything
-    else no number becomes zero, and each error has a bound relative to the number itself.
+    """Choose for each tensor the rule that takes the fewest bytes for a ratio of signal to quantization noise (SQNR).
 
-    Every rank measures all numbers that it holds of a tensor before it stores any of them. Those that have been rounded before,
-    by whatever rule, stay as they are (``Settled``); what no rule suits is stored with every bit.
+    The rules are ``MantissaBits(n)`` and, for first moments only, ``Blockwise(n, block)``. Every rank measures all of its numbers
+    of a tensor. Numbers that were rounded before are not changed; a tensor that no rule suits is stored with every bit.
+
+    Args:
+        db: The least ratio in decibels, 10 to 120.
+        blocks: The block sizes to try.
+
+    Raises:
+        StateError: An argument is not in its range.
     """
 
     db: float
@@ -39,9 +49,9 @@ class Sqnr:
 
     def __post_init__(self) -> None:
         if type(self.db) not in (int, float) or not 10 <= self.db <= 120:
-            raise StateError(f"{self} cannot be", remedy="ask for 10 to 120 decibels")
+            raise StateError(f"{self} is invalid", remedy="ask for 10 to 120 decibels")
         if type(self.blocks) is not tuple:
-            raise StateError(f"blocks={self.blocks!r:.80} cannot be", subject=str(self), remedy="give a tuple of their sizes")
+            raise StateError(f"blocks is {self.blocks!r:.80}", subject=str(self), remedy="give a tuple of sizes")
         for block in self.blocks:
             Blockwise(2, block)  # or it says why not
 
@@ -52,12 +62,12 @@ class Sqnr:
         return self._least <= MANTISSA.get(dtype, 0) - _SPARED
 
     def lets_follow(self, source: str, dtype: str) -> bool:
-        """Said without a look at numbers, so that all ranks say the same."""
+        """Does not depend on the numbers, so that all ranks agree."""
         return not self.changes(source) or (not self.blocks and self._least >= MANTISSA[dtype] + 2)
 
     @property
     def _least(self) -> int:
-        """Bits of mantissas that are kept whatever the numbers are: up to one less than numbers of any kind need."""
+        """Mantissa bits to try first: at most one less than any numbers need."""
         return max(1, math.ceil(self.db / _BIT) - 2)
 
     def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:
@@ -74,19 +84,23 @@ class Sqnr:
         return next((rule for rule in self._candidates(sample, held.dtype) if _measured(rule, held) >= self.db), None)
 
     def _candidates(self, sample: Any, dtype: str) -> Iterator[Rule]:
-        """What suits a sample: of each kind the rule of fewest bits, in the order of bytes; then those with a bit more."""
-        trials, most = Trials(sample, dtype, self.db - _SLACK), MANTISSA[dtype] - _SPARED
-        kinds: list[tuple[Callable[[int], Rule], range, int]] = [(MantissaBits, range(self._least, most + 1), 1)]
+        """The rule of fewest bits of each kind that suits the sample, by stored bytes; then those with one more bit."""
+        most = MANTISSA[dtype] - _SPARED
+        kinds: list[tuple[Callable[[int], Rule], range]] = [(MantissaBits, range(self._least, most + 1))]
         for block in self.blocks:
-            kinds.append((functools.partial(Blockwise, block=block), range(2, min(24, most + 2) + 1), block))
-        suited = [map(rule, range(trials.fewest(rule, bits, block), bits.stop)) for rule, bits, block in kinds]
+            kinds.append((functools.partial(Blockwise, block=block), range(2, min(24, most + 2) + 1)))
+        encoder, suited = ChunkEncoder(sample.nbytes), []
+        for rule, bits in kinds:
+            fewest = bisect.bisect_left(bits, self.db - _SLACK, key=lambda n, rule=rule: _sample_sqnr(rule(n), sample, dtype))  # type: ignore[misc]
+            suited.append(map(rule, bits[fewest:]))
         for rules in itertools.zip_longest(*suited):
-            yield from sorted((rule for rule in rules if rule is not None), key=trials.stored)
+            found = [rule for rule in rules if rule is not None]
+            yield from sorted(found, key=lambda rule: _stored(rule, sample, dtype, encoder))
 
 
 @dataclass(frozen=True)
 class Settled:
-    """No number has more than ``bits`` bits of mantissa: they were rounded before, and stay as they are."""
+    """No number has more than ``bits`` bits of mantissa: they were rounded before and are not changed."""
 
     bits: int
     block: ClassVar[int] = 1
@@ -102,15 +116,33 @@ class Settled:
 
 
 def _measured(rule: Rule, numbers: Numbers) -> float:
-    """Decibels, of all numbers."""
+    """Decibels of all numbers."""
     import torch
 
-    found = [rounding.rounded(rule, words, numbers.dtype, first)[1] for words, first in numbers.chunks()]
-    return decibels(rounding.read(numbers.name, rule, [rounding.together(torch.stack(found)).cpu()]))
+    found = [rounded_chunk.rounded(rule, words, numbers.dtype, first)[1] for words, first in numbers.chunks()]
+    return _decibels(rounded_chunk.read(numbers.name, rule, [rounded_chunk.together(torch.stack(found)).cpu()]))
+
+
+def _sample_sqnr(rule: Rule, sample: Any, dtype: str) -> float:
+    _, findings = rounded_chunk.rounded(rule, sample, dtype)
+    return _decibels(rounded_chunk.read("a sample", rule, [findings]))
+
+
+def _stored(rule: Rule, sample: Any, dtype: str, encoder: ChunkEncoder) -> int:
+    """Bytes of the sample after rounding and encoding."""
+    words, _ = rounded_chunk.rounded(rule, sample, dtype)
+    return encoder.encode(words.numpy().view(np.uint8).reshape(-1), dtypes.dtype(dtype))[0].size
+
+
+def _decibels(found: Rounded) -> float:
+    """Signal to noise; infinity without noise."""
+    return math.inf if not found.noise else found.sqnr or 0.0
 
 
 def _width(words: Any, dtype: str) -> int:
-    """The most bits of mantissa that any of the finite numbers has, counted as if it were not below the normal ones."""
+    """The most mantissa bits of any finite number, counted as for normal numbers."""
     import torch
 
-    return 52 - int(rounding.zeros(finite(words, dtype).frexp()[0].view(torch.int64), "float64").amin())
+    values = words.view(getattr(torch, dtype))
+    finite = values.masked_fill(~values.isfinite(), 0.0).double()
+    return 52 - int(rounded_chunk.zeros(finite.frexp()[0].view(torch.int64), "float64").amin())

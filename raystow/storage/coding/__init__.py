@@ -1,1 +1,1 @@
-"""What a chunk's bytes become, and how they come back: planes and coders, digests, element types, differences, derivations."""
+"""The coding of chunks: planes and codecs, digests, element types, deltas, derived tensors."""

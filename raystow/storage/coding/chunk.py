@@ -64,6 +64,11 @@ class Coding:
     base: int | None = None
 
     @property
+    def is_reference(self) -> bool:
+        """Whether the chunk has no bytes in a pack: they are those of the same chunk of version ``base``."""
+        return self.base is not None and not self.codecs
+
+    @property
     def size(self) -> int:
         """Bytes in the pack."""
         return sum(self.stored)
@@ -79,16 +84,21 @@ def packed(sizes: Iterable[int]) -> bytes:
     return np.fromiter(sizes, _SIZE).tobytes()
 
 
-class Encoder:
-    """Encodes chunks of up to ``capacity`` bytes, with scratch memory of as much. One for each thread."""
+def reference(base: int) -> Coding:
+    """The coding of a chunk whose bytes are those of the same chunk of version ``base``."""
+    return Coding(False, False, (), (), base=base)
+
+
+class ChunkEncoder:
+    """Encodes chunks of up to ``capacity`` bytes, with as much scratch memory. One for each thread."""
 
     def __init__(self, capacity: int) -> None:
         self._planes = np.empty(capacity, np.uint8)
-        self._literals = zstd.Encoder(zstd.LITERALS)
-        self._matches = zstd.Encoder(zstd.MATCHES)
+        self._literals = zstd.ZstdEncoder(zstd.LITERALS)
+        self._matches = zstd.ZstdEncoder(zstd.MATCHES)
 
     def encode(self, raw: Bytes, dtype: DType) -> tuple[Bytes, Coding]:
-        """The bytes to store for a contiguous uint8 array, in memory of their own, and their description."""
+        """The bytes to store for a contiguous uint8 array, in new memory, and their description."""
         width = dtype.width
         codecs = self._choose(raw.view(kernels.WORDS[width]), dtype.rotate) if raw.size >= SMALL else [RAW]
         if set(codecs) == {RAW}:
@@ -138,7 +148,7 @@ class Encoder:
             return [plane.size // 8 * 7]
         return self._better(plane, out).encode(plane, STREAM, out)
 
-    def _better(self, plane: Bytes, scratch: Bytes) -> zstd.Encoder:
+    def _better(self, plane: Bytes, scratch: Bytes) -> zstd.ZstdEncoder:
         """Literals or matches, by trying both on 16 KiB from the middle. Matches take three times as long to code and twice
         as long to decode: they must win by 5 %."""
         sample = plane[plane.size // 2 :][: 16 << 10]
@@ -245,19 +255,6 @@ def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes, base: Bytes 
             raise Damaged("the chunk's description does not fit its size")
         word = kernels.WORDS[dtype.width]
         kernels.add(raw.view(word), base.view(word))
-
-
-def unfolded(coding: Coding, nbytes: int) -> int:
-    """Bytes that ``unfold`` makes of a chunk of ``nbytes``."""
-    return sum(codec in STREAMED for codec in coding.codecs) * (nbytes // len(coding.codecs))
-
-
-def unfold(coding: Coding, dtype: DType, nbytes: int, stored: Bytes, out: Bytes) -> None:
-    """Decode only the planes of a chunk of ``nbytes`` that are made of streams, one behind the other as they are stored, into
-    ``out`` (uint8, ``unfolded`` bytes). ``stored``, and what is raised: see ``decode``."""
-    places = [place for place in layout(coding, dtype, nbytes, stored.size) if place.codec in STREAMED]
-    for place, plane in zip(places, np.split(out, len(places)) if places else (), strict=True):
-        _decode_plane(place, stored[place.start : place.start + place.size], plane, coding.stream)
 
 
 _local = threading.local()

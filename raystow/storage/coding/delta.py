@@ -11,20 +11,20 @@ from dataclasses import replace
 import numpy as np
 
 from . import kernels
-from .chunk import Coding, Encoder, expected, sample
+from .chunk import ChunkEncoder, Coding, expected, sample
 from .dtypes import DType
 from .kernels import Bytes
 
 LEAST = 32 << 10
-"""Bytes; a smaller chunk is not worth the second read that a difference costs whoever restores it."""
+"""Bytes; a delta of a smaller chunk is not worth the second read that it costs a restore."""
 
 GAIN = 0.95
-"""Of the bytes that the chunk takes by itself, at most: the same second read must pay."""
+"""The largest part of the chunk's own bytes: a delta must be worth its second read."""
 
 
-def encode(encoder: Encoder, raw: Bytes, dtype: DType, base: Bytes, version: int) -> tuple[Bytes, Coding] | None:
-    """As ``Encoder.encode``, of the difference of ``raw`` to ``base``, the bytes of the same chunk in ``version``, which are
-    overwritten; None if the chunk by itself is as small."""
+def encode(encoder: ChunkEncoder, raw: Bytes, dtype: DType, base: Bytes, version: int) -> tuple[Bytes, Coding] | None:
+    """As ``ChunkEncoder.encode``, of the difference of ``raw`` to ``base``, the bytes of the same chunk in ``version``, which are
+    overwritten. None if the chunk by itself is as small."""
     if raw.size < LEAST:
         return None
     word = kernels.WORDS[dtype.width]

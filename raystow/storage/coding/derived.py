@@ -18,8 +18,8 @@ _ROUNDED = {("float32", "bfloat16"), ("float32", "float16")}
 
 @dataclass(frozen=True, slots=True)
 class Derivation:
-    """Each element is that of the tensor ``source`` in the same place, whose ``dtype`` is this: as it is, or rounded to the
-    nearest number of the other type, of two equally near ones to the even one."""
+    """Each element is the one of tensor ``source``, of this ``dtype``, in the same place: a copy, or rounded to the nearest
+    number of the other dtype, ties to even."""
 
     source: str
     dtype: str
@@ -31,7 +31,7 @@ def derivable(source: str, dtype: str) -> bool:
 
 
 def derive(words: Bytes, source: str, dtype: str) -> Bytes:
-    """The bytes (uint8) of the elements that follow from the source's. A copy is the argument itself."""
+    """The bytes (uint8) of the elements derived from the source's. A copy is the argument itself."""
     if source == dtype:
         return words
     with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as everywhere

@@ -3,6 +3,9 @@
 *Of the raw bytes*: ``raw_digest``, 64 bits, a sum of products that a GPU computes at memory speed in any order. It tells that
 what was coded is what was read, and that what was decoded is what was coded; it does not stand against an adversary.
 
+*Of the raw bytes, to find what has not changed*: ``digest_pair``, ``raw_digest`` and a second one with other keys, 128 bits. It
+is never stored.
+
 *Of the stored bytes*: BLAKE3, 256 bits, checked before any decoder sees them. Records hold the digests of fragments, and the
 root those of records, so a digest of the root covers everything.
 """
@@ -42,9 +45,15 @@ WORD_KEYS = np.array([_key(i) for i in range(BLOCK)], dtype=np.uint64)
 """The multipliers of the words in a block."""
 
 
-def block_key(block: int) -> int:
+SECOND_WORD_KEYS = np.array([_key((1 << 40) + i) for i in range(BLOCK)], dtype=np.uint64)
+"""The same for the second digest of ``digest_pair``."""
+
+_PAIR = np.stack([WORD_KEYS, SECOND_WORD_KEYS])
+
+
+def block_key(block: int, *, second: bool = False) -> int:
     """The multiplier of a block's sum."""
-    return _key((1 << 32) + block)
+    return _key((1 << 41 if second else 1 << 32) + block)
 
 
 def finish(total: Any, nbytes: Any) -> Any:
@@ -59,14 +68,33 @@ def raw_digest(raw: Bytes) -> int:
     sequence, block ``b`` of 16,384 words sums to ``s[b] = sum(w[b, i] * key(i))``, and the digest is
     ``mix(sum(s[b] * key(2**32 + b)) ^ (len(raw) * 0x9E3779B97F4A7C15))``, all modulo 2**64.
     """
-    whole = raw.size & ~3
-    words = raw[:whole].view(np.uint32) if raw.ctypes.data % 4 == 0 else raw[:whole].copy().view(np.uint32)
+    words = _words(raw)
     sums = np.empty(max(1, -(-words.size // BLOCK)), np.uint64)
     kernels.weighted_sums(words, WORD_KEYS, sums)
-    total = sum(int(s) * block_key(b) for b, s in enumerate(sums))
-    if whole < raw.size:  # the padded last word, in whichever block it falls
-        last, block = int.from_bytes(raw[whole:].tobytes(), "little"), words.size // BLOCK
-        total += last * _key(words.size % BLOCK) * block_key(block)
+    return _digest(raw, sums, WORD_KEYS, second=False)
+
+
+def digest_pair(raw: Bytes) -> tuple[int, int]:
+    """``raw_digest``, and a second one by the same rule with keys from 2**40 on for words and from 2**41 on for blocks. Chunks of
+    one size and with equal pairs are taken for equal."""
+    words = _words(raw)
+    sums = np.empty((2, max(1, -(-words.size // BLOCK))), np.uint64)
+    kernels.weighted_sum_pairs(words, _PAIR, sums)
+    return _digest(raw, sums[0], WORD_KEYS, second=False), _digest(raw, sums[1], SECOND_WORD_KEYS, second=True)
+
+
+def _words(raw: Bytes) -> kernels.Words:
+    """The whole 32-bit words of some bytes."""
+    whole = raw.size & ~3
+    return raw[:whole].view(np.uint32) if raw.ctypes.data % 4 == 0 else raw[:whole].copy().view(np.uint32)
+
+
+def _digest(raw: Bytes, sums: kernels.Words, keys: kernels.Words, *, second: bool) -> int:
+    """The digest of bytes whose blocks have these sums, but for a last word that is not whole."""
+    total, (whole, rest) = sum(int(s) * block_key(b, second=second) for b, s in enumerate(sums)), divmod(raw.size, 4)
+    if rest:  # the padded last word, in whichever block it falls
+        last, (block, place) = int.from_bytes(raw[4 * whole :].tobytes(), "little"), divmod(whole, BLOCK)
+        total += last * int(keys[place]) * block_key(block, second=second)
     return int(finish(total, raw.size))
 
 

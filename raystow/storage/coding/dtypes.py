@@ -56,7 +56,7 @@ _ML_DTYPES = ("bfloat16", "float8_e4m3fn", "float8_e4m3fnuz", "float8_e5m2", "fl
 
 
 def dtype(name: str) -> DType:
-    """The entry for ``name``; ``Unsupported`` if format version 1 has none."""
+    """The entry for ``name``. Raises ``Unsupported`` if format version 1 has none."""
     try:
         return DTYPES[name]
     except KeyError:
@@ -64,8 +64,8 @@ def dtype(name: str) -> DType:
 
 
 def to_numpy(name: str) -> np.dtype[Any]:
-    """The numpy type of ``name`` (bfloat16 and fp8 through ml_dtypes). A type that numpy lacks, such as complex32 or the
-    packed ones, comes as the unsigned integer of its size."""
+    """The numpy type of ``name`` (bfloat16 and fp8 through ml_dtypes). For types that numpy lacks, such as complex32 or the
+    packed ones, the unsigned integer of that size."""
     try:
         return np.dtype(getattr(ml_dtypes, name) if name in _ML_DTYPES else name)
     except TypeError:

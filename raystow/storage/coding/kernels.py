@@ -125,6 +125,19 @@ def unpack7(packed: Bytes, plane: Bytes) -> None:
 
 
 @compiled
+def weighted_sum_pairs(words: Words, keys: Words, sums: Words) -> None:
+    """As ``weighted_sums``, twice in one pass: with each row of ``keys`` into the same row of ``sums`` (both uint64 [2, ...])."""
+    block = keys.shape[1]
+    for b in range(sums.shape[1]):
+        first = second = np.uint64(0)
+        for i in range(b * block, min((b + 1) * block, words.size)):
+            word = np.uint64(words[i])
+            first += word * keys[0, i - b * block]
+            second += word * keys[1, i - b * block]
+        sums[0, b], sums[1, b] = first, second
+
+
+@compiled
 def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
     """``sums[b]`` = sum of ``words[b * len(keys) + i] * keys[i]`` modulo 2**64."""
     for b in range(sums.size):

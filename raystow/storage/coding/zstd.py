@@ -45,7 +45,7 @@ MATCHES = {_LEVEL: 1, _WINDOW_LOG: 17, _HASH_LOG: 12, _MIN_MATCH: 7, _STRATEGY: 
 """The fast strategy with long matches only: what squared gradients and integer counters repeat is worth finding."""
 
 
-class Encoder:
+class ZstdEncoder:
     """A compression context with fixed parameters. Not for several threads at once."""
 
     def __init__(self, parameters: dict[int, int]) -> None:

@@ -13,8 +13,8 @@ _PRIME = 2**255 - 19
 
 
 def overlap(a: Box, b: Box) -> Box | None:
-    """What two boxes share, or None if that is no element."""
-    if a == b:  # as most are: nothing to work out
+    """The common part of two boxes; None if it has no element."""
+    if a == b:  # the common case
         return None if 0 in a[1] else a
     lows, sizes = list[int](), list[int]()
     for x, n, y, m in zip(*a, *b, strict=True):
@@ -27,12 +27,12 @@ def overlap(a: Box, b: Box) -> Box | None:
 
 
 def within(inner: Box, outer: Box) -> tuple[slice, ...]:
-    """The index of ``inner`` in an array that holds ``outer``."""
+    """The index of ``inner`` in an array that has the elements of ``outer``."""
     return tuple(slice(x - y, x - y + n) for x, n, y in zip(*inner, outer[0], strict=True))
 
 
 def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
-    """The numbers of a box's first and last element among those of the tensor, row-major; of an empty box, where it would be."""
+    """The row-major numbers of a box's first and last element in the tensor; of an empty box, of its place."""
     first = last = 0
     for offset, extent, size in zip(*box, shape, strict=True):
         first, last = first * size + offset, last * size + offset + max(extent, 1) - 1
@@ -43,10 +43,9 @@ def tile(boxes: Sequence[Box], whole: Box) -> bool:
     """Whether the boxes cover each element of ``whole`` exactly once, and nothing else.
 
     Each axis gives each coordinate a random number, and an element counts as the product over the axes of the number after it
-    less its own. All elements of a box together are then a product as well: the numbers between its ends cancel out. Boxes tile
-    the whole if they count as much as it does. That others do has a chance below 2^-240 (Schwartz, Zippel), and nobody can choose
-    boxes for it, as the numbers are digests of all boxes. So the time is a multiple of the number of boxes, however they lie; to
-    compare them with each other would take hours for a hostile manifest.
+    minus its own. So a box counts as a product as well, of the numbers at its ends. Boxes that tile the whole count as much as it
+    does; others do with a probability below 2^-240 (Schwartz, Zippel). The numbers are digests of all boxes, so nobody can choose
+    boxes for them. The time is linear in the number of boxes; comparing pairs would take hours for a hostile manifest.
     """
     if _in_a_row(boxes, whole):
         return True
@@ -69,9 +68,9 @@ def tile(boxes: Sequence[Box], whole: Box) -> bool:
 
 
 def _in_a_row(boxes: Sequence[Box], whole: Box) -> bool:
-    """Whether each box begins where the one before ends, along the first axis; so raystow cuts tensors, and it is soon seen."""
+    """Whether each box begins where the one before ends, along the first axis: as raystow cuts tensors, and fast to check."""
     if not whole[0]:
-        return False  # no axis to lie along: any number of boxes would
+        return False  # without an axis any number of boxes would pass
     (end, *_), (size, *_) = whole
     last, rest = end + size, (whole[0][1:], whole[1][1:])
     for offset, extent in boxes:

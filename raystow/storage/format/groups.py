@@ -1,4 +1,4 @@
-"""Weights or the state of the optimizer: what a tensor belongs to, by its name. One can be kept, or read, without the other."""
+"""The group of a tensor or value, by its name: weights or optimizer state. One can be kept or read without the other."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ _OPTIMIZER = {"opt", "optim", "optimizer", "optimizers", "exp_avg", "exp_avg_sq"
 
 
 def group(name: str) -> str:
-    """The optimizer's state, or the weights and all else."""
+    """``OPTIMIZER`` or ``WEIGHTS``."""
     return OPTIMIZER if _OPTIMIZER & set(name.lower().split(".")) else WEIGHTS

@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from ..errors import StateError
-from .signing import PublicKey, Signer, Trust
+from .signature import PublicKey, Signer, Trust
 
 SIGNING_KEY = "RAYSTOW_SIGNING_KEY"
 """Names the file with the private key that a coordinator signs with."""
@@ -81,7 +81,7 @@ def write_pair(path: Path) -> PublicKey:
 
 
 def public_path(path: Path) -> Path:
-    """Where the public half of the key in ``path`` lies."""
+    """The file of the public half of the key in ``path``."""
     return path.with_name(path.name + ".pub")
 
 
@@ -111,10 +111,10 @@ def _public_keys(path: Path) -> list[PublicKey]:
 
 
 def _read(path: Path, *, forbidden: int = 0) -> bytes:
-    """The file's bytes, unless its mode has one of the ``forbidden`` bits: then they are not looked at."""
+    """The file's bytes. Raises ``StateError``, without reading them, if its mode has one of the ``forbidden`` bits."""
     try:
         with path.open("rb") as file:
-            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)  # of the file that is open: no other can take its place
+            mode = stat.S_IMODE(os.fstat(file.fileno()).st_mode)  # of the open file, which cannot be exchanged
             if mode & forbidden:
                 what = f"others than its owner can use this private key: its mode is {mode:04o}"
                 raise StateError(what, subject=str(path), remedy=f"chmod 600 {path}")

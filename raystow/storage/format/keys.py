@@ -1,4 +1,4 @@
-"""Every key in a repository is made here, from numbers and names that were checked; none is ever taken from storage."""
+"""Makes every key in a repository, from checked numbers and names; none is ever taken from storage."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def pack(version: int, attempt: str, node: int, group: str, number: int) -> str:
 
 
 def place_of(key: str) -> tuple[int] | tuple[int, str, int] | None:
-    """What follows the attempt in a key: of a fragment the node, of a pack node, group and number; None for all else."""
+    """The rest of a key: of a fragment the node, of a pack node, group and number; else None."""
     name = key.rpartition("/")[2]
     if match := _FRAGMENT.fullmatch(name):
         return (int(match[1]),)
@@ -58,21 +58,21 @@ def place_of(key: str) -> tuple[int] | tuple[int, str, int] | None:
 
 
 def attempt_of(key: str) -> tuple[int, str] | None:
-    """The version id and attempt in whose folder ``key`` lies, or None if it lies elsewhere."""
+    """The version id and attempt of a key; None for other keys."""
     match = _PREFIX.match(key)
     found = (int(match[1]), match[2]) if match else None
     return found if found and found[0] and key.startswith(prefix(*found)) else None
 
 
 def lease(version: int, attempt: str, token: str) -> str:
-    """A lease of one reader, named by its ``token``, on a version."""
+    """The lease of a reader on a version."""
     if not _ATTEMPT.fullmatch(token):
         raise Damaged(f"not a token: {token!r}")
     return f"{LEASES}{prefix(version, attempt)[len(VERSIONS) : -1]}-{token}.json"
 
 
 def leased(key: str) -> tuple[int, str] | None:
-    """The version id and attempt that the lease at ``key`` is on, or None if it is no lease."""
+    """The version id and attempt of a lease; None for other keys."""
     match = _LEASE.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
 

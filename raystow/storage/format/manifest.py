@@ -1,7 +1,7 @@
 """The manifest: which chunk of which pack holds which box of which tensor. One Parquet fragment per node of a save.
 
 A *box* is ``offset`` and ``extent``, one number per dimension: the chunk holds the elements ``[offset, offset + extent)`` of the
-tensor in row-major order. Values that are not tensors stand in rows of their own, with the ranks they belong to.
+tensor in row-major order. Values that are not tensors have rows of their own, with the ranks that saved them.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ node stores of it."""
 
 
 class Row(NamedTuple):
-    """A row as it is in Parquet, where anything may be missing; ``streams`` as ``Coding`` has them."""
+    """A row as it is in Parquet, where any field may be null; ``streams`` as in ``Coding``."""
 
     name: str
     path: str
@@ -100,14 +100,14 @@ class Row(NamedTuple):
 _REQUIRED = operator.itemgetter(*(i for i, name in enumerate(Row._fields) if name not in ("ranks", "value", "base")))
 _TRANSFORMS = {(False, False): [], (True, False): ["planes"], (True, True): ["rotl1", "planes"]}
 _CODINGS = {tuple(names): flags for flags, names in _TRANSFORMS.items()}
-_DELTA = "delta"
+_DELTA, _SAME = "delta", "same"
 _COPY, _ROUNDED = "copy", "rounded:"
 
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """One chunk row. ``node`` is the number of the node that wrote the fragment and the pack. ``derivation``: the bytes in the
-    pack are those of another tensor's chunk, with the same box."""
+    """One chunk row. ``node``: the node that wrote fragment and pack. ``derivation``: the bytes in the pack are those of another
+    tensor's chunk with the same box."""
 
     name: str
     path: str
@@ -127,13 +127,18 @@ class Chunk:
 
     @property
     def box(self) -> Box:
-        """The elements of the tensor that the chunk holds."""
+        """Offset and extent in the tensor."""
         return self.offset, self.extent
 
     @property
     def nbytes(self) -> int:
         """Bytes of its elements."""
         return math.prod(self.extent) * dtypes.dtype(self.dtype).itemsize
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the pack holds no bytes of it: its elements are those of the same chunk of version ``coding.base``."""
+        return self.coding.is_reference
 
     @property
     def source(self) -> str:
@@ -152,7 +157,7 @@ class Chunk:
 
     @property
     def stored(self) -> int:
-        """Bytes that a pack holds on its account: none for what is derived."""
+        """Bytes in a pack that count for it: none for a derived chunk."""
         return self.coding.size if self.derivation is None else 0
 
 
@@ -168,7 +173,7 @@ class Value:
 
 @dataclass(frozen=True)
 class Fragment:
-    """The rows that one node wrote. ``rounded``: what rounding has done to its part of tensors, by name."""
+    """The rows that one node wrote. ``rounded``: the errors of rounded tensors, by name."""
 
     node: int
     chunks: tuple[Chunk, ...]
@@ -304,7 +309,9 @@ def _derived(c: Chunk) -> list[str]:
 
 
 def _delta(c: Chunk) -> list[str]:
-    return [] if c.coding.base is None else [_DELTA]
+    if c.coding.base is None:
+        return []
+    return [_SAME if c.is_reference else _DELTA]
 
 
 def _derivation(row: Row) -> Derivation | None:
@@ -345,7 +352,8 @@ def _chunk(row: Row, node: int) -> Chunk:
         raise Damaged(f"row {shown(row.name)}: there is nothing where something must be")
     derivation, base = _derivation(row), row.base
     transform = row.transform[derivation is not None :]
-    delta = transform[:1] == [_DELTA]
+    same = transform == [_SAME] and not row.codecs and not row.stored and not row.streams
+    delta = same or transform[:1] == [_DELTA]
     flags = _CODINGS.get(tuple(transform[delta:]))
     if flags is None or (delta and flags[1]) or delta is (base is None) or row.kind not in (TENSOR, ARRAY, SCALAR):
         named = f"kind {shown(row.kind)}, transform {shown(row.transform)}, base {base}"
@@ -356,7 +364,7 @@ def _chunk(row: Row, node: int) -> Chunk:
         raise Damaged(f"row {row.name!r:.80}: there is no byte {row.start} of a pack {row.pack}")
     if base is not None and not 1 <= base <= MAX_INTEGER:
         raise Damaged(f"row {row.name!r:.80}: there is no version {base}")
-    if min(row.stored, default=-1) < 0 or sum(row.stored) > MAX_STORED_CHUNK:
+    if min(row.stored, default=0 if same else -1) < 0 or sum(row.stored) > MAX_STORED_CHUNK:
         raise Damaged(f"row {row.name!r:.80}: planes of {shown(row.stored)} bytes cannot be")
     return Chunk(
         row.name,

@@ -1,9 +1,8 @@
-"""Reads a Parquet file that somebody may have made to be read.
+"""Reads Parquet files that may be hostile.
 
-A Parquet library takes memory by what a file *says*: 50 bytes can say that a value comes two billion times, or that a page
-decompresses to 2 GiB. What the footer says is not even held against the pages. So before a column is read, the headers of all its
-pages are walked and added up, and what exceeds the limits is refused. Texts are read as dictionaries, since a long one of
-which every row holds a copy takes its space once, and resolved when their sum is known.
+A Parquet library takes memory by what a file *says*: 50 bytes can say that a value is repeated two billion times, or that a page
+decompresses to 2 GiB, and the footer is not compared with the pages. So the headers of all pages are summed up before a column is
+read, and what exceeds the limits is refused. Texts are read as dictionaries, and resolved when their total size is known.
 """
 
 from __future__ import annotations
@@ -20,9 +19,9 @@ from ..limits import MAX_CELLS, MAX_FOOTER, MAX_FRAGMENT, MAX_PAGES, MAX_ROWS, M
 from .thrift import I32, I64, LIST, STRUCT, Scanner, Struct, count, get
 
 # Numbers of parquet.thrift.
-_DELTA_BYTE_ARRAY = 7  # each text as a piece of the one before: a page of them can grow with the square of its size
+_DELTA_BYTE_ARRAY = 7  # each text as a part of the one before: a page can grow with the square of its size
 _DATA, _DICTIONARY, _DATA_V2 = 0, 2, 3
-_OWN = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # the field that holds what a page of this type says of itself
+_OWN = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # the field with the header of this type of page
 _ENCODING = {_DATA: 2, _DICTIONARY: 2, _DATA_V2: 4}
 
 
@@ -34,15 +33,15 @@ def read(data: bytes, schema: pa.Schema) -> Iterator[list[dict[str, Any]]]:
 
 
 def tables(data: bytes, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The columns of ``schema``, a row group at a time; further columns are not looked at.
+    """The columns of ``schema``, one row group at a time; other columns are ignored.
 
-    Raises ``Damaged`` or ``Unsupported``, what pyarrow raises, and ``ValueError`` for texts that are not UTF-8. Memory: some
-    times ``MAX_TEXT`` plus 8 bytes for each of ``MAX_CELLS``, whatever the file says.
+    Raises ``Damaged``, ``Unsupported``, what pyarrow raises, and ``ValueError`` for texts that are not UTF-8. Takes a few times
+    ``MAX_TEXT`` and 8 bytes for each of ``MAX_CELLS``, whatever the file says.
     """
     texts = [leaf.path for leaf in check(data, schema) if leaf.physical_type == "BYTE_ARRAY"]
     file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts, pre_buffer=False)
     text = 0
-    for group in range(file.num_row_groups):  # of several at once, pyarrow cannot read lists of dictionaries
+    for group in range(file.num_row_groups):  # pyarrow cannot read lists of dictionaries of several at once
         table = file.read_row_group(group, schema.names, use_threads=False).select(schema.names)
         text += sum(_text(chunk) for column in table.columns for chunk in column.chunks)
         if text > MAX_TEXT:
@@ -51,25 +50,23 @@ def tables(data: bytes, schema: pa.Schema) -> Iterator[pa.Table]:
 
 
 def check(data: bytes, schema: pa.Schema) -> list[pq.ColumnSchema]:
-    """The columns, each element of a nested one for itself; ``Damaged`` unless the file keeps the limits.
-
-    The footer is parsed here, and not asked of pyarrow: there, a column's metadata that makes no sense ends the process.
-    """
+    """The columns, each element of a nested one by itself. Raises ``Damaged`` if the file exceeds the limits. The footer is
+    parsed here, since invalid metadata of a column ends the process in pyarrow."""
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) > MAX_FRAGMENT or len(data) < size + 12 or size > MAX_FOOTER or data[-4:] != b"PAR1":
         raise Damaged(f"not a Parquet file, or one of more than {MAX_FRAGMENT} bytes or with a footer of more than {MAX_FOOTER}")
     groups = get(Scanner(data, len(data) - 8 - size, len(data) - 8).struct(), 4, LIST)
     columns = pq.ParquetFile(pa.BufferReader(data)).schema
     leaves = [columns.column(i) for i in range(len(columns))]
-    wanted = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.path.partition(".")[0] in schema.names]
+    required = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.path.partition(".")[0] in schema.names]
     rows = pages = cells = nbytes = 0
     for group in groups or ():
         parts = get(group, 1, LIST) or ()
         rows += count(group, 3, I64)
         if rows > MAX_ROWS or len(parts) != len(leaves):
             raise Damaged(f"more than {MAX_ROWS} rows, or a row without some of its columns")
-        for i, leaf in wanted:
-            pages += 1  # a column without any pages costs time as well
+        for i, leaf in required:
+            pages += 1  # a column without pages costs time, too
             for size, values in _pages(data, get(parts[i], 3, STRUCT) or {}):
                 pages, cells, nbytes = pages + 1, cells + values, nbytes + size + values * (leaf.length or 0)
                 if pages > MAX_PAGES or cells > MAX_CELLS or nbytes > MAX_TEXT:
@@ -78,14 +75,14 @@ def check(data: bytes, schema: pa.Schema) -> list[pq.ColumnSchema]:
 
 
 def _pages(data: bytes, column: Struct) -> Iterator[tuple[int, int]]:
-    """For each page of a column its size when decompressed, and the number of its values."""
+    """For each page of a column its decompressed size and the number of its values."""
     left, first, dictionary = count(column, 5, I64), count(column, 9, I64), get(column, 11, I64) or 0
     if left == 0:
         return  # no page is read then
     start = min(first, dictionary) if dictionary > 0 else first
     end = start + count(column, 7, I64)
     if end > len(data):
-        raise Damaged("a column lies outside the file")
+        raise Damaged("a column is outside the file")
     scanner = Scanner(data, start, end)
     while scanner.at < end:
         header = scanner.struct()
@@ -104,7 +101,7 @@ def _pages(data: bytes, column: Struct) -> Iterator[tuple[int, int]]:
 
 
 def _text(array: pa.Array) -> int:
-    """Bytes of all texts in an array, each entry of a dictionary as often as it is used."""
+    """Bytes of all texts in an array, dictionary entries as often as they are used."""
     kind = array.type
     if pa.types.is_dictionary(kind):
         return pc.sum(pc.binary_length(array.dictionary).cast(pa.int64()).take(array.indices)).as_py() or 0

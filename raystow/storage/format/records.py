@@ -1,12 +1,10 @@
-"""The small JSON records: marker, root, version record. Each begins with a line that holds the digest of all that follows.
+"""The JSON records: marker, root, version record. The first line has the digest of all that follows.
 
     {"digest": "<64 hexadecimal digits: BLAKE3 of every byte after this line>",
-     "format": 1,
-     "record": "root.json",
-     ...
+     "format": 1, "record": "root.json", ...
 
-So a person can read it, any JSON parser takes it, and a flipped bit anywhere is found without agreeing on a canonical form.
-``record`` is the name of the record's own file: one record copied over another is found as well.
+So any JSON parser can read one, and a flipped bit is found without a canonical form. ``record`` is the name of the record's own
+file, so a record that was copied over another is found as well.
 """
 
 from __future__ import annotations
@@ -22,12 +20,12 @@ from ..limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SIGNATUR
 
 FORMAT = 1
 LIMITS = {"raystow.json": MAX_MARKER, "root.json": MAX_ROOT, "version.json": MAX_RECORD, "version.sig": MAX_SIGNATURE}
-"""Bytes that each record has at most, by its file's name."""
+"""The largest size of each record in bytes, by file name."""
 _LINE = len('{"digest": "') + 64 + len('",\n')
 
 
 def dump(fields: dict[str, Any], key: str) -> bytes:
-    """The bytes of the record that is to lie at ``key``; ``StateError`` if they are more than readers take."""
+    """The bytes of a record for ``key``. Raises ``StateError`` if they exceed the limit."""
     text = json.dumps({"format": FORMAT, "record": _name(key), **fields}, indent=1, allow_nan=False)
     body = text[text.index("{") + 1 :].lstrip("\n").encode()
     if _LINE + len(body) > LIMITS[_name(key)]:
@@ -37,7 +35,7 @@ def dump(fields: dict[str, Any], key: str) -> bytes:
 
 
 def load(data: bytes, key: str) -> dict[str, Any]:
-    """The fields of a record; ``Damaged`` naming ``key`` unless every byte is as written, ``Unsupported`` for another format."""
+    """The fields of a record. Raises ``Damaged`` naming ``key``, or ``Unsupported`` for another format."""
     line, body = data[:_LINE], data[_LINE:]
     if line != f'{{"digest": "{stored_digest(body).hex()}",\n'.encode():
         raise Damaged("the record does not match its own digest", subject=key)
@@ -51,22 +49,22 @@ def load(data: bytes, key: str) -> dict[str, Any]:
         what = f"format {shown(fields.get('format'))}; this raystow reads {FORMAT}"
         raise Unsupported(what, subject=key, remedy="upgrade raystow")
     if fields.get("record") != _name(key):
-        raise Damaged(f"the object holds another record: {shown(fields.get('record'))}", subject=key)
+        raise Damaged(f"the object is another record: {shown(fields.get('record'))}", subject=key)
     return fields
 
 
 def field(fields: dict[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
-    """``fields[name]``, checked to be of ``kind`` (and, for integers, not a bool, not negative, and of at most 63 bits)."""
+    """``fields[name]``, checked to be of ``kind``. Integers are not negative and have at most 63 bits; a bool is none."""
     value = fields.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
         raise Damaged(f"field {name!r} is {shown(value)}", subject=key)
     if isinstance(value, int) and not 0 <= value <= MAX_INTEGER:
-        raise Damaged(f"field {name!r} is {shown(value)}, which is no number here", subject=key)
+        raise Damaged(f"field {name!r} is {shown(value)}, which is out of range", subject=key)
     return value
 
 
 def column(rows: list[dict[str, Any]], name: str, kind: type, key: str) -> list[Any]:
-    """``field`` of each row, for hundreds of thousands of them: looked at one by one only if something is wrong somewhere."""
+    """``field`` of each row, fast for hundreds of thousands: they are checked one by one only if something is wrong."""
     try:
         values = [row[name] for row in rows]
     except (TypeError, LookupError):
@@ -80,12 +78,12 @@ def ids(fields: dict[str, Any], name: str, key: str) -> tuple[int, ...]:
     """``fields[name]``, checked to be ids of versions, ascending."""
     values = field(fields, name, list, key)
     if any(type(id) is not int or not 1 <= id <= MAX_INTEGER for id in values) or values != sorted(set(values)):
-        raise Damaged(f"field {name!r} is {shown(values)}, which are no ids in order", subject=key)
+        raise Damaged(f"field {name!r} is {shown(values)}, which are no ascending ids", subject=key)
     return tuple(values)
 
 
 def time(fields: dict[str, Any], name: str, key: str) -> float:
-    """``fields[name]``, checked to be a time that a calendar has: seconds since 1970."""
+    """``fields[name]``, checked to be seconds since 1970 within the calendar."""
     value = field(fields, name, (int, float), key)
     if not (math.isfinite(value) and 0 <= value <= MAX_TIME):
         raise Damaged(f"field {name!r} is {shown(value)}, which is no time", subject=key)
@@ -93,7 +91,7 @@ def time(fields: dict[str, Any], name: str, key: str) -> float:
 
 
 def texts(fields: dict[str, Any], name: str, key: str) -> tuple[str, ...]:
-    """``fields[name]``, checked to be a list of texts."""
+    """``fields[name]``, checked to be a list of strings."""
     value = field(fields, name, list, key)
     if not all(isinstance(text, str) for text in value):
         raise Damaged(f"field {name!r} is {shown(value)}", subject=key)
@@ -101,7 +99,7 @@ def texts(fields: dict[str, Any], name: str, key: str) -> tuple[str, ...]:
 
 
 def shown(value: object) -> str:
-    """A value from storage for an error's text: short, however large or deep it is."""
+    """A stored value in an error message: short, whatever its size."""
     return reprlib.repr(value)
 
 

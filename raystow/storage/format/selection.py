@@ -1,4 +1,4 @@
-"""The rows of a fragment that a reader wants. Those of thousands that it does not want never become objects."""
+"""Selects the rows of a fragment that a reader needs. The thousands of others never become objects."""
 
 from __future__ import annotations
 
@@ -19,10 +19,8 @@ _BOX = ("name", "kind", "shape", "offset", "extent")
 
 @dataclass(frozen=True)
 class Sought:
-    """What a rank wants of a name: of a tensor of ``shape`` a ``box``, or without a box all of it, whatever its shape.
-
-    ``tensor``: a plain value will not do. ``holders``: the ranks that want the same box; none: all do.
-    """
+    """What a rank reads under a name: a ``box`` of a tensor of ``shape``; without a box all of it, whatever its shape.
+    ``tensor``: it must be a tensor, not a plain value. ``holders``: the ranks that read the same box; none: all."""
 
     tensor: bool = False
     shape: tuple[int, ...] = ()
@@ -32,8 +30,8 @@ class Sought:
 
 @dataclass
 class Selection:
-    """Rows of a fragment. ``names``: of all its tensors. ``spans``: of each tensor sought the first and the last element that the
-    fragment has, counted row-major."""
+    """Rows of a fragment. ``names``: of all its tensors. ``spans``: of each tensor sought, the first and last element that the
+    fragment has, row-major."""
 
     chunks: list[Chunk] = field(default_factory=list)
     values: list[Value] = field(default_factory=list)
@@ -42,16 +40,14 @@ class Selection:
 
 
 def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Selection:
-    """What is sought, and all plain values. Of a tensor of which nothing overlaps, or that has another shape, one row at most.
-
-    Raises as ``Fragment.load``; rows that are not wanted are not checked.
-    """
-    selection, wanted = Selection(), pa.array(sought, pa.string())
+    """What is sought, and all plain values. Of a tensor of which nothing overlaps, or that has another shape, at most one row.
+    Raises as ``Fragment.load``; other rows are not checked."""
+    selection, names = Selection(), pa.array(sought, pa.string())
     with parsing(key):
         for table in parquet.tables(data, SCHEMA):
             plain = pc.equal(table["kind"], VALUE)
             selection.names.update(table["name"].filter(pc.invert(plain)).unique().to_pylist())
-            rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=wanted)))
+            rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=names)))
             kept = _kept(rows, sought, selection.spans)
             made = Fragment.of(rows_of(rows.take(pa.array(kept, pa.int64())) if len(kept) < len(rows) else rows), node)
             selection.chunks += made.chunks
@@ -66,17 +62,17 @@ def _kept(rows: pa.Table, sought: Mapping[str, Sought], spans: dict[str, tuple[i
         if kind == VALUE:
             kept.append(i)
             continue
-        wanted = sought[name]
+        one = sought[name]
         shape, offset, extent = map(tuple, of)
         if not len(shape) == len(offset) <= MAX_DIMENSIONS:
             raise Damaged(f"row {name!r:.80}: shape and offset of different lengths, or of more than {MAX_DIMENSIONS}")
         low, high = span((offset, extent), shape)
         known = spans.get(name)
         spans[name] = (low, high) if known is None else (min(low, known[0]), max(high, known[1]))
-        alike = wanted.shape == shape
-        if wanted.box is None or (alike and overlap(wanted.box, (offset, extent)) is not None):
+        alike = one.shape == shape
+        if one.box is None or (alike and overlap(one.box, (offset, extent)) is not None):
             kept.append(i)
-        elif name not in alone and (not alike or 0 in wanted.box[1]):
+        elif name not in alone and (not alike or 0 in one.box[1]):
             alone.add(name)
             kept.append(i)
     return kept

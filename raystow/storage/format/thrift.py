@@ -1,7 +1,7 @@
-"""Thrift's compact protocol, as far as the footer and the page headers of a Parquet file need it.
+"""Thrift's compact protocol, for the footer and page headers of a Parquet file.
 
-A Parquet library believes every number in them, so this reads what the library reads, and refuses what two readers could take
-differently: a number that does not fit its type, a field that stands twice.
+A Parquet library trusts every number in them. So this reads what the library reads, and refuses what two readers could read
+differently: a number that does not fit its type, or a field that occurs twice.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ _BITS = {I16: 16, I32: 32, I64: 64}
 _DEPTH = 16
 
 Struct = dict[int, "tuple[int, Any]"]
-"""Field number -> type and value: an integer, a struct, or a list of them. Of others the value is None."""
+"""Field number -> type and value: an integer, a struct, or a list of them. Other values are None."""
 
 
 def get(struct: Struct, field: int, kind: int) -> Any:
-    """The field's value, or None if there is none of this type: one of another type is skipped by every Thrift reader."""
+    """The field's value; None if there is none of this type: Thrift readers skip fields of other types."""
     found = struct.get(field)
     return found[1] if found is not None and found[0] == kind else None
 
 
 def count(struct: Struct, field: int, kind: int) -> int:
-    """A field that must be there and hold no negative number."""
+    """A required field with a number that is not negative."""
     value = get(struct, field, kind)
     if value is None or value < 0:
         raise Damaged(f"field {field} of the Parquet metadata is {value}")
@@ -33,7 +33,7 @@ def count(struct: Struct, field: int, kind: int) -> int:
 
 
 class Scanner:
-    """Reads structs from ``data`` at ``at``, which moves on; ``Damaged`` for what is none, or runs beyond ``end``."""
+    """Reads structs from ``data`` at ``at``, which advances. Raises ``Damaged`` for anything else, or beyond ``end``."""
 
     def __init__(self, data: bytes, at: int, end: int) -> None:
         self._data, self.at, self._end = data, at, end

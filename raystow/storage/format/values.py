@@ -1,8 +1,8 @@
 """Plain Python values as JSON text, bit for bit, with a tag where JSON has no such value.
 
-``None``, bools, strings, finite floats and integers below 2**63 are themselves. The others are one-entry objects:
-``{"float": "7ff8000000000000"}`` (IEEE 754 bits of a NaN or infinity), ``{"int": "-0x8000..."}``, ``{"complex": [re, im]}``,
-``{"bytes": "<base64>"}``, and ``{"empty": "dict" | "list" | "tuple"}`` for a container that holds nothing.
+``None``, bools, strings, finite floats and integers below 2**63 are themselves. The others are one-entry objects: ``{"float":
+"7ff8000000000000"}`` (IEEE 754 bits of a NaN or infinity), ``{"int": "-0x8000..."}``, ``{"complex": [re, im]}``, ``{"bytes":
+"<base64>"}``, and ``{"empty": "dict" | "list" | "tuple"}`` for an empty container.
 """
 
 from __future__ import annotations
@@ -27,12 +27,12 @@ _EMPTY: dict[str, Value] = {"dict": {}, "list": [], "tuple": ()}
 
 
 def is_plain(value: object) -> bool:
-    """Whether ``dumps`` takes the value: exactly one of the plain types, not a subclass that would come back as another."""
+    """Whether ``dumps`` takes the value: one of the plain types itself, no subclass."""
     return type(value) in PLAIN
 
 
 def encode(value: Any) -> Any:
-    """The JSON-able form of one plain value or empty container; ``StateError`` for an integer that readers would not take."""
+    """The JSON form of a plain value or empty container. Raises ``StateError`` for an integer above the limit."""
     if type(value) is float and not math.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
     if type(value) is int and not -(1 << 63) <= value < 1 << 63:
@@ -51,7 +51,7 @@ def encode(value: Any) -> Any:
 
 
 def decode(form: Any) -> Any:
-    """The value of what ``encode`` gave; ``Damaged`` for anything else."""
+    """The value of a form that ``encode`` returned. Raises ``Damaged`` for any other."""
     if type(form) in (type(None), bool, str):
         return form
     if type(form) is int and -(1 << 63) <= form < 1 << 63:
@@ -82,9 +82,9 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str) -> Any:
-    """The value of a JSON text; ``Damaged`` for anything else."""
+    """The value of a JSON text. Raises ``Damaged`` for any other text."""
     if text.lstrip()[:1] != '"' and text.count("{") + text.count("[") > _BRACKETS:
-        raise Damaged(f"not a stored value: {text[:40]!r}")  # found without building what may take 32 times the text's memory
+        raise Damaged(f"not a stored value: {text[:40]!r}")  # parsing may take 32 times the memory of the text
     try:
         return decode(json.loads(text))
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The version record: what one version consists of, and the digests that everything below it must match."""
+"""The version record: what a version consists of, with the digests of its fragments."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from .root import Entry
 
 @dataclass(frozen=True)
 class FragmentInfo:
-    """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. Sizes in bytes.
-    ``stall``: seconds for which saving has held up the training loop of these ranks, of the one that waited longest; None if
-    nobody told. ``bases``: ids of the versions that chunks of it are differences to, ascending."""
+    """One manifest fragment. ``digest``: BLAKE3, hexadecimal. ``ranks``: whose shards it describes. ``stall``: the longest time
+    in seconds that the save held up the training loop of one of these ranks, if known. ``bases``: ids of the bases of its chunks,
+    ascending."""
 
     node: int
     size: int
@@ -31,8 +31,8 @@ class FragmentInfo:
 
 @dataclass(frozen=True)
 class RestoreInfo:
-    """One restore of all ranks: which version, ``at`` what time (seconds since 1970), by how many ``ranks``, in how many
-    ``seconds`` from the first rank's call to the last one's success. ``read``: stored bytes by where they came from."""
+    """One restore by ``ranks`` ranks, ``at`` seconds since 1970, which took ``seconds`` from the first rank's call to the last
+    one's success. ``read``: stored bytes by source."""
 
     version: int
     step: int
@@ -44,9 +44,8 @@ class RestoreInfo:
 
 @dataclass(frozen=True)
 class Thinned:
-    """That a version was written again, without some of its tensors. ``attempt``: the one that held them all. ``at``: when, in
-    seconds since 1970. ``groups``: those that were kept. ``mantissa_bits``: to which they were rounded, None for all.
-    ``base_bits``: to which those were that it is a difference to, None for all, too."""
+    """That a version was thinned. ``attempt``: the complete one. ``at``: when, in seconds since 1970. ``groups``: what was kept.
+    ``mantissa_bits``: to how many it was rounded, ``base_bits``: to how many its base was; None for all."""
 
     attempt: str
     at: float
@@ -55,7 +54,7 @@ class Thinned:
     base_bits: int | None = None
 
     def dump(self) -> dict[str, Any]:
-        """As JSON's types."""
+        """As JSON types."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
 
@@ -75,8 +74,8 @@ class PackInfo:
 
 
 class Packs(Collection[PackInfo]):
-    """The packs of a version, field by field. There may be hundreds of thousands: as objects that stay, they would keep the
-    garbage collector busy for longer than it takes to read them."""
+    """The packs of a version, by column. There may be hundreds of thousands: as objects they would slow the garbage collector
+    down for longer than it takes to read them."""
 
     def __init__(self, nodes: Sequence[int], groups: Sequence[str], numbers: Sequence[int], sizes: Sequence[int]) -> None:
         self._nodes, self._groups, self._numbers, self._sizes = nodes, groups, numbers, sizes
@@ -101,11 +100,10 @@ class Packs(Collection[PackInfo]):
 
 @dataclass(frozen=True)
 class VersionRecord:
-    """``created``: seconds since 1970. ``metrics``: plain values by name. ``writer``: names and versions of the software.
-    ``coding``: which codec tensors on GPUs were coded with, and whether it was to be a difference, each with why.
-    ``restores``: what the run has restored since its version before. ``lossy``: which tensors were to be rounded before they were
-    stored, and how. For people, as are ``writer``, ``coding`` and the stalls. ``thinned``: what became of the version since it
-    was saved. ``saved``: see ``Entry``."""
+    """``created``: seconds since 1970. ``metrics``: plain values by name. ``thinned``: if the version was thinned. ``saved``: see
+    ``Entry``. For people: ``writer`` (names and versions of software), ``coding`` (the codec of GPU tensors, and whether the
+    version is a delta, with reasons), ``restores`` (since the version before), ``lossy`` (which tensors were rounded, and how).
+    """
 
     repository: str
     id: int
@@ -126,12 +124,12 @@ class VersionRecord:
 
     @property
     def stall(self) -> float | None:
-        """The seconds for which the save has held up the training, which waits for its slowest rank; None if nobody told."""
+        """The seconds that the save held up the training, which waits for its slowest rank; None if unknown."""
         return max((f.stall for f in self.fragments if f.stall is not None), default=None)
 
     @property
     def pack_sizes(self) -> dict[tuple[int, str, int], int]:
-        """Bytes of each pack, by what its key is made of."""
+        """Bytes of each pack by its place."""
         return self.packs.sizes if isinstance(self.packs, Packs) else {pack.place: pack.size for pack in self.packs}
 
     @property
@@ -146,7 +144,7 @@ class VersionRecord:
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Ids of the versions that it cannot be read without, ascending; those that they need in turn are not among them."""
+        """Ids of the versions that it needs directly, ascending."""
         return tuple(sorted({base for f in self.fragments for base in f.bases}))
 
     def dump(self) -> bytes:
@@ -167,7 +165,7 @@ class VersionRecord:
 
     @staticmethod
     def load(data: bytes, key: str) -> VersionRecord:
-        """Parse and check a record whose digest the caller has compared with the root's."""
+        """Parse and check a record whose digest was compared with the root's."""
         fields = records.load(data, key)
 
         def get(name: str, kind: type | tuple[type, ...], of: dict[str, Any] = fields) -> Any:
@@ -224,16 +222,16 @@ class VersionRecord:
 
     @property
     def bits(self) -> int | None:
-        """To how many bits of mantissa its weights were rounded when it was thinned, None for all."""
+        """The mantissa bits to which its weights were rounded when it was thinned; None for all."""
         return self.thinned.mantissa_bits if self.thinned is not None else None
 
     @property
     def base_bits(self) -> int | None:
-        """The same of what it is a difference to."""
+        """The mantissa bits of its base then; None for all."""
         return self.thinned.base_bits if self.thinned is not None else None
 
     def entry(self, digest: bytes, size: int) -> Entry:
-        """How the root lists the version, given the BLAKE3 and the size in bytes of this record."""
+        """The version's entry in the root, given BLAKE3 and size in bytes of this record."""
         return Entry(
             id=self.id,
             attempt=self.attempt,
@@ -249,7 +247,7 @@ class VersionRecord:
         )
 
     def key(self) -> str:
-        """Where the record lies."""
+        """The key of the record."""
         return keys.record(self.id, self.attempt)
 
 
@@ -266,5 +264,5 @@ def _thinned(fields: dict[str, Any], key: str) -> Thinned:
 
 
 def _texts(fields: dict[str, object]) -> dict[str, str]:
-    """What is for people only: anything in it will do, in a few words."""
+    """Texts for people: other values are shown in a few words."""
     return {name: text if isinstance(text, str) else records.shown(text) for name, text in fields.items()}

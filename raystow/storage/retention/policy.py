@@ -1,7 +1,7 @@
-"""Which versions a repository keeps, as data: a policy goes in, a decision with its reasons comes out for every version.
+"""Retention policies as data: a policy goes in, a decision with reasons comes out for every version.
 
-Decides only. Nothing here reads a store or a clock: periods lie fixed on the calendar, so that a plan made an hour later, or made
-after every commit, keeps the same versions of the past. What carries a plan out is ``retention_plan``.
+Pure: reads no store and no clock. Periods are fixed on the calendar, so that a plan made an hour later, or after every commit,
+keeps the same versions of the past. ``retention.plan`` carries decisions out.
 """
 
 from __future__ import annotations
@@ -12,11 +12,11 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any, TypeVar
 
 from ..arguments import integer, refused
-from ..chains import needed
 from ..coding.dtypes import MANTISSA
+from ..delta_chain import needed
 from ..format.root import Entry
-from .chaining import MOST, chained
-from .freeing import Freeing, as_it_is, freeings
+from .compaction_policy import Freeing, as_it_is, freeings
+from .thin_policy import MOST, chained
 
 Best = tuple[str, str, int]
 """A metric's name, ``"min"`` or ``"max"``, and how many versions."""
@@ -27,29 +27,33 @@ _SPANS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 @dataclass(frozen=True)
 class Policy:
-    """What to keep. *Newer* means committed later, whatever steps and clocks say. ``StateError`` for what makes no sense.
+    """Choose the versions to keep.
 
-    A version is kept if any of the ``keep_`` rules keeps it; without such a rule all are. The newest version, the newest that a
-    deep verification found whole, pinned ones and those that are being restored under a lease are kept always. What one of those
-    kept is a difference to is kept with it.
+    A version is kept if any of the ``keep_`` rules keeps it; without such a rule all are. Always kept are the newest version, the
+    newest one that a deep verification found whole, pinned versions, versions that are being restored, and the versions that a
+    kept one is a delta to. *Newer* means committed later, whatever the steps and clocks.
 
-    - ``keep_last``: the newest so many.
-    - ``keep_every``: steps. Of all versions with the same ``step // keep_every``, the newest.
-    - ``keep_every_seconds``: at least 1. Of all versions with the same ``created // keep_every_seconds``, the newest;
-      days and hours begin as UTC's do.
-    - ``keep_best``: (metric, ``"min"`` or ``"max"``, how many). Versions whose metric is missing, NaN, or not an int or float are
-      never among them; of equal ones the newer is better.
-    - ``max_bytes``: stored bytes of all kept versions together. Stronger than the rules above: of what they keep it drops the
-      oldest first, but none of those kept always, so that the limit may stay exceeded.
-    - ``resumable``: of the kept versions that hold all that was saved, the newest so many stay as they are; of older ones the
-      weights stay, and what only resuming needs, the optimizer's state, goes. Those kept always are never thinned. To thin is to
-      read and write the weights; ``max_bytes`` counts what is to be thinned for nothing, and by its size when it is.
-    - ``delta``: with ``resumable``. Of the versions that are thinned, so many in a row, at most 6, become differences, each to
-      the one before, and the next is whole; those that were thinned before stay as they are. One that no other rule keeps
-      stays for as long as a difference needs it. Without the rule, a thinned version is a difference to what it has been one to.
-    - ``mantissa_bits``: with ``resumable``. Weights of the versions that are thinned are rounded to so many bits of mantissa, and
-      lose the others for good: 7 are what bfloat16 has, 4 are within 3.2 %. Tensors with two dimensions or more and at least 4
-      KiB; not those that were rounded before, nor those of a version that a thinned one is a difference to.
+    Args:
+        keep_last: Keep so many of the newest versions.
+        keep_every: Of all versions with the same ``step // keep_every``, keep the newest.
+        keep_every_seconds: Of all versions with the same ``created // keep_every_seconds``, keep the newest; at least 1. Days and
+            hours begin as those of UTC.
+        keep_best: (metric, ``"min"`` or ``"max"``, how many): keep the best versions by a metric. Versions whose metric is
+            missing, NaN, or not a number are not among them; of equal ones the newer is better.
+        max_bytes: The most stored bytes of all kept versions together. Versions that the rules above keep are dropped for it,
+            oldest first, but none that is always kept; so the limit may stay exceeded.
+        resumable: Of the kept versions that hold all that was saved, so many of the newest stay complete. Older ones are thinned:
+            rewritten with their weights only, without the optimizer's state. Versions that are always kept are not thinned.
+            ``max_bytes`` counts a version that will be thinned as 0, and by its size once it is.
+        delta: With ``resumable``: of the thinned versions so many in a row, at most 6, are stored as deltas, each to the one
+            before, and the next is whole. Versions that were thinned before do not change. None: a thinned version stays a delta
+            to its base.
+        mantissa_bits: With ``resumable``: the weights of thinned versions are rounded to so many bits of mantissa (bfloat16 has
+            7; 4 are within 3.2 %). Applies to tensors with two dimensions or more and at least 4 KiB that were not rounded before
+            and are not the base of a delta.
+
+    Raises:
+        StateError: A rule is invalid.
     """
 
     keep_last: int | None = None
@@ -137,10 +141,9 @@ def plan(
     bases: Collection[int] = (),
     compact: bool = False,
 ) -> tuple[Decision, ...]:
-    """A decision for each of ``entries`` (ids ascend, as in the root), in their order. ``metrics``: by id, for ``keep_best``.
-    ``verified``: the newest version verified. ``leased``: (id, attempt) of those under a lease. ``bases``: ids of those that
-    saves under way may be differences to. ``compact``: let differences be written whole where that frees more than it writes;
-    what they need now is to be dropped then."""
+    """Decide what becomes of each of ``entries`` (of the root, ids ascending). ``metrics``: by id, for ``keep_best``.
+    ``verified``: the newest version verified. ``leased``: (id, attempt) under a lease. ``bases``: ids that saves under way may be
+    deltas to. ``compact``: write deltas whole where that frees more bytes than it writes, and drop their bases."""
     kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
     for entry in entries[-1:]:
         kept[entry.id].append("newest")
@@ -188,7 +191,7 @@ def plan(
 
 
 def best_rule(best: Best) -> str:
-    """What ``Decision.rules`` calls this rule."""
+    """The name of this rule in ``Decision.rules``."""
     return f"best {best[0]} ({best[1]})"
 
 
@@ -202,7 +205,7 @@ def _decision(entry: Entry, rules: Sequence[str], over: bool, users: Sequence[in
 
 
 def _freed(freeing: Freeing, decisions: Mapping[int, Decision]) -> dict[int, Decision]:
-    """The decisions on a base that nothing else keeps, and on what needs it."""
+    """The decisions on a base that is kept for its users only, and on these users."""
     base, users = freeing.base, freeing.users
     if freeing.lacks:
         (*rules, last), before = decisions[base.id].rules, decisions[base.id]
@@ -215,7 +218,7 @@ def _freed(freeing: Freeing, decisions: Mapping[int, Decision]) -> dict[int, Dec
 
 
 def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
-    """Ids and the rules that keep them."""
+    """Ids, with the rules that keep them."""
     if (last := policy.keep_last) is not None:
         yield from ((entry.id, f"last {last}") for entry in entries[-last:])
     if (every := policy.keep_every) is not None:
@@ -229,7 +232,7 @@ def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mappi
 
 
 def _newest(runs: Mapping[int, _Run]) -> dict[_Run, int]:
-    """The newest id of each run; ``runs``: the run of each id, ascending."""
+    """The newest id of each run, from the run of each id, ascending."""
     return {run: id for id, run in runs.items()}
 
 
@@ -249,28 +252,28 @@ def _over(
     safe: set[int],
     thin: Collection[int],
 ) -> set[int]:
-    """Ids to drop for ``max_bytes`` from those that the rules keep."""
+    """Ids that ``max_bytes`` drops of those that the rules keep."""
     over: set[int] = set()
     if policy.max_bytes is None:
         return over
     size = {entry.id: 0 if entry.id in thin else entry.stored for entry in entries}
-    wanted = {entry.id for entry in entries if kept[entry.id]}
-    excess = _stored(entries, size, wanted) - policy.max_bytes
+    left = {entry.id for entry in entries if kept[entry.id]}
+    excess = _stored(entries, size, left) - policy.max_bytes
     for entry in entries:
-        if excess > 0 and entry.id in wanted and entry.id not in safe:
+        if excess > 0 and entry.id in left and entry.id not in safe:
             over.add(entry.id)
-            wanted.remove(entry.id)
-            excess = _stored(entries, size, wanted) - policy.max_bytes
+            left.remove(entry.id)
+            excess = _stored(entries, size, left) - policy.max_bytes
     return over
 
 
 def _stored(entries: Sequence[Entry], size: Mapping[int, int], ids: Collection[int]) -> int:
-    """Bytes of these versions, and of those that they are differences to."""
+    """Bytes of these versions and their bases."""
     return sum(size[id] for id in {*ids, *needed(entries, ids)})
 
 
 def _thin(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int]) -> dict[int, str]:
-    """Ids to thin of those that are kept, and why; but nothing that one which stays as it is is a difference to."""
+    """Ids to thin, and why. No base of a version that stays complete is among them."""
     if (resumable := policy.resumable) is None:
         return {}
     ruled = [id for id, rules in kept.items() if rules]

@@ -1,6 +1,6 @@
-"""The places a repository can live in, and the one function that opens them by address.
+"""The stores, and the function that opens one by its address.
 
-Each store is imported only when its address asks for it: a folder on a disk needs no boto3.
+Each store is imported only when its address needs it: a local folder needs no boto3.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ _REMEDY = "use s3://bucket/prefix, file:///path, a plain path, or memory://name"
 
 
 def open_store(uri: str) -> ObjectStore:
-    """The store at ``s3://bucket/prefix``, ``file:///path``, a plain path, or ``memory://name`` (this process only, for tests).
+    """Open the store at ``s3://bucket/prefix``, ``file:///path``, a plain path, or ``memory://name`` (this process only).
 
-    Nothing is contacted, created or checked yet. An address that cannot be understood raises ``StateError``.
+    Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address.
     """
     if not uri or any(ord(character) < 32 for character in uri):
         raise _bad("an address must not be empty or hold control characters", "the address")

@@ -1,7 +1,7 @@
-"""What every store checks alike, so that a caller sees the same errors whatever it runs on.
+"""Checks that all stores share, so that a caller sees the same errors on each.
 
-Keys are narrow on purpose: no part starts with a dot, which keeps a store on a disk inside its folder (``..``) and leaves
-dotted names to the store itself (locks, temporary files).
+Keys are narrow on purpose: no part starts with a dot, so a store on a disk stays inside its folder (``..``), and dotted names
+(locks, temporary files) belong to the store.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Files on a disk that are there whole or not at all, also after a power cut: temporary file, fsync, rename, fsync again."""
+"""Writes files that are complete or absent, even after a power cut: temporary file, fsync, rename, fsync."""
 
 from __future__ import annotations
 
@@ -17,10 +17,8 @@ _ATTEMPTS = 100
 
 
 def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
-    """Replace the file ``key`` under ``root`` by the concatenation of ``parts``.
-
-    After an ``OSError`` the old file is untouched or, if only the last fsync failed, either of the two is there whole.
-    """
+    """Replace the file ``key`` under ``root`` by the concatenation of ``parts``. After an ``OSError`` the old file is untouched
+    or, if only the last fsync failed, either of the two is there, complete."""
     path = root / key
     folder = path.parent
     temporary, descriptor = _open_temporary(folder, clock)
@@ -35,17 +33,17 @@ def write(root: Path, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
         with contextlib.suppress(OSError):
             temporary.unlink()
         raise
-    # Every level up to the root, not only the folders made here: another process may have made one a moment ago and not
-    # have synced it yet. To sync a clean folder costs microseconds.
+    # Every level up to the root: another process may have created a folder and not synced it yet. To sync a clean folder
+    # costs microseconds.
     while folder.is_relative_to(root):
-        # A folder that is gone again was emptied: someone has deleted the object since, so there is nothing left to keep.
+        # A folder that is gone was emptied: the object was deleted since.
         with contextlib.suppress(FileNotFoundError):
             _sync_folder(folder)
         folder = folder.parent
 
 
 def make_folder(path: Path) -> None:
-    """Make ``path`` and what is missing above it, durably."""
+    """Create ``path`` and its missing parents, durably."""
     missing = []
     while not path.is_dir():
         missing.append(path)
@@ -57,8 +55,7 @@ def make_folder(path: Path) -> None:
 
 
 def _open_temporary(folder: Path, clock: Clock) -> tuple[Path, int]:
-    # ``delete`` of the last neighbour removes an empty folder, also one made a moment ago: then make it again. Once the
-    # temporary file lies in it, it is not empty and stays.
+    # ``delete`` removes empty folders, also one just created: then create it again. With the temporary file in it, it stays.
     for attempt in range(_ATTEMPTS):
         path = folder / f"{TEMPORARY}{clock.token()}"
         try:

@@ -1,6 +1,6 @@
-"""One holder at a time of a file's lock, among all threads and processes, with a deadline.
+"""A lock on a file, exclusive among all threads and processes, with a deadline.
 
-``flock`` is given back by the kernel when its holder dies, so a crash never leaves a repository locked.
+The kernel releases ``flock`` when its holder dies, so a crash never leaves a repository locked.
 """
 
 from __future__ import annotations
@@ -26,11 +26,9 @@ _threads_guard = threading.Lock()
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, timeout: float, clock: Clock) -> Iterator[None]:
-    """Hold the lock of the file at ``path``, which is made if missing and never removed: two processes that lock two files
-    of one name would not exclude each other.
-
-    ``timeout`` is in seconds; after it ``StoreUnavailable``. A file system without ``flock`` raises ``UnsafeStore``.
-    """
+    """Lock the file at ``path``, which is created if missing and never removed: two processes that lock two files of one name
+    would not exclude each other. Raises ``StoreUnavailable`` after ``timeout`` seconds, ``UnsafeStore`` on a file system without
+    ``flock``."""
     deadline = clock.monotonic() + timeout
     # NFS turns flock into a lock of the whole process, which would let two threads of one process in together.
     with _threads_guard:

@@ -1,8 +1,7 @@
 """A folder as an object store: atomic renames for objects, one lock file for the compare-and-swap.
 
-Good for one machine, and for a network file system whose ``flock`` reaches every client (see ``mounts``). One thing a
-network lock cannot give: a client that was cut off for longer than the server's lease loses its lock without noticing. S3's
-conditional writes have no such window.
+For one machine, or a network file system whose ``flock`` works on all clients (see ``mounts``). A client that was cut off for
+longer than the server's lease loses a network lock without noticing; S3's conditional writes have no such window.
 """
 
 from __future__ import annotations
@@ -26,16 +25,16 @@ from .file_lock import exclusive
 LOCK = ".raystow.lock"
 
 WRITERS = max(8, (os.cpu_count() or 1) // 4)
-"""Threads that write objects at a time: more move no more bytes, and take the cores from whoever computes."""
+"""Threads that write objects in parallel: more of them are not faster, and take cores from the training."""
 
 _GONE = (errno.ENOENT, errno.ENOTDIR)
 _REFUSED = {
     errno.EACCES: "give this user the right to read and write there",
     errno.EPERM: "give this user the right to read and write there",
     errno.EROFS: "this file system is read-only: use another folder",
-    errno.ENOTDIR: "a file stands where a folder is needed: use another folder",
-    errno.EISDIR: "a folder stands where a file is needed: use another folder",
-    errno.EEXIST: "a file stands where a folder is needed: use another folder",
+    errno.ENOTDIR: "there is a file where a folder is needed: use another folder",
+    errno.EISDIR: "there is a folder where a file is needed: use another folder",
+    errno.EEXIST: "there is a file where a folder is needed: use another folder",
     errno.ENAMETOOLONG: "use a folder with a shorter path",
     errno.ELOOP: "the path leads in a circle of symbolic links",
 }
@@ -47,10 +46,10 @@ _LATER = {
 
 
 class LocalStore:
-    """Objects are files under ``root``; their keys are the paths below it. The folder is made by the first write."""
+    """Objects are files under ``root``; keys are paths below it. The first write creates the folder."""
 
     def __init__(self, root: str | Path, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0) -> None:
-        # Resolved once: the lock and the mount that count are those of the real folder, by whatever name it is reached.
+        # Resolved once: lock and mount are those of the real folder.
         self._root = Path(root).resolve()
         self._clock, self._lock_timeout = clock, lock_timeout
         self._locks_hold = False
@@ -98,7 +97,7 @@ class LocalStore:
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         """As ``get``, with the tag that ``put_if`` wants."""
-        # No lock: a rename swaps whole files, so what is open here is one content, and the newest at the time of opening.
+        # No lock is needed: a rename swaps whole files, so an open file has one content, the newest at that time.
         data = self.get(key, max_bytes=max_bytes)
         return Tagged(data, _tag(data))
 
@@ -125,7 +124,7 @@ class LocalStore:
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the files, and the folders that this leaves empty."""
-        # Not synced: an object that is back after a power cut is garbage of which nothing holds a reference any more.
+        # Not synced: an object that is back after a power cut is garbage.
         for key in keys:
             path = self._path(key)
             with self._errors(key):
@@ -195,7 +194,7 @@ class LocalStore:
         return b"".join(pieces)
 
     def _walk(self, below: str, prefix: str) -> Iterator[ObjectInfo]:
-        # A folder sorts as its name with a slash, as all its keys do: that makes the walk come out in the order of keys.
+        # A folder sorts as its name with a slash, as its keys do, so the walk is in the order of keys.
         try:
             with os.scandir(f"{self._root}/{below}") as entries:
                 found = sorted((f"{below}{e.name}{'/' if e.is_dir(follow_symlinks=False) else ''}", e) for e in entries)

@@ -1,4 +1,4 @@
-"""A store in this process's memory, for tests and demonstrations: the model that the other stores must behave like."""
+"""A store in this process's memory, for tests and demonstrations: the reference for the other stores."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class _Object:
 
 
 class MemoryStore:
-    """Objects in a dict under one lock. Pickling carries the name only: another process finds an empty store under it."""
+    """Objects in a dict under one lock. Pickling carries the name only: another process has an empty store of that name."""
 
     _stores: ClassVar[dict[str, MemoryStore]] = {}
     _stores_lock: ClassVar[threading.Lock] = threading.Lock()
@@ -117,7 +117,7 @@ class MemoryStore:
         return found
 
     def _write(self, key: str, data: bytes) -> str:
-        # Tags count writes rather than describe contents: a caller that relied on equal contents having equal tags fails here.
+        # Tags count writes, so a caller that relies on equal tags for equal contents fails here.
         self._writes += 1
         tag = f"{self._writes:016x}"
         self._objects[checks.checked_key(key)] = _Object(data, tag, self._clock.now())

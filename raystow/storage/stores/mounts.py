@@ -1,6 +1,6 @@
-"""Whether a file system's locks hold between all the processes that may commit: told from the kernel's table of mounts.
+"""Checks by the kernel's mount table whether a file system's locks exclude all processes that may commit.
 
-A commit on a file system stands on ``flock``. Where that lock is missing, or reaches only one machine of several, two
+A commit on a file system relies on ``flock``. Where that is missing, or is valid on one of several machines only, two
 coordinators could both commit, so such mounts are refused by name.
 """
 
@@ -34,7 +34,7 @@ class _Mount:
 
 
 def unsafe_reason(mountinfo: str, path: str) -> str | None:
-    """Why commits under the absolute ``path`` would not be atomic, or None. ``mountinfo``: text as in proc_pid_mountinfo(5)."""
+    """Why commits under the absolute ``path`` are not atomic; None if they are. ``mountinfo``: see proc_pid_mountinfo(5)."""
     mount = _holding(mountinfo, path)
     if mount is None:
         return None
@@ -53,7 +53,7 @@ def unsafe_reason(mountinfo: str, path: str) -> str | None:
 
 
 def refuse_unsafe(path: str) -> None:
-    """Raise ``UnsafeStore`` if locks under the absolute ``path`` are known not to hold. Without a /proc nothing is known."""
+    """Raise ``UnsafeStore`` if locks under the absolute ``path`` are known not to work. Without /proc nothing is known."""
     try:
         text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
     except OSError:

@@ -1,7 +1,7 @@
 """A bucket of an S3-compatible server as an object store.
 
-boto3 carries what decides (the compare-and-swap, small reads, listings, deletions), obstore what is large (packs and ranges
-of them): it takes buffers without a copy and works outside the interpreter's lock.
+boto3 sends small requests (the compare-and-swap, small reads, listings, deletions), obstore large ones (packs and ranges of
+them): it takes buffers without a copy and works without the interpreter's lock.
 """
 
 from __future__ import annotations
@@ -28,10 +28,8 @@ _DELETE_BATCH = 1000
 
 
 class S3Store:
-    """Objects under ``prefix`` of ``bucket``; how to reach them is the AWS configuration's business.
-
-    The clients are made at the first call, in the process that calls. Pickled, only the address and the limits travel.
-    """
+    """Objects under ``prefix`` of ``bucket``, reached as the AWS configuration says. The clients are made at the first call, in
+    the calling process. Pickling carries the address and the limits only."""
 
     def __init__(self, bucket: str, prefix: str = "", *, limits: S3Limits = DEFAULT_LIMITS) -> None:
         self._bucket, self._prefix, self._limits = bucket, prefix, limits
@@ -140,7 +138,7 @@ class S3Store:
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._below + prefix):
                 for entry in page.get("Contents", ()):
                     key = entry["Key"][len(self._below) :]
-                    # What others put beside (the "folders" of web consoles) is not ours to read or delete.
+                    # Objects of others (the "folders" of web consoles) are neither read nor deleted.
                     if checks.is_key(key):
                         yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
 

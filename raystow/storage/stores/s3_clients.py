@@ -1,7 +1,7 @@
-"""The clients that speak to one bucket: boto3 decides, obstore moves. All of their limits stand here.
+"""The clients of one bucket, with all of their limits: boto3 for small requests, obstore for large ones.
 
 Addresses, regions, credentials and certificates come from the usual AWS configuration (variables, profile, role), read by
-botocore and handed on to obstore, so that both always speak to the same place.
+botocore and passed to obstore, so that both use the same endpoint.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ _first_process: int | None = None
 
 @dataclass(frozen=True)
 class S3Limits:
-    """How long to wait, how often to try, how much to send at a time. Seconds and bytes.
+    """Time-outs in seconds, numbers of attempts, and sizes in bytes.
 
     Every call ends: a small one after ``attempts`` times ``connect_seconds`` + ``stall_seconds`` and the pauses between, one
-    request of a large one (a part, a range) after ``retry_seconds`` + ``request_seconds``: until ``retry_seconds`` are over it
-    is tried again, however often. ``request_seconds`` is below ``retry_seconds``, so that a stalled request gets a second try.
+    request of a large one (a part, a range) after ``retry_seconds`` + ``request_seconds``: it is retried until ``retry_seconds``
+    are over. ``request_seconds`` is below ``retry_seconds``, so that a stalled request gets a second try.
     """
 
     connect_seconds: float = 5.0
@@ -66,7 +66,7 @@ class S3Clients:
 
 @dataclass(frozen=True)
 class _Place:
-    """Where the bucket is and how to speak to it, as the AWS configuration says."""
+    """The bucket's address, as the AWS configuration says."""
 
     bucket: str
     region: str | None
@@ -81,7 +81,7 @@ class _Place:
 
 
 def connect(bucket: str, limits: S3Limits) -> S3Clients:
-    """Make the clients; nothing is sent yet, but a role's credentials may be fetched. ``StoreError`` if there are none."""
+    """Make the clients. Nothing is sent yet, but a role's credentials may be fetched. Raises ``StoreError`` if there are none."""
     global _first_process
     subject = f"s3://{bucket}"
     refuse_forked(subject)
@@ -107,12 +107,12 @@ def connect(bucket: str, limits: S3Limits) -> S3Clients:
 
 @functools.cache
 def _models(folders: str | None) -> Any:
-    """What botocore knows of S3: a megabyte of JSON that every session would parse anew, for 50 ms and more."""
+    """botocore's description of S3: a megabyte of JSON that each session would parse again, in 50 ms or more."""
     return create_loader(folders)
 
 
 def refuse_forked(subject: str) -> None:
-    """Raise if this process was forked from one that used obstore, whose threads are gone here: a call would hang."""
+    """Raise if this process was forked from one that used obstore: without its threads a call would hang."""
     if _first_process not in (None, os.getpid()):
         raise StoreError(
             "this process was forked from one that had already used S3",

@@ -1,7 +1,7 @@
-"""What an S3 server's or client's failure means to a caller.
+"""Translates failures of an S3 server or client into raystow's errors.
 
-Messages are built from the HTTP status, the error code and the operation only. Servers echo whole requests in their answers
-(signatures, session tokens), so no text of theirs is passed on.
+Messages are made from HTTP status, error code and operation only. Servers echo whole requests in their answers (signatures,
+session tokens), so no text of theirs is passed on.
 """
 
 from __future__ import annotations
@@ -111,7 +111,7 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
 
 
 def spoilt(error: BaseError | OSError) -> bool:
-    """Whether obstore has failed for a reason for which the whole operation is worth another try."""
+    """Whether the whole operation is worth another try after this failure of obstore."""
     code = _CODE.search(str(error))
     return code is not None and code[1] in _SPOILT
 

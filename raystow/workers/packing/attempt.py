@@ -7,41 +7,34 @@ import logging
 import math
 import threading
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
-from dataclasses import dataclass, replace
-from typing import Any
-
-import numpy as np
+from dataclasses import dataclass
 
 from ...storage.clock import SYSTEM
-from ...storage.coding import delta, dtypes
-from ...storage.coding.chunk import Coding, Encoder
+from ...storage.coding.chunk import Coding
 from ...storage.coding.derived import Derivation
-from ...storage.coding.digest import raw_digest, stored_digest
 from ...storage.coding.kernels import Bytes
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
-from ...storage.format import keys
-from ...storage.format.boxes import Box
-from ...storage.format.manifest import Chunk, Fragment, Value
+from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo
 from ...storage.log import about
 from ...storage.object_store import ObjectStore
-from ..ipc.ring import SLOT
-from ..memory.former import Former
-from ..memory.keeping import Keep, keep_nothing
-from ..port import MODULUS, Port, Ticket, coverage
+from ..cache.base_version import BaseVersion, KnownChunks
+from ..cache.pack_cache import Keep, keep_nothing
+from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
+from ..protocol.messages import AttemptKey, ChunkInfo, Ticket
 from ..status import AttemptStatus, Stage
 from .budget import Budget
+from .chunk_writer import ChunkWriter
 from .packer import NOT_IN_TIME, Packer
-from .staleness import OptimizerWatch
+from .stale_state import OptimizerWatch
 
 logger = logging.getLogger(__name__)
 
-_scratch = threading.local()
 _SOONER = 5.0  # seconds before the coordinator gives an attempt up: it cannot tell which object the store did not take
 Outcome = Entry | RaystowError
 Listener = Callable[[Outcome, Sequence[str]], None]
@@ -49,7 +42,7 @@ Listener = Callable[[Outcome, Sequence[str]], None]
 
 
 @dataclass(frozen=True)
-class Workshop:
+class Executors:
     """What all attempts on a node share: threads that code, those that take digests of what a GPU has coded and keep it, threads
     that upload, and the budget of coded bytes."""
 
@@ -60,26 +53,25 @@ class Workshop:
 
 
 class NodeAttempt:
-    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks hear the outcome. ``former``: what
-    chunks may be differences to, if there is anything."""
+    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks hear the outcome. ``base``: what
+    chunks are compared with, if there is anything."""
 
     def __init__(
         self,
         store: ObjectStore,
-        port: Port,
+        port: CoordinatorClient,
         ticket: Ticket,
-        workshop: Workshop,
+        executors: Executors,
         watch: OptimizerWatch,
         keep: Keep = keep_nothing,
-        former: Former | None = None,
+        base: BaseVersion | None = None,
     ) -> None:
-        self._store, self._port, self._ticket, self._workshop = store, port, ticket, workshop
-        self._watch, self._keep, self.former = watch, keep, former
+        self._store, self._port, self._ticket, self._executors = store, port, ticket, executors
+        self._watch, self._keep, self.base = watch, keep, base
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
-        self._packer = Packer(store, ticket, uploads=workshop.uploads, on_error=self._upload_failed, keep=keep)
+        self._packer = Packer(store, ticket, uploads=executors.uploads, on_error=self._upload_failed, keep=keep)
+        self._writer = ChunkWriter(self._packer, executors.budget, ticket, base)
         self._lock = threading.Lock()
-        self._chunks: list[Chunk] = []
-        self._derived: list[Chunk] = []
         self._values: dict[tuple[str, str, str], list[int]] = {}
         self._covered: dict[int, int] = defaultdict(int)
         self._coding: dict[int, int] = defaultdict(int)  # rank -> chunks being coded
@@ -93,9 +85,6 @@ class NodeAttempt:
         self._coded = 0
         self.raw = 0
         """Bytes of the chunks that are coded."""
-        self.on_gpu = set[tuple[str, Box]]()
-        """Chunks that ranks code themselves on a GPU, and may soon store as differences to this version's."""
-        self.serves = ticket.serves
         self.over = False
         timeout = ticket.timeout - min(_SOONER, ticket.timeout / 10)
         self._until = SYSTEM.monotonic() + timeout
@@ -104,7 +93,7 @@ class NodeAttempt:
         self._alarm.start()
         threading.Thread(target=self._drive, name=f"raystow-attempt-{ticket.id}", daemon=True).start()
 
-    def join(self, rank: int, values: list[tuple[str, str, str]], on_end: Listener) -> None:
+    def join(self, rank: int, values: Iterable[tuple[str, str, str]], on_end: Listener) -> None:
         """A rank of this node takes part, with its value rows (name, path, JSON text)."""
         with self._lock:
             self._ranks.add(rank)
@@ -126,13 +115,13 @@ class NodeAttempt:
             done()
             return
         try:
-            self._workshop.budget.acquire(raw.size, self._relieve)
+            self._executors.budget.acquire(raw.size, self._relieve)
         except SaveFailed:
             done()
             return
         with self._lock:
             self._coding[rank] += 1
-        self._workshop.coders.submit(self._code, rank, chunk, raw, done)
+        self._executors.coders.submit(self._code, rank, chunk, raw, done)
 
     def _relieve(self) -> None:
         """Let the budget shrink; ``SaveFailed`` if that is no longer worth waiting for, since uploads may hang for minutes."""
@@ -147,13 +136,27 @@ class NodeAttempt:
             return
         with self._lock:
             self._coding[rank] += 1
-        self._workshop.sealers.submit(self._seal, rank, chunk, parts, done)
+        self._executors.sealers.submit(self._seal, rank, chunk, parts, done)
 
     def add_derived(self, rank: int, chunk: Chunk) -> None:
         """Note a chunk that follows from another one of this rank's, which is added as well, before or after."""
-        with self._lock:
-            self._derived.append(chunk)
-            self._cover(rank, chunk)
+        self._writer.add_derived(chunk)
+        self._cover(rank, chunk)
+
+    def note(self, chunk: Chunk, second: int) -> None:
+        """Remember the second number of ``digest_pair`` of a chunk that ``add_coded`` gets later."""
+        self._writer.note(chunk, second)
+
+    def refer(self, rank: int, chunk: Chunk, second: int, offered: KnownChunks | None) -> None:
+        """Add a chunk that is the same as in a version that the rank was ``offered``."""
+        try:
+            self._cover(rank, self._writer.refer(chunk, second, offered))
+        except SaveFailed as error:
+            self.fail(str(error))
+
+    def known(self, attempt: AttemptKey) -> KnownChunks:
+        """This node's rows of the attempt, which is version ``attempt`` now, for later saves to refer to."""
+        return self._writer.known(attempt)
 
     def status(self) -> AttemptStatus:
         """What this node is at."""
@@ -167,7 +170,7 @@ class NodeAttempt:
             return Stage.STAGING
         return Stage.CODING if self._coding[rank] else Stage.CODED
 
-    def press(self) -> None:
+    def flush(self) -> None:
         """Memory is short: upload what lies in packs that are not full."""
         self._packer.flush()
 
@@ -214,54 +217,25 @@ class NodeAttempt:
             self.fail(self._not_stored(DeadlineExceeded(NOT_IN_TIME, subject=late[0])))
 
     def _code(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
-        """Code a chunk, and free its slot and the part of the budget that its coded copy does not need."""
-        budget, acquired = self._workshop.budget, raw.size
+        """Code and pack a chunk, unless the attempt was given up."""
         with self._worker_of(rank, chunk):
-            try:
-                if self.over:
-                    budget.release(acquired)
-                    return
-                digest, coding, stored = encode(chunk.dtype, raw, self._base(chunk))
-            except BaseException:
-                budget.release(acquired)
-                raise
-            finally:
-                done()  # the slot is free: what follows works on the copy
-            held = len(stored)
-            budget.release(acquired - held)
-            self._pack(rank, replace(chunk, coding=coding, raw_digest=digest), [stored], lambda: budget.release(held))
-
-    def _base(self, chunk: Chunk) -> tuple[int, Bytes] | None:
-        """What a chunk may be a difference to: a version's id, and the bytes there, in memory of this thread's."""
-        if self.former is None:
-            return None
-        scratch = getattr(_scratch, "base", None)
-        if scratch is None:
-            scratch = _scratch.base = np.empty(SLOT, np.uint8)
-        found = self.former.elements(chunk, scratch)
-        return None if found is None else (self.former.home.id, found)
+            if self.over:
+                self._executors.budget.release(raw.size)
+                done()
+            else:
+                self._cover(rank, self._writer.encode(chunk, raw, done))
 
     def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
         """Pack a chunk that a GPU has coded, from where it lies."""
         with self._worker_of(rank, chunk):
-            self._pack(rank, chunk, [part.data for part in parts], done)
-
-    def _pack(self, rank: int, chunk: Chunk, parts: list[memoryview], release: Callable[[], None]) -> None:
-        try:
-            digest = stored_digest(*parts)
-            pack, start = self._packer.add(chunk.group, parts, release)
-        except BaseException:
-            release()
-            raise
-        with self._lock:
-            self._chunks.append(replace(chunk, pack=pack, start=start, stored_digest=digest))
-            self._cover(rank, chunk)
+            self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done))
 
     def _cover(self, rank: int, chunk: Chunk) -> None:
-        """Count a chunk, under the lock."""
-        self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent))
-        self.raw += chunk.nbytes
-        self._coded += chunk.stored
+        """Count a chunk."""
+        with self._lock:
+            self._covered[rank] += coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent))
+            self.raw += chunk.nbytes
+            self._coded += chunk.stored
 
     @contextlib.contextmanager
     def _worker_of(self, rank: int, chunk: Chunk) -> Iterator[None]:
@@ -306,7 +280,7 @@ class NodeAttempt:
             outcome = SaveFailed(f"the node worker failed: {error}", subject=f"attempt {self._ticket.id}")
         self.over = True
         self._alarm.cancel()
-        warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._chunks)
+        warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._writer.stored)
         with self._lock:
             self._ended = outcome, warnings
             listeners = list(self._listeners)
@@ -320,7 +294,7 @@ class NodeAttempt:
 
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:
-            self._workshop.uploads.submit(self._store.put, key, [data]).result(self._left())
+            self._executors.uploads.submit(self._store.put, key, [data]).result(self._left())
         except FuturesTimeout:
             raise DeadlineExceeded(NOT_IN_TIME, subject=key) from None
 
@@ -330,57 +304,31 @@ class NodeAttempt:
     def _fragment(self) -> tuple[str, bytes, FragmentInfo]:
         """Key, bytes and description of this node's part of the manifest."""
         values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
-        fragment = Fragment(self._ticket.node, (*self._chunks, *self._placed()), tuple(values), self._rounded)
-        data = fragment.dump()
-        key = keys.fragment(self._ticket.id, self._ticket.attempt, self._ticket.node)
+        key, data, fragment = self._writer.fragment(values, self._rounded)
         return key, data, fragment.info(data, self._ranks, self._stall)
 
-    def _placed(self) -> Iterator[Chunk]:
-        """What is derived, with the places of what it is derived from."""
-        found = {(chunk.name, chunk.box): chunk for chunk in self._chunks}
-        for chunk in self._derived:
-            assert chunk.derivation is not None
-            of = found[chunk.derivation.source, chunk.box]
-            yield replace(chunk, group=of.group, pack=of.pack, start=of.start, coding=of.coding, stored_digest=of.stored_digest)
+
+_UNCODED = Coding(False, False, (), ())
 
 
-def encode(dtype: str, raw: Bytes, base: tuple[int, Bytes] | None = None) -> tuple[int, Coding, memoryview]:
-    """The digest of the raw bytes, the coding, and the coded bytes. ``base``: a version's id and the bytes of the same chunk
-    there, which are overwritten: what is coded is the difference, where that pays."""
-    encoder = getattr(_scratch, "encoder", None)
-    if encoder is None:
-        encoder = _scratch.encoder = Encoder(SLOT)
-    difference = delta.encode(encoder, raw, dtypes.dtype(dtype), base[1], base[0]) if base is not None else None
-    coded, coding = difference or encoder.encode(raw, dtypes.dtype(dtype))
-    return raw_digest(raw), coding, coded.data
-
-
-def warm_up() -> None:
-    """Load what a coding thread needs, so that the first save does not wait for it."""
-    for dtype in ("bfloat16", "float32", "float64"):
-        encode(dtype, np.zeros(64 << 10, np.uint8))
-
-
-def draft(fields: dict[str, Any], node: int) -> Chunk:
-    """A chunk row as the training process announced it, its place and what is not known yet still open."""
-    coding = Coding(False, False, (), ())
-    if "coding" in fields:
-        planes, rotated, codecs, stored, stream, base = fields["coding"]
-        coding = Coding(planes, rotated, tuple(codecs), tuple(stored), fields["streams"], stream, base)
+def draft(
+    info: ChunkInfo, node: int, coding: Coding = _UNCODED, *, raw_digest: int = 0, derivation: Derivation | None = None
+) -> Chunk:
+    """Return the manifest row of an announced chunk, without its place in a pack."""
     return Chunk(
-        name=fields["name"],
-        path=fields["path"],
-        kind=fields["kind"],
-        dtype=fields["dtype"],
-        shape=tuple(fields["shape"]),
-        offset=tuple(fields["offset"]),
-        extent=tuple(fields["extent"]),
+        name=info.name,
+        path=info.path,
+        kind=info.kind,
+        dtype=info.dtype,
+        shape=info.shape,
+        offset=info.offset,
+        extent=info.extent,
         node=node,
-        group=fields["group"],
+        group=info.group,
         pack=0,
         start=0,
         coding=coding,
-        raw_digest=fields.get("digest", 0),
+        raw_digest=raw_digest,
         stored_digest=b"",
-        derivation=Derivation(fields["source"], fields["source_dtype"]) if "source" in fields else None,
+        derivation=derivation,
     )

@@ -13,8 +13,8 @@ from ...storage.format import keys
 from ...storage.format.version_record import PackInfo
 from ...storage.log import about
 from ...storage.object_store import Buffer, ObjectStore
-from ..memory.keeping import Keep, keep_nothing
-from ..port import Ticket
+from ..cache.pack_cache import Keep, keep_nothing
+from ..protocol.messages import Ticket
 
 logger = logging.getLogger(__name__)
 

@@ -1,1 +1,1 @@
-"""What ``raystow doctor`` looks at: each check answers with a finding, and none lets an error through."""
+"""The checks of ``raystow doctor``: each returns a finding, also for errors."""

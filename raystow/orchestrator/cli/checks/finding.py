@@ -1,4 +1,4 @@
-"""What a check found, how bad it is, and what follows from it."""
+"""The result of a check: status, finding and consequence."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
 from ....storage.errors import RaystowError
-from ..reporting import exit_code
+from ..exit_codes import exit_code
 
 
 class Status(enum.Enum):
-    """How a finding is to be taken. ``WARNING``: something will be slow or missing. ``FAILED``: something will not work."""
+    """The severity of a finding. ``WARNING``: something will be slow or missing. ``FAILED``: something will not work."""
 
     OK = "ok"
     WARNING = "warning"
@@ -20,7 +20,7 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the doctor's. ``follows``: what it means or what to do, empty if nothing follows. ``code``: of a failure."""
+    """One line of the output. ``follows``: the consequence or remedy, possibly empty; ``code``: the exit code of a failure."""
 
     name: str
     status: Status
@@ -30,22 +30,22 @@ class Finding:
 
 
 def ok(name: str, found: str, follows: str = "") -> Finding:
-    """As it should be."""
+    """Return a finding without a problem."""
     return Finding(name, Status.OK, found, follows)
 
 
 def warning(name: str, found: str, follows: str) -> Finding:
-    """Something will be slow or missing."""
+    """Return a finding of something that will be slow or missing."""
     return Finding(name, Status.WARNING, found, follows)
 
 
 def failed(name: str, found: str, follows: str) -> Finding:
-    """Something will not work."""
+    """Return a finding of something that will not work."""
     return Finding(name, Status.FAILED, found, follows, 1)
 
 
 def failure(name: str, error: Exception) -> Finding:
-    """An error as a finding."""
+    """Return an error as a finding."""
     if isinstance(error, RaystowError):
         found = f"{error.subject}: {error.what}" if error.subject else error.what
         return Finding(name, Status.FAILED, found, error.remedy, exit_code(error))
@@ -53,7 +53,7 @@ def failure(name: str, error: Exception) -> Finding:
 
 
 def examined(checks: Iterable[Callable[[], Finding]]) -> Iterator[Finding]:
-    """Run checks one after the other. Whatever one raises is its finding: what is broken must not stop the doctor."""
+    """Run checks one after the other; an exception becomes a finding, so that the other checks run."""
     for check in checks:
         try:
             yield check()

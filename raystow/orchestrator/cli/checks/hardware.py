@@ -1,4 +1,4 @@
-"""GPUs, cores and memory of this machine, as far as this process may use them."""
+"""Checks of the GPUs, cores and memory that this process may use."""
 
 from __future__ import annotations
 
@@ -8,22 +8,22 @@ import re
 import shutil
 from pathlib import Path
 
-from ..present import count, size
+from ..output import count, size
 from .finding import Finding, ok, warning
 
 _DRIVER = Path("/proc/driver/nvidia/version")
 _MEMINFO = Path("/proc/meminfo")
 _SHM = Path("/dev/shm")
 _CGROUP = Path("/sys/fs/cgroup")
-_RANK = 1 << 30  # bytes that a Checkpointer takes for each rank, unless told otherwise
-_UNLIMITED = 1 << 60  # bytes; cgroup v1 says "no limit" with a number near 2**63
+_RANK = 1 << 30  # bytes that a Checkpointer uses per rank by default
+_UNLIMITED = 1 << 60  # bytes; cgroup v1 represents "no limit" by a number near 2**63
 
 
 def gpus() -> Finding:
-    """The GPUs that torch sees, and the driver."""
+    """Check the GPUs that torch sees, and the driver."""
     driver = _driver()
     if importlib.util.find_spec("torch") is None:
-        return ok("gpus", f"not asked: torch is missing ({driver or 'no NVIDIA driver'})")
+        return ok("gpus", f"not checked: torch is missing ({driver or 'no NVIDIA driver'})")
     import torch
 
     if not torch.cuda.is_available():
@@ -38,13 +38,13 @@ def gpus() -> Finding:
 
 
 def cuda_ipc() -> Finding:
-    """Whether GPU memory can be handed to another process. Asked only where there is a GPU."""
+    """Check whether GPU memory can be shared with another process."""
     if importlib.util.find_spec("torch") is None:
-        return ok("cuda ipc", "not asked: no GPU")
+        return ok("cuda ipc", "not checked: no GPU")
     import torch
 
     if not torch.cuda.is_available():
-        return ok("cuda ipc", "not asked: no GPU")
+        return ok("cuda ipc", "not checked: no GPU")
     from torch.multiprocessing.reductions import reduce_tensor
 
     try:
@@ -58,10 +58,10 @@ def cuda_ipc() -> Finding:
 
 
 def shared_memory() -> Finding:
-    """The staging ring, made for real, and the memory there is for it."""
+    """Check that a staging ring can be created, and the memory available for it."""
     if not hasattr(os, "memfd_create"):
-        return warning("shared memory", "no memfd here", "saving needs Linux; everything else works")
-    from ....workers.ipc.ring import SLOT, Ring
+        return warning("shared memory", "memfd is not available", "saving needs Linux; everything else works")
+    from ....workers.shm.ring import SLOT, Ring
 
     ring = Ring.create(2 * SLOT)
     try:
@@ -70,17 +70,17 @@ def shared_memory() -> Finding:
         ring.close()
     free = _available()
     found = "a staging ring (memfd) works; " + (
-        f"up to {size(free)} of memory is left for rings" if free is not None else "limit unknown"
+        f"up to {size(free)} of memory is available for rings" if free is not None else "limit unknown"
     )
     if free is not None and free < _RANK:
         return warning(
-            "shared memory", found, f"a rank takes {size(_RANK)}: give Checkpointer(memory=...) less, or the container more"
+            "shared memory", found, f"a rank uses {size(_RANK)}: lower Checkpointer(memory=...), or raise the container's limit"
         )
     return ok("shared memory", found)
 
 
 def dev_shm() -> Finding:
-    """``/dev/shm``, which Ray's object store and NCCL use and raystow does not."""
+    """Check ``/dev/shm``, which Ray's object store and NCCL use, and raystow does not."""
     if not _SHM.is_dir():
         return ok("/dev/shm", "missing; raystow does not use it")
     total, _, free = shutil.disk_usage(_SHM)
@@ -91,23 +91,23 @@ def dev_shm() -> Finding:
 
 
 def cores() -> Finding:
-    """The cores this process may run on, and the container's share of them."""
+    """Check the cores this process may use, and the container's quota."""
     usable = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     quota = _quota()
-    found = count(usable, "core") + (f", of which a quota leaves {quota:.1f}" if quota is not None and quota < usable else "")
+    found = count(usable, "core") + (f", limited by a quota to {quota:.1f}" if quota is not None and quota < usable else "")
     if min(usable, quota or usable) < 2:
-        return warning("cores", found, "coding competes with training for the only core")
+        return warning("cores", found, "coding and training share one core")
     return ok("cores", found)
 
 
 def memory() -> Finding:
-    """Memory of the machine, and of the container if it has a limit."""
+    """Check the memory of the machine, or the container's limit."""
     total, free, limit = _meminfo("MemTotal"), _available(), _cgroup_memory()
     if total is None or free is None:
-        return ok("memory", "unknown: no /proc/meminfo here")
+        return ok("memory", "unknown: there is no /proc/meminfo")
     found = f"{size(free)} available of {size(limit[0] if limit else total)}" + (" (the container's limit)" if limit else "")
     if free < 2 * _RANK:
-        return warning("memory", found, f"a rank takes {size(_RANK)} for saving: give Checkpointer(memory=...) less")
+        return warning("memory", found, f"a rank uses {size(_RANK)} for saving: lower Checkpointer(memory=...)")
     return ok("memory", found)
 
 
@@ -120,7 +120,7 @@ def _driver() -> str:
 
 
 def _available() -> int | None:
-    """Bytes that this process could still take, as far as the machine and its container go."""
+    """Bytes that this process can still allocate, by the machine and its container."""
     free, limit = _meminfo("MemAvailable"), _cgroup_memory()
     return free if free is None or limit is None else max(0, min(free, limit[0] - limit[1]))
 

@@ -1,4 +1,4 @@
-"""The software on this machine, and the Ray cluster it belongs to."""
+"""Checks of the software on this machine, and of its Ray cluster."""
 
 from __future__ import annotations
 
@@ -8,7 +8,6 @@ import json
 import platform
 import subprocess
 import sys
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +15,11 @@ from .... import __version__
 from .finding import Finding, ok, warning
 
 TIMEOUT = 20.0
-"""Seconds that the Ray cluster has to answer."""
+"""Seconds to wait for the Ray cluster."""
 
 _ASK = """
 import json
-from raystow.orchestrator.cluster import survey
+from raystow.orchestrator.ray_cluster import survey
 from raystow.storage.errors import ClusterError
 try:
     answer = survey()
@@ -31,12 +30,12 @@ print(json.dumps(answer))
 
 
 def python() -> Finding:
-    """Python and raystow."""
+    """Return the versions of Python and raystow."""
     return ok("python", f"Python {platform.python_version()}, raystow {__version__}, {platform.system()} {platform.machine()}")
 
 
 def numba() -> Finding:
-    """Whether the compiled loops run: nothing is coded or decoded without them."""
+    """Check that the compiled loops run, which all coding and decoding needs."""
     from ....storage.coding import kernels
 
     kernels.split(np.arange(64, dtype=np.uint16), True, (np.empty(64, np.uint8), np.empty(64, np.uint8)))
@@ -44,7 +43,7 @@ def numba() -> Finding:
 
 
 def torch() -> Finding:
-    """Torch, which training brings along and reading does not need."""
+    """Check torch, which training needs and reading does not."""
     try:
         import torch
     except ImportError:
@@ -56,7 +55,7 @@ def torch() -> Finding:
 
 
 def ray() -> Finding:
-    """Ray, which saving needs and reading does not."""
+    """Check Ray, which saving needs and reading does not."""
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
@@ -67,35 +66,35 @@ def ray() -> Finding:
 
 
 def cluster() -> Finding:
-    """The Ray cluster, if this machine is part of one."""
+    """Check the Ray cluster, if this machine is part of one."""
     if importlib.util.find_spec("ray") is None:
         return ok("cluster", "none: Ray is not installed")
     try:
         answer = survey()
     except subprocess.TimeoutExpired:
-        follows = "its head may be dead: `ray stop` forgets it, RAY_ADDRESS names another"
-        return warning("cluster", f"the one known here did not answer within {TIMEOUT:.0f} s", follows)
+        follows = "its head may be dead: run `ray stop`, or set RAY_ADDRESS to another cluster"
+        return warning("cluster", f"it did not answer within {TIMEOUT:.0f} s", follows)
     if "none" in answer:
         first = str(answer["none"]).splitlines()[0].split(":")[0]
-        return ok("cluster", first, "saving needs one (`ray start --head`); everything else works without")
-    nodes, cpus, gpus = (int(answer.get(name, 0)) for name in ("nodes", "CPU", "GPU"))
+        return ok("cluster", first, "saving needs one (`ray start --head`); everything else works without it")
+    nodes, cpus, gpus = (int(str(answer.get(name, 0)).partition(".")[0]) for name in ("nodes", "CPU", "GPU"))
     return ok("cluster", f"reachable: nodes {nodes}, CPUs {cpus}, GPUs {gpus}")
 
 
-def survey() -> dict[str, Any]:
-    """What ``cluster.survey`` answers, or ``{"none": why}``; ``TimeoutExpired`` if Ray does not come to an end.
+def survey() -> dict[str, object]:
+    """Return the result of ``ray_cluster.survey``, or ``{"none": why}``; raise ``TimeoutExpired`` if Ray does not answer.
 
-    Asked in a process of its own: Ray tries to reach a dead head for many minutes, and nothing but a signal stops it.
+    Runs in a process of its own, since Ray tries to reach a dead head for many minutes, and only a signal stops it.
     """
     done = subprocess.run([sys.executable, "-c", _ASK], capture_output=True, text=True, timeout=TIMEOUT, check=False)
     if done.returncode:
         raise RuntimeError((done.stderr.strip().splitlines() or ["Ray died"])[-1])
-    answer: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    answer: dict[str, object] = json.loads(done.stdout.splitlines()[-1])
     return answer
 
 
 CHECKS = (python, numba, torch, ray, cluster)
 
 
-def _older(version: str, *wanted: int) -> bool:
-    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal()) < wanted
+def _older(version: str, *least: int) -> bool:
+    return tuple(int(part) for part in version.split("+")[0].split(".")[:2] if part.isdecimal()) < least

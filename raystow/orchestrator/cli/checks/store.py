@@ -1,6 +1,6 @@
-"""The object store behind an address: reachable, safe for commits, how fast, and whether its clock agrees with ours.
+"""Checks of the object store at an address: access, safety of commits, speed and clock.
 
-Everything is written below one fresh name, ``probe/doctor-<token>/``, and removed at the end.
+All objects are written below ``probe/doctor-<token>/`` and deleted at the end.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from ....storage.object_store import ObjectStore
 from ....storage.probe import PREFIX, probe_conditional_writes
 from ....storage.repository import open_repository
 from ....storage.stores import open_store
-from ..present import count, size
+from ..output import count, size
 from .finding import Finding, failed, failure, ok, warning
 
 _ROUNDS = 3
 _BULK = 16 << 20  # bytes
-_SKEW = 5.0  # seconds; S3 tells times in whole seconds
+_SKEW = 5.0  # seconds; S3 reports whole seconds
 _SLOW = 10 << 20  # bytes per second
 _LAGGING = 0.5  # seconds for one small request
 
 
 def check_store(uri: str, clock: Clock = SYSTEM) -> Iterator[Finding]:
-    """Findings about the store at ``uri``. One that makes the following checks pointless is the last."""
+    """Yield findings about the store at ``uri``; stop after one that makes further checks pointless."""
     try:
         store = open_store(uri)
         seconds = _timed(clock, lambda: next(iter(store.list("")), None))
@@ -49,11 +49,11 @@ def check_store(uri: str, clock: Clock = SYSTEM) -> Iterator[Finding]:
 
 
 def _written(place: ObjectStore, folder: str, clock: Clock) -> Iterator[Finding]:
-    """What only writing tells."""
+    """Checks that write to the store."""
     try:
         place.put(f"{folder}first", [b"raystow doctor"])
     except StoreError as error:
-        follows = "; ".join(text for text in (error.remedy, "reading may work all the same, saving will not") if text)
+        follows = "; ".join(text for text in (error.remedy, "saving will not work, reading may") if text)
         yield failed("writing", f"{error.subject}: {error.what}", follows)
         return
     for check in (_conditional_writes, _latency, _clocks, _throughput):
@@ -69,7 +69,7 @@ def _repository(uri: str) -> Finding:
         repository = open_repository(uri)
         versions = repository.versions()
     except NotARepository as error:
-        return ok("repository", f"none yet: {error.what}", "the first save makes it")
+        return ok("repository", f"none yet: {error.what}", "the first save creates it")
     except RaystowError as error:
         return failure("repository", error)
     newest = f", the newest of step {versions[-1].step}" if versions else ""
@@ -78,7 +78,7 @@ def _repository(uri: str) -> Finding:
 
 def _conditional_writes(place: ObjectStore, folder: str, clock: Clock) -> Finding:
     probe_conditional_writes(place, clock)
-    return ok("conditional writes", "honoured: of two writers only one wins", "commits are atomic here")
+    return ok("conditional writes", "supported: of two writers only one succeeds", "commits are atomic")
 
 
 def _latency(place: ObjectStore, folder: str, clock: Clock) -> Finding:
@@ -88,7 +88,7 @@ def _latency(place: ObjectStore, folder: str, clock: Clock) -> Finding:
         gets.append(_timed(clock, lambda: place.get(key, max_bytes=1000)))
     found = f"a small put takes {_ms(median(puts))}, a small get {_ms(median(gets))}"
     if max(median(puts), median(gets)) > _LAGGING:
-        return warning("latency", found, "a commit takes some ten such round trips: is the store in this region?")
+        return warning("latency", found, "a commit takes about ten such requests: is the store in this region?")
     return ok("latency", found)
 
 
@@ -99,7 +99,7 @@ def _clocks(place: ObjectStore, folder: str, clock: Clock) -> Finding:
     modified = next(info.modified for info in place.list(key))
     skew = 0.0 if before - 1 <= modified <= after + 1 else modified - (before + after) / 2
     if abs(skew) > _SKEW:
-        follows = "set the clocks by NTP: ages and grace periods are off by as much, and S3 refuses requests that are 15 min off"
+        follows = "synchronize the clocks by NTP: ages and grace periods are wrong, and S3 refuses requests that are 15 min off"
         return warning(
             "clock", f"the store's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's", follows
         )
@@ -107,22 +107,21 @@ def _clocks(place: ObjectStore, folder: str, clock: Clock) -> Finding:
 
 
 def _throughput(place: ObjectStore, folder: str, clock: Clock) -> Finding:
-    key, data = f"{folder}bulk", blake3(clock.token().encode()).digest(length=_BULK)  # noise: nothing on the way can compress it
+    key, data = f"{folder}bulk", blake3(clock.token().encode()).digest(length=_BULK)  # random, so that nothing can compress it
     put = _BULK / _timed(clock, lambda: place.put(key, [data]))
     got: list[bytes] = []
     get = _BULK / _timed(clock, lambda: got.append(bytes(place.get_range(key, 0, _BULK))))
     if got[0] != data:
-        return failed("throughput", "16 MiB came back changed", "do not use this store, or this network")
+        return failed("throughput", "16 MiB were read back changed", "do not use this store or network")
     found = f"16 MiB: put at {size(put)}/s, get at {size(get)}/s (one object at a time; saves use several)"
     return warning("throughput", found, "saves and restores will be slow") if min(put, get) < _SLOW else ok("throughput", found)
 
 
 @contextlib.contextmanager
 def _workspace(store: ObjectStore, token: str) -> Iterator[tuple[ObjectStore, str]]:
-    """A store to write into, and the prefix of keys to use. Nothing of it is left afterwards.
+    """Yield a store to write into and the prefix of keys to use; delete everything afterwards.
 
-    It is a store of its own below the repository, not the repository's: on a file system its lock file can then go as well,
-    which that of a repository never may.
+    The store is separate from the repository's: on a file system its lock file can be deleted too, unlike the repository's.
     """
     below = f"{PREFIX}doctor-{token}"
     kind = urlsplit(store.uri).scheme
@@ -138,7 +137,7 @@ def _workspace(store: ObjectStore, token: str) -> Iterator[tuple[ObjectStore, st
         place.delete([info.key for info in place.list(folder)])
         if root:
             shutil.rmtree(root / below, ignore_errors=True)
-            for path in (root / PREFIX, *made):  # from the deepest up; one that is in use by now stays
+            for path in (root / PREFIX, *made):  # deepest first; one that is in use by now stays
                 with contextlib.suppress(OSError):
                     os.rmdir(path)
 

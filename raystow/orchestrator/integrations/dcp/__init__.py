@@ -1,7 +1,6 @@
-"""A plug-in for ``torch.distributed.checkpoint`` (DCP), for process groups with or without Ray. It needs no node worker and no
-coordinator: the writing processes code and upload, and DCP's coordinator rank commits.
+"""Storage for ``torch.distributed.checkpoint`` (DCP), with or without Ray: processes code and upload, DCP's coordinator commits.
 
-DCP pickles what is not a tensor. Nothing here does: plain values are stored as raystow's own, all else is refused by name.
+DCP pickles values that are not tensors. This package never does: plain values are stored in raystow's format, others are refused.
 """
 
 from .reader import Reader

@@ -1,5 +1,5 @@
-"""DCP's keys and raystow's names. Both join a path by dots, but DCP walks into lists only if they hold tensors or dicts, and
-into tuples never: ``betas`` is one key there, and two names here, ``betas.0`` and ``betas.1``.
+"""Maps DCP's keys to raystow's names. Both join a path by dots, but DCP flattens lists only if they contain tensors or dicts, and
+tuples never: ``betas`` is one key in DCP and two names in raystow, ``betas.0`` and ``betas.1``.
 """
 
 from __future__ import annotations
@@ -11,14 +11,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ....storage.errors import Damaged, StateError
-from ...state import Path
+from ...save.state_tree import Path
 
 _STEP = re.compile(r"(?:.*\D)?(\d{1,18})/?")
 
 
 @dataclass(frozen=True)
-class Leaf:
-    """A row of the manifest. ``is_tensor``: a torch tensor, not an array. ``is_nothing``: a dict without entries."""
+class KeyLeaf:
+    """A tensor or value of the manifest. ``is_tensor``: a torch tensor, not an array. ``is_nothing``: an empty dict."""
 
     name: str
     path: Path
@@ -28,19 +28,19 @@ class Leaf:
 
 @dataclass(frozen=True)
 class Key:
-    """A key of DCP's, the path that it gives it, and what it consists of: names, and where each stands within the value."""
+    """A key of DCP, its path, and its parts: names, and the path of each within the value."""
 
     path: tuple[str | int, ...]
     parts: list[tuple[str, Path]] = field(default_factory=list)
 
 
 def path_of(key: str, mappings: Mapping[str, Sequence[str | int]]) -> Path:
-    """raystow's path of a key; ``mappings`` are those of DCP's planner, in which integers are indices of lists."""
+    """Return raystow's path of a key; in ``mappings`` of DCP's planner, integers are indices of lists."""
     return tuple(("list", part) if isinstance(part, int) else part for part in mappings.get(key, (key,)))
 
 
 def parse(text: str) -> Path:
-    """The inverse of ``manifest.path_text``; ``Damaged`` for anything else."""
+    """Invert ``manifest.path_text``; raise ``Damaged`` for any other text."""
     try:
         return tuple(part if isinstance(part, str | int) else _index(part) for part in json.loads(text))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
@@ -54,8 +54,8 @@ def _index(part: Any) -> tuple[str, int]:
     return kind, at
 
 
-def keys_of(leaves: Iterable[Leaf]) -> dict[str, Key]:
-    """The keys that DCP would have made of a state with these leaves."""
+def keys_of(leaves: Iterable[KeyLeaf]) -> dict[str, Key]:
+    """Return the keys that DCP would create for a state with these leaves."""
     leaves = list(leaves)
     walked = {leaf.path[:i] for leaf in leaves for i in range(len(leaf.path)) if _walks(leaf, i)}
     keys: dict[str, Key] = {}
@@ -69,8 +69,8 @@ def keys_of(leaves: Iterable[Leaf]) -> dict[str, Key]:
     return keys
 
 
-def _walks(leaf: Leaf, at: int) -> bool:
-    """Whether DCP walks into the list whose index stands at ``at`` because of this leaf: lists lead to a tensor or dict."""
+def _walks(leaf: KeyLeaf, at: int) -> bool:
+    """Whether DCP flattens the list with the index at ``at`` because of this leaf: it leads to a tensor or dict."""
     if not isinstance(leaf.path[at], tuple) or leaf.path[at][0] != "list":
         return False
     below = next((part for part in leaf.path[at:] if not isinstance(part, tuple) or part[0] != "list"), None)
@@ -78,7 +78,7 @@ def _walks(leaf: Leaf, at: int) -> bool:
 
 
 def assemble(parts: Sequence[tuple[Path, Any]]) -> Any:
-    """The value of a key from its parts."""
+    """Assemble the value of a key from its parts."""
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][1]
     inner: dict[Any, list[tuple[Path, Any]]] = {}
@@ -96,10 +96,10 @@ def assemble(parts: Sequence[tuple[Path, Any]]) -> Any:
 
 
 def step_of(checkpoint_id: object) -> int:
-    """The step that a ``checkpoint_id`` of DCP's names: a number, or a text that ends in one, such as ``step-100``."""
+    """Return the step in a ``checkpoint_id`` of DCP: a number, or a text that ends in one, such as ``step-100``."""
     match = _STEP.fullmatch(str(checkpoint_id))
     if match is None:
-        remedy = "end it in the step, as in 'step-100', or pass none: the repository is the Writer's and the Reader's"
+        remedy = "end it in the step, as in 'step-100', or pass none: Writer and Reader have the repository"
         raise StateError("names no step", subject=f"checkpoint_id {str(checkpoint_id)!r}", remedy=remedy)
     return int(match[1])
 

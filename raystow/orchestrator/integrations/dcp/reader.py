@@ -1,4 +1,4 @@
-"""``Reader``: loads a version of a raystow repository as DCP loads, whoever wrote it."""
+"""``Reader``: loads any version of a repository by ``torch.distributed.checkpoint``."""
 
 from __future__ import annotations
 
@@ -20,24 +20,37 @@ from ....storage.reader import Reader as PackReader
 from ....storage.reader import Request
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
-from ...arguments import address
-from ...restore import fill_on_gpu
-from ...shards import bits
-from .catalogue import Catalogue
+from ...argument_checks import address
+from ...restore.fill import fill_on_gpu
+from ...save.shards import bits
+from .dtensor_check import check_placed
 from .keys import names_step, step_of
-from .placing import check_placed
+from .version_metadata import VersionMetadata
 
 _AT_ONCE = 64  # boxes that are converted or copied to another device together
 
 
 class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
-    """For ``dcp.load(state, storage_reader=Reader(uri))``, on every rank.
+    """Load a version by ``torch.distributed.checkpoint``. Make one on every rank.
 
-    ``version``: "latest", or an id as ``raystow ls`` shows it. A ``checkpoint_id`` that ends in a number asks for the newest
-    version of that step instead. ``trusted_keys``: see ``raystow.open``. ``threads``: requests and decodings at a time.
+    Each rank reads the whole manifest, and the chunks that overlap its own shards; every chunk is checked against its digests.
+    ``load`` raises ``CheckpointException``; its ``failures`` hold the errors of raystow by rank.
 
-    Each rank reads the whole manifest, and of the packs the chunks that overlap its own shards. Every chunk is held against its
-    digests. ``load`` raises ``CheckpointException``; its ``failures`` hold the ``RaystowError``s by rank.
+    Args:
+        uri: The repository.
+        version: "latest", or the id of a version. A ``checkpoint_id`` that ends in a number selects the newest version of that
+            step instead.
+        trusted_keys: See ``raystow.open``.
+        threads: Requests and decoding threads at a time. None: twice the cores, at most 16.
+
+    Attributes:
+        version: The version that is loaded.
+
+    Raises:
+        StateError: An argument is invalid.
+
+    Example:
+        >>> dcp.load(state, storage_reader=raystow.dcp.Reader("s3://bucket/run"))
     """
 
     def __init__(
@@ -50,39 +63,38 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
     ) -> None:
         if version != "latest" and type(version) is not int:
             raise StateError(f"version {version!r} is neither 'latest' nor an id", subject=address(uri))
-        self.uri, self._wanted, self._trusted = address(uri), version, trusted_keys
+        self.uri, self._requested, self._trusted = address(uri), version, trusted_keys
         self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
         self._step: int | None = None
         self._rank = 0
         self._repository: Repository | None = None
-        self._catalogue: Catalogue | None = None
+        self._metadata: VersionMetadata | None = None
         self.version: Version | None = None
-        """What is loaded; None before."""
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new load begins; ``checkpoint_id`` may name the step."""
+        """Start a new load; ``checkpoint_id`` may name the step."""
         self._step = None if checkpoint_id is None else step_of(checkpoint_id)
-        self._catalogue = self.version = None
+        self._metadata = self.version = None
 
     def read_metadata(self) -> Metadata:
-        """The version's manifest, as DCP describes checkpoints: every chunk of every tensor, and the keys of plain values."""
+        """Return the manifest as DCP's metadata: all chunks of all tensors, and the keys of plain values."""
         self._repository = open_repository(self.uri, trusted_keys=self._trusted)
         self.version = self._choose(self._repository)
-        self._catalogue = Catalogue(self.version)
-        return self._catalogue.metadata()
+        self._metadata = VersionMetadata(self.version)
+        return self._metadata.metadata()
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
-        """Learn this rank, whose plain values are wanted."""
+        """Learn the rank, whose plain values are loaded."""
         self._rank = int(kwargs.get("rank") or 0)
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Say which version this rank has found."""
+        """Add the version that this rank has found to its plan."""
         assert self.version is not None
         plan.storage_data = (self.version.id, self.version.attempt)
         return plan
 
     def prepare_global_plan(self, plans: list[LoadPlan]) -> list[LoadPlan]:
-        """``StateError`` if one was committed between the looks of two ranks."""
+        """Raise ``StateError`` if ranks found different versions, since one was committed meanwhile."""
         found = sorted({plan.storage_data for plan in plans})
         if len(found) > 1:
             what = f"ranks have found different newest versions: {', '.join(str(id) for id, _ in found)}"
@@ -90,7 +102,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         return plans
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
-        """Fill the tensors of the plan, and put its plain values in. Raises ``Damaged`` for what is not as it was written."""
+        """Fill the tensors and plain values of the plan. Raises ``Damaged`` if bytes do not match their digests."""
         assert self.version is not None
         assert self._repository is not None
         with self._repository.lease(self.version):
@@ -108,17 +120,17 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         return names_step(checkpoint_id)
 
     def _choose(self, repository: Repository) -> Version:
-        if type(self._wanted) is int:
-            return repository.version(self._wanted)
+        if type(self._requested) is int:
+            return repository.version(self._requested)
         found = [version for version in repository.versions() if self._step in (None, version.step)]
         if not found:
-            what = "holds no version" + ("" if self._step is None else f" of step {self._step}")
-            raise StateError(what, subject=self.uri, remedy="`raystow ls` lists what there is")
+            what = "there is no version" + ("" if self._step is None else f" of step {self._step}")
+            raise StateError(what, subject=self.uri, remedy="`raystow ls` lists the versions")
         return found[-1]
 
     def _fill(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         assert self.version is not None
-        assert self._catalogue is not None
+        assert self._metadata is not None
         in_memory: list[Request] = []
         on_gpu: dict[int, list[Request]] = defaultdict(list)
         indirect: list[tuple[Any, Any]] = []
@@ -128,7 +140,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         for item in items:
             target = planner.resolve_tensor(item).detach()
             targets.append((item, target))
-            chunk, box = self._catalogue.box(item)
+            chunk, box = self._metadata.box(item)
             if 0 in box[1]:
                 continue
             same = str(target.dtype) == f"torch.{chunk.dtype}" and not target.is_conj() and not target.is_neg()
@@ -147,13 +159,13 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
             planner.commit_tensor(item, target)
 
     def _put(self, item: ReadItem, planner: LoadPlanner) -> None:
-        """Put a plain value where DCP would put what it has unpickled."""
-        assert self._catalogue is not None
+        """Store a plain value in the state, where DCP would store the value that it unpickles."""
+        assert self._metadata is not None
         key = item.dest_index.fqn
         if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
-            what = f"planner {type(planner).__name__} takes values as pickles only, and none are read"
-            raise StateError(what, subject=key, remedy="use one that leaves load_bytes of DefaultLoadPlanner as it is")
-        value = self._catalogue.value(item.storage_index.fqn, self._rank)
+            what = f"planner {type(planner).__name__} accepts values as pickles only, which raystow never reads"
+            raise StateError(what, subject=key, remedy="use a planner that does not override load_bytes of DefaultLoadPlanner")
+        value = self._metadata.value(item.storage_index.fqn, self._rank)
         if planner.flatten_state_dict:
             set_element(planner.original_state_dict, planner.mappings[key], value)
         else:
@@ -161,7 +173,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
 
 
 def _convert(reader: PackReader, boxes: list[tuple[Any, Any]]) -> None:
-    """Read boxes into host memory, and copy them from there: to other dtypes, as DCP does, and other devices."""
+    """Read boxes into host memory and copy them to tensors of other dtypes, as DCP does, or on other devices."""
     staged = [torch.empty(box[1], dtype=getattr(torch, chunk.dtype)) for (chunk, box), _ in boxes]
     requests = [Request(chunk.name, [chunk], box, bits(raw)) for ((chunk, box), _), raw in zip(boxes, staged, strict=True)]
     reader.fill(requests)

@@ -1,4 +1,4 @@
-"""``Writer``: saves what DCP saves, as a version of a raystow repository."""
+"""``Writer``: saves the state of a ``torch.distributed.checkpoint`` call as a version."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ from ....storage.repository import open_repository
 from ....storage.retention.policy import Policy
 from ....storage.stores import open_store
 from ....storage.version import Version
-from ....workers.port import Ticket, coverage
-from ... import arguments
-from ...direct.committing import Committing
-from ...direct.part import Part, Storing, check_same, cores
-from ...housekeeping import kept_by_a_run
-from ...shards import Shard, dtype_name, shard_of
-from ...state import Leaf, flatten
+from ....workers.protocol.coordinator_client import coverage
+from ....workers.protocol.messages import Ticket
+from ... import argument_checks
+from ...coordinator.housekeeping import kept_by_a_run
+from ...save.shards import Shard, dtype_name, shard_of
+from ...save.state_tree import Leaf, flatten
+from ...standalone.commit import StandaloneCommit
+from ...standalone.writer import StandaloneWriter, StoredPart, check_same, cores
+from .dtensor_check import check_placed
 from .keys import names_step, path_of, step_of
-from .placing import check_placed
 
 _WHAT = "state_dict"
 _MEMORY = 512 << 20
@@ -38,7 +39,7 @@ _MEMORY = 512 << 20
 
 @dataclass(frozen=True)
 class _Task:
-    """What the coordinator rank tells each rank with its plan. ``holders``: the ranks that hold each value that it stores."""
+    """Sent by the coordinator rank with each plan. ``holders``: the ranks that have each value that this rank stores."""
 
     repository: str
     ticket: Ticket
@@ -46,16 +47,29 @@ class _Task:
 
 
 class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
-    """For ``dcp.save(state, storage_writer=Writer(uri, step=step))`` and ``dcp.async_save``: one for each save, on every rank.
+    """Save a ``torch.distributed.checkpoint`` state as a version. Make one for each save, on every rank.
 
-    ``uri``: the repository, made when it does not exist. ``step``: by default that of ``checkpoint_id``, if one is given and ends
-    in a number, else one more than the newest version's. ``metrics``: plain values by name; the coordinator rank's are kept.
-    ``retention``: what to keep; applied after the save. ``timeout``: seconds that the store may take for what a rank uploads.
-    ``memory``: bytes of chunks that are being coded or uploaded at a time, on each rank. ``threads``: that code, on each rank; by
-    default its share of the machine's cores.
+    ``save`` raises ``CheckpointException`` on every rank if one rank fails; its ``failures`` hold the errors of raystow by rank:
+    ``StateError`` names the key of a value that cannot be stored, ``Fenced`` says that another writer took the repository over.
 
-    ``save`` raises ``CheckpointException`` on every rank if it fails on one; its ``failures`` hold the ``RaystowError``s by rank:
-    ``StateError`` naming the key of what cannot be stored, ``Fenced`` if another writer has taken the repository over.
+    Args:
+        uri: The repository; it is created if it does not exist.
+        step: The training step. None: the number at the end of ``checkpoint_id`` if there is one, else one more than the newest
+            version's.
+        metrics: Plain values by name; those of the coordinator rank are stored.
+        retention: The versions to keep; applied after the save.
+        timeout: Seconds that the upload of a rank may take.
+        memory: Bytes of chunks that each rank encodes or uploads at a time.
+        threads: Threads that encode on each rank. None: the rank's share of the machine's cores.
+
+    Attributes:
+        version: The version that was saved, on the coordinator rank.
+
+    Raises:
+        StateError: An argument is invalid.
+
+    Example:
+        >>> dcp.save(state, storage_writer=raystow.dcp.Writer("s3://bucket/run", step=100))
     """
 
     def __init__(
@@ -69,17 +83,16 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         memory: int = _MEMORY,
         threads: int | None = None,
     ) -> None:
-        self.uri, self.step = arguments.address(uri), None if step is None else integer("step", step, least=0)
+        self.uri, self.step = argument_checks.address(uri), None if step is None else integer("step", step, least=0)
         self.version: Version | None = None
-        """What was saved, on the coordinator rank; None before."""
-        self._metrics, self._retention = arguments.metrics_of(metrics), kept_by_a_run(retention, self.uri)
-        self._timeout = arguments.positive("timeout", timeout, most=arguments.LONGEST)
-        self._memory = arguments.memory_of_a_rank(memory, least=1, instead="")  # a larger chunk is under way alone
+        self._metrics, self._retention = argument_checks.metrics_of(metrics), kept_by_a_run(retention, self.uri)
+        self._timeout = argument_checks.positive("timeout", timeout, most=argument_checks.LONGEST)
+        self._memory = argument_checks.memory_of_a_rank(memory, least=1)  # a larger chunk is processed alone
         self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
-        self._committing: Committing | None = None
+        self._committing: StandaloneCommit | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """A new save begins; ``checkpoint_id`` may name its step."""
+        """Start a new save; ``checkpoint_id`` may name its step."""
         if checkpoint_id is not None:
             self.step = step_of(checkpoint_id)
         self._committing = self.version = None
@@ -87,32 +100,32 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
     def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
         """Refuse to save without the other ranks."""
         if not kwargs.get("use_collectives", True):
-            remedy = "leave out use_collectives=False"
-            raise StateError("a version of all ranks cannot be committed without them", subject=self.uri, remedy=remedy)
+            remedy = "remove use_collectives=False"
+            raise StateError("a commit needs all ranks", subject=self.uri, remedy=remedy)
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
-        """Note which values this rank holds, before DCP leaves each to one rank."""
+        """Record the values that this rank has, before DCP assigns each to one rank."""
         held = tuple(item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO)
         return replace(plan, storage_data=held)
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
-        """Open an attempt, on the coordinator rank, and tell each rank of it."""
-        self._committing = attempt = Committing(self.uri, self.step)
+        """Open an attempt on the coordinator rank, and send it to each rank with its plan."""
+        self._committing = attempt = StandaloneCommit(self.uri, self.step)
         found: dict[str, list[int]] = defaultdict(list)
         for rank, plan in enumerate(plans):
             for key in plan.storage_data or ():
                 found[key].append(rank)
         alike: dict[tuple[int, ...], tuple[int, ...]] = {}
         holders = {key: alike.setdefault(tuple(ranks), tuple(ranks)) for key, ranks in found.items()}
-        told = []
+        extended = []
         for rank, plan in enumerate(plans):
             mine = {item.index.fqn: holders.get(item.index.fqn, (rank,)) for item in _of_values(plan)}
             ticket = Ticket(attempt.id, attempt.attempt, rank, self._timeout, attempt.step)
-            told.append(replace(plan, storage_data=_Task(attempt.repository.id, ticket, mine)))
-        return told
+            extended.append(replace(plan, storage_data=_Task(attempt.repository.id, ticket, mine)))
+        return extended
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Code and upload this rank's part. What cannot be stored is found before a byte is."""
+        """Code and upload this rank's part. Values that cannot be stored are refused before the first byte is written."""
         _check_planner(planner)
         task: _Task = plan.storage_data
         check_same(open_repository(self.uri).id, task.repository, self.uri)
@@ -122,7 +135,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         for item in tensors:
             _shard(item, planner, mappings)
-        storing = Storing(open_store(self.uri), task.ticket, memory=self._memory, threads=self._threads or cores())
+        storing = StandaloneWriter(open_store(self.uri), task.ticket, memory=self._memory, threads=self._threads or cores())
         with storing.under_way():
             for key, leaf in leaves:
                 if not leaf.is_tensor:
@@ -132,7 +145,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
             for item in tensors:
                 shard = _shard(item, planner, mappings)
                 if shard.device is not None:
-                    torch.cuda.current_stream(shard.device).synchronize()  # what computes it comes first
+                    torch.cuda.current_stream(shard.device).synchronize()  # wait until it is computed
                 storing.add(shard)
             part = storing.finish()
         future: Future[list[WriteResult]] = Future()
@@ -140,13 +153,13 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         return future
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """Commit, on the coordinator rank: now, and not before, there is a version."""
+        """Commit the version, on the coordinator rank."""
         if self._committing is None:
             raise SaveFailed("DCP has planned nothing with this Writer", subject=self.uri)
-        parts: Sequence[Part] = [result.storage_data for of_rank in results for result in of_rank]
+        parts: Sequence[StoredPart] = [result.storage_data for of_rank in results for result in of_rank]
         self.version = self._committing.commit(parts, _expected(metadata), self._metrics, {"torch": str(torch.__version__)})
         if self._retention is not None:
-            self._committing.keep_house(self._retention)
+            self._committing.apply_retention(self._retention)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
@@ -159,23 +172,23 @@ def _of_values(plan: SavePlan) -> list[WriteItem]:
 
 
 def _check_planner(planner: SavePlanner) -> None:
-    """``StateError`` for planners that give values as pickles only, or that reuse what was told with an earlier plan."""
+    """Raise ``StateError`` for planners that provide values as pickles only, or that reuse an earlier plan."""
     if not isinstance(planner, DefaultSavePlanner):
-        what = f"planner {type(planner).__name__} gives values that are no tensors as pickles, which are not stored"
-        raise StateError(what, remedy="derive it from DefaultSavePlanner: values are taken as its lookup_object gives them")
+        what = f"planner {type(planner).__name__} provides values as pickles, which are not stored"
+        raise StateError(what, remedy="derive it from DefaultSavePlanner, whose lookup_object returns the values")
     if getattr(planner, "_enable_plan_caching", False):
-        raise StateError("plans cannot be cached: each names its own attempt", remedy="leave out enable_plan_caching=True")
+        raise StateError("plans cannot be cached, since each names its own attempt", remedy="remove enable_plan_caching=True")
 
 
 def _leaves(item: WriteItem, planner: Any, mappings: Mapping[str, Sequence[str | int]]) -> list[Leaf]:
-    """What a value that is not a tensor consists of; ``StateError`` naming its key if it is of no plain kind."""
+    """The leaves of a value that is not a tensor; raises ``StateError`` naming the key of a value that is not plain."""
     key, path = item.index.fqn, path_of(item.index.fqn, mappings)
     found = flatten({key: planner.lookup_object(item.index)}, what=_WHAT)
     return [leaf._replace(path=path + leaf.path[1:]) for leaf in found]
 
 
 def _whole(leaf: Leaf) -> Shard:
-    """An array, or a tensor within a tuple, which DCP takes for a value."""
+    """An array, or a tensor within a tuple, which DCP treats as a value."""
     shard = _named(leaf)
     if shard.holders:
         raise StateError("a DTensor in a tuple cannot be stored by DCP", subject=leaf.name, remedy="use a list or a dict")
@@ -183,18 +196,18 @@ def _whole(leaf: Leaf) -> Shard:
 
 
 def _named(leaf: Leaf) -> Shard:
-    """Errors name it as DCP does, by its key."""
+    """The shard of a leaf; errors name it by its key, as DCP does."""
     return replace(shard_of(leaf._replace(path=(leaf.name,)), what=_WHAT), leaf=leaf)
 
 
 def _shard(item: WriteItem, planner: SavePlanner, mappings: Mapping[str, Sequence[str | int]]) -> Shard:
-    """The box of a tensor that an item speaks of."""
+    """The box of a tensor that an item describes."""
     key, data = item.index.fqn, item.tensor_data
     check_placed(planner, key)
     local = _named(Leaf(path_of(key, mappings), key, planner.resolve_data(item).detach(), True))
     if local.shape != tuple(data.chunk.sizes) or local.dtype != dtype_name(data.properties.dtype):
         what = f"{local.dtype} {local.shape} where the plan says {dtype_name(data.properties.dtype)} {tuple(data.chunk.sizes)}"
-        raise StateError(what, subject=f'{_WHAT}["{key}"]', remedy="let the planner's plan and data agree")
+        raise StateError(what, subject=f'{_WHAT}["{key}"]', remedy="fix the planner: its plan and data must agree")
     return replace(local, shape=tuple(data.size), offset=tuple(data.chunk.offsets))
 
 

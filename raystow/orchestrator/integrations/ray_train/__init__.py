@@ -1,6 +1,6 @@
-"""For training functions of Ray Train: a ``Checkpointer`` that tells Train of every version, so that both always keep the same.
+"""A ``Checkpointer`` for Ray Train that reports every version to Train, so that both keep the same versions.
 
-Train gets a pointer for each version, a folder with one small file; what it lists, scores, validates and drops are pointers.
+Train's checkpoints are pointers to versions: folders with one small file, which Train lists, scores, validates and drops.
 """
 
 from .checkpointer import Checkpointer

@@ -1,7 +1,7 @@
-"""``Checkpointer``: as raystow's, in a training function of Ray Train, and Train knows of every version.
+"""``Checkpointer`` for training functions of Ray Train: reports every version to Train.
 
-Train can be told only by all ranks together, and a report cannot be taken back. So nothing is reported before it is committed:
-each ``save`` tells of the versions committed since the one before, ``close`` of the rest. A save that fails is never heard of.
+Only all ranks together can report, and a report cannot be withdrawn. So versions are reported after their commit: each ``save``
+reports those committed since the save before, and ``close`` the rest. A failed save is never reported.
 """
 
 from __future__ import annotations
@@ -21,34 +21,36 @@ from ....storage.format.root import Entry
 from ....storage.repository import Repository
 from ....storage.retention.policy import Policy
 from ....storage.version import Version
-from ... import client
-from ...pending import Pending
-from .ledger import Ledger, News
+from ...client import checkpointer
+from ...client.pending import Pending
 from .pointer import Identity, folder, identity, write
+from .train_sync import TrainSync, VersionReport
 
 logger = logging.getLogger(__name__)
 
 _SCHEMES = {"local": "", "s3": "s3://"}
-_QUEUE = 2  # reports that Train may not have taken yet; it takes one every other second
-_TAKEN = 20.0  # seconds in which it should have taken the last ones
+_QUEUE = 2  # pending reports; Train processes one every other second
+_REPORT_TIMEOUT = 20.0  # seconds for Train to process the last reports
 
 
-class Checkpointer(client.Checkpointer):
-    """For each worker of Ray Train. Like ``raystow.Checkpointer``, but that Train is told of every version.
+class Checkpointer(checkpointer.Checkpointer):
+    """Save and restore one rank of a Ray Train run, and report every version to Train.
 
-    ``uri``: the repository; by default ``raystow`` in the run's folder, which ``RunConfig(storage_path=, name=)`` says. Rank and
-    world size are the worker's. ``validation``: as ``ray.train.report``'s, for each version. All other arguments are those of
-    ``raystow.Checkpointer``.
+    Each version becomes a ``ray.train.Checkpoint`` with those metrics given to ``save`` that are JSON; ``version_of`` returns the
+    version of a checkpoint. A version that Train drops by its ``CheckpointConfig`` is dropped from the repository; a version that
+    Train keeps is pinned there, so that no other retention drops it.
 
-    Each version becomes a ``ray.train.Checkpoint`` with the metrics given to ``save`` (those that JSON has): ``version_of`` tells
-    which version it is. What Train drops by its ``CheckpointConfig`` is dropped from the repository; what it keeps is pinned
-    there, so that no other retention takes it.
+    ``save``, ``restore_latest``, ``report`` and ``close`` are barriers: every rank calls them in the same order. If
+    a ``with`` block ends by an exception, ``close`` reports nothing, since other ranks may not call it.
 
-    ``save``, ``restore_latest``, ``report``, ``preempted`` and ``close`` are barriers of Train's: every rank calls them in
-    the same order. In a ``with`` block, an exception leaves out the one of ``close``: the other ranks may not come.
+    Args:
+        uri: The repository. None: the folder ``raystow`` in the run's ``RunConfig(storage_path=, name=)``.
+        validation: Passed to ``ray.train.report`` with each version.
+        options: The other options of ``raystow.Checkpointer``.
 
-    ``StateError`` outside of a worker, or if Train's storage is none that raystow has and there is no ``uri``; ``Unsupported`` in
-    Train's local mode and for a Ray Train that is too old.
+    Raises:
+        StateError: The process is not a Ray Train worker, or raystow has no store for Train's storage and ``uri`` is None.
+        Unsupported: Train runs in local mode, or its version is too old.
     """
 
     def __init__(
@@ -58,76 +60,107 @@ class Checkpointer(client.Checkpointer):
         validation: bool | ray.train.ValidationTaskConfig = False,
         **options: Any,
     ) -> None:
-        storage, run = _place()
+        storage, run = _storage_and_run()
         if uri is None:
             uri = _repository_in(storage)
-        # What Train drops is deleted an hour later, by the coordinator: it looks for that only if there is a policy.
+        # The coordinator deletes dropped versions after an hour, but only if there is a policy.
         super().__init__(uri, **{"retention": Policy(), **options})
         self._storage, self._validation = storage, validation
-        self._room = threading.BoundedSemaphore(_QUEUE)
+        self._slots = threading.BoundedSemaphore(_QUEUE)
         self._notice: Any = None
-        self._ledger: Ledger | None = None
+        self._sync: TrainSync | None = None
         if self.rank == 0:
             repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
 
-            def point(entry: Entry) -> None:
+            def write_pointer(entry: Entry) -> None:
                 write(repository, entry, storage.storage_filesystem, storage.build_checkpoint_path_from_name(folder(entry)))
 
-            self._ledger = Ledger(repository, run, listed=_listed, point=point)
+            self._sync = TrainSync(repository, run, listed=_listed, write_pointer=write_pointer)
 
     def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:
-        """As ``raystow.Checkpointer.save``; then ``report`` what earlier saves have become. ``metrics``: also for Train, which
-        scores by them."""
-        if self._ledger is not None and not self._ledger.begun:
-            self._ledger.look()
+        """Start to save ``state``, then ``report`` the versions that earlier saves have become.
+
+        Args:
+            state: See ``raystow.Checkpointer.save``.
+            step: The training step.
+            metrics: Plain values by name; Train also scores versions by them.
+
+        Returns:
+            The save in flight.
+
+        Raises:
+            StateError: The state holds something that cannot be stored.
+            SaveFailed: Earlier saves failed and ``on_failure`` asks to raise.
+        """
+        if self._sync is not None and not self._sync.started:
+            self._sync.collect()
         pending = super().save(state, step=step, metrics=metrics)
         self.report()
         return pending
 
     def restore_latest(self, into: dict[str, Any], **options: Any) -> Version | None:
-        """As ``raystow.Checkpointer.restore_latest``; then ``report`` what a worker group that died had no time to.
+        """Fill ``into`` from the newest version, then ``report`` versions that an earlier worker group could not report.
 
-        The repository says what is newest: Train's view may be older."""
+        The newest version of the repository is used, which Train may not know yet.
+
+        Args:
+            into: See ``raystow.Checkpointer.restore_latest``.
+            options: The other options of that method.
+
+        Returns:
+            The version, or None if there is none.
+
+        Raises:
+            StateError: Names, shapes or dtypes do not match.
+            Damaged: No version is whole.
+        """
         version = super().restore_latest(into, **options)
-        if self._ledger is not None:
-            self._ledger.look()
-            self._ledger.wake()
+        if self._sync is not None:
+            self._sync.collect()
+            self._sync.wake()
         self.report()
         return version
 
     def report(self) -> None:
-        """Tell Train of the versions committed since the last call, if there are any. Some milliseconds: worth a call between two
-        saves that are far apart, for those who wait for ``validation``."""
-        news = self._ledger.take() if self._ledger is not None else []
+        """Report the versions committed since the last call to Train. Takes some milliseconds.
+
+        ``save`` calls this. Call it between saves that are far apart if ``validation`` should start earlier.
+        """
+        reports = self._sync.take_reports() if self._sync is not None else []
         if self.rank > 0:
             for _ in range(broadcast_from_rank_zero(0)):
                 ray.train.report({}, checkpoint_upload_mode=ray.train.CheckpointUploadMode.ASYNC)
             return
-        broadcast_from_rank_zero(len(news))
-        for version in news:
-            self._tell(version)
+        broadcast_from_rank_zero(len(reports))
+        for version in reports:
+            self._report(version)
 
     def preempted(self) -> bool:
-        """Whether one of the run's nodes is to be taken away, said once for each notice: the time to ``save``.
+        """Tell whether a preemption of one of the run's nodes was announced since the last call: the time to ``save``.
 
-        Takes some milliseconds: if steps are short, ask at every tenth. ``ray.train.get_preemption_info()`` says which node it
-        is, and when.
+        Takes some milliseconds; with short steps, call it at every tenth. ``ray.train.get_preemption_info()`` has the details.
+
+        Returns:
+            True once for each notice.
+
+        Raises:
+            Unsupported: Ray Train is too old.
         """
         _need("get_preemption_info")
         notice = ray.train.get_preemption_info()
-        news = notice is not None and notice != self._notice
+        is_new = notice is not None and notice != self._notice
         self._notice = notice
-        return news
+        return is_new
 
     def close(self) -> None:
-        """As ``raystow.Checkpointer.close``; then Train is told of the last versions, and what it drops for them is dropped."""
+        """Wait for the saves in flight, report the last versions to Train, and drop the versions that Train drops for them."""
         super().close()
-        if self._ledger is not None:
-            self._ledger.look()
+        if self._sync is not None:
+            self._sync.collect()
         self.report()
-        if self._ledger is not None:
-            self._ledger.tidy(_TAKEN)
-            self._ledger.close()
+        if self._sync is not None:
+            self._sync.drop(_REPORT_TIMEOUT)
+            self._sync.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -138,14 +171,14 @@ class Checkpointer(client.Checkpointer):
         else:
             super().close()
 
-    def _tell(self, version: News) -> None:
-        """The pointer lies in its place, so there is nothing to upload; but only an upload lets Train take its time."""
-        if not (waited := self._room.acquire(timeout=self._timeout)):
-            logger.warning("Ray Train has taken no report for %.0f s", self._timeout)
+    def _report(self, version: VersionReport) -> None:
+        """Report a version. Its pointer is written already; the empty upload makes Train process the report asynchronously."""
+        if not (waited := self._slots.acquire(timeout=self._timeout)):
+            logger.warning("Ray Train has processed no report for %.0f s", self._timeout)
 
         def upload(pointer: ray.train.Checkpoint, name: str) -> ray.train.Checkpoint:
             if waited:
-                self._room.release()
+                self._slots.release()
             return pointer
 
         ray.train.report(
@@ -160,12 +193,12 @@ class Checkpointer(client.Checkpointer):
 
     def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
         super()._conclude(pending, outcome)
-        if self._ledger is not None:
-            self._ledger.wake()
+        if self._sync is not None:
+            self._sync.wake()
 
 
-def _place() -> tuple[Any, str]:
-    """Where Train stores the run of this worker, and the run's name."""
+def _storage_and_run() -> tuple[Any, str]:
+    """The storage of this worker's run, and the run's name."""
     _need("get_all_reported_checkpoints")
     remedy = "elsewhere, use raystow.Checkpointer"
     try:
@@ -174,28 +207,28 @@ def _place() -> tuple[Any, str]:
     except NotImplementedError as error:
         raise Unsupported("Ray Train's local mode has no storage", remedy=remedy) from error
     except RuntimeError as error:
-        raise StateError("this is no worker of Ray Train", remedy=remedy) from error
+        raise StateError("this process is not a worker of Ray Train", remedy=remedy) from error
 
 
 def _need(name: str) -> None:
     if not hasattr(ray.train, name):
         what = f"Ray Train has no {name} in Ray {ray.__version__}, or with RAY_TRAIN_V2_ENABLED=0"
-        raise Unsupported(what, remedy="upgrade Ray (this was tried with 2.60), or use raystow.Checkpointer")
+        raise Unsupported(what, remedy="upgrade Ray (2.60 is tested), or use raystow.Checkpointer")
 
 
 def _repository_in(storage: Any) -> str:
     kind = storage.storage_filesystem.type_name
     if kind not in _SCHEMES:
-        what = f"raystow has no store for a file system of the kind {kind!r}"
-        raise StateError(what, subject="RunConfig(storage_path=)", remedy="pass uri=: pointers alone will be in Train's storage")
+        what = f"raystow has no store for a file system of type {kind!r}"
+        raise StateError(what, subject="RunConfig(storage_path=)", remedy="pass uri=; only pointers will be in Train's storage")
     return f"{_SCHEMES[kind]}{storage.experiment_fs_path}/raystow"
 
 
-def _listed(patience: float) -> set[Identity]:
-    """The versions among the checkpoints that Train lists; see ``Listing``."""
+def _listed(timeout: float) -> set[Identity]:
+    """The versions among the checkpoints that Train lists."""
     mode = ray.train.CheckpointConsistencyMode.COMMITTED
     try:
-        reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=patience)
+        reported = ray.train.get_all_reported_checkpoints(consistency_mode=mode, timeout_s=timeout)
     except RayError as error:
-        raise ClusterError(f"does not say what it lists: {error}", subject="the controller of Ray Train") from error
+        raise ClusterError(f"does not list its checkpoints: {error}", subject="the controller of Ray Train") from error
     return {which for one in reported if (which := identity(one.checkpoint.path)) is not None}

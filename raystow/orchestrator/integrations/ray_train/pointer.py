@@ -1,7 +1,6 @@
-"""Pointers: what a ``ray.train.Checkpoint`` of raystow's holds. One small JSON file, in a folder of its own in the run's.
+"""Pointers: the content of a ``ray.train.Checkpoint``, one small JSON file in a folder of its own that names the version.
 
-The folder's name says which version it is, and no other ever gets that name: Ray Train cannot resume a run that has reported one
-twice.
+The folder's name is unique to the version, since Ray Train cannot resume a run that has reported a name twice.
 """
 
 from __future__ import annotations
@@ -17,11 +16,12 @@ from ....storage.format import records
 from ....storage.format.root import Entry
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
-from ...placement import placement
-from ...restore import restore as restore_version
+from ...client.rank_discovery import placement
+from ...restore.latest import restore as restore_version
+from ...restore.planner import RestoreOptions
 
 Identity = tuple[int, str]
-"""A version's id and the attempt that it was when it was saved: no two versions have the same, in whatever repository."""
+"""A version's id and the attempt that saved it: unique across repositories."""
 
 FILE = "pointer.json"
 _FOLDER = re.compile(r"raystow-(\d{8,})-([0-9a-f]+)")
@@ -29,7 +29,7 @@ _MAX_POINTER = 64 << 10
 
 
 class Checkpoint(Protocol):
-    """A ``ray.train.Checkpoint``: a folder ``path`` of a pyarrow file system."""
+    """A ``ray.train.Checkpoint``: the folder ``path`` of a pyarrow file system."""
 
     path: str
     filesystem: Any
@@ -37,7 +37,7 @@ class Checkpoint(Protocol):
 
 @dataclass(frozen=True)
 class Pointer:
-    """``uri``, ``repository``: where the version is, and that repository's id. ``version``, ``attempt``: its ``Identity``."""
+    """The address and id of the repository, and the ``Identity`` and step of the version."""
 
     uri: str
     repository: str
@@ -46,12 +46,12 @@ class Pointer:
     step: int
 
     def dump(self) -> bytes:
-        """The bytes of the file."""
+        """Return the bytes of the file."""
         return json.dumps({"raystow": asdict(self)}, indent=1).encode()
 
     @staticmethod
     def load(data: bytes, path: str) -> Pointer:
-        """Parse and check; ``Damaged`` naming ``path``."""
+        """Parse and check the bytes of the file at ``path``; raise ``Damaged`` if they are invalid."""
         try:
             fields = json.loads(data)["raystow"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
@@ -63,18 +63,18 @@ class Pointer:
 
 
 def folder(entry: Entry) -> str:
-    """The name of a version's pointer among the checkpoints of a run."""
+    """Return the folder name of the pointer to a version."""
     return f"raystow-{entry.id:08d}-{entry.origin}"
 
 
 def identity(path: str) -> Identity | None:
-    """Which version a checkpoint at this path points to, by its name; None if it is none of raystow's."""
+    """Return the version that the name of a checkpoint's folder says; None if raystow did not write it."""
     name = _FOLDER.fullmatch(path.rstrip("/").rpartition("/")[2])
     return (int(name[1]), name[2]) if name is not None else None
 
 
 def write(repository: Repository, entry: Entry, filesystem: Any, path: str) -> None:
-    """Make the pointer to a version in the folder ``path`` of a pyarrow file system. Raises ``OSError``."""
+    """Write the pointer to a version into the folder ``path`` of a pyarrow file system. May raise ``OSError``."""
     pointer = Pointer(repository.uri, repository.id, entry.id, entry.origin, entry.step)
     filesystem.create_dir(path)
     with filesystem.open_output_stream(f"{path}/{FILE}") as stream:
@@ -82,25 +82,40 @@ def write(repository: Repository, entry: Entry, filesystem: Any, path: str) -> N
 
 
 def read(checkpoint: Checkpoint) -> Pointer:
-    """What a checkpoint points to. ``NotFound`` if its file is gone, ``StateError`` if it never was raystow's, ``Damaged``."""
+    """Read the pointer of a checkpoint.
+
+    Raises:
+        NotFound: The file was deleted.
+        StateError: raystow did not write the checkpoint.
+        Damaged: The file is invalid.
+    """
     path = f"{checkpoint.path}/{FILE}"
     try:
         with checkpoint.filesystem.open_input_stream(path) as stream:
             data = stream.read(_MAX_POINTER)
     except FileNotFoundError:
         if identity(checkpoint.path) is None:
-            remedy = f"raystow's have a file {FILE}"
-            raise StateError("the checkpoint is no pointer to a version", subject=checkpoint.path, remedy=remedy) from None
-        remedy = "take another of the run's, or raystow.open(uri).versions()"
-        raise NotFound("the checkpoint is gone: Ray Train has dropped it", subject=path, remedy=remedy) from None
+            remedy = f"checkpoints of raystow contain a file {FILE}"
+            raise StateError("the checkpoint does not point to a version", subject=checkpoint.path, remedy=remedy) from None
+        remedy = "use another checkpoint of the run, or raystow.open(uri).versions()"
+        raise NotFound("the checkpoint was dropped by Ray Train", subject=path, remedy=remedy) from None
     return Pointer.load(data, path)
 
 
 def version_of(checkpoint: Checkpoint, *, uri: str | os.PathLike[str] | None = None) -> Version:
-    """The version that a ``ray.train.Checkpoint`` of raystow's points to; anywhere, with or without a cluster.
+    """Return the version that a ``ray.train.Checkpoint`` points to. Needs no cluster.
 
-    ``uri``: where the repository is now, if it was moved since. ``NotFound`` if the pointer or the version is gone,
-    ``StateError`` if the checkpoint is none of raystow's; and what ``raystow.open`` raises.
+    Args:
+        checkpoint: A checkpoint that ``raystow.ray_train.Checkpointer`` reported.
+        uri: Where the repository is now, if it was moved.
+
+    Returns:
+        The version.
+
+    Raises:
+        NotFound: The pointer or the version was dropped.
+        StateError: The checkpoint does not point to a version.
+        NotARepository: There is no repository at ``uri``.
     """
     return _find(checkpoint, uri)[1]
 
@@ -113,15 +128,27 @@ def restore(
     cast: bool = False,
     uri: str | os.PathLike[str] | None = None,
 ) -> Version:
-    """Fill ``into`` from the version that a ``ray.train.Checkpoint`` points to, be it the newest or not; that version.
+    """Fill ``into`` from the version that a ``ray.train.Checkpoint`` points to. Every rank calls this.
 
-    As ``raystow.restore_latest`` does it, for a validation function, say, or to go on from the best version. Each rank of several
-    calls it. Raises what ``version_of`` and ``restore_latest`` raise; ``Damaged`` has no other version to fall back to.
+    Args:
+        checkpoint: A checkpoint that ``raystow.ray_train.Checkpointer`` reported.
+        into: See ``raystow.restore_latest``.
+        strict: See ``raystow.restore_latest``.
+        cast: See ``raystow.restore_latest``.
+        uri: Where the repository is now, if it was moved.
+
+    Returns:
+        The version.
+
+    Raises:
+        NotFound: The pointer or the version was dropped.
+        StateError: The checkpoint does not point to a version, or ``into`` does not match the version.
+        Damaged: The version is damaged; there is no fallback to another one.
     """
     repository, version = _find(checkpoint, uri)
     rank, world_size = placement()
     with repository.lease(version):
-        restore_version(version, into, rank=rank, world_size=world_size, strict=strict, cast=cast)
+        restore_version(version, into, RestoreOptions(rank, world_size, strict, cast))
     return version
 
 
@@ -129,12 +156,12 @@ def _find(checkpoint: Checkpoint, uri: str | os.PathLike[str] | None) -> tuple[R
     pointer = read(checkpoint)
     repository = open_repository(os.fspath(uri or pointer.uri))
     if repository.id != pointer.repository:
-        what = f"the pointer is into repository {pointer.repository}, but here is {repository.id}"
-        raise NotFound(what, subject=repository.uri, remedy="pass uri= if that one was moved")
+        what = f"the pointer is into repository {pointer.repository}, but this is {repository.id}"
+        raise NotFound(what, subject=repository.uri, remedy="pass uri= if the repository was moved")
     versions = repository.versions()
     for version in versions:
         if (version.id, version.entry.origin) == (pointer.version, pointer.attempt):
             return repository, version
     there = ", ".join(str(version.id) for version in versions[-10:]) or "none"
-    what = f"version {pointer.version} (step {pointer.step}) is not there any more: retention or somebody has dropped it"
-    raise NotFound(what, subject=repository.uri, remedy=f"the newest that are there: {there}")
+    what = f"version {pointer.version} (step {pointer.step}) does not exist any more: it was dropped"
+    raise NotFound(what, subject=repository.uri, remedy=f"the newest versions are {there}")

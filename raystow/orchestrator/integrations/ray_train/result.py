@@ -1,4 +1,4 @@
-"""For whoever called ``fit()``: what Ray Train drops after its workers have ended."""
+"""Retention after ``fit()``: drops the versions that Ray Train drops once its workers have ended."""
 
 from __future__ import annotations
 
@@ -7,12 +7,12 @@ from pathlib import PurePosixPath
 from typing import Any, Protocol
 
 from ....storage.repository import open_repository
-from .ledger import drop_unlisted
 from .pointer import Checkpoint, identity, read
+from .train_sync import drop_unlisted
 
 
 class Result(Protocol):
-    """A ``ray.train.Result``: what Train has kept of the run in the folder ``path``, and what it was told last."""
+    """A ``ray.train.Result``: the run's folder ``path``, its last checkpoint, and the best ones that Train kept."""
 
     path: str
     checkpoint: Checkpoint | None
@@ -20,10 +20,17 @@ class Result(Protocol):
 
 
 def prune(result: Result) -> None:
-    """Drop the versions that Ray Train has dropped after the workers ended: validation may go on then, and decide what is kept.
+    """Drop the versions that Ray Train dropped after its workers ended, as validation may do.
 
-    ``result``: of ``trainer.fit()``, or of ``ray.train.Result.from_path``. Without this call they go when the run is resumed.
-    Raises what ``version_of`` raises, and ``StoreUnavailable``.
+    Without this call they are dropped when the run is resumed.
+
+    Args:
+        result: The result of ``trainer.fit()``, or of ``ray.train.Result.from_path``.
+
+    Raises:
+        NotFound: A pointer or version was dropped already.
+        StateError: A checkpoint does not point to a version.
+        StoreUnavailable: The store does not answer.
     """
     kept = [result.checkpoint, *(checkpoint for checkpoint, _ in result.best_checkpoints or ())]
     listed = {which: one for one in kept if one is not None and (which := identity(one.path)) is not None}

@@ -1,0 +1,364 @@
+"""Render the tables of figures in the documents from the result files, so that no figure is copied by hand.
+
+    python benchmarks/results_table.py             # print every table
+    python benchmarks/results_table.py --write     # replace the tables in the documents
+    python benchmarks/results_table.py --history   # print the medians of every GPU run, oldest first
+
+A document marks the place of a table by ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
+``tests/unit/test_documents.py`` compares each of them with what this script renders.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+RESULTS = Path(__file__).parent / "results"
+PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
+
+SAVES, FIRST = "gpu_save-2026-11-23", "gpu_save-2026-11-21"
+PEERS, OLD_PEERS, COLD = "peers-2026-11-23", "peers-2026-11", "cold_start-2026-11-23"
+LOADS, FIRST_LOADS, PAIR = "gpu_restore-2026-11-22-last", "gpu_restore-2026-11-21", "gpu_pair-2026-11-22-saving"
+CPU, CONTROL = "restore-2026-11-22", "control_plane-2026-11-23"
+DEFAULT, PEER, PINNED = "raystow deflate auto", "torch_checkpointing", "DCP async pinned"
+CACHED = "kernels in Triton's cache"
+
+Row = tuple[str, ...]
+
+
+@functools.cache
+def result(file: str) -> object:
+    """Return the content of a result file."""
+    return json.loads((RESULTS / f"{file}.json").read_text())
+
+
+def at(file: str, *path: str | int) -> float:
+    """Return the number of a result file that these keys lead to."""
+    found = result(file)
+    for key in path:
+        found = found[key]  # type: ignore[index]
+    assert isinstance(found, int | float), (file, path)
+    return float(found)
+
+
+def step(file: str, micro_batches: int, saver: str, *figure: str) -> float:
+    """Return a figure of a saver in a run of ``gpu_save.py``."""
+    return at(file, "steps", str(micro_batches), saver, *figure)
+
+
+def lost(file: str, micro_batches: int, saver: str) -> str:
+    """Return the time that a save adds to the training loop: the median, and the range over the saves of the run."""
+    median, least, most = (step(file, micro_batches, saver, "lost ms", key) for key in ("median", "min", "max"))
+    return f"{median:.0f} ms ({least:.0f} to {most:.0f})"
+
+
+def share(number: float) -> str:
+    """Return a ratio without the zero in front."""
+    return f"{number:.3f}".removeprefix("0")
+
+
+def table(header: Row, rows: Iterable[Row]) -> str:
+    """Render a Markdown table."""
+    lines = [f"| {' | '.join(cells)} |\n" for cells in (header, *rows)]
+    return "".join((lines[0], "|---" * len(header), "|\n", *lines[1:]))
+
+
+def overview() -> str:
+    """The comparison in the README."""
+    plain = [at(OLD_PEERS, "savers", "torch.save", "lost ms", key) / 1000 for key in ("min", "max")]
+    load = [at(COLD, "torch.load", "first load", "GB/s", key) for key in ("min", "max")]
+    warm = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in (PEER, PINNED, "torch.save")]
+    first = [at(COLD, saver, "first load", "GB/s") for saver in (PEER, "DCP async_save, pinned")]
+    rows = (
+        (
+            "A save adds to an 82 ms step",
+            f"**{step(SAVES, 1, DEFAULT, 'lost ms', 'median'):.0f} ms**",
+            f"{step(SAVES, 1, PEER, 'lost ms', 'median'):.0f} ms",
+            f"{step(FIRST, 1, PINNED, 'lost ms', 'median'):.0f} ms",
+            f"{plain[0]:.1f} to {plain[1]:.1f} s",
+        ),
+        (
+            "Durable after",
+            f"**{step(SAVES, 1, DEFAULT, 'durable s'):.1f} s**",
+            f"{step(SAVES, 1, PEER, 'durable s'):.1f} s",
+            f"{step(FIRST, 1, PINNED, 'durable s'):.1f} s",
+            f"{at(OLD_PEERS, 'savers', 'torch.save', 'durable s'):.1f} s",
+        ),
+        ("Bytes stored", f"**{step(SAVES, 1, DEFAULT, 'ratio'):.0%}**", "100%", "100%", "100%"),
+        (
+            "Restore, warm process",
+            f"**{at(LOADS, 'contestants', 'raystow deflate', 'GB/s'):.1f} GB/s**",
+            *(f"{rate:.1f} GB/s" for rate in warm),
+        ),
+        (
+            "Restore, new process",
+            f"{at(COLD, 'raystow', CACHED, 'first restore, store', 'GB/s'):.1f} GB/s",
+            *(f"{rate:.1f} GB/s" for rate in first),
+            f"**{load[0]:.1f} to {load[1]:.1f} GB/s**",
+        ),
+    )
+    return table(("", "raystow", "torch_checkpointing 0.1.1", "DCP `async_save`, pinned", "`torch.save`"), rows)
+
+
+def gpu() -> str:
+    """Saves and restores on one or two GPUs."""
+    cold = ("raystow", CACHED)
+    pair = [at(PAIR, "steps", "1", "both at once", rank, "durable s") for rank in (0, 1)]
+    peers = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in ("torch.save", PINNED, PEER)]
+    both = [at("gpu_pair-2026-11-22-later", "restore", "both at once", rank, "GB/s") for rank in (0, 1)]
+    cold_save = [at(COLD, *cold, "first save holds the training s", key) for key in ("save", "fence")]
+    rows = (
+        ("Save adds to an 82 ms step", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
+        ('... with `codec="ans"`', lost(SAVES, 1, "raystow ans"), "", SAVES),
+        ("`fence` waits, 82 ms step", *(f"{step(SAVES, 1, saver, 'fence ms'):.0f} ms" for saver in (DEFAULT, PEER)), SAVES),
+        (
+            "Save adds to a 612 ms step",
+            *(f"{at(PEERS, 'steps', '612 ms', saver, 'lost ms', 'median'):.1f} ms" for saver in ("raystow, default", PEER)),
+            PEERS,
+        ),
+        ("Durable, 82 ms step", *(f"{step(SAVES, 1, saver, 'durable s'):.2f} s" for saver in (DEFAULT, PEER)), SAVES),
+        ("Stored / raw", *(share(step(SAVES, 1, saver, "ratio")).replace("1.000", "1") for saver in (DEFAULT, PEER)), SAVES),
+        (
+            "CPU seconds per GB saved",
+            *(f"{at(PEERS, 'steps', '83 ms', s, 'CPU s/GB'):.2f}" for s in ("raystow, default", PEER)),
+            PEERS,
+        ),
+        (
+            "State reaches host memory, idle GPU",
+            f"{at('gpu_save-2026-11-22-bf16', 'idle', 'raystow deflate, whole state', 'arrived GB/s'):.0f} GB/s",
+            f"{at('gpu_save-2026-11-22-bf16', 'idle', 'plain copy, whole state', 'GB/s'):.0f} GB/s (plain pinned copy)",
+            "gpu_save-2026-11-22-bf16",
+        ),
+        (
+            "Restore into GPU tensors, from /dev/shm",
+            f"{at(LOADS, 'contestants', 'raystow deflate', 'GB/s'):.1f} GB/s",
+            "{:.1f} (`torch.load`), {:.1f} (DCP), {:.1f} GB/s (torch_checkpointing)".format(*peers),
+            LOADS,
+        ),
+        (
+            "... from the node's memory",
+            f"{at('gpu_pair-2026-11-22-later', 'restore', 'alone', 0, 'GB/s'):.1f} GB/s",
+            "",
+            "gpu_pair-2026-11-22-later",
+        ),
+        ("... two GPUs at once, each", "{:.1f} and {:.1f} GB/s".format(*both), "", "gpu_pair-2026-11-22-later"),
+        (
+            "Two GPUs save at once: durable",
+            f"{pair[0]:.2f} and {pair[1]:.2f} s",
+            f"{at(PAIR, 'steps', '1', 'alone', 0, 'durable s'):.2f} s (raystow, one GPU)",
+            PAIR,
+        ),
+        (
+            "First save of a process holds the training",
+            "{:.1f} + {:.1f} s".format(*cold_save),
+            f"{at(COLD, PEER, 'first save holds the training s'):.1f} s",
+            COLD,
+        ),
+        (
+            "First restore of a process, from the store",
+            f"{at(COLD, *cold, 'first restore, store', 'GB/s'):.1f} GB/s",
+            f"{at(COLD, PEER, 'first load', 'GB/s'):.1f} GB/s",
+            COLD,
+        ),
+        (
+            "... from the node's memory",
+            f"{at(COLD, *cold, 'first restore, memory', 'GB/s'):.1f} GB/s",
+            "",
+            COLD,
+        ),
+    )
+    return _with_files(("", "raystow", "torch_checkpointing 0.1.1, or as noted"), rows)
+
+
+def cpu() -> str:
+    """The control plane, and restores without a GPU."""
+    most, local, s3 = ("results", "coordinator", 2), ("results", "commit", "local", 2), ("results", "commit", "s3", 2)
+    folder = [at(CPU, "restoring", 0, "ways", way, "GB/s") for way in ("folder", "memory", "dcp", "torch.load")]
+    newest = [at(CONTROL, "results", "opening", store, "raystow.latest(uri)", "ms", "p50") for store in ("local", "s3")]
+    planning = [at(CPU, "planning", "same", "seconds"), at(CPU, "planning", "same", "peak") / 2**20]
+    commit = [at(CONTROL, *path, "commit ms", key) for path in (local, s3) for key in ("p50", "p99")]
+    read = at(CPU, "restoring", 1, "ways", "apart", "store/needed")
+    cpu, peak = at(CONTROL, *most, "cpu"), at(CONTROL, *most, "peak") / 2**20
+    rows = (
+        ("Coordinator, one save of 2,048 nodes x 8 ranks: CPU, memory", f"{cpu:.1f} s, {peak:.0f} MiB", CONTROL),
+        ("Commit with 1,000 versions, local folder: p50, p99", "{:.0f}, {:.0f} ms".format(*commit[:2]), CONTROL),
+        ("... on S3 (moto)", "{:.0f}, {:.0f} ms".format(*commit[2:]), CONTROL),
+        ("Find the newest of 10,000 versions: local folder, S3 (moto)", "{:.0f}, {:.0f} ms (1 GET)".format(*newest), CONTROL),
+        ("Plan a restore of 16,384 ranks: time, memory of a rank", "{:.2f} s, {:.0f} MiB".format(*planning), CPU),
+        ("Bytes read from the store / bytes needed, 4 nodes", f"{read:.4f}", CPU),
+        ("Restore 193 MB on a CPU: folder, node's memory", "{:.2f}, {:.2f} GB/s".format(*folder[:2]), CPU),
+        ("... `dcp.load`, `torch.load` from a folder", "{:.2f}, {:.2f} GB/s".format(*folder[2:]), CPU),
+    )
+    return _with_files(("", "measured"), rows)
+
+
+def study() -> str:
+    """The sizes of versions, and what becomes of a training resumed from them, in ``training_study.py``."""
+    models = tuple((model, file, at_step) for model, (file, at_step) in _STUDIES.items())
+    header = ("stored / raw", *(f"{model} ([file](../benchmarks/results/{file}.json))" for model, file, _ in models))
+    return table(
+        header,
+        ((label, *(_size(model, file, at_step, way) for model, file, at_step in models)) for label, way in _WAYS),
+    )
+
+
+def resumed() -> str:
+    """The loss after resuming in ``training_study.py``, less that of the run that was not interrupted."""
+    models = tuple((model, file) for model, (file, _) in _STUDIES.items())
+    ways = ("without loss", "resume-bounded", "archive", "weights alone", "weights alone, 4 bits")
+    rows = [(way, *(_off(model, file, "resumed", way, "end") for model, file in models)) for way in ways]
+    rows.append(("another order of the text", *(_spread(model, file) for model, file in models)))
+    return table(("resumed from", *(model for model, _ in models)), rows)
+
+
+def history() -> str:
+    """The size of a hundred versions in ``history.py``."""
+    runs = {
+        "3e-4 to 3e-5, last fifth of the run": "history-2026-11-23-falling-late",
+        "3e-4 to 3e-5": "history-2026-11-23-falling",
+    }
+    runs |= {"6e-4 to 6e-5": "history-2026-11-23-falling-6e-4", "3e-4, constant": "history-2026-11-23"}
+    resumable = ("weights alone, the last 2 resumable", "differences, the last resumable")
+    ways = ("in full", *resumable, "4 bits of mantissa, differences, the last resumable")
+    header = ("learning rate", "every bit", "`--resumable 2`", "`--resumable 1 --delta 6`", "... `--mantissa-bits 4`")
+    return table(
+        header,
+        (
+            (
+                f"[{label}](../benchmarks/results/{file}.json)",
+                *(share(at(file, "ways", way, "stored") / at(file, "raw")) for way in ways),
+            )
+            for label, file in runs.items()
+        ),
+    )
+
+
+def thinned_reads() -> str:
+    """The time to restore thinned versions in ``chain_restore.py``."""
+    file = "chain_restore-2026-11-23"
+    labels = {
+        "all of a whole version": "whole version",
+        "all of a difference to one": "version stored as a delta to a whole one",
+        "weights of a whole version": "weights of a whole version",
+        "weights of a whole one, thinned": "weights of a thinned version, whole",
+        "weights at the end of 6 differences": "weights at the end of six deltas",
+    }
+    rows = (
+        (label, f"{at(file, 'restores', key, 'read') / 1e6:.0f} MB", f"{at(file, 'restores', key, 'seconds'):.2f} s")
+        for key, label in labels.items()
+    )
+    return table(("restored", "read", "time"), rows)
+
+
+_STUDIES = {
+    "GPT": ("training_study-2026-11-23-bits", "1500"),
+    "experts": ("training_study-2026-11-23-experts", "750"),
+    "adapters": ("training_study-2026-11-23", "750"),
+}
+_WAYS = (
+    ("every tensor stored", "in full"),
+    ("derived tensors left out (default)", "derived"),
+    ("delta to 10 steps before", "difference, 10 steps"),
+    ("delta to 100 steps before", "difference, 100 steps"),
+    ('`lossy="resume-bounded"`', "resume-bounded"),
+    ("... as a delta to 10 steps before", "resume-bounded, difference, 10 steps"),
+    ('`lossy="archive"`', "archive"),
+    ("... as a delta to 10 steps before", "archive, difference, 10 steps"),
+    ("weights alone (thinned)", "weights alone"),
+    ("... as a delta to 10 steps before", "weights alone, difference, 10 steps"),
+    ("weights alone with 4 mantissa bits", "weights alone, 4 bits"),
+    ("... as a delta to 10 steps before", "weights alone, 4 bits, difference, 10 steps"),
+)
+
+
+def _size(model: str, file: str, at_step: str, way: str) -> str:
+    sizes = ("models", model, "sizes", at_step)
+    return share(at(file, *sizes, way) / at(file, *sizes, "raw")) if _has(file, *sizes, way) else "not measured"
+
+
+def _off(model: str, file: str, *path: str) -> str:
+    if not _has(file, "models", model, *path):
+        return "not measured"
+    off = at(file, "models", model, *path) - at(file, "models", model, "end")
+    return f"{off:+.4f}".replace("-0.0000", "0.0000") if off else "0, the same bits"
+
+
+def _spread(model: str, file: str) -> str:
+    ends = [at(file, "models", model, "other orders", run) - at(file, "models", model, "end") for run in range(3)]
+    return f"{min(ends):+.4f} to {max(ends):+.4f}"
+
+
+def _has(file: str, *path: str) -> bool:
+    try:
+        at(file, *path)
+    except KeyError:
+        return False
+    return True
+
+
+def _with_files(header: Row, rows: Iterable[Row]) -> str:
+    """Render rows that end with a result file: its machine and a link to it."""
+    return table(
+        (*header, "machine, file with date"),
+        ((*row[:-1], f"{_machine(row[-1])}, [{row[-1]}](../benchmarks/results/{row[-1]}.json)") for row in rows),
+    )
+
+
+def _machine(file: str) -> str:
+    """Return the machine of a result; the date is in the name of the file."""
+    found = result(file)
+    assert isinstance(found, dict)
+    machine = found["machine"]
+    gpu = machine["gpu"]["name"].removeprefix("NVIDIA ") + ", " if machine.get("gpu") else ""
+    return f"{gpu}{machine['cores']} cores"
+
+
+def runs() -> str:
+    """The medians of every run of ``gpu_save.py``: the history of these figures."""
+    rows = []
+    for path in sorted(RESULTS.glob("gpu_save-*.json"), key=lambda path: json.loads(path.read_text())["date"]):
+        found = json.loads(path.read_text())
+        for micro_batches, savers in found["steps"].items():
+            for saver, figures in savers.items():
+                if "lost ms" not in figures:
+                    continue
+                medians = (f"{figures['lost ms']['median']:.1f}", f"{figures['durable s']:.2f}", share(figures["ratio"]))
+                rows.append((found["date"][:10], str(found["versions"]["commit"]), path.name, saver, micro_batches, *medians))
+    return table(("date", "commit", "file", "saver", "micro-batches a step", "lost ms", "durable s", "stored / raw"), rows)
+
+
+TABLES = {
+    "overview": overview,
+    "gpu": gpu,
+    "cpu": cpu,
+    "study": study,
+    "resumed": resumed,
+    "history": history,
+    "thinned-reads": thinned_reads,
+}
+
+
+def filled(document: str) -> str:
+    """Return the text of a document with its tables rendered anew."""
+    return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[4], document)
+
+
+def main(arguments: list[str]) -> None:
+    """Print the tables or the history, or write the tables into the documents."""
+    if arguments == ["--write"]:
+        for path in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+            path.write_text(filled(path.read_text()))
+    elif arguments == ["--history"]:
+        print(runs())
+    else:
+        for name, render in TABLES.items():
+            print(f"{name}\n\n{render()}")
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,59 @@
+"""What the caller of a save or a restore has passed, looked at as in ``storage.arguments``."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ..storage.arguments import integer, refused
+from ..storage.errors import StateError
+from ..storage.format import values
+from ..workers.cache.host_memory import memory_limit
+from ..workers.shm.ring import SLOT
+
+LONGEST = 1e9
+"""Seconds that anything may be waited for, some 31 years: what the system can wait for is not much more."""
+
+
+def address(uri: object) -> str:
+    """That of a repository, a string or a path."""
+    if isinstance(uri, os.PathLike):
+        uri = os.fspath(uri)
+    if not isinstance(uri, str):  # bytes may hold what must not be repeated
+        raise StateError(f"uri is of type {type(uri).__name__}", remedy="give an address or a path, as text")
+    return uri
+
+
+def positive(name: str, value: object, *, most: float = float("inf"), instead: str = "") -> float:
+    """A number above 0."""
+    if type(value) is bool or not isinstance(value, int | float) or not 0 < value <= most:
+        raise refused(name, value, "a number above 0" + (f", at most {most:,.0f}" if most < float("inf") else ""), instead)
+    return value
+
+
+def one_of(name: str, value: object, known: Sequence[str]) -> str:
+    """A word that is among those known."""
+    if not isinstance(value, str) or value not in known:
+        raise refused(name, value, "one of " + ", ".join(known))
+    return value
+
+
+def memory_of_a_rank(value: object, *, name: str = "memory", least: int = 8 * SLOT, instead: str = "") -> int:
+    """Bytes for staged and encoded data: at least eight slots, at most the memory of the machine or container."""
+    nbytes, limit = integer(name, value, least=least, instead=instead), memory_limit()
+    if nbytes > limit:
+        raise refused(name, value, f"bytes, at most the {limit:,} that this machine or container has", instead)
+    return nbytes
+
+
+def metrics_of(metrics: object) -> dict[str, Any]:
+    """The metrics of a save: plain values by name."""
+    if metrics is None:
+        return {}
+    if not isinstance(metrics, Mapping):
+        raise refused("metrics", metrics, "a dict of plain values by name", "None")
+    for name, value in metrics.items():
+        if not isinstance(name, str) or not values.is_plain(value):
+            raise refused(f"metrics[{name!r:.80}]", value, "plain values by name")
+    return dict(metrics)

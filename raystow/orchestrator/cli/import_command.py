@@ -1,0 +1,154 @@
+"""``raystow import``."""
+
+from __future__ import annotations
+
+import json as json_module
+import math
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...storage.errors import StateError
+from .options import Json, Uri
+from .output import count, emit, out, size
+from .progress import byte_bar
+from .safetensors_file import SourceTensor, header_size, source_tensors
+
+if TYPE_CHECKING:
+    from ..save.shards import Shard
+
+_MEMORY = 512 << 20  # bytes of chunks in progress
+_TIMEOUT = 3600.0  # seconds for the uploads that remain once everything is read
+_INDEX = ".safetensors.index.json"
+
+
+def import_(
+    source: Annotated[
+        Path, typer.Argument(metavar="SOURCE", help="Safetensors file, index of several, or folder.", show_default=False)
+    ],
+    uri: Uri,
+    step: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="Step of the version; by default the newest version's plus one.")
+    ] = None,
+    json: Json = False,
+) -> None:
+    """Store safetensors files as a new version.
+
+    Reads files as Hugging Face's tools and `raystow restore` write them; names and bytes are kept, values.json is not read. The
+    repository is created if it does not exist. Do not use it on the repository of a running job: the job's next save then fails
+    with Fenced. Truncated files, duplicate names and indices that do not match are refused before anything is written.
+
+    Example:  raystow import ./llama s3://bucket/runs/llama --step 0
+    """
+    from ...storage.clock import SYSTEM
+    from ...storage.stores import open_store
+    from ...workers.protocol.coordinator_client import coverage
+    from ...workers.protocol.messages import Ticket
+    from ..standalone.commit import StandaloneCommit
+    from ..standalone.writer import StandaloneWriter, cores
+
+    start, files = SYSTEM.monotonic(), find_tensors(source)
+    tensors = [tensor for of in files.values() for tensor in of]
+    total = sum(tensor.end - tensor.start for tensor in tensors)
+    attempt = StandaloneCommit(uri, step)
+    ticket = Ticket(attempt.id, attempt.attempt, 0, _TIMEOUT, attempt.step)
+    storing = StandaloneWriter(open_store(uri), ticket, memory=_MEMORY, threads=cores())
+    with byte_bar(str(source), total, quiet=json) as advance, storing.under_way():
+        for path, of in files.items():
+            for tensor in of:
+                storing.add(_shard(path, tensor))
+                advance(tensor.end - tensor.start)
+        part = storing.finish()
+    expected = sum(coverage(t.name, t.dtype, t.shape, math.prod(t.shape)) for t in tensors)
+    version = attempt.commit([part], expected, {})
+    if json:
+        emit(
+            {
+                "uri": attempt.repository.uri,
+                "version": version.id,
+                "step": version.step,
+                "files": [str(path) for path in files],
+                "tensors": len(tensors),
+                "nbytes": total,
+                "stored": version.bytes,
+                "seconds": round(SYSTEM.monotonic() - start, 3),
+            }
+        )
+        return
+    what = f"{count(len(tensors), 'tensor')}, {size(total)}, stored in {size(version.bytes)}"
+    out.print(f"version {version.id} (step {version.step}): {what}", soft_wrap=True)
+
+
+def find_tensors(source: Path) -> dict[Path, list[SourceTensor]]:
+    """Return the tensors of each file: ``source`` itself, the files of an index, or all files of a folder.
+
+    Raises:
+        StateError: there is no file, a name occurs twice, or an index does not match its files.
+    """
+    indices = sorted(source.glob(f"*{_INDEX}")) if source.is_dir() else [source] if source.name.endswith(_INDEX) else []
+    maps = [_weight_map(index) for index in indices]
+    if source.is_dir():
+        paths = sorted(source.glob("*.safetensors"))
+    else:
+        paths = sorted({source.parent / name for of in maps for name in of.values()}) if maps else [source]
+    if not paths:
+        raise StateError(
+            "there is no safetensors file", subject=str(source), remedy="give a folder that contains some, or a file"
+        )
+    files = {path: _tensors(path) for path in paths}
+    file_of: dict[str, str] = {}
+    for path, tensors in files.items():
+        for tensor in tensors:
+            if tensor.name in file_of:
+                what = f"{file_of[tensor.name]} and {path.name} both have a tensor {tensor.name!r}"
+                raise StateError(what, subject=str(source), remedy="give one file, or an index")
+            file_of[tensor.name] = path.name
+    lost = [name for of in maps for name, file in of.items() if file_of.get(name) != file]
+    if lost:
+        what = f"{count(len(lost), 'tensor')} not in the file that the index names, {lost[0]!r} first"
+        raise StateError(what, subject=str(source))
+    return files
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    """The tensors of an index, each with the name of a file in the same folder."""
+    try:
+        found = json_module.loads(index.read_bytes())["weight_map"]
+        if all(isinstance(file, str) and Path(file).name == file for file in found.values()):
+            return {str(name): file for name, file in found.items()}
+    except (ValueError, TypeError, AttributeError, LookupError, RecursionError):
+        pass
+    except OSError as error:
+        raise StateError(f"cannot be read: {error.strerror}", subject=str(index)) from error
+    raise StateError("is not an index of safetensors files", subject=str(index))
+
+
+def _tensors(path: Path) -> list[SourceTensor]:
+    try:
+        nbytes = path.stat().st_size
+        with path.open("rb") as file:
+            header = file.read(header_size(file.read(8), nbytes))
+        return source_tensors(header, nbytes)
+    except StateError as error:
+        raise StateError(error.what, subject=str(path), remedy=error.remedy) from error
+    except OSError as error:
+        raise StateError(f"cannot be read: {error.strerror}", subject=str(path)) from error
+
+
+def _shard(path: Path, tensor: SourceTensor) -> Shard:
+    """A tensor as it is in its file; its bytes are read when they are coded."""
+    import numpy as np
+
+    from ...storage.coding import dtypes
+    from ...storage.format import manifest
+    from ..save.shards import Shard
+    from ..save.state_tree import Leaf
+
+    item = f"V{dtypes.dtype(tensor.dtype).itemsize}"
+    if tensor.end > tensor.start:
+        raw = np.memmap(path, np.uint8, "r")[tensor.start : tensor.end].view(item).reshape(tensor.shape)
+    else:
+        raw = np.empty(tensor.shape, item)
+    leaf, shape = Leaf((tensor.name,), tensor.name, None, True), tensor.shape
+    return Shard(leaf, manifest.TENSOR, tensor.dtype, shape, (0,) * len(shape), shape, (), 0, raw)

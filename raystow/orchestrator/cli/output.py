@@ -1,0 +1,123 @@
+"""How commands print numbers, times, names, tables and JSON, and ask for confirmation."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import fields
+from datetime import datetime, timezone
+from typing import Literal
+
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from ...storage.errors import StateError
+
+out = Console(markup=False, highlight=False)
+err = Console(stderr=True, markup=False, highlight=False)
+
+_AGES = ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
+
+
+def size(nbytes: float) -> str:
+    """Format bytes in binary units with three digits: ``1.25 GiB``."""
+    return _in_units(nbytes, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB"))
+
+
+def billed(nbytes: float) -> str:
+    """Format bytes in decimal units with three digits, as stores bill them: ``782 GB``."""
+    return _in_units(nbytes, 1000, ("kB", "MB", "GB", "TB", "PB"))
+
+
+def _in_units(nbytes: float, step: int, units: Sequence[str]) -> str:
+    if nbytes < 1000:
+        return f"{nbytes:.0f} B"
+    for unit in units:
+        nbytes /= step
+        if nbytes < 999.5 or unit == units[-1]:
+            break
+    return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
+
+
+def ratio(stored: float, raw: float) -> float | None:
+    """Return stored bytes divided by raw bytes, to four digits; None without raw bytes."""
+    return round(stored / raw, 4) if raw else None
+
+
+def ratio_text(stored: int, raw: int) -> str:
+    """Format ``ratio`` for a table."""
+    return f"{stored / raw:.3f}" if raw else "-"
+
+
+def age(seconds: float) -> str:
+    """Format a duration: ``3 min``. Negative values, of a clock that runs behind, give ``0 s``."""
+    unit, name = next((unit, name) for limit, unit, name in _AGES if seconds < limit)
+    return f"{max(0, int(seconds // unit))} {name}"
+
+
+def moment(created: float) -> str:
+    """Format seconds since 1970 as date and time in UTC."""
+    return datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
+
+
+def price(dollars: float) -> str:
+    """Format a price with all its digits, at least two after the point."""
+    return f"${dollars:,.2f}" if round(dollars, 2) == dollars else f"${dollars:,g}"
+
+
+def count(number: int, noun: str) -> str:
+    """Format a number with its noun: ``1 tensor``, ``1,024 tensors``."""
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"
+
+
+def dimensions(shape: Sequence[int]) -> str:
+    """Format a shape: ``3 x 4``; ``scalar`` without dimensions."""
+    return " x ".join(str(n) for n in shape) or "scalar"
+
+
+def printable(text: str) -> str:
+    """Escape control characters: names come from repositories and must not control the terminal."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
+
+
+def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> Table:
+    """Return a plain table. A header that begins with ``>`` marks a column of numbers, aligned to the right."""
+    grid = Table(title=title or None, title_justify="left", title_style="bold", box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    for header in headers:
+        numbers = header.startswith(">")
+        justify: Literal["right", "left"] = "right" if numbers else "left"
+        grid.add_column(header.lstrip(">"), justify=justify, no_wrap=numbers, overflow="fold", header_style="dim")
+    for row in rows:
+        grid.add_row(*(printable(cell) for cell in row))
+    return grid
+
+
+def say(text: str, *, style: str | None = None) -> None:
+    """Print prose: lines break between words only, so that a long name or path stays whole."""
+    lines = textwrap.fill(text, out.width, break_long_words=False, break_on_hyphens=False)
+    out.print(lines, style=style, soft_wrap=True)
+
+
+def emit(facts: Mapping[str, object]) -> None:
+    """Print one JSON object; dataclasses in it become objects."""
+    typer.echo(json.dumps(facts, indent=2, allow_nan=False, default=fields_of))
+
+
+def fields_of(row: object) -> dict[str, object]:
+    """Return the fields of a dataclass instance by name."""
+    return {field.name: getattr(row, field.name) for field in fields(row)}  # type: ignore[arg-type]  # TypeError for others
+
+
+def confirmed(question: str, otherwise: str) -> bool:
+    """Ask on stderr for a yes.
+
+    Raises:
+        StateError: stdin is at its end; the message ends in ``otherwise``.
+    """
+    typer.echo(f"{question} [y/N] ", nl=False, err=True)
+    try:
+        return input().strip().lower() in ("y", "yes")
+    except EOFError:
+        raise StateError(f"nobody answered, so {otherwise}", remedy="pass --yes to skip the question") from None

@@ -1,0 +1,74 @@
+"""Creates a folder that appears complete or not at all."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import IO
+
+from ...storage.clock import SYSTEM
+from ...storage.errors import StateError
+from .output import size
+
+
+@contextlib.contextmanager
+def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
+    """Yield a folder to fill with about ``nbytes``; it becomes ``path`` if the block succeeds, and is removed if it fails.
+
+    Raises:
+        StateError: ``path`` exists and is not an empty folder, is a mount point, or its disk has too little free space.
+    """
+    path = path.expanduser().resolve()
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise StateError("is not an empty folder", subject=str(path), remedy="use a new one")
+    if path.is_mount():
+        what, remedy = "is a mount point, which cannot be replaced", f"use a folder inside it: {path / 'restored'}"
+        raise StateError(what, subject=str(path), remedy=remedy)
+    created = [parent for parent in path.parents if not parent.exists()]
+    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        with _moved_into_place(path, nbytes) as work:
+            yield work
+    except BaseException:
+        for parent in created:
+            with contextlib.suppress(OSError):  # another process uses it by now
+                parent.rmdir()
+        raise
+
+
+@contextlib.contextmanager
+def _moved_into_place(path: Path, nbytes: int) -> Iterator[Path]:
+    free = shutil.disk_usage(path.parent).free
+    if free < nbytes:
+        what = f"needs {size(nbytes)}, but {size(free)} are free"
+        raise StateError(what, subject=str(path), remedy="use a folder on another disk")
+    work = path.parent / f".{path.name}.raystow-{SYSTEM.token()}"
+    work.mkdir()
+    try:
+        yield work
+        _sync(work)
+        os.rename(work, path)  # atomic; fails if another process has filled the folder since
+        _sync(path.parent)
+    except BaseException:
+        shutil.rmtree(work, ignore_errors=True)
+        raise
+
+
+@contextlib.contextmanager
+def durable_file(path: Path) -> Iterator[IO[bytes]]:
+    """Create a file that is on the disk when the block ends."""
+    with path.open("xb") as sink:
+        yield sink
+        sink.flush()
+        os.fsync(sink.fileno())
+
+
+def _sync(folder: Path) -> None:
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,103 @@
+"""``raystow report``."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from importlib.util import find_spec
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+from ...storage.clock import SYSTEM
+from ...storage.errors import Unsupported
+from .options import Json, Uri
+from .output import count, emit, err, fields_of, out, printable, ratio, size
+from .pricing import Prices
+from .target import open_target
+
+if TYPE_CHECKING:
+    from .run_history import RunHistory, Tariff
+
+
+def report(
+    uri: Uri,
+    output: Annotated[
+        Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an existing file is replaced.", dir_okay=False)
+    ] = Path("report.html"),
+    store_price: Annotated[
+        float | None, typer.Option(min=0, metavar="USD", help="Price of a GB (10^9 bytes) in the store per month.")
+    ] = None,
+    gpu_price: Annotated[float | None, typer.Option(min=0, metavar="USD", help="Price of one GPU hour.")] = None,
+    gpus: Annotated[
+        int | None, typer.Option(min=0, metavar="N", help="GPUs that wait during a stall; by default one per rank.")
+    ] = None,
+    newest: Annotated[int, typer.Option(min=1, metavar="N", help="Include the newest N versions.")] = 500,
+    json: Json = False,
+) -> None:
+    """Create an HTML page about a run's checkpoints.
+
+    Plots and tables of size and ratio, the stall of each save, where restores read from and, with prices, the cost so far. The
+    page is one file and needs no network. Reads the root and one small record per version. Dropped versions, restores without a
+    later save, and stalls of saves by raystow.dcp are not included. Requires matplotlib and Jinja: pip install
+    "raystow[report]".
+
+    Example:  raystow report s3://bucket/runs/llama -o report.html --store-price 0.023 --gpu-price 4.40
+    """
+    if missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
+        raise Unsupported(f"a report needs {' and '.join(missing)}", remedy='pip install "raystow[report]"')
+    from .report_page import render
+    from .run_history import read_history
+
+    history = read_history(open_target(uri), newest=newest, tariff=_tariff(store_price, gpu_price, gpus))
+    _write(output, render(history))
+    if json:
+        emit({"output": str(output.resolve()), **_fields(history)})
+        return
+    what = f"{count(len(history.versions), 'version')} of {history.live:,}, {count(len(history.restores), 'restore')}"
+    out.print(f"{output}: {what}, {size(history.live_stored)} stored", soft_wrap=True)
+    for saved in history.problems:
+        err.print(f"warning: the record of version {saved.id} cannot be read: {printable(saved.problem)}", soft_wrap=True)
+
+
+def _tariff(store_price: float | None, gpu_price: float | None, gpus: int | None) -> Tariff | None:
+    from .run_history import Tariff
+
+    if store_price is None and gpu_price is None:
+        if gpus is not None:
+            raise typer.BadParameter("--gpus requires --gpu-price")
+        return None
+    if not all(price is None or price < float("inf") for price in (store_price, gpu_price)):
+        raise typer.BadParameter("prices must be finite numbers")
+    return Tariff(Prices(gpu_price or 0.0, store_price or 0.0), gpus)
+
+
+def _write(path: Path, page: str) -> None:
+    """Replace the file atomically; an ``OSError`` names ``path``."""
+    work = path.with_name(f".{path.name}.{SYSTEM.token()}")
+    try:
+        work.write_text(page, encoding="utf-8")
+        os.replace(work, path)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from error
+    finally:
+        with contextlib.suppress(FileNotFoundError, NotADirectoryError):  # moved into place, or never created
+            work.unlink()
+
+
+def _fields(history: RunHistory) -> dict[str, object]:
+    versions = []
+    for number, saved in enumerate(history.versions):
+        fields = {name: value for name, value in fields_of(saved).items() if name != "restores"}
+        cost = history.dollars[number] if history.dollars else None
+        versions.append({**fields, "ratio": ratio(saved.stored, saved.raw), "dollars": cost})
+    return {
+        "uri": history.uri,
+        "repository": history.repository,
+        "made": history.made,
+        "live": history.live,
+        "stored": history.live_stored,
+        "versions": versions,
+        "restores": [{**fields_of(restore), "read": dict(restore.read)} for restore in history.restores],
+    }

@@ -1,0 +1,169 @@
+"""Renders a run's history as one HTML page with plots and tables. All text from the repository is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import accumulate
+
+from jinja2 import Environment, PackageLoader, StrictUndefined
+
+from ... import __version__
+from . import report_plots as plots
+from .output import age, count, moment, price, printable, size
+from .run_history import RunHistory, SavedVersion
+
+_BARS = 12  # the latest restores, which are drawn
+_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SOURCES = {
+    "memory": "own node's memory",
+    "peer": "other nodes",
+    "store": "store",
+    "instead": "store, as fallback",
+}
+
+
+@dataclass(frozen=True)
+class Section:
+    """A plot with its title. ``note``: what it shows and omits; without ``plot``, why there is none."""
+
+    title: str
+    note: str
+    plot: str = ""
+
+
+def render(facts: RunHistory) -> str:
+    """Return the whole page."""
+    environment = Environment(
+        loader=PackageLoader("raystow.orchestrator.cli", "."), autoescape=True, undefined=StrictUndefined, trim_blocks=True
+    )
+    environment.filters.update(size=size, moment=moment, printable=printable, seconds=_seconds, dollars=_dollars)
+    template = environment.get_template("report_page.html.j2")
+    return template.render(
+        facts=facts,
+        tiles=_tiles(facts),
+        sections=[_bytes(facts), _ratio(facts), _stall(facts), _restores(facts), _cost(facts)] if facts.versions else [],
+        sources=_SOURCES,
+        software=f"raystow {__version__}",
+    )
+
+
+def _tiles(facts: RunHistory) -> Iterable[tuple[str, str]]:
+    """The figures at the top of the page."""
+    yield "versions", f"{facts.live:,}"
+    yield "stored", size(facts.live_stored)
+    if facts.versions:
+        newest = facts.versions[-1]
+        yield "newest", f"step {newest.step:,} ({age(facts.made - newest.created)} old)"
+        yield "ratio of the newest", _fraction(newest.ratio)
+    if facts.median_stall is not None:
+        yield "stall of a save", f"{_seconds(facts.median_stall)} median, {_seconds(max(facts.stalls))} at most"
+    yield "restores", f"{len(facts.restores):,}"
+
+
+def _bytes(facts: RunHistory) -> Section:
+    raw, stored = [saved.raw for saved in facts.versions], [saved.stored for saved in facts.versions]
+    alt = f"{_span(facts.versions)}: raw {_range(raw, size)}, stored {_range(stored, size)}."
+    unit, series = _in_one_unit({"raw": raw, "stored": stored})
+    plot = plots.lines("bytes", alt, _steps(facts.versions), series, unit=unit)
+    return Section("Size", "Bytes of each version in memory (raw) and in the store (stored).", plot)
+
+
+def _ratio(facts: RunHistory) -> Section:
+    sized = [saved for saved in facts.versions if saved.ratio is not None]
+    ratios = [saved.ratio or 0.0 for saved in sized]
+    note = "Stored bytes divided by raw bytes: smaller is better."
+    if not sized:
+        return Section("Ratio", f"{note} No version has any bytes.")
+    alt = f"{_span(sized)}: ratio {_range(ratios, _fraction)}."
+    return Section("Ratio", note, plots.lines("ratio", alt, _steps(sized), {"ratio": ratios}, unit="", top=1))
+
+
+def _stall(facts: RunHistory) -> Section:
+    known = [saved for saved in facts.versions if saved.stall is not None]
+    note = (
+        "The time that the training loop waited in save and fence, on the rank that waited longest. A slowdown of the loop by "
+        "copies and coding in the background is not included."
+    )
+    if missing := len(facts.versions) - len(known):
+        note += f" Unknown for {missing:,} of {count(len(facts.versions), 'version')}."
+    if not known:
+        return Section("Stall of each save", note)
+    alt = f"{_span(known)}: stall {_range(facts.stalls, _seconds)}, median {_seconds(facts.median_stall)}."
+    plot = plots.dots("stall", alt, _steps(known), [1000 * stall for stall in facts.stalls], unit="milliseconds")
+    return Section("Stall of each save", note, plot)
+
+
+def _restores(facts: RunHistory) -> Section:
+    note = (
+        "The sources that ranks read from, in stored bytes of all ranks. A version records the restores since the version before "
+        "it: restores without a later save, and those of dropped versions, are missing."
+    )
+    drawn = facts.restores[-_BARS:]
+    if not any(restore.read for restore in drawn):
+        return Section("Restores", f"{note} No version records what a restore read.")
+    if len(drawn) < len(facts.restores):
+        note += f" The latest {_BARS} of {len(facts.restores):,} are drawn."
+    labels = [f"{number}: step {restore.step}" for number, restore in enumerate(facts.restores, 1)][-_BARS:]
+    parts = {name: [restore.read.get(source, 0) for restore in drawn] for source, name in _SOURCES.items()}
+    parts = {name: values for name, values in parts.items() if any(values)}
+    total = {name: sum(values) for name, values in parts.items()}
+    alt = f"{count(len(drawn), 'restore')}: " + ", ".join(f"{size(nbytes)} from {name}" for name, nbytes in total.items()) + "."
+    unit, series = _in_one_unit(parts)
+    return Section("Restores", note, plots.stacks("restores", alt, labels, series, unit=unit))
+
+
+def _cost(facts: RunHistory) -> Section:
+    if facts.tariff is None:
+        return Section(
+            "Cost", "No prices were given: --store-price (of a GB for a month) and --gpu-price (of a GPU for an hour)."
+        )
+    prices, gpus = facts.tariff.prices, facts.tariff.gpus
+    gpus_text = "for each rank" if gpus is None else f"for each of {count(gpus, 'GPU')}"
+    note = (
+        f"The cumulative cost of these versions: {price(prices.gb_month)} per GB (10^9 bytes) and month, and "
+        f"{price(prices.gpu_hour)} an hour {gpus_text} during stalls. Requests, transfer and dropped versions are not included."
+    )
+    sums = {
+        "store": list(accumulate(cost.store for cost in facts.dollars)),
+        "store, uncompressed": list(accumulate(cost.raw_store for cost in facts.dollars)),
+        "waiting GPUs": list(accumulate(cost.stall for cost in facts.dollars)),
+    }
+    alt = f"{_span(facts.versions)}: " + ", ".join(f"{name} {_dollars(of[-1])}" for name, of in sums.items()) + " in total."
+    return Section("Cost", note, plots.lines("cost", alt, _steps(facts.versions), sums, unit="dollars"))
+
+
+def _in_one_unit(series: Mapping[str, Sequence[int]]) -> tuple[str, dict[str, list[float]]]:
+    """Convert bytes to the unit that suits the largest value."""
+    most = max((nbytes for values in series.values() for nbytes in values), default=0)
+    power = max(power for power in range(len(_UNITS)) if power == 0 or most >= 1000 * 1024 ** (power - 1))
+    return _UNITS[power], {name: [nbytes / 1024**power for nbytes in values] for name, values in series.items()}
+
+
+def _steps(versions: Sequence[SavedVersion]) -> list[int]:
+    return [saved.step for saved in versions]
+
+
+def _span(versions: Sequence[SavedVersion]) -> str:
+    return f"{count(len(versions), 'version')}, steps {versions[0].step:,} to {versions[-1].step:,}"
+
+
+def _range(values: Sequence[float], show: Callable[[float], str]) -> str:
+    low, high = show(min(values)), show(max(values))
+    return low if low == high else f"{low} to {high}"
+
+
+def _fraction(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.3f}"
+
+
+def _seconds(seconds: float | None) -> str:
+    """Format seconds with three digits; in milliseconds below one second."""
+    if seconds is None:
+        return "-"
+    return f"{seconds * 1000:.3g} ms" if 0 < seconds < 0.9995 else f"{seconds:.3g} s" if seconds < 999.5 else f"{seconds:,.0f} s"
+
+
+def _dollars(amount: float) -> str:
+    """Format dollars; with cents below 1000."""
+    return "under $0.01" if 0 < amount < 0.005 else f"${amount:,.0f}" if amount >= 1000 else f"${amount:,.2f}"

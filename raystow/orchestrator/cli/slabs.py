@@ -1,0 +1,75 @@
+"""Reads tensors in slabs: lists of boxes whose bytes fit into a bounded buffer together."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from ...storage.coding import dtypes
+from ...storage.format.boxes import Box
+from ...storage.reader import Reader, Request
+from ...storage.version import TensorInfo, Version
+from ..save.chunks import cuts
+from ..save.shards import Shard
+from ..save.state_tree import Leaf
+
+
+@dataclass(frozen=True)
+class TensorBox:
+    """A box of a tensor. ``is_chunk``: it is exactly one chunk of the versions that it is read from."""
+
+    name: str
+    dtype: str
+    box: Box
+    is_chunk: bool = False
+
+    @property
+    def nbytes(self) -> int:
+        """Its raw bytes."""
+        return math.prod(self.box[1]) * dtypes.dtype(self.dtype).itemsize
+
+
+def boxes_of(name: str, info: TensorInfo, limit: int) -> Iterator[TensorBox]:
+    """Cut a whole tensor into boxes of at most ``limit`` bytes, in row-major order."""
+    shape = info.shape
+    whole = Shard(Leaf((), name, None, True), info.kind, info.dtype, shape, (0,) * len(shape), shape, (), 0, None)
+    yield from (TensorBox(name, info.dtype, box) for box, _, _ in cuts(whole, limit))
+
+
+def in_slabs(boxes: Iterable[TensorBox], limit: int) -> Iterator[list[TensorBox]]:
+    """Group boxes, in order, into lists of at most ``limit`` bytes or a single box."""
+    slab: list[TensorBox] = []
+    used = 0
+    for box in boxes:
+        if slab and used + box.nbytes > limit:
+            yield slab
+            slab, used = [], 0
+        slab.append(box)
+        used += box.nbytes
+    if slab:
+        yield slab
+
+
+def read_slab(
+    version: Version,
+    reader: Reader,
+    slab: Iterable[TensorBox],
+    buffer: npt.NDArray[np.uint8],
+    progress: Callable[[int], None] = lambda done: None,
+) -> int:
+    """Read the boxes of a slab one after another into ``buffer`` (uint8 [n]), and return their bytes."""
+    requests, end = [], 0
+    for part in slab:
+        item = f"V{dtypes.dtype(part.dtype).itemsize}"
+        target = buffer[end : end + part.nbytes].view(item).reshape(part.box[1])
+        rows = version.chunks[part.name]
+        if part.is_chunk:
+            rows = [row for row in rows if row.offset == part.box[0]]
+        requests.append(Request(part.name, rows, part.box, target))
+        end += part.nbytes
+    reader.fill(requests, progress)
+    return end

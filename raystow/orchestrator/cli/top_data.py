@@ -1,0 +1,187 @@
+"""The state of one run for ``raystow top``, derived from two observations of the cluster."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from ...storage.errors import ClusterError, StateError
+from ...workers.status import NodeStatus, Stage
+from ..coordinator.status import ClusterStatus, CoordinatorStatus, FailedAttempt, OpenAttempt
+from .output import ratio
+
+
+@dataclass(frozen=True)
+class CoordinatorRow:
+    """Whether the coordinator answers, and what identifies it."""
+
+    answers: bool
+    repository: str | None
+    epoch: int | None
+
+
+@dataclass(frozen=True)
+class NewestRow:
+    """The newest version; ``age`` in seconds."""
+
+    id: int
+    step: int
+    created: float
+    age: float
+    raw: int
+    stored: int
+    ratio: float | None
+
+
+@dataclass(frozen=True)
+class CopiesRow:
+    """Bytes that should be copied to other nodes and that have been, and the ids of these nodes."""
+
+    wanted: int
+    present: int
+    partners: Sequence[str]
+
+
+@dataclass(frozen=True)
+class NodeSaveRow:
+    """The part of a node in a save; ``ranks`` by stage."""
+
+    id: int
+    attempt: str
+    step: int
+    ranks: dict[str, list[int]]
+    raw: int
+    coded: int
+    stored: bool
+
+
+@dataclass(frozen=True)
+class NodeRow:
+    """A node worker. Rates in bytes per second are None before the second observation, and after a restart of the worker."""
+
+    node: str
+    answers: bool
+    ranks: int
+    coded_per_second: int | None
+    stored_per_second: int | None
+    uploads: int
+    queue: int
+    queue_limit: int
+    memory: int
+    memory_limit: int
+    copies: CopiesRow
+    saves: Sequence[NodeSaveRow]
+
+
+@dataclass(frozen=True)
+class SilentNode:
+    """A node whose worker does not answer."""
+
+    node: str
+    answers: bool = False
+
+
+@dataclass(frozen=True)
+class RunState:
+    """A run at time ``at``. ``uri`` is None until its coordinator has answered once."""
+
+    uri: str | None
+    at: float
+    trouble: str
+    coordinator: CoordinatorRow
+    newest: NewestRow | None
+    saves: Sequence[OpenAttempt]
+    aborted_in_a_row: int
+    failures: Sequence[FailedAttempt]
+    nodes: Sequence[NodeRow | SilentNode]
+
+
+def run_of(cluster: ClusterStatus, name: str) -> str:
+    """Return the name of the coordinator to watch: ``name``, or the only one if that is empty.
+
+    Raises:
+        ClusterError: there is no such coordinator, or the cluster cannot be observed.
+        StateError: ``name`` is empty and there are several.
+    """
+    if cluster.trouble:
+        raise ClusterError(cluster.trouble)
+    if name in cluster.coordinators:
+        return name
+    runs = sorted(status.uri for status in cluster.coordinators.values() if status is not None)
+    if name or not cluster.coordinators:
+        what = "no job saves to it on this cluster" if name else "no job saves with raystow on this cluster"
+        raise ClusterError(what, remedy=f"jobs save to {', '.join(runs)}" if runs else "start a job with a Checkpointer")
+    if len(cluster.coordinators) > 1:
+        silent = len(cluster.coordinators) - len(runs)
+        names = ", ".join(runs) + (f"{' and ' if runs else ''}{silent} whose coordinator does not answer" if silent else "")
+        raise StateError(f"several jobs save on this cluster: {names}", remedy="give the URI of one of them")
+    return next(iter(cluster.coordinators))
+
+
+def run_state(name: str, before: ClusterStatus, now: ClusterStatus, known: CoordinatorStatus | None) -> RunState:
+    """Return the state of a run.
+
+    Args:
+        name: The name of its coordinator.
+        before: The previous observation, for rates.
+        now: The current observation.
+        known: The last status of the coordinator; None if it has never answered.
+    """
+    uri = known.uri if known is not None else ""
+    nodes = {id: status for id, status in now.nodes.items() if status is None or known is None or uri in status.ranks}
+    return RunState(
+        uri=known.uri if known is not None else None,
+        at=round(now.at, 3),
+        trouble=now.trouble,
+        coordinator=CoordinatorRow(
+            answers=now.coordinators.get(name) is not None,
+            repository=known.repository if known is not None else None,
+            epoch=known.epoch if known is not None else None,
+        ),
+        newest=_newest(known),
+        saves=[replace(one, age=round(one.age, 3), left=round(one.left, 3)) for one in known.attempts] if known else [],
+        aborted_in_a_row=known.aborted_in_a_row if known is not None else 0,
+        failures=[replace(failure, ago=round(failure.ago, 3)) for failure in known.failures] if known is not None else [],
+        nodes=[_node(before.nodes.get(id), status, uri) if status else SilentNode(id) for id, status in nodes.items()],
+    )
+
+
+def _newest(known: CoordinatorStatus | None) -> NewestRow | None:
+    if known is None or known.newest is None:
+        return None
+    entry, age = known.newest, round(known.age or 0.0, 3)
+    return NewestRow(entry.id, entry.step, entry.created, age, entry.raw, entry.stored, ratio(entry.stored, entry.raw))
+
+
+def _node(before: NodeStatus | None, now: NodeStatus, uri: str) -> NodeRow:
+    seconds = now.at - before.at if before is not None else 0.0
+
+    def rate(earlier: int, later: int) -> int | None:
+        return round((later - earlier) / seconds) if seconds > 0 and later >= earlier else None
+
+    return NodeRow(
+        node=now.node,
+        answers=True,
+        ranks=now.ranks.get(uri, 0),
+        coded_per_second=rate(before.raw if before is not None else 0, now.raw),
+        stored_per_second=rate(before.uploaded.get(uri, 0) if before is not None else 0, now.uploaded.get(uri, 0)),
+        uploads=now.uploads,
+        queue=now.queue,
+        queue_limit=now.queue_limit,
+        memory=now.memory,
+        memory_limit=now.memory_limit,
+        copies=CopiesRow(now.copies.expected, now.copies.present, now.copies.partners),
+        saves=[
+            NodeSaveRow(
+                id=attempt.id,
+                attempt=attempt.attempt,
+                step=attempt.step,
+                ranks={stage.value: [rank for rank, at in attempt.ranks.items() if at is stage] for stage in Stage},
+                raw=attempt.raw,
+                coded=attempt.coded,
+                stored=attempt.stored,
+            )
+            for attempt in now.attempts
+            if attempt.repository == uri
+        ],
+    )

@@ -1,0 +1,73 @@
+"""Writes a version as files: safetensors, an index for those that were split, and the plain values as JSON.
+
+Memory is bounded by one slab and the reader's buffers, whatever the size of the tensors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+
+from ...storage.format import values
+from ...storage.version import Version
+from .output_dir import durable_file
+from .safetensors_file import SafetensorsFile
+from .slabs import boxes_of, in_slabs, read_slab
+
+SLAB = 128 << 20
+"""Bytes that are decoded into memory before they are written."""
+
+
+def write_file(path: Path, file: SafetensorsFile, version: Version, progress: Callable[[int], None]) -> None:
+    """Write one safetensors file, slab by slab."""
+    reader, buffer = version.reader(), np.empty(min(SLAB, file.nbytes), np.uint8)
+    metadata = {"raystow.version": str(version.id), "raystow.step": str(version.step)}
+    boxes = (box for tensor in file.tensors for box in boxes_of(tensor.name, tensor.info, SLAB // 2))
+    with durable_file(path) as sink:
+        sink.write(file.header(metadata))
+        for slab in in_slabs(boxes, SLAB):
+            sink.write(buffer[: read_slab(version, reader, slab, buffer, progress)].data)
+
+
+def write_index(folder: Path, parts: list[SafetensorsFile]) -> None:
+    """Write ``<group>.safetensors.index.json`` for a group in several files, as Hugging Face's tools read it."""
+    index = {
+        "metadata": {"total_size": sum(file.nbytes for file in parts)},
+        "weight_map": {placed.name: file.name for file in parts for placed in file.tensors},
+    }
+    write_json(folder / f"{parts[0].group}.safetensors.index.json", index)
+
+
+def plain_values(version: Version) -> dict[str, object]:
+    """Return the content of ``values.json``: ``values`` of rank 0, and ``by_rank`` those that differ between ranks."""
+    by_rank = {
+        name: [{"ranks": sorted(ranks), "value": json.loads(text)} for text, ranks in found.items()]
+        for name, found in value_texts(version).items()
+        if len(found) > 1
+    }
+    return {
+        "version": version.id,
+        "step": version.step,
+        "created": version.created,
+        "metrics": {name: values.encode(value) for name, value in version.metrics.items()},
+        "values": {name: values.encode(value) for name, value in version.values().items()},
+        "by_rank": by_rank,
+    }
+
+
+def value_texts(version: Version) -> dict[str, dict[str, set[int]]]:
+    """Return for each plain value its encoded texts, and for each text the ranks that saved it."""
+    found: dict[str, dict[str, set[int]]] = {}
+    for fragment in version.fragments:
+        for row in fragment.values:
+            found.setdefault(row.name, {}).setdefault(row.text, set()).update(row.ranks)
+    return found
+
+
+def write_json(path: Path, content: object) -> None:
+    """Write a JSON file."""
+    with durable_file(path) as sink:
+        sink.write(json.dumps(content, indent=1, allow_nan=False).encode())

@@ -1,0 +1,1 @@
+"""The interface for training processes: ``Checkpointer``, its options, and the outcome of a save."""

@@ -1,0 +1,378 @@
+"""``Checkpointer``: saves and restores the state of one rank of a training."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ...storage.arguments import integer
+from ...storage.clock import SYSTEM
+from ...storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
+from ...storage.format import key_files
+from ...storage.format.root import Entry
+from ...storage.log import about, here
+from ...storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
+from ...storage.repository import Repository
+from ...storage.retention.policy import Policy
+from ...storage.stores import open_store
+from ...storage.version import Version
+from ...workers import ray_metrics
+from ...workers.cache.host_memory import memory_limit
+from ...workers.node.actor import node_actor
+from ...workers.protocol.messages import PROTOCOL, Begin, OpenSession, RestoreVote
+from ...workers.shm.ring import slot_size
+from ...workers.staging.client import Staging
+from ...workers.staging.plan import SaveOrder
+from .. import argument_checks, ray_cluster
+from ..argument_checks import LONGEST, positive
+from ..coordinator.delta_schedule import Delta
+from ..coordinator.housekeeping import kept_by_a_run
+from ..coordinator.ray_client import RayCoordinatorClient, coordinator_actor
+from ..lossy.profiles import Lossy
+from ..restore.agreement import ClusterAgreement
+from ..restore.latest import restore_latest
+from ..restore.plan import silent
+from ..restore.planner import RestoreOptions
+from ..save.planner import Planner, SavePlan, plan_save
+from .failures import Failures
+from .gpu_codec import usable_codec
+from .memory_share import share_of_memory
+from .options import Compression, Memory, Replication, memory_option, option_group
+from .pending import Pending
+from .rank_discovery import placement
+
+logger = logging.getLogger(__name__)
+
+_START = 120.0  # seconds that an actor may take to start
+_LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
+
+
+class Checkpointer:
+    """Save and restore the state of one rank. Each training process makes one; they need not start at the same time.
+
+    Args:
+        uri: The repository: ``s3://bucket/prefix``, ``file:///path`` or a path. It is created if it does not exist.
+        rank: The rank of this process. None: the rank in Ray Train or torch.distributed; 0 if neither is in use.
+        world_size: The number of ranks. None: the world size in Ray Train or torch.distributed; 1 if neither is in use.
+        retention: The versions to keep. After each save the coordinator applies the policy, deletes versions that were dropped
+            more than an hour ago, and compacts deltas when that frees space. None: every version is kept.
+        timeout: Seconds after which a save that is not durable fails; also the longest time that ``fence`` waits.
+        max_in_flight: Saves that may be in flight. A further ``save`` waits for the oldest one.
+        on_failure: "raise": the next ``save`` or ``fence`` raises ``SaveFailed`` for the first failed save. "warn": failed saves
+            are only logged and counted in ``failures``. An integer n: ``SaveFailed`` is raised after n failures in a row.
+        memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
+        compression: How tensors are encoded.
+        replication: How many other nodes hold a copy of the newest version in memory.
+
+    Attributes:
+        uri: The address of the repository.
+        rank: The rank of this process.
+        world_size: The number of ranks.
+        failures: The failed saves of this rank: ``total``, and ``in_a_row`` since the last save that became durable.
+
+    Raises:
+        StateError: An argument is invalid; nothing has been started then.
+        ClusterError: No Ray cluster is running, or the coordinator does not start.
+        StoreError: The store cannot be read or written.
+        UnsafeStore: The store has no atomic conditional writes.
+
+    Example:
+        >>> with raystow.Checkpointer("s3://bucket/run", memory=2 << 30) as checkpointer:
+        ...     checkpointer.guard(optimizer)
+        ...     checkpointer.restore_latest(into=state)
+        ...     checkpointer.save(state, step=100)
+    """
+
+    def __init__(
+        self,
+        uri: str | os.PathLike[str],
+        *,
+        rank: int | None = None,
+        world_size: int | None = None,
+        retention: Policy | None = None,
+        timeout: float = 600.0,
+        max_in_flight: int = 2,
+        on_failure: str | int = 10,
+        memory: int | Memory = Memory(),  # noqa: B008 (frozen)
+        compression: Compression = Compression(),  # noqa: B008
+        replication: Replication = Replication(),  # noqa: B008
+    ) -> None:
+        address = argument_checks.address(uri)
+        self._store, self._retention = open_store(address), kept_by_a_run(retention, address)
+        self.uri = self._store.uri
+        found_rank, found_world = placement()
+        self.rank = integer("rank", found_rank if rank is None else rank, least=0)
+        self.world_size = integer("world_size", found_world if world_size is None else world_size, least=1)
+        if self.rank >= self.world_size:
+            raise StateError(f"rank is {self.rank} in a world of {self.world_size}", remedy="pass both rank= and world_size=")
+        self._log = about(logger, repository=self.uri, rank=self.rank)
+        self.failures = Failures(on_failure, count=self._count_failure, log=self._log)
+        self._timeout = positive("timeout", timeout, most=LONGEST)
+        self._max_in_flight = integer("max_in_flight", max_in_flight, least=1)
+        self._memory = memory_option(memory)
+        self._compression = option_group("compression", compression, Compression)
+        self._replication = option_group("replication", replication, Replication)
+        self._delta: Delta = compression.delta or 0
+        self._lossy, self._codec = Lossy.of(compression.lossy), usable_codec(compression.codec)
+        ray_cluster.connect()
+        ray_metrics.export()
+        here(node=ray_cluster.node_here())
+        if self._lossy.rules and self.rank == 0:
+            self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
+        self._incarnation = SYSTEM.token()
+        self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
+        self._pending: list[Pending] = []
+        self._staging: Staging | None = None
+        coordinator = coordinator_actor(self.uri).start.remote(PROTOCOL)
+        self._repository_id, self._signed_by = ray_cluster.call(coordinator, _START, f"coordinator of {self.uri}")
+        self._port = RayCoordinatorClient(self.uri)
+        node_actor(RayCoordinatorClient)  # starts in the background and is ready when the first save connects to it
+        self._port.join(self.rank, self._incarnation, self.world_size)
+
+    def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:
+        """Start to save ``state``. Every rank saves the same steps in the same order.
+
+        Returns before the save is durable. The tensors are read in the background: do not change them before ``fence`` returns.
+        Plain tensors and arrays must be equal on all ranks and are stored once; of a DTensor each rank stores its own shards;
+        plain values are stored for each rank.
+
+        Args:
+            state: A dict with string or integer keys of tensors, numpy arrays, numbers, strings, bytes, None, and dicts, lists
+                and tuples of these.
+            step: The training step, from 0 to 2**63 - 1.
+            metrics: Plain values by name. The metrics of all ranks are merged into those of the version.
+
+        Returns:
+            The save in flight. Its ``result()`` waits for the version.
+
+        Raises:
+            StateError: The state holds something that cannot be stored; the message names its path. Nothing is written.
+            SaveFailed: Earlier saves failed and ``on_failure`` asks to raise. Nothing is saved by this call; the next call saves.
+        """
+        start = SYSTEM.monotonic()
+        self.failures.check()
+        step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
+        who = {"rank": self.rank, "world_size": self.world_size}
+        number = next(self._saves)
+        plan = plan_save(state, **who, on_gpu=self._codec != "cpu", planner=self._planner, save=number)
+        self._wait_for_oldest()
+        pending = Pending(step, self._log)
+        begin = Begin(
+            rank=self.rank,
+            world_size=self.world_size,
+            incarnation=self._incarnation,
+            save=number,
+            node="",
+            step=step,
+            timeout=self._timeout,
+            replicated=0,
+            expected=0,
+            metrics=metrics,
+            lossy=self._lossy.told(),
+            retention=self._retention,
+            delta=self._delta,
+        )
+        order = SaveOrder(
+            begin,
+            plan,
+            on_staged=lambda: self._staged(pending),
+            on_end=lambda outcome: self._ended(pending, number, outcome),
+            on_warning=pending._warn,
+            urgent=pending._urgent,
+            stall=lambda: pending.stall,
+        )
+        with pending._blocking(start):
+            try:
+                self._attached(plan).submit(order)
+                self._pending.append(pending)
+            except RaystowError as error:
+                self._ended(pending, number, error)
+        record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
+        return pending
+
+    def fence(self) -> None:
+        """Wait until all tensors given to ``save`` have been read; they may change after this call.
+
+        If a save has not been read after ``timeout`` seconds, it fails; its tensors are not read any more and may change.
+
+        Raises:
+            SaveFailed: Saves failed and ``on_failure`` asks to raise. The tensors may change then, too.
+        """
+        start = SYSTEM.monotonic()
+        waited = [p for p in self._pending if not p.staged(0)]
+        for pending in waited:
+            left = max(0.0, start + self._timeout - SYSTEM.monotonic())
+            with pending._blocking(start):
+                if not pending.staged(left):
+                    what = f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data"
+                    self._conclude(pending, ClusterError(what, subject=f"save of step {pending.step}"))
+                    self._detach(patience=0)
+        if waited:
+            record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
+        self.failures.check()
+
+    def guard(self, optimizer: Any) -> None:
+        """Call ``fence`` before every step of an optimizer.
+
+        Args:
+            optimizer: A ``torch.optim.Optimizer``.
+        """
+        optimizer.register_step_pre_hook(lambda *_: self.fence())
+
+    def restore_latest(
+        self,
+        into: dict[str, Any],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        allow_uncommitted: bool = True,
+        progress: Callable[[int], None] = silent,
+    ) -> Version | None:
+        """Fill ``into`` from the newest version. Every rank calls this, and all restore the same version.
+
+        Bytes come from the memory of the nodes where they are cached, else from the store. If a version is damaged for one rank,
+        the error is logged and all ranks restore the version before it.
+
+        Args:
+            into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values
+                are replaced in the dicts and lists that hold them.
+            strict: Whether names that only one side has are an error; else they are left unchanged.
+            cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
+            allow_uncommitted: Whether to restore a save that is not durable yet, or could not be uploaded, if all of it is in
+                the memory of the nodes.
+            progress: Called with the decoded bytes of each chunk, from several threads.
+
+        Returns:
+            The version, or None if there is none.
+
+        Raises:
+            StateError: Names, shapes or dtypes do not match. ``into`` is unchanged.
+            Damaged: No version is whole.
+            DeadlineExceeded: Another rank did not call within ``timeout`` seconds.
+        """
+        self.fence()
+        begun = SYSTEM.monotonic()
+        number = next(self._restores)
+        vote = RestoreVote(
+            *(self.rank, self.world_size, self._incarnation, number, self._timeout), allow_uncommitted=allow_uncommitted
+        )
+        # Not by ``open``, which reads the store: a version in memory can be restored while the store is down.
+        repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
+        agreement = ClusterAgreement(repository, self._port, vote, self._node_worker, here=ray_cluster.node_here())
+        options = RestoreOptions(self.rank, self.world_size, strict, cast)
+        version = restore_latest(repository, into, agreement, options, progress=progress)
+        if version is not None:
+            record(RESTORE, SYSTEM.monotonic() - begun, repository=self.uri)
+        return version
+
+    def close(self) -> None:
+        """Wait until all saves in flight are durable or have failed, then disconnect from the node worker.
+
+        A failed save does not raise here. The wait for each save ends at its ``timeout``.
+        """
+        for pending in self._pending:
+            self._await(pending)
+        self._detach()
+
+    def __enter__(self) -> Checkpointer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def _wait_for_oldest(self) -> None:
+        self._pending = [p for p in self._pending if not p.done()]
+        while len(self._pending) >= self._max_in_flight:
+            oldest = self._pending[0]
+            what = "%d saves are in flight: waiting for that of step %d"
+            self._log.warning(what, len(self._pending), oldest.step, extra={"step": oldest.step})
+            self._await(oldest)
+            self._pending = self._pending[1:]
+
+    def _await(self, pending: Pending) -> None:
+        """Wait until a save has ended, but not past its deadline; then it counts as failed."""
+        left = pending.begun + self._timeout + _LATE - SYSTEM.monotonic()
+        try:
+            pending.result(max(0.0, left))
+        except DeadlineExceeded:
+            what = f"not durable after {self._timeout:.0f} s, for an unknown reason; it may still become a version"
+            self._conclude(pending, DeadlineExceeded(what, subject=f"save of step {pending.step}"))
+        except RaystowError:
+            pass  # counted and logged when it was reported
+
+    def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
+        if not pending._set_outcome(outcome):
+            return
+        if isinstance(outcome, RaystowError):
+            self.failures.failed(pending.step, outcome)
+        else:
+            self.failures.succeeded()
+            record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
+
+    def _staged(self, pending: Pending) -> None:
+        if not pending.staged(0):
+            record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
+        pending._set_staged()
+
+    def _count_failure(self) -> None:
+        record(FAILED_SAVES, repository=self.uri)
+
+    def _attached(self, plan: SavePlan) -> Staging:
+        """The connection to this node's worker, sized for the first plan; a new one if the worker has died."""
+        if self._staging is not None and self._staging.lost:
+            self._detach()
+        if self._staging is None:
+            memory = self._memory.staging or self._share(plan)
+            coded = memory // 8 if plan.ready else memory // 2  # what a GPU has coded stays in the ring until it is uploaded
+            opening = OpenSession(
+                uri=self.uri,
+                repository=self._repository_id,
+                rank=self.rank,
+                world_size=self.world_size,
+                incarnation=self._incarnation,
+                pid=os.getpid(),
+                ring=memory - coded,
+                slot=slot_size(memory - coded, gpu=bool(plan.ready)),
+                coded=coded,
+                cache=self._memory.cache,
+                replicas=self._replication.replicas,
+                replication_rate=self._replication.rate,
+                process="node" if self._compression.process == "node" else "training",
+            )
+            self._staging = Staging(self._node_worker(), opening, codec=self._codec)
+        return self._staging
+
+    def _node_worker(self) -> str:
+        """The address of this node's worker, started if there is none."""
+        address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), _START, "node worker")
+        return address
+
+    def _share(self, plan: SavePlan) -> int:
+        """The default of ``Memory.staging``."""
+        gpus = max(1, ray_cluster.gpus_here()) if plan.ready else 0
+        return share_of_memory(plan.nbytes if plan.ready else 0, gpus=gpus, machine=memory_limit())
+
+    def _detach(self, *, patience: float = 10.0) -> None:
+        if self._staging is not None:
+            self._staging.close(patience=patience)
+            self._staging = None
+
+    def _ended(self, pending: Pending, number: int, outcome: Entry | RaystowError) -> None:
+        if isinstance(outcome, RaystowError):
+            self._conclude(pending, outcome)
+            # In a thread of its own: a frozen coordinator blocks the call for as long as an answer may take.
+            report = (pending.step, number, outcome)
+            threading.Thread(target=self._report_failure, args=report, name="raystow-report", daemon=True).start()
+        else:
+            self._conclude(pending, Version(self._store, outcome, self._repository_id))
+
+    def _report_failure(self, step: int, number: int, error: RaystowError) -> None:
+        """Tell the coordinator, so that other ranks do not wait for this one. It may know already."""
+        try:
+            self._port.save_failed(self.rank, self._incarnation, number, step, f"rank {self.rank}: {error.what}")
+        except RaystowError as unreachable:
+            self._log.warning("the failure could not be reported to the coordinator: %s", unreachable, extra={"step": step})

@@ -1,0 +1,70 @@
+"""Counts the failed saves of a rank and decides which of them raise in the training process."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable
+
+from ...storage.arguments import integer
+from ...storage.errors import RaystowError, SaveFailed
+from ...storage.log import Log
+from ..argument_checks import one_of
+
+logger = logging.getLogger(__name__)
+
+
+class Failures:
+    """The failed saves of one rank.
+
+    Attributes:
+        total: Failed saves since the ``Checkpointer`` was made.
+        in_a_row: Failed saves since the last one that became durable.
+    """
+
+    def __init__(self, on_failure: str | int, *, count: Callable[[], None], log: logging.Logger | Log = logger) -> None:
+        """``on_failure``: see ``Checkpointer``. ``count`` is called for each failure."""
+        if isinstance(on_failure, str):
+            one_of("on_failure", on_failure, ("raise", "warn"))
+        else:
+            integer("on_failure", on_failure, least=1, instead='"raise" or "warn"')
+        self.total = self.in_a_row = 0
+        self._on_failure, self._count, self._log = on_failure, count, log
+        self._due: SaveFailed | None = None
+        self._lock = threading.Lock()
+
+    def __repr__(self) -> str:
+        return f"Failures(total={self.total}, in_a_row={self.in_a_row})"
+
+    def succeeded(self) -> None:
+        """Note that a save is durable. With "raise", an earlier failure that was not raised yet is still raised."""
+        with self._lock:
+            self.in_a_row = 0
+            if self._on_failure != "raise":
+                self._due = None
+
+    def failed(self, step: int, error: RaystowError) -> None:
+        """Note that a save has failed."""
+        with self._lock:
+            self.total += 1
+            self.in_a_row += 1
+            total, in_a_row = self.total, self.in_a_row
+            if self._on_failure == "raise":
+                self._due = self._due or _save_failed(step, error)
+            elif self._on_failure != "warn" and in_a_row >= int(self._on_failure):
+                remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
+                self._due = SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {error}", remedy=remedy)
+        what = "the save of step %d failed (%d in a row, %d in total): %s"
+        self._log.warning(what, step, in_a_row, total, error, extra={"step": step})
+        self._count()
+
+    def check(self) -> None:
+        """Raise ``SaveFailed`` once if ``on_failure`` asks for it."""
+        with self._lock:
+            due, self._due = self._due, None
+        if due is not None:
+            raise due
+
+
+def _save_failed(step: int, error: RaystowError) -> SaveFailed:
+    return error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=f"save of step {step}")

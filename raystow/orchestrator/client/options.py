@@ -1,0 +1,109 @@
+"""The options of a ``Checkpointer`` in groups. Each value is checked when the group is made; nothing is started by it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import TypeVar
+
+from ...storage.arguments import integer, refused
+from ...storage.errors import StateError
+from ...workers.staging.plan import CODECS, PROCESSES
+from ..argument_checks import memory_of_a_rank, one_of, positive
+from ..coordinator.delta_schedule import AUTO, Delta
+from ..lossy.profiles import Lossy
+from ..lossy.rules import Asked
+
+_Group = TypeVar("_Group")
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Limit the host memory that saves take and that cached versions take.
+
+    Args:
+        staging: Bytes per rank for staged and encoded data together, at least 32 MiB. None: 1 GiB; for a state on GPUs enough
+            for one whole save, but at most this rank's share of half of the machine's memory.
+        cache: Bytes per node (not per rank) for its part of the newest version, which restores read first. A part that does not
+            fit is not cached; 0 turns the cache off. None: a quarter of the machine's memory.
+
+    Raises:
+        StateError: A value is not a number of bytes in the allowed range.
+    """
+
+    staging: int | None = None
+    cache: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.staging is not None:
+            memory_of_a_rank(self.staging, name="Memory.staging", instead="None")
+        if self.cache is not None:
+            integer("Memory.cache", self.cache, least=0, instead="None")
+
+
+@dataclass(frozen=True)
+class Compression:
+    """Choose how tensors are encoded.
+
+    Args:
+        codec: The codec of tensors on a GPU: "auto", "deflate", "zstd", "ans", "raw", or "cpu", which encodes them on the CPU.
+            See ``docs/gpu.md``.
+        process: The process that encodes tensors on a GPU. "training": the training process, which slows training least.
+            "node": the node worker; the training process only copies tensors to 256 MiB of shared device memory.
+        lossy: Tensors that are stored with fewer bits: the profile "resume-bounded" or "archive", or rules by group such as
+            ``{"exp_avg": MantissaBits(5)}``. None: every bit is stored. See ``docs/compression.md``.
+        delta: The number of versions in a row that may be stored as deltas to one whole version, for tensors that the CPU
+            encodes. "auto": as many as reduce the total size, at most 16. None: every version is whole. See ``docs/tuning.md``.
+
+    Raises:
+        StateError: A value is not one of those listed.
+    """
+
+    codec: str = "auto"
+    process: str = "training"
+    lossy: Mapping[str, Asked] | str | None = None
+    delta: Delta | None = AUTO
+
+    def __post_init__(self) -> None:
+        one_of("Compression.codec", self.codec, CODECS)
+        one_of("Compression.process", self.process, PROCESSES)
+        Lossy.of(self.lossy)
+        if self.delta is not None and self.delta != AUTO:
+            integer("Compression.delta", self.delta, least=1, instead='"auto" or None')
+
+
+@dataclass(frozen=True)
+class Replication:
+    """Choose how many other nodes hold a copy of the newest version in memory.
+
+    Args:
+        replicas: The number of other nodes. Nodes with a different ``zone`` label are preferred. 0: no copies.
+        rate: The most bytes per second that each node sends for replication. None: no limit.
+
+    Raises:
+        StateError: ``replicas`` is not an integer of at least 0, or ``rate`` is not a number above 0.
+    """
+
+    replicas: int = 1
+    rate: float | None = None
+
+    def __post_init__(self) -> None:
+        integer("Replication.replicas", self.replicas, least=0)
+        if self.rate is not None:
+            positive("Replication.rate", self.rate, instead="None")
+
+
+def memory_option(memory: int | Memory) -> Memory:
+    """The memory option as a ``Memory``: an integer is its ``staging``."""
+    if isinstance(memory, Memory):
+        return memory
+    if type(memory) is not int:
+        raise refused("memory", memory, "bytes of staging memory, or a raystow.Memory")
+    return Memory(staging=memory)
+
+
+def option_group(name: str, value: object, kind: type[_Group]) -> _Group:
+    """``value`` if it is of the option's class."""
+    if not isinstance(value, kind):
+        raise StateError(f"{name} is {value!r:.80}", remedy=f"give a raystow.{kind.__name__}")
+    return value

@@ -1,0 +1,115 @@
+"""A save in flight."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import contextlib
+import logging
+import threading
+from collections.abc import Iterator
+
+from ...storage.clock import SYSTEM
+from ...storage.errors import DeadlineExceeded, RaystowError
+from ...storage.log import Log
+from ...storage.version import Version
+
+logger = logging.getLogger(__name__)
+
+
+class Pending:
+    """A save in flight: first *staged* (its tensors have been read), then *durable* (it is a version) or failed.
+
+    Attributes:
+        step: The step given to ``save``.
+        begun: When ``save`` was called, in monotonic seconds.
+        warnings: Problems that the node worker found in the state; complete when the save is done, and also logged.
+    """
+
+    def __init__(self, step: int, log: logging.Logger | Log = logger) -> None:
+        self.step, self._log = step, log
+        self.begun = SYSTEM.monotonic()
+        self.warnings: tuple[str, ...] = ()
+        self._blocked: tuple[float, float | None] = 0.0, None  # seconds so far, and since when the caller waits
+        self._staged = threading.Event()
+        self._urgent = threading.Event()
+        self._outcome: concurrent.futures.Future[Version] = concurrent.futures.Future()
+
+    def __repr__(self) -> str:
+        state = "failed" if self.done() and self._outcome.exception() else "durable" if self.done() else "in flight"
+        return f"Pending(step={self.step}, {state})"
+
+    @property
+    def stall(self) -> float:
+        """Seconds that ``save`` and ``fence`` have blocked the caller for this save so far."""
+        before, since = self._blocked
+        return before if since is None else before + SYSTEM.monotonic() - since
+
+    def done(self) -> bool:
+        """Tell whether the save has ended.
+
+        Returns:
+            True once it is durable or has failed.
+        """
+        return self._outcome.done()
+
+    def staged(self, timeout: float | None = None) -> bool:
+        """Wait until the tensors of the save may change.
+
+        A wait raises the priority of reading them over other work of the GPU.
+
+        Args:
+            timeout: Seconds to wait. None: no limit. 0 polls, without raising the priority.
+
+        Returns:
+            Whether the tensors may change. True for a save that has failed.
+        """
+        if timeout != 0:
+            self._urgent.set()
+        return self._staged.wait(timeout)
+
+    def result(self, timeout: float | None = None) -> Version:
+        """Wait for the version.
+
+        Args:
+            timeout: Seconds to wait. None: no limit.
+
+        Returns:
+            The committed version.
+
+        Raises:
+            SaveFailed: The save has failed.
+            DeadlineExceeded: The save has not ended after ``timeout`` seconds.
+        """
+        try:
+            return self._outcome.result(timeout)
+        except concurrent.futures.TimeoutError:
+            raise DeadlineExceeded(f"not durable after {timeout:g} s", subject=f"save of step {self.step}") from None
+
+    @contextlib.contextmanager
+    def _blocking(self, since: float) -> Iterator[None]:
+        """Count the time that the caller waits for this save, from ``since`` (monotonic seconds) on."""
+        before = self._blocked[0]
+        self._blocked = before, since
+        try:
+            yield
+        finally:
+            self._blocked = before + SYSTEM.monotonic() - since, None
+
+    def _set_staged(self) -> None:
+        self._staged.set()
+
+    def _warn(self, text: str) -> None:
+        self._log.warning("save of step %d: %s", self.step, text, extra={"step": self.step})
+        self.warnings += (text,)
+
+    def _set_outcome(self, outcome: Version | RaystowError) -> bool:
+        """End the save; False if it had ended before."""
+        try:
+            if isinstance(outcome, RaystowError):
+                self._outcome.set_exception(outcome)
+            else:
+                self._outcome.set_result(outcome)
+        except concurrent.futures.InvalidStateError:
+            return False
+        self._staged.set()
+        return True

@@ -1,0 +1,330 @@
+"""The coordinator as a Ray actor: one for each repository, detached, on the head node, restarted without limit."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import itertools
+import logging
+import platform
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any
+
+import ray
+
+from ... import __version__
+from ...storage import metrics
+from ...storage.clock import SYSTEM
+from ...storage.coding.digest import stored_digest
+from ...storage.committer import Committer
+from ...storage.errors import RaystowError, SaveFailed
+from ...storage.format import key_files
+from ...storage.format.root import Entry
+from ...storage.format.signature import PublicKey
+from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
+from ...storage.log import about, here
+from ...storage.repository import create_repository
+from ...storage.retention.policy import Policy
+from ...workers import ray_metrics
+from ...workers.node.actor import holders
+from ...workers.protocol.messages import (
+    CODEC,
+    COORDINATOR_REQUESTS,
+    PROTOCOL,
+    Acknowledged,
+    AwaitRanks,
+    Begin,
+    Committed,
+    JoinRun,
+    NoVersion,
+    PartFailed,
+    PartStaged,
+    PartStored,
+    RankDisconnected,
+    RankFinished,
+    RankSaveFailed,
+    RestoreChoice,
+    RestoreVote,
+    Ticket,
+    check_protocol,
+)
+from ..restore.rounds import RestoreRounds
+from ..restore.version_cache import VersionCache
+from .attempt import Attempt, Phase
+from .attempts import Coordinator
+from .housekeeping import Housekeeping
+from .status import CoordinatorStatus, failed_attempts, open_attempts
+
+logger = logging.getLogger(__name__)
+
+_TICK = 0.5  # seconds between checks of deadlines and nodes
+
+
+class CoordinatorActor:
+    """Lets calls wait for the state machine, and runs its store operations in threads."""
+
+    def __init__(self, uri: str) -> None:
+        ray_metrics.export()
+        here(node=ray.get_runtime_context().get_node_id())
+        self._uri, self._began = uri, SYSTEM.now()
+        self._core: Coordinator | None = None
+        self._starting = asyncio.Lock()
+        self._changed = asyncio.Condition()
+        self._reported = (0, 0)
+        self._restoring = asyncio.Lock()
+        self._offers: tuple[int, dict[str, RestoreChoice]] = (0, {})
+        self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
+        self._keeper: asyncio.Task[None] | None = None
+        self._chores: asyncio.Task[None] | None = None
+
+    async def start(self, protocol: str = PROTOCOL) -> tuple[str, tuple[PublicKey, ...]]:
+        """Make or open the repository and take the next epoch; the repository's id, and whose signatures it asks for. Only the
+        first call does anything."""
+        check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
+        async with self._starting:
+            if self._core is None:
+                signer = key_files.signer()
+                repository = await asyncio.to_thread(create_repository, self._uri, signer=signer)
+                self._committer = await asyncio.to_thread(Committer, repository, f"{platform.node()}-{SYSTEM.token()}", signer)
+                writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
+                self._known = VersionCache(repository)
+                await asyncio.to_thread(self._known.versions)  # cached while the store answers
+                self._rounds = RestoreRounds(repository, SYSTEM, self._known, on_fall_back=self._count_damage)
+                self._housekeeping = Housekeeping(self._committer)
+                self._core = Coordinator(self._committer, SYSTEM, writer=writer)
+                self._keeper = asyncio.create_task(self._keep())
+        return self._committer.catalog.id, self._committer.catalog.signed_by
+
+    async def overview(self) -> CoordinatorStatus | None:
+        """The status; None before ``start``."""
+        core, newest = self._core, self._known.newest if self._core is not None else None
+        if core is None:
+            return None
+        now, age = SYSTEM.monotonic(), None if newest is None else SYSTEM.now() - newest.created
+        attempts = open_attempts(core.attempts, now), failed_attempts(core.attempts, now)
+        repository, epoch = self._committer.catalog.id, self._committer.epoch
+        return CoordinatorStatus(self._uri, repository, epoch, newest, age, core.aborted_in_a_row, *attempts)
+
+    async def join(self, rank: int, incarnation: str, world_size: int) -> None:
+        """See ``Coordinator.join``."""
+        await self._apply(lambda core: core.join(rank, incarnation, world_size))
+        async with self._restoring:
+            self._rounds.left(rank, incarnation)
+
+    async def begin(self, begin: Begin) -> Ticket:
+        """See ``Coordinator.begin``."""
+        ticket: Ticket = await self._apply(lambda core: core.begin(begin))
+        return ticket
+
+    async def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        """See ``Coordinator.finished``."""
+        await self._apply(lambda core: core.finished(ticket, rank, covered))
+
+    async def wait_complete(self, ticket: Ticket) -> None:
+        """Return when every rank has finished."""
+        await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
+
+    async def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """See ``Coordinator.staged``."""
+        await self._apply(lambda core: core.staged(ticket, info, packs))
+
+    async def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
+        """Take a node's fragment, and return when the attempt is a version."""
+        await self._apply(lambda core: core.fragment(ticket, info, packs))
+        attempt = await self._until(ticket, lambda attempt: attempt.phase.over)
+        assert attempt.entry is not None
+        return attempt.entry
+
+    async def failed(self, ticket: Ticket, reason: str) -> None:
+        """See ``Coordinator.failed``."""
+        await self._apply(lambda core: core.failed(ticket, reason))
+
+    async def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        """See ``Coordinator.save_failed``."""
+        await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
+
+    async def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+        """See ``Coordinator.rank_disconnected``."""
+        await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
+
+    async def handle(self, protocol: str, data: bytes) -> bytes:
+        """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded."""
+        check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
+        return CODEC.encode(await self._answer(CODEC.decode(data, *COORDINATOR_REQUESTS)))
+
+    async def _answer(self, request: object) -> object:
+        match request:
+            case Begin():
+                return await self.begin(request)
+            case PartStored(ticket, info, packs):
+                return Committed(await self.fragment(ticket, info, packs))
+            case JoinRun(rank, incarnation, world_size):
+                await self.join(rank, incarnation, world_size)
+            case RankFinished(ticket, rank, covered):
+                await self.finished(ticket, rank, covered)
+            case AwaitRanks(ticket):
+                await self.wait_complete(ticket)
+            case PartStaged(ticket, info, packs):
+                await self.staged(ticket, info, packs)
+            case PartFailed(ticket, reason):
+                await self.failed(ticket, reason)
+            case RankSaveFailed(rank, incarnation, save, step, reason):
+                await self.save_failed(rank, incarnation, save, step, reason)
+            case RankDisconnected(rank, incarnation, reason):
+                await self.rank_disconnected(rank, incarnation, reason)
+        return Acknowledged()
+
+    async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
+        """As ``settle``, encoded. Records that are known here come through the object store: once to each node, and not to each
+        rank."""
+        check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
+        choice = await self.settle(CODEC.decode(data, RestoreVote))
+        if choice is None:
+            return CODEC.encode(NoVersion()), None
+        records = choice.records
+        if not any(records):
+            return CODEC.encode(choice), None
+        if records != self._shared[0]:
+            self._shared = records, ray.put(records)
+        return CODEC.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
+
+    async def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+        """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
+        await self.start()
+        assert self._core is not None
+        async with self._restoring:
+            held = await self._held() if vote.tried is None else None
+            round = await asyncio.to_thread(self._rounds.vote, vote, held)
+            self._core.restored(self._rounds.restored())
+        await self._tell()
+        async with self._changed:
+            await self._changed.wait_for(lambda: round.answers(vote.tried))
+        entry = round.answer(vote.tried)
+        if entry is None or entry == vote.tried:
+            return None if entry is None else RestoreChoice(entry)
+        if round.held is not None and entry == round.held.entry:
+            return replace(round.held, company=round.company)
+        async with self._restoring:
+            choice = await self._offer(entry.attempt, lambda: (entry, b""))
+            return replace(choice, company=round.company)
+
+    async def _offer(self, attempt: str, describe: Callable[[], tuple[Entry, bytes]]) -> RestoreChoice:
+        """The restore choice of an attempt. ``describe``: its entry, and its record if it is not a version yet. The contents of
+        node memories are requested once for all ranks, and again after a change of any round."""
+        if self._offers[0] != self._rounds.changes:
+            self._offers = self._rounds.changes, {}
+        offers = self._offers[1]
+        if attempt not in offers:
+            entry, promised = describe()
+            near = await holders(self._committer.catalog.id)
+            known = {entry: promised} if promised else {}
+            offers[attempt] = RestoreChoice.of(
+                entry, self._known.entries, near, lambda of: known.get(of) or self._committer.record(of)
+            )
+        return offers[attempt]
+
+    async def _held(self) -> RestoreChoice | None:
+        """The newest save that is not a version but is complete in the memory of live nodes."""
+        assert self._core is not None
+        for record in () if self._committer.signs else self._core.held():
+            choice = await self._offer(record.attempt, functools.partial(_promised, record))
+            if all(info.node in choice.near for info in record.fragments):
+                return choice
+        return None
+
+    async def _apply(self, change: Callable[[Coordinator], Any]) -> Any:
+        await self.start()
+        assert self._core is not None
+        try:
+            return change(self._core)
+        finally:
+            await self._tell()
+
+    async def _tell(self) -> None:
+        """Wake the waiting calls if anything has changed: waking thousands of them at each of ten thousands of calls takes
+        minutes."""
+        assert self._core is not None
+        news = self._core.changes, self._rounds.changes
+        if news != self._reported:
+            self._reported = news
+            async with self._changed:
+                self._changed.notify_all()
+
+    async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
+        await self.start()
+        assert self._core is not None
+        attempt = self._core.attempt(ticket)
+        async with self._changed:
+            await self._changed.wait_for(lambda: reached(attempt))
+        if attempt.phase is Phase.ABORTED:
+            raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}")
+        return attempt
+
+    async def _keep(self) -> None:
+        """Commit complete attempts at once; check deadlines and nodes periodically."""
+        assert self._core is not None
+        core = self._core
+        while True:
+            try:
+                while (attempt := core.next_commit()) is not None:
+                    core.settled(attempt, await asyncio.to_thread(self._commit, core.record(attempt)))
+                    await self._tell()
+                    if attempt.entry is not None:
+                        self._known.committed(attempt.entry)
+                    if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
+                        self._apply_retention(attempt.retention)
+                core.tick()
+                async with self._restoring:
+                    await asyncio.to_thread(self._rounds.tick)
+                core.nodes_alive({node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]})
+                await self._tell()
+                for id, token in core.abandoned():
+                    await asyncio.to_thread(self._discard, id, token)
+                self._measure(core)
+            except Exception:
+                logger.exception("a periodic task of the coordinator failed; it continues")
+            async with self._changed:
+                try:
+                    await asyncio.wait_for(self._changed.wait_for(lambda: core.next_commit() is not None), _TICK)
+                except asyncio.TimeoutError:
+                    pass
+
+    def _apply_retention(self, policy: Policy) -> None:
+        """Run retention in a thread. A policy that comes during a run waits for the next commit."""
+        if self._chores is None or self._chores.done():
+            bases = self._core.bases if self._core is not None else ()
+            self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy, bases))
+
+    def _count_damage(self) -> None:
+        metrics.record(metrics.DAMAGED, repository=self._uri)
+
+    def _measure(self, core: Coordinator) -> None:
+        """Set the gauges again: Ray drops them after some seconds."""
+        newest = self._known.newest
+        if newest is not None and newest.raw:
+            metrics.record(metrics.RATIO, newest.stored / newest.raw, repository=self._uri)
+        metrics.record(metrics.NEWEST, self._began if newest is None else newest.created, repository=self._uri)
+        metrics.record(metrics.OPEN, sum(not attempt.phase.over for attempt in core.attempts), repository=self._uri)
+        metrics.record(metrics.ABORTED_IN_A_ROW, core.aborted_in_a_row, repository=self._uri)
+
+    def _commit(self, version: VersionRecord) -> Entry | RaystowError:
+        begun = SYSTEM.monotonic()
+        try:
+            return self._committer.commit(version).entry
+        except RaystowError as error:
+            return error
+        finally:
+            metrics.record(metrics.COMMIT, SYSTEM.monotonic() - begun, repository=self._uri)
+
+    def _discard(self, id: int, attempt: str) -> None:
+        try:
+            self._committer.discard(id, attempt)
+        except RaystowError as error:
+            log = about(logger, repository=self._uri, version=id, attempt=attempt)
+            log.warning("objects of the abandoned attempt %d stay until the next collection: %s", id, error)
+
+
+def _promised(record: VersionRecord) -> tuple[Entry, bytes]:
+    data = record.dump()
+    return record.entry(stored_digest(data), len(data)), data

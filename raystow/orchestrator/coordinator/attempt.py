@@ -1,0 +1,106 @@
+"""One attempt to make a version, and the record that makes a complete attempt a version."""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+
+from ...storage.committer import Committer
+from ...storage.format.root import Entry
+from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
+from ...storage.retention.policy import Policy
+
+
+class Phase(enum.Enum):
+    """The state of an attempt."""
+
+    GATHERING = "waiting for ranks"
+    SEALING = "waiting for manifest fragments"
+    READY = "waiting for the commit"
+    COMMITTED = "a version"
+    ABORTED = "given up"
+
+    @property
+    def over(self) -> bool:
+        """Whether the phase is final."""
+        return self in (Phase.COMMITTED, Phase.ABORTED)
+
+
+NodeResult = tuple[FragmentInfo, tuple[PackInfo, ...]]
+"""What one node has stored: its manifest fragment and its packs."""
+
+
+@dataclass
+class Attempt:
+    """One attempt to make a version.
+
+    ``ranks``: rank -> its node. ``saves``: rank -> the number of its save. ``owned_dtensors``: DTensor -> the first rank of its
+    mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: results by node number, complete in memory and
+    durable. ``created``: when all was staged. ``promised``: the record that it will have. ``restores``: restores that its record
+    reports. ``base``: the version that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``opened``,
+    ``deadline``, ``ended``: monotonic seconds.
+    """
+
+    id: int
+    attempt: str
+    step: int
+    world_size: int
+    opened: float = 0.0
+    deadline: float = 0.0
+    phase: Phase = Phase.GATHERING
+    reason: str = ""
+    metrics: dict[str, object] = field(default_factory=dict)
+    coding: dict[str, str] = field(default_factory=dict)
+    lossy: dict[str, str] = field(default_factory=dict)
+    retention: Policy | None = None
+    ranks: dict[int, str] = field(default_factory=dict)
+    saves: dict[int, int] = field(default_factory=dict)
+    replicated: dict[int, int] = field(default_factory=dict)
+    owned_dtensors: dict[str, int] = field(default_factory=dict)
+    nodes: dict[str, int] = field(default_factory=dict)
+    staged: dict[int, NodeResult] = field(default_factory=dict)
+    created: float = 0.0
+    restores: tuple[RestoreInfo, ...] = ()
+    promised: VersionRecord | None = None
+    expected: int = 0
+    covered: dict[int, int] = field(default_factory=dict)
+    stored: dict[int, NodeResult] = field(default_factory=dict)
+    entry: Entry | None = None
+    swept: bool = False
+    generation: int = 0
+    base: Entry | None = None
+    deltas: bool = False
+    ended: float = 0.0
+
+    def forget_parts(self) -> None:
+        """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""
+        self.ranks, self.saves, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}
+        self.covered, self.staged, self.stored, self.promised = {}, {}, {}, None
+
+    def ranks_of(self, node: str) -> list[int]:
+        """The ranks of a node."""
+        return sorted(rank for rank, home in self.ranks.items() if home == node)
+
+
+def version_record(
+    committer: Committer, attempt: Attempt, results: Mapping[int, NodeResult], *, created: float, writer: Mapping[str, str]
+) -> VersionRecord:
+    """The record of an attempt with these results, by node number. ``writer``: names and versions of the software."""
+    parts = [result for _, result in sorted(results.items())]
+    return VersionRecord(
+        repository=committer.catalog.id,
+        id=attempt.id,
+        attempt=attempt.attempt,
+        epoch=committer.epoch,
+        step=attempt.step,
+        created=created,
+        world_size=attempt.world_size,
+        metrics=attempt.metrics,
+        coding=attempt.coding,
+        lossy=attempt.lossy,
+        writer=dict(writer),
+        fragments=tuple(info for info, _ in parts),
+        packs=tuple(pack for _, packs in parts for pack in packs),
+        restores=attempt.restores,
+    )

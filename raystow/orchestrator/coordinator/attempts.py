@@ -1,0 +1,339 @@
+"""The state machine of the coordinator: gathers reports of ranks and nodes, and makes versions of complete attempts.
+
+No call waits, and none uses the store. Each call reports an event; callers that wait check ``phase``. The state is lost with the
+process: a restarted coordinator takes a new epoch and starts from the repository.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+
+from ...storage.clock import Clock
+from ...storage.committer import Committer
+from ...storage.errors import Fenced, RaystowError, SaveFailed
+from ...storage.format.root import Entry
+from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
+from ...storage.log import Log, about
+from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
+from ...workers.protocol.coordinator_client import MODULUS
+from ...workers.protocol.messages import Begin, Ticket
+from .attempt import Attempt, Phase, version_record
+from .delta_schedule import DeltaGroup, after
+
+logger = logging.getLogger(__name__)
+
+_MISSED = 16  # steps of which failed saves are remembered
+_RESTORES = 16  # restores that the next version reports
+
+
+class Coordinator:
+    """Not thread-safe. ``writer``: names and versions of the software for version records."""
+
+    def __init__(self, committer: Committer, clock: Clock, *, writer: dict[str, str]) -> None:
+        self._committer, self._clock, self._writer = committer, clock, writer
+        self._members: dict[int, str] = {}
+        self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
+        self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its failed save, and the reason
+        self._generation = 0
+        self._world_size: int | None = None  # of that generation, once known
+        self._attempts: dict[str, Attempt] = {}
+        self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
+        self._row: DeltaGroup | None = None  # of the newest whole version
+        self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
+        self.changes = 0
+        """The number of phase changes of all attempts."""
+        self.aborted_in_a_row = 0
+        """Attempts aborted since the newest version."""
+
+    @property
+    def attempts(self) -> list[Attempt]:
+        """The open attempts, and the newest of those that are over."""
+        return list(self._attempts.values())
+
+    @property
+    def bases(self) -> set[int]:
+        """Ids of the versions that open and future saves may be deltas to. They must not be dropped."""
+        named = {attempt.base.id for attempt in self._open(*Phase) if attempt.base is not None}
+        return named if self._row is None else named | {self._row.whole.id}
+
+    def join(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
+        """A process has taken a rank. Attempts that wait for the rank's previous process, or have a part of it, are aborted.
+
+        The first rank that joins again, or with another world size, starts a new generation. Attempts of the new generation
+        continue while its other ranks join.
+        """
+        previous = self._members.get(rank)
+        if previous == incarnation:
+            return
+        self._members[rank] = incarnation
+        for missed in self._missed.values():
+            missed.pop(rank, None)
+        resized = world_size is not None and self._world_size not in (None, world_size)
+        if resized or (previous is not None and self._joined[rank] == self._generation):
+            self._generation += 1
+        self._world_size = world_size or self._world_size
+        self._joined[rank] = self._generation
+        for attempt in self._open(Phase.GATHERING):
+            if rank in attempt.ranks or (previous is not None and attempt.generation < self._generation):
+                self._abort(attempt, f"rank {rank} was restarted")
+
+    def begin(self, begin: Begin) -> Ticket:
+        """A rank starts to save a step. Returns the ticket of its attempt, which the first rank opens."""
+        if begin.rank not in self._members:  # it joined before this coordinator was restarted
+            self.join(begin.rank, begin.incarnation, begin.world_size)
+        if self._members[begin.rank] != begin.incarnation:
+            raise SaveFailed("a newer process has taken up this rank", subject=f"rank {begin.rank}", remedy="end this process")
+        for attempt in self._open(Phase.GATHERING):
+            if attempt.world_size != begin.world_size:
+                self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
+        attempt = self._joinable(begin) or self._new(begin)
+        if begin.rank not in attempt.ranks:
+            attempt.ranks[begin.rank], attempt.saves[begin.rank] = begin.node, begin.save
+            attempt.replicated[begin.rank] = begin.replicated
+            attempt.metrics.update(begin.metrics)
+            attempt.coding.update(begin.coding)
+            attempt.lossy.update(begin.lossy)
+            attempt.retention = begin.retention or attempt.retention
+            attempt.expected += begin.expected
+            self._check_owners(attempt, begin)
+        number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
+        self._abort_if_missed(attempt)
+        left = max(0.0, attempt.deadline - self._clock.monotonic())
+        return Ticket(attempt.id, attempt.attempt, number, left, attempt.step, attempt.base, attempt.deltas)
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        """All shards of a rank are coded on its node."""
+        attempt = self._of(ticket, Phase.GATHERING)
+        attempt.covered[rank] = covered
+        if len(attempt.covered) < attempt.world_size:
+            return
+        odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
+        if odd:
+            self._abort(
+                attempt,
+                f"ranks {odd} hold other plain tensors than rank 0: all ranks must hold the same (names, shapes and dtypes), "
+                "since they are stored once; shard what differs as DTensors",
+            )
+            return
+        if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
+            self._abort(attempt, "the shards of all ranks do not add up to whole tensors: the ranks disagree on their placements")
+            return
+        self._enter(attempt, Phase.SEALING)
+
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """A node's packs and fragment are complete in memory, and being uploaded."""
+        attempt = self._of(ticket, Phase.SEALING)
+        attempt.staged[ticket.node] = info, tuple(packs)
+        if len(attempt.staged) == len(attempt.nodes):
+            attempt.created = self._clock.now()
+            attempt.restores, self._restores = self._restores, ()
+
+    def restored(self, restores: Sequence[RestoreInfo]) -> None:
+        """The run has restored versions; its next version reports them."""
+        self._restores = (*self._restores, *restores)[-_RESTORES:]
+
+    def held(self) -> list[VersionRecord]:
+        """The records of attempts that are not versions but were staged completely, so they may be in memory. Newest first; of
+        aborted attempts only the newest, until a newer one is a version."""
+        staged = [self._promise(attempt) for attempt in self._open(Phase.SEALING, Phase.READY) if attempt.created]
+        staged += [self._lost] if self._lost is not None else []
+        return sorted(staged, key=lambda record: record.id, reverse=True)
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """A node's packs and fragment are durable."""
+        attempt = self.attempt(ticket)
+        if attempt.phase is Phase.COMMITTED or ticket.node in attempt.stored:
+            return  # reported before; the answer was lost
+        attempt = self._of(ticket, Phase.SEALING)
+        attempt.stored[ticket.node] = info, tuple(packs)
+        if len(attempt.stored) == len(attempt.nodes):
+            self._enter(attempt, Phase.READY)
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        """A node cannot complete its part."""
+        attempt = self._attempts.get(ticket.attempt)
+        if attempt is not None and not attempt.phase.over:
+            self._abort(attempt, reason)
+
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        """A save of a rank has failed. Its attempt is aborted, and any other attempt that would wait for it until its deadline,
+        also one that another rank opens later."""
+        if rank not in self._members:
+            self.join(rank, incarnation)
+        if self._members[rank] != incarnation:
+            return
+        self._missed.setdefault(step, {})[rank] = save, reason
+        if len(self._missed) > _MISSED:
+            del self._missed[next(iter(self._missed))]
+        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+            if attempt.step == step and attempt.saves.get(rank) == save:
+                self._abort(attempt, reason)
+            else:
+                self._abort_if_missed(attempt)
+
+    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+        """The process of a rank has ended. Data that it had delivered still counts."""
+        if self._members.get(rank) == incarnation:
+            for attempt in self._open(Phase.GATHERING):
+                if rank not in attempt.ranks:
+                    self._abort(attempt, reason)
+
+    def nodes_alive(self, alive: set[str]) -> None:
+        """Abort the attempts that need a node which is not alive."""
+        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+            for node, number in attempt.nodes.items():
+                if node not in alive and number not in attempt.stored:
+                    self._abort(attempt, f"node {node} died with the shards of ranks {attempt.ranks_of(node)}")
+                    break
+
+    def tick(self) -> None:
+        """Abort the attempts that are past their deadline; the reason names the missing ranks or nodes."""
+        now = self._clock.monotonic()
+        for attempt in self._open(Phase.GATHERING, Phase.SEALING):
+            if now < attempt.deadline:
+                continue
+            seconds = attempt.deadline - attempt.opened
+            if attempt.phase is Phase.GATHERING:
+                missing = sorted(set(range(attempt.world_size)) - set(attempt.covered))
+                self._abort(attempt, f"ranks {missing} had not delivered their shards after {seconds:.0f} s")
+            else:
+                late = sorted(node for node, number in attempt.nodes.items() if number not in attempt.stored)
+                self._abort(attempt, f"nodes {late} had not stored their shards after {seconds:.0f} s")
+
+    def next_commit(self) -> Attempt | None:
+        """The attempt to commit now: it is complete, and no older one is open, so versions have the order of saves."""
+        oldest = min((a for a in self._attempts.values() if not a.phase.over), key=lambda a: a.id, default=None)
+        return oldest if oldest is not None and oldest.phase is Phase.READY else None
+
+    def record(self, attempt: Attempt) -> VersionRecord:
+        """The record that makes a complete attempt a version. Commit it, then call ``settled``."""
+        results = attempt.stored if attempt.phase is Phase.READY else attempt.staged
+        created = attempt.created or self._clock.now()
+        return version_record(self._committer, attempt, results, created=created, writer=self._writer)
+
+    def settled(self, attempt: Attempt, outcome: Entry | RaystowError) -> None:
+        """Note the result of a commit: the root's entry, or the error."""
+        if isinstance(outcome, Entry):
+            attempt.entry = outcome
+            if not (attempt.deltas and outcome.bases):
+                self._row = after(self._row, outcome, attempt.base if attempt.deltas else None)
+            elif self._row is not None:
+                self._row = self._row.difference(outcome)
+            self.aborted_in_a_row = 0
+            self._enter(attempt, Phase.COMMITTED)
+            self._measure(outcome)
+            if self._lost is not None and self._lost.id < attempt.id:
+                self._lost = None
+            told = (outcome.id, outcome.step, outcome.stored, outcome.raw)
+            self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *told)
+            return
+        if isinstance(outcome, Fenced):
+            for other in self._open(*Phase):
+                self._abort(other, str(outcome))
+            return
+        self._abort(attempt, f"the commit failed: {outcome}")
+        if self._row is not None and attempt.base == self._row.whole:  # the base may be dropped: the next save is whole
+            self._row = None
+        # Unless the root refused it, a pending write may still make it a version: its objects must stay until a collection has
+        # spent the id.
+        attempt.swept = not isinstance(outcome, SaveFailed)
+
+    def attempt(self, ticket: Ticket) -> Attempt:
+        """The attempt of a ticket; ``SaveFailed`` if the coordinator was restarted since."""
+        attempt = self._attempts.get(ticket.attempt)
+        if attempt is None:
+            raise SaveFailed("the coordinator was restarted during this save", subject=f"attempt {ticket.id}")
+        return attempt
+
+    def abandoned(self) -> list[tuple[int, str]]:
+        """The attempts aborted since the last call, whose objects may be deleted. Keeps the newest hundred attempts that are
+        over."""
+        given_up = [a for a in self._attempts.values() if a.phase is Phase.ABORTED and not a.swept]
+        for attempt in given_up:
+            attempt.swept = True
+        over = [key for key, attempt in self._attempts.items() if attempt.phase.over]
+        for key in over[:-100]:
+            del self._attempts[key]
+        return [(attempt.id, attempt.attempt) for attempt in given_up]
+
+    def _open(self, *phases: Phase) -> list[Attempt]:
+        return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
+
+    def _joinable(self, begin: Begin) -> Attempt | None:
+        """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the
+        one that it joined with the same save, if the call is repeated."""
+        for attempt in self._open(Phase.GATHERING):
+            if attempt.step == begin.step and attempt.saves.get(begin.rank, begin.save) == begin.save:
+                return attempt
+        return None
+
+    def _new(self, begin: Begin) -> Attempt:
+        id, token = self._committer.reserve()
+        now = self._clock.monotonic()
+        attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
+        attempt.generation = self._generation
+        if begin.delta and self._row is not None:
+            attempt.deltas, why = self._row.goes_on(begin.delta)
+            attempt.base = self._row.base
+            if attempt.base is not None and attempt.deltas:
+                self._row = self._row.begun()
+                why = f"to version {attempt.base.id} where that is smaller, {why}"
+            attempt.coding["difference" if attempt.deltas else "whole"] = why
+        return attempt
+
+    def _of(self, ticket: Ticket, phase: Phase) -> Attempt:
+        attempt = self.attempt(ticket)
+        if attempt.phase is not phase:
+            raise SaveFailed(attempt.reason or f"the attempt is {attempt.phase.value}", subject=f"save of step {attempt.step}")
+        return attempt
+
+    def _check_owners(self, attempt: Attempt, begin: Begin) -> None:
+        """Check that each DTensor has one mesh: two unrelated meshes would both store all of it."""
+        for name in begin.owned_dtensors:
+            other = attempt.owned_dtensors.setdefault(name, begin.rank)
+            if other != begin.rank:
+                what = f"ranks {other} and {begin.rank} both hold {name!r}, on unrelated meshes"
+                self._abort(attempt, f"{what}: cut both from one mesh, or give the tensors different names")
+                return
+
+    def _abort_if_missed(self, attempt: Attempt) -> None:
+        """Abort an attempt that waits for a rank whose save of that step has failed. A retry has a higher number: all ranks count
+        their saves alike."""
+        for rank, (save, reason) in self._missed.get(attempt.step, {}).items():
+            if rank < attempt.world_size and rank not in attempt.ranks and min(attempt.saves.values()) <= save:
+                self._abort(attempt, reason)
+                return
+
+    def _promise(self, attempt: Attempt) -> VersionRecord:
+        """The record that it will have. Made once, since every rank that restores needs it."""
+        if attempt.promised is None:
+            attempt.promised = self.record(attempt)
+        return attempt.promised
+
+    def _enter(self, attempt: Attempt, phase: Phase) -> None:
+        attempt.phase = phase
+        self.changes += 1
+        if phase.over:
+            attempt.ended = self._clock.monotonic()
+            attempt.forget_parts()
+
+    def _abort(self, attempt: Attempt, reason: str) -> None:
+        attempt.reason = reason
+        if attempt.created and (self._lost is None or self._lost.id < attempt.id):
+            self._lost = self._promise(attempt)
+        self._restores = (*attempt.restores, *self._restores)[-_RESTORES:]
+        self._enter(attempt, Phase.ABORTED)
+        self.aborted_in_a_row += 1
+        record(ABORTED, repository=self._committer.catalog.uri)
+        self._log(attempt).warning("the save of step %d was given up: %s", attempt.step, reason)
+
+    def _log(self, attempt: Attempt) -> Log:
+        run = self._committer.catalog.uri
+        return about(logger, repository=run, version=attempt.id, attempt=attempt.attempt, step=attempt.step)
+
+    def _measure(self, entry: Entry) -> None:
+        run = self._committer.catalog.uri
+        record(VERSIONS, repository=run)
+        record(RAW, entry.raw, repository=run)
+        record(STORED, entry.stored, repository=run)

@@ -1,0 +1,84 @@
+"""Retention after each commit: drops versions, deletes versions dropped long enough ago, and compacts some deltas."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Collection
+from typing import Any
+
+from ...storage.committer import Committer
+from ...storage.errors import Damaged, NotFound, RaystowError, StateError, Unsupported, Untrusted
+from ...storage.log import Log, about
+from ...storage.retention import collect
+from ...storage.retention import plan as retention
+from ...storage.retention.collect import GRACE
+from ...storage.retention.plan import RetentionPlan
+from ...storage.retention.policy import Policy
+
+logger = logging.getLogger(__name__)
+
+
+_MOVED = 4 << 30
+"""The most bytes that compaction moves after one commit: it runs on the head node, in parallel to saves."""
+
+_OF_ONE = (Damaged, NotFound, Unsupported, Untrusted)
+
+
+class Housekeeping:
+    """Call ``run`` after a commit, from one thread at a time. Failures are logged, and retried after the next commit. ``moved``:
+    bytes that compaction may move each time; larger or failed compactions are left to ``raystow prune --compact``."""
+
+    def __init__(self, committer: Committer, *, grace: float = GRACE, moved: int = _MOVED) -> None:
+        self._committer, self._grace, self._moved = committer, grace, moved
+        self._metrics: dict[str, dict[str, Any]] = {}
+        self._left = set[str]()  # attempts that are not compacted here
+
+    def run(self, policy: Policy, bases: Collection[int] = ()) -> None:
+        """Apply ``policy``, under the committer's epoch, and collect dropped versions whose grace period is over. ``bases``: see
+        ``retention.plan``."""
+        catalog = self._committer.catalog
+        log = about(logger, repository=catalog.uri)
+        try:
+            plan = retention.plan_policy(catalog, policy, known=self._metrics, bases=bases, compact=True)
+            dropped = plan.drop(self._committer.fence)
+            why = {decision.entry: decision.why for decision in plan.decisions}
+            for entry in dropped:
+                dropped_one = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
+                log.info("version %d, step %d, is dropped: %s", entry.id, entry.step, why[entry], extra=dropped_one)
+            done = collect.plan_dropped(catalog, grace=self._grace).execute()
+            if done.objects:
+                log.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)
+            self._compact(plan, log)
+        except RaystowError as error:
+            log.warning("retention is postponed to the next commit: %s", error)
+
+    def _compact(self, plan: RetentionPlan, log: Log) -> None:
+        left = self._moved
+        for entry in plan.compacted:
+            nbytes = plan.moved(entry)
+            if entry.attempt in self._left or left < nbytes <= self._moved:
+                continue
+            if nbytes > self._moved:
+                self._left.add(entry.attempt)
+                what = "version %d is left to `raystow prune %s --compact`: compacting it moves about %d bytes"
+                log.info(what, entry.id, plan.catalog.uri, nbytes)
+                continue
+            left -= nbytes
+            try:
+                plan.replacement(entry).execute(self._committer.fence)
+            except _OF_ONE as error:
+                self._left.add(entry.attempt)
+                log.warning("version %d stays a delta: %s", entry.id, error)
+
+
+def kept_by_a_run(policy: Policy | None, uri: str) -> Policy | None:
+    """``policy``; ``StateError`` if it is not a policy, or has a rule that a run does not apply."""
+    if policy is not None and not isinstance(policy, Policy):
+        raise StateError(f"retention is {policy!r:.80}", remedy="give a raystow.Policy, such as Policy(keep_last=3), or None")
+    if policy is not None and policy.resumable is not None:
+        what = "a run drops versions but does not thin them, since that reads and rewrites them"
+        options = {"--resumable": policy.resumable, "--delta": policy.delta, "--mantissa-bits": policy.mantissa_bits}
+        rules = " ".join(f"{option} {number}" for option, number in options.items() if number is not None)
+        remedy = f"let `raystow prune {uri} {rules} --yes` run every night"
+        raise StateError(what, subject="retention", remedy=remedy)
+    return policy

@@ -1,0 +1,129 @@
+"""Finds or starts the coordinator actor of a repository, and calls it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, TypeVar
+
+import ray
+
+from ...storage.coding.digest import stored_digest
+from ...storage.format.root import Entry
+from ...storage.format.version_record import FragmentInfo, PackInfo
+from ...workers.node.actor import NAMESPACE
+from ...workers.protocol.messages import (
+    CODEC,
+    PROTOCOL,
+    Acknowledged,
+    AwaitRanks,
+    Begin,
+    Committed,
+    JoinRun,
+    NoVersion,
+    PartFailed,
+    PartStaged,
+    PartStored,
+    RankDisconnected,
+    RankFinished,
+    RankSaveFailed,
+    RestoreChoice,
+    RestoreVote,
+    Ticket,
+    shortened,
+)
+from ..ray_cluster import call
+from .actor import CoordinatorActor
+
+COORDINATOR = "coordinator-"
+"""The prefix of the actor names of coordinators."""
+
+_ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
+
+
+_Answer = TypeVar("_Answer")
+
+
+class RayCoordinatorClient:
+    """The coordinator of one repository, as ranks and node workers call it: a ``CoordinatorClient``."""
+
+    def __init__(self, uri: str) -> None:
+        self._uri, self._actor = uri, coordinator_actor(uri)
+
+    def begin(self, begin: Begin) -> Ticket:
+        """See ``CoordinatorClient.begin``."""
+        return self._ask(begin, Ticket)
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        """See ``CoordinatorClient.finished``."""
+        self._ask(RankFinished(ticket, rank, covered), Acknowledged)
+
+    def wait_complete(self, ticket: Ticket) -> None:
+        """See ``CoordinatorClient.wait_complete``."""
+        self._ask(AwaitRanks(ticket), Acknowledged, ticket.timeout + _ANSWER)
+
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """See ``CoordinatorClient.staged``."""
+        self._ask(PartStaged(ticket, info, tuple(packs)), Acknowledged)
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
+        """See ``CoordinatorClient.fragment``."""
+        return self._ask(PartStored(ticket, info, tuple(packs)), Committed, ticket.timeout + 2 * _ANSWER).entry
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        """See ``CoordinatorClient.failed``."""
+        self._ask(PartFailed(ticket, shortened(reason)), Acknowledged)
+
+    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+        """See ``CoordinatorClient.rank_disconnected``."""
+        self._ask(RankDisconnected(rank, incarnation, reason), Acknowledged)
+
+    def join(self, rank: int, incarnation: str, world_size: int) -> None:
+        """See ``Coordinator.join``."""
+        self._ask(JoinRun(rank, incarnation, world_size), Acknowledged)
+
+    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+        """See ``restore.rounds``. Waits for the other ranks."""
+        vote = replace(vote, damage=shortened(vote.damage), error=shortened(vote.error))
+        data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
+        answer: RestoreChoice | NoVersion = CODEC.decode(data, RestoreChoice, NoVersion)  # type: ignore[assignment]
+        if isinstance(answer, NoVersion):
+            return None
+        if records is None:
+            return answer
+        return answer.with_records(call(records, _ANSWER, f"coordinator of {self._uri}"))
+
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+        """See ``Coordinator.save_failed``."""
+        self._ask(RankSaveFailed(rank, incarnation, save, step, shortened(reason)), Acknowledged)
+
+    def _ask(self, request: object, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
+        return CODEC.decode(self._call("handle", request, timeout), expected)
+
+    def _call(self, method: str, request: object, timeout: float) -> Any:
+        sent = getattr(self._actor, method).remote(PROTOCOL, CODEC.encode(request))
+        return call(sent, timeout, f"coordinator of {self._uri}")
+
+
+def coordinator_name(uri: str) -> str:
+    """The actor name of the coordinator of the repository at ``uri``, a normalized address."""
+    return f"{COORDINATOR}{stored_digest(uri.encode()).hex()[:16]}"
+
+
+def coordinator_actor(uri: str) -> Any:
+    """The actor handle of the coordinator of the repository at ``uri``; it is started on the head node if there is none."""
+    return (
+        ray.remote(CoordinatorActor)
+        .options(
+            name=coordinator_name(uri),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            resources={"node:__internal_head__": 0.001},
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=10_000,
+        )
+        .remote(uri)
+    )

@@ -1,0 +1,98 @@
+"""The training loop of the demo: FSDP2 on a Ray Train worker, saved with raystow."""
+
+from __future__ import annotations
+
+import os
+import signal
+from typing import Any
+
+import psutil
+import ray.train
+import torch
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+
+from ...storage.errors import RaystowError
+from ..client.checkpointer import Checkpointer
+from ..client.pending import Pending
+from .events import EventLog
+from .model import GPT, batch, corpus, loss_of
+
+
+def train(config: dict[str, Any]) -> None:
+    """Train on one rank.
+
+    Args:
+        config: ``uri``, ``events``, ``run``, ``steps``, ``every`` (steps between saves), ``batch`` (rows) and ``strike`` (the
+        step
+            whose save the node of the last rank does not survive; 0 for never).
+    """
+    context = ray.train.get_context()
+    rank, world = context.get_world_rank(), context.get_world_size()
+    journal = EventLog(config["events"])
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    mesh = init_device_mesh("cpu", (world,))
+    model = GPT()
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
+    data = corpus()
+
+    checkpointer = Checkpointer(config["uri"])
+    weights, moments = get_state_dict(model, optimizer)
+    state = {"model": weights, "optim": moments, "step": 0}
+    version = checkpointer.restore_latest(into=state)
+    if version is not None:
+        set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        journal.write("restored", run=config["run"], rank=rank, version=version.id, step=version.step)
+    first_try = version is None
+    checkpointer.guard(optimizer)
+
+    under_way: list[Pending] = []
+    for step in range(state["step"] + 1, config["steps"] + 1):
+        loss = loss_of(model, batch(data, step=step, rank=rank, size=config["batch"]))
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        journal.write("step", run=config["run"], rank=rank, step=step, loss=loss.item())
+        if step % config["every"] == 0 or step == config["steps"]:
+            weights, moments = get_state_dict(model, optimizer)
+            doomed = this_node() if first_try and step == config["strike"] and rank == world - 1 else []
+            pending = checkpointer.save(
+                {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()}
+            )
+            under_way.append(pending)
+            journal.write("save", run=config["run"], rank=rank, step=step)
+            if doomed:
+                kill(doomed, journal, run=config["run"], step=step)
+        under_way = [pending for pending in under_way if not _recorded(pending, journal, config["run"], rank)]
+    checkpointer.close()
+    for pending in under_way:
+        _recorded(pending, journal, config["run"], rank)
+
+
+def _recorded(pending: Pending, journal: EventLog, run: str, rank: int) -> bool:
+    if not pending.done():
+        return False
+    try:
+        journal.write("durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
+    except RaystowError as error:  # the next save may succeed
+        journal.write("failed", run=run, rank=rank, step=pending.step, reason=str(error))
+    return True
+
+
+def this_node() -> list[psutil.Process]:
+    """Return the other processes of this Ray node, the raylet last. Called before the save, which could else become durable."""
+    raylet = psutil.Process(os.getppid())
+    return [*(child for child in raylet.children(recursive=True) if child.pid != os.getpid()), raylet]
+
+
+def kill(doomed: list[psutil.Process], journal: EventLog, *, run: str, step: int) -> None:
+    """Kill all processes of this Ray node with SIGKILL: node worker, agents, raylet, and this worker last."""
+    journal.write("killed", run=run, step=step, processes=len(doomed) + 1, node=ray.get_runtime_context().get_node_id())
+    for process in doomed:
+        process.kill()
+    os.kill(os.getpid(), signal.SIGKILL)

@@ -1,0 +1,134 @@
+"""A callback for Hugging Face's ``Trainer`` that saves a training and resumes it from the newest version."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import os
+import platform
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from safetensors.torch import save_model
+from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+
+from ..client.checkpointer import Checkpointer
+from . import training_state
+
+
+class Checkpointing(TrainerCallback):
+    """Save every so many optimizer steps, and resume from the newest version.
+
+    Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and torch's random generators. The numbers that
+    the Trainer logged last become the version's metrics. Pass ``save_strategy="no"`` to the arguments, or the Trainer saves files
+    as well. Works with plain tensors and DTensors: a single device, or DDP. The scale of fp16 gradients is not saved.
+
+    Args:
+        checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
+        every_n_steps: Save after every so many optimizer steps.
+
+    Example:
+        >>> trainer.train(resume_from_checkpoint=checkpointing.resume(trainer))
+    """
+
+    def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int) -> None:
+        self._checkpointer, self._steps = checkpointer, every_n_steps
+        self._restored: dict[str, Any] | None = None
+        self._folder: Path | None = None
+
+    def resume(self, trainer: Trainer) -> str | None:
+        """Restore the newest version into the trainer's model and optimizer.
+
+        Args:
+            trainer: The Trainer that this callback belongs to.
+
+        Returns:
+            The value for ``train(resume_from_checkpoint=...)``: None if there is no version, else a folder with weights and
+            progress below the arguments' ``output_dir``, one for each machine. It is removed at the end of the training.
+
+        Raises:
+            StateError: The version does not match the trainer's model and optimizer.
+        """
+        optimizer = trainer.create_optimizer()
+        for group in optimizer.param_groups:  # as the learning rate schedule does, which the Trainer makes later
+            group.setdefault("initial_lr", group["lr"])
+        state = {**training_state.state_of(trainer.model, [optimizer]), "trainer": ""}
+        version = self._checkpointer.restore_latest(into=state)
+        if version is None:
+            return None
+        self._restored = state
+        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{version.attempt}"
+        with trainer.args.main_process_first(local=True):
+            if not self._folder.exists():
+                _write(self._folder, trainer.model, json.loads(state["trainer"])["state"])
+        return os.fspath(self._folder)
+
+    def on_train_begin(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
+        if self._restored is not None:
+            training_state.load(model, [_unwrapped(optimizer)], self._restored)
+            lr_scheduler.load_state_dict(json.loads(self._restored["trainer"])["scheduler"])
+
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Set the random generators, once and only now: skipping data uses them."""
+        if self._restored is not None:
+            training_state.load_rng(self._restored)
+            self._restored = None
+
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Wait until the tensors of the saves in flight have been read."""
+        self._checkpointer.fence()
+
+    def on_step_end(
+        self,
+        args: TrainingArguments,
+        state: TrainerState,
+        control: TrainerControl,
+        model: Any = None,
+        optimizer: Any = None,
+        lr_scheduler: Any = None,
+        **_: Any,
+    ) -> None:
+        """Save at the interval of steps."""
+        if state.global_step % self._steps:
+            return
+        progress = {"state": dataclasses.asdict(state), "scheduler": lr_scheduler.state_dict()}
+        logged = {name: value for logs in state.log_history for name, value in logs.items() if isinstance(value, int | float)}
+        held = training_state.state_of(model, [_unwrapped(optimizer)])
+        self._checkpointer.save({**held, "trainer": json.dumps(progress)}, step=state.global_step, metrics=logged)
+
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+        """Remove the folder that ``resume`` has made."""
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+
+
+def _unwrapped(optimizer: Any) -> Any:
+    """The optimizer inside the wrapper of accelerate."""
+    return getattr(optimizer, "optimizer", optimizer)
+
+
+def _write(folder: Path, model: Any, state: dict[str, Any]) -> None:
+    """Make the folder atomically: on a shared ``output_dir`` another process may make it, too."""
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    for left in folder.parent.glob(f"raystow-{platform.node()}-*"):
+        shutil.rmtree(left, ignore_errors=True)  # left by a training that died
+    with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
+        made = Path(unfinished) / "made"
+        made.mkdir()
+        save_model(model, os.fspath(made / "model.safetensors"))  # save_pretrained would on rank 0 alone
+        (made / "trainer_state.json").write_text(json.dumps(state))
+        with contextlib.suppress(OSError):
+            made.rename(folder)

@@ -1,0 +1,181 @@
+"""How a restoring process learns which version to restore: by itself, or together with the other ranks."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from ...storage.errors import Damaged, NotFound, RaystowError
+from ...storage.format import keys
+from ...storage.format.root import Entry
+from ...storage.log import about
+from ...storage.metrics import RESTORED, record
+from ...storage.repository import Repository
+from ...storage.version import Bases, Version
+from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
+from ...workers.protocol.messages import RestoreChoice, RestoreVote
+from .plan import Sources, by_source
+from .rounds import falling_back, none_left
+
+logger = logging.getLogger(__name__)
+
+
+class Agreement(Protocol):
+    """Call ``settle`` until it returns the version tried last: all ranks have restored it then."""
+
+    def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
+        """The version to restore next, after ``tried`` (None at first) had the error ``damage`` (empty: it is restored).
+        ``whole``: it is not damaged, but lacks names that are asked for.
+
+        None if there is no version. Raises ``Damaged`` if no other is left to try.
+        """
+
+    @property
+    def sources(self) -> Sources:
+        """The sources of the objects of the last version."""
+
+    def version(self, entry: Entry) -> Version:
+        """The version, read through the best sources."""
+
+    def give_up(self, error: str) -> None:
+        """Report to the other ranks that this rank cannot restore."""
+
+
+class LocalAgreement:
+    """The newest version, leased while it is tried; with ``fall_back``, older ones after it.
+
+    One of several ranks without a coordinator must not fall back, since the others may not.
+    """
+
+    def __init__(self, repository: Repository, *, fall_back: bool) -> None:
+        self._repository, self._fall_back = repository, fall_back
+        self.sources = Sources()
+        self._lease = contextlib.ExitStack()
+        self._siblings: Sequence[Entry] = ()
+
+    def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
+        self._lease.close()
+        if tried is not None and not damage:
+            return tried
+        if tried is not None and not self._fall_back:
+            remedy = "restore through a Checkpointer, with which all ranks fall back together"
+            raise Damaged(damage, subject=f"version {tried.id}", remedy=remedy)
+        self._siblings = self._repository.root().versions
+        older = [entry for entry in self._siblings if tried is None or entry.id < tried.id]
+        while older:
+            entry = older.pop()
+            try:
+                self._lease.enter_context(self._repository.lease(self._repository.at(entry)))
+            except NotFound:
+                continue  # dropped meanwhile
+            if tried is not None:
+                log = about(logger, repository=self._repository.uri, version=tried.id, attempt=tried.attempt, step=tried.step)
+                log.error("%s", falling_back(tried, entry, damage, whole=whole))
+            return entry
+        if tried is None:
+            return None
+        raise none_left(self._repository.uri, tried, damage, whole=whole)
+
+    def version(self, entry: Entry) -> Version:
+        return self._repository.at(entry, siblings=self._siblings)
+
+    def give_up(self, error: str) -> None:
+        self._lease.close()
+
+
+class RestorePort(Protocol):
+    """The part of the coordinator that restores use."""
+
+    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
+        """See ``rounds``."""
+
+
+class ClusterAgreement:
+    """The agreement of all ranks of a run: the coordinator chooses and leases versions, and knows the contents of node memories.
+
+    ``opening``: this rank's first vote. ``address``: of its node worker, on the node with the id ``here``.
+    """
+
+    def __init__(
+        self, repository: Repository, port: RestorePort, opening: RestoreVote, address: Callable[[], str], *, here: str = ""
+    ) -> None:
+        self._repository, self._port, self._address = repository, port, address
+        self._opening = replace(opening, node=here)
+        self._here, self.sources = here, Sources()
+        self._log = about(logger, repository=repository.uri, rank=opening.rank)
+        self._choice: RestoreChoice | None = None
+        self._borrowing: NodeCacheStore | None = None
+
+    def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
+        read = dict(self._borrowing.read) if self._borrowing is not None else {}
+        try:  # the node worker keeps the data that was read until all ranks have finished
+            self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage, whole=whole, read=read))
+        finally:
+            self._let_go()
+        return None if self._choice is None else self._choice.entry
+
+    def version(self, entry: Entry) -> Version:
+        """The version, read through the node worker, which reads common data of its ranks once."""
+        assert self._choice is not None
+        self.sources = Sources()
+        try:
+            self._borrowing = NodeCacheStore(self._repository.store, self._address(), self._repository.id)
+        except RaystowError as error:
+            said = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
+            self._log.warning("restoring from the store without the node worker: %s", error, extra=said)
+            return self._repository.at(entry, siblings=[choice.entry for choice in self._choice.needed])
+        choices = (self._choice, *self._choice.needed)
+        version = self._repository.at(entry, store=self._borrowing)
+        needed = {choice.entry.id: self._repository.at(choice.entry, store=self._borrowing) for choice in choices[1:]}
+        # Usually without reading the root.
+        version.bases = Bases(version, lambda base: needed.get(base) or version.sibling(base))
+        self._borrowing.given = {_record_key(choice.entry): choice.record for choice in choices if choice.record}
+        records = {version.record_key: ObjectLocation(entry.size)}
+        self._borrowing.location = records.get  # otherwise once for all ranks of the node
+        near = {choice.entry.id: choice.near for choice in choices}
+        self.sources = sources = Sources(near.pop(entry.id), self._here, company=self._choice.company, bases=near)
+        company, sizes = self._choice.company, {(version.id, version.attempt): _sizes(version)}
+        for base in version.bases.all():
+            records[base.record_key] = ObjectLocation(base.entry.size)
+            sizes[base.id, base.attempt] = _sizes(base)
+
+        @functools.cache
+        def place(key: str) -> ObjectLocation | None:
+            parts, whose = keys.place_of(key), keys.attempt_of(key)
+            size = None if parts is None or whose not in sizes else sizes[whose].get(parts)
+            if parts is None or whose is None or size is None:
+                return None
+            peers = sources.peers(parts[0], 0 if whose[0] == version.id else whose[0])
+            return ObjectLocation(size, peers, company.round, company.owner(key))
+
+        self._borrowing.location = place
+        return version
+
+    def give_up(self, error: str) -> None:
+        self._let_go()
+        with contextlib.suppress(RaystowError):
+            self._port.settle(replace(self._opening, error=error))
+
+    def _let_go(self) -> None:
+        if self._borrowing is not None:
+            read = self._borrowing.read
+            self._log.info("this rank's restore has read %s", by_source(read), extra={"bytes_read": dict(read)})
+            for source, nbytes in read.items():
+                record(RESTORED, nbytes, repository=self._repository.uri, source=source)
+            self._borrowing.close()
+            self._borrowing = None
+
+
+def _record_key(entry: Entry) -> str:
+    return keys.record(entry.id, entry.attempt)
+
+
+def _sizes(version: Version) -> dict[Any, int]:
+    """Sizes of fragments and packs by the parts of their keys: formatting hundreds of thousands of keys, of which a rank reads a
+    few, would take longer."""
+    record = version.record
+    return {**record.pack_sizes, **{(info.node,): info.size for info in record.fragments}}

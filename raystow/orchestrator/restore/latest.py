@@ -1,0 +1,70 @@
+"""Restores a version, or the newest one that all ranks can restore."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+from ...storage.errors import Damaged
+from ...storage.gc_pause import uncollected
+from ...storage.log import about
+from ...storage.repository import Repository
+from ...storage.version import Version
+from .agreement import Agreement
+from .name_check import Incomplete
+from .plan import Progress, silent
+from .planner import RestoreOptions, plan_restore
+
+logger = logging.getLogger(__name__)
+
+
+@uncollected()
+def restore(version: Version, into: Any, options: RestoreOptions = RestoreOptions(), *, progress: Progress = silent) -> None:  # noqa: B008
+    """Fill ``into`` from ``version``, bit for bit. Each rank reads the chunks that overlap its own shards.
+
+    Raises ``StateError`` before anything is changed if ``into`` does not match the version. After ``Damaged`` or ``StoreError``
+    the content of ``into`` is undefined.
+    """
+    plan_restore(version, into, options).execute(progress)
+
+
+def restore_latest(
+    repository: Repository,
+    into: Any,
+    agreement: Agreement,
+    options: RestoreOptions = RestoreOptions(),  # noqa: B008
+    *,
+    progress: Progress = silent,
+) -> Version | None:
+    """Restore the newest version that all ranks find whole; return it, or None if there is no version.
+
+    A damaged version is logged as an error. The next one tried must hold all tensors of ``into`` that the damaged one holds, also
+    with ``strict=False``: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
+    no version is left.
+    """
+    filled = set[str]()
+    newest = entry = agreement.settle(None, "")
+    while entry is not None:
+        damage, whole = "", True
+        try:
+            version = agreement.version(entry)
+            with uncollected():
+                plan = plan_restore(version, into, options, sources=agreement.sources, filled=filled)
+                filled.update(plan.names)
+                fields = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": options.rank}
+                log = about(logger, repository=repository.uri, **fields)
+                log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
+                plan.execute(progress)
+                del plan
+        except Damaged as error:
+            damage, whole = str(error), False
+        except BaseException as error:
+            if entry == newest or not isinstance(error, Incomplete):
+                agreement.give_up(str(error))
+                raise
+            damage = str(error)
+        answer = agreement.settle(entry, damage, whole=whole)
+        if answer == entry:
+            return repository.at(entry)
+        entry = answer
+    return None

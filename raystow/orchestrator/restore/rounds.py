@@ -1,0 +1,213 @@
+"""The agreement of ranks that restore together on one version.
+
+If each rank read "the newest version" by itself, a commit could come between two of them; and if one finds the newest damaged,
+all must fall back. A state made of two versions is never returned.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from ...storage.clock import Clock
+from ...storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
+from ...storage.format.root import Entry
+from ...storage.format.version_record import RestoreInfo
+from ...storage.log import about
+from ...storage.repository import Repository
+from ...workers.protocol.messages import NO_GROUP, RestoreChoice, RestoreGroup, RestoreVote
+from .version_cache import VersionCache
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class RestoreRound:
+    """One restore of all ranks. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it;
+    ``damaged``: that any of them has found damage, and not only that it holds too little.
+    ``held``: a candidate that is no version. ``blind``: the store did not answer, and would take no lease either. ``nodes``:
+    where the ranks are; once all have ``come``, that is the ``company``. ``begun``: when the first came, in monotonic seconds.
+    ``read``: what each has read."""
+
+    world_size: int
+    candidates: list[Entry]
+    deadline: float
+    begun: float
+    read: dict[int, Mapping[str, int]] = field(default_factory=dict)
+    nodes: dict[int, str] = field(default_factory=dict)
+    come: bool = False
+    company: RestoreGroup = NO_GROUP
+    members: dict[int, tuple[str, int]] = field(default_factory=dict)
+    votes: dict[int, str] = field(default_factory=dict)
+    damaged: bool = False
+    held: RestoreChoice | None = None
+    blind: bool = False
+    lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
+    done: bool = False
+    failure: RaystowError | None = None
+
+    def answers(self, tried: Entry | None) -> bool:
+        """Whether a rank that has ``tried`` this version can be answered. The first answer waits for all ranks, since they share
+        reads."""
+        if tried is None and self.candidates and not self.come and self.failure is None:
+            return False
+        return self.done or self.failure is not None or tried not in self.candidates[:1]
+
+    def answer(self, tried: Entry | None) -> Entry | None:
+        """The answer for a rank that has ``tried`` this version: the version to restore, or the one that all have restored; None
+        if there is none. Raises if the round has failed, but not before the rank has tried a version that all have come for: its
+        own error may say more."""
+        if self.failure is not None and not (tried is None and self.come and self.candidates):
+            raise self.failure
+        return self.candidates[0] if self.candidates else None
+
+
+def falling_back(tried: Entry, to: Entry, damage: str, *, whole: bool) -> str:
+    """The log message of a fall-back. ``whole``: see ``RestoreVote``."""
+    what = "holds too little" if whole else "IS DAMAGED"
+    version = "version" if whole else "VERSION"
+    return f"{version} {tried.id} (step {tried.step}) {what}, falling back to version {to.id} (step {to.step}): {damage}"
+
+
+def none_left(uri: str, last: Entry, damage: str, *, whole: bool) -> Damaged:
+    """The error when no other version is left to try."""
+    what = "no version is whole and holds all that is asked for" if whole else "no version is whole"
+    remedy = "strict=False and an `into` without the optimizer's state restore the weights of a thinned version" if whole else ""
+    return Damaged(f"{what}; the last, {last.id}: {damage}", subject=uri, remedy=remedy)
+
+
+class RestoreRounds:
+    """The rounds of one repository. Not thread-safe; waits for the store as long as ``known`` does."""
+
+    def __init__(
+        self, repository: Repository, clock: Clock, known: VersionCache, *, on_fall_back: Callable[[], None] = lambda: None
+    ) -> None:
+        self._repository, self._clock, self._known, self._on_fall_back = repository, clock, known, on_fall_back
+        self._open: list[RestoreRound] = []
+        self._failed: dict[int, tuple[tuple[str, int], RestoreRound]] = {}  # rank -> the last failed round, and its member
+        self.changes = 0
+        """The number of changes of all rounds."""
+        self._restored: list[RestoreInfo] = []
+
+    def vote(self, vote: RestoreVote, held: RestoreChoice | None = None) -> RestoreRound:
+        """Take a rank's vote. When all have tried a version that is damaged for one of them, go on to the next version.
+
+        ``held``: a save that is complete in memory but not a version; a new round starts with it.
+        """
+        whom, failed = self._failed.get(vote.rank, (None, None))
+        if failed is not None and whom == (vote.incarnation, vote.number):  # the round failed while this rank was restoring
+            return failed
+        round = self._round_of(vote, held if vote.allow_uncommitted else None)
+        round.members[vote.rank] = vote.incarnation, vote.number
+        round.nodes[vote.rank] = vote.node
+        if not round.come and len(round.members) == round.world_size:
+            round.come, round.company = True, RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
+            self.changes += 1
+        round.deadline = self._clock.monotonic() + vote.timeout
+        if vote.error:
+            self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
+        if round.failure is not None or vote.tried is None or vote.tried not in round.candidates[:1]:
+            return round
+        round.votes[vote.rank] = vote.damage
+        round.damaged = round.damaged or bool(vote.damage and not vote.whole)
+        round.read[vote.rank] = vote.read
+        if len(round.votes) < round.world_size:
+            return round
+        damage = {rank: text for rank, text in sorted(round.votes.items()) if text}
+        if not damage:
+            self._succeed(round, vote.tried)
+        else:
+            self._fall_back(round, vote.tried, damage)
+        return round
+
+    def restored(self) -> list[RestoreInfo]:
+        """The restores that have succeeded since the last call."""
+        found, self._restored = self._restored, []
+        return found
+
+    def left(self, rank: int, incarnation: str) -> None:
+        """A new process has taken a rank: rounds of its previous process fail."""
+        for round in list(self._open):
+            if rank in round.members and round.members[rank][0] != incarnation:
+                self._fail(round, ClusterError(f"rank {rank} was restarted during the restore", remedy="restore again"))
+
+    def tick(self) -> None:
+        """Fail the rounds that are past their deadline."""
+        for round in list(self._open):
+            if self._clock.monotonic() > round.deadline:
+                heard = round.votes if round.come else round.members
+                waiting = sorted(set(range(round.world_size)) - set(heard))
+                self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
+
+    def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
+        for round in list(self._open):
+            if round.world_size != vote.world_size:
+                what = f"the world size changed from {round.world_size} to {vote.world_size} during the restore"
+                self._fail(round, ClusterError(what, remedy="restore again"))
+            elif round.members.get(vote.rank, (vote.incarnation, vote.number)) == (vote.incarnation, vote.number):
+                return round
+            else:
+                self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
+        versions, said = self._known.versions()
+        round = RestoreRound(vote.world_size, list(reversed(versions)), 0.0, self._clock.monotonic(), blind=not said)
+        if held is not None and all(held.entry.id > entry.id for entry in round.candidates):
+            round.held = held
+            round.candidates.insert(0, held.entry)
+        self._lease(round)
+        if round.candidates:
+            self._open.append(round)
+        return round
+
+    def _succeed(self, round: RestoreRound, entry: Entry) -> None:
+        seconds = self._clock.monotonic() - round.begun
+        read = Counter[str]()
+        for part in round.read.values():
+            read.update(part)
+        self._restored.append(RestoreInfo(entry.id, entry.step, self._clock.now(), round.world_size, seconds, dict(read)))
+        round.done = True
+        self._close(round)
+
+    def _fall_back(self, round: RestoreRound, entry: Entry, damage: dict[int, str]) -> None:
+        texts = "; ".join(f"rank {rank}: {text}" for rank, text in damage.items())
+        round.candidates.pop(0)
+        self.changes += 1
+        round.votes.clear()
+        round.read.clear()
+        round.lease.close()
+        whole, round.damaged = not round.damaged, False
+        if not whole:
+            self._on_fall_back()
+        if round.candidates:
+            log = about(logger, repository=self._repository.uri, version=entry.id, attempt=entry.attempt, step=entry.step)
+            log.error("%s", falling_back(entry, round.candidates[0], texts, whole=whole))
+            self._lease(round)
+        if not round.candidates:
+            self._fail(round, none_left(self._repository.uri, entry, texts, whole=whole))
+
+    def _lease(self, round: RestoreRound) -> None:
+        """Lease the first candidate, so that it is not collected; skip candidates that were dropped."""
+        if round.blind:
+            return
+        while round.candidates and not (
+            round.held and round.candidates[0] == round.held.entry
+        ):  # not a version, so not collected
+            version = self._repository.at(round.candidates[0])
+            try:
+                round.lease.enter_context(self._repository.lease(version))
+                return
+            except NotFound:
+                round.candidates.pop(0)
+
+    def _fail(self, round: RestoreRound, error: RaystowError) -> None:
+        round.failure = error
+        self._failed.update((rank, (whom, round)) for rank, whom in round.members.items())
+        self._close(round)
+
+    def _close(self, round: RestoreRound) -> None:
+        self.changes += 1
+        if round in self._open:
+            self._open.remove(round)
+        round.lease.close()

@@ -1,0 +1,117 @@
+"""Estimates what each rank of a world of another size would read of a version.
+
+Assumption: a tensor that was saved in several boxes along a dimension is split evenly along the first such dimension again, as
+``torch.chunk`` does; every rank reads all of any other tensor.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ...storage.format.boxes import Box
+from ...storage.format.manifest import Chunk
+from ...storage.reader import Reader
+from ...storage.version import Version
+from .plan import Rates
+
+_Share = dict[int, float]  # number of a chunk -> the part of its elements that is needed
+
+
+@dataclass(frozen=True)
+class Reads:
+    """Reads of a rank or node: ``nbytes`` stored bytes of ``chunks`` in so many ``requests``. ``needed``: bytes of the needed
+    elements. ``passed_on``: bytes that another node reads from the store."""
+
+    nbytes: int
+    chunks: int
+    requests: int
+    needed: float
+    passed_on: int = 0
+
+
+@dataclass(frozen=True)
+class WorldPlan:
+    """``ranks``: what each would read if it were alone. ``nodes``: what the ranks of each read together, every byte once.
+    ``store``: what all nodes together read from the store, every byte once."""
+
+    ranks: tuple[Reads, ...]
+    nodes: tuple[Reads, ...]
+    store: Reads
+
+    @property
+    def amplification(self) -> float:
+        """Bytes read from the store for each byte that is needed: chunks are read whole."""
+        return self.store.nbytes / self.store.needed if self.store.needed else 1.0
+
+    def seconds(self, rates: Rates) -> float:
+        """Until the last node is through, if each reads from the store and takes from other nodes at these rates."""
+        return max(
+            ((node.nbytes - node.passed_on) / rates.store + node.passed_on / rates.peer for node in self.nodes), default=0.0
+        )
+
+
+def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool = False) -> WorldPlan:
+    """The plan for so many ranks, ``per_node`` of them on each node. ``whole``: every rank reads every tensor whole.
+
+    Of a chunk that several nodes want, each is taken to read an equal part from the store. Reads the manifest, and raises what
+    reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.
+    """
+    chunks = [chunk for rows in version.chunks.values() for chunk in rows]
+    numbers = {id(chunk): number for number, chunk in enumerate(chunks)}
+    shares: list[_Share] = [{} for _ in range(world_size)]
+    for rows in version.chunks.values():
+        for chunk, wanted in _wanted(rows, world_size, None if whole else _split(rows)):
+            for rank, part in wanted.items():
+                shares[rank][numbers[id(chunk)]] = part
+    nodes = [_together(shares[first : first + per_node]) for first in range(0, world_size, per_node)]
+    askers = Counter(number for node in nodes for number in node)
+    reader = version.reader()
+    return WorldPlan(
+        tuple(_reads(reader, chunks, share) for share in shares),
+        tuple(_reads(reader, chunks, share, askers) for share in nodes),
+        _reads(reader, chunks, _together(nodes)),
+    )
+
+
+def _split(rows: Sequence[Chunk]) -> int | None:
+    """The first dimension along which a tensor was saved in several boxes."""
+    return next((dim for dim in range(len(rows[0].shape)) if len({row.offset[dim] for row in rows}) > 1), None)
+
+
+def _wanted(rows: Sequence[Chunk], world_size: int, dim: int | None) -> Iterator[tuple[Chunk, Mapping[int, float]]]:
+    """For each chunk of a tensor the part that each rank needs."""
+    for row in rows:
+        if dim is None:
+            yield row, dict.fromkeys(range(world_size), 1.0)
+        elif 0 not in row.extent:
+            step, first, size = -(-row.shape[dim] // world_size), row.offset[dim], row.extent[dim]
+            ranks = range(first // step, (first + size - 1) // step + 1)
+            yield row, {r: (min(first + size, (r + 1) * step) - max(first, r * step)) / size for r in ranks}
+
+
+def _together(shares: Iterable[_Share]) -> _Share:
+    parts: _Share = defaultdict(float)
+    for share in shares:
+        for number, part in share.items():
+            parts[number] = min(1.0, parts[number] + part)
+    return parts
+
+
+def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share, askers: Mapping[int, int] | None = None) -> Reads:
+    """``askers``: how many nodes need each chunk."""
+    runs = reader.whole(chunks[number] for number in share)
+    places = dict[tuple[str, Box], tuple[object, int]]()  # of each chunk: the place of its bytes, and their number
+    for run in runs:
+        for place in run.places:
+            at = (run.key, place.chunk.start, place.size), place.size + (place.base.nbytes if place.base else 0)
+            places.update(((piece.chunk.name, piece.chunk.box), at) for piece in place.pieces)
+    needed, passed = dict[Any, float](), dict[Any, float]()  # by place in a pack: derived tensors have the place of their source
+    for number, part in share.items():
+        key, size = places[chunks[number].name, chunks[number].box]
+        needed[key] = max(size * part, needed.get(key, 0.0))
+        passed[key] = max(size * (1 - 1 / askers[number]) if askers else 0.0, passed.get(key, 0.0))
+    requests = sum(1 + len(list(run.bases)) for run in runs)
+    return Reads(sum(run.nbytes for run in runs), len(share), requests, sum(needed.values()), round(sum(passed.values())))

@@ -1,0 +1,116 @@
+"""Assigns each chunk to one rank: every rank cuts its shards into chunks and takes its share of those that others have, too.
+
+No communication is needed: all holders of a box compute the same split from the same list.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections import defaultdict
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+from ...storage.format.groups import OPTIMIZER, WEIGHTS, group
+from ...workers.protocol.coordinator_client import MODULUS, coverage
+from ...workers.shm.ring import SLOT
+from .chunks import Cut, cuts
+from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
+from .shards import Shard
+
+DEVICE_CHUNK = 16 << 20
+"""Bytes of the largest chunk of a tensor on a GPU."""
+
+SMALL = 64 << 10
+"""Bytes up to which a shard of several ranks is not split, so that a reader asks one node for it."""
+
+
+@dataclass(frozen=True)
+class ChunkAssignment:
+    """What one rank stores of its ``shards``. ``parts``: by the device that codes them (None: the node worker). ``sources``: by
+    the number of a shard, the number of the shard that it seems to be derived from. ``coverage``: the coverage sums of the
+    tensors that all ranks must have alike, and of those of which this rank is the first holder; ``owned_dtensors``: the DTensors
+    among the latter."""
+
+    shards: tuple[Shard, ...]
+    sources: Mapping[int, int]
+    parts: Mapping[int | None, DeviceChunks]
+    coverage: tuple[int, int]
+    owned_dtensors: tuple[str, ...]
+
+
+def assign_chunks(
+    shards: tuple[Shard, ...], sources: Mapping[int, int], *, rank: int, world_size: int, on_gpu: bool
+) -> ChunkAssignment:
+    """Cut shards into chunks and assign them. ``sources``: see ``ChunkAssignment``. ``on_gpu``: GPUs code their tensors."""
+    derived = {i: source for i, source in sources.items() if _is_derived(shards[i], shards[source])}
+    everyone = tuple(range(world_size))
+    dependents: dict[int, list[Shard]] = defaultdict(list)
+    for i, source in derived.items():
+        dependents[source].append(shards[i])
+    alike: dict[tuple[int, ...], list[PlannedChunk]] = defaultdict(list)
+    followers: dict[int, list[Shard]] = {}  # by the identity of their source
+    for i, shard in enumerate(shards):
+        if i not in derived:
+            device = _coder(shard) if on_gpu else None
+            limit = SLOT if device is None else DEVICE_CHUNK
+            packs, followers[id(shard)] = _group_of([shard, *dependents[i]]), dependents[i]
+            followed = next((other.dtype for other in dependents[i] if other.dtype != shard.dtype), "")
+            alike[shard.holders or everyone] += [PlannedChunk(shard, cut, device, packs, followed) for cut in cuts(shard, limit)]
+    mine: dict[int | None, list[PlannedChunk]] = defaultdict(list)
+    for holders, found in alike.items():
+        for piece in share(found, holders, rank):
+            mine[piece.device].append(piece)
+    parts = {
+        device: DeviceChunks(
+            tuple(pieces), tuple(_follower(shard, piece) for piece in pieces for shard in followers[id(piece.shard)])
+        )
+        for device, pieces in mine.items()
+    }
+    weights = [(s, coverage(s.leaf.name, s.dtype, s.shape, math.prod(s.shape))) for s in shards]
+    replicated = sum(weight for shard, weight in weights if not shard.holders)
+    expected = sum(weight for shard, weight in weights if shard.first == rank)
+    owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.holders and shard.first == rank)
+    return ChunkAssignment(shards, sources, parts, (replicated % MODULUS, expected % MODULUS), owned_dtensors)
+
+
+def _is_derived(shard: Shard, source: Shard) -> bool:
+    """Whether a shard that is derived from the source can be derived from the source as it is stored."""
+    if shard.dtype == source.dtype:
+        return shard.asked == source.asked
+    return shard.asked is None and (source.asked is None or source.asked.lets_follow(source.dtype, shard.dtype))
+
+
+def _coder(shard: Shard) -> int | None:
+    """The device that codes a shard. The node worker codes integers, since it also finds repetitions."""
+    return shard.device if 0 not in shard.extent and shard.format.is_float else None
+
+
+def _follower(shard: Shard, source: PlannedChunk) -> PlannedDerived:
+    """The same box of a shard that is derived from the source."""
+    cut, size, of = source.cut, shard.itemsize, source.shard.itemsize
+    same = Cut(cut.box, cut.nbytes // of * size, cut.start // of * size)
+    return PlannedDerived(PlannedChunk(shard, same, source.device, source.group), source)
+
+
+def _group_of(shards: Iterable[Shard]) -> str:
+    """The packs of a tensor and of those derived from it: all weights are in the packs of weights."""
+    return WEIGHTS if any(group(shard.leaf.name) == WEIGHTS for shard in shards) else OPTIMIZER
+
+
+def share(pieces: list[PlannedChunk], holders: tuple[int, ...], rank: int) -> list[PlannedChunk]:
+    """The chunks that ``rank`` stores of those that all ``holders`` have: the first holder stores small shards; then each
+    chunk, largest first, goes to the holder with the fewest bytes."""
+    if len(holders) == 1:
+        return pieces
+    small = [piece for piece in pieces if piece.shard.nbytes <= SMALL]
+    mine = list(small) if rank == holders[0] else []
+    load = [(0, holder) for holder in holders[1:]] + [(sum(piece.nbytes for piece in small), holders[0])]
+    heapq.heapify(load)
+    large = [piece for piece in pieces if piece.shard.nbytes > SMALL]
+    for piece in sorted(large, key=lambda piece: (-piece.nbytes, piece.shard.leaf.name, piece.box)):
+        least, holder = load[0]
+        heapq.heapreplace(load, (least + piece.nbytes, holder))
+        if holder == rank:
+            mine.append(piece)
+    return mine

@@ -1,0 +1,91 @@
+"""Finds tensors of a state that can be derived from others: weights that are their rounded master copy, copies, tied embeddings.
+
+A sample of each tensor says which may be derived. Whether all elements are is checked for each chunk in every save.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from ...storage.coding.derived import derivable, derive
+from .shards import Shard
+
+_SAMPLE = 64  # elements
+
+Ready = Mapping[int, Any]
+
+
+class DerivedTensors:
+    """What one rank has found. It samples in its first, second, fourth, eighth save and so on, and if the state has other
+    tensors than before: in the same saves as all ranks, so that ranks with the same tensors find the same.
+
+    Sampling takes some milliseconds of the staging thread, in which nothing is staged. So only a save with other tensors, such as
+    the first, waits for it; the others sample after staging, for later saves.
+    """
+
+    def __init__(self) -> None:
+        self._sampled = 0  # number of the save of the last sample
+        self._found: dict[int, int] = {}
+        self._known: Sequence[Any] = ()
+
+    def of(self, known: Sequence[Any], shards: Callable[[], Sequence[Shard]], ready: Ready, *, save: int) -> dict[int, int]:
+        """Numbers of shards, each with the number of the shard that it seems to be derived from. ``known``: the ``likeness`` of
+        all. ``ready``: for each device an event, after which its tensors may be read. ``save``: its number, from 1. Not on the
+        training thread."""
+        if known != self._known or self._is_due(save - 1):
+            self._sampled, self._found, self._known = save, _find(shards(), ready), known
+        return self._found
+
+    def refresh(self, shards: Sequence[Shard], ready: Ready, *, save: int) -> None:
+        """Sample for later saves if this save is one to sample in: the shards of ``of``, before the tensors may change."""
+        if self._is_due(save):
+            found = _find(shards, ready)
+            self._sampled, self._found = save, self._found if found == self._found else found  # the same object, if equal
+
+    def _is_due(self, save: int) -> bool:
+        return self._sampled.bit_length() < save.bit_length()
+
+    def forget(self, shard: Shard) -> None:
+        """Note that this shard is not derived."""
+        self._found = {i: source for i, source in self._found.items() if self._known[i][0] != shard.leaf.name}
+
+
+def _find(shards: Sequence[Shard], ready: Ready) -> dict[int, int]:
+    for event in ready.values():
+        event.synchronize()
+    alike: dict[Any, list[int]] = defaultdict(list)
+    for i, shard in enumerate(shards):
+        if shard.derivable:
+            alike[shard.shape, shard.offset, shard.extent, shard.holders, shard.device].append(i)
+    found: dict[int, int] = {}
+    for numbers in alike.values():
+        samples = _samples([shards[i] for i in numbers]) if len(numbers) > 1 else []
+        sources: dict[tuple[str, bytes], int] = {}
+        dtypes = {shards[i].dtype for i in numbers}
+        for i, sample in sorted(zip(numbers, samples, strict=False), key=lambda pair: (-shards[pair[0]].itemsize, pair[0])):
+            if (source := sources.get((shards[i].dtype, sample.tobytes()))) is not None:
+                found[i] = source
+            elif (sample.reshape(_SAMPLE, -1) != sample[: len(sample) // _SAMPLE]).any():  # constant samples match by chance
+                for dtype in dtypes:
+                    if derivable(shards[i].dtype, dtype):
+                        sources.setdefault((dtype, derive(sample, shards[i].dtype, dtype).tobytes()), i)
+    return found
+
+
+def _samples(shards: Sequence[Shard]) -> list[Any]:
+    """Evenly spread elements of shards of one shape and device, as bytes (uint8)."""
+    flat = [shard.bits.reshape(-1) for shard in shards]
+    at = [np.linspace(0, len(words) - 1, _SAMPLE).astype(np.int64) for words in flat]
+    if shards[0].device is None:
+        return [words[some].view(np.uint8) for words, some in zip(flat, at, strict=True)]
+    import torch
+
+    with torch.cuda.stream(torch.cuda.Stream(flat[0].device)):  # does not wait for work that the training has queued
+        index = torch.from_numpy(at[0]).to(flat[0].device)
+        picked = torch.cat([words[index].view(torch.uint8) for words in flat]).cpu().numpy()
+    ends = np.cumsum([shard.itemsize * _SAMPLE for shard in shards])
+    return np.split(picked, ends[:-1])

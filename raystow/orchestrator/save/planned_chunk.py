@@ -1,0 +1,148 @@
+"""The chunks that a rank stores: their description, and their bytes."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...storage.coding import dtypes
+from ...storage.coding.kernels import Bytes
+from ...storage.format.boxes import Box
+from ...storage.format.manifest import path_text
+from ...workers.protocol.messages import ChunkInfo, DerivedChunk
+from ..lossy import rounded_chunk
+from ..lossy.tensor_values import words_of
+from .chunks import Cut
+from .shards import Shard
+
+_path_text = functools.lru_cache(maxsize=1 << 14)(path_text)
+
+
+@dataclass(frozen=True)
+class PlannedChunk:
+    """A chunk that this rank stores. ``device``: the CUDA device that codes it; None if the node worker does. ``group``: its
+    group of packs. ``followed``: the dtype of a tensor that is derived from it, if that is another one."""
+
+    shard: Shard
+    cut: Cut
+    device: int | None
+    group: str
+    followed: str = ""
+
+    @property
+    def box(self) -> Box:
+        """See ``Cut``."""
+        return self.cut.box
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes: at most ``SLOT``, or ``DEVICE_CHUNK`` where a GPU codes it."""
+        return self.cut.nbytes
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+        return self.shard.leaf.name
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        """The dtype of its words."""
+        return self.shard.format
+
+    @property
+    def origin(self) -> int | None:
+        """The device address of its words; None if they are not contiguous."""
+        place = self.shard.place
+        return None if place is None else place + self.cut.start
+
+    @property
+    def address(self) -> int | None:
+        """``origin``, if the words are stored without rounding."""
+        return self.origin if self.shard.rule is None else None
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """The byte planes that are worth coding: the highest, and others if words are rounded."""
+        rule = self.shard.rule
+        return (self.dtype.width - 1,) if rule is None else rule.planes(self.dtype.name)
+
+    def gather(self) -> Any:
+        """A contiguous copy of its words as they are stored, made on the current stream of the device."""
+        if self.shard.rule is None:
+            return self._bits().contiguous()
+        import torch
+
+        return self._round(self._bits().clone(memory_format=torch.contiguous_format))
+
+    def _round(self, words: Any) -> Any:
+        """Round a copy of the words; the findings are kept with the shard."""
+        rule, (offset, extent) = self.shard.rule, self.box
+        assert rule is not None
+        rows, first = words.reshape(-1, extent[-1]), self.shard.offset[-1] + offset[-1]
+        made, self.shard.findings[self.box] = rounded_chunk.rounded(rule, rows, self.dtype.name, first)
+        return made
+
+    def _bits(self) -> Any:
+        return self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
+
+    @property
+    def identity(self) -> Any:
+        """Equal for chunks with the same description."""
+        shard = self.shard
+        of = shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, shard.rule
+        return *of, self.cut.box, self.group, self.followed
+
+    def describe(self) -> ChunkInfo:
+        """Return the fields of its manifest row that are known before coding."""
+        return self._info
+
+    @functools.cached_property
+    def _info(self) -> ChunkInfo:
+        shard, leaf = self.shard, self.shard.leaf
+        offset = tuple([a + b for a, b in zip(shard.offset, self.box[0], strict=True)])
+        return ChunkInfo(
+            leaf.name, _path_text(leaf.path), shard.kind, shard.dtype, tuple(shard.shape), self.group, offset, tuple(self.box[1])
+        )
+
+    def copy(self, out: Bytes) -> None:
+        """Copy the bytes, as they are stored, into ``out``, row-major."""
+        if not out.size:
+            return
+        self._copy(out)
+        if self.shard.rule is not None:
+            import torch
+
+            words = torch.from_numpy(out).view(words_of(self.dtype.itemsize))
+            words.copy_(self._round(words).view(-1))
+
+    def _copy(self, out: Bytes) -> None:
+        source = self._bits()
+        if isinstance(source, np.ndarray):
+            np.copyto(out.view(source.dtype).reshape(source.shape), source)
+        else:
+            import torch
+
+            with torch.cuda.stream(torch.cuda.Stream(source.device)):  # does not wait for work that the training has queued
+                torch.from_numpy(out).view(source.dtype).reshape(source.shape).copy_(source)
+
+
+@dataclass(frozen=True)
+class PlannedDerived:
+    """A chunk that is not stored if all its elements can be derived from the chunk ``source``, which has the same box."""
+
+    piece: PlannedChunk
+    source: PlannedChunk
+
+    def derived(self, digest: int) -> DerivedChunk:
+        """Return the message that announces it as derived; ``digest``: of its bytes."""
+        return DerivedChunk(self.piece.describe(), self.source.name, self.source.dtype.name, digest)
+
+
+class DeviceChunks(NamedTuple):
+    """The chunks that a rank stores, and those that it stores only if they cannot be derived."""
+
+    pieces: tuple[PlannedChunk, ...]
+    followers: tuple[PlannedDerived, ...]

@@ -1,0 +1,181 @@
+"""Plans what one rank saves, and keeps the plan between saves."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from ...storage.coding.rounded import Rounded
+from ...storage.errors import StateError
+from ...storage.format import values
+from ...storage.format.manifest import path_text
+from ..lossy import rounded_chunk
+from ..lossy.profiles import Lossy
+from .assignment import ChunkAssignment, assign_chunks
+from .derived_tensors import DerivedTensors
+from .planned_chunk import DeviceChunks, PlannedChunk, PlannedDerived
+from .shard_cache import ShardCache, TensorView
+from .shard_rules import ShardRules
+from .shards import Shard, check_memory
+from .state_cache import StateCache
+from .state_tree import show
+
+MAX_VALUES = 64 << 20
+"""Bytes of plain values that one rank may save."""
+
+
+class Planner:
+    """Keeps what one rank has planned between saves: most saves have the same tensors in the same memory, and the training waits
+    for the plan. ``structure``: of the state; ``shards``: of its tensors. ``lossy``: the tensors that are rounded."""
+
+    def __init__(self, lossy: Lossy | None = None) -> None:
+        self.structure, self.shards = StateCache(), ShardCache()
+        self._derived, self._rules = DerivedTensors(), ShardRules(lossy or Lossy({}))
+        self._last: ChunkAssignment | None = None
+        self._key: list[Any] = []
+
+    def divide(self, plan: SavePlan) -> ChunkAssignment:
+        """Assign the chunks of a save. On the staging thread. ``StateError`` if a tensor's memory was freed."""
+        for view in plan.views:  # the memory of a known tensor may have shrunk, at the same address
+            check_memory(view.leaf, view.local, view.known.reach)
+        known = [view.known for view in plan.views]
+        sources = self._derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
+        key = [shard.identity for shard in known]
+        if self._last is None or sources is not self._last.sources or key != self._key:
+            self._rules.ask(plan.shards)
+            self._rules.choose(plan.shards, plan.ready)
+            self._last, self._key = self._assign(plan, plan.shards, sources), key
+        else:
+            for kept, view in zip(self._last.shards, plan.views, strict=True):
+                kept.hold(view.leaf, view.local)
+            if self._rules.choose(self._last.shards, plan.ready):
+                self._last = self._assign(plan, self._last.shards, sources)
+        return self._last
+
+    def _assign(self, plan: SavePlan, shards: tuple[Shard, ...], sources: Mapping[int, int]) -> ChunkAssignment:
+        return assign_chunks(shards, sources, rank=plan.rank, world_size=plan.world_size, on_gpu=plan.on_gpu)
+
+    def let_go(self) -> None:
+        """Drop the references to tensors."""
+        if self._last is not None:
+            for shard in self._last.shards:
+                shard.release()
+
+    def refresh(self, plan: SavePlan) -> None:
+        """See ``DerivedTensors``."""
+        self._derived.refresh(plan.division.shards, plan.ready, save=plan.save)
+
+    def forget(self, shard: Shard) -> None:
+        """See ``DerivedTensors``."""
+        self._derived.forget(shard)
+
+
+@dataclass(frozen=True)
+class SavePlan:
+    """What one rank saves.
+
+    ``views``: its tensors. ``values``: its plain values (name, path, JSON text). ``ready``: for each CUDA device an event, after
+    which its tensors may be read on any stream. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this
+    rank; ``save``: the number of the save, the same on all ranks. The other properties are computed at first use, which is not on
+    the training thread.
+    """
+
+    rank: int
+    world_size: int
+    views: tuple[TensorView, ...]
+    values: tuple[tuple[str, str, str], ...]
+    ready: dict[int, Any]
+    on_gpu: bool
+    planner: Planner
+    save: int
+
+    @functools.cached_property
+    def shards(self) -> tuple[Shard, ...]:
+        """This rank's parts of the tensors."""
+        return tuple(view.known.again(view.leaf, view.local) for view in self.views)
+
+    @functools.cached_property
+    def division(self) -> ChunkAssignment:
+        """See ``ChunkAssignment``."""
+        return self.planner.divide(self)
+
+    @property
+    def parts(self) -> Mapping[int | None, DeviceChunks]:
+        """See ``ChunkAssignment``."""
+        return self.division.parts
+
+    @property
+    def coverage(self) -> tuple[int, int]:
+        """See ``ChunkAssignment``."""
+        return self.division.coverage
+
+    @property
+    def owned_dtensors(self) -> tuple[str, ...]:
+        """See ``ChunkAssignment``."""
+        return self.division.owned_dtensors
+
+    @property
+    def pieces(self) -> tuple[PlannedChunk, ...]:
+        """The chunks of all parts."""
+        return tuple(piece for part in self.parts.values() for piece in part.pieces)
+
+    @property
+    def followers(self) -> tuple[PlannedDerived, ...]:
+        """The derived chunks of all parts."""
+        return tuple(follower for part in self.parts.values() for follower in part.followers)
+
+    @property
+    def nbytes(self) -> int:
+        """Raw bytes that this rank stores."""
+        return sum(piece.nbytes for piece in self.pieces)
+
+    def rounded(self) -> dict[str, Rounded]:
+        """The errors of rounding by tensor, once all is staged. Waits for the device. ``SaveFailed`` if one exceeds its bound."""
+        return {
+            shard.leaf.name: rounded_chunk.read(shard.leaf.name, shard.rule, shard.findings.values())
+            for shard in self.division.shards
+            if shard.rule is not None and shard.findings
+        }
+
+    def look_again(self) -> None:
+        """Sample the tensors for derived ones of later saves, before they may change."""
+        self.planner.refresh(self)
+
+    def strayed(self, follower: PlannedDerived) -> None:
+        """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
+        if len(follower.piece.shard.holders or range(self.world_size)) == 1:
+            self.planner.forget(follower.piece.shard)
+
+    def let_go(self) -> None:
+        """Drop the references to tensors, when all is staged or the save was given up."""
+        self.planner.let_go()
+
+
+def plan_save(
+    state: Any, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
+) -> SavePlan:
+    """Plan a save. ``planner``: the same for all saves of a rank. ``save``: the number of the save. Reads and copies nothing.
+
+    Raises ``StateError`` with the path of anything that cannot be stored.
+    """
+    planner = planner or Planner()
+    leaves = planner.structure.leaves(state)
+    rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
+    if sum(len(text) for _, _, text in rows) > MAX_VALUES:
+        largest = max((leaf for leaf in leaves if not leaf.is_tensor), key=lambda leaf: len(values.dumps(leaf.value)))
+        raise StateError(
+            f"plain values take more than {MAX_VALUES >> 20} MiB",
+            subject=show(largest.path),
+            remedy="make it an array",
+        )
+    views = planner.shards.look([leaf for leaf in leaves if leaf.is_tensor])
+    ready = {device: _record_event(device) for device in {view.known.device for view in views} if device is not None}
+    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save)
+
+
+def _record_event(device: int) -> Any:
+    import torch
+
+    return torch.cuda.current_stream(device).record_event()

@@ -1,0 +1,87 @@
+"""Keeps the shards of a state between saves. Most tensors are the same in every save, and the training waits for this.
+
+A tensor is recognized by its class, dtype, shape, strides, address and placement.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from .dtensor_layout import MeshKey
+from .shards import Shard, shard_of
+from .state_tree import Leaf
+
+
+class TensorView(NamedTuple):
+    """A tensor, this rank's elements of it, and its shard; one kept from an earlier save has no elements of its own."""
+
+    leaf: Leaf
+    local: Any
+    known: Shard
+
+
+class ShardCache:
+    """The shards of one rank's tensors, without elements. Used on the training thread."""
+
+    def __init__(self) -> None:
+        self._known: dict[str, tuple[Any, Shard]] = {}
+        self._marks: list[Any] = []  # of the last save, if every tensor could be recognized
+        self._shards: list[Shard] = []
+
+    def look(self, leaves: Sequence[Leaf]) -> tuple[TensorView, ...]:
+        """A view of each tensor; ``StateError`` as by ``shard_of``. Thousands of unchanged tensors are recognized by one
+        comparison."""
+        locals, marks = _glance(leaves)
+        if marks == self._marks:  # equal marks mean equal shards, except for the elements
+            return tuple(map(TensorView._make, zip(leaves, locals, self._shards, strict=True)))
+        views = self._find(leaves, locals, marks)
+        usual = None not in marks  # shards of other tensors have elements
+        self._marks, self._shards = (marks, [sight.known for sight in views]) if usual else ([], [])
+        return tuple(views)
+
+    def _find(self, leaves: Sequence[Leaf], locals: list[Any], marks: list[Any]) -> list[TensorView]:
+        before, self._known = self._known, {}
+        views = list[TensorView]()
+        for leaf, local, mark in zip(leaves, locals, marks, strict=True):
+            if mark is None:
+                shard = shard_of(leaf)
+                views.append(TensorView(leaf, shard.local, shard))
+                continue
+            known = before.get(leaf.name)
+            if known is None or known[0] != mark:
+                known = mark, shard_of(leaf).without_elements()
+            self._known[leaf.name] = known
+            views.append(TensorView(leaf, local, known[1]))
+        return views
+
+
+def _glance(leaves: Sequence[Leaf]) -> tuple[list[Any], list[Any]]:
+    """This rank's part of each tensor, and a mark to recognize it by; None for a tensor that has no usual memory."""
+    plain, distributed = _usual()
+    values = [leaf.value for leaf in leaves]
+    spread: list[Any] = [None] * len(values)
+    if distributed is not None:
+        for i, value in enumerate(values):
+            if type(value) is distributed:
+                spread[i], values[i] = (value.shape, value.placements, MeshKey(value.device_mesh)), value._local_tensor
+    marks = [
+        _mark(leaf.path, over, value) if type(value) in plain else None
+        for leaf, over, value in zip(leaves, spread, values, strict=True)
+    ]
+    return values, marks
+
+
+def _mark(path: Any, spread: Any, local: Any) -> Any:
+    try:
+        where = local.get_device(), local.data_ptr(), local.shape, local.stride(), local.is_conj(), local.is_neg()
+    except RuntimeError:  # it has no plain memory
+        return None
+    return path, spread, local.dtype, where
+
+
+def _usual() -> tuple[tuple[type, ...], type[Any] | None]:
+    """The classes of plain tensors and of DTensors. Torch is not imported if the state has none."""
+    torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")
+    return () if torch is None else (torch.Tensor, torch.nn.Parameter), None if distributed is None else distributed.DTensor

@@ -1,0 +1,211 @@
+"""This rank's part of each tensor: its box, the ranks that have the same box, and its elements."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import math
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.format import manifest
+from ...storage.format.boxes import Box
+from ..lossy.rules import Asked, Rule
+from .dtensor_layout import dtensor_shard
+from .state_tree import Leaf, numpy_dtype, show
+
+_LEAST = 4096  # bytes; for a smaller derived tensor the manifest row costs as much as it saves
+_ARRAYS = (np.ndarray, np.memmap)  # other classes may have more than elements, such as a mask
+_WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
+
+
+@dataclass(eq=False)
+class Shard:
+    """``holders``: the ranks that have the same box, ascending; empty for all ranks. ``first``: the first rank that has a part of
+    the tensor. ``local``: this rank's elements, a numpy array or a torch tensor. ``device``: their CUDA device; None for host
+    memory. ``asked``: the rounding that the user specified; ``rule``: the rule that is used; ``findings``: its errors by the box
+    of each chunk (see ``lossy.rounded_chunk``)."""
+
+    leaf: Leaf
+    kind: str
+    dtype: str
+    shape: tuple[int, ...]
+    offset: tuple[int, ...]
+    extent: tuple[int, ...]
+    holders: tuple[int, ...]
+    first: int
+    local: Any
+    device: int | None = None
+    asked: Asked | None = None
+    rule: Rule | None = None
+    findings: dict[Box, Any] = field(default_factory=dict)
+
+    def hold(self, leaf: Leaf, local: Any) -> None:
+        """Take the same tensor's elements of another save."""
+        self.leaf, self.local = leaf, local
+        self.__dict__.pop("bits", None)
+
+    def without_elements(self) -> Shard:
+        """A copy for later saves, with the properties that can be computed only with elements."""
+        _ = self.identity, self.likeness, self.reach
+        return self.again(self.leaf._replace(value=None), None)
+
+    def again(self, leaf: Leaf, local: Any) -> Shard:
+        """A copy with the same properties and the tensor's elements of another save."""
+        other = copy.copy(self)
+        other.findings = {}
+        other.hold(leaf, local)
+        return other
+
+    def release(self) -> None:
+        """Drop the elements."""
+        self.leaf, self.local = self.leaf._replace(value=None), None
+        self.__dict__.pop("bits", None)
+        self.findings.clear()
+
+    @functools.cached_property
+    def bits(self) -> Any:
+        """The elements as opaque words that share their memory: numpy in host memory, torch on a device. Made at
+        first use, not on the training thread."""
+        if isinstance(self.local, np.ndarray):
+            return self.local.view(f"V{self.local.itemsize}")
+        return bits(self.local)
+
+    @functools.cached_property
+    def format(self) -> dtypes.DType:
+        """The layout of an element."""
+        return dtypes.dtype(self.dtype)
+
+    @property
+    def itemsize(self) -> int:
+        """Bytes per element."""
+        return self.format.itemsize
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of this rank's elements."""
+        return math.prod(self.extent) * self.itemsize
+
+    @functools.cached_property
+    def place(self) -> int | None:
+        """On a device: the address of the first element; None if the tensor is not contiguous, or lazily conjugated."""
+        local = self.local
+        return int(local.data_ptr()) if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
+
+    @functools.cached_property
+    def reach(self) -> int:
+        """The span from the first to the end of the last element of a tensor, in elements; 0 without elements and for arrays."""
+        if isinstance(self.local, np.ndarray) or not self.local.numel():
+            return 0
+        return 1 + sum((int(size) - 1) * int(stride) for size, stride in zip(self.local.shape, self.local.stride(), strict=True))
+
+    @functools.cached_property
+    def derivable(self) -> bool:
+        """Whether it may be derived from another tensor, or another one from it: see ``derived_tensors``."""
+        simple = self.kind == manifest.TENSOR and self.format.is_float and self.itemsize <= 8
+        return simple and self.nbytes >= _LEAST and self.place is not None
+
+    @functools.cached_property
+    def likeness(self) -> tuple[Any, ...]:
+        """Equal for shards of one name that can be derived from the same shards."""
+        return self.leaf.name, self.dtype, self.extent, self.derivable
+
+    @functools.cached_property
+    def identity(self) -> tuple[Any, ...]:
+        """Equal for shards of one tensor in the same memory."""
+        where = self.device, self.device is not None and self.place
+        return self.leaf.path, self.kind, self.dtype, self.shape, self.offset, self.extent, self.holders, *where
+
+
+def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
+    """The shard of a tensor leaf. ``StateError`` for a tensor of a kind that is not plain bytes in memory."""
+    value = leaf.value
+    if isinstance(value, np.ndarray | np.generic):
+        if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:
+            raise _unsuitable(leaf, what, f"arrays of class {type(value).__name__}", "save its parts")
+        kind = manifest.ARRAY if isinstance(value, np.ndarray) else manifest.SCALAR
+        array = np.asarray(value)
+        dtype, shape = numpy_dtype(array, show(leaf.path, what)), tuple(array.shape)
+        return Shard(leaf, kind, dtype, shape, (0,) * len(shape), shape, (), 0, array)
+    return _torch_shard(leaf, what)
+
+
+def _torch_shard(leaf: Leaf, what: str) -> Shard:
+    import torch
+
+    tensor = leaf.value
+    kind = type(tensor)
+    try:
+        shape = tuple(tensor.shape)
+    except RuntimeError as error:  # nested, or a lazy parameter before its first use
+        raise _unsuitable(leaf, what, f"tensors of class {kind.__name__} without a shape", "save dense tensors") from error
+    offset, extent, first, local = (0,) * len(shape), shape, 0, tensor
+    holders: tuple[int, ...] = ()
+    if kind is torch.Tensor or kind is torch.nn.Parameter:  # as most are
+        pass
+    elif (distributed := sys.modules.get("torch.distributed.tensor")) is not None and isinstance(tensor, distributed.DTensor):
+        place, local = dtensor_shard(tensor, show(leaf.path, what)), tensor.to_local()
+        (offset, extent), holders, first = place.box, place.holders, place.first
+    elif kind is not torch.nn.Buffer:
+        raise _unsuitable(leaf, what, f"tensors of class {kind.__name__}", "save its parts")
+    if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
+        sort = (
+            "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
+        )
+        raise _unsuitable(leaf, what, f"{sort} tensors", "save dense tensors")
+    dtype = dtype_name(tensor.dtype)
+    if dtype not in dtypes.DTYPES:
+        raise StateError(f"dtype {dtype} cannot be stored", subject=show(leaf.path, what))
+    device = local.device.index if local.is_cuda else None
+    shard = Shard(leaf, manifest.TENSOR, dtype, shape, offset, extent, holders, first, local, device)
+    check_memory(leaf, local, shard.reach, what=what)
+    return shard
+
+
+def check_memory(leaf: Leaf, local: Any, reach: int, *, what: str = "state") -> None:
+    """``StateError`` if the memory of a tensor ends before its elements do. ``reach``: see ``Shard``."""
+    if reach and (local.storage_offset() + reach) * local.element_size() > local.untyped_storage().nbytes():
+        raise _unsuitable(leaf, what, "tensors whose memory was freed", "gather them first, as their framework does")
+
+
+def _unsuitable(leaf: Leaf, what: str, sort: str, remedy: str) -> StateError:
+    return StateError(f"{sort} cannot be stored", subject=show(leaf.path, what), remedy=remedy)
+
+
+def overlaps(local: Any) -> bool:
+    """Whether elements of a tensor or array may share memory, as in one that is expanded."""
+    if 0 in local.shape:
+        return False
+    strides, least = (local.strides, local.itemsize) if isinstance(local, np.ndarray) else (local.stride(), 1)
+    for stride, size in sorted((abs(stride), size) for stride, size in zip(strides, local.shape, strict=True) if size > 1):
+        if stride < least:
+            return True
+        least += stride * (size - 1)  # what the dimensions so far reach over
+    return False
+
+
+@functools.cache
+def dtype_name(dtype: Any) -> str:
+    """The format's name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
+
+
+def bits(tensor: Any) -> Any:
+    """The elements of a local torch tensor as opaque words that share its memory: numpy on the CPU, torch elsewhere.
+
+    Only a tensor whose conjugation or negation is pending is copied first.
+    """
+    import torch
+
+    local = tensor.detach().resolve_conj().resolve_neg()
+    size = local.element_size()
+    if size == 16:  # complex128: no word is that wide; two halves make an opaque 16-byte item
+        pairs = torch.view_as_real(local)
+        return pairs.numpy().view("V16")[..., 0] if pairs.device.type == "cpu" else pairs.view(torch.int64)
+    words = local.view(getattr(torch, _WORDS[size]))
+    return words.numpy().view(f"V{size}") if words.device.type == "cpu" else words

@@ -1,0 +1,128 @@
+"""A training state as a flat list of leaves with paths, and back. Defines what a state may contain and how leaves are named."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.format import values
+
+_DEEPEST = 100  # containers around a leaf, far below Python's recursion limit
+
+Path = tuple[Any, ...]
+"""Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""
+
+
+class Leaf(NamedTuple):
+    """A value in the state. ``name``: its keys joined by dots. ``is_tensor``: a torch tensor, numpy array or numpy scalar."""
+
+    path: Path
+    name: str
+    value: Any
+    is_tensor: bool
+
+
+def flatten(state: Any, *, what: str = "state") -> list[Leaf]:
+    """Every leaf of a nested state, in its own order.
+
+    ``StateError`` naming the path for anything that is not a dict with string or integer keys, list, tuple, tensor, numpy
+    array or plain value, for a container that contains itself, and for two leaves of one name.
+    """
+    if not isinstance(state, dict):
+        raise StateError(f"{_type(state)} is not a dict", subject=what, remedy="pass a dict")
+    leaves = list[Leaf]()
+    _walk(state, (), "", what, (), leaves)
+    if len({leaf.name for leaf in leaves}) < len(leaves):
+        seen: dict[str, Path] = {}
+        for leaf in leaves:
+            if leaf.name in seen:
+                raise StateError(
+                    f"has the same name {leaf.name!r} as {show(seen[leaf.name], what)}", subject=show(leaf.path, what)
+                )
+            seen[leaf.name] = leaf.path
+    return leaves
+
+
+def _walk(node: Any, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:
+    """The training waits for this: names are built on the way down, and leaves are appended instead of returned."""
+    if is_tensor(node):
+        leaves.append(Leaf(path, name, node, True))
+    elif values.is_plain(node):
+        leaves.append(Leaf(path, name, node, False))
+    elif isinstance(node, dict | list | tuple):
+        if id(node) in around:
+            raise StateError("contains itself", subject=show(path, what))
+        if len(around) == _DEEPEST:
+            raise StateError(f"is nested more than {_DEEPEST} deep", subject=show(path[:3], what), remedy="flatten it")
+        items = _items(node, path, what)
+        if not items and path:
+            leaves.append(Leaf(path, name, node, False))
+        within = (*around, id(node))
+        for key, child in items:
+            own = str(key[1]) if isinstance(key, tuple) else str(key)
+            _walk(child, (*path, key), f"{name}.{own}" if path else own, what, within, leaves)
+    else:
+        raise StateError(
+            f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict",
+            subject=show(path, what),
+            remedy="leave it out, or turn it into one of these",
+        )
+
+
+def _items(node: Any, path: Path, what: str) -> list[tuple[Any, Any]]:
+    if not isinstance(node, dict):
+        kind = "list" if isinstance(node, list) else "tuple"
+        return [((kind, i), child) for i, child in enumerate(node)]
+    for key in node:
+        if type(key) not in (str, int):
+            raise StateError(f"key {key!r} is neither a string nor an integer", subject=show(path, what))
+        if isinstance(key, str) and not key.isascii() and any("\ud800" <= c <= "\udfff" for c in key):
+            raise StateError(f"key {key!r} holds half of a surrogate pair, which is not valid UTF-8", subject=show(path, what))
+    return list(node.items())
+
+
+def is_tensor(node: Any) -> bool:
+    """Whether a leaf is a torch tensor, a numpy array or a numpy scalar."""
+    torch = sys.modules.get("torch")
+    return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic)
+
+
+def replace(node: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
+    """``node`` with the leaves of ``new``: dicts and lists are changed in place, tuples are made anew."""
+    if path in new:
+        return new[path]
+    if is_tensor(node) or not isinstance(node, dict | list | tuple):
+        return node
+    if isinstance(node, tuple):
+        items = [replace(child, new, (*path, ("tuple", i))) for i, child in enumerate(node)]
+        if all(a is b for a, b in zip(items, node, strict=True)):
+            return node
+        return node._make(items) if hasattr(node, "_make") else type(node)(items)
+    for key, child in list(node.items() if isinstance(node, dict) else enumerate(node)):
+        put = replace(child, new, (*path, key if isinstance(node, dict) else ("list", key)))
+        if put is not child:
+            node[key] = put
+    return node
+
+
+def show(path: Path, what: str = "state") -> str:
+    """A path as Python writes it: ``state["optim"]["state"][0]``."""
+    return what + "".join(f"[{p[1]}]" if isinstance(p, tuple) else f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path)
+
+
+def _type(node: Any) -> str:
+    kind = type(node)
+    return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
+
+
+def numpy_dtype(array: Any, where: str) -> str:
+    """The format's name of an array's dtype; ``StateError`` if it has none."""
+    name = dtypes.of_numpy(array.dtype)
+    if name is None:
+        raise StateError(f"numpy dtype {array.dtype} cannot be stored", subject=where, remedy="use a numeric or boolean dtype")
+    return name

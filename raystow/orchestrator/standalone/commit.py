@@ -1,0 +1,74 @@
+"""Commits a version in the process that saves: takes an epoch for each process and repository."""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from ... import __version__
+from ...storage.clock import SYSTEM
+from ...storage.committer import Committer
+from ...storage.errors import SaveFailed
+from ...storage.format import key_files
+from ...storage.repository import create_repository
+from ...storage.retention.policy import Policy
+from ...storage.version import Version
+from ...workers.protocol.coordinator_client import MODULUS
+from ..coordinator.attempt import Attempt, version_record
+from ..coordinator.housekeeping import Housekeeping
+from .writer import StoredPart
+
+_lock = threading.Lock()
+_committers: dict[tuple[int, str], Committer] = {}  # by process, which may have been forked
+
+
+def committer_of(uri: str) -> Committer:
+    """This process's committer for a repository, which is created if it does not exist.
+
+    All saves of the process share it: an epoch for each save would fence an asynchronous save in flight, and a process that is
+    thought dead would take over again with its next save.
+    """
+    with _lock:
+        here = os.getpid(), uri
+        if here not in _committers:
+            signer = key_files.signer()
+            owner = f"direct-{platform.node()}-{SYSTEM.token()}"
+            _committers[here] = Committer(create_repository(uri, signer=signer), owner, signer)
+        return _committers[here]
+
+
+class StandaloneCommit:
+    """One attempt to make a version. ``step``: None for one more than that of the newest version."""
+
+    def __init__(self, uri: str, step: int | None) -> None:
+        self._committer = committer_of(uri)
+        self.repository = self._committer.catalog
+        if step is None:
+            versions = self.repository.root().versions
+            step = versions[-1].step + 1 if versions else 0
+        self.step = step
+        with _lock:
+            self.id, self.attempt = self._committer.reserve()
+
+    def commit(
+        self, parts: Sequence[StoredPart], expected: int, metrics: Mapping[str, Any], writer: Mapping[str, str] | None = None
+    ) -> Version:
+        """Make the version. ``expected``: the sum of ``coverage`` over all tensors. ``writer``: further software to record."""
+        if (sum(part.covered for part in parts) - expected) % MODULUS:
+            raise SaveFailed(
+                "the stored data of the ranks does not add up to whole tensors",
+                subject=f"save of step {self.step}",
+                remedy="save on every rank that has a part of them",
+            )
+        attempt = Attempt(self.id, self.attempt, self.step, len(parts), metrics=dict(metrics))
+        software = {"raystow": __version__, "python": platform.python_version(), **(writer or {})}
+        results = {number: (part.info, part.packs) for number, part in enumerate(parts)}
+        record = version_record(self._committer, attempt, results, created=SYSTEM.now(), writer=software)
+        return self._committer.commit(record)
+
+    def apply_retention(self, policy: Policy) -> None:
+        """Drop the versions that the policy does not keep."""
+        Housekeeping(self._committer).run(policy)

@@ -1,0 +1,137 @@
+"""What one rank stores of a version: coded and uploaded by its own process.
+
+It stands for a node of its own: its packs and its manifest fragment bear the number of the rank.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import threading
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import numpy as np
+
+from ...storage.errors import SaveFailed
+from ...storage.format import values
+from ...storage.format.groups import group
+from ...storage.format.manifest import Value, path_text
+from ...storage.format.version_record import FragmentInfo, PackInfo
+from ...storage.object_store import ObjectStore
+from ...workers.packing.attempt import draft
+from ...workers.packing.budget import Budget
+from ...workers.packing.chunk_writer import ChunkWriter
+from ...workers.packing.packer import Packer
+from ...workers.protocol.coordinator_client import MODULUS, coverage
+from ...workers.protocol.messages import Ticket
+from ...workers.shm.ring import SLOT
+from ..save.chunks import cuts
+from ..save.planned_chunk import PlannedChunk
+from ..save.shards import Shard
+from ..save.state_tree import Leaf
+
+_UPLOADS = 4
+
+
+@dataclass(frozen=True)
+class StoredPart:
+    """``covered``: the sum of ``workers.protocol.coordinator_client.coverage`` over what was stored and counted."""
+
+    info: FragmentInfo
+    packs: tuple[PackInfo, ...]
+    covered: int
+
+
+class StandaloneWriter:
+    """One rank's share of an attempt. ``ticket.node`` is the rank. ``memory``: bytes of chunks under way and not uploaded yet."""
+
+    def __init__(self, store: ObjectStore, ticket: Ticket, *, memory: int, threads: int) -> None:
+        self._store, self._ticket = store, ticket
+        self._budget = Budget(memory)
+        self._coders = ThreadPoolExecutor(threads, "raystow-code")
+        self._uploads = ThreadPoolExecutor(_UPLOADS, "raystow-upload")
+        self._packer = Packer(store, ticket, uploads=self._uploads, on_error=self._fail)
+        self._writer = ChunkWriter(self._packer, self._budget, ticket)
+        self._lock = threading.Lock()
+        self._values: list[Value] = []
+        self._covered = 0
+        self._error: BaseException | None = None
+
+    @contextmanager
+    def under_way(self) -> Iterator[StandaloneWriter]:
+        """Add and finish within. Whatever is raised there ends the attempt, and this rank's packs are deleted."""
+        try:
+            yield self
+        except BaseException:
+            self._coders.shutdown(wait=True, cancel_futures=True)
+            self._packer.discard(delete=True)
+            raise
+        finally:
+            self._coders.shutdown(wait=True)
+            self._uploads.shutdown(wait=True)
+
+    def add(self, shard: Shard, *, counted: bool = True) -> None:
+        """Store a box of a tensor; waits for the budget. Its memory must not change. ``counted``: it adds to ``covered``."""
+        for cut in cuts(shard, SLOT):
+            piece = PlannedChunk(shard, cut, None, group(shard.leaf.name))
+            self._budget.acquire(piece.nbytes, self._relieve)
+            self._coders.submit(self._code, piece, counted)
+
+    def add_value(self, leaf: Leaf, ranks: Iterable[int]) -> None:
+        """Store a plain value, which these ranks hold."""
+        self._values.append(Value(leaf.name, path_text(leaf.path), values.dumps(leaf.value), tuple(ranks)))
+
+    def finish(self) -> StoredPart:
+        """Make all of it durable. Raises what coding or the store raised, ``DeadlineExceeded`` if the store takes too long."""
+        self._coders.shutdown(wait=True)
+        self._check()
+        packs = self._packer.seal()
+        self._packer.finish(self._ticket.timeout)
+        key, data, fragment = self._writer.fragment(self._values)
+        self._store.put(key, [data])
+        return StoredPart(fragment.info(data, [self._ticket.node]), tuple(packs), self._covered % MODULUS)
+
+    def _code(self, piece: PlannedChunk, counted: bool) -> None:
+        try:
+            if self._error is not None:
+                self._budget.release(piece.nbytes)
+                return
+            raw = np.empty(piece.nbytes, np.uint8)
+            piece.copy(raw)
+            chunk = self._writer.encode(draft(piece.describe(), self._ticket.node), raw)
+            if counted:
+                with self._lock:
+                    self._covered += coverage(chunk.name, chunk.dtype, chunk.shape, math.prod(chunk.extent))
+        except BaseException as error:
+            self._fail(error)
+
+    def _fail(self, error: BaseException) -> None:
+        with self._lock:
+            self._error = self._error or error
+
+    def _check(self) -> None:
+        if self._error is not None:
+            raise self._error
+
+    def _relieve(self) -> None:
+        """Let the budget shrink, unless that is no longer worth waiting for."""
+        self._check()
+        self._packer.flush()
+
+
+def cores() -> int:
+    """The cores that one rank of this machine may use to code."""
+    here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")  # set by torchrun
+    return max(1, here // max(1, int(ranks) if ranks.isdigit() else 1))
+
+
+def check_same(found: str, wanted: str, uri: str) -> None:
+    """``SaveFailed`` unless this rank sees the repository that the coordinator rank has opened."""
+    if found != wanted:
+        raise SaveFailed(
+            "this rank sees another folder there than the rank that commits", subject=uri, remedy="use one all nodes share"
+        )

@@ -1,0 +1,103 @@
+"""A repository's catalog: store, id, root and leases. Retention and commits depend on it; ``Repository`` is on top of them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+from . import leases, store_clock
+from .clock import SYSTEM, Clock
+from .delta_chain import needed
+from .errors import Damaged, NotFound
+from .format import keys
+from .format.root import REPAIR, Entry, Root
+from .format.signature import PublicKey, Trust
+from .leases import Lease
+from .object_store import ObjectStore
+from .root_register import RootRegister
+from .version import Version
+
+
+class Catalog:
+    """Finds the versions of one repository.
+
+    Args:
+        store: The object store.
+        id: The repository's id.
+        clock: The time and randomness that are used.
+        trust: Whose signatures the versions must have; by default ``signed_by``.
+        signed_by: The public keys that the marker names.
+    """
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        id: str,
+        *,
+        clock: Clock = SYSTEM,
+        trust: Trust | None = None,
+        signed_by: tuple[PublicKey, ...] = (),
+    ) -> None:
+        self.store, self.id, self.clock = store, id, clock
+        self.trust, self.signed_by = trust or Trust(signed_by), signed_by
+        self.register = RootRegister(store, clock, repository=id)
+
+    @property
+    def uri(self) -> str:
+        """The address of the store."""
+        return self.store.uri
+
+    def root(self) -> Root:
+        """Read the root.
+
+        Raises:
+            Damaged: The root is missing, cannot be read, or is of another repository.
+        """
+        try:
+            return self.register.read()
+        except NotFound:
+            raise Damaged("the repository's root is missing", subject=keys.ROOT, remedy=REPAIR) from None
+
+    def at(self, entry: Entry, *, store: ObjectStore | None = None, siblings: Sequence[Entry] = ()) -> Version:
+        """Open the version of an entry of the root.
+
+        Args:
+            entry: The entry.
+            store: Another store to read through.
+            siblings: See ``Version``.
+        """
+        return Version(store or self.store, entry, self.id, self.trust, siblings)
+
+    def now(self) -> float:
+        """Seconds since 1970 by the store's clock."""
+        return store_clock.now(self.store, self.clock)
+
+    def leased(self, now: float | None = None) -> set[tuple[int, str]]:
+        """The versions (id, attempt) under a lease, now or at a time by the store's clock."""
+        return leases.held(self.store, self.now() if now is None else now)
+
+    @contextlib.contextmanager
+    def lease(self, version: Version) -> Iterator[None]:
+        """Keep the objects of a version and of its bases in the store while it is read, even if it is dropped meanwhile.
+
+        Args:
+            version: The version.
+
+        Returns:
+            A context manager that holds the lease.
+
+        Raises:
+            NotFound: The version was dropped before.
+        """
+        required, leased = {version.entry}, set[Entry]()
+        with contextlib.ExitStack() as held:
+            while fresh := required - leased:  # the root is read after a lease is written: what is live then stays readable
+                for entry in fresh:
+                    held.enter_context(Lease(self.store, entry.id, entry.attempt, self.clock))
+                leased |= fresh
+                versions = self.root().versions
+                if version.entry not in versions:
+                    raise NotFound(f"version {version.id} was dropped meanwhile", subject=self.uri, remedy="take a newer one")
+                users = needed(versions, [version.id])
+                required = {entry for entry in versions if entry.id in users}
+            yield

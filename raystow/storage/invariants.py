@@ -1,0 +1,236 @@
+"""The invariants of the root: pure functions that yield what is wrong. ``RootRegister`` checks all of them before every swap.
+
+``docs/spec/format-v1.md`` lists them with the same numbers and names. ``OF_SWAP`` compares a root with the one that replaces it.
+``OF_ROOT`` judges one root; what was broken before the swap does not refuse it, so that a damaged repository can be mended.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .delta_chain import depths
+from .errors import Fenced, InvariantError
+from .format import keys
+from .format.root import Dropped, Entry, Rewrite, Root
+from .limits import MAX_CHAIN
+
+
+@dataclass(frozen=True)
+class Fence:
+    """The epoch under which a coordinator writes, and its name."""
+
+    epoch: int
+    owner: str
+
+
+@dataclass(frozen=True)
+class Claims:
+    """What a swap relies on beyond the two roots.
+
+    ``fence``: the writer's epoch. ``released``: names of pins that may go together with their versions. ``read``: the entries
+    that a new attempt was made from.
+    """
+
+    fence: Fence | None = None
+    released: frozenset[str] = frozenset()
+    read: frozenset[Entry] = frozenset()
+
+
+def check(old: Root | None, new: Root, claims: Claims = Claims()) -> None:  # immutable
+    """Refuse a swap of ``old`` (None: there is no root that can be read) by ``new``: ``Fenced`` if a newer coordinator is in
+    charge, else ``InvariantError``, whose message begins with number and name of the invariant."""
+    for name, rule in _named(OF_SWAP, 1):
+        if old is not None:
+            _refuse(name, rule(old, new, claims))
+    for name, judge in _named(OF_ROOT, 1 + len(OF_SWAP)):
+        known = set(judge(old)) if old is not None else set()
+        _refuse(name, (broken for broken in judge(new) if broken not in known))
+
+
+def names() -> list[str]:
+    """Number and name of each invariant."""
+    return [name for name, _ in (*_named(OF_SWAP, 1), *_named(OF_ROOT, 1 + len(OF_SWAP)))]
+
+
+def writer_in_charge(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """A swap under an epoch finds this epoch and its owner. A repair may repeat an epoch, never an owner."""
+    fence = claims.fence
+    if fence is not None and (old.epoch, old.owner) != (fence.epoch, fence.owner):
+        what = f"epoch {old.epoch} of {old.owner!r} has replaced epoch {fence.epoch}"
+        raise Fenced(what, subject=keys.ROOT, remedy="let the newer coordinator work, or stop it first")
+    yield from ()
+
+
+def epoch_rises(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """The epoch rises by one when the owner changes, and only then. The repository stays."""
+    if new.repository != old.repository:
+        yield f"the repository becomes {new.repository!r}"
+    if new.epoch != old.epoch + (new.owner != old.owner):
+        yield f"epoch {old.epoch} of {old.owner!r} becomes {new.epoch} of {new.owner!r}"
+
+
+def next_id_grows(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """``next_id`` never falls, so no id is used again."""
+    if new.next_id < old.next_id:
+        yield f"next_id falls from {old.next_id} to {new.next_id}"
+
+
+def one_commit(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """At most one version is added, as the last, with an id that was free; nothing is removed or replaced with it."""
+    known = {entry.id for entry in old.versions}
+    for entry in new.versions:
+        if entry.id in known:
+            continue
+        if entry.id < old.next_id:
+            yield f"id {entry.id} is spent: the next version is {old.next_id}"
+        elif new.versions != (*old.versions, entry) or new.next_id != entry.id + 1:
+            yield f"version {entry.id} is added together with another change"
+
+
+def removals_noted(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """An attempt that leaves ``versions`` is noted in ``dropped``, and nothing else is."""
+    gone = _attempts(old.versions) - _attempts(new.versions)
+    noted = _attempts(new.dropped) - _attempts(old.dropped)
+    for id, attempt in sorted(gone ^ noted):
+        yield f"attempt {attempt} of version {id} is {'noted but not removed' if (id, attempt) in noted else 'removed unnoted'}"
+
+
+def newest_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """The last version is neither removed nor replaced: a writer without an answer looks for its version there."""
+    if old.versions and old.versions[-1] not in new.versions:
+        yield f"version {old.versions[-1].id} is the newest"
+
+
+def verified_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """The version that was verified last is neither removed nor replaced."""
+    if any(entry.id == old.verified and entry not in new.versions for entry in old.versions):
+        yield f"version {old.verified} was verified last"
+
+
+def pinned_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """A pinned version is not removed, unless its pins are released, and is replaced only by all of it, written whole."""
+    pinned = {id: name for name, id in old.pins.items() if name not in claims.released}
+    after = {entry.id: entry for entry in new.versions}
+    for entry in old.versions:
+        now = after.get(entry.id)
+        if entry.id in pinned and now != entry and (now is None or now.groups != entry.groups or now.bases):
+            yield f"version {entry.id} is pinned as {pinned[entry.id]}"
+
+
+def replacements_noted(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """At most one version is replaced, by an attempt that was noted, made from attempts that are still live. The note goes."""
+    for entry in claims.read - set(old.versions):
+        yield f"attempt {entry.attempt} of version {entry.id}, which was read, is not live"
+    replaced = [after for _, after in _replaced(old, new)]
+    if len(replaced) > 1:
+        yield f"{len(replaced)} versions are replaced at once"
+    for id, attempt in sorted(_attempts(replaced)):
+        if (id, attempt) not in _attempts(old.rewrites) - _attempts(new.rewrites):
+            yield f"attempt {attempt} of version {id} was not noted, or stays noted"
+
+
+def replacement_is_same(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """A replacement is the same saved version: its step and time, its first attempt, and of a thinned one no other groups."""
+    for before, after in _replaced(old, new):
+        same = (before.step, before.created, before.origin) == (after.step, after.created, after.saved)
+        if not same or (before.groups and before.groups != after.groups):
+            yield f"version {before.id} becomes another"
+
+
+def notes_on_old_versions(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """An attempt is noted in ``rewrites`` for a live version that is not the newest."""
+    for id, attempt in sorted(_attempts(new.rewrites) - _attempts(old.rewrites)):
+        if id not in {entry.id for entry in old.versions[:-1]}:
+            yield f"attempt {attempt} is noted for version {id}"
+
+
+def ids_ascend(root: Root) -> Iterator[str]:
+    """Ids ascend strictly from 1 on, and ``next_id`` is above them."""
+    ids = [0, *(entry.id for entry in root.versions)]
+    yield from (f"version {b} follows version {a}" for a, b in itertools.pairwise(ids) if a >= b)
+    if ids[-1] >= root.next_id:
+        yield f"version {ids[-1]} is not below next_id"
+
+
+def attempts_once(root: Root) -> Iterator[str]:
+    """An attempt is live, dropped or noted: one of them, once."""
+    attempts = sorted((one.id, one.attempt) for all in (root.versions, root.dropped, root.rewrites) for one in all)
+    yield from (f"attempt {b[1]} of version {b[0]} is there twice" for a, b in itertools.pairwise(attempts) if a == b)
+
+
+def bases_live(root: Root) -> Iterator[str]:
+    """Each base of a version is live, and lower."""
+    live = {entry.id for entry in root.versions}
+    for entry, base in _bases(root):
+        if base not in live or base >= entry.id:
+            yield f"version {entry.id} is a difference to version {base}, which is not there"
+
+
+def bases_complete(root: Root) -> Iterator[str]:
+    """A version that is not thinned has no thinned base: it needs all of it."""
+    thinned = {entry.id for entry in root.versions if not entry.resumable}
+    for entry, base in _bases(root):
+        if entry.resumable and base in thinned:
+            yield f"version {entry.id} is a difference to version {base}, which is thinned"
+
+
+def chains_bounded(root: Root) -> Iterator[str]:
+    """No chain of differences is longer than the limit ``chain``."""
+    for id, depth in depths(root.versions).items():
+        if depth > MAX_CHAIN:
+            yield f"version {id} is read through {depth} versions"
+
+
+def names_live(root: Root) -> Iterator[str]:
+    """Pins and ``verified`` name live versions; ``verified`` may be 0."""
+    live = {0, *(entry.id for entry in root.versions)}
+    yield from (f"pin {name!r} names version {id}" for name, id in root.pins.items() if id == 0 or id not in live)
+    if root.verified not in live:
+        yield f"verified names version {root.verified}"
+
+
+SwapRule = Callable[[Root, Root, Claims], Iterable[str]]
+RootRule = Callable[[Root], Iterable[str]]
+_Rule = TypeVar("_Rule", SwapRule, RootRule)
+
+OF_SWAP: tuple[SwapRule, ...] = (
+    writer_in_charge,
+    epoch_rises,
+    next_id_grows,
+    one_commit,
+    removals_noted,
+    newest_stays,
+    verified_stays,
+    pinned_stays,
+    replacements_noted,
+    replacement_is_same,
+    notes_on_old_versions,
+)
+OF_ROOT: tuple[RootRule, ...] = (ids_ascend, attempts_once, bases_live, bases_complete, chains_bounded, names_live)
+
+
+def _named(rules: tuple[_Rule, ...], first: int) -> Iterator[tuple[str, _Rule]]:
+    for number, rule in enumerate(rules, first):
+        yield f"I{number} {getattr(rule, '__name__', '')}", rule
+
+
+def _attempts(entries: Iterable[Entry | Dropped | Rewrite]) -> set[tuple[int, str]]:
+    return {(entry.id, entry.attempt) for entry in entries}
+
+
+def _replaced(old: Root, new: Root) -> list[tuple[Entry, Entry]]:
+    """Entries of one id before and after, where they differ."""
+    before = {entry.id: entry for entry in old.versions}
+    return [(before[entry.id], entry) for entry in new.versions if before.get(entry.id, entry) != entry]
+
+
+def _bases(root: Root) -> Iterator[tuple[Entry, int]]:
+    return ((entry, base) for entry in root.versions for base in entry.bases)
+
+
+def _refuse(name: str, broken: Iterable[str]) -> None:
+    for what in broken:
+        raise InvariantError(f"{name}: {what}", subject=keys.ROOT)

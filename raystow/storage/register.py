@@ -1,0 +1,101 @@
+"""A compare-and-swap register: one object of a store that several writers replace. It knows nothing of what it contains.
+
+A conditional write is not idempotent: if its answer is lost, a retry loses against the writer's own first write. So each write
+carries a fresh write id and is sent once. After any answer but success the writer reads the object and looks for its own ids.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Generic, Protocol, TypeVar
+
+from .clock import Clock
+from .errors import NotFound, PreconditionFailed, StoreUnavailable
+from .object_store import ObjectStore
+
+
+class Content(Protocol):
+    """An immutable value that a register can contain."""
+
+    @property
+    def write_id(self) -> str:
+        """The id of the write that made this value."""
+
+    def stamped(self: T, write_id: str) -> T:
+        """The same value with another write id."""
+
+    def dump(self) -> bytes:
+        """The bytes to store."""
+
+
+T = TypeVar("T", bound=Content)
+
+
+class Register(Generic[T]):
+    """Reads and swaps the object at ``key``. ``deadline``: seconds after which an update gives up."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        key: str,
+        load: Callable[[bytes], T],
+        clock: Clock,
+        *,
+        max_bytes: int,
+        deadline: float = 60.0,
+    ) -> None:
+        self._store, self._key, self._load, self._clock = store, key, load, clock
+        self._max_bytes, self._deadline = max_bytes, deadline
+
+    def read(self) -> T:
+        """The value now. Raises ``NotFound`` if there is none."""
+        return self._read()[0]
+
+    def _read(self) -> tuple[T, str]:
+        tagged = self._store.get_tagged(self._key, max_bytes=self._max_bytes)
+        return self._load(tagged.data), tagged.tag
+
+    def create(self, value: T) -> T:
+        """Write the first value, or return the one that another writer created first."""
+        value = value.stamped(self._clock.token())
+        try:
+            self._store.put_if(self._key, value.dump(), None)
+        except PreconditionFailed:
+            return self.read()
+        except StoreUnavailable:
+            try:
+                return self.read()  # this writer's value, if only the answer was lost, or another's
+            except NotFound:
+                raise StoreUnavailable("the object could not be created", subject=self._key) from None
+        return value
+
+    def update(self, change: Callable[[T], T]) -> T:
+        """Replace the value by ``change(value)``; the value that contains the change.
+
+        ``change`` may be called several times, each time with a newer value. It must return its argument itself if nothing is
+        left to change (an own write had no answer, and others have written since), and may raise to give up. ``StoreUnavailable``
+        after the deadline: then the change may or may not have been made.
+        """
+        give_up = self._clock.monotonic() + self._deadline
+        ours: set[str] = set()
+        pause = 0.01
+        while True:
+            try:
+                old, tag = self._read()
+                if old.write_id in ours:
+                    return old
+                new = change(old)
+                if new is old:
+                    return old
+                new = new.stamped(self._clock.token())
+                ours.add(new.write_id)
+                self._store.put_if(self._key, new.dump(), tag)
+                return new
+            except (PreconditionFailed, StoreUnavailable) as error:
+                # Lost, or won with a lost answer: reading again tells. A write that is still under way carries the old tag: of
+                # it and a retry at most one takes effect, and either is ours.
+                if self._clock.monotonic() + pause > give_up:
+                    what = f"not swapped within {self._deadline:.0f} s: {error.what}"
+                    raise StoreUnavailable(what, subject=self._key) from error
+                self._clock.sleep(pause)
+                pause = min(2 * pause, 5.0)

@@ -1,0 +1,251 @@
+"""Replacement: a version keeps its id, and is written again as another attempt that takes its place. Plan, explain, execute.
+
+A ``Goal`` says what the version becomes: ``thin``, ``compact`` or ``redelta``. The same steps carry out each:
+
+1. The new attempt is noted in the root (``rewrites``). A collection leaves noted attempts alone, or strikes out the note of one
+   that was idle for the grace period.
+2. The attempt is written, under leases on all that it is made from.
+3. One swap of the root replaces the entry, drops the old attempt and removes the note. The invariants refuse the swap if the note
+   is gone or what was read is not live any more, however late it comes. Readers of the old attempt have the grace period.
+
+A replacement that is killed leaves an attempt that is no version, for a collection to find.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from .. import leases
+from ..catalog import Catalog
+from ..committer import put_record
+from ..errors import Damaged, InvariantError, NotFound, Untrusted
+from ..format import key_files, keys
+from ..format.groups import WEIGHTS, group
+from ..format.root import Dropped, Entry, Rewrite, Root
+from ..format.signature import Signer, Trust
+from ..format.version_record import Thinned, VersionRecord
+from ..invariants import Claims, Fence
+from ..log import about
+from ..version import Version
+from . import rewrite
+from .compaction_policy import estimate
+from .rewrite import Progress, Rewriting
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Goal:
+    """What a version becomes, and on which conditions.
+
+    ``outcome``: for the log. ``weights_only``: it keeps its weights only. ``recode``: chunks become deltas to ``base``, or whole
+    without one; else they keep their base. ``bits``: mantissa bits to which weights are rounded. ``resumable``: so many newer
+    versions must be complete. ``users``: ids of thinned versions that become deltas to this one afterwards.
+    """
+
+    outcome: str
+    weights_only: bool = False
+    recode: bool = True
+    base: Entry | None = None
+    bits: int | None = None
+    resumable: int = 0
+    users: tuple[int, ...] = ()
+
+    def changes(self, entry: Entry) -> bool:
+        """Whether an entry is not what it becomes. One that never held more than weights is thinned as well, so that the root
+        says so."""
+        return entry.resumable if self.weights_only else bool(entry.bases) == (self.base is None)
+
+    def obstacle(self, root: Root, id: int) -> str:
+        """Why this root does not allow it for version ``id``; empty if it does."""
+        if id == root.verified:
+            return "it was verified last"
+        if id == root.versions[-1].id:
+            return "it is the newest"
+        if id in root.pins.values() and (self.weights_only or self.base is not None):
+            return "it is pinned"
+        if sum(entry.resumable for entry in root.versions if entry.id > id) < self.resumable:
+            return f"it is one of the last {self.resumable} that can be resumed"
+        for user in root.versions if self.weights_only else ():
+            if id in user.bases and (user.resumable or self.bits is not None):  # a thinned one needs each bit of the weights
+                return f"version {user.id} is a difference to it"
+        return ""
+
+
+def thin(resumable: int, *, users: Sequence[int] = ()) -> Goal:
+    """A version keeps its weights only, and stays a difference to what it is one to."""
+    return Goal("thinned", weights_only=True, recode=False, resumable=resumable, users=tuple(users))
+
+
+def thin_anew(resumable: int, base: Entry | None, bits: int | None, users: Sequence[int]) -> Goal:
+    """A version keeps its weights only, perhaps rounded, as differences to ``base`` or whole.
+
+    No difference may be made to a version before it is rounded. So what is to be a difference to it is written whole in its turn,
+    and as a difference (``users``) once this one is rounded.
+    """
+    return Goal("thinned", weights_only=True, base=base, bits=bits, resumable=resumable, users=tuple(users))
+
+
+def compact() -> Goal:
+    """A difference is written whole, so that its base can go. No bit changes."""
+    return Goal("written whole")
+
+
+def redelta(base: Entry) -> Goal:
+    """A thinned version that is whole becomes a difference to another. No bit changes."""
+    return Goal("written as a difference", base=base)
+
+
+@dataclass(frozen=True)
+class Replacement:
+    """One version and what is written in its place. ``signer``: who signs that; None if the version is not signed."""
+
+    catalog: Catalog
+    version: Version
+    goal: Goal
+    rewriting: Rewriting
+    signer: Signer | None
+
+    @property
+    def needed(self) -> bool:
+        """Whether the version is not yet what it becomes."""
+        return self.goal.changes(self.version.entry)
+
+    @property
+    def stored(self) -> int:
+        """The stored bytes of the new attempt, estimated."""
+        if self.goal.weights_only or self.goal.base is not None:
+            return self.rewriting.stored
+        return max((estimate(self.version.entry, base.entry) for base in self.version.bases.all()), default=self.version.bytes)
+
+    def explain(self) -> str:
+        """What is done, in a line."""
+        to = f", a difference to version {self.rewriting.base.id}" if self.rewriting.base is not None else ""
+        sizes = f"{self.rewriting.read} bytes are read, about {self.stored} written"
+        return f"version {self.version.id} (step {self.version.step}): {self.goal.outcome}{to}: {sizes}"
+
+    def execute(self, fence: Fence | None = None, progress: Progress = lambda nbytes: None) -> Entry | None:
+        """Write the version again and replace it; the new entry. None if the version stays as it is: it was dropped, leased or
+        replaced meanwhile, or the root does not allow it any more.
+
+        ``fence``: the epoch that must be in charge. ``progress``: called with numbers of stored bytes that were read. Raises what
+        reading and the store raise; then the version is as it was, unless the store gave no answer to the swap.
+        """
+        old, catalog = self.version, self.catalog
+        note = self._note(fence)
+        if note is None:
+            return None
+        with contextlib.ExitStack() as held:
+            base = self.rewriting.base
+            try:
+                held.enter_context(catalog.lease(old))
+                if base is not None and base.id not in old.entry.bases:
+                    held.enter_context(catalog.lease(base))
+            except NotFound:
+                return None
+            fragments, packs = self.rewriting.execute(note.attempt, progress)
+        now = catalog.now()
+        record = replace(old.record, attempt=note.attempt, saved=old.entry.origin, fragments=fragments, packs=packs)
+        new, _ = put_record(catalog.store, self._thinned(record, now), self.signer)
+        if (old.id, old.attempt) in leases.held(catalog.store, now) or not self._swap(note, new, now, fence):
+            return None
+        log = about(logger, repository=catalog.uri, version=new.id, attempt=new.attempt, step=new.step)
+        log.info("version %d, step %d, was %s: %d bytes became %d", new.id, new.step, self.goal.outcome, old.bytes, new.stored)
+        self._redelta_users(fence)
+        return new
+
+    def _thinned(self, record: VersionRecord, now: float) -> VersionRecord:
+        """The record with what it says of thinning."""
+        base, thinned = self.rewriting.base, record.thinned
+        if self.goal.weights_only:
+            thinned = Thinned(self.version.attempt, now, (WEIGHTS,), self.goal.bits)
+        if thinned is None:
+            return record
+        return replace(record, thinned=replace(thinned, base_bits=base.record.bits if base is not None else None))
+
+    def _note(self, fence: Fence | None) -> Rewrite | None:
+        note = Rewrite(self.version.id, self.catalog.clock.token(), self.catalog.now())
+
+        def add(root: Root) -> Root:
+            if note in root.rewrites or not self._allowed(root):
+                return root
+            return replace(root, rewrites=(*root.rewrites, note))
+
+        return note if note in self.catalog.register.update(add, Claims(fence)).rewrites else None
+
+    def _swap(self, note: Rewrite, new: Entry, now: float, fence: Fence | None) -> bool:
+        old, base = self.version.entry, self.rewriting.base
+        read = frozenset({old} if base is None else {old, base.entry})
+
+        def swap(root: Root) -> Root:
+            if new in root.versions or not self._allowed(root):
+                return root
+            return replace(
+                root,
+                versions=tuple(new if entry == old else entry for entry in root.versions),
+                dropped=(*root.dropped, Dropped(old.id, old.attempt, now)),
+                rewrites=tuple(rewrite for rewrite in root.rewrites if rewrite != note),
+            )
+
+        try:
+            return new in self.catalog.register.update(swap, Claims(fence, read=read)).versions
+        except InvariantError as error:  # the root has changed since the plan was made
+            log = about(logger, repository=self.catalog.uri, version=old.id)
+            log.info("version %d stays as it is: %s", old.id, error)
+            return False
+
+    def _allowed(self, root: Root) -> bool:
+        return self.version.entry in root.versions and not self.goal.obstacle(root, self.version.id)
+
+    def _redelta_users(self, fence: Fence | None) -> None:
+        for id in self.goal.users:
+            entries = {entry.id: entry for entry in self.catalog.root().versions if not entry.resumable}
+            if not {id, self.version.id} <= entries.keys() or entries[id].bases:
+                continue
+            try:
+                plan(self.catalog, entries[id], redelta(entries[self.version.id])).execute(fence)
+            except Damaged as error:
+                log = about(logger, repository=self.catalog.uri, version=id)
+                log.warning("version %d stays whole, and is no difference to version %d: %s", id, self.version.id, error)
+
+
+def plan(catalog: Catalog, entry: Entry, goal: Goal, *, siblings: Sequence[Entry] = ()) -> Replacement:
+    """Plan one replacement. Reads the version's record and manifest. ``Untrusted`` if the version is signed, or must be, and no
+    key is here to sign what takes its place."""
+    version = catalog.at(entry, siblings=siblings)
+    kept = _is_weight if goal.weights_only else _any
+    base = catalog.at(goal.base, siblings=siblings) if goal.base is not None else None
+    if not goal.recode and len(bases := version.record.bases) == 1:
+        base = version.bases.version(bases[0])
+    rewriting = rewrite.plan(version, catalog.store, kept, base, recode=goal.recode, bits=goal.bits)
+    return Replacement(catalog, version, goal, rewriting, _signer(catalog, version))
+
+
+def _is_weight(name: str) -> bool:
+    return group(name) == WEIGHTS
+
+
+def _any(name: str) -> bool:
+    return True
+
+
+def _signer(catalog: Catalog, version: Version) -> Signer | None:
+    """Who signs what takes the place of a version. What was signed stays signed, by a key that readers here trust; nothing else
+    becomes signed."""
+    signer, trusts = key_files.signer(), [Trust(catalog.signed_by), catalog.trust]
+    if any(trust.keys for trust in trusts):  # and then the version was read because of its signature
+        for trust in trusts:
+            trust.admit(signer)
+        return signer
+    key = keys.signature(version.id, version.attempt)
+    if not any(info.key == key for info in catalog.store.list(key)):
+        return None
+    if signer is None:
+        remedy = f"set {key_files.SIGNING_KEY} to the key that it was signed with"
+        raise Untrusted(f"version {version.id} is signed, and no signing key is set here", subject=key, remedy=remedy)
+    digest = bytes.fromhex(version.entry.digest)
+    Trust((signer.public,)).check(catalog.store, catalog.id, version.id, version.attempt, digest)
+    return signer

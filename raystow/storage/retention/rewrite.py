@@ -1,0 +1,272 @@
+"""Writes some tensors of a version again, as packs and fragments of another attempt. Plan, then execute.
+
+Stored bytes are copied with their digests, which are checked on the way, unless they must be coded anew: if a chunk is derived
+from a tensor that is not kept (weights are their rounded master copy), if it gets another base, or if it is rounded. Boxes stay,
+and so does every bit that is not rounded. What is derived from rounded numbers gets bytes of its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from ..coding import delta, dtypes
+from ..coding.chunk import ChunkEncoder
+from ..coding.derived import Derivation
+from ..coding.digest import raw_digest, stored_digest
+from ..coding.kernels import Bytes
+from ..coding.nearest import round_to_nearest
+from ..coding.rounded import Rounded
+from ..format import keys
+from ..format.manifest import Chunk, Fragment
+from ..format.version_record import FragmentInfo, PackInfo
+from ..object_store import Buffer, ObjectStore
+from ..reader import Request, decode
+from ..version import Version
+
+_PACK = 64 << 20  # bytes
+_AT_ONCE = 4  # packs
+
+_LEAST = 4096  # bytes of a tensor that is rounded
+
+Progress = Callable[[int], None]
+Ask = Callable[[Chunk], bool]
+
+
+@dataclass(frozen=True)
+class Bundle:
+    """Rows that share stored bytes. ``rows``: the new rows but for their place; the bytes are those of the first one's tensor.
+    ``source``: the present row, if it is decoded and coded anew. ``bits``: the mantissa bits to which it is rounded."""
+
+    rows: tuple[Chunk, ...]
+    source: Chunk | None = None
+    bits: int | None = None
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes in the pack at most."""
+        return self.rows[0].coding.size if self.source is None else self.source.nbytes
+
+    @property
+    def read(self) -> int:
+        """Stored bytes to read; estimated for a reference."""
+        return self.rows[0].nbytes // 2 if self.source is not None and self.source.is_reference else self.rows[0].coding.size
+
+    def likely(self, *, difference: bool) -> int:
+        """Estimated bytes in the pack. A rounded number takes a sign, three bits of exponent and its mantissa; a difference takes
+        half."""
+        if self.source is None:
+            return self.nbytes
+        rounded = self.nbytes if self.bits is None else self.nbytes * (self.bits + 4) // (8 * self.rows[0].words.itemsize)
+        return rounded // 2 if difference else rounded
+
+
+@dataclass(frozen=True)
+class Load:
+    """The content of one pack, in order."""
+
+    node: int
+    group: str
+    number: int
+    bundles: tuple[Bundle, ...]
+
+
+@dataclass(frozen=True)
+class Rewriting:
+    """The plan. ``fragments``: the rows that are kept, with what the record says of each fragment now. ``base``: the version that
+    chunks become or stay differences to."""
+
+    version: Version
+    base: Version | None
+    store: ObjectStore
+    fragments: tuple[tuple[FragmentInfo, Fragment], ...]
+    loads: tuple[Load, ...]
+
+    @property
+    def read(self) -> int:
+        """Stored bytes to read."""
+        return sum(bundle.read for load in self.loads for bundle in load.bundles)
+
+    @property
+    def stored(self) -> int:
+        """Stored bytes of the new attempt, estimated."""
+        difference = self.base is not None
+        return sum(bundle.likely(difference=difference) for load in self.loads for bundle in load.bundles)
+
+    def execute(
+        self, attempt: str, progress: Progress = lambda nbytes: None
+    ) -> tuple[tuple[FragmentInfo, ...], tuple[PackInfo, ...]]:
+        """Write packs and fragments of ``attempt``; what the record says of them. Takes memory for the manifest and for four
+        packs, coded and decoded. ``Damaged`` if a chunk is not as it was written."""
+        packs, rows, rounded = list[PackInfo](), defaultdict[int, list[Chunk]](list), defaultdict[int, dict[str, Rounded]](dict)
+        with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
+            try:
+                for info, written, found in pool.map(lambda load: self._write(load, attempt, progress), self.loads):
+                    packs.append(info)
+                    rows[info.node] += written
+                    for name, one in found:
+                        before = rounded[info.node].get(name)
+                        rounded[info.node][name] = one if before is None else before | one
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        infos = []
+        for old, fragment in self.fragments:
+            done = {**fragment.rounded, **rounded[fragment.node]}
+            fragment = replace(fragment, chunks=tuple(rows[fragment.node]), rounded=done)
+            data = fragment.dump()
+            self.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
+            infos.append(fragment.info(data, old.ranks, old.stall))
+        return tuple(infos), tuple(packs)
+
+    def _write(self, load: Load, attempt: str, progress: Progress) -> tuple[PackInfo, list[Chunk], list[tuple[str, Rounded]]]:
+        """The rows of a pack, and the errors of rounding by tensor name."""
+        parts, rows, rounded, end = list[Buffer](), list[Chunk](), list[tuple[str, Rounded]](), 0
+        for bundle, owner, stored, found in self._coded(load.bundles):
+            parts.append(stored)
+            for row in bundle.rows:
+                row = replace(row, pack=load.number, start=end, coding=owner.coding, stored_digest=owner.stored_digest)
+                rows.append(row if found is None else replace(row, raw_digest=owner.raw_digest))
+                rounded += [] if found is None else [(row.name, found)]
+            end += owner.coding.size
+            progress(bundle.read)
+        self.store.put(keys.pack(self.version.id, attempt, load.node, load.group, load.number), parts)
+        return PackInfo(load.node, load.group, load.number, end), rows, rounded
+
+    def _coded(self, bundles: Sequence[Bundle]) -> Iterator[tuple[Bundle, Chunk, Buffer, Rounded | None]]:
+        """Each bundle with its first row as coded, the bytes to store, and the errors of rounding."""
+        reader = self.version.reader(threads=1)
+        same = [bundle for bundle in bundles if bundle.source is None]
+        yield from ((bundle, bundle.rows[0], b"", None) for bundle in same if bundle.rows[0].is_reference)
+        copied = {id(bundle.rows[0]): bundle for bundle in same if not bundle.rows[0].is_reference}
+        for run in reader.whole(bundle.rows[0] for bundle in copied.values()):
+            data = memoryview(reader.fetch(run))
+            for piece in run.pieces:
+                yield copied[id(piece.chunk)], piece.chunk, run.stored(piece, data), None
+        encoder = ChunkEncoder(max((bundle.nbytes for bundle in bundles if bundle.source is not None), default=0))
+        for bundle in bundles:
+            if (source := bundle.source) is not None:
+                stored, owner, found = self._recoded(encoder, source, bundle.rows[0], bundle.bits)
+                yield bundle, owner, stored.data, found
+
+    def _recoded(self, encoder: ChunkEncoder, source: Chunk, row: Chunk, bits: int | None) -> tuple[Bytes, Chunk, Rounded | None]:
+        raw, dtype, former = _elements(self.version, source), dtypes.dtype(source.dtype), self._former(source)
+        difference = found = None
+        if bits is not None:
+            found = round_to_nearest(raw, source.dtype, bits)
+            row = replace(row, raw_digest=raw_digest(raw))
+        if self.base is not None and former is not None:
+            difference = delta.encode(encoder, raw, dtype, former.copy(), self.base.id)
+        stored, coding = difference or encoder.encode(raw, dtype)
+        row = replace(row, coding=coding, stored_digest=stored_digest(stored))
+        decode(row, stored, base=former)  # checked now: its source will be deleted
+        return stored, row, found
+
+    def _former(self, chunk: Chunk) -> Bytes | None:
+        """The elements of the same chunk in the base, if there is one."""
+        if self.base is None or (same := self.base.chunk(chunk.name, chunk.box, near=chunk.node)) is None:
+            return None
+        return _elements(self.base, same) if (same.shape, same.dtype) == (chunk.shape, chunk.dtype) else None
+
+
+def _elements(version: Version, chunk: Chunk) -> Bytes:
+    raw = np.empty(chunk.extent, f"V{dtypes.dtype(chunk.dtype).itemsize}")
+    version.reader(threads=1).fill([Request(chunk.name, [chunk], chunk.box, raw)])
+    return raw.reshape(-1).view(np.uint8)
+
+
+def plan(
+    version: Version,
+    store: ObjectStore,
+    kept: Callable[[str], bool],
+    base: Version | None,
+    *,
+    recode: bool = True,
+    bits: int | None = None,
+) -> Rewriting:
+    """Plan to write again what is ``kept``, by name, with chunks that are deltas to ``base``, where that is smaller, or to none.
+
+    Unless ``recode``, chunks keep their base. ``bits``: matrices that were not rounded before are rounded to so many mantissa
+    bits. Reads record and manifest.
+    """
+    to = base.id if base is not None else None
+
+    def anew(chunk: Chunk) -> bool:
+        return recode and chunk.coding.base != to and (chunk.coding.base is not None or chunk.decoded >= delta.LEAST)
+
+    before = version.rounded() if bits is not None else {}
+
+    def rounds(chunk: Chunk) -> bool:
+        large = chunk.nbytes > 0 and math.prod(chunk.shape) * dtypes.dtype(chunk.dtype).itemsize >= _LEAST
+        more = bits is not None and dtypes.MANTISSA.get(chunk.dtype, 0) > bits
+        return more and large and len(chunk.shape) > 1 and chunk.name not in before
+
+    fragments, loads = list[tuple[FragmentInfo, Fragment]](), list[Load]()
+    for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
+        chunks = tuple(chunk for chunk in fragment.chunks if kept(chunk.name))
+        values = tuple(value for value in fragment.values if kept(value.name))
+        rounded = {name: one for name, one in fragment.rounded.items() if kept(name)}
+        fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
+        loads += _loads(fragment.node, _bundles(chunks, anew, rounds, bits))
+    return Rewriting(version, base, store, tuple(fragments), tuple(loads))
+
+
+def _bundles(
+    chunks: Iterable[Chunk], anew: Ask = lambda chunk: False, rounds: Ask = lambda chunk: False, bits: int | None = None
+) -> Iterator[Bundle]:
+    """Rows grouped by the bytes that they share. ``anew``: whether a row with bytes of its own is coded anew. ``rounds``: whether
+    a row is rounded."""
+    places: dict[tuple[object, ...], list[Chunk]] = defaultdict(list)
+    for chunk in chunks:
+        reference = (chunk.group, chunk.source, *chunk.box)
+        place = (chunk.group, chunk.pack, chunk.start, chunk.coding.size)
+        places[reference if chunk.is_reference else place].append(chunk)
+    for same in places.values():
+        owners = [chunk for chunk in same if chunk.derivation is None]  # empty tensors share a place
+        rest = [chunk for chunk in same if chunk.derivation is not None]
+        if any(map(rounds, same)):  # what is derived from exact numbers is not derived from rounded ones
+            owners, rest = [], same
+        elif not owners:  # a copy takes over the bytes
+            owners = [chunk for chunk in rest if chunk.words.name == chunk.dtype][:1]
+            rest = [chunk for chunk in rest if chunk not in owners]
+        if owners:
+            yield from (_owning(owner, (), anew) for owner in owners[1:])
+            yield _owning(owners[0], rest, anew)
+            continue
+        for _, alike in itertools.groupby(sorted(rest, key=lambda chunk: chunk.dtype), lambda chunk: chunk.dtype):
+            source, *copies = of = list(alike)
+            made = replace(source, derivation=None)
+            yield Bundle((made, *_from(made, copies)), source, bits if all(map(rounds, of)) else None)
+
+
+def _owning(owner: Chunk, rest: Iterable[Chunk], anew: Ask) -> Bundle:
+    """A row that owns the stored bytes, and those that are derived from it."""
+    made = replace(owner, derivation=None)
+    moved = owner.derivation is not None and owner.coding.base is not None  # in the base the chunk has another name
+    return Bundle((made, *_from(made, rest)), owner if moved or anew(owner) else None)
+
+
+def _from(owner: Chunk, rows: Iterable[Chunk]) -> Iterator[Chunk]:
+    return (replace(row, derivation=Derivation(owner.name, owner.dtype)) for row in rows)
+
+
+def _loads(node: int, bundles: Iterable[Bundle]) -> Iterator[Load]:
+    """Bundles in packs of bounded size, one group each, in the order in which they are read."""
+    groups: dict[str, list[Bundle]] = defaultdict(list)
+    for bundle in sorted(bundles, key=lambda bundle: (bundle.rows[0].pack, bundle.rows[0].start)):
+        groups[bundle.rows[0].group].append(bundle)
+    for group, of in sorted(groups.items()):
+        full, size, number = list[Bundle](), 0, 0
+        for bundle in of:
+            if full and size + bundle.nbytes > _PACK:
+                yield Load(node, group, number, tuple(full))
+                full, size, number = [], 0, number + 1
+            full.append(bundle)
+            size += bundle.nbytes
+        yield Load(node, group, number, tuple(full))

@@ -1,0 +1,67 @@
+"""The register of the root. Every swap of the root is made here, after ``invariants.check``."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator
+
+from . import invariants
+from .clock import Clock
+from .errors import Damaged
+from .format import keys
+from .format.root import REPAIR, Root
+from .invariants import Claims
+from .limits import MAX_ROOT
+from .object_store import ObjectStore
+from .register import Register
+
+
+class RootRegister:
+    """Reads and swaps the root of one repository. ``deadline``: seconds after which an update gives up."""
+
+    def __init__(self, store: ObjectStore, clock: Clock, *, repository: str, deadline: float = 60.0) -> None:
+        self._repository = repository
+        self._register = Register(store, keys.ROOT, self._load, clock, max_bytes=MAX_ROOT, deadline=deadline)
+
+    def read(self) -> Root:
+        """The root now. Raises ``NotFound``, or ``Damaged`` if it cannot be read or is of another repository."""
+        with _remedy():
+            return self._register.read()
+
+    def create(self, root: Root) -> Root:
+        """Write the first root, or return the one that another writer created first."""
+        invariants.check(None, root)
+        with _remedy():
+            return self._register.create(root)
+
+    def update(self, change: Callable[[Root], Root], claims: Claims = Claims()) -> Root:  # noqa: B008  # immutable
+        """Replace the root by ``change(root)``, as ``Register.update`` does. ``claims``: what else the change relies on.
+
+        Raises ``Fenced`` if another epoch is in charge, and ``InvariantError`` if the change would break an invariant: nothing
+        was written.
+        """
+
+        def checked(old: Root) -> Root:
+            new = change(old)
+            if new is not old:
+                invariants.check(old, new, claims)
+            return new
+
+        with _remedy():
+            return self._register.update(checked)
+
+    def _load(self, data: bytes) -> Root:
+        root = Root.load(data)
+        if root.repository != self._repository:
+            what = f"belongs to repository {root.repository}, but {keys.MARKER} names {self._repository}"
+            raise Damaged(what, subject=keys.ROOT, remedy="move away the wrong one, then run `raystow repair URI`")
+        return root
+
+
+@contextlib.contextmanager
+def _remedy() -> Iterator[None]:
+    """Add the remedy to the error of a damaged root."""
+    try:
+        yield
+    except Damaged as error:
+        raise Damaged(error.what, subject=error.subject, remedy=error.remedy or REPAIR) from error

@@ -1,0 +1,96 @@
+"""Scans a store for attempts and whether each is whole, for when there is no root.
+
+An attempt is whole if its record matches its own digest, and fragments and packs are there as the record says. Reads no pack.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from .coding.digest import stored_digest
+from .errors import Damaged, NotFound, Untrusted
+from .format import keys
+from .format.root import Entry
+from .format.signature import Trust
+from .format.version_record import VersionRecord
+from .limits import MAX_RECORD
+from .object_store import ObjectStore
+
+_AT_ONCE = 16  # attempts that are looked at in parallel: each holds one fragment in memory
+
+
+@dataclass(frozen=True)
+class ScannedAttempt:
+    """An attempt. ``record`` and ``entry`` are None if its record cannot be read. ``lacks``: what is missing for a version; empty
+    if nothing is."""
+
+    id: int
+    attempt: str
+    record: VersionRecord | None = None
+    entry: Entry | None = None
+    lacks: str = ""
+
+
+def scan_attempts(store: ObjectStore, trust: Trust) -> list[ScannedAttempt]:
+    """Every attempt that has objects in the store, in the order of ids. ``trust``: who must have signed the records.
+    ``Unsupported`` if a record was written by a newer raystow."""
+    found: list[ScannedAttempt] = []
+    attempts = _attempts(store)
+    with ThreadPoolExecutor(_AT_ONCE) as pool:
+        while batch := list(itertools.islice(attempts, _AT_ONCE)):
+            found += pool.map(lambda of: _examined(store, trust, *of), batch)
+    return sorted(found, key=lambda f: (f.id, f.attempt))
+
+
+def _attempts(store: ObjectStore) -> Iterator[tuple[int, str, dict[str, int]]]:
+    """Id, attempt, and the sizes of its objects by key."""
+    for attempt, infos in itertools.groupby(store.list(keys.VERSIONS), lambda info: keys.attempt_of(info.key)):
+        if attempt is not None:
+            yield *attempt, {info.key: info.size for info in infos}
+
+
+def _examined(store: ObjectStore, trust: Trust, id: int, attempt: str, sizes: Mapping[str, int]) -> ScannedAttempt:
+    key = keys.record(id, attempt)
+    if key not in sizes:
+        return ScannedAttempt(id, attempt, lacks="no version record: its save did not end, or it is half deleted")
+    try:
+        data = store.get(key, max_bytes=MAX_RECORD)
+        record = VersionRecord.load(data, key)
+        if (record.id, record.attempt) != (id, attempt):
+            raise Damaged("it is that of another attempt", subject=key)
+    except (Damaged, NotFound) as error:
+        return ScannedAttempt(id, attempt, lacks=f"version.json: {error.what}")
+    digest = stored_digest(data)
+    try:
+        trust.check(store, record.repository, id, attempt, digest)
+        lacks = _lacks(store, record, sizes)
+    except (Damaged, NotFound, Untrusted) as error:
+        lacks = f"{_name(error.subject)}: {error.what}"
+    return ScannedAttempt(id, attempt, record, record.entry(digest, len(data)), lacks)
+
+
+def _lacks(store: ObjectStore, record: VersionRecord, sizes: Mapping[str, int]) -> str:
+    """What a version with this record lacks, given the sizes of its objects by key."""
+    fragments = {keys.fragment(record.id, record.attempt, f.node): f for f in record.fragments}
+    expected = {key: f.size for key, f in fragments.items()}
+    expected |= {keys.pack(record.id, record.attempt, p.node, p.group, p.number): p.size for p in record.packs}
+    wrong = [
+        f"{_name(key)} {f'has {sizes[key]} bytes instead of {size}' if key in sizes else 'is missing'}"
+        for key, size in expected.items()
+        if sizes.get(key) != size
+    ]
+    if not wrong:
+        wrong = [
+            f"{_name(key)} does not match its digest"
+            for key, f in fragments.items()
+            if stored_digest(store.get(key, max_bytes=f.size)).hex() != f.digest
+        ]
+    more = f", and {len(wrong) - 1} more like it" if wrong[1:] else ""
+    return f"{wrong[0]}{more}" if wrong else ""
+
+
+def _name(key: str) -> str:
+    return key.rpartition("/")[2]

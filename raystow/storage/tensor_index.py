@@ -1,0 +1,158 @@
+"""Finds the manifest rows that one rank needs without reading all of a large manifest.
+
+A version that 2,048 nodes saved has 2,048 fragments, and the rows for one rank are mostly in one or two of them. The likely ones
+are read first. When every box is covered, the others are not read.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+
+from .errors import Damaged
+from .format.boxes import overlap, span, tile
+from .format.manifest import Chunk, Value
+from .format.selection import Selection, Sought
+from .format.version_record import FragmentInfo
+
+_AT_ONCE = 8  # fragments read in parallel
+_SAMPLE = 16  # fragments, evenly spread, read to locate a tensor
+
+
+@dataclass(frozen=True)
+class Seeker:
+    """The rank that reads: ``rank`` of ``world_size``, in a version that ``saved`` ranks saved."""
+
+    rank: int
+    world_size: int
+    saved: int
+
+    def near(self, rank: int) -> range:
+        """The ranks of the save that had what ``rank`` of this world has, if both split tensors evenly."""
+        first, end = rank * self.saved // self.world_size, -(-(rank + 1) * self.saved // self.world_size)
+        return range(first, max(first + 1, end))
+
+
+@dataclass
+class FoundRows:
+    """Chunk rows that overlap what is sought, and value rows, by name. ``names``: all names that were read."""
+
+    chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
+    values: dict[str, Value] = field(default_factory=dict)
+    names: set[str] = field(default_factory=set)
+
+
+class Finder:
+    """Reads fragments for one rank. ``read``: what a fragment has of what is sought, by name."""
+
+    def __init__(
+        self,
+        fragments: Sequence[FragmentInfo],
+        read: Callable[[FragmentInfo, Mapping[str, Sought]], Selection],
+        seeker: Seeker,
+    ) -> None:
+        self._fragments = sorted(fragments, key=lambda info: (min(info.ranks, default=0), info.node))
+        self._read_one, self._seeker = read, seeker
+        self._unread = set(range(len(fragments)))
+        self._open: dict[str, Sought] = {}
+        self._spans: dict[str, dict[int, tuple[int, int]]] = defaultdict(dict)  # name -> place of a fragment -> what it holds
+        self.found = FoundRows()
+
+    def find(self, sought: Mapping[str, Sought]) -> FoundRows:
+        """Read until everything that is sought is covered, or everything is read. What is not found is not in the version, or not
+        completely. ``Damaged`` if rows contradict each other."""
+        self._open = dict(sought)
+        for wave in filter(None, self._waves()):
+            self._read(wave)
+            self._open = {name: wanted for name, wanted in self._open.items() if not self._settled(name, wanted)}
+            if not self._open:
+                break
+        return self.found
+
+    def names(self) -> set[str]:
+        """The names of all tensors of the version and of the rank's values. Reads what ``find`` has not read."""
+        self._open = {}
+        self._read(set(self._unread))
+        return self.found.names | self.found.values.keys()
+
+    def _waves(self) -> Iterator[set[int]]:
+        """Fragments to read next: the likely ones for what is still missing, then all."""
+        seeker, count = self._seeker, len(self._fragments)
+        yield self._of({seeker.rank})
+        firsts = {rank for wanted in self._open.values() for rank in (seeker.rank, *wanted.holders[:1])}
+        yield self._of({0, *(near for rank in firsts for near in seeker.near(rank))})
+        holders = {rank for wanted in self._open.values() for rank in wanted.holders}
+        adjacent = {near.start - 1 for near in map(seeker.near, firsts)} | {near.stop for near in map(seeker.near, firsts)}
+        yield self._of({*adjacent, *(near for rank in holders for near in seeker.near(rank))})
+        yield set(range(0, count, max(1, count // _SAMPLE))) & self._unread
+        while guessed := self._guessed():
+            yield guessed
+        yield set(self._unread)
+
+    def _of(self, ranks: set[int]) -> set[int]:
+        return {place for place in self._unread if not ranks.isdisjoint(self._fragments[place].ranks)}
+
+    def _read(self, wave: set[int]) -> None:
+        self._unread -= wave
+        places, found = sorted(wave), self.found
+        with ThreadPoolExecutor(_AT_ONCE, "raystow-find") as pool:
+            parts = pool.map(lambda place: self._read_one(self._fragments[place], self._open), places)
+            for place, part in zip(places, parts, strict=True):
+                found.names |= part.names
+                for chunk in part.chunks:
+                    same = found.chunks[chunk.name]
+                    if same and (same[0].shape, same[0].dtype, same[0].kind) != (chunk.shape, chunk.dtype, chunk.kind):
+                        raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=chunk.name)
+                    same.append(chunk)
+                for value in part.values:
+                    self._take(value)
+                if self._unread:
+                    for name, held in part.spans.items():
+                        self._spans[name][place] = held
+
+    def _take(self, value: Value) -> None:
+        """Of a rank that took part in the save keep its own value, else that of the lowest rank."""
+        known = self.found.values.get(value.name)
+        if self._seeker.rank < self._seeker.saved:
+            if self._seeker.rank in value.ranks:
+                self.found.values[value.name] = value
+        elif known is None or min(value.ranks) < min(known.ranks):
+            self.found.values[value.name] = value
+
+    def _settled(self, name: str, wanted: Sought) -> bool:
+        value, rows = self.found.values.get(name), self.found.chunks.get(name)
+        if value is not None and not wanted.tensor:
+            unread = min((min(self._fragments[place].ranks, default=0) for place in self._unread), default=math.inf)
+            return self._seeker.rank < self._seeker.saved or min(value.ranks) <= unread
+        if not rows:
+            return False
+        if wanted.box is None:
+            return sum(math.prod(row.extent) for row in rows) >= math.prod(rows[0].shape)
+        if rows[0].shape != wanted.shape:
+            return True  # the caller will say so
+        return tile([part for row in rows if (part := overlap(wanted.box, row.box)) is not None], wanted.box)
+
+    def _guessed(self) -> set[int]:
+        """The fragments between those that should contain the ends of open boxes, by what is known: ranks mostly have a tensor in
+        their order, though not always evenly."""
+        guessed = set[int]()
+        for name, wanted in self._open.items():
+            spans = sorted((place, *held) for place, held in self._spans[name].items())
+            if wanted.box is not None and spans:
+                ends = [_near(spans, at, len(self._fragments), math.prod(wanted.shape)) for at in span(wanted.box, wanted.shape)]
+                guessed.update(range(ends[0], ends[1] + 1))
+        return guessed & self._unread
+
+
+def _near(spans: Sequence[tuple[int, int, int]], at: int, count: int, size: int) -> int:
+    """The fragment among ``count`` where element ``at`` of ``size`` should be. ``spans``: (fragment, first, last element),
+    ascending."""
+    before = max((held for held in spans if held[1] <= at), default=(-1, -1, -1))
+    if before[2] >= at:
+        return before[0]
+    after = min((held for held in spans if held[1] > at and held[0] > before[0]), default=(count, size, size))
+    step = (at - before[2]) * (after[0] - before[0]) // max(1, after[1] - before[2])
+    return min(max(before[0] + 1, before[0] + step), after[0] - 1, count - 1)

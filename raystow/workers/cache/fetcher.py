@@ -1,0 +1,192 @@
+"""Reads stored bytes for all ranks of a node, each byte once, from the nearest place that has them.
+
+The memory tier comes first, then the memory of other nodes, then the store. When several nodes restore together, one of them
+reads each byte from the store and sends it to the peers. Bytes from elsewhere are kept for a while, since other ranks and other
+nodes often need them too; a request for bytes that are being read waits for them. Decoders check everything against its digest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, Protocol
+
+from ...storage.errors import DeadlineExceeded, RaystowError
+from ...storage.log import about, whose
+from ...storage.object_store import ObjectStore
+from ..protocol.messages import Claim, ReadCached, Span
+from .pack_file import PackFile
+from .read_dedup import ReadClaims
+from .tier import MemoryTier
+
+logger = logging.getLogger(__name__)
+
+
+class CachedMemory(NamedTuple):
+    """A descriptor of memory, which the caller closes. ``whole``: the whole object is there, not only the requested spans."""
+
+    descriptor: int
+    whole: bool
+
+
+class PeerReader(Protocol):
+    """The workers of other nodes: see ``peers.Peers``. Methods raise ``ClusterError`` if a node does not answer."""
+
+    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
+        """Fill ``target`` with an object's bytes from ``start``; return whether the node has them, or had them soon."""
+
+    def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
+        """See ``ReadClaims.claim``: at the node ``owner``."""
+
+
+class NoPeers:
+    """A node without peers."""
+
+    def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
+        return False
+
+    def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
+        return [(*span, node)]
+
+
+class Fetcher:
+    """From any thread, during a ``visit``. ``node``: this one. ``budget``: bytes from elsewhere that stay meanwhile.
+
+    ``read``: bytes by source; "instead" is the store, asked because the node that was to read them did not send them.
+    """
+
+    def __init__(self, tier: MemoryTier, peers: PeerReader, *, budget: int, node: str = "") -> None:
+        self._tier, self._peers, self._budget, self._node = tier, peers, budget, node
+        self.claims = ReadClaims()
+        self._lock = threading.Lock()
+        self._files: OrderedDict[tuple[str, str], PackFile] = OrderedDict()
+        self._busy: Counter[PackFile] = Counter()
+        self._claimed = set[tuple[str, str]]()  # files of which other nodes count on a part
+        self._visitors = 0
+        self.read: dict[str, int] = {"memory": 0, "peer": 0, "store": 0, "instead": 0}
+
+    def get(self, request: ReadCached, store: ObjectStore, read: Counter[str] | None = None) -> CachedMemory:
+        """Memory in which the spans are filled. Raises what the store raises.
+
+        ``read`` is told the bytes that this call got, by source; what peers got meanwhile or before is not among them.
+        """
+        read = Counter() if read is None else read
+        kept = self._tier.borrow(request.repository, request.key)
+        if kept is not None:
+            self._count(read, "memory", sum(end - start for start, end in request.spans))
+            return CachedMemory(kept, whole=True)
+        with self._file(request) as file:
+            file.ensure(request.spans, lambda start, target: self._fetch(request, store, read, start, target))
+            return CachedMemory(file.lend(), whole=False)
+
+    def lend(self, repository: str, key: str, span: Span, seconds: float) -> int | None:
+        """A descriptor of memory in which a span is filled, for another node; None if it is not here. What is being fetched is
+        waited for: ``DeadlineExceeded`` if that takes longer than ``seconds``."""
+        kept = self._tier.borrow(repository, key)
+        if kept is not None:
+            return kept
+        with self._lock:
+            file = self._files.get((repository, key))
+            if file is None:
+                return None
+            self._busy[file] += 1
+        try:
+            arrived = file.arrives(span, seconds)
+            if arrived is None:
+                raise DeadlineExceeded(f"bytes {span} are on their way", subject=key)
+            return file.lend() if arrived else None
+        finally:
+            self._leave(file)
+
+    @contextlib.contextmanager
+    def visit(self) -> Iterator[None]:
+        """While someone visits, what was read from elsewhere stays; when the last one leaves it goes."""
+        with self._lock:
+            self._visitors += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._visitors -= 1
+                self._make_room()
+
+    def _fetch(self, request: ReadCached, store: ObjectStore, read: Counter[str], start: int, target: memoryview) -> None:
+        for node in request.nearby:
+            if self._from_node(node, request, start, target):
+                self._count(read, "peer", target.nbytes)
+                return
+        span = start, start + target.nbytes
+        for first, end, node in self._claim(request, span):
+            part = target[first - start : end - start]
+            if node == self._node:
+                self._claimed.add((request.repository, request.key))
+                store.get_range_into(request.key, first, part)
+                self._count(read, "store", part.nbytes)
+            elif self._from_node(node, request, first, part):
+                self._count(read, "peer", part.nbytes)
+            else:
+                told = (request.key, first, end, node)
+                log = about(logger, **whose(request.key))
+                log.warning("%s, bytes %d to %d: read from the store, since node %s did not send them", *told)
+                self._claim(request, (first, end), lost=[node])  # so that the next one asks here
+                store.get_range_into(request.key, first, part)
+                self._count(read, "instead", part.nbytes)
+
+    def _from_node(self, node: str, request: ReadCached, start: int, target: memoryview) -> bool:
+        try:
+            return self._peers.read(node, request.repository, request.key, start, target)
+        except RaystowError as error:
+            log = about(logger, **whose(request.key))
+            log.warning("%s is not read from the memory of another node: %s", request.key, error)
+            return False
+
+    def _claim(self, request: ReadCached, span: Span, *, lost: Sequence[str] = ()) -> list[Claim]:
+        """What this node is to read from the store, and what peers read; all of it, if nobody can be asked."""
+        if request.owner == self._node:
+            return self.claims.claim(request.round, request.key, span, self._node, lost=lost)
+        if request.owner:
+            try:
+                return self._peers.claim(request.owner, request.round, request.key, span, self._node, lost=lost)
+            except RaystowError as error:
+                log = about(logger, **whose(request.key))
+                log.warning("%s may be read from the store more than once: %s", request.key, error)
+        return [(*span, self._node)]
+
+    @contextlib.contextmanager
+    def _file(self, request: ReadCached) -> Iterator[PackFile]:
+        with self._lock:
+            where = request.repository, request.key
+            file = self._files.pop(where, None)
+            if file is None or file.size != request.size:
+                file = PackFile(request.size)
+            self._files[where] = file  # the newest
+            self._busy[file] += 1
+        try:
+            yield file
+        finally:
+            self._leave(file)
+
+    def _leave(self, file: PackFile) -> None:
+        with self._lock:
+            self._busy[file] -= 1
+            self._make_room()
+
+    def _make_room(self) -> None:
+        """Let go of what does not fit, and without visitors of everything, unless somebody is at it: first of what other nodes
+        will not ask for, and of that first what was request longest ago."""
+        self._busy += Counter()  # forgets those at zero
+        filled = {where: file.filled for where, file in self._files.items()}
+        excess = sum(filled.values()) - (self._budget if self._visitors else -1)
+        for where in sorted(filled, key=lambda where: where in self._claimed):
+            if excess > 0 and not self._busy[self._files[where]]:
+                self._files.pop(where).close()
+                self._claimed.discard(where)
+                excess -= filled[where]
+
+    def _count(self, read: Counter[str], source: str, nbytes: int) -> None:
+        with self._lock:
+            self.read[source] += nbytes
+            read[source] += nbytes

@@ -1,0 +1,190 @@
+"""A store for reading, through the memory of this node's worker: all ranks of the node share what one of them has read."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import mmap
+import os
+import threading
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ...storage.errors import ClusterError, StoreUnavailable
+from ...storage.log import about, whose
+from ...storage.object_store import Buffer, ObjectStore
+from ..protocol.messages import CachedObject, ReadCached, ReadFailed
+from ..protocol.unix_channel import Connection
+
+logger = logging.getLogger(__name__)
+
+_Result = TypeVar("_Result")
+_HELD = 32  # objects whose memory stays mapped: what the node worker releases should be freed soon
+
+
+@dataclass(frozen=True)
+class ObjectLocation:
+    """The size of an object in bytes, and where its bytes may be: see ``messages.ReadCached``."""
+
+    size: int
+    nearby: tuple[str, ...] = ()
+    round: str = ""
+    owner: str = ""
+
+
+class NodeCacheStore:
+    """A thread-safe ``ObjectStore`` for reading.
+
+    Objects with a ``location`` are mapped from the node worker at ``address``; those in ``given`` are known. All others are read
+    from the store, and so is everything if the node worker fails, and whatever is requested twice: the first answer was wrong.
+    ``read``: bytes by source, without those that another rank of the node had requested before."""
+
+    def __init__(self, store: ObjectStore, address: str, repository: str) -> None:
+        self._store, self._address, self._repository = store, address, repository
+        self.location: Callable[[str], ObjectLocation | None] = lambda key: None
+        self.given: Mapping[str, bytes] = {}
+        self.read = Counter[str]()
+        self._lock = threading.Lock()
+        self._connections: list[Connection] = []
+        self._answered = set[tuple[str, int, int]]()
+        self._whole = dict[str, int]()  # key -> descriptor
+        self._mapped: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()  # key -> inode and mapping
+
+    @property
+    def uri(self) -> str:
+        """That of the store."""
+        return self._store.uri
+
+    def get(self, key: str, *, max_bytes: int) -> bytes:
+        """See ``ObjectStore``."""
+        if key in self.given:
+            return self.given[key]
+        location = self.location(key)
+        if location is None or location.size > max_bytes:
+            return self._store.get(key, max_bytes=max_bytes)
+        return bytes(self.get_range(key, 0, location.size))
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        """See ``ObjectStore``; returns a view of shared memory, not a copy."""
+
+        def view(location: ObjectLocation, descriptor: int) -> memoryview:
+            return memoryview(self._map(key, location, descriptor))[start : start + length]
+
+        found = self._borrowed(key, start, length, view)
+        return self._store.get_range(key, start, length) if found is None else found
+
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        """See ``ObjectStore``. The kernel copies: page faults of a mapping would hold the interpreter's lock."""
+
+        def read(location: ObjectLocation, descriptor: int) -> bool:
+            done = 0
+            while done < target.nbytes:
+                if not (got := os.preadv(descriptor, [target[done:]], start + done)):
+                    raise ClusterError(f"the memory that the node worker lent ends at {start + done}", subject=self._address)
+                done += got
+            return True
+
+        if self._borrowed(key, start, target.nbytes, read) is None:
+            self._store.get_range_into(key, start, target)
+
+    def close(self) -> None:
+        """Close the connections; memory is freed when no view of it is left. No thread may be reading."""
+        with self._lock:
+            for connection in self._connections:
+                connection.close()
+            self._connections.clear()
+            for descriptor in self._whole.values():
+                os.close(descriptor)
+            self._whole.clear()
+            self._mapped.clear()
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._store, name)
+
+    def _borrowed(self, key: str, start: int, length: int, use: Callable[[ObjectLocation, int], _Result]) -> _Result | None:
+        """Return ``use`` of the descriptor of memory that contains these bytes; None if they must be read from the store."""
+        location, asked = self.location(key), (key, start, length)
+        if location is None or start + length > location.size or not length:
+            return None
+        try:
+            if asked in self._answered:
+                raise ClusterError("it is requested again, so the first answer must have been wrong", subject=self._address)
+            self._answered.add(asked)
+            held = self._whole.get(key)
+            if held is None:
+                return self._borrow(key, location, start, length, functools.partial(use, location))
+            with self._lock:
+                self.read["memory"] += length
+            return use(location, held)
+        except ClusterError as error:
+            about(logger, repository=self.uri, **whose(key)).warning("%s is read past the node worker: %s", key, error)
+            with self._lock:
+                self.read["store"] += length
+            return None
+
+    def _borrow(self, key: str, location: ObjectLocation, start: int, length: int, use: Callable[[int], _Result]) -> _Result:
+        request = ReadCached(
+            repository=self._repository,
+            key=key,
+            size=location.size,
+            spans=((start, start + length),),
+            nearby=location.nearby,
+            round=location.round,
+            owner=location.owner,
+            uri=self._store.uri,
+        )
+        return self._talk(lambda connection: self._ask(connection, request, use))
+
+    def _ask(self, connection: Connection, request: ReadCached, use: Callable[[int], _Result]) -> _Result:
+        key = request.key
+        connection.send(request)
+        received: tuple[CachedObject | ReadFailed, int | None] | None = connection.receive(CachedObject, ReadFailed)
+        if received is None:
+            raise ClusterError("the node worker closed the connection", subject=self._address)
+        answer, descriptor = received
+        if isinstance(answer, ReadFailed):
+            if answer.store_unavailable:  # it has tried for minutes: so would this process
+                raise StoreUnavailable(f"the node worker waited for the store in vain: {answer.reason}", subject=key)
+            raise ClusterError(f"the node worker could not read it: {answer.reason}", subject=self._address)
+        if descriptor is None:
+            raise ClusterError("the node worker's descriptor did not arrive", subject=self._address)
+        held = False
+        try:
+            if (size := os.fstat(descriptor).st_size) < request.size:
+                raise ClusterError(f"the node worker lent {size} bytes instead of {request.size}", subject=self._address)
+            with self._lock:
+                self.read.update(answer.read)
+                if answer.whole and len(self._whole) < _HELD:
+                    held = self._whole.setdefault(key, descriptor) == descriptor
+            return use(descriptor)
+        finally:
+            if not held:
+                os.close(descriptor)
+
+    def _map(self, key: str, location: ObjectLocation, descriptor: int) -> mmap.mmap:
+        """Return a mapping of the object, the same as before if the node worker lends the same memory."""
+        inode = os.fstat(descriptor).st_ino
+        with self._lock:
+            known = self._mapped.get(key)
+            if known is None or known[0] != inode:
+                known = self._mapped[key] = inode, mmap.mmap(descriptor, location.size, prot=mmap.PROT_READ)
+            self._mapped.move_to_end(key)
+            if len(self._mapped) > _HELD:
+                self._mapped.popitem(last=False)
+            return known[1]
+
+    def _talk(self, work: Callable[[Connection], _Result]) -> _Result:
+        """Call ``work`` with a connection that no other thread uses."""
+        with self._lock:
+            connection = self._connections.pop() if self._connections else None
+        connection = connection or Connection.connect(self._address)
+        try:
+            result = work(connection)
+        except BaseException:
+            connection.close()
+            raise
+        with self._lock:
+            self._connections.append(connection)
+        return result

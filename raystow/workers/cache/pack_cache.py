@@ -1,0 +1,33 @@
+"""What one node makes for one attempt, kept in memory before it is stored."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+from ...storage.object_store import Buffer
+from ..protocol.messages import AttemptKey
+from .tier import MemoryTier
+
+
+class Keep(Protocol):
+    """Keeps copies of objects in memory."""
+
+    def __call__(self, key: str, parts: Sequence[Buffer]) -> memoryview | None:
+        """Replica an object, given in parts; the copy, or None if there is no room."""
+
+
+def keep_nothing(key: str, parts: Sequence[Buffer]) -> memoryview | None:
+    """There is no room."""
+    return None
+
+
+def keeper(tier: MemoryTier, attempt: AttemptKey, node: int, kept: Callable[[], None]) -> Keep:
+    """Keeps what node number ``node`` makes for the attempt ``attempt``; ``kept`` is called after each object."""
+
+    def keep(key: str, parts: Sequence[Buffer]) -> memoryview | None:
+        copy = tier.put(attempt, node, key, parts)
+        kept()
+        return copy
+
+    return keep

@@ -1,0 +1,219 @@
+"""An object of the store in memory: whole, or the ranges of it that someone wanted."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import mmap
+import os
+import threading
+from collections import deque
+from collections.abc import Callable, Sequence
+
+import numpy as np
+
+from ..protocol.messages import Span
+
+_PARTS = 512  # that one call writes; the kernel takes 1,024
+
+
+class MappedFile:
+    """An anonymous file (memfd), and this process's mapping of it: whoever is given both need not have it mapped page by page
+    again, which costs as much as what is written to it."""
+
+    def __init__(self) -> None:
+        self.descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
+        os.ftruncate(self.descriptor, 1)  # nothing at all cannot be mapped
+        self.mapping = mmap.mmap(self.descriptor, 1)
+        self.used = False  # its pages are there, most likely
+
+    def resize(self, size: int) -> None:
+        """``BufferError`` if somebody looks at it."""
+        self.mapping.resize(max(1, size))
+        os.ftruncate(self.descriptor, size)
+
+    def close(self) -> None:
+        """Let go of it. The memory stays as long as somebody looks at it."""
+        descriptor, self.descriptor = self.descriptor, -1  # the number may be another file's soon
+        os.close(descriptor)
+        mapping = self.mapping
+        del self.mapping  # a view of it that is still held closes it when it goes
+        with contextlib.suppress(BufferError):
+            mapping.close()
+
+
+class PackFile:
+    """Anonymous memory of the object's size. Pages that nobody filled take no memory, and other processes map it instead
+    of getting a copy. From any thread. Closing it lets go of this process's part; what was lent stays with the borrower."""
+
+    def __init__(self, size: int, memory: MappedFile | None = None) -> None:
+        """``memory``: what another one has ``vacated``."""
+        self.size = size
+        self._memory = memory or MappedFile()
+        self._memory.resize(size)
+        self._lent = False
+        self._changed = threading.Condition()
+        self._present: list[Span] = []
+        self._coming: list[Span] = []
+
+    @property
+    def filled(self) -> int:
+        """Bytes that are here."""
+        with self._changed:
+            return sum(end - start for start, end in self._present)
+
+    def write(self, parts: Sequence[memoryview]) -> None:
+        """Fill it whole with the concatenation of ``parts``."""
+        if self._memory.used:
+            self._copy(parts)
+        else:
+            self._write(parts)
+        with self._changed:
+            self._present = [(0, self.size)]
+
+    def _write(self, parts: Sequence[memoryview]) -> None:
+        """As a file: pages that are not there yet would be found and cleared one by one."""
+        left, at = deque(part for part in parts if part.nbytes), 0
+        while left:
+            written = os.pwritev(self._memory.descriptor, list(itertools.islice(left, _PARTS)), at)
+            at += written
+            while left and written >= left[0].nbytes:
+                written -= left.popleft().nbytes
+            if written:
+                left[0] = left[0][written:]
+
+    def _copy(self, parts: Sequence[memoryview]) -> None:
+        """Within memory, by numpy, which lets go of the interpreter meanwhile."""
+        whole, at = np.frombuffer(self._memory.mapping, np.uint8), 0
+        for part in parts:
+            whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
+            at += part.nbytes
+
+    def ensure(self, spans: Sequence[Span], fetch: Callable[[int, memoryview], None]) -> None:
+        """Return when the spans are here. ``fetch(start, target)`` gets what is missing, every byte once however many threads ask
+        at a time; what it raises is raised here, and whoever waits for the same bytes tries for itself."""
+        for wanted in spans:
+            while (claimed := self._claim(wanted)) is not None:
+                arrived = False
+                try:
+                    with self._view()[claimed[0] : claimed[1]] as target:
+                        fetch(claimed[0], target)
+                    arrived = True
+                finally:
+                    with self._changed:
+                        self._coming.remove(claimed)
+                        if arrived:
+                            self._present = _merged([*self._present, claimed])
+                        self._changed.notify_all()
+
+    def arrives(self, span: Span, seconds: float) -> bool | None:
+        """Whether a span is here, waited for while it is being fetched; None if it still is after so many seconds."""
+        with self._changed:
+            self._changed.wait_for(lambda: not self._is_coming(span), seconds)
+            return None if self._is_coming(span) else not without(span, self._present)
+
+    @property
+    def content(self) -> memoryview:
+        """All of it. The memory stays as long as a view of it is held."""
+        return self._view().toreadonly()
+
+    def lend(self) -> int:
+        """A descriptor of the memory, for the caller to close. No other object will be there: nobody says when it is free."""
+        self._lent = True
+        return os.dup(self._memory.descriptor)
+
+    def close(self) -> None:
+        """Let go of the memory."""
+        if (memory := self.vacate()) is not None:
+            memory.close()
+
+    def vacate(self) -> MappedFile | None:
+        """Close it, and give away its memory, if nobody else has that."""
+        memory = self._memory
+        del self._memory  # which may be another file's soon
+        if not self._lent:
+            with contextlib.suppress(BufferError):
+                memory.resize(self.size)  # the same: asks whether somebody looks at it
+                memory.used = True
+                return memory
+        memory.close()
+        return None
+
+    def _view(self) -> memoryview:
+        return memoryview(self._memory.mapping)[: self.size]
+
+    def _is_coming(self, span: Span) -> bool:
+        missing = without(span, self._present)
+        return bool(missing) and not any(without(part, self._coming) for part in missing)
+
+    def _claim(self, wanted: Span) -> Span | None:
+        """A missing part of ``wanted`` that nobody fetches, now the caller's to fetch; None once all of it is here."""
+        with self._changed:
+            while missing := without(wanted, self._present):
+                for span in missing:
+                    if free := without(span, self._coming):
+                        self._coming.append(free[0])
+                        return free[0]
+                self._changed.wait()
+        return None
+
+
+class Spares:
+    """Memory of objects that are gone, for those that come: pages that the kernel has to find, clear and map cost more than what
+    is written to them. Not thread-safe."""
+
+    def __init__(self) -> None:
+        self._spares: list[tuple[int, MappedFile]] = []  # bytes of the object that was there
+
+    @property
+    def nbytes(self) -> int:
+        """Of all memory that waits, in whole pages."""
+        return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size, _ in self._spares)
+
+    def give(self, file: PackFile) -> None:
+        """Close a file; what it leaves waits for another one."""
+        if (memory := file.vacate()) is not None:
+            self._spares.append((file.size, memory))
+
+    def take(self, size: int) -> MappedFile | None:
+        """What ``PackFile`` takes as ``memory``: the smallest that is large enough, else the largest; None if there is none."""
+        if not self._spares:
+            return None
+        fitting = [spare for spare in self._spares if spare[0] >= size]
+        found = min(fitting, key=_nbytes) if fitting else max(self._spares, key=_nbytes)
+        self._spares.remove(found)
+        return found[1]
+
+    def keep(self, nbytes: int) -> None:
+        """Let go of what is more than so many bytes."""
+        while self._spares and self.nbytes > max(0, nbytes):
+            self._spares.pop()[1].close()
+
+
+def _nbytes(spare: tuple[int, MappedFile]) -> int:
+    return spare[0]
+
+
+def _merged(spans: Sequence[Span]) -> list[Span]:
+    """The same bytes in as few spans as hold them, ascending."""
+    merged: list[Span] = []
+    for start, end in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = merged[-1][0], max(merged[-1][1], end)
+        else:
+            merged.append((start, end))
+    return merged
+
+
+def without(wanted: Span, spans: Sequence[Span]) -> list[Span]:
+    """The parts of ``wanted`` that none of ``spans`` holds, ascending."""
+    parts, begin = list[Span](), wanted[0]
+    for start, end in sorted(spans):
+        if end <= begin or start >= wanted[1]:
+            continue
+        if start > begin:
+            parts.append((begin, start))
+        begin = max(begin, end)
+    if begin < wanted[1]:
+        parts.append((begin, wanted[1]))
+    return parts

@@ -1,0 +1,261 @@
+"""The memory tier: the newest objects of each repository, coded as in the store, in this node's memory.
+
+The budget is hard: objects that do not fit are not kept, and a warning is logged. Replicas of other nodes' objects evict nothing,
+and are evicted for this node's own objects. Freed memory is reused as far as the budget allows, and released otherwise.
+"""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import threading
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+
+from ...storage.log import about
+from ...storage.object_store import Buffer
+from ..protocol.messages import AttemptKey, Holding, NodePart
+from .pack_file import PackFile, Spares
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class KeptPart:
+    """A ``NodePart`` that changes."""
+
+    objects: dict[str, int] = field(default_factory=dict)
+    replica_order: tuple[str, ...] = ()
+    incomplete: bool = False
+
+
+@dataclass
+class KeptAttempt:
+    """A ``Holding`` that changes."""
+
+    attempt: AttemptKey
+    parts: dict[int, KeptPart] = field(default_factory=dict)
+    committed: bool = False
+    given_up: bool = False
+    base: AttemptKey | None = None
+
+    def snapshot(self) -> Holding:
+        """Return what is kept now."""
+        parts = {n: NodePart(dict(part.objects), part.replica_order, part.incomplete) for n, part in self.parts.items()}
+        return Holding(self.attempt, parts, self.committed, self.given_up, self.base)
+
+
+class MemoryTier:
+    """Thread-safe. ``budget``: bytes; ``versions``: how many committed versions of a repository are kept."""
+
+    def __init__(self, budget: int, *, versions: int = 1) -> None:
+        self._budget, self._versions, self._used = budget, versions, 0
+        self._lock = threading.Lock()
+        self._holdings: dict[AttemptKey, KeptAttempt] = {}
+        self._writes: dict[str, int] = {}  # repository -> when it was last written to
+        self._numbers = itertools.count()
+        self._files: dict[tuple[str, str], PackFile] = {}  # by repository and key
+        self._spares = Spares()  # within the budget as well
+
+    @property
+    def used(self) -> int:
+        """Bytes that are kept, or being copied."""
+        return self._used
+
+    @property
+    def spare(self) -> int:
+        """Bytes that were kept, and wait to be used again."""
+        with self._lock:
+            return self._spares.nbytes
+
+    @property
+    def budget(self) -> int:
+        """Bytes that may be kept."""
+        return self._budget
+
+    def resize(self, budget: int) -> None:
+        """Change the budget; the oldest versions go if they do not fit any more."""
+        with self._lock:
+            self._budget = budget
+            self._make_room(0, "")
+            self._spares.keep(self._budget - self._used)
+
+    def put(
+        self, attempt: AttemptKey, node: int, key: str, parts: Sequence[Buffer], *, replica_order: tuple[str, ...] = ()
+    ) -> memoryview | None:
+        """Keep an object that node number ``node`` has made, given in parts; the copy, None if there was no room.
+
+        ``replica_order``: see ``NodePart``, for what another node has made.
+        """
+        views = [memoryview(part).cast("B") for part in parts]
+        size = sum(view.nbytes for view in views)
+        with self._lock:
+            part = self._holdings.setdefault(attempt, KeptAttempt(attempt)).parts.setdefault(node, KeptPart())
+            part.replica_order = replica_order
+            self._writes[attempt.repository] = next(self._numbers)
+            if not replica_order:
+                self._make_room(size, attempt.repository)
+            else:
+                older = (old for old in self._given_up() if old.repository == attempt.repository and old.id < attempt.id)
+                self._drop_while_needed(size, older)
+            if self._used + size > self._budget:
+                self._refuse(attempt, part, size)
+                return None
+            self._used += size
+            memory = self._spares.take(size)
+            self._spares.keep(self._budget - self._used)
+        file = PackFile(size, memory)
+        file.write(views)
+        with self._lock:
+            here = attempt in self._holdings and self._holdings[attempt].parts.get(node) is part
+            if not here or (replica_order and part.incomplete):  # given up meanwhile, or a copy that had to make room
+                self._used -= size
+                file.close()
+                return None
+            replaced = self._files.pop((attempt.repository, key), None)
+            if replaced is not None:  # stored again after a lost answer
+                replaced.close()
+                self._used -= replaced.size
+            self._files[attempt.repository, key] = file
+            part.objects[key] = size
+            return file.content
+
+    def set_base(self, attempt: AttemptKey, base: AttemptKey) -> None:
+        """Keep a version for as long as an attempt that may be a delta to it, if it is here or comes later."""
+        with self._lock:
+            if base in self._holdings:
+                self._holdings.setdefault(attempt, KeptAttempt(attempt))
+            if attempt in self._holdings:
+                self._holdings[attempt].base = base
+
+    def committed(self, attempt: AttemptKey, *, alone: bool = False) -> None:
+        """Note that an attempt is a version. Versions that it replaces are dropped, and replicas that did not fit may be sent
+        again. ``alone``: it is no delta."""
+        with self._lock:
+            holding = self._holdings.setdefault(attempt, KeptAttempt(attempt))
+            holding.committed, holding.given_up = True, False
+            holding.base = None if alone else holding.base
+            holding.parts = {
+                number: part for number, part in holding.parts.items() if not (part.replica_order and part.incomplete)
+            }
+            for old in self._superseded():
+                self._drop(old)
+
+    def given_up(self, attempt: AttemptKey) -> None:
+        """The attempt will never be a version. Parts of which all is here stay, since a part that is whole was staged whole:
+        if all of the attempt is alive somewhere, it is the newest state there is. One such attempt of a repository is enough."""
+        with self._lock:
+            holding = self._holdings.get(attempt)
+            if holding is None or holding.committed:
+                return
+            for number in holding.parts.keys() - holding.snapshot().whole:
+                self._empty(attempt, holding.parts.pop(number))
+            holding.given_up = True
+            same = [old for old in self._given_up() if old.repository == attempt.repository and self._holdings[old].parts]
+            for old in {attempt, *same} - {*same[-1:]}:
+                self._drop(old)
+
+    def holdings(self, repository: str) -> list[Holding]:
+        """What is kept of a repository, oldest first."""
+        with self._lock:
+            found = [held.snapshot() for held in self._holdings.values() if held.attempt.repository == repository]
+        return sorted(found, key=lambda held: held.attempt.id)
+
+    def __contains__(self, attempt: AttemptKey) -> bool:
+        """Whether anything is kept of an attempt."""
+        with self._lock:
+            return attempt in self._holdings
+
+    def repositories(self) -> set[str]:
+        """Those of which anything is kept."""
+        with self._lock:
+            return {attempt.repository for attempt in self._holdings}
+
+    def view(self, repository: str, key: str) -> memoryview | None:
+        """An object; None if it is not here. Its memory stays as long as the view is held."""
+        with self._lock:
+            file = self._files.get((repository, key))
+            return None if file is None else file.content
+
+    def borrow(self, repository: str, key: str) -> int | None:
+        """A descriptor of an object's memory, for the caller to close; None if it is not here."""
+        with self._lock:
+            file = self._files.get((repository, key))
+            return None if file is None else file.lend()
+
+    def close(self) -> None:
+        """Let go of everything. What was lent stays with the borrower."""
+        with self._lock:
+            for attempt in list(self._holdings):
+                self._drop(attempt)
+            self._spares.keep(0)
+
+    def _refuse(self, attempt: AttemptKey, part: KeptPart, size: int) -> None:
+        if part.replica_order:  # the sender reports the outcome; a partial copy is useless
+            self._empty(attempt, part)
+        elif not part.incomplete:
+            what = "version %d is not kept whole in memory: %d bytes more do not fit into %d, of which %d are taken"
+            about(logger, version=attempt.id, attempt=attempt.token).warning(what, attempt.id, size, self._budget, self._used)
+        part.incomplete = True
+
+    def _make_room(self, size: int, repository: str) -> None:
+        """Drop what is replaced, then what was given up, then what only differences need, then what belongs
+        to other repositories, those first that nothing was stored in for longest; at last copies, the oldest first."""
+        others = [attempt for attempt in self._holdings if attempt.repository != repository]
+        others.sort(key=lambda attempt: (self._writes[attempt.repository], attempt.id))
+        self._drop_while_needed(size, (*self._superseded(keep=1), *self._given_up()))
+        self._drop_bases_while_needed(size)
+        self._drop_while_needed(size, others)
+        for holding in sorted(self._holdings.values(), key=lambda holding: holding.attempt.id):
+            for part in holding.parts.values():
+                if part.replica_order and self._used + size > self._budget:
+                    self._refuse(holding.attempt, part, size)
+
+    def _drop_while_needed(self, size: int, attempts: Iterable[AttemptKey]) -> None:
+        for old in attempts:
+            if self._used + size > self._budget:
+                self._drop(old)
+
+    def _drop_bases_while_needed(self, size: int) -> None:
+        """The newest version is worth more here than that later ones are smaller."""
+        for attempt in self._replaced(keep=1):
+            if self._used + size > self._budget:
+                what = "nothing is stored as a difference to version %d from now on: it has to make room in %.1f MB of memory"
+                about(logger, version=attempt.id, attempt=attempt.token).warning(what, attempt.id, self._budget / 1e6)
+                self._drop(attempt)
+
+    def _given_up(self) -> list[AttemptKey]:
+        """Attempts that will be no versions, the oldest first."""
+        return sorted((attempt for attempt, held in self._holdings.items() if held.given_up), key=lambda attempt: attempt.id)
+
+    def _superseded(self, keep: int | None = None) -> list[AttemptKey]:
+        """What was replaced, but for what others lean on."""
+        old, needed = self._replaced(keep), set[AttemptKey]()
+        for held in self._holdings.values():
+            base = held.base if held.attempt not in old else None
+            while base is not None and base not in needed:
+                needed.add(base)
+                base = self._holdings[base].base if base in self._holdings else None
+        return [attempt for attempt in old if attempt not in needed]
+
+    def _replaced(self, keep: int | None = None) -> list[AttemptKey]:
+        """Committed versions that newer ones have replaced, and older attempts with them; the oldest first."""
+        old: list[AttemptKey] = []
+        for repository in {attempt.repository for attempt in self._holdings}:
+            ids = sorted(h.attempt.id for h in self._holdings.values() if h.committed and h.attempt.repository == repository)
+            newest = ids[-(keep or self._versions) :]
+            if newest:
+                of = (held for held in self._holdings.values() if held.attempt.repository == repository)
+                old += [h.attempt for h in of if h.attempt.id < newest[0] or (h.given_up and h.attempt.id <= newest[-1])]
+        return sorted(old, key=lambda attempt: attempt.id)
+
+    def _drop(self, attempt: AttemptKey) -> None:
+        holding = self._holdings.pop(attempt, None)
+        for part in holding.parts.values() if holding is not None else ():
+            self._empty(attempt, part)
+
+    def _empty(self, attempt: AttemptKey, part: KeptPart) -> None:
+        for key, size in part.objects.items():
+            self._spares.give(self._files.pop((attempt.repository, key)))
+            self._used -= size
+        part.objects.clear()

@@ -1,0 +1,79 @@
+"""The digests of many chunks in device memory as they are now, in a few launches."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+
+from . import kernel_args
+from .kernels import word_kernels
+
+
+class _Batch(NamedTuple):
+    """Chunks that lie where ``table`` says, read by one launch; ``numbers``: which they are."""
+
+    table: torch.Tensor
+    largest: int
+    width: int
+    packed: bool
+    numbers: torch.Tensor
+
+
+class Digests:
+    """The digests of ``sources`` (see ``jobs.Source``) on one device; with ``pair`` both numbers of ``digest_pair``.
+
+    The tables of the kernels are made once.
+    """
+
+    def __init__(self, sources: Sequence[Any], device: torch.device, *, pair: bool = False) -> None:
+        self._count, self._device, self._rows = len(sources), device, 2 if pair else 1
+        placed = [i for i, source in enumerate(sources) if source.address is not None]
+        self._batches = [
+            self._batch([(i, sources[i].address, sources[i].nbytes) for i in alike], width)
+            for width, alike in itertools.groupby(
+                sorted(placed, key=lambda i: sources[i].dtype.width), lambda i: sources[i].dtype.width
+            )
+        ]
+        self._scattered = [(i, source) for i, source in enumerate(sources) if source.address is None]
+
+    def take(self) -> torch.Tensor:
+        """Take them on the current stream.
+
+        Returns:
+            All sums before ``storage.coding.digest.finish``: int64 [sources] in pinned memory, or [2, sources] of pairs. They are
+            there when the current stream has come so far.
+        """
+        sums = torch.zeros((self._rows, self._count), dtype=torch.int64, device=self._device)
+        for batch in self._batches:
+            self._add(batch, sums)
+        for i, source in self._scattered:  # one at a time: each takes a copy, whose memory is used again on this stream only
+            copy = source.gather()
+            self._add(self._batch([(i, copy.data_ptr(), source.nbytes)], source.dtype.width), sums)
+            del copy
+        told = torch.empty(sums.shape, dtype=torch.int64, pin_memory=True).copy_(sums, non_blocking=True)
+        return told if self._rows == 2 else told[0]
+
+    def _batch(self, chunks: Any, width: int) -> _Batch:
+        numbers, addresses, sizes = zip(*chunks, strict=True)
+        rows = np.zeros((len(numbers), kernel_args.COLUMNS), np.int64)
+        rows[:, 0], rows[:, 1] = addresses, np.array(sizes) // width
+        packed = kernel_args.can_pack(rows, width)
+        return _Batch(self._upload(rows), max(sizes), width, packed, self._upload(np.array(numbers)))
+
+    def _add(self, batch: _Batch, sums: torch.Tensor) -> None:
+        got = torch.zeros((self._rows, len(batch.numbers)), dtype=torch.int64, device=self._device)
+        second = got[1] if self._rows == 2 else None
+        word_kernels.digest(batch.table, batch.largest, width=batch.width, packed=batch.packed, digests=got[0], second=second)
+        sums[:, batch.numbers] = got
+
+    def _upload(self, rows: Any) -> torch.Tensor:
+        return torch.from_numpy(rows).pin_memory().to(self._device, non_blocking=True)
+
+
+def digests(sources: Sequence[Any], device: torch.device) -> torch.Tensor:
+    """``Digests.take``, once."""
+    return Digests(sources, device).take()

@@ -1,0 +1,136 @@
+"""Finds the chunks in device memory that have not changed since an earlier version, so that they need not be coded or copied.
+
+Only chunks that were equal in the last two saves are looked at, and all in the first two saves: a training that changes
+everything pays for two passes over its tensors, once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from ...storage.coding.delta import LEAST
+from ...storage.coding.digest import finish
+from ..protocol.messages import BaseDigests, ChunkDigests, ComparedChunks
+from .digests import Digests
+
+_Flags = npt.NDArray[np.bool_]
+_Indices = npt.NDArray[np.int64]
+_Numbers = npt.NDArray[np.uint64]
+
+_SOON = -1  # stream priority: the encoder waits for the result
+
+
+@dataclass(frozen=True)
+class Remaining:
+    """What must still be stored of a device: ``pieces`` and ``followers``. ``messages``: what the node worker must know of the
+    others, and of the digests of all that were compared."""
+
+    pieces: Sequence[Any]
+    followers: Sequence[Any]
+    messages: Sequence[ComparedChunks | ChunkDigests] = ()
+
+
+class UnchangedChunks:
+    """Those of one device. In each save: ``compare``, then ``note`` with the digests of all pieces that were coded."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        with torch.cuda.device(self._device):
+            self._stream = torch.cuda.Stream(self._device, priority=_SOON)
+        self._serial = 0
+        self._pieces: Sequence[Any] = ()
+        self._followers: Sequence[Any] = ()
+        self._identities: list[tuple[object, int]] = []
+        self._described = False
+        self._chunks: list[Any] = []
+        self._sizes = self._source = np.empty(0, np.int64)
+        self._eligible = np.empty(0, bool)  # what is large enough, and stored as it is in device memory
+        self._last = np.empty(0, np.uint64)  # the first number of each piece's pair in the save before; 0 if it is not known
+        self._now = self._last
+        self._candidates = self._coded = np.empty(0, bool)
+        self._digests: tuple[bytes, Digests] | None = None
+        self._rest: tuple[bytes, Remaining] | None = None
+
+    def compare(
+        self, pieces: Sequence[Any], followers: Sequence[Any], base: BaseDigests | None, *, after: torch.cuda.Event
+    ) -> Remaining:
+        """Find what has not changed since ``base``, when the CUDA event ``after`` has come. Waits for the device."""
+        if not (pieces is self._pieces and followers is self._followers):
+            self._take_over(pieces, followers)
+        self._coded[:] = True
+        self._now = np.zeros(len(pieces), np.uint64)
+        looked = np.concatenate([self._candidates, self._candidates[self._source]]) & self._eligible
+        numbers = np.flatnonzero(looked)
+        if not len(numbers):
+            return Remaining(pieces, followers)
+        pairs = self._pairs(looked, numbers, after)
+        same = np.zeros(len(numbers), bool)
+        if base is not None and base.serial == self._serial:
+            known = np.frombuffer(base.pairs, "<u8").reshape(2, -1)[:, numbers]
+            same = (known == pairs).all(axis=0) & (known[1] != 0)
+        of_pieces = numbers < len(pieces)
+        self._now[numbers[of_pieces]] = pairs[0, of_pieces]
+        self._coded[numbers[of_pieces & same]] = False
+        which, number = (self._device.index or 0, self._serial), base.base if base is not None else 0
+        found = numbers.astype("<i8").tobytes(), pairs.astype("<u8").tobytes(), same.tobytes()
+        messages: list[ComparedChunks | ChunkDigests] = [ChunkDigests(*which, number, *found)]
+        if not self._described:
+            messages.insert(0, ComparedChunks(*which, tuple(chunk.describe() for chunk in self._chunks)))
+            self._described = True
+        gone = np.zeros(len(self._chunks), bool)
+        gone[numbers[same]] = True
+        rest = self._remaining(gone)
+        return Remaining(rest.pieces, rest.followers, messages)
+
+    def note(self, sums: _Numbers) -> None:
+        """Note the digests, before ``finish``, of all pieces that were coded (uint64, in their order)."""
+        sizes = self._sizes[: len(self._pieces)].astype(np.uint64)
+        self._now[self._coded] = finish(sums, sizes[self._coded])
+        self._candidates = (self._last == 0) | (self._last == self._now)
+        self._last = self._now
+
+    def _take_over(self, pieces: Sequence[Any], followers: Sequence[Any]) -> None:
+        """Begin anew, unless these are the same chunks."""
+        identities = [(one.identity, one.nbytes) for one in (*pieces, *(follower.piece for follower in followers))]
+        self._pieces, self._followers = pieces, followers
+        self._chunks = [*pieces, *(follower.piece for follower in followers)]
+        self._digests = self._rest = None
+        self._eligible = np.array([one.nbytes >= LEAST and one.address is not None for one in self._chunks], bool)
+        number_of = {id(piece): number for number, piece in enumerate(pieces)}
+        self._source = np.array([number_of[id(follower.source)] for follower in followers], np.int64)
+        if identities == self._identities and len(self._last) == len(pieces):
+            return
+        self._identities, self._serial, self._described = identities, self._serial + 1, False
+        self._sizes = np.array([chunk.nbytes for chunk in self._chunks], np.int64)
+        self._last = np.zeros(len(pieces), np.uint64)
+        self._candidates, self._coded = np.ones(len(pieces), bool), np.ones(len(pieces), bool)
+
+    def _pairs(self, looked: _Flags, numbers: _Indices, after: torch.cuda.Event) -> _Numbers:
+        """The digest pairs of these chunks: uint64 [2, numbers]."""
+        key = looked.tobytes()
+        with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
+            self._stream.wait_event(after)
+            if self._digests is None or self._digests[0] != key:
+                self._digests = key, Digests([self._chunks[i] for i in numbers], self._device, pair=True)
+            sums = self._digests[1].take()
+            self._stream.record_event().synchronize()
+        pairs: _Numbers = finish(sums.numpy().view(np.uint64), self._sizes[numbers].astype(np.uint64))
+        return pairs
+
+    def _remaining(self, gone: _Flags) -> Remaining:
+        """What is not ``gone``; the same lists as in the save before if they hold the same, since plans are made for lists."""
+        if not gone.any():
+            return Remaining(self._pieces, self._followers)
+        key = gone.tobytes()
+        if self._rest is None or self._rest[0] != key:
+            count = len(self._pieces)
+            pieces = [piece for piece, lost in zip(self._pieces, gone[:count], strict=True) if not lost]
+            followers = [one for one, lost in zip(self._followers, gone[count:], strict=True) if not lost]
+            self._rest = key, Remaining(pieces, followers)
+        return self._rest[1]

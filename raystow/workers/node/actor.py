@@ -1,0 +1,195 @@
+"""The node worker as a Ray actor: one per node, found by the node's name."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+
+from ...storage.clock import SYSTEM
+from ...storage.errors import ClusterError
+from ...storage.gc_pause import freeze
+from ...storage.log import here
+from ...storage.object_store import Buffer
+from .. import ray_metrics
+from ..protocol.coordinator_client import CoordinatorClient
+from ..protocol.messages import PROTOCOL, AttemptKey, Contact, Holding, NodePart, Replica, ReplicationProgress, check_protocol
+from ..replication.peers import Peers
+from ..status import NodeStatus
+from .node import Node
+from .save_progress import Saves
+
+NAMESPACE = "raystow"
+NODE = "node-"
+"""What the names of node workers begin with; the node's id follows."""
+
+_SURVEY = 5.0  # seconds in which a node must say what it has in memory
+_START = 30.0  # seconds within which another node's worker must have started
+_ANSWER = 10.0  # seconds within which another node must answer a question about its copies
+_ZONES = ("zone", "ray.io/availability-zone", "topology.kubernetes.io/zone")  # labels that say which failure domain a node is in
+_AT_ONCE = 16  # calls that a node worker serves at a time
+_SEES_GPUS = (2, 56)  # from this version of Ray on, an actor that asks for no GPU sees all of its node's
+
+
+class NodeActor:
+    """Holds a ``Node``; neither shards nor copies pass through the actor's methods."""
+
+    def __init__(self, connect: Callable[[str], CoordinatorClient]) -> None:
+        ray_metrics.export()
+        peers = Peers(lambda node: _ask(node, "contact", _START), SYSTEM)
+        node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
+        here(node=node)
+        # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
+        self._node = Node(node, connect, peers=peers, replication_peers=RayReplicationPeers(peers), host=host, when_warm=freeze)
+
+    def address(self, protocol: str = PROTOCOL) -> str:
+        """Where training processes of this node connect to."""
+        check_protocol(protocol, "a process of this node")
+        return self._node.address
+
+    def contact(self) -> Contact:
+        """Where other nodes connect to."""
+        return self._node.contact
+
+    def holdings(self, repository: str) -> list[Holding]:
+        """See ``Node.holdings``."""
+        return self._node.holdings(repository)
+
+    def committed(self, attempt: AttemptKey) -> None:
+        """See ``ReplicaStore.committed``."""
+        self._node.replicas.committed(attempt)
+
+    def given_up(self, attempt: AttemptKey) -> None:
+        """See ``ReplicaStore.given_up``."""
+        self._node.replicas.given_up(attempt)
+
+    def saves(self) -> dict[str, Saves]:
+        """See ``Node.saves``."""
+        return self._node.saves()
+
+    def copies(self) -> ReplicationProgress:
+        """How far the copies are that this node sees to."""
+        return self._node.replicator.progress
+
+    def status(self) -> NodeStatus:
+        """See ``Node.status``."""
+        return self._node.status()
+
+
+class RayReplicationPeers:
+    """The other nodes' workers, as the replicator sees them. Questions go through Ray, objects do not."""
+
+    def __init__(self, peers: Peers) -> None:
+        self._peers = peers
+
+    def nodes(self) -> Mapping[str, str]:
+        """See ``replication.ReplicationPeers``."""
+        try:
+            workers = {actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)}
+            alive = {node["NodeID"]: node["Labels"] for node in ray.nodes() if node["Alive"]}
+        except RayError as error:
+            raise ClusterError(str(error), subject="the head node") from error
+        return {node: _zone(labels) for node, labels in alive.items() if _name(node) in workers}
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        """See ``replication.ReplicationPeers``."""
+        held: list[Holding] = _ask(node, "holdings", _ANSWER, repository)
+        return held
+
+    def accept(self, node: str, copy: Replica, data: Buffer) -> NodePart:
+        """See ``replication.ReplicationPeers``."""
+        return self._peers.accept(node, copy, data)
+
+    def committed(self, node: str, attempt: AttemptKey) -> None:
+        """See ``replication.ReplicationPeers``."""
+        _ask(node, "committed", _ANSWER, attempt)
+
+    def given_up(self, node: str, attempt: AttemptKey) -> None:
+        """See ``replication.ReplicationPeers``."""
+        _ask(node, "given_up", _ANSWER, attempt)
+
+
+def _ask(node: str, method: str, timeout: float, *args: object) -> Any:
+    """What a node's worker answers, asked once. ``ClusterError`` if there is none (any more), or it does not answer in time."""
+    try:
+        return ray.get(getattr(_worker(node), method).options(max_task_retries=0).remote(*args), timeout=timeout)
+    except (ValueError, RayError) as error:
+        raise ClusterError(f"{type(error).__name__}: {str(error).splitlines()[0]}", subject=f"node {node}") from error
+
+
+def node_actor(connect: Callable[[str], CoordinatorClient]) -> Any:
+    """The handle to this node's worker, started if there is none.
+
+    Pinned hard to its node: on another it could not see the ring. It asks for no CPU: the least sliver of one would keep a
+    training worker off a node whose CPUs are all spoken for. It asks for no GPU either, and sees them all the same: with
+    ``compress_in="node"`` it codes on them. When its process dies, Ray starts it again, empty.
+    """
+    node = ray.get_runtime_context().get_node_id()
+    return (
+        ray.remote(NodeActor)
+        .options(
+            name=_name(node),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_task_retries=-1,
+            max_concurrency=_AT_ONCE,
+            runtime_env=_environment(ray.__version__),
+            scheduling_strategy=ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(node, soft=False),
+        )
+        .remote(connect)
+    )
+
+
+def saves_on(node: str) -> dict[str, Saves] | None:
+    """See ``Node.saves``; None where there is no node worker. ``ClusterError`` if it does not answer."""
+    try:
+        _worker(node)
+    except ValueError:
+        return None
+    saves: dict[str, Saves] = _ask(node, "saves", _ANSWER)
+    return saves
+
+
+async def holders(repository: str) -> dict[str, dict[int, tuple[str, ...]]]:
+    """Attempt -> number of a node in it -> the nodes that have all its objects in memory, as far as they answer in time."""
+    alive = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for node, held in zip(alive, await asyncio.gather(*(_holdings(node, repository) for node in alive)), strict=True):
+        for holding in held:
+            for number in holding.whole:
+                found[holding.attempt.token][number].append(node)
+    return {token: {number: tuple(nodes) for number, nodes in of.items()} for token, of in found.items()}
+
+
+async def _holdings(node: str, repository: str) -> list[Holding]:
+    try:
+        worker = await asyncio.to_thread(_worker, node)
+        held: list[Holding] = await asyncio.wait_for(worker.holdings.remote(repository), _SURVEY)
+        return held
+    except (ValueError, RayError, asyncio.TimeoutError):
+        return []  # it has no worker, or one that is dead or frozen
+
+
+def _worker(node: str) -> Any:
+    return ray.get_actor(_name(node), NAMESPACE)
+
+
+def _zone(labels: Mapping[str, str]) -> str:
+    return next((labels[label] for label in _ZONES if label in labels), "")
+
+
+def _name(node: str) -> str:
+    return f"{NODE}{node}"
+
+
+def _environment(version: str) -> dict[str, Any] | None:
+    """The runtime environment in which the GPUs stay visible to an actor that asks for none."""
+    numbers = tuple(int(number) for number in version.split(".")[:2])
+    return None if numbers >= _SEES_GPUS else {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}

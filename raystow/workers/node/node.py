@@ -1,0 +1,269 @@
+"""The node worker: one for each node, whatever the number of its ranks and runs. Knows nothing of Ray: see ``node.actor``."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import threading
+from collections import defaultdict, deque
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ...storage.clock import SYSTEM
+from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
+from ...storage.log import about
+from ...storage.repository import open_repository
+from ...storage.stores import open_store
+from ..cache.base_version import BaseVersion, KnownChunks
+from ..cache.cache_server import serve_reads
+from ..cache.fetcher import Fetcher, NoPeers, PeerReader
+from ..cache.host_memory import memory_limit
+from ..cache.pack_cache import keeper
+from ..cache.tier import MemoryTier
+from ..packing.attempt import Executors, NodeAttempt, Outcome
+from ..packing.budget import Budget
+from ..packing.chunk_writer import warm_up
+from ..packing.metered_store import Metered
+from ..packing.stale_state import OptimizerWatch
+from ..protocol.coordinator_client import CoordinatorClient
+from ..protocol.messages import AttemptKey, Begin, Contact, Holding, OpenSession, ReadCached, Ticket
+from ..protocol.unix_channel import Connection, Listener
+from ..replication.peer_server import PeerServer
+from ..replication.replica_store import ReplicaStore
+from ..replication.replicator import NoReplicationPeers, ReplicationPeers, Replicator
+from ..status import NodeStatus, measure
+from ..thread_priority import give_way
+from .save_progress import Saves, SavesHere
+from .session import Session
+
+logger = logging.getLogger(__name__)
+
+_UPLOADS = max(4, min(32, os.cpu_count() or 1))
+_SEALERS = max(4, (os.cpu_count() or 1) // 4)  # a few cores saturate memory: more would only slow the training
+_KNOWN = 2  # versions of a repository whose rows are kept: the base of the saves under way, and that of the next
+_MEASURE = 5.0  # seconds from one value of a gauge to the next
+
+
+@dataclass(frozen=True)
+class _Repository:
+    """What a node needs for the saves to one repository."""
+
+    coordinator: CoordinatorClient
+    store: Metered
+    watch: OptimizerWatch
+
+
+class Node:
+    """Accepts training processes of this machine and stores what they stage.
+
+    Memory: for each training process the ring and the coded bytes that it asks for, and about 9 MiB for each coding thread; for
+    the newest version a quarter of the machine's memory (see ``limit_cache``), and a quarter of that for bytes that restoring
+    processes read from elsewhere.
+
+    Args:
+        node: The name of this node.
+        connect: Returns the coordinator of the repository at a URI.
+        peers: Reads from other nodes.
+        replication_peers: Sends replicas to other nodes.
+        host: The address at which other nodes reach this one.
+        threads: That code.
+        when_warm: Called once, on a coding thread, when these have loaded what they need.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        connect: Callable[[str], CoordinatorClient],
+        *,
+        peers: PeerReader | None = None,
+        replication_peers: ReplicationPeers | None = None,
+        host: str = "127.0.0.1",
+        threads: int | None = None,
+        when_warm: Callable[[], None] = lambda: None,
+    ) -> None:
+        self._node, self._connect = node, connect
+        self._keep = memory_limit() // 4
+        self._tier = MemoryTier(self._keep)
+        self._fetcher = Fetcher(self._tier, peers or NoPeers(), budget=self._keep // 4, node=node)
+        self.replicas = ReplicaStore(self._tier)
+        self.replicator = Replicator(node, self._tier, replication_peers or NoReplicationPeers(), SYSTEM)
+        self._peer_server = PeerServer(host, self._fetcher, self.replicas)
+        self._executors = Executors(
+            coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
+            sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
+            uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
+            budget=Budget(),
+        )
+        self._lock = threading.Lock()
+        self._repositories: dict[str, _Repository] = {}  # by URI
+        self._attempts: dict[tuple[str, str], NodeAttempt] = {}
+        self._known: dict[str, deque[KnownChunks]] = defaultdict(lambda: deque(maxlen=_KNOWN))  # by repository
+        self._raw = 0  # bytes coded in attempts that are over
+        self._closed = threading.Event()
+        self._saves = SavesHere()
+        self._shared: set[tuple[str, str]] = set()  # repositories by URI and id that this node sees as the coordinator does
+        self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
+        for _ in range(threads or os.cpu_count() or 1):
+            self._executors.coders.submit(warm_up)
+        self._executors.coders.submit(when_warm)  # runs when the first of them is done: everything is loaded then
+        threading.Thread(target=self._accept, name="raystow-accept", daemon=True).start()
+        threading.Thread(target=self.replicator.run, name="raystow-copies", daemon=True).start()
+        threading.Thread(target=self._measure, name="raystow-measure", daemon=True).start()
+
+    @property
+    def address(self) -> str:
+        """Where training processes of this machine connect to."""
+        return self._listener.name
+
+    @property
+    def contact(self) -> Contact:
+        """Where other nodes connect to."""
+        return self._peer_server.contact
+
+    def close(self) -> None:
+        """Accept no more processes; connected ones are served until they disconnect."""
+        self._closed.set()
+        self._listener.close()
+        self._peer_server.close()
+        self.replicator.close()
+        self._executors.coders.shutdown(wait=False)
+        self._executors.sealers.shutdown(wait=False)
+        self._executors.uploads.shutdown(wait=False)
+        self._tier.close()
+
+    def _accept(self) -> None:
+        while (connection := self._listener.accept()) is not None:
+            threading.Thread(target=self._serve, args=(connection,), name="raystow-session", daemon=True).start()
+
+    def _serve(self, connection: Connection) -> None:
+        with contextlib.closing(connection):
+            try:
+                connection.handshake("a process of this node")
+                received = connection.receive(OpenSession, ReadCached)
+                match received and received[0]:
+                    case OpenSession() as opening:
+                        with self._saves.rank(opening.uri):
+                            Session(connection, self, self._node, opening).serve()
+                    case ReadCached() as first:
+                        with self._fetcher.visit():
+                            serve_reads(connection, first, self._fetcher, lambda uri: self._repository(uri).store)
+            except ClusterError as error:
+                logger.info("a connection from a process of this node has ended: %s", error)
+
+    def status(self) -> NodeStatus:
+        """Return the state of this node."""
+        with self._lock:
+            stores = {uri: known.store for uri, known in self._repositories.items()}
+            attempts = list(self._attempts.values())
+            raw = self._raw + sum(attempt.raw for attempt in attempts)
+        return NodeStatus(
+            node=self._node,
+            at=SYSTEM.monotonic(),
+            raw=raw,
+            uploaded={uri: store.nbytes for uri, store in stores.items()},
+            uploads=sum(store.under_way for store in stores.values()),
+            queue=self._executors.budget.used,
+            queue_limit=self._executors.budget.total,
+            memory=self._tier.used,
+            spare=self._tier.spare,
+            memory_limit=self._tier.budget,
+            copies=self.replicator.progress,
+            ranks=self._saves.connected(),
+            attempts=tuple(attempt.status() for attempt in attempts if not attempt.over),
+        )
+
+    def _measure(self) -> None:
+        while not self._closed.wait(_MEASURE):
+            measure(self.status())
+
+    def limit_cache(self, nbytes: int | None) -> None:
+        """See ``session.SessionHost``."""
+        self._tier.resize(self._keep if nbytes is None else nbytes)
+
+    def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
+        """See ``session.SessionHost``."""
+        self.replicator.want(repository, replicas, rate)
+
+    def holdings(self, repository: str) -> list[Holding]:
+        """Return what this node's memory holds of a repository."""
+        return self._tier.holdings(repository)
+
+    def saves(self) -> dict[str, Saves]:
+        """Return the progress of the saves of the connected ranks, by the URI of the repository."""
+        return self._saves.now()
+
+    def grow(self, nbytes: int) -> None:
+        """See ``session.SessionHost``."""
+        self._executors.budget.grow(nbytes)
+
+    def store_rate(self, uri: str) -> float:
+        """See ``session.SessionHost``."""
+        with self._lock:
+            known = self._repositories.get(uri)
+        return known.store.rate if known else 0.0
+
+    def rank_disconnected(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
+        """See ``session.SessionHost``."""
+        try:
+            self._repository(uri).coordinator.rank_disconnected(rank, incarnation, reason)
+        except RaystowError as error:
+            about(logger, repository=uri, rank=rank).warning("the coordinator could not be told that %s: %s", reason, error)
+
+    def _repository(self, uri: str) -> _Repository:
+        with self._lock:
+            if uri not in self._repositories:
+                self._repositories[uri] = _Repository(self._connect(uri), Metered(open_store(uri), SYSTEM), OptimizerWatch(uri))
+            return self._repositories[uri]
+
+    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        """See ``session.SessionHost``. Refuses a folder that this node does not share with the coordinator."""
+        here = self._repository(uri)
+        if (uri, repository) not in self._shared:
+            try:
+                same = open_repository(uri).id == repository
+            except NotARepository:
+                same = False
+            if not same:
+                raise SaveFailed(
+                    "this node sees another folder there than the coordinator", subject=uri, remedy="use one all nodes share"
+                )
+            self._shared.add((uri, repository))
+        ticket = here.coordinator.begin(begin)
+        with self._lock:
+            self._raw += sum(attempt.raw for attempt in self._attempts.values() if attempt.over)
+            self._attempts = {key: attempt for key, attempt in self._attempts.items() if not attempt.over}
+            if (uri, ticket.attempt) not in self._attempts:
+                key = AttemptKey(repository, ticket.id, ticket.attempt)
+                keep = keeper(self._tier, key, ticket.node, self.replicator.wake)
+                base = self._base(key, ticket)
+                attempt = NodeAttempt(here.store, here.coordinator, ticket, self._executors, here.watch, keep, base)
+                self._attempts[uri, ticket.attempt] = attempt
+                number = self._saves.begin(uri)
+                attempt.on_end(lambda outcome, _: self._settle(uri, number, key, ticket, attempt, outcome))
+            return self._attempts[uri, ticket.attempt], ticket.node
+
+    def _base(self, key: AttemptKey, ticket: Ticket) -> BaseVersion | None:
+        """Return the version that an attempt is compared with, if this node has written a part of it."""
+        if ticket.base is None:
+            return None
+        base = AttemptKey(key.repository, ticket.base.id, ticket.base.attempt)
+        if ticket.deltas:  # its packs are needed until the attempt ends
+            self._tier.set_base(key, base)
+        known = next((known for known in self._known[key.repository] if known.attempt == base), None)
+        return None if known is None else BaseVersion(self._tier, known, deltas=ticket.deltas)
+
+    def _settle(self, uri: str, number: int, key: AttemptKey, ticket: Ticket, attempt: NodeAttempt, outcome: Outcome) -> None:
+        if isinstance(outcome, RaystowError):
+            self._tier.given_up(key)
+            self.replicator.give_up(key)
+        else:
+            self._saves.settle(uri, number)
+            known = attempt.known(key)
+            if (nearest := known.nearest(outcome.bases)) is not None:
+                self._tier.set_base(key, nearest)
+            if not (ticket.deltas and outcome.bases):  # the coordinator may name it as a base
+                self._known[key.repository].append(known)
+            self._tier.committed(key, alone=not outcome.bases)
+            self.replicator.wake()

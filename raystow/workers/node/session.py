@@ -1,0 +1,269 @@
+"""One training process as its node worker sees it: a connection, a ring, and the saves that are staged through them."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Protocol
+
+import numpy as np
+
+from ...storage.coding.derived import Derivation
+from ...storage.errors import RaystowError, SaveFailed
+from ...storage.log import about
+from ..cache.base_version import KnownChunks
+from ..packing.attempt import NodeAttempt, Outcome, draft
+from ..protocol.messages import (
+    STAGING,
+    AbortSave,
+    BaseDigests,
+    Begin,
+    BeginSave,
+    CheckDevice,
+    ChunkDigests,
+    CodedLayout,
+    ComparedChunks,
+    DeviceQuestion,
+    DeviceRefused,
+    EndSave,
+    FlushPacks,
+    LendSlots,
+    OpenDevice,
+    OpenSession,
+    SaveDone,
+    SaveLost,
+    SessionOpened,
+    SlotFilled,
+    SlotFree,
+    StageCoded,
+    StageDerived,
+    StageOnDevice,
+    StageRaw,
+    shortened,
+)
+from ..protocol.unix_channel import Connection
+from ..shm.coded_layout import Layout
+from ..shm.ring import Ring
+from ..shm.slots import Slots
+
+logger = logging.getLogger(__name__)
+
+
+_OFFERED = 3  # versions besides the newest that a process may still refer to, since it does not know of a newer one yet
+
+
+class SessionHost(Protocol):
+    """The node as its sessions see it."""
+
+    def open_attempt(self, uri: str, repository: str, begin: Begin) -> tuple[NodeAttempt, int]:
+        """Join the attempt of a save to the repository at ``uri``, which has the id ``repository``. Return the attempt, and this
+        node's number in it."""
+
+    def rank_disconnected(self, uri: str, rank: int, incarnation: str, reason: str) -> None:
+        """Report the end of a training process to the coordinator of the repository at ``uri``."""
+
+    def store_rate(self, uri: str) -> float:
+        """Return the bytes per second that the store of the repository at ``uri`` has taken so far; 0 if unknown."""
+
+    def grow(self, nbytes: int) -> None:
+        """Add a process's share to the budget of coded bytes."""
+
+    def limit_cache(self, nbytes: int | None) -> None:
+        """Limit this node's memory for the newest version; None restores the default."""
+
+    def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
+        """Copy what is kept of a repository to so many other nodes, at ``rate`` bytes per second at most."""
+
+
+class GpuCoder(Protocol):
+    """Codes chunks in device memory for training processes that must not use the GPU for it: see ``workers.gpu.node_mode``."""
+
+    def ask(self, question: DeviceQuestion) -> None:
+        """Answer the training process's question about a device."""
+
+    def code(self, work: StageOnDevice, attempt: NodeAttempt | None, number: int) -> None:
+        """Code the chunks in a slot of device memory; ``number`` is this node's in the attempt."""
+
+    def end(self, attempt: NodeAttempt) -> None:
+        """Report the rank as finished once everything that was given to ``code`` before is coded."""
+
+    def close(self) -> None:
+        """Finish what is left, and free all memory."""
+
+
+class Session:
+    """Serves one connection on a thread of its own until the training process goes away."""
+
+    def __init__(self, connection: Connection, host: SessionHost, node: str, opening: OpenSession) -> None:
+        self._connection, self._host, self._node, self._opening = connection, host, node, opening
+        self._log = about(logger, repository=opening.uri, rank=opening.rank)
+        self._coder: GpuCoder | None = None
+        self._layouts: dict[int, Layout] = {}  # of the chunks on each device
+        self._compared: dict[int, ComparedChunks] = {}  # by device
+        self._offered: dict[int, KnownChunks] = {}  # by id, what this process may refer to
+        self._offers: dict[int, tuple[int, int]] = {}  # by device, the version and the number of what was offered last
+        self._attempt: NodeAttempt | None = None
+        self._number = 0
+
+    def serve(self) -> None:
+        """Handle messages until the connection ends."""
+        opening = self._opening
+        try:
+            self._host.limit_cache(opening.cache)
+            self._host.replicate(opening.repository, opening.replicas, opening.replication_rate)
+            ring = Ring.create(opening.ring, opening.slot)
+            self._slots = Slots(ring, self._tell_free)
+            self._host.grow(opening.coded)
+            try:
+                rate = self._host.store_rate(opening.uri)
+                self._connection.send(SessionOpened(ring.slots, ring.slot_size, rate), fd=ring.fd)
+                if opening.process == "node":
+                    self._coder = self._gpu_coder(ring)
+                self._receive()
+            finally:
+                if self._coder is not None:
+                    self._coder.close()
+                self._slots.wait()
+                self._host.grow(-opening.coded)
+                ring.close()
+        except RaystowError as error:
+            self._log.warning("the connection to a training process ended: %s", error)
+        finally:
+            self._connection.close()
+
+    def _receive(self) -> None:
+        opening = self._opening
+        who = f"rank {opening.rank} (process {opening.pid})"
+        try:
+            while (received := self._connection.receive(*STAGING)) is not None:
+                self._handle(received[0])
+        finally:
+            if self._attempt is not None:
+                self._attempt.fail(f"{who} died while it was staging")
+            self._host.rank_disconnected(opening.uri, opening.rank, opening.incarnation, f"{who} went away before it saved")
+
+    def _handle(self, message: object) -> None:
+        attempt, rank = self._attempt, self._opening.rank
+        active = attempt if attempt is not None and not attempt.over else None  # what comes for a failed save is dropped
+        match message:
+            case StageRaw(chunks) if active is not None:
+                for raw in chunks:
+                    (part,), done = self._slots.take_over([(raw.slot, raw.start, raw.nbytes)])
+                    active.add(rank, draft(raw.info, self._number), part, done)
+            case StageDerived(chunks) if active is not None:
+                for one in chunks:
+                    derivation = Derivation(one.source, one.source_dtype)
+                    active.add_derived(rank, draft(one.info, self._number, raw_digest=one.digest, derivation=derivation))
+            case StageCoded(device, arrived) if active is not None:
+                for chunk in (chunk for batches in arrived for chunk in self._layouts[device].chunks(batches)):
+                    parts, done = self._slots.take_over(chunk.parts)
+                    active.add_coded(rank, draft(chunk.info, self._number, chunk.coding, raw_digest=chunk.digest), parts, done)
+            case ComparedChunks(device):
+                self._compared[device] = message
+                self._offer()
+            case ChunkDigests() if active is not None:
+                self._note_digests(active, message)
+            case CodedLayout(device):
+                self._layouts[device] = Layout(message)
+            case SlotFilled(slot):
+                self._slots.filled(slot)
+            case FlushPacks() if attempt is not None:
+                attempt.flush()
+            case BeginSave():
+                self._begin(message)
+            case AbortSave(reason) if attempt is not None:
+                attempt.fail(reason)
+                self._attempt = None
+            case EndSave() if attempt is not None:
+                self._end(attempt, message)
+            case StageOnDevice() if self._coder is not None:
+                self._coder.code(message, attempt, self._number)
+            case OpenDevice() | CheckDevice() | LendSlots():
+                self._ask(message)
+
+    def _begin(self, message: BeginSave) -> None:
+        begin = replace(message.begin, node=self._node)
+        try:
+            attempt, self._number = self._host.open_attempt(self._opening.uri, self._opening.repository, begin)
+        except Exception as error:
+            if not isinstance(error, RaystowError):
+                self._log.exception("a save could not begin", extra={"step": begin.step})
+                error = SaveFailed(f"the node worker failed: {error!r}", subject=f"save of step {begin.step}")
+            self._attempt = None
+            self._tell(begin.save, error)
+            return
+        attempt.join(begin.rank, message.values, functools.partial(self._tell, begin.save))
+        self._attempt = attempt
+        self._offer()
+
+    def _note_digests(self, attempt: NodeAttempt, message: ChunkDigests) -> None:
+        """Add references for the chunks that have not changed, and note the digests of the others, which come later."""
+        infos, offered = self._compared[message.device].chunks, self._offered.get(message.base)
+        numbers = np.frombuffer(message.numbers, "<i8").tolist()
+        pairs = np.frombuffer(message.pairs, "<u8").reshape(2, -1).T.tolist()
+        for number, (first, second), same in zip(numbers, pairs, message.same, strict=True):
+            chunk = draft(infos[number], self._number, raw_digest=first)
+            if same:
+                attempt.refer(self._opening.rank, chunk, second, offered)
+            else:
+                attempt.note(chunk, second)
+
+    def _offer(self) -> None:
+        """Send the digests of the version that the save is compared with, once for each version and set of chunks."""
+        base = self._attempt.base if self._attempt is not None else None
+        for device, compared in self._compared.items():
+            offer = (base.id if base is not None else 0), compared.serial
+            if self._offers.get(device) == offer:
+                continue
+            pairs = np.zeros((2, len(compared.chunks)), "<u8")
+            if base is not None:
+                self._offered = dict([*self._offered.items()][-_OFFERED:]) | {base.id: base.chunks}
+                found = [base.chunks.pair(draft(info, 0)) for info in compared.chunks]
+                pairs[:] = np.array(found, "<u8").reshape(-1, 2).T
+            self._offers[device] = offer
+            self._connection.send(BaseDigests(device, compared.serial, offer[0], pairs.tobytes()))
+
+    def _end(self, attempt: NodeAttempt, message: EndSave) -> None:
+        attempt.stalled(message.stall)
+        attempt.rounded(message.rounded)
+        if self._coder is not None:
+            self._coder.end(attempt)
+        else:
+            attempt.finished(self._opening.rank)
+        self._attempt = None
+
+    def _gpu_coder(self, ring: Ring) -> GpuCoder | None:
+        """Load torch and Triton, and return what codes on this node's GPUs; None, with a warning, if they are missing."""
+        try:
+            from ..gpu.node_mode.node_encoder import NodeEncoder
+
+            return NodeEncoder(ring, self._opening.rank, self._connection.send)
+        except ImportError as error:
+            self._log.warning("the node worker cannot code on GPUs: %s", error)
+            return None
+
+    def _ask(self, question: DeviceQuestion) -> None:
+        if self._coder is not None:
+            self._coder.ask(question)
+        else:
+            problem = "the node worker cannot load torch or Triton; its log says why"
+            self._connection.send(DeviceRefused(question.device, problem))
+
+    def _tell_free(self, slots: list[int]) -> None:
+        try:
+            for slot in slots:
+                self._connection.send(SlotFree(slot))
+        except RaystowError:
+            pass  # the process is gone: its session ends on its own thread
+
+    def _tell(self, save: int, outcome: Outcome, warnings: Sequence[str] = ()) -> None:
+        """Report what became of a save."""
+        try:
+            if isinstance(outcome, RaystowError):
+                self._connection.send(SaveLost(save, *map(shortened, (outcome.what, outcome.subject, outcome.remedy))))
+            else:
+                self._connection.send(SaveDone(save, outcome, tuple(warnings)))
+        except RaystowError:
+            self._log.info("the outcome of a save could not be reported, since its process is gone: %s", outcome)

@@ -1,0 +1,189 @@
+"""Codes the chunks of one attempt on one node, packs them, and collects their manifest rows."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from ...storage.coding import delta, dtypes
+from ...storage.coding.chunk import ChunkEncoder, Coding
+from ...storage.coding.derived import Derivation
+from ...storage.coding.digest import digest_pair, stored_digest
+from ...storage.coding.kernels import Bytes
+from ...storage.coding.rounded import Rounded
+from ...storage.errors import SaveFailed
+from ...storage.format import keys
+from ...storage.format.manifest import Chunk, Fragment, Value
+from ..cache.base_version import BaseVersion, Identity, KnownChunks
+from ..protocol.messages import AttemptKey, Ticket
+from ..shm.ring import SLOT
+from .budget import Budget
+from .packer import Packer
+
+_scratch = threading.local()
+
+
+class ChunkWriter:
+    """Turns chunks into rows of a manifest fragment. Methods may be called from any thread.
+
+    A node worker uses one for each attempt, and so does a process that saves without a node worker.
+
+    Args:
+        packer: Gathers and uploads the coded bytes.
+        budget: Bytes of raw and coded chunks in memory. The caller acquires ``chunk.nbytes`` before it calls ``encode``.
+        ticket: The attempt, and the number of this node in it.
+        base: An earlier version, which unchanged chunks refer to.
+    """
+
+    def __init__(self, packer: Packer, budget: Budget, ticket: Ticket, base: BaseVersion | None = None) -> None:
+        self._packer, self._budget, self._ticket, self._base = packer, budget, ticket, base
+        self._lock = threading.Lock()
+        self._stored: list[Chunk] = []
+        self._derived: list[Chunk] = []
+        self._second: dict[Identity, int] = {}
+
+    @property
+    def stored(self) -> Sequence[Chunk]:
+        """The rows of all chunks that are not derived."""
+        return self._stored
+
+    def encode(self, chunk: Chunk, raw: Bytes, done: Callable[[], None] = lambda: None) -> Chunk:
+        """Code a chunk and pack the result, unless the base has the same bytes; return its row.
+
+        The budget keeps only what the coded bytes need, until they are uploaded.
+
+        Args:
+            chunk: The row as announced, without coding and place.
+            raw: The chunk's elements; they may change once ``done`` is called.
+            done: Called when ``raw`` is no longer needed, also after an error.
+        """
+        try:
+            digest, second = digest_pair(raw)
+            chunk = replace(chunk, raw_digest=digest)
+            if (row := self._referenced(chunk, second)) is not None:
+                self._budget.release(raw.size)
+                return row
+            coding, coded = encode(chunk.dtype, raw, self._former(chunk))
+        except BaseException:
+            self._budget.release(raw.size)
+            raise
+        finally:
+            done()
+        size = len(coded)
+        self._budget.release(raw.size - size)
+        return self._append(replace(chunk, coding=coding), [coded], lambda: self._budget.release(size))
+
+    def append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
+        """Pack a coded chunk, unless the base has the same bytes; return its row.
+
+        Args:
+            chunk: The row as announced, without place.
+            coded: The coded bytes.
+            release: Called when ``coded`` is no longer needed, also after an error.
+        """
+        second = self._second.get((chunk.name, chunk.box), 0)
+        if second and (row := self._referenced(chunk, second)) is not None:
+            release()
+            return row
+        return self._append(chunk, coded, release)
+
+    def note(self, chunk: Chunk, second: int) -> None:
+        """Remember the second number of ``digest_pair`` of a chunk that comes later."""
+        with self._lock:
+            self._second[chunk.name, chunk.box] = second
+
+    def refer(self, chunk: Chunk, second: int, offered: KnownChunks | None) -> Chunk:
+        """Add a chunk that a training process has found to be the same as in a version that it was offered; return its row.
+
+        ``SaveFailed`` if no version that is known here has it: nothing was sent of it.
+        """
+        row = self._referenced(chunk, second)
+        if row is None and offered is not None and (row := offered.reference(chunk, second)) is not None:
+            with self._lock:
+                self._stored.append(row)
+        if row is None:
+            raise SaveFailed("it has not changed, but the version that has its bytes is not known any more", subject=chunk.name)
+        return row
+
+    def known(self, attempt: AttemptKey) -> KnownChunks:
+        """Return all rows, for later saves to refer to: the attempt is version ``attempt`` now."""
+        rows = (*self._stored, *self._placed())
+        before = self._base.chunks.attempts if self._base is not None else {}
+        bases = {row.coding.base for row in rows}
+        attempts = {id: of for id, of in before.items() if id in bases} | {attempt.id: attempt}
+        return KnownChunks(attempt, {(row.name, row.box): row for row in rows}, self._second, attempts)
+
+    def _referenced(self, chunk: Chunk, second: int) -> Chunk | None:
+        """Add the row of an unchanged chunk, and remember the digest of any."""
+        row = self._base.chunks.reference(chunk, second) if self._base is not None else None
+        with self._lock:
+            self._second[chunk.name, chunk.box] = second
+            if row is not None:
+                self._stored.append(row)
+        return row
+
+    def _former(self, chunk: Chunk) -> tuple[int, Bytes] | None:
+        """The base of a delta: a version's id, and the bytes there, in memory of this thread's."""
+        if self._base is None:
+            return None
+        scratch = getattr(_scratch, "base", None)
+        if scratch is None:
+            scratch = _scratch.base = np.empty(SLOT, np.uint8)
+        found = self._base.elements(chunk, scratch)
+        return None if found is None else (self._base.id, found)
+
+    def _append(self, chunk: Chunk, coded: list[memoryview], release: Callable[[], None]) -> Chunk:
+        try:
+            digest = stored_digest(*coded)
+            pack, start = self._packer.add(chunk.group, coded, release)
+        except BaseException:
+            release()
+            raise
+        row = replace(chunk, pack=pack, start=start, stored_digest=digest)
+        with self._lock:
+            self._stored.append(row)
+        return row
+
+    def add_derived(self, chunk: Chunk) -> None:
+        """Add the row of a chunk that follows from another one, which may come later."""
+        with self._lock:
+            self._derived.append(chunk)
+
+    def fragment(self, values: Sequence[Value], rounded: Mapping[str, Rounded] | None = None) -> tuple[str, bytes, Fragment]:
+        """Build this node's manifest fragment from all rows; return its key, its bytes and itself."""
+        node = self._ticket.node
+        fragment = Fragment(node, (*self._stored, *self._placed()), tuple(values), rounded or {})
+        return keys.fragment(self._ticket.id, self._ticket.attempt, node), fragment.dump(), fragment
+
+    def _placed(self) -> Iterator[Chunk]:
+        """Rows of derived chunks repeat the place of the chunk that they follow from, or what that refers to."""
+        found = {(chunk.name, chunk.box): chunk for chunk in self._stored}
+        for chunk in self._derived:
+            assert chunk.derivation is not None
+            of = found[chunk.derivation.source, chunk.box]
+            row = replace(of, name=chunk.name, path=chunk.path, kind=chunk.kind, dtype=chunk.dtype, raw_digest=chunk.raw_digest)
+            yield replace(row, derivation=Derivation(of.source, of.words.name))
+
+
+def encode(dtype: str, raw: Bytes, base: tuple[int, Bytes] | None = None) -> tuple[Coding, memoryview]:
+    """Code a chunk on this thread; return the coding and the coded bytes.
+
+    With a ``base``, a version's id and the elements of the same chunk there, which are overwritten, the result is the delta to it
+    if that is smaller.
+    """
+    encoder = getattr(_scratch, "encoder", None)
+    if encoder is None:
+        encoder = _scratch.encoder = ChunkEncoder(SLOT)
+    difference = delta.encode(encoder, raw, dtypes.dtype(dtype), base[1], base[0]) if base is not None else None
+    coded, coding = difference or encoder.encode(raw, dtypes.dtype(dtype))
+    return coding, coded.data
+
+
+def warm_up() -> None:
+    """Load and compile what a coding thread needs, so that the first save does not wait for it."""
+    for dtype in ("bfloat16", "float32", "float64"):
+        digest_pair(raw := np.zeros(64 << 10, np.uint8))
+        encode(dtype, raw)

@@ -1,0 +1,56 @@
+"""The coordinator as node workers call it, and the coverage sum that it checks.
+
+In a cluster ``orchestrator.coordinator.actor`` implements the client; in a test it may be the coordinator itself.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Protocol
+
+from ...storage.coding.digest import stored_digest
+from ...storage.format.root import Entry
+from ...storage.format.version_record import FragmentInfo, PackInfo
+from .messages import Begin, Ticket
+
+MODULUS = 1 << 64
+
+
+class CoordinatorClient(Protocol):
+    """Any method may raise ``SaveFailed``: then the attempt is over. Any may be called twice, since an answer can be lost."""
+
+    def begin(self, begin: Begin) -> Ticket:
+        """Join the attempt for a step, or open one."""
+
+    def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
+        """Report that all shards of a rank are coded; ``covered`` is their part of the coverage sum."""
+
+    def wait_complete(self, ticket: Ticket) -> None:
+        """Return when every rank of the attempt has finished."""
+
+    def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """Report that the node's packs and fragment are complete, in memory, and being uploaded."""
+
+    def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
+        """Report that the node's packs and fragment are durable; return when the attempt is a version."""
+
+    def failed(self, ticket: Ticket, reason: str) -> None:
+        """Give the attempt up: the node cannot store its part."""
+
+    def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
+        """Report that the process of a rank has ended: it begins no more saves."""
+
+
+def coverage(name: str, dtype: str, shape: Sequence[int], elements: int) -> int:
+    """Return a term of the coverage sum: the weight of ``elements`` of a tensor, modulo 2**64.
+
+    The terms of all stored chunks must add up to those of all tensors, each with its full number of elements. So a tensor that no
+    rank stores, or two ranks store, is found without listing all tensors.
+    """
+    return _weight(name, dtype, tuple(shape)) * elements % MODULUS
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _weight(name: str, dtype: str, shape: tuple[int, ...]) -> int:
+    return int.from_bytes(stored_digest(f"{name}\0{dtype}\0{shape}".encode())[:8], "little") | 1

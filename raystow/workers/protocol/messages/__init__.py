@@ -1,0 +1,70 @@
+# ruff: noqa: F403, F405
+"""Every message between processes of raystow: frozen dataclasses, encoded by one ``MessageCodec``.
+
+Three channels carry them: the Unix socket between a process and the worker of its node, TCP between node workers, and calls of
+Ray actors. ``PROTOCOL`` names the version of all of them. Both ends of a channel compare it before the first message.
+"""
+
+from __future__ import annotations
+
+from ....storage.errors import ProtocolError
+from ..codec import MAX_STRING, MessageCodec
+from .coordinator import *
+from .devices import *
+from .reads import *
+from .replicas import *
+from .restores import *
+from .staging import *
+
+VERSION = 1
+"""Version of the protocol. ``PROTOCOL`` changes with any field of a message even if this does not."""
+
+STAGING = (
+    *(BeginSave, StageRaw, StageDerived, ComparedChunks, ChunkDigests, CodedLayout, StageCoded, StageOnDevice),
+    *(SlotFilled, FlushPacks, AbortSave, EndSave),
+    *(OpenDevice, CheckDevice, LendSlots),
+)
+"""What a training process sends after ``OpenSession``."""
+
+STAGING_ANSWERS = (
+    *(SlotFree, SaveDone, SaveLost, BaseDigests),
+    *(DeviceOpened, DeviceChecked, DeviceReady, DeviceRefused, DeviceSlotFree),
+)
+"""What a node worker sends to a training process after ``SessionOpened``."""
+
+COORDINATOR_REQUESTS = (
+    *(JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
+    *(PartFailed, RankSaveFailed, RankDisconnected),
+)
+"""What ranks and node workers ask the coordinator during saves."""
+
+CODEC = MessageCodec(
+    *(OpenSession, SessionOpened, *STAGING, *STAGING_ANSWERS),
+    *(ReadCached, CachedObject, ReadFailed),
+    *(ReadObject, ObjectState, ClaimSpan, SpanClaims, PutReplica, NodePart),
+    *(*COORDINATOR_REQUESTS, Ticket, Committed, Acknowledged),
+    *(RestoreVote, RestoreChoice, NoVersion),
+)
+
+PROTOCOL = f"{VERSION}.{CODEC.fingerprint}"
+"""Version of the protocol that this process speaks."""
+
+GREETING = PROTOCOL.encode().ljust(32, b"\0")
+"""What both ends of a socket send first."""
+
+
+def shortened(text: str) -> str:
+    """Return what of an error's text fits into a message."""
+    return text[: MAX_STRING // 4]
+
+
+def check_greeting(theirs: bytes, who: str) -> None:
+    """Raise ``ProtocolError`` unless a peer's greeting names the protocol that this process speaks."""
+    check_protocol(theirs.rstrip(b"\0").decode("ascii", "replace"), who)
+
+
+def check_protocol(theirs: str, who: str) -> None:
+    """Raise ``ProtocolError`` unless ``theirs`` is the protocol that this process speaks."""
+    if theirs != PROTOCOL:
+        what = f"speaks protocol {theirs or 'unknown'}, this process speaks {PROTOCOL}"
+        raise ProtocolError(what, subject=who, remedy="restart all processes with one version of raystow")

@@ -1,0 +1,82 @@
+"""Restores: between ranks and the coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Annotated
+
+from ....storage.format.root import Entry
+from ....storage.limits import MAX_RECORD
+from ..codec import Limit
+from .reads import NO_GROUP, RestoreGroup
+
+
+@dataclass(frozen=True)
+class RestoreVote:
+    """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
+    None at first; ``damage``: what was wrong with it, empty if it is restored; ``whole``: it is not damaged, but holds less than
+    is asked for. ``error``: why this rank gives up altogether.
+    ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do. ``node``: the one
+    it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where they came from."""
+
+    rank: int
+    world_size: int
+    incarnation: str
+    number: int
+    timeout: float
+    tried: Entry | None = None
+    damage: str = ""
+    error: str = ""
+    allow_uncommitted: bool = True
+    node: str = ""
+    read: Mapping[str, int] = field(default_factory=dict)
+    whole: bool = False
+
+
+@dataclass(frozen=True)
+class RestoreChoice:
+    """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
+    ``record``: the version's record, where the coordinator still has it. ``company``: the nodes of all ranks. ``bases``: the same
+    of the versions that it is a difference to, as far as the coordinator knows them."""
+
+    entry: Entry
+    near: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
+    record: Annotated[bytes, Limit(MAX_RECORD)] = b""
+    company: RestoreGroup = NO_GROUP
+    bases: tuple[RestoreChoice, ...] = ()
+
+    @property
+    def needed(self) -> Iterator[RestoreChoice]:
+        """All versions that it cannot be read without, as far as they are known."""
+        for base in self.bases:
+            yield base
+            yield from base.needed
+
+    @property
+    def records(self) -> tuple[bytes, ...]:
+        """Its record, and those of what it needs; ``with_records`` puts them back."""
+        return self.record, *(record for base in self.bases for record in base.records)
+
+    def with_records(self, records: Iterable[bytes]) -> RestoreChoice:
+        """The same with these records."""
+        left = iter(records)
+        return replace(self, record=next(left), bases=tuple(base.with_records(left) for base in self.bases))
+
+    @staticmethod
+    def of(
+        entry: Entry,
+        known: Sequence[Entry],
+        near: Mapping[str, Mapping[int, tuple[str, ...]]],
+        record: Callable[[Entry], bytes],
+    ) -> RestoreChoice:
+        """A version and what it needs. ``known``: the versions of the repository. ``near``: by attempt. ``record``: that of a
+        version, empty if it is not here."""
+        needs = [base for base in known if base.id in entry.bases and base.id < entry.id]
+        bases = tuple(RestoreChoice.of(base, known, near, record) for base in needs)
+        return RestoreChoice(entry, near.get(entry.attempt, {}), record(entry), bases=bases)
+
+
+@dataclass(frozen=True)
+class NoVersion:
+    """The answer to a vote if there is nothing to restore."""

@@ -1,0 +1,189 @@
+"""The Unix socket between a process of a node and its node worker: messages, each preceded by its length, some with a descriptor.
+
+The end of the socket is the one reliable sign that the other process is gone. The staging ring is handed over as a descriptor: it
+has no name in the file system that a crash could leave behind.
+"""
+
+from __future__ import annotations
+
+import array
+import contextlib
+import logging
+import os
+import queue
+import socket
+import struct
+import threading
+from typing import TypeVar
+
+from ...storage.clock import SYSTEM
+from ...storage.errors import ClusterError, ProtocolError
+from .messages import CODEC, GREETING, check_greeting
+
+logger = logging.getLogger(__name__)
+
+_Message = TypeVar("_Message")
+_HANDSHAKE = 60.0  # seconds
+_DRAIN = 10.0  # seconds that ``close`` waits for the peer to read the last messages
+_PAUSE = 0.1  # seconds after a failed accept
+_LENGTH = struct.Struct("<I")
+
+MAX_MESSAGE = 256 << 20
+"""Bytes of a message."""
+
+
+def _is_ours(peer: socket.socket) -> bool:
+    """Whether the process at the other end runs as this user, or as root."""
+    _, uid, _ = struct.unpack("3i", peer.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, 12))
+    return uid in (os.getuid(), 0)
+
+
+class Listener:
+    """Accepts connections from processes of this user on this machine, under a random abstract name."""
+
+    def __init__(self, name: str) -> None:
+        self.name, self._closed = name, False
+        self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        self._socket.bind("\0" + name)
+        self._socket.listen(256)
+
+    def accept(self) -> Connection | None:
+        """Return the next connection, before its handshake; None after ``close``."""
+        while not self._closed:
+            try:
+                peer, _ = self._socket.accept()
+            except OSError as error:  # too many open files, or the peer has closed already: later ones may succeed
+                if not self._closed:
+                    logger.warning("a connection could not be accepted: %s", error)
+                    SYSTEM.sleep(_PAUSE)
+                continue
+            if _is_ours(peer):
+                return Connection(peer)
+            peer.close()
+        return None
+
+    def close(self) -> None:
+        """Stop accepting."""
+        self._closed = True
+        self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+
+
+class Connection:
+    """One end of a connection. Any thread may send; one thread receives."""
+
+    def __init__(self, peer: socket.socket) -> None:
+        self._socket = peer
+        self._sending = threading.Lock()
+        self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._sender: threading.Thread | None = None
+
+    @staticmethod
+    def connect(name: str) -> Connection:
+        """Connect to a ``Listener`` on this machine.
+
+        Raises:
+            ClusterError: Nothing listens under this name, or a process of another user does.
+            ProtocolError: The node worker speaks another version of the protocol.
+        """
+        peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            peer.connect("\0" + name)
+        except OSError as error:
+            peer.close()
+            raise ClusterError(f"the node worker does not answer: {error}", subject=name) from error
+        if not _is_ours(peer):  # anyone may take the name of a dead node worker
+            peer.close()
+            raise ClusterError("a process of another user answers under the node worker's name", subject=name)
+        connection = Connection(peer)
+        connection.handshake("the node worker")
+        return connection
+
+    def handshake(self, who: str) -> None:
+        """Compare protocol versions; both ends do this first. Closes the connection if it raises."""
+        try:
+            self._socket.settimeout(_HANDSHAKE)
+            self._socket.sendall(GREETING)
+            theirs = self._exactly(len(GREETING))
+            self._socket.settimeout(None)
+            if not theirs:
+                raise ClusterError("closed the connection", subject=who)
+            check_greeting(theirs, who)
+        except OSError as error:
+            self.close()
+            raise ClusterError(f"does not answer: {error}", subject=who) from error
+        except ClusterError:
+            self.close()
+            raise
+
+    def send(self, message: object, *, fd: int | None = None) -> None:
+        """Send a message, with a descriptor if ``fd`` is given. Raises ``ClusterError`` if the other process is gone."""
+        body = CODEC.encode(message, most=MAX_MESSAGE)
+        ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
+        try:
+            with self._sending:
+                self._socket.sendmsg([_LENGTH.pack(len(body))], ancillary)
+                self._socket.sendall(body)
+        except OSError as error:
+            raise ClusterError(f"the other process is gone: {error}") from error
+
+    def post(self, message: object) -> None:
+        """Send a message after all that were posted before, on a thread of the connection. If sending fails, the connection is
+        shut down, and ``receive`` returns None."""
+        if self._sender is None:
+            self._sender = threading.Thread(target=self._send_posted, name="raystow-post", daemon=True)
+            self._sender.start()
+        self._posted.put(message)
+
+    def _send_posted(self) -> None:
+        while (message := self._posted.get()) is not None:
+            try:
+                self.send(message)
+            except Exception as error:
+                logger.warning("a message could not be sent: %s", error)
+                self._shut()
+                return
+
+    def receive(self, *expected: type[_Message]) -> tuple[_Message, int | None] | None:
+        """Return the next message, of one of these classes, and the descriptor sent with it; None when the peer is gone.
+
+        Raises:
+            ProtocolError: The peer sent something else. The connection is shut down.
+        """
+        try:
+            head, ancillary, _, _ = self._socket.recvmsg(_LENGTH.size, socket.CMSG_SPACE(4))
+            fds = [struct.unpack("i", data[:4])[0] for _, kind, data in ancillary if kind == socket.SCM_RIGHTS]
+            head += self._exactly(_LENGTH.size - len(head)) if head else b""
+            if len(head) < _LENGTH.size:
+                return None
+            (length,) = _LENGTH.unpack(head)
+            if length > MAX_MESSAGE:
+                raise ProtocolError(f"a message of {length} bytes exceeds {MAX_MESSAGE}")
+            body = self._exactly(length)
+            if len(body) < length:
+                return None
+            return CODEC.decode(body, *expected), fds[0] if fds else None
+        except OSError:
+            return None
+        except ProtocolError:
+            self._shut()
+            raise
+
+    def _exactly(self, length: int) -> bytes:
+        parts = []
+        while length and (part := self._socket.recv(min(length, 1 << 20))):
+            parts.append(part)
+            length -= len(part)
+        return b"".join(parts)
+
+    def close(self) -> None:
+        """Close the connection after posted messages have been sent; a thread that is receiving gets None."""
+        if self._sender is not None:
+            self._posted.put(None)
+            self._sender.join(_DRAIN)
+        self._shut()
+        self._socket.close()
+
+    def _shut(self) -> None:
+        with contextlib.suppress(OSError):  # the peer was faster
+            self._socket.shutdown(socket.SHUT_RDWR)

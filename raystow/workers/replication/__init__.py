@@ -1,0 +1,1 @@
+"""Copies of a node's cached versions in the memory of other nodes."""

@@ -1,0 +1,104 @@
+"""Serves other node workers: sends byte ranges of objects in memory, keeps replicas, and assigns reads from the store."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import socket
+import threading
+
+from ...storage.clock import SYSTEM
+from ...storage.errors import DeadlineExceeded, ProtocolError
+from ..cache.fetcher import Fetcher
+from ..protocol.messages import ClaimSpan, Contact, ObjectState, PutReplica, ReadObject, SpanClaims
+from ..protocol.tcp_channel import TcpChannel
+from .replica_store import ReplicaStore
+
+logger = logging.getLogger(__name__)
+
+_CALLERS = 1024  # connections at a time, each on a thread
+_WAIT = 5.0  # seconds after which a caller is told that its bytes are still being read
+_PAUSE = 0.1  # seconds after a failed accept: the caller has closed at once, or this process has too many open files
+_MAX_REPLICA = 1 << 30  # bytes
+
+
+class PeerServer:
+    """Listens at ``host``, an address of this node, until ``close``."""
+
+    def __init__(self, host: str, fetcher: Fetcher, replicas: ReplicaStore) -> None:
+        self._fetcher, self._replicas = fetcher, replicas
+        self._channels = set[TcpChannel]()
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._socket = socket.create_server((host, 0), family=family, backlog=512)
+        secret = "".join(SYSTEM.token() for _ in range(4))
+        self.contact = Contact(host, self._socket.getsockname()[1], secret)
+        threading.Thread(target=self._accept, name="raystow-peer_server", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept no more connections, and close those that are open."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        for channel in list(self._channels):
+            channel.close()
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                channel = TcpChannel(self._socket.accept()[0])
+            except OSError:
+                if self._socket.fileno() < 0:
+                    return
+                SYSTEM.sleep(_PAUSE)
+                continue
+            self._channels.add(channel)
+            if len(self._channels) <= _CALLERS:
+                threading.Thread(target=self._serve, args=(channel,), name="raystow-peer", daemon=True).start()
+            else:
+                self._close(channel)  # the caller reads from the store
+
+    def _serve(self, channel: TcpChannel) -> None:
+        try:
+            channel.accept(self.contact.secret)
+            while True:
+                self._answer(channel, channel.receive(ReadObject, ClaimSpan, PutReplica, timeout=None))
+        except OSError as error:
+            logger.debug("a connection from another node has ended: %r", error)
+        except ProtocolError as error:
+            logger.warning("a connection from another node is closed: %s", error)
+        finally:
+            self._close(channel)
+
+    def _close(self, channel: TcpChannel) -> None:
+        channel.close()
+        self._channels.discard(channel)
+
+    def _answer(self, channel: TcpChannel, request: object) -> None:
+        match request:
+            case ReadObject():
+                self._send(channel, request)
+            case ClaimSpan(round, key, span, node, lost):
+                channel.send(SpanClaims(tuple(self._fetcher.claims.claim(round, key, span, node, lost=lost))))
+            case PutReplica(replica, length):
+                if not 0 <= length <= _MAX_REPLICA:
+                    raise ProtocolError(f"a replica of {length} bytes")
+                data = bytearray(length)
+                channel.receive_into(memoryview(data))
+                channel.send(self._replicas.accept(replica, data))
+
+    def _send(self, channel: TcpChannel, request: ReadObject) -> None:
+        start, length = request.start, request.length
+        try:
+            descriptor = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
+        except DeadlineExceeded:
+            channel.send(ObjectState("pending"))
+            return
+        if descriptor is None:
+            channel.send(ObjectState("absent"))
+            return
+        try:
+            channel.send(ObjectState("present"))
+            channel.send_file(descriptor, start, length)
+        finally:
+            os.close(descriptor)

@@ -1,0 +1,279 @@
+"""Keeps replicas of this node's objects in the memory of other nodes, so that a dead node's part of a version need not be read
+from the store.
+
+A reconciler: it compares what is here with what its partners have, and sends the next missing object. It keeps no state that it
+could not learn again by looking.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import logging
+import math
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Protocol, TypeVar
+
+from ...storage.clock import Clock
+from ...storage.errors import RaystowError
+from ...storage.log import about
+from ...storage.object_store import Buffer
+from ..cache.tier import MemoryTier
+from ..protocol.messages import AttemptKey, Holding, NodePart, Replica, ReplicationProgress
+from .partners import partners
+
+logger = logging.getLogger(__name__)
+
+_Answer = TypeVar("_Answer")
+_LOOK = 3.0  # seconds between looks at what the partners have
+_CENSUS = 30.0  # seconds between looks at which nodes there are while there are enough: thousands of nodes ask the head
+_SHUN = 30.0  # seconds for which a node that did not answer is no partner
+
+
+class ReplicationPeers(Protocol):
+    """The workers of other nodes. Methods raise ``ClusterError`` if one does not answer in time."""
+
+    def nodes(self) -> Mapping[str, str]:
+        """The nodes alive that have a worker, this one too -> their failure domains."""
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        """What a node has in memory of a repository."""
+
+    def accept(self, node: str, replica: Replica, data: Buffer) -> NodePart:
+        """Give a node an object; what it has of that part then."""
+
+    def committed(self, node: str, attempt: AttemptKey) -> None:
+        """Tell a node that an attempt is a version."""
+
+    def given_up(self, node: str, attempt: AttemptKey) -> None:
+        """Tell a node that an attempt will never be a version."""
+
+
+class NoReplicationPeers:
+    """A node without peers."""
+
+    def nodes(self) -> Mapping[str, str]:
+        return {}
+
+    def holdings(self, node: str, repository: str) -> Sequence[Holding]:
+        return []
+
+    def accept(self, node: str, replica: Replica, data: Buffer) -> NodePart:
+        return NodePart(incomplete=True)
+
+    def committed(self, node: str, attempt: AttemptKey) -> None:
+        pass
+
+    def given_up(self, node: str, attempt: AttemptKey) -> None:
+        pass
+
+
+class Replicator:
+    """``step`` and ``run`` are called by one thread, the others by any. ``node``: the name of this node."""
+
+    def __init__(self, node: str, tier: MemoryTier, peers: ReplicationPeers, clock: Clock) -> None:
+        self._node, self._tier, self._peers, self._clock = node, tier, peers, clock
+        self._replicas: dict[str, int] = {}  # by repository
+        self._rate = math.inf
+        self._given_up: deque[AttemptKey] = deque()
+        self._zones: Mapping[str, str] = {}
+        self._chosen: dict[int, tuple[str, ...]] = {}  # number of replicas -> partners
+        self._seen: dict[str, dict[AttemptKey, Holding]] = {}  # node -> what it had in memory when it was last looked at
+        self._inherited: set[tuple[AttemptKey, int]] = set()
+        self._shunned: dict[str, float] = {}  # until when
+        self._looked = self._counted = self._ready = -math.inf
+        self._complete = True
+        self._woken, self._closed = threading.Event(), False
+        self.progress = ReplicationProgress()
+
+    def want(self, repository: str, replicas: int, rate: float | None) -> None:
+        """Copy what is made here of a repository to so many other nodes; all in all at no more than ``rate`` bytes per second."""
+        self._replicas = {**self._replicas, repository: replicas}  # another thread may iterate over the old one
+        self._rate = rate or math.inf
+        self.wake()
+
+    def give_up(self, attempt: AttemptKey) -> None:
+        """Tell the nodes that hold replicas of an attempt that it will never be a version."""
+        self._given_up.append(attempt)
+        self.wake()
+
+    def wake(self) -> None:
+        """Look again soon: something has changed."""
+        self._woken.set()
+
+    def close(self) -> None:
+        """Let ``run`` return."""
+        self._closed = True
+        self.wake()
+
+    def run(self) -> None:
+        """Call ``step`` until ``close``."""
+        while not self._closed:
+            try:
+                pause = self.step()
+            except Exception:
+                logger.exception("copying to other nodes failed; it goes on")
+                pause = _LOOK
+            if self._woken.wait(pause):
+                self._woken.clear()
+
+    def step(self) -> float:
+        """Do the next thing; the seconds after which there is something to do again, if nothing changes here before."""
+        now = self._clock.monotonic()
+        looking = now - self._looked >= _LOOK
+        if looking:
+            self._look(now)
+        self._tell()
+        missing = self._missing()
+        if looking:
+            self._report()
+        if missing and now >= self._ready:
+            self._push(*missing[0])
+            return 0.0
+        return max(0.0, min(self._ready if missing else math.inf, self._looked + _LOOK) - now)
+
+    def _look(self, now: float) -> None:
+        """See which nodes there are, what those that matter have, and what of the copies here is this node's to see to.
+
+        What is here is looked at first: a node before this one in a part's line that has nothing afterwards has lost it.
+        """
+        mine, self._looked = self._mine(), now
+        self._shunned = {node: until for node, until in self._shunned.items() if until > now}
+        self._chosen.clear()
+        degrees = {*self._replicas.values(), *(self._degree(held, part) for held in mine for part in held.parts.values())}
+        if now - self._counted >= _CENSUS or any(len(self._partners(n)) < n for n in degrees):
+            self._count(now)
+        matter = {node for n in degrees for node in self._partners(n)}
+        matter |= {node for held in mine for part in held.parts.values() for node in part.replica_order if node in self._zones}
+        repositories = {held.attempt.repository for held in mine}
+        self._seen = {}
+        for node in sorted(matter - self._shunned.keys() - {self._node}):
+            for repository in repositories:
+                held = self._ask(node, functools.partial(self._peers.holdings, node, repository))
+                self._seen.setdefault(node, {}).update({one.attempt: one for one in held or ()})
+        self._inherited = {(held.attempt, number) for held in mine for number in held.whole if self._inherits(held, number)}
+
+    def _count(self, now: float) -> None:
+        self._counted = now
+        try:
+            self._zones = self._peers.nodes()
+        except RaystowError as error:
+            logger.warning("it is not known which nodes there are: %s", error)
+        self._chosen.clear()
+
+    def _degree(self, held: Holding, part: NodePart) -> int:
+        """How many copies there should be of a part: who inherits it, and has not been told, does as the one before."""
+        return self._replicas.get(held.attempt.repository, max(0, len(part.replica_order) - 1))
+
+    def _inherits(self, held: Holding, number: int) -> bool:
+        """Whether this node is the first in a copy's line that has it. What a newer version has replaced needs no heir."""
+        order = held.parts[number].replica_order
+        for node in itertools.takewhile(lambda node: node != self._node, order):
+            for attempt, theirs in self._seen.get(node, {}).items():
+                newer = attempt.repository == held.attempt.repository and attempt.id > held.attempt.id and theirs.committed
+                if (newer and theirs.base != held.attempt) or (attempt == held.attempt and number in theirs.whole):
+                    return False
+        return bool(order)
+
+    def _tell(self) -> None:
+        """Pass on what has become of attempts. Who does not hear it finds out when the next version replaces this one."""
+        mine = {held.attempt: held for held in self._mine()}
+        for node, attempts in list(self._seen.items()):
+            for attempt, theirs in list(attempts.items()):
+                held = mine.get(attempt, Holding(attempt))
+                if held.committed and not theirs.committed:
+                    attempts[attempt] = replace(theirs, committed=True)
+                    self._ask(node, functools.partial(self._peers.committed, node, attempt))
+                elif held.given_up and not (theirs.committed or theirs.given_up):
+                    attempts[attempt] = replace(theirs, given_up=True)
+                    self._ask(node, functools.partial(self._peers.given_up, node, attempt))
+        while self._given_up:
+            attempt = self._given_up.popleft()
+            for node, attempts in list(self._seen.items()) if attempt not in mine else ():
+                if attempts.pop(attempt, None) is not None:
+                    self._ask(node, functools.partial(self._peers.given_up, node, attempt))
+
+    def _missing(self) -> list[tuple[str, Replica]]:
+        """Nodes and the objects that they should have and have not, in the order in which they are to be sent."""
+        missing, expected, present, chosen = list[tuple[str, Replica]](), 0, 0, dict[str, None]()
+        mine = self._mine()
+        newest = {held.attempt.repository: held for held in mine if held.committed}  # ids ascend
+        for held in mine:
+            last = newest.get(held.attempt.repository, held)
+            if held.committed and held.attempt.id < last.attempt.id and held.attempt != last.base:
+                continue  # kept for a save under way alone
+            for number, part in held.parts.items():
+                if part.incomplete or (part.replica_order and (held.attempt, number) not in self._inherited):
+                    continue
+                replicas = self._degree(held, part)
+                expected += sum(part.objects.values()) * replicas
+                order = self._node, *self._partners(replicas)
+                for partner in order[1:]:
+                    chosen[partner] = None
+                    theirs = self._seen.get(partner, {}).get(held.attempt, Holding(held.attempt)).parts.get(number, NodePart())
+                    present += sum(size for key, size in part.objects.items() if key in theirs.objects)
+                    if not theirs.incomplete:
+                        missing += [(partner, replica) for replica in _lacking(held, number, theirs, order)]
+        self.progress = ReplicationProgress(expected, present, tuple(chosen))
+        return missing
+
+    def _push(self, node: str, replica: Replica) -> None:
+        data = self._tier.view(replica.attempt.repository, replica.key)
+        if data is None:
+            return  # replaced or given up this moment
+        self._ready = self._clock.monotonic() + data.nbytes / self._rate
+        part = self._ask(node, lambda: self._peers.accept(node, replica, data))
+        if part is None:
+            return
+        if part.incomplete:
+            log = about(logger, version=replica.attempt.id, attempt=replica.attempt.token)
+            log.warning("node %s has no room for a copy of version %d", node, replica.attempt.id)
+        if replica.key not in part.objects:  # whatever the reason: not again until the next look at that node
+            part = replace(part, incomplete=True)
+        seen = self._seen.setdefault(node, {})
+        theirs = seen.get(replica.attempt, Holding(replica.attempt))
+        seen[replica.attempt] = replace(theirs, parts={**theirs.parts, replica.number: part})
+
+    def _ask(self, node: str, question: Callable[[], _Answer]) -> _Answer | None:
+        """What a node answers; None if it does not: then it is no partner for a while, and others are looked for at once."""
+        if node in self._shunned:
+            return None
+        try:
+            return question()
+        except RaystowError as error:
+            logger.warning("no copies go to a node that does not answer, for %.0f s: %s", _SHUN, error)
+            self._shunned[node] = self._clock.monotonic() + _SHUN
+            self._looked = self._counted = -math.inf
+            self._chosen.clear()
+            return None
+
+    def _partners(self, replicas: int) -> tuple[str, ...]:
+        if replicas not in self._chosen:
+            able = {node: zone for node, zone in self._zones.items() if node not in self._shunned}
+            self._chosen[replicas] = partners(able, replicas).get(self._node, ())
+        return self._chosen[replicas]
+
+    def _mine(self) -> list[Holding]:
+        return [held for repository in sorted(self._tier.repositories()) for held in self._tier.holdings(repository)]
+
+    def _report(self) -> None:
+        complete = self.progress.present >= self.progress.expected
+        if complete != self._complete:
+            self._complete = complete
+            said = "complete" if complete else "incomplete"
+            logger.info("copies on other nodes are %s: %d of %d bytes", said, self.progress.present, self.progress.expected)
+
+
+def _lacking(held: Holding, number: int, theirs: NodePart, order: tuple[str, ...]) -> Iterator[Replica]:
+    """The objects of a part that another node lacks; the fragment when it has all others, as its presence says that it has."""
+    fragment, before = held.fragment(number), list[str]()
+    for key in held.parts[number].objects:
+        if key != fragment:
+            before.append(key)
+            if key not in theirs.objects:
+                yield Replica(held.attempt, number, key, order, base=held.base)
+    if fragment in held.parts[number].objects and fragment not in theirs.objects and theirs.objects.keys() >= {*before}:
+        yield Replica(held.attempt, number, fragment, order, tuple(before), held.base)

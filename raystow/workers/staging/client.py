@@ -1,0 +1,167 @@
+"""The training process's connection to its node worker: stages saves in the background, and learns their outcomes."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import queue
+import threading
+from collections.abc import Sequence
+from dataclasses import replace
+
+from ...storage.errors import ClusterError, ProtocolError, RaystowError, SaveFailed
+from ...storage.format.root import Entry
+from ...storage.log import about
+from ..protocol.messages import (
+    STAGING_ANSWERS,
+    AbortSave,
+    BaseDigests,
+    BeginSave,
+    DeviceAnswer,
+    EndSave,
+    OpenSession,
+    SaveDone,
+    SaveLost,
+    SessionOpened,
+    SlotFree,
+    shortened,
+)
+from ..protocol.unix_channel import Connection
+from ..shm.ring import Ring
+from .free_slots import FreeSlots
+from .gpu import DeviceStaging
+from .host import stage_host
+from .plan import SaveOrder, StagingPlan
+
+logger = logging.getLogger(__name__)
+
+
+class Staging:
+    """``submit`` returns at once; saves are staged one after the other, on one thread."""
+
+    def __init__(self, address: str, opening: OpenSession, *, codec: str = "auto") -> None:
+        """Connect to the node worker at ``address``, and take over the ring. ``codec``: of chunks on a GPU."""
+        self._log = about(logger, repository=opening.uri, rank=opening.rank)
+        self._connection = Connection.connect(address)
+        self._connection.send(opening)
+        answer = self._connection.receive(SessionOpened)
+        if answer is None or answer[1] is None:
+            raise ClusterError("the node worker closed the connection", subject=address)
+        opened, descriptor = answer[0], answer[1]
+        self._slots = FreeSlots(Ring(descriptor, opened.slots, opened.slot_size), self._connection.post)
+        self._devices = DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
+        self._orders: queue.SimpleQueue[SaveOrder | None] = queue.SimpleQueue()
+        self._open: dict[int, SaveOrder] = {}
+        self._lock = threading.Lock()
+        self.lost = False
+        self._threads = [
+            threading.Thread(target=run, name=f"raystow-{run.__name__}", daemon=True) for run in (self._stage, self._listen)
+        ]
+        for thread in self._threads:
+            thread.start()
+
+    def submit(self, order: SaveOrder) -> None:
+        """Stage a save in the background."""
+        with self._lock:
+            self._open[order.begin.save] = order
+        self._orders.put(order)
+
+    def close(self, *, patience: float = 10.0) -> None:
+        """Close the connection. The node worker completes saves that are staged, but their outcomes are not reported here.
+
+        Saves that are not staged within ``patience`` seconds fail.
+        """
+        self._orders.put(None)
+        self._threads[0].join(patience)
+        if self._threads[0].is_alive():
+            self._connection.close()
+            self._threads[0].join()
+        self._devices.close()  # before the node worker sees the end, and frees the device memory that is mapped here
+        self._connection.close()
+        self._threads[1].join()
+        self._slots.ring.close()
+
+    def _stage(self) -> None:
+        while (order := self._orders.get()) is not None:
+            self._slots.order = order
+            try:
+                assert order.plan is not None
+                if order.plan.ready:
+                    self._devices.give_head_start(order)
+                self._stage_all(order, order.plan)
+            except RaystowError as error:
+                self._give_up(order, error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=order.subject))
+            except Exception as error:
+                self._log.exception("staging failed", extra={"step": order.begin.step})
+                self._give_up(order, SaveFailed(f"staging failed: {error!r}", subject=order.subject))
+            finally:
+                if order.plan is not None:
+                    order.plan.let_go()
+                order.plan = None
+                order.on_staged()
+
+    def _stage_all(self, order: SaveOrder, plan: StagingPlan) -> None:
+        devices = sorted(device for device in plan.parts if device is not None)
+        choices = [self._devices.coder.choice(device) for device in devices]
+        replicated, expected = plan.coverage
+        coding = {choice.codec: choice.why for choice in choices}
+        begin = replace(order.begin, replicated=replicated, expected=expected, owned_dtensors=plan.owned_dtensors, coding=coding)
+        self._connection.post(BeginSave(begin, plan.values))
+        post, host = functools.partial(self._post, order), plan.parts.get(None)
+        for device in devices:
+            on_read = _nothing if host is not None or device != devices[-1] else order.on_staged
+            self._devices.stage(order, plan, device, on_read, post)
+        if host is not None:
+            for event in plan.ready.values():
+                event.synchronize()
+            plan.look_again()
+            stage_host(plan, host, self._slots, post)
+        self._connection.post(EndSave(begin.save, order.stall(), dict(plan.rounded())))
+
+    def _post(self, order: SaveOrder, message: object) -> None:
+        order.check()
+        self._connection.post(message)
+
+    def _give_up(self, order: SaveOrder, error: SaveFailed) -> None:
+        """End a save, here and on the node."""
+        self._connection.post(AbortSave(shortened(str(error))))
+        self._end(order.begin.save, error)
+
+    def _listen(self) -> None:
+        received: tuple[SlotFree | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
+        try:
+            while (received := self._connection.receive(*STAGING_ANSWERS)) is not None:
+                match received[0]:
+                    case SlotFree(slot):
+                        self._slots.freed(slot)
+                    case SaveDone(save, entry, warnings):
+                        self._end(save, entry, warnings)
+                    case SaveLost(save, what, subject, remedy):
+                        self._end(save, SaveFailed(what, subject=subject, remedy=remedy))
+                    case BaseDigests(device) as digests:
+                        self._devices.bases[device] = digests
+                    case answer:
+                        self._devices.answers.put(answer)
+        except ProtocolError as error:
+            self._log.error("the connection to the node worker is closed: %s", error)
+        self.lost = True
+        self._slots.close()
+        self._devices.answers.put(None)
+        with self._lock:
+            orders = list(self._open.values())
+        for order in orders:
+            self._end(order.begin.save, SaveFailed("the node worker of this rank died", subject=order.subject))
+
+    def _end(self, save: int, outcome: Entry | RaystowError, warnings: Sequence[str] = ()) -> None:
+        with self._lock:
+            order = self._open.pop(save, None)
+        if order is None:
+            return  # it has ended before
+        order.failed = isinstance(outcome, RaystowError)
+        for text in warnings:
+            order.on_warning(text)
+        order.on_end(outcome)
+
+
+def _nothing() -> None:
+    pass

@@ -1,0 +1,153 @@
+"""What a training process stages: chunks, grouped by the device that codes them, and one order for each save."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from ...storage.coding.dtypes import DType
+from ...storage.coding.kernels import Bytes
+from ...storage.coding.rounded import Rounded
+from ...storage.errors import RaystowError, SaveFailed
+from ...storage.format.root import Entry
+from ..protocol.messages import Begin, ChunkInfo, DerivedChunk
+
+logger = logging.getLogger(__name__)
+
+
+CODECS = ("auto", "deflate", "zstd", "ans", "raw", "cpu")
+"""Codecs of chunks on a GPU: nvCOMP's, none, or those of the node worker on its CPU."""
+
+PROCESSES = ("training", "node")
+"""Which process codes chunks on a GPU."""
+
+
+class ChunkSource(Protocol):
+    """A chunk to stage."""
+
+    @property
+    def device(self) -> int | None:
+        """The CUDA device that codes the chunk; None if the node worker does."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+
+    @property
+    def dtype(self) -> DType:
+        """The type of its words."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes: at most ``SLOT``, or ``DEVICE_CHUNK`` for a chunk on a GPU."""
+
+    def describe(self) -> ChunkInfo:
+        """Return the fields of its manifest row that are known before coding."""
+
+    def copy(self, out: Bytes) -> None:
+        """Copy the bytes into ``out``, row-major."""
+
+
+class DerivedSource(Protocol):
+    """A chunk that is not staged if it follows from the chunk ``source``: see ``storage.coding.derived``."""
+
+    @property
+    def piece(self) -> ChunkSource:
+        """The chunk itself."""
+
+    @property
+    def source(self) -> ChunkSource:
+        """A chunk of the same group, on the same device."""
+
+    def derived(self, digest: int) -> DerivedChunk:
+        """Return how it is announced if it follows; ``digest`` is that of its bytes."""
+
+
+class SourceGroup(Protocol):
+    """The chunks that one device codes. If nothing has changed since the last save, the objects are the same."""
+
+    @property
+    def pieces(self) -> Sequence[ChunkSource]:
+        """Chunks that are always staged."""
+
+    @property
+    def followers(self) -> Sequence[DerivedSource]:
+        """Chunks that are staged only if they do not follow from others."""
+
+
+class CudaEvent(Protocol):
+    """A ``torch.cuda.Event``."""
+
+    def synchronize(self) -> None:
+        """Wait for it."""
+
+
+class StagingPlan(Protocol):
+    """The chunks of a save. Only the staging thread uses it: the first access computes it."""
+
+    @property
+    def parts(self) -> Mapping[int | None, SourceGroup]:
+        """All chunks, by the CUDA device that codes them; None: the node worker does."""
+
+    @property
+    def values(self) -> tuple[tuple[str, str, str], ...]:
+        """The plain values of the state: name, path, JSON text."""
+
+    @property
+    def coverage(self) -> tuple[int, int]:
+        """``replicated`` and ``expected`` of ``messages.Begin``."""
+
+    @property
+    def owned_dtensors(self) -> tuple[str, ...]:
+        """As in ``messages.Begin``."""
+
+    @property
+    def ready(self) -> Mapping[int, CudaEvent]:
+        """For each CUDA device an event, after which its tensors may be read."""
+
+    def look_again(self) -> None:
+        """Look for tensors that follow from others, for the next saves. Called once or more while tensors are staged."""
+
+    def strayed(self, follower: Any) -> None:
+        """Note that a chunk does not follow from its source."""
+
+    def rounded(self) -> Mapping[str, Rounded]:
+        """Return what rounding has done to tensors, once all is staged. Raises ``SaveFailed`` if an error exceeds its bound."""
+
+    def let_go(self) -> None:
+        """Release the tensors."""
+
+
+@dataclass
+class SaveOrder:
+    """One save to stage.
+
+    Args:
+        begin: What to announce; the staging thread fills in what it learns from the plan.
+        on_staged: Called when all tensors have been read. All callbacks run on threads of the staging.
+        on_end: Called with the version's entry or the error.
+        urgent: Set while the training waits for the staging.
+        stall: Returns for how many seconds the training has waited; None if unknown.
+    """
+
+    begin: Begin
+    plan: StagingPlan | None
+    on_staged: Callable[[], None]
+    on_end: Callable[[Entry | RaystowError], None]
+    on_warning: Callable[[str], None] = logger.warning
+    urgent: threading.Event = field(default_factory=threading.Event)
+    stall: Callable[[], float | None] = lambda: None
+    failed: bool = False
+
+    @property
+    def subject(self) -> str:
+        """Names the save in errors."""
+        return f"save of step {self.begin.step}"
+
+    def check(self) -> None:
+        """Raise ``SaveFailed`` if the save has failed meanwhile."""
+        if self.failed:
+            raise SaveFailed("it has failed already", subject=self.subject)

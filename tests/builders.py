@@ -1,0 +1,137 @@
+"""What many tests begin with: a repository in memory, rows and versions of a test's own choice, and a state of some layers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from raystow.storage.clock import SYSTEM, Clock
+from raystow.storage.coding import delta
+from raystow.storage.coding.chunk import ChunkEncoder, Coding
+from raystow.storage.coding.digest import raw_digest, stored_digest
+from raystow.storage.coding.dtypes import dtype
+from raystow.storage.coding.rounded import Rounded
+from raystow.storage.committer import Committer
+from raystow.storage.format import keys
+from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_text
+from raystow.storage.format.root import Root
+from raystow.storage.format.signature import Signer
+from raystow.storage.format.version_record import PackInfo, VersionRecord
+from raystow.storage.register import Register
+from raystow.storage.repository import Repository, create_repository
+from raystow.storage.version import Version
+
+Cut = tuple[np.ndarray, Sequence[Box]]
+
+
+def overwrite_root(repository: Repository, change: Callable[[Root], Root]) -> None:
+    """Change the root as only a person can: no invariant is checked."""
+    Register(repository.store, keys.ROOT, Root.load, repository.clock, max_bytes=1 << 26).update(change)
+
+
+def whole(array: np.ndarray) -> Cut:
+    return array, [((0,) * array.ndim, array.shape)]
+
+
+def rows_and_pack(
+    tensors: Mapping[str, Cut], base: tuple[int, Mapping[str, np.ndarray]] | None = None
+) -> tuple[list[Chunk], bytes]:
+    """``base``: an earlier version's id and arrays, to which chunks are differences where that pays."""
+    rows: list[Chunk] = []
+    pack = b""
+    encoder = ChunkEncoder(1 << 20)
+    for name, (array, boxes) in tensors.items():
+        for offset, extent in boxes:
+            part = array[tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+            raw = np.ascontiguousarray(part).reshape(-1).view(np.uint8)
+            done = None
+            if base is not None and name in base[1]:
+                former = base[1][name][tuple(slice(o, o + e) for o, e in zip(offset, extent, strict=True))]
+                done = delta.encode(encoder, raw, dtype(array.dtype.name), former.copy().reshape(-1).view(np.uint8), base[0])
+            coded, coding = done or encoder.encode(raw, dtype(array.dtype.name))
+            stored = coded.tobytes()
+            rows.append(
+                Chunk(
+                    name=name,
+                    path=path_text((name,)),
+                    kind="array",
+                    dtype=array.dtype.name,
+                    shape=array.shape,
+                    offset=offset,
+                    extent=extent,
+                    node=0,
+                    group="weights",
+                    pack=0,
+                    start=len(pack),
+                    coding=coding,
+                    raw_digest=raw_digest(raw),
+                    stored_digest=stored_digest(stored),
+                )
+            )
+            pack += stored
+    return rows, pack
+
+
+def coded_row(number: int, dtype: str, size: int, coding: Coding) -> Chunk:
+    """The row of a whole tensor of ``size`` numbers, behind ``number`` others that are stored alike in its pack."""
+    start = number * sum(coding.stored)
+    return Chunk(f"t{number}", "[]", "tensor", dtype, (size,), (0,), (size,), 0, "weights", 0, start, coding, 0, b"")
+
+
+def memory_repository(clock: Clock = SYSTEM, *, signer: Signer | None = None) -> Repository:
+    """A new, empty repository in the memory of this process."""
+    return create_repository(f"memory://test-{SYSTEM.token()}", clock=clock, signer=signer)
+
+
+def layers(seed: int, size: int) -> dict[str, Any]:
+    """Four random float32 tensors of ``size`` numbers; those of another seed share nothing with them."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    return {f"layer{i}": torch.randn(size, generator=generator) for i in range(4)}
+
+
+def flat(state: Any, path: str = "") -> dict[str, Any]:
+    """The tensors of nested dicts, by their dotted paths."""
+    if not isinstance(state, dict):
+        return {path: state}
+    return {name: leaf for key, part in state.items() for name, leaf in flat(part, f"{path}.{key}".lstrip(".")).items()}
+
+
+def live_ids(repository: Repository) -> list[int]:
+    return [version.id for version in repository.versions()]
+
+
+def empty_record(committer: Committer, step: int = 0) -> VersionRecord:
+    id, attempt = committer.reserve()
+    return VersionRecord(committer.catalog.id, id, attempt, committer.epoch, step, created=1.5, world_size=1)
+
+
+def write(
+    committer: Committer,
+    tensors: Mapping[str, Cut],
+    values: Sequence[Value] = (),
+    base: tuple[int, Mapping[str, np.ndarray]] | None = None,
+) -> Version:
+    """Commit a version that holds these arrays, each cut into these boxes, right or wrong. ``base``: see ``rows_and_pack``."""
+    return write_rows(committer, *rows_and_pack(tensors, base), values)
+
+
+def write_rows(
+    committer: Committer,
+    rows: Sequence[Chunk],
+    pack: bytes,
+    values: Sequence[Value] = (),
+    rounded: Mapping[str, Rounded] | None = None,
+) -> Version:
+    """Commit a version of these rows of one pack. ``rounded``: what its manifest says of tensors."""
+    record = empty_record(committer)
+    fragment = Fragment(0, tuple(rows), tuple(values), rounded or {})
+    data = fragment.dump()
+    store = committer.catalog.store
+    store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [pack])
+    store.put(keys.fragment(record.id, record.attempt, 0), [data])
+    fields = {**vars(record), "fragments": (fragment.info(data, [0]),), "packs": (PackInfo(0, "weights", 0, len(pack)),)}
+    return committer.commit(VersionRecord(**fields))

@@ -1,0 +1,159 @@
+"""What the processes of a trial do: the production classes, each in a process of its own as Ray would run them, without Ray."""
+
+from __future__ import annotations
+
+import asyncio
+import faulthandler
+import logging
+import os
+import signal
+import socket
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Collection
+from types import SimpleNamespace
+from typing import Any
+from urllib.parse import urlsplit
+
+import crash_points
+import ray
+from node_process import PortServer
+from remote_calls import Blocking, CoordinatorPort, NodePeers
+from trial_state import blank, same_bits, state_at
+from tripwire import Control, Message, Tripwire
+
+from raystow.orchestrator import ray_cluster
+from raystow.orchestrator.cli import app
+from raystow.orchestrator.client import checkpointer
+from raystow.orchestrator.client.options import Compression
+from raystow.orchestrator.coordinator import actor as coordinator_actor
+from raystow.orchestrator.coordinator.housekeeping import Housekeeping
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.errors import RaystowError
+from raystow.storage.retention.policy import Policy
+from raystow.storage.stores import open_store
+from raystow.workers.node import actor as node_actor
+from raystow.workers.node.node import Node
+from raystow.workers.replication.peers import Peers
+from raystow.workers.shm.ring import SLOT
+
+
+def play(request: Message, end: socket.socket) -> None:
+    """Be the process that was asked for, to its end."""
+    logging.basicConfig(level=logging.INFO, format="%(relativeCreated)d %(threadName)s %(levelname)s %(name)s: %(message)s")
+    faulthandler.enable()
+    faulthandler.register(signal.SIGUSR1, all_threads=True)
+    os.environ.update(request["environment"])
+    control = Control(end)
+    trip = Tripwire(control, target=request["target"], record=request["record"])
+    crash_points.watch_stores(trip)
+    crash_points.watch_wire(trip)
+    place = urlsplit(request["uri"])
+    if place.scheme == "file":
+        crash_points.watch_folder(place.path, trip)
+    ray.init = _no_ray
+    ray.nodes = lambda: [{"NodeID": node, "Alive": True, "Labels": {}} for node in request["nodes"]]
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: request["node"])
+    threading.excepthook = lambda failure: control.send(error="".join(traceback.format_exception(failure.exc_value)))
+    try:
+        _ROLES[request["role"]](request, control, trip)
+    except BaseException:
+        control.send(error=traceback.format_exc())
+
+
+def _no_ray(*_: object, **__: object) -> None:
+    raise AssertionError("a trial has no Ray, and must not find one that happens to run on this machine")
+
+
+def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
+    crash_points.watch_core(trip)
+    node_actor._holdings = NodePeers(request["port"]).holdings
+
+    class Told(Housekeeping):
+        """Deletes what it drops at once, and tells when it is through."""
+
+        def __init__(self, committer: Committer) -> None:
+            super().__init__(committer, grace=0.0)
+
+        def run(self, policy: Policy, bases: Collection[int] = ()) -> None:
+            try:
+                super().run(policy, bases)
+                control.send(housed=True)
+            except BaseException:
+                control.send(error=traceback.format_exc())
+
+    coordinator_actor.Housekeeping = Told
+
+    async def serve() -> None:
+        actor, loop = coordinator_actor.CoordinatorActor(request["uri"]), asyncio.get_running_loop()
+        control.send(ready={"repository": await actor.start()})
+        PortServer(Blocking(actor, loop), request["port"])
+        await asyncio.Event().wait()
+
+    asyncio.run(serve())
+
+
+def _node(request: Message, control: Control, trip: Tripwire) -> None:
+    nodes = NodePeers(request["port"])
+    others = Peers(nodes.contact, SYSTEM)
+    node = Node(request["name"], lambda uri: CoordinatorPort(request["port"], trip), peers=others, threads=1)
+    PortServer(SimpleNamespace(holdings=node.holdings, contact=lambda: node.contact), nodes.at(request["name"]))
+    control.send(ready={"address": node.address})
+    signal.pause()
+
+
+def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
+    rank, port = request["rank"], CoordinatorPort(request["port"], trip)
+    ray_cluster.connect, ray_cluster.call = lambda: None, lambda answer, *_: answer
+    checkpointer.RayCoordinatorClient = lambda uri: port
+    checkpointer.coordinator_actor = _actor("start", port.start)
+    checkpointer.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
+    ckpt = checkpointer.Checkpointer(
+        request["uri"],
+        rank=rank,
+        world_size=request["world_size"],
+        memory=8 * SLOT,
+        retention=Policy(keep_last=request["keep"]) if request["keep"] else None,
+        compression=Compression(delta=2),
+    )
+    state = blank(rank=rank)
+    version = ckpt.restore_latest(state)
+    found: Message = {"version": 0, "whole": True}
+    if version is not None:
+        wanted = state_at(version.step, version.metrics["salt"], rank=rank)
+        found = {"version": version.id, "whole": same_bits(state, wanted)}
+    control.send(ready=found)
+    while True:
+        order = control.receive()
+        step, salt = order["step"], order["salt"]
+        pending = ckpt.save(state_at(step, salt, rank=rank), step=step, metrics={"salt": salt})
+        try:
+            control.send(outcome={"version": pending.result().id})
+        except RaystowError as error:
+            control.send(outcome={"error": str(error)})
+
+
+def _actor(name: str, method: Callable[[], Any]) -> Callable[..., Any]:
+    """What makes a handle to an actor with one method."""
+    return lambda *_: SimpleNamespace(**{name: SimpleNamespace(remote=method)})
+
+
+def _operator(request: Message, control: Control, trip: Tripwire) -> None:
+    sys.argv = ["raystow", *request["command"]]
+    try:
+        app.main()
+    except SystemExit as exit:
+        control.send(exit=exit.code or 0)
+
+
+def _writer(request: Message, control: Control, trip: Tripwire) -> None:
+    store, size = open_store(request["uri"]), request["size"]
+    while True:
+        store.put(request["key"], [os.urandom(size)])
+        control.send(written=size)
+        store.delete([request["key"]])
+
+
+_ROLES = {"coordinator": _coordinator, "node": _node, "trainer": _trainer, "operator": _operator, "writer": _writer}

@@ -1,0 +1,80 @@
+"""How the processes of a trial call each other where they would be Ray's actors."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from node_process import RemotePort
+from tripwire import Tripwire
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import ClusterError
+
+_RESTARTS = 60.0  # seconds that a call waits for a dead coordinator to be started again, as calls to Ray's actors do
+_RETRY = 0.005
+
+
+class CoordinatorPort(RemotePort):
+    """The coordinator from afar; as long as it is being restarted, calls wait and are made again."""
+
+    def __init__(self, address: Any, trip: Tripwire) -> None:
+        super().__init__(address)
+        self._trip = trip
+
+    def __getattr__(self, method: str) -> Any:
+        once = super().__getattr__(method)
+
+        def call(*args: Any) -> Any:
+            self._trip(f"before calling {method}")
+            give_up = SYSTEM.monotonic() + _RESTARTS
+            while True:
+                try:
+                    answer = once(*args)
+                    break
+                except (OSError, EOFError) as error:
+                    if SYSTEM.monotonic() > give_up:
+                        raise ClusterError(f"the coordinator is gone: {error}") from error
+                    SYSTEM.sleep(_RETRY)  # as calls to an actor that restarts: the trial replaces the coordinator meanwhile
+            self._trip(f"after calling {method}")
+            return answer
+
+        return call
+
+
+class Blocking:
+    """An actor of coroutines, called by threads."""
+
+    def __init__(self, actor: Any, loop: asyncio.AbstractEventLoop) -> None:
+        self._actor, self._loop = actor, loop
+
+    def __getattr__(self, method: str) -> Any:
+        def call(*args: Any) -> Any:
+            return asyncio.run_coroutine_threadsafe(getattr(self._actor, method)(*args), self._loop).result()
+
+        return call
+
+
+class NodePeers:
+    """The node workers, as other processes ask for what they have in memory."""
+
+    def __init__(self, port: str) -> None:
+        self._port = port
+
+    def at(self, node: str) -> str:
+        """Where a node answers."""
+        return f"{self._port}-{node}"
+
+    def contact(self, node: str) -> Any:
+        """Where a node takes the calls of others."""
+        try:
+            return RemotePort(self.at(node)).contact()
+        except (OSError, EOFError) as error:
+            raise ClusterError(f"does not answer: {error}", subject=f"node {node}") from error
+
+    async def holdings(self, node: str, repository: str) -> list[Any]:
+        try:
+            held: list[Any] = await asyncio.to_thread(RemotePort(self.at(node)).holdings, repository)
+        except (OSError, EOFError):
+            return []
+        return held

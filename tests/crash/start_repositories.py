@@ -1,0 +1,60 @@
+"""The repositories that trials begin with, each made once: by the processes themselves, then littered by hand."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from processes import Zygote
+from trial_cluster import TrialCluster
+from trial_store import Place
+
+from raystow.storage import probe
+from raystow.storage.clock import SYSTEM
+from raystow.storage.format import keys
+from raystow.storage.repository import open_repository
+from raystow.storage.retention.policy import Policy
+from raystow.storage.stores import durable
+
+_SALT = 3
+
+
+def templates(zygote: Zygote, place: Place, folder: Path) -> dict[str, str]:
+    """``empty``: nothing. ``two`` and ``many``: versions. ``littered``: two versions, and all that a collection is there for."""
+    made = {"empty": place.empty("t-empty"), "two": place.empty("t-two")}
+    _save(zygote, made["two"], folder / "logs-two", [1, 2])
+    made["many"] = place.copy(made["two"], "t-many")
+    _save(zygote, made["many"], folder / "logs-many", [3, 4])
+    made["littered"] = place.copy(made["many"], "t-littered")
+    _litter(made["littered"])
+    place.age_leases(made["littered"])
+    return made
+
+
+def _save(zygote: Zygote, uri: str, logs: Path, steps: list[int]) -> None:
+    logs.mkdir()
+    cluster = TrialCluster(zygote, uri, logs, keep=0)
+    try:
+        cluster.start_cluster()
+        for step in steps:
+            told = cluster.save(step, _SALT)
+            assert all("version" in outcome for outcome in told), told
+    finally:
+        cluster.end()
+
+
+def _litter(uri: str) -> None:
+    """Drop two versions, and leave behind attempts without a record, a lease, a probe and a temporary file."""
+    repository = open_repository(uri)
+    repository.plan_retention(Policy(keep_last=2)).execute()
+    root, store = repository.root(), repository.store
+    for id in (2, root.next_id):
+        attempt = SYSTEM.token()
+        for group in ("weights", "optimizer"):
+            store.put(keys.pack(id, attempt, 0, group, 0), [bytes(100)])
+    store.put(keys.lease(1, root.versions[0].attempt, SYSTEM.token()), [b"{}"])
+    store.put(f"{probe.PREFIX}{SYSTEM.token()}", [b"left"])
+    if uri.startswith("file://"):
+        folder = Path(uri.removeprefix("file://"))
+        for place in (folder, folder / keys.prefix(9, SYSTEM.token())):
+            place.mkdir(exist_ok=True)
+            (place / f"{durable.TEMPORARY}{SYSTEM.token()}").write_bytes(b"half")

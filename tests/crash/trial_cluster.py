@@ -1,0 +1,214 @@
+"""The processes of a trial, kept as a cluster would keep them: a coordinator, and two nodes with a training process each.
+
+A coordinator or node worker that dies is started again, empty; when a training process dies, its whole group is started again and
+restores. What was not killed goes on. One thread: ``until`` reads what the processes say and looks after them.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import selectors
+import signal
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+from polling import wait_until
+from processes import Proc, Zygote
+from tripwire import Message, Point, Target
+
+from raystow.storage.clock import SYSTEM
+
+WORLD_SIZE = 2
+NODES = [f"node-{rank}" for rank in range(WORLD_SIZE)]
+TRAINERS = [f"trainer-{rank}" for rank in range(WORLD_SIZE)]
+CLUSTER = ["coordinator", *NODES, *TRAINERS]
+KEEP = 2
+_PATIENCE = 60.0  # seconds for a whole trial
+_LOG_TAIL = 4000  # characters of each log in a report
+_RESTARTS = 6
+"""Times that one process may be started in a trial; more is a crash loop."""
+
+
+class Stuck(AssertionError):
+    """A trial that has come to no end in time, or a process that has failed; with the stacks and logs of all."""
+
+
+class TrialCluster:
+    """``uri``: the repository. ``folder``: for logs. ``target``: only first processes of a name have it, and it is hit once.
+    ``record``: note the points that are passed. ``keep``: versions that retention keeps, 0 for all."""
+
+    def __init__(
+        self, zygote: Zygote, uri: str, folder: Path, *, target: Target | None = None, record: bool = False, keep: int = KEEP
+    ) -> None:
+        self._zygote, self.uri, self._folder, self.target, self._record, self._keep = zygote, uri, folder, target, record, keep
+        self._selector = selectors.DefaultSelector()
+        self._give_up = SYSTEM.monotonic() + _PATIENCE
+        self.processes: dict[str, Proc] = {}
+        self._starts: dict[str, int] = {}
+        self._waiting: list[tuple[Proc, str]] = []  # who wants to know the address of which node
+        self._port = f"\0raystow-crash-{os.getpid()}-{SYSTEM.token()}"
+        self.phase = ""
+        self.points: list[Point] = []
+        self.hit = False
+        self.restored: list[Message] = []
+
+    def start(self, name: str, **more: Any) -> Proc:
+        """Start one process."""
+        self._starts[name] = self._starts.get(name, 0) + 1
+        if self._starts[name] > _RESTARTS:
+            raise self.stuck(f"{name} was started {_RESTARTS} times")
+        role, _, number = name.partition("-")
+        first = self._starts[name] == 1
+        target = self.target
+        request: Message = {
+            "role": role,
+            "name": name,
+            "uri": self.uri,
+            "port": self._port,
+            "nodes": NODES,
+            "rank": int(number or 0),
+            "node": f"node-{number}",
+            "world_size": WORLD_SIZE,
+            "target": target.name if target is not None and first and target.process == name else "",
+            "record": self._record,
+            "keep": self._keep,
+            "environment": {key: value for key, value in os.environ.items() if key.startswith("AWS_")},
+            **more,
+        }
+        mine, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        log = os.open(self._folder / f"{name}.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o666)
+        proc = Proc(name, self._zygote.fork(request, its, log), mine)
+        os.close(log)
+        its.close()
+        self._selector.register(mine, selectors.EVENT_READ, proc)
+        self.processes[name] = proc
+        return proc
+
+    def start_cluster(self) -> None:
+        """Start all, and wait until the training processes have restored."""
+        for name in CLUSTER:
+            if name not in self.processes:
+                self.start(name)
+        self.until(lambda: all(self._is_ready(name) for name in CLUSTER), "the cluster to be ready")
+
+    def save(self, step: int, salt: int) -> list[Message]:
+        """Let both ranks save, and wait for both; what each was told. Shorter if the group was started again meanwhile."""
+        ranks = [self.processes[name] for name in TRAINERS]
+        for proc in ranks:
+            proc.tell(step=step, salt=salt)
+        self.until(lambda: all(proc.doomed or "outcome" in proc.said for proc in ranks), f"the save of step {step}")
+        return [proc.said.pop("outcome")[0] for proc in ranks if "outcome" in proc.said]
+
+    def until(self, reached: Callable[[], bool], what: str) -> None:
+        """Look after the processes until a condition holds; ``Stuck`` at the trial's deadline."""
+        while not reached():
+            left = self._give_up - SYSTEM.monotonic()
+            ready = self._selector.select(max(0.0, left))
+            if not ready:
+                raise self.stuck(f"waited for {what}")
+            for key, _ in ready:
+                if key.data.control.fileno() >= 0:  # not closed on account of another's death a moment ago
+                    self._hear(key.data)
+
+    def end(self) -> None:
+        """Kill them all."""
+        for proc in list(self.processes.values()):
+            proc.kill()
+        for proc in list(self.processes.values()):
+            self._await_end(proc)
+
+    def stuck(self, what: str) -> Stuck:
+        """What to raise: every process's stacks, and the ends of the logs."""
+        for proc in self.processes.values():
+            proc.signal(signal.SIGCONT)
+            proc.signal(signal.SIGUSR1)
+        SYSTEM.sleep(0.5)  # nothing says that a process has dumped its stacks, and a report may lack some
+        logs = [f"--- {path.name}\n{path.read_text()[-_LOG_TAIL:]}" for path in sorted(self._folder.glob("*.log"))]
+        return Stuck("\n".join([what, *logs]))
+
+    def _is_ready(self, name: str) -> bool:
+        proc = self.processes.get(name)
+        return proc is not None and not proc.doomed and proc.ready is not None
+
+    def _hear(self, proc: Proc) -> None:
+        data = proc.hear()
+        if not data:
+            self._ended(proc)
+            return
+        message = json.loads(data)
+        self._pass(proc, message)
+        if "at" in message:
+            self._strike(proc)
+        elif "ready" in message:
+            proc.ready = message["ready"]
+            if "version" in proc.ready:
+                self.restored.append(proc.ready)
+            self._answer()
+        elif "where" in message:
+            self._waiting.append((proc, message["where"]))
+            self._answer()
+        elif "error" in message and not proc.doomed:
+            raise self.stuck(f"{proc.name} has failed: {message['error']}")
+        else:
+            proc.note(message)
+
+    def _pass(self, proc: Proc, message: Message) -> None:
+        if "point" in message:
+            self.points.append(Point(self.phase, proc.name, message["point"]))
+
+    def _answer(self) -> None:
+        for ask in list(self._waiting):
+            proc, node = ask
+            if node in self.processes and (ready := self.processes[node].ready) is not None:
+                proc.tell(address=ready["address"])
+                self._waiting.remove(ask)
+
+    def _strike(self, proc: Proc) -> None:
+        """A process stands at the target: kill the victims, and let it go on if it is none of them."""
+        assert self.target is not None
+        self.hit = True
+        self.kill(self.target.victims)
+        if not proc.doomed:
+            wait_until(lambda: proc.stopped, f"{proc} is stopped", pause=0.001)
+            proc.signal(signal.SIGCONT)
+            proc.tell(go=True)
+
+    def kill(self, names: Collection[str]) -> None:
+        """Kill processes; ``until`` deals with what follows."""
+        for name in names:
+            if name in self.processes:
+                self.processes[name].kill()
+
+    def _await_end(self, proc: Proc) -> None:
+        while data := proc.hear():  # what it said before it died: a save that it was told of must be there
+            message = json.loads(data)
+            proc.note({kind: value for kind, value in message.items() if kind == "outcome"})
+            self._pass(proc, message)
+        self._forget(proc)
+
+    def _forget(self, proc: Proc) -> None:
+        self._selector.unregister(proc.control)
+        proc.control.close()
+        self._waiting = [ask for ask in self._waiting if ask[0] is not proc]
+        if self.processes.get(proc.name) is proc:
+            del self.processes[proc.name]
+
+    def _ended(self, proc: Proc) -> None:
+        self._forget(proc)
+        if proc.name == "operator":
+            return
+        if not proc.doomed:
+            raise self.stuck(f"{proc.name} has ended by itself")
+        if proc.name in TRAINERS:
+            for name in TRAINERS:
+                if name in self.processes:
+                    other = self.processes[name]
+                    other.kill()
+                    self._await_end(other)
+            for name in TRAINERS:
+                self.start(name)
+        else:
+            self.start(proc.name)

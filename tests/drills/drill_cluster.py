@@ -1,0 +1,213 @@
+"""A real Ray cluster whose nodes, node workers and coordinator are processes of this machine, to be killed and frozen."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import mmap
+import os
+import signal
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import psutil
+import ray
+from polling import wait_until
+from ray.cluster_utils import Cluster
+
+import raystow
+from raystow.workers.node.actor import NAMESPACE, holders
+from raystow.workers.protocol.messages import Holding
+
+DEADLINE = 90.0
+"""Seconds after which whatever is waited for counts as hanging."""
+
+
+class DrillCluster:
+    """A head that runs no training, and nodes by name that come and go. Each is a zone of its own, and has 100 of a resource with
+    its name, to place actors by. ``head``: more arguments for the head's ``Cluster.add_node``."""
+
+    def __init__(self, **head: Any) -> None:
+        arguments = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": 80 << 20, **head}
+        self.cluster = Cluster(initialize_head=True, head_node_args=arguments)
+        self.nodes: dict[str, Any] = {}
+        self._seen: set[psutil.Process] = set()
+        ray.init(address=self.cluster.address, log_to_driver=False, logging_level=logging.ERROR)
+
+    def add(self, *names: str) -> None:
+        """Start nodes, and wait until Ray has them."""
+        for name in names:
+            self.nodes[name] = self.cluster.add_node(
+                num_cpus=1, object_store_memory=80 << 20, resources={name: 100}, labels={"zone": f"zone of {name}"}
+            )
+
+    def processes(self, name: str) -> list[psutil.Process]:
+        """The raylet of a node, or of the head ("head"), and all that it has started."""
+        node = self.cluster.head_node if name == "head" else self.nodes[name]
+        found: list[psutil.Process] = []
+        for started in [info.process.pid for infos in node.all_processes.values() for info in infos]:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process = psutil.Process(started)
+                found += [process, *process.children(recursive=True)]
+        self._seen |= {*found}
+        return found
+
+    def actors(self, name: str, kind: str) -> list[psutil.Process]:
+        """The processes on a node that are actors of the class ``kind``."""
+        found = []
+        for process in self.processes(name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                if f"ray::{kind}" in " ".join(process.cmdline()):
+                    found.append(process)
+        return found
+
+    def node_worker(self, name: str) -> psutil.Process:
+        """raystow's process on a node, waited for."""
+        wait_until(lambda: len(self.actors(name, "NodeActor")) == 1, f"a node worker on {name}")
+        return self.actors(name, "NodeActor")[0]
+
+    def coordinator(self) -> psutil.Process:
+        """The coordinator's process, waited for. One repository is all that a drill has."""
+        wait_until(lambda: len(self.actors("head", "CoordinatorActor")) == 1, "a coordinator")
+        return self.actors("head", "CoordinatorActor")[0]
+
+    def kill(self, name: str) -> None:
+        """As when a machine loses power: SIGKILL to everything that runs on a node."""
+        for process in self.processes(name):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        self.cluster.remove_node(self.nodes.pop(name), allow_graceful=False)
+
+    def kill_raylet(self, name: str) -> list[psutil.Process]:
+        """SIGKILL to a raylet alone: for Ray the node is dead. The other processes, which live on as long as they like."""
+        others = [process for process in self.processes(name) if "raylet" not in process.name()]
+        node = self.nodes.pop(name)
+        self.cluster.worker_nodes.remove(node)
+        for info in node.all_processes["raylet"]:
+            info.process.kill()
+            info.process.wait()
+        return others
+
+    def freeze(self, name: str) -> list[psutil.Process]:
+        """As when a machine hangs: SIGSTOP to everything that runs on a node. What was stopped, to be given to ``wake``."""
+        stopped = self.processes(name)
+        send(signal.SIGSTOP, *stopped)
+        return stopped
+
+    def copied(self, uri: str) -> None:
+        """Wait until every part of the newest version is in the memory of two nodes."""
+        repository = raystow.open(uri)
+        entry = repository.root().versions[-1]
+        parts = len(repository.at(entry).record.fragments)
+
+        def twice() -> bool:
+            found = asyncio.run(holders(repository.id)).get(entry.attempt, {})
+            return len(found) == parts and all(len(nodes) >= 2 for nodes in found.values())
+
+        wait_until(twice, f"two copies in memory of each part of version {entry.id}")
+
+    def holdings(self, name: str, repository: str) -> list[Holding]:
+        """What a node has in memory of a repository, oldest first."""
+        held: list[Holding] = self._worker(name, "holdings", repository)
+        return held
+
+    def partner(self, name: str) -> str:
+        """The node that has the copies of another's parts."""
+        (partner,) = self._worker(name, "copies").partners
+        return next(other for other, node in self.nodes.items() if node.node_id == partner)
+
+    def check_nothing_left(self, uri: str, ranks: Mapping[str, int]) -> None:
+        """Nothing is held for the dead, and nothing is left over from a restore. Nodes run as many ranks as ``ranks`` says, which
+        have nothing but their rings. Node workers have these rings, and packs as large as what they say that they keep, or have
+        to use again. Whatever else was started, is gone."""
+        repository = raystow.open(uri).id
+
+        for name in self.nodes:
+            if self.actors(name, "NodeActor"):
+                self._check_memory(name, repository, ranks[name])
+        wait_until(lambda: not self._strays(), "the processes of dead nodes are gone")
+
+    def _check_memory(self, name: str, repository: str, ranks: int) -> None:
+        said = ""
+
+        def matches() -> bool:
+            nonlocal said
+            holdings = self.holdings(name, repository)
+            kept = sum(pages(size) for held in holdings for part in held.parts.values() for size in part.objects.values())
+            found = [memfds(process.pid) for process in (self.node_worker(name), *self.actors(name, "Rank"))]
+            expected = [(ranks, kept + self._worker(name, "status").spare)] + [(1, 0)] * ranks
+            said = f"rings and packs of {name}'s worker and ranks: {found}, not {expected}; {holdings}"
+            return found == expected
+
+        wait_until(matches, lambda: said, 30)
+
+    def _worker(self, name: str, method: str, *args: Any) -> Any:
+        """What a node worker answers."""
+        actor = ray.get_actor(f"node-{self.nodes[name].node_id}", NAMESPACE)
+        return ray.get(getattr(actor, method).remote(*args), timeout=10)
+
+    def _strays(self) -> list[psutil.Process]:
+        """Processes that are alive, and belong to no node that is."""
+        here = {process for name in ("head", *self.nodes) for process in self.processes(name)}
+        return [process for process in self._seen - here if alive(process)]
+
+    def close(self) -> None:
+        """Take all down. ``AssertionError`` if a process of the cluster is still there then, of whichever node."""
+        for name in ("head", *self.nodes):
+            self.processes(name)
+        ray.shutdown()
+        self.cluster.shutdown()
+        try:
+            wait_until(lambda: not any(alive(process) for process in self._seen), "all processes are gone", 30)
+        finally:
+            send(signal.SIGKILL, *self._seen)
+
+
+def alive(process: psutil.Process) -> bool:
+    """Whether it runs, or could; one that was killed and that nobody has asked after does not."""
+    try:
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def send(number: signal.Signals, *processes: psutil.Process) -> None:
+    """A signal to processes, as far as they are alive."""
+    for process in processes:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            process.send_signal(number)
+
+
+def wake(*processes: psutil.Process) -> None:
+    """SIGCONT: what was frozen goes on."""
+    send(signal.SIGCONT, *processes)
+
+
+@contextlib.contextmanager
+def frozen(process: psutil.Process) -> Iterator[None]:
+    """SIGSTOP now, SIGCONT at the end."""
+    send(signal.SIGSTOP, process)
+    try:
+        yield
+    finally:
+        wake(process)
+
+
+def memfds(pid: int) -> tuple[int, int]:
+    """How many staging rings a process has open or mapped, and how many bytes of packs, in whole pages."""
+    files: dict[tuple[str, str], int] = {}  # name and inode -> size
+    for link in Path(f"/proc/{pid}/fd").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            files[os.readlink(link), str(link.stat().st_ino)] = pages(link.stat().st_size)
+    for line in Path(f"/proc/{pid}/maps").read_text().splitlines():
+        span, _, _, _, inode, *name = line.split(maxsplit=5)
+        begin, end = (int(address, 16) for address in span.split("-"))
+        files.setdefault(("".join(name), inode), end - begin)
+    packs = [size for (name, _), size in files.items() if name.startswith("/memfd:raystow-pack")]
+    return sum(name.startswith("/memfd:raystow-ring") for name, _ in files), sum(packs)
+
+
+def pages(nbytes: int) -> int:
+    return -(-nbytes // mmap.PAGESIZE) * mmap.PAGESIZE

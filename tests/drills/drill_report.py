@@ -1,0 +1,61 @@
+"""What a drill came to: a line of the table in docs/failures.md."""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from raystow.storage.clock import SYSTEM
+
+HEADER = (
+    "| what died | detected after s | restored from | memory MB | peers MB | store MB | steps lost | back after s |\n"
+    "| --- | --- | --- | --- | --- | --- | --- | --- |\n"
+)
+
+
+@dataclass(frozen=True)
+class Drill:
+    """``detected``: seconds until the process that must react knew; 0 if none must. ``restored``: where the state came from,
+    in words. ``read``: bytes by source ("memory", "peer", "store"). ``lost``: steps that were trained twice. ``seconds``: from
+    the death until training went on."""
+
+    died: str
+    detected: float
+    restored: str
+    seconds: float
+    lost: int = 0
+    read: Mapping[str, int] = field(default_factory=Counter)
+
+    def line(self) -> str:
+        megabytes = [f"{self.read.get(source, 0) / 1e6:.1f}" for source in ("memory", "peer", "store")]
+        detected = f"{self.detected:.1f}" if self.detected else "-"
+        cells = [self.died, detected, self.restored, *megabytes, str(self.lost), f"{self.seconds:.1f}"]
+        return "| " + " | ".join(cells) + " |\n"
+
+
+def source(version: int, read: Mapping[str, int]) -> str:
+    """Which version was restored, and from where."""
+    names = {"memory": "memory", "peer": "other nodes' memory", "store": "the store"}
+    return f"version {version}: {' and '.join(name for place, name in names.items() if read.get(place))}"
+
+
+class Stopwatch:
+    """Runs from a death on."""
+
+    def __init__(self) -> None:
+        self._begun = SYSTEM.monotonic()
+
+    def seconds(self) -> float:
+        return SYSTEM.monotonic() - self._begun
+
+
+def write_table(path: Path, drills: Sequence[Drill]) -> None:
+    """Put the drills into the table of a Markdown file, or make a file with the table: lines of the same name are replaced."""
+    text = path.read_text() if path.exists() else HEADER
+    before, _, rest = text.partition(HEADER)
+    old = list(itertools.takewhile(lambda line: line.startswith("|"), rest.splitlines(keepends=True)))
+    lines = {line.split("|")[1].strip(): line for line in old} | {drill.died: drill.line() for drill in drills}
+    path.write_text(before + HEADER + "".join(lines.values()) + rest.removeprefix("".join(old)))

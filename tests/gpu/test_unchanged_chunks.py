@@ -1,0 +1,128 @@
+"""Tensors on a GPU that have not changed are stored once, and cost neither coding nor copying."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.storage.coding.digest import digest_pair
+from raystow.storage.retention.policy import Policy
+from raystow.storage.version import Version
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
+
+MIB = 1 << 20
+State = dict[str, torch.Tensor]
+
+
+def lora(step: int, frozen: State) -> State:
+    adapter = torch.randn(40_000, device="cuda", generator=torch.Generator("cuda").manual_seed(step))
+    return {**frozen, "adapter": adapter, "step": torch.tensor(step)}
+
+
+def frozen_model() -> State:
+    generator = torch.Generator("cuda").manual_seed(0)
+    master = torch.randn(9 * MIB, generator=generator, device="cuda") * 0.02
+    bits = torch.randint(-(1 << 31), 1 << 31, (MIB,), generator=generator, device="cuda").to(torch.int32)
+    of = {"master": master, "weights": master.bfloat16(), "any bits": bits.view(torch.float32)}
+    return {**of, "double": torch.randn(MIB, dtype=torch.float64, generator=generator, device="cuda")}
+
+
+def references(version: Version) -> set[str]:
+    return {name for name, rows in version.chunks.items() if all(row.is_reference for row in rows)}
+
+
+def check(cluster: LocalCluster, version: Version, state: State) -> None:
+    into = {name: torch.zeros_like(value) for name, value in state.items()}
+    raystow.restore_latest(cluster.uri, into=into)
+    for name, value in state.items():
+        assert torch.equal(into[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)), name
+    cluster.repository.verify(version)
+
+
+@pytest.mark.parametrize("codec", ["deflate", "zstd", "raw", "cpu"])
+def test_frozen_tensors_are_stored_once(tmp_path: Path, codec: str) -> None:
+    frozen = frozen_model()
+    with LocalCluster(str(tmp_path), codec=codec, delta="auto", memory=256 * MIB) as cluster:
+        first = cluster.save(lora(0, frozen), step=0)
+        for step in range(1, 5):
+            version = cluster.save(state := lora(step, frozen), step=step)
+            assert references(version) >= {"master", "any bits", "double"}
+            assert version.bytes < 0.02 * first.bytes
+            assert version.entry.bases == (1,)
+        check(cluster, version, state)
+        cluster.repository.plan_retention(Policy(keep_last=1)).execute()
+        cluster.repository.plan_collection(grace=0).execute()
+        check(cluster, cluster.repository.latest(), state)
+
+
+def test_unchanged_chunks_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the third save on; in the second the node worker finds them."""
+    from raystow.workers.gpu.encode.encoder import Encoder
+
+    coded, encode = list[int](), Encoder.encode
+
+    def counted(self: Encoder, sources: list, **more: object) -> None:
+        coded.append(sum(source.nbytes for source in sources))
+        encode(self, sources, **more)
+
+    monkeypatch.setattr(Encoder, "encode", counted)
+    frozen = frozen_model()
+    with LocalCluster(str(tmp_path), codec="deflate", delta="auto", memory=256 * MIB) as cluster:
+        for step in range(5):
+            cluster.save(lora(step, frozen), step=step)
+    assert coded[1] > 40 * MIB
+    assert all(nbytes < MIB for nbytes in coded[3:])
+
+
+def test_what_thaws_and_freezes_is_stored_as_it_is(tmp_path: Path) -> None:
+    frozen = frozen_model()
+    with LocalCluster(str(tmp_path), codec="deflate", delta="auto", memory=256 * MIB) as cluster:
+        for step in range(9):
+            if step in (3, 4):
+                frozen["master"].mul_(1.01)
+                frozen["weights"] = frozen["master"].bfloat16()
+            if step == 6:
+                frozen["any bits"].view(torch.int32)[12_345] ^= 1
+            version = cluster.save(state := lora(step, frozen), step=step)
+            check(cluster, version, state)
+        assert {"any bits", "double"} - references(version) <= {"any bits"}
+
+
+def test_everything_that_changes_is_compared_twice_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from raystow.workers.gpu import unchanged
+
+    taken, take = list[int](), unchanged.Digests.take
+
+    def counted(self: unchanged.Digests) -> torch.Tensor:
+        taken.append(self._count)
+        return take(self)
+
+    monkeypatch.setattr(unchanged.Digests, "take", counted)
+    with LocalCluster(str(tmp_path), codec="deflate", delta="auto", memory=256 * MIB) as cluster:
+        for step in range(5):
+            cluster.save({"w": torch.randn(4 * MIB, device="cuda")}, step=step)
+    assert len(taken) == 2
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
+@pytest.mark.parametrize("n", [1, 7, 4096, 100_003, 4 * MIB])
+def test_the_gpu_takes_the_digests_of_the_cpu(dtype: torch.dtype, n: int) -> None:
+    from raystow.storage.coding.digest import SECOND_WORD_KEYS, finish
+    from raystow.workers.gpu import kernel_args
+    from raystow.workers.gpu.kernels import word_kernels
+
+    assert len(SECOND_WORD_KEYS)
+    raw = torch.randint(0, 256, (n * dtype.itemsize,), dtype=torch.uint8, device="cuda")
+    row = torch.zeros((1, kernel_args.COLUMNS), dtype=torch.int64)
+    row[0, 0], row[0, 1] = raw.data_ptr(), n
+    sums = torch.zeros((2, 1), dtype=torch.int64, device="cuda")
+    packed = kernel_args.can_pack(row.numpy(), dtype.itemsize)
+    how = {"width": dtype.itemsize, "packed": packed, "digests": sums[0], "second": sums[1]}
+    word_kernels.digest(row.cuda(), raw.nbytes, **how)
+    found = tuple(finish(total & ((1 << 64) - 1), raw.nbytes) for total in sums.flatten().tolist())
+    assert found == digest_pair(raw.cpu().numpy())

@@ -1,0 +1,51 @@
+"""What the tests of faults share: a state to save, the check that a version is that state, and how much there is time for."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+
+import raystow
+from raystow.storage.stores.s3_clients import S3Limits
+
+MOTO = "RAYSTOW_TEST_S3" not in os.environ
+"""Whether the server is moto's, which keeps everything in memory and ignores checksums."""
+_Case = TypeVar("_Case")
+
+
+HURRY = S3Limits(
+    connect_seconds=1,
+    stall_seconds=1,
+    request_seconds=2,
+    attempts=3,
+    retry_seconds=3,
+    single_put_bytes=1 << 20,
+    part_bytes=5 << 20,
+)
+"""Deadlines for tests."""
+
+
+def cases(everything: Sequence[_Case], *on_moto: _Case) -> Sequence[_Case]:
+    """All of them on a real server, those named on moto's: each takes a second or more."""
+    return on_moto if MOTO else everything
+
+
+def two_group_state(seed: int) -> dict[str, Any]:
+    """A small group, which is one PUT, and a large one, of three parts."""
+    generator = torch.Generator().manual_seed(seed)
+    return {
+        "model": {"w": torch.randn(100_000, generator=generator)},
+        "optim": {"state": {0: {"exp_avg": torch.randn(3 << 20, generator=generator)}}},
+        "step": seed,
+    }
+
+
+def check(version: raystow.Version, seed: int) -> None:
+    """It is ``two_group_state(seed)``, bit for bit."""
+    wanted = two_group_state(seed)
+    assert version.step == seed
+    assert torch.equal(version.read("model.w"), wanted["model"]["w"])
+    assert torch.equal(version.read("optim.state.0.exp_avg"), wanted["optim"]["state"][0]["exp_avg"])

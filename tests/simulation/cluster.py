@@ -1,0 +1,265 @@
+"""A world: one seed, one store, some coordinators, nodes and operators, fault rates, and the events that follow."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from raystow.storage.committer import Committer
+from raystow.storage.errors import RaystowError
+from raystow.storage.format import keys
+from raystow.storage.format.version_record import VersionRecord
+from raystow.storage.repository import Repository, create_repository
+from raystow.storage.retention.policy import Policy
+
+from . import payload
+from .clocks import SimClock
+from .fault_rates import FaultRates, draw
+from .faulty_store import FaultyStore
+from .host import Host
+from .invariants import LEASE, Role, Watch
+from .journal import Journal, Violation
+from .model_store import ModelStore
+from .node import Node
+from .operators import Operator
+from .random_source import RandomSource
+from .scheduler import Process, Scheduler, current
+
+_ROUND = 30.0  # seconds between restarts of dead processes
+_HOSTS = 3
+_QUIET = 4800.0  # seconds that all deadlines, leases and graces are over after
+
+
+class Cluster:
+    """``play`` it once."""
+
+    uri = "sim://run"
+
+    def __init__(self, seed: int) -> None:
+        root = RandomSource(seed)
+        self.rng, self._tokens = root.fork("events"), root.fork("tokens")
+        self.rates: FaultRates = draw(root.fork("weather"))
+        shape = root.fork("shape")
+        self.ranks = shape.number(1, 3)
+        self._interval = shape.choice([120.0, 300.0, 700.0])
+        self._hours = shape.between(2.0, 5.0)
+        self.policy = shape.choice(
+            [None, None, Policy(keep_last=2), Policy(keep_last=1), Policy(keep_last=2, keep_best=("loss", "min", 1))]
+        )
+        self.delta = root.fork("delta").choice([0, 0, 1, 3])
+        self._hasty = shape.chance(0.35) and not self.rates.stale
+        self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
+        self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
+        # A lost root is made anew from what can be read: so no read may return wrong bytes then.
+        lossy = shape.chance(0.3) and not self.rates.stale and not self.rates.corrupted
+        self._loss = shape.between(0.3, 0.9) * self._hours * 3600.0 if lossy else 0.0
+        self.scheduler = Scheduler(root.fork("order"))
+        self.journal = Journal()
+        self.model = ModelStore(self.scheduler)
+        self.watch = Watch(self.model)
+        self.model.watch = self.watch
+        self._stores: dict[Process, FaultyStore] = {}
+        self._clocks: dict[Process, SimClock] = {}
+        self._processes = 0
+        self._hosts: list[Host] = []
+        self._nodes: list[Node] = []
+        self._operators: list[Operator] = []
+        self._step = self._saves = 0
+        self._calm = False
+
+    def play(self) -> None:
+        """Live through some hours of faults, then a calm end. ``Violation`` at once if an invariant is broken."""
+        self._hosts.append(Host(self))
+        self._nodes = [Node(self, rank) for rank in range(self.ranks)]
+        for node in self._nodes:
+            node.join()
+        self._operators = [Operator(self, kind) for kind in self._kinds]
+        self._every(_ROUND, self._look_after)
+        self._every(self._interval, self._train)
+        if self._loss:
+            self.scheduler.after(self._loss, self._lose_root)
+        self.scheduler.run(self._hours * 3600.0)
+        self._end()
+
+    def process(self, name: str, role: Role) -> Process:
+        """A new process."""
+        self._processes += 1
+        process = Process(self.scheduler, f"{name}.{self._processes}")
+        self._stores[process] = FaultyStore(self.model, process, self.rates, self.rng, self.journal)
+        self._clocks[process] = SimClock(process, self._tokens)
+        self.watch.roles[process.name] = role
+        return process
+
+    def store(self, process: Process) -> FaultyStore:
+        """The store as this process sees it."""
+        return self._stores[process]
+
+    def clock(self, process: Process) -> SimClock:
+        """The clock of this process."""
+        return self._clocks[process]
+
+    def store_here(self, uri: str) -> FaultyStore:
+        """Replaces ``open_store``: the store of the calling process."""
+        return self._stores[current().process]
+
+    def note(self, process: Process, what: str) -> None:
+        """Something for the journal."""
+        self.journal.note(self.scheduler.time, process.name, what)
+
+    def some_host(self) -> Host:
+        """The coordinator that a caller reaches: mostly the newest."""
+        alive = [host for host in self._hosts if host.process.alive] or self._hosts[-1:]
+        return alive[-1] if self.rng.chance(0.85) else self.rng.choice(alive)
+
+    def nodes_alive(self) -> set[str]:
+        return {node.process.name for node in self._nodes if node.process.alive}
+
+    def grace(self) -> float:
+        """What a collection is told to wait, in seconds."""
+        return self.rng.choice([0.0, 600.0, LEASE]) if self._hasty else LEASE
+
+    def _every(self, seconds: float, action: Callable[[], None]) -> None:
+        def again() -> None:
+            if not self._calm:
+                action()
+                self.scheduler.after(self.rng.around(seconds), again)
+
+        self.scheduler.after(seconds, again)
+
+    def _train(self) -> None:
+        """The next step of all ranks is to be saved."""
+        self._step, self._saves = self._step + 1, self._saves + 1
+        for node in self._nodes:
+            if node.process.alive:
+                node.save(self._step, self._saves)
+
+    def _look_after(self) -> None:
+        """Restart what has died, and let accidents happen that no call of a store is part of."""
+        rng, rates = self.rng, self.rates
+        alive = [host for host in self._hosts if host.process.alive]
+        dead = not alive or (alive[-1].process.frozen_until > self.scheduler.time + 60 and rng.chance(0.3))  # or thought dead
+        if dead or rng.chance(rates.takeovers * _ROUND / 3600):
+            self._hosts.append(Host(self))
+            for old in alive[: 1 - _HOSTS]:
+                old.process.kill()
+            self._hosts = [host for host in self._hosts if host.process.alive]
+        self._operators = [o if o.process.alive else Operator(self, o.kind) for o in self._operators]
+        if not all(node.process.alive for node in self._nodes):
+            self._restart_training()
+        if rates.outages and rng.chance(_ROUND / 7200):
+            self._outage(rng.between(20.0, 600.0))
+        if rates.clock_jumps and rng.chance(_ROUND / 1800):
+            process = rng.choice([p for p in self._clocks if p.alive])
+            self._clocks[process].offset = rng.between(-48.0, 48.0) * 3600
+            self.note(process, f"has its clock off by {self._clocks[process].offset:.0f} s")
+
+    def _lose_root(self, newest: Host | None = None) -> None:
+        """The root is lost just after a coordinator has taken charge. The operator repairs it while nothing is deleted."""
+        if self._calm:
+            return
+        if newest is None or not newest.process.alive:
+            newest = Host(self)
+            self._hosts.append(newest)
+        deleting = any(h.process.alive and h.deleting for h in self._hosts) or any(s.late_deletes for s in self._stores.values())
+        root = self.watch.root
+        if not newest.in_charge or deleting or root is None or not root["versions"]:
+            self.scheduler.after(5.0, lambda: self._lose_root(newest))
+            return
+        for operator in self._operators:
+            if operator.kind == "gc":
+                operator.process.kill()
+        self.watch.lost = True
+        if self.rng.chance(0.5):
+            del self.model.objects["root.json"]
+        else:
+            self.model.rot("root.json")
+        self.journal.note(self.scheduler.time, "world", "the root is lost")
+        self._operators = [o for o in self._operators if o.kind != "gc"] + [Operator(self, "repair")]
+
+    def _restart_training(self) -> None:
+        """A rank is lost: all training processes start again, from the newest version."""
+        self._nodes = [node if node.process.alive else Node(self, node.rank) for node in self._nodes]
+        versions = self.watch.root["versions"] if self.watch.root is not None else []
+        self._step, self._saves = (versions[-1]["step"] if versions else 0), 0
+        for node in self._nodes:
+            node.join()
+
+    def _outage(self, seconds: float) -> None:
+        stores = [self._stores[process] for process in self._stores if process.alive]
+
+        def set_all(outage: bool) -> None:
+            for store in stores:
+                store.outage = outage
+
+        set_all(True)
+        self.journal.note(self.scheduler.time, "store", f"is out for {seconds:.0f} s")
+        self.scheduler.after(seconds, lambda: set_all(False))
+
+    def _end(self) -> None:
+        """No more faults: all that was begun comes to an end, the next save works, and a collection leaves what is live alone."""
+        self._calm = True
+        self.rates.calm()
+        self.journal.note(self.scheduler.time, "world", "is calm")
+        for operator in self._operators:
+            operator.process.kill()
+        if self.watch.lost:
+            Operator(self, "repair")
+        for process, store in self._stores.items():
+            store.outage = False
+            process.thaw(now=True)
+        self.scheduler.run(self.scheduler.time + _QUIET)
+        for host in self._hosts:
+            if host.process.alive:
+                host.check_ended()
+        for node in self._nodes:
+            if node.process.alive and node.saving:
+                raise Violation("every save ends", f"{node.process} still has {node.saving} saves under way")
+        for host in self._hosts:
+            host.process.kill()
+        finisher = self.process("finisher", Role("gc"))
+        done: list[str] = []
+        finisher.spawn(lambda: self._finish(finisher, done))
+        self.scheduler.run(self.scheduler.time + 3600)
+        if not done:
+            raise Violation("the world comes to an end", "the last process did not get through in an hour")
+        self._check_clean()
+
+    def _finish(self, process: Process, done: list[str]) -> None:
+        clock = self.clock(process)
+        try:
+            repository = create_repository(self.uri, clock=clock)
+            for _ in range(2):
+                self.watch.roles[process.name].since = self.model.now
+                repository.plan_collection().execute()
+            newest = repository.latest()
+            if newest is not None:
+                repository.verify(newest, deep=True)
+            self._save_once_more(process, repository)
+        except RaystowError as error:
+            raise Violation("without faults everything works", repr(error)) from error
+        done.append("yes")
+
+    def _save_once_more(self, process: Process, repository: Repository) -> None:
+        clock, store, role = self.clock(process), self.store(process), self.watch.roles[process.name]
+        committer = Committer(repository, f"last-{clock.token()}")
+        role.epoch, role.owner = committer.epoch, committer.fence.owner
+        id, attempt = committer.reserve()
+        part = payload.part(0, id % payload.KINDS)
+        stored = {keys.pack(id, attempt, 0, payload.GROUP, 0): part.pack, keys.fragment(id, attempt, 0): part.fragment}
+        self.watch.expected |= stored
+        for key, data in stored.items():
+            store.put(key, [data])
+        record = VersionRecord(repository.id, id, attempt, committer.epoch, self._step, created=clock.now(), world_size=1)
+        committer.commit(replace(record, fragments=(part.info,), packs=part.packs))
+
+    def _check_clean(self) -> None:
+        self.watch.whole()
+        root = self.watch.root
+        assert root is not None
+        live = {f"{entry['id']:08d}-{entry['attempt']}" for entry in root["versions"]}
+        left = [key for key in self.model.objects if key not in ("raystow.json", "root.json") and key.split("/")[1] not in live]
+        if left or root["dropped"] or root["rewrites"] or self.model.unfinished:
+            raise Violation(
+                "a collection leaves what is live",
+                f"{left}, {root['dropped']}, {root['rewrites']}, {list(self.model.unfinished)} are left",
+            )

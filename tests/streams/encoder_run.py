@@ -1,0 +1,191 @@
+"""What an encoder is given, and where what it makes goes to, over streams on the CPU."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device import Device, device
+
+from raystow.storage.coding import dtypes
+from raystow.storage.coding.chunk import DEFLATE
+from raystow.storage.coding.digest import BLOCK
+from raystow.storage.format.manifest import Chunk
+from raystow.storage.reader import decode
+from raystow.workers.gpu.encode import encoder
+from raystow.workers.gpu.encode.arena import Arena
+from raystow.workers.gpu.encode.encoder import Encoder
+from raystow.workers.gpu.encode.pinned_ring import Outbox
+from raystow.workers.gpu.encode.stages import Arrived
+from raystow.workers.gpu.kernels import word_kernels
+from raystow.workers.packing.attempt import draft
+from raystow.workers.protocol.messages import ChunkInfo, DerivedChunk
+from raystow.workers.shm.coded_layout import Layout
+from raystow.workers.shm.ring import Ring
+
+KIB, MIB = 1 << 10, 1 << 20
+HERE = torch.device("cpu")
+
+
+@dataclass(frozen=True, eq=False)
+class Source:
+    """A tensor that is one chunk."""
+
+    name: str
+    tensor: torch.Tensor
+    followed: str = ""
+
+    @property
+    def dtype(self) -> dtypes.DType:
+        return dtypes.dtype(str(self.tensor.dtype).removeprefix("torch."))
+
+    @property
+    def nbytes(self) -> int:
+        return self.tensor.nbytes
+
+    @property
+    def address(self) -> int | None:
+        return self.tensor.data_ptr() if self.tensor.is_contiguous() else None
+
+    origin = address
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        return (self.dtype.width - 1,)
+
+    @property
+    def identity(self) -> Any:
+        return self.name, self.followed
+
+    def describe(self) -> ChunkInfo:
+        shape = tuple(self.tensor.shape)
+        path, offset = f'["{self.name}"]', (0,) * len(shape)
+        return ChunkInfo(self.name, path, "tensor", self.dtype.name, shape, "weights", offset, shape)
+
+    def gather(self) -> torch.Tensor:
+        return self.tensor.contiguous().view(torch.uint8)
+
+    @property
+    def bytes(self) -> bytes:
+        return self.tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@dataclass(frozen=True, eq=False)
+class Follower:
+    piece: Source
+    source: Source
+
+    def derived(self, digest: int) -> DerivedChunk:
+        return DerivedChunk(self.piece.describe(), self.source.name, self.source.dtype.name, digest)
+
+
+@dataclass(frozen=True)
+class Zlib:
+    """In the place of our own coder, which is slow where it is interpreted, and has tests of its own."""
+
+    gpu: Device
+    name: str = DEFLATE
+    stream: int = 16 * KIB
+    stride: int = 20 * KIB
+
+    def coding_scratch(self, streams: int) -> int:
+        return streams
+
+    def compress(
+        self, sources: torch.Tensor, sizes: torch.Tensor, targets: torch.Tensor, coded: torch.Tensor, *, scratch: Any, status: Any
+    ) -> None:
+        def code() -> None:
+            for i, (source, size, target) in enumerate(zip(sources.tolist(), sizes.tolist(), targets.tolist(), strict=True)):
+                coder = zlib.compressobj(6, zlib.DEFLATED, -15, 9, zlib.Z_HUFFMAN_ONLY)
+                made = coder.compress(ctypes.string_at(source, size)) + coder.flush()
+                ctypes.memmove(target, made, len(made))
+                coded[i] = len(made)
+
+        self.gpu.enqueue(code)
+        status.zero_()
+
+
+@contextlib.contextmanager
+def streams(seed: int) -> Iterator[Device]:
+    """A device. Its kernels' programs go through one digest block each: chunks have few."""
+    with device(seed) as made, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encoder, "coder", lambda name, stream: Zlib(made))
+        patch.setattr(word_kernels, "_GROUP", 1)
+        patch.setattr(word_kernels, "_REACH", 4 * BLOCK)
+        yield made
+
+
+class Receiver:
+    """A ring that chunks arrive in, and what they are then. Slots are free again as soon as their chunks were announced."""
+
+    def __init__(self, slots: int) -> None:
+        self._ring = Ring.create(slots * 64 * KIB, 64 * KIB)
+        self._free = list(range(self._ring.slots))
+        self.box = Outbox(self._ring, take=lambda: self._free.pop() if self._free else None, release=self._released)
+        self.found: dict[str, bytes] = {}
+        self.chunks: dict[str, Chunk] = {}
+
+    def _released(self, slot: int) -> None:
+        self._ring.slot(slot)[:] = 0xEE
+        self._free.append(slot)
+
+    def emit(self, encoder: Encoder, sources: list[Source], arrived: list[Arrived]) -> None:
+        assert encoder.program is not None
+        layout = Layout(encoder.program.layout(0, sources))
+        for row in (row for one in arrived for row in layout.chunks(one.message)):
+            stored = np.concatenate([self._ring.slot(slot)[at : at + size] for slot, at, size in row.parts])
+            chunk = draft(row.info, 0, row.coding, raw_digest=row.digest)
+            self.found[chunk.name] = decode(chunk, stored)[1].tobytes()
+            self.chunks[chunk.name] = chunk
+        self.box.announced(run for one in arrived for run in one.runs)
+
+
+def weights(n: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    return (torch.randn(n) * 0.02).to(dtype)
+
+
+def all_sources() -> Iterator[Source]:
+    torch.manual_seed(0)
+    yield Source("one", weights(1))
+    yield Source("small", weights(300, torch.float64))
+    for i in range(3):
+        yield Source(f"m{i}.master", weights(14_000 + i))
+        yield Source(f"m{i}.square", weights(12_000 + 16 * i).square())
+        yield Source(f"m{i}.half", weights(20_000 + 3 * i, torch.bfloat16))
+    yield Source("any bits", torch.randint(-(1 << 31), 1 << 31, (9_000,)).to(torch.int32).view(torch.float32))
+    yield Source("double", weights(5_000, torch.float64))
+    yield Source("eight", weights(30_001).to(torch.float8_e5m2))
+    yield Source("transposed", weights(6_000).reshape(60, 100).t())
+    yield Source("zeros", torch.zeros(20_000))
+
+
+def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = Encoder) -> Encoder:
+    """One whose memory holds a part of what goes through it."""
+    made = of(HERE, codec, receiver.box, size=24 * MIB)
+    memory = made._memory
+    memory.kept = memory.kept[: 160 * KIB]
+    if codec:
+        memory.tops, memory.dense = memory.tops[: 64 * KIB], Arena(memory.dense.memory[: 96 * KIB])
+        memory.limits = replace(memory.limits, group=64 * KIB)
+    return made
+
+
+def garbage(sources: list[Source]) -> None:
+    """Overwrite the tensors, as training does once it may."""
+    for source in sources:
+        source.tensor.view(torch.uint8 if source.tensor.is_contiguous() else source.tensor.dtype).fill_(91)
+
+
+def encode(gpu: Device, encoder: Encoder, receiver: Receiver, sources: list[Source], **more: Any) -> None:
+    """Save them, and let them be overwritten as soon as they have been read."""
+    emit = functools.partial(receiver.emit, encoder, sources)
+    encoder.encode(sources, after=gpu.default.record_event(), emit=emit, **{"on_read": lambda: garbage(sources), **more})
+    receiver.box.end()

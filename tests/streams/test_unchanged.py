@@ -1,0 +1,139 @@
+"""Chunks that have not changed are found by pairs of digests, and only looked for where that may pay."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device import SEEDS, Device
+from encoder_run import HERE, Follower, Source, weights
+
+from raystow.storage.coding.delta import LEAST
+from raystow.storage.coding.digest import digest_pair
+from raystow.workers.gpu import unchanged
+from raystow.workers.gpu.digests import Digests
+from raystow.workers.gpu.unchanged import Remaining, UnchangedChunks
+from raystow.workers.protocol.messages import BaseDigests, ChunkDigests, ComparedChunks
+
+seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
+
+
+def pair(source: Source) -> tuple[int, int]:
+    return digest_pair(np.frombuffer(source.bytes, np.uint8))
+
+
+@seeds
+def test_the_device_takes_the_pairs_of_the_host(gpu: Device) -> None:
+    sources = [Source("one", weights(1)), Source("transposed", weights(6_000).reshape(60, 100).t())]
+    for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e5m2):
+        sources += [Source(f"{dtype}{n}", weights(n).to(dtype)) for n in (17, 9_000, 40_001)]
+    sums = Digests(sources, HERE, pair=True).take()
+    gpu.current.synchronize()
+    sizes = np.array([source.nbytes for source in sources], np.uint64)
+    found = unchanged.finish(sums.numpy().view(np.uint64), sizes)
+    assert [tuple(numbers) for numbers in found.T.tolist()] == [pair(source) for source in sources]
+
+
+def numbers(rest: Remaining) -> list[int]:
+    """Which chunks were compared."""
+    message = rest.messages[-1]
+    assert isinstance(message, ChunkDigests)
+    return np.frombuffer(message.numbers, "<i8").tolist()
+
+
+class Saves:
+    """Saves of the same tensors, as a training process compares them. What a node worker keeps is kept in ``base``."""
+
+    def __init__(self, gpu: Device, sources: list[Source], followers: list[Follower]) -> None:
+        self.gpu, self.sources, self.followers = gpu, sources, followers
+        self.chunks = UnchangedChunks(HERE)
+        self.base: BaseDigests | None = None
+
+    def save(self) -> Remaining:
+        rest = self.chunks.compare(self.sources, self.followers, self.base, after=self.gpu.default.record_event())
+        sums = [unfinished(source) for source in rest.pieces]
+        self.chunks.note(np.array(sums, np.uint64))
+        return rest
+
+    def commit(self, id: int) -> None:
+        every = [*self.sources, *(follower.piece for follower in self.followers)]
+        pairs = [pair(one) if one.nbytes >= LEAST else (0, 0) for one in every]
+        self.base = BaseDigests(0, 1, id, np.array(pairs, "<u8").T.tobytes())
+
+
+def unfinished(source: Source) -> int:
+    """The sum whose ``finish`` is the digest: ``finish`` is replaced by a function that changes nothing."""
+    return pair(source)[0]
+
+
+@pytest.fixture
+def plain_sums(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``note`` take digests as they are, and leave those of the device as they should be."""
+    real = unchanged.finish
+
+    def finish(total: Any, nbytes: Any) -> Any:
+        return total if total.ndim == 1 else real(total, nbytes)
+
+    monkeypatch.setattr(unchanged, "finish", finish)
+
+
+@pytest.mark.parametrize("gpu", [0], indirect=True)
+@pytest.mark.usefixtures("plain_sums")
+def test_unchanged_chunks_are_not_stored(gpu: Device) -> None:
+    frozen, trained, small = Source("frozen", weights(20_000)), Source("trained", weights(20_000)), Source("small", weights(100))
+    half = Follower(Source("half", frozen.tensor.bfloat16()), frozen)
+    saves = Saves(gpu, [frozen, trained, small], [half])
+    first = saves.save()
+    assert (first.pieces, first.followers) == (saves.sources, saves.followers), "nothing is offered yet"
+    compared, digests = first.messages
+    assert isinstance(compared, ComparedChunks)
+    assert [chunk.name for chunk in compared.chunks] == ["frozen", "trained", "small", "half"]
+    assert numbers(first) == [0, 1, 3], "the large ones"
+    assert not any(digests.same)
+    saves.commit(1)
+    trained.tensor.mul_(1.5)
+    second = saves.save()
+    assert [piece.name for piece in second.pieces] == ["trained", "small"]
+    assert second.followers == []
+    (digests,) = second.messages
+    assert list(digests.same) == [1, 0, 1]
+    trained.tensor.mul_(1.5)
+    third = saves.save()
+    assert numbers(third) == [0, 3], "the others change"
+    assert third.pieces is second.pieces, "so that its plan is the same"
+    frozen.tensor[3] += 1
+    fourth = saves.save()
+    assert [piece.name for piece in fourth.pieces] == ["frozen", "trained", "small"]
+    assert [follower.piece.name for follower in fourth.followers] == [], "what follows has not changed with it"
+    fifth = saves.save()
+    assert numbers(fifth) == [1], "it was equal in two saves"
+    sixth = saves.save()
+    assert numbers(sixth) == [0, 1, 3]
+
+
+@pytest.mark.parametrize("gpu", [0], indirect=True)
+@pytest.mark.usefixtures("plain_sums")
+def test_what_always_changes_is_compared_in_two_saves_only(gpu: Device) -> None:
+    sources = [Source(str(i), weights(10_000)) for i in range(3)]
+    saves = Saves(gpu, sources, [])
+    for number in range(4):
+        rest = saves.save()
+        assert bool(rest.messages) == (number < 2)
+        assert rest.pieces is saves.sources
+        saves.commit(number + 1)
+        for source in sources:
+            source.tensor.add_(1)
+
+
+@pytest.mark.parametrize("gpu", [0], indirect=True)
+@pytest.mark.usefixtures("plain_sums")
+def test_other_chunks_and_old_offers_are_not_mixed_up(gpu: Device) -> None:
+    saves = Saves(gpu, [Source("a", weights(10_000))], [])
+    saves.save()
+    saves.commit(1)
+    saves.sources = [Source("b", saves.sources[0].tensor)]
+    rest = saves.save()
+    assert rest.pieces is saves.sources, "the offer is of other chunks"
+    assert [message.serial for message in rest.messages] == [2, 2]

@@ -1,0 +1,201 @@
+"""Compaction: what is a difference is written whole; no bit changes, whatever happens meanwhile and wherever it is cut short."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from builders import overwrite_root
+from delta_versions import as_it_was, star
+from fake_clock import FakeClock
+from killed_store import Killed, KilledStore
+from training_versions import bits, collect
+from weight_history import bases
+
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Damaged, Fenced, StateError
+from raystow.storage.format import keys
+from raystow.storage.leases import Lease
+from raystow.storage.repair import plan_repair
+from raystow.storage.repository import Repository
+from raystow.storage.retention import replacement
+from raystow.storage.retention.policy import Policy
+from raystow.storage.stores.memory import MemoryStore
+
+
+def compact(repository: Repository, id: int = 2) -> bool:
+    return replacement.plan(repository, repository.version(id).entry, replacement.compact()).execute() is not None
+
+
+def test_it_is_whole_with_every_bit_and_what_it_needed_can_go(repository: Repository, clock: FakeClock) -> None:
+    arrays = star(Committer(repository, "me"))
+    before = repository.version(2)
+    wanted, rows = bits(before), before.chunks
+    plan = repository.plan_compaction()
+    assert plan.explain() == [
+        "version 2 (step 0): written whole: needs version 1 now",
+        "version 3 (step 0): written whole: needs version 1 now",
+    ]
+    assert [entry.id for entry in plan.execute()] == [2, 3]
+    assert bases(repository) == [(), (), (), ()]
+    after = repository.version(2)
+    assert bits(after) == wanted
+    assert after.record.bases == ()
+    for name, same in after.chunks.items():
+        assert [(row.box, row.raw_digest) for row in same] == [(row.box, row.raw_digest) for row in rows[name]]
+        assert [row.derivation for row in same] == [row.derivation for row in rows[name]]
+        assert {row.coding.base for row in same} == {None}
+    repository.plan_retention(Policy(keep_last=3)).execute()
+    collect(repository, clock)
+    for version in repository.versions():
+        repository.verify(version)
+        assert as_it_was(version, arrays)
+    assert repository.plan_compaction().entries == ()
+
+
+def test_who_had_found_it_before_reads_it_until_it_is_collected(repository: Repository, clock: FakeClock) -> None:
+    arrays = star(Committer(repository, "me"))
+    found = repository.version(2), repository.version(2)
+    assert compact(repository, 2)
+    assert compact(repository, 3)
+    repository.plan_retention(Policy(keep_last=3)).execute()
+    assert bases(repository) == [(), (), ()]
+    assert as_it_was(found[0], arrays)
+    collect(repository, clock)
+    with pytest.raises(Damaged):
+        bits(found[1])
+
+
+def test_a_base_may_be_a_delta_itself(repository: Repository) -> None:
+    """raystow does not write that; the format allows it."""
+    import numpy as np
+    from builders import write
+    from delta_versions import WORDS
+    from training_versions import halves
+
+    committer = Committer(repository, "me")
+    arrays = [{"optimizer.step": WORDS + i} for i in range(4)]
+    for id in range(4):
+        write(committer, {"optimizer.step": halves(arrays[id]["optimizer.step"])}, base=(id, arrays[id - 1]) if id else None)
+    assert bases(repository) == [(), (1,), (2,), (3,)]
+    assert compact(repository)
+    assert bases(repository) == [(), (), (2,), (3,)]
+    for version, one in zip(repository.versions(), arrays, strict=True):
+        assert np.array_equal(version.read("optimizer.step"), one["optimizer.step"])
+        repository.verify(version)
+
+
+def test_what_was_thinned_stays_thin(repository: Repository) -> None:
+    arrays = star(Committer(repository, "me"))
+    repository.plan_retention(Policy(resumable=1)).execute()
+    told = repository.version(3).record.thinned
+    assert compact(repository, 3)
+    version = repository.version(3)
+    assert (version.record.thinned, version.entry.groups, version.entry.bases) == (told, ("weights",), ())
+    assert as_it_was(version, arrays)
+
+
+def newest(repository: Repository) -> None:
+    root = repository.root()
+    overwrite_root(repository, lambda _: type(root)(**{**vars(root), "versions": root.versions[:2]}))
+
+
+def verified(repository: Repository) -> None:
+    repository.record_verified(repository.version(2))
+
+
+def leased(repository: Repository) -> None:
+    Lease(repository.store, 2, repository.version(2).attempt, repository.clock).renew()
+
+
+def dropped(repository: Repository) -> None:
+    repository.plan_retention(Policy(keep_last=1)).execute()
+
+
+def compacted(repository: Repository) -> None:
+    assert compact(repository)
+
+
+@pytest.mark.parametrize("event", [newest, verified, leased, dropped, compacted])
+def test_it_gives_way(repository: Repository, clock: FakeClock, event: Callable[[Repository], None]) -> None:
+    star(Committer(repository, "me"))
+    plan = replacement.plan(repository, repository.version(2).entry, replacement.compact())
+    event(repository)
+    before = repository.root().versions
+    assert plan.execute() is None
+    assert repository.root().versions == before
+    clock.time += 4 * 3600
+    repository.plan_collection().execute()
+    for version in repository.versions():
+        repository.verify(version)
+
+
+def test_what_is_pinned_is_written_whole_as_well(repository: Repository) -> None:
+    star(Committer(repository, "me"))
+    repository.pin(repository.version(2), "good")
+    assert compact(repository)
+
+
+def test_the_plan_tells_what_stays_as_it_is(repository: Repository) -> None:
+    star(Committer(repository, "me"))
+    verified(repository)
+    assert repository.plan_compaction([2, 3, 4]).explain() == [
+        "version 2 (step 0): stays a difference: it was verified last",
+        "version 3 (step 0): written whole: needs version 1 now",
+    ]
+    with pytest.raises(StateError, match="there is no version 7"):
+        repository.plan_compaction([3, 7])
+
+
+def test_a_coordinator_that_is_fenced_writes_nothing_whole(repository: Repository) -> None:
+    star(committer := Committer(repository, "me"))
+    before = repository.root().versions
+    Committer(repository, "other")
+    with pytest.raises(Fenced):
+        repository.plan_compaction().execute(committer.fence)
+    assert repository.root().versions == before
+
+
+def test_a_damaged_base_is_named_and_nothing_changes(repository: Repository) -> None:
+    star(Committer(repository, "me"))
+    key = keys.pack(1, repository.version(1).attempt, 0, "weights", 0)
+    data = repository.store.get(key, max_bytes=1 << 30)
+    repository.store.put(key, [bytes(len(data))])
+    before = repository.root().versions
+    with pytest.raises(Damaged, match="of version 2 is a difference to it") as caught:
+        compact(repository)
+    assert caught.value.subject == key
+    assert repository.root().versions == before
+
+
+@pytest.mark.parametrize("after", [False, True])
+def test_killed_at_any_point_every_bit_is_there(
+    repository: Repository, store: MemoryStore, clock: FakeClock, *, after: bool
+) -> None:
+    arrays = star(Committer(repository, "me"))
+    outcomes = []
+    for last in range(1, 99):
+        mortal = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
+        try:
+            compact(mortal)
+        except Killed:
+            pass
+        version = repository.version(2)
+        assert as_it_was(version, arrays)
+        repository.verify(version)
+        outcomes.append(version.entry.bases)
+        collect(repository, clock)
+        assert as_it_was(repository.version(2), arrays)
+        if not version.entry.bases:
+            break
+    assert len(outcomes) > 8
+    assert outcomes == [(1,)] * (len(outcomes) - 1) + [()]
+
+
+def test_repair_prefers_the_attempt_that_needs_no_other(repository: Repository, clock: FakeClock) -> None:
+    arrays = star(Committer(repository, "me"))
+    assert compact(repository)
+    repository.store.delete([keys.ROOT])
+    plan_repair(repository.store, clock).execute()
+    assert bases(repository) == [(), (), (1,), ()]
+    assert all(as_it_was(version, arrays) for version in repository.versions())

@@ -1,0 +1,53 @@
+"""Thinning: what was signed stays signed, and nothing else becomes so."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from training_versions import mixed, thin
+
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Untrusted
+from raystow.storage.format import key_files, keys
+from raystow.storage.format.signature import Signer, Trust
+from raystow.storage.repository import Repository
+
+
+@pytest.fixture
+def signer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
+    key_files.write_pair(tmp_path / "key")
+    monkeypatch.delenv(key_files.TRUSTED_KEYS, raising=False)
+    monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "key"))
+    made = key_files.signer()
+    assert made is not None
+    return made
+
+
+@pytest.mark.parametrize("asked", [False, True])
+def test_what_was_signed_stays_signed(
+    repository: Repository, signer: Signer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, asked: bool
+) -> None:
+    if asked:
+        repository = Repository(repository.store, repository.id, clock=repository.clock, signed_by=(signer.public,))
+    committer = Committer(repository, "me", signer)
+    for step in (1, 2, 3):
+        mixed(committer, step)
+    for path in (None, tmp_path / "other"):
+        with monkeypatch.context() as patch:
+            if path is None:
+                patch.delenv(key_files.SIGNING_KEY)
+            else:
+                key_files.write_pair(path)
+                patch.setenv(key_files.SIGNING_KEY, str(path))
+            with pytest.raises(Untrusted):
+                thin(repository)
+    assert thin(repository)
+    reader = Repository(repository.store, repository.id, trust=Trust((signer.public,)))
+    assert reader.version(1).record.thinned is not None
+
+
+def test_what_nobody_has_signed_does_not_become_so(repository: Repository, committer: Committer, signer: Signer) -> None:
+    assert thin(repository)
+    version = repository.version(1)
+    assert not list(repository.store.list(keys.signature(1, version.attempt)))

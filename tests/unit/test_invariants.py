@@ -1,0 +1,218 @@
+"""Each invariant of the root refuses, by its name, a swap that breaks it; spec, module and tests list the same ones."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from raystow.storage import invariants
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import Damaged, Fenced, InvariantError
+from raystow.storage.format.root import Dropped, Entry, Rewrite, Root
+from raystow.storage.invariants import Claims, Fence
+from raystow.storage.limits import MAX_CHAIN
+from raystow.storage.repository import create_repository
+
+SPEC = Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md"
+
+
+def entry(id: int, *bases: int, thin: bool = False, attempt: str = "a") -> Entry:
+    return Entry(id, f"{attempt}{id}", "d", 1, id, 1.0, 9, 9, bases, ("weights",) if thin else ())
+
+
+def anew(old: Entry, **changes: object) -> Entry:
+    """A version written anew, as attempt ``b``."""
+    return replace(old, attempt=f"b{old.id}", saved=old.origin, **changes)  # type: ignore[arg-type]
+
+
+ONE, TWO, THREE, FOUR, FIVE = entry(1, thin=True), entry(2), entry(3, 2), entry(4), entry(5)
+OLD = Root(
+    "cafe",
+    epoch=3,
+    owner="me",
+    next_id=6,
+    pins={"good": 2},
+    versions=(ONE, TWO, THREE, FOUR, FIVE),
+    dropped=(Dropped(1, "x1", 5.0),),
+    verified=4,
+    rewrites=(Rewrite(3, "b3", 6.0), Rewrite(2, "b2", 6.0), Rewrite(4, "b4", 6.0), Rewrite(1, "b1", 6.0)),
+)
+
+
+def with_versions(*versions: Entry, **changes: object) -> Root:
+    """The root with these versions, and what left noted."""
+    gone = [one for one in OLD.versions if one not in versions]
+    notes = tuple(note for note in OLD.rewrites if note.attempt not in {one.attempt for one in versions})
+    fields = {"dropped": (*OLD.dropped, *(Dropped(one.id, one.attempt, 9.0) for one in gone)), "rewrites": notes, **changes}
+    return replace(OLD, versions=versions, **fields)  # type: ignore[arg-type]
+
+
+def commit(*added: Entry, **changes: object) -> Root:
+    return with_versions(*OLD.versions, *added, **{"next_id": 7, **changes})
+
+
+FOURTH = anew(FOUR)
+THIRD = anew(THREE, bases=())
+
+ALLOWED = {
+    "nothing": (OLD, Claims(Fence(3, "me"))),
+    "a new epoch": (replace(OLD, epoch=4, owner="you"), Claims()),
+    "a commit": (commit(entry(6, 5)), Claims(Fence(3, "me"))),
+    "a commit that skips ids": (commit(entry(9), next_id=10), Claims()),
+    "a drop": (with_versions(ONE, TWO, FOUR, FIVE), Claims()),
+    "a release": (with_versions(ONE, FOUR, FIVE, pins={}), Claims(released=frozenset({"good"}))),
+    "a note": (replace(OLD, rewrites=(*OLD.rewrites, Rewrite(1, "c1", 7.0))), Claims()),
+    "a note struck out": (replace(OLD, rewrites=()), Claims()),
+    "spent ids": (replace(OLD, next_id=50), Claims()),
+    "collected": (replace(OLD, dropped=()), Claims()),
+    "a pin": (replace(OLD, pins={"good": 4, "better": 2}), Claims()),
+    "another verified": (replace(OLD, verified=0), Claims()),
+    "written whole": (with_versions(ONE, TWO, THIRD, FOUR, FIVE), Claims(read=frozenset({THREE, TWO}))),
+    "thinned": (with_versions(ONE, TWO, anew(THREE, groups=("weights",)), FOUR, FIVE), Claims(read=frozenset({THREE}))),
+}
+
+BROKEN = {
+    "I1 writer_in_charge": [(commit(entry(6)), Claims(fence)) for fence in (Fence(2, "me"), Fence(3, "you"), Fence(4, "me"))],
+    "I2 epoch_rises": [
+        (replace(OLD, epoch=4), Claims()),
+        (replace(OLD, epoch=2, owner="you"), Claims()),
+        (replace(OLD, owner="you"), Claims()),
+        (replace(OLD, repository="beef"), Claims()),
+    ],
+    "I3 next_id_grows": [(replace(OLD, next_id=5), Claims())],
+    "I4 one_commit": [
+        (commit(entry(6), entry(7), next_id=8), Claims()),
+        (commit(entry(6), next_id=9), Claims()),
+        (replace(OLD, versions=(entry(6), *OLD.versions)), Claims()),
+        (with_versions(ONE, TWO, FOUR, FIVE, entry(6), next_id=7), Claims()),
+    ],
+    "I5 removals_noted": [
+        (replace(with_versions(ONE, TWO, FOUR, FIVE), dropped=OLD.dropped), Claims()),
+        (replace(OLD, dropped=(*OLD.dropped, Dropped(2, "z", 9.0))), Claims()),
+    ],
+    "I6 newest_stays": [
+        (with_versions(ONE, TWO, THREE, FOUR), Claims()),
+        (with_versions(ONE, TWO, THREE, FOUR, anew(FIVE)), Claims()),
+    ],
+    "I7 verified_stays": [
+        (with_versions(ONE, TWO, THREE, FIVE, verified=0), Claims()),
+        (with_versions(ONE, TWO, THREE, FOURTH, FIVE), Claims()),
+    ],
+    "I8 pinned_stays": [
+        (with_versions(ONE, THREE, FOUR, FIVE, pins={}), Claims()),
+        (with_versions(ONE, anew(TWO, groups=("weights",)), THREE, FOUR, FIVE), Claims()),
+        (with_versions(ONE, anew(TWO, bases=(1,)), THREE, FOUR, FIVE), Claims(released=frozenset({"bad"}))),
+    ],
+    "I9 replacements_noted": [
+        (with_versions(ONE, TWO, replace(THIRD, attempt="c3"), FOUR, FIVE), Claims()),
+        (replace(with_versions(ONE, TWO, THIRD, FOUR, FIVE), rewrites=OLD.rewrites), Claims()),
+        (with_versions(ONE, TWO, THIRD, FOUR, FIVE), Claims(read=frozenset({THREE, anew(TWO)}))),
+        (with_versions(anew(ONE), TWO, THIRD, FOUR, FIVE), Claims()),
+    ],
+    "I10 replacement_is_same": [
+        (with_versions(ONE, TWO, replace(THIRD, step=9), FOUR, FIVE), Claims()),
+        (with_versions(ONE, TWO, replace(THIRD, saved="z"), FOUR, FIVE), Claims()),
+        (with_versions(anew(ONE, groups=()), TWO, THREE, FOUR, FIVE), Claims()),
+    ],
+    "I11 notes_on_old_versions": [(replace(OLD, rewrites=(*OLD.rewrites, Rewrite(id, "c", 7.0))), Claims()) for id in (5, 6)],
+    "I12 ids_ascend": [(commit(entry(6), next_id=6), Claims()), (replace(OLD, versions=OLD.versions[::-1]), Claims())],
+    "I13 attempts_once": [
+        (commit(replace(entry(6), attempt="x"), dropped=OLD.dropped, rewrites=(Rewrite(6, "x", 1.0),)), Claims()),
+        (commit(entry(6), rewrites=(*OLD.rewrites, OLD.rewrites[0])), Claims()),
+    ],
+    "I14 bases_live": [
+        (commit(entry(6, 9)), Claims()),
+        (commit(entry(6, 6)), Claims()),
+        (with_versions(ONE, THREE, FOUR, FIVE, pins={}), Claims(released=frozenset({"good"}))),
+    ],
+    "I15 bases_complete": [
+        (commit(entry(6, 1)), Claims()),
+        (with_versions(ONE, anew(TWO, groups=("weights",)), THREE, FOUR, FIVE), Claims(released=frozenset({"good"}))),
+    ],
+    "I16 chains_bounded": [],
+    "I17 names_live": [
+        (replace(OLD, verified=7), Claims()),
+        (replace(OLD, pins={"good": 2, "bad": 7}), Claims()),
+        (replace(OLD, pins={"good": 2, "bad": 0}), Claims()),
+        (with_versions(ONE, FOUR, FIVE), Claims(released=frozenset({"good"}))),
+    ],
+}
+
+
+@pytest.mark.parametrize("name", ALLOWED)
+def test_a_sound_swap_is_made(name: str) -> None:
+    new, claims = ALLOWED[name]
+    invariants.check(OLD, new, claims)
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in BROKEN.items() for case in range(len(cases))])
+def test_a_swap_that_breaks_it_is_refused(name: str, case: int) -> None:
+    """Other invariants may be broken, too: this one is among them, and refuses alone if it is the first."""
+    new, claims = BROKEN[name][case]
+    if name == "I1 writer_in_charge":
+        with pytest.raises(Fenced, match="has replaced epoch"):
+            invariants.check(OLD, new, claims)
+        return
+    with pytest.raises(InvariantError):
+        invariants.check(OLD, new, claims)
+    assert name in broken(OLD, new, claims)
+
+
+def broken(old: Root, new: Root, claims: Claims) -> list[str]:
+    rules = [*invariants.OF_SWAP, *(lambda old, new, claims, of=of: set(of(new)) - set(of(old)) for of in invariants.OF_ROOT)]
+    return [name for name, rule in zip(invariants.names(), rules, strict=True) if list(rule(old, new, claims))]  # type: ignore[operator]
+
+
+@pytest.mark.parametrize(("name", "case"), [(name, 0) for name, cases in BROKEN.items() if cases and name[:3] != "I1 "])
+def test_the_message_begins_with_the_name(name: str, case: int) -> None:
+    new, claims = BROKEN[name][case]
+    first = broken(OLD, new, claims)[0]
+    with pytest.raises(InvariantError, match=rf"root\.json: {first}: "):
+        invariants.check(OLD, new, claims)
+
+
+def test_a_chain_beyond_the_limit_is_refused() -> None:
+    chain = tuple(entry(id, *([id - 1] if id > 1 else [])) for id in range(1, MAX_CHAIN + 1))
+    old = Root("cafe", next_id=MAX_CHAIN + 1, versions=chain)
+    new = replace(old, next_id=MAX_CHAIN + 2, versions=(*chain, entry(MAX_CHAIN + 1, MAX_CHAIN)))
+    with pytest.raises(InvariantError, match="I16 chains_bounded"):
+        invariants.check(old, new)
+    invariants.check(None, old)
+
+
+def test_what_was_broken_before_refuses_nothing_else() -> None:
+    """A root that lost a base by hand can still be pruned and committed to."""
+    old = replace(OLD, versions=(ONE, THREE, FOUR, FIVE), pins={"good": 2})
+    invariants.check(old, replace(old, next_id=7, versions=(*old.versions, entry(6))))
+    invariants.check(old, replace(old, pins={}))
+
+
+def test_a_new_root_is_judged_by_itself() -> None:
+    invariants.check(None, OLD)
+    with pytest.raises(InvariantError, match="I14 bases_live"):
+        invariants.check(None, replace(OLD, versions=(ONE, THREE, FOUR, FIVE), pins={}))
+
+
+def test_nothing_is_written_where_an_invariant_is_broken() -> None:
+    repository = create_repository(f"memory://invariants-{SYSTEM.token()}")
+    before = repository.root()
+    with pytest.raises(InvariantError, match="I17 names_live"):
+        repository.register.update(lambda root: replace(root, pins={"x": 1}))
+    assert repository.root() == before
+
+
+def test_a_root_of_another_repository_is_refused() -> None:
+    repository = create_repository(f"memory://invariants-{SYSTEM.token()}")
+    tagged = repository.store.get_tagged("root.json", max_bytes=1 << 20)
+    repository.store.put_if("root.json", replace(repository.root(), repository="beef").dump(), tagged.tag)
+    with pytest.raises(Damaged, match="belongs to repository beef"):
+        repository.register.update(lambda root: replace(root, pins={}))
+
+
+def test_spec_module_and_tests_list_the_same() -> None:
+    section = SPEC.read_text().partition("## Invariants of the root\n")[2].partition("\n## ")[0]
+    told = [f"{number} {name}" for number, name in re.findall(r"^\| (I\d+) \| `(\w+)` \|", section, re.MULTILINE)]
+    assert told == invariants.names() == list(BROKEN)

@@ -1,0 +1,208 @@
+"""Chunks that are stored once and referenced: read, planned, verified, written whole, and found damaged."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pyarrow as pa
+import pytest
+from builders import memory_repository, rows_and_pack, whole, write_rows
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from packs import flip, pack_key
+
+from raystow.orchestrator.restore.planner import plan_restore
+from raystow.orchestrator.restore.what_if import plan_world
+from raystow.storage.coding import digest
+from raystow.storage.coding.chunk import reference
+from raystow.storage.coding.derived import Derivation, derive
+from raystow.storage.coding.digest import digest_pair, raw_digest, stored_digest
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Damaged, Unsupported
+from raystow.storage.format.manifest import SCHEMA, Chunk, Fragment, rows_of
+from raystow.storage.repository import Repository, create_repository
+from raystow.storage.retention.policy import Policy
+
+RANDOM = np.random.default_rng(3)
+FROZEN = RANDOM.normal(size=(300, 200)).astype(np.float32)
+TRAINED = [RANDOM.normal(size=9_000).astype(np.float32) for _ in range(4)]
+
+
+def referring(row: Chunk, id: int) -> Chunk:
+    return replace(row, pack=0, start=0, coding=reference(id), stored_digest=stored_digest())
+
+
+def frozen_rows() -> tuple[list[Chunk], bytes]:
+    """A frozen tensor in two chunks, and two that are derived from it."""
+    rows, pack = rows_and_pack({"frozen": (FROZEN, [((0, 0), (200, 200)), ((200, 0), (100, 200))])})
+    more = list[Chunk]()
+    for row in rows:
+        part = FROZEN[row.offset[0] : row.offset[0] + row.extent[0]].reshape(-1).view(np.uint8)
+        half = raw_digest(derive(part, "float32", "float16"))
+        follows = Derivation("frozen", "float32")
+        more.append(replace(row, kind="tensor"))
+        more.append(replace(row, kind="tensor", name="half", dtype="float16", derivation=follows, raw_digest=half))
+        more.append(replace(row, kind="tensor", name="tied", derivation=follows))
+    return more, pack
+
+
+def history(repo: Repository, count: int = 3) -> dict[str, bytes]:
+    """Versions of which all but the first refer to it; what the frozen tensors hold."""
+    committer, (frozen, pack) = Committer(repo, "me"), frozen_rows()
+    for number in range(count):
+        own, packed = rows_and_pack({"trained": whole(TRAINED[number])})
+        if number:
+            write_rows(committer, [*own, *(referring(row, 1) for row in frozen)], packed)
+        else:
+            moved = [replace(row, start=len(pack)) for row in own]
+            write_rows(committer, [*frozen, *moved], pack + packed)
+    return {"frozen": FROZEN.tobytes(), "half": FROZEN.astype(np.float16).tobytes(), "tied": FROZEN.tobytes()}
+
+
+@pytest.fixture
+def repo() -> Repository:
+    return memory_repository()
+
+
+def check(repo: Repository, id: int, frozen: Mapping[str, bytes]) -> None:
+    version = repo.version(id)
+    for name, raw in {**frozen, "trained": TRAINED[id - 1].tobytes()}.items():
+        assert np.asarray(version.read(name)).tobytes() == raw, name
+    part = np.asarray(version.read("frozen", slice(190, 250)))
+    assert np.array_equal(part, FROZEN[190:250])
+    repo.verify(version)
+    repo.verify(version, deep=False)
+
+
+def test_references_are_read_through_the_version_they_name(repo: Repository) -> None:
+    frozen = history(repo)
+    for id in (1, 2, 3):
+        check(repo, id, frozen)
+    assert [entry.bases for entry in repo.root().versions] == [(), (1,), (1,)]
+    newest = repo.version(3)
+    assert newest.bytes == newest.tensors()["trained"].stored < 0.2 * repo.version(1).bytes
+    assert newest.raw == repo.version(1).raw
+
+
+def test_plans_count_referenced_bytes_where_they_are_stored(repo: Repository) -> None:
+    history(repo)
+    newest = repo.version(3)
+    blank = {
+        "frozen": np.zeros_like(FROZEN),
+        "half": np.zeros((300, 200), np.float16),
+        "tied": np.zeros_like(FROZEN),
+        "trained": np.zeros_like(TRAINED[0]),
+    }
+    plan = plan_restore(newest, blank)
+    assert [(read.base, read.node) for read in plan.reads] == [(0, 0), (1, 0)]
+    frozen = sum(chunk.coding.size for chunk in repo.version(1).chunks["frozen"])
+    assert plan.nbytes == newest.bytes + frozen, "bytes that two tensors share are read once"
+    plan.execute()
+    assert np.array_equal(blank["frozen"], FROZEN)
+    assert plan_world(newest, 2, per_node=1).store.nbytes == newest.bytes + frozen
+
+
+def test_the_independent_reader_reads_references(tmp_path: Path) -> None:
+    repo = create_repository(str(tmp_path))
+    history(repo)
+    sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
+    try:
+        import reader
+    finally:
+        sys.path.pop(0)
+    found = reader.read(tmp_path)
+    assert found["frozen"].tobytes() == FROZEN.tobytes()
+    assert found["half"].tobytes() == FROZEN.astype(np.float16).tobytes()
+
+
+def test_a_version_with_references_is_written_whole(repo: Repository) -> None:
+    frozen = history(repo)
+    repo.plan_compaction([2]).execute()
+    assert [entry.bases for entry in repo.root().versions] == [(), (), (1,)]
+    for id in (1, 2, 3):
+        check(repo, id, frozen)
+
+
+def test_retention_keeps_what_is_referenced_and_drops_it_later(repo: Repository) -> None:
+    frozen = history(repo)
+    repo.plan_retention(Policy(keep_last=1)).execute()
+    assert [entry.id for entry in repo.root().versions] == [1, 3]
+    check(repo, 3, frozen)
+    own, pack = rows_and_pack({"trained": whole(TRAINED[3])})
+    write_rows(Committer(repo, "another"), own, pack)
+    repo.plan_retention(Policy(keep_last=1)).execute()
+    assert [entry.id for entry in repo.root().versions] == [4]
+
+
+def test_a_thinned_version_keeps_its_references(repo: Repository) -> None:
+    frozen = history(repo)
+    repo.plan_retention(Policy(resumable=1)).execute()
+    root = repo.root().versions
+    assert [entry.resumable for entry in root][-1]
+    check(repo, 2, frozen)
+    check(repo, 3, frozen)
+
+
+def test_damage_of_what_is_referenced_names_its_pack(repo: Repository) -> None:
+    history(repo)
+    flip(repo, pack := pack_key(repo.version(1), 0))
+    with pytest.raises(Damaged) as caught:
+        repo.version(2).read("frozen")
+    assert caught.value.subject == pack
+    with pytest.raises(Damaged):
+        repo.verify(repo.version(2))
+
+
+def test_a_reference_to_a_reference_is_damage(repo: Repository) -> None:
+    """Or to other elements."""
+    history(repo)
+    rows, _ = frozen_rows()
+    committer = Committer(repo, "me too")
+    write_rows(committer, [referring(row, 2) for row in rows], b"")
+    with pytest.raises(Damaged, match="reference itself"):
+        repo.version(4).read("frozen")
+    other = [replace(row, dtype="int32") for row in rows if row.derivation is None]
+    write_rows(committer, [referring(row, 1) for row in other], b"")
+    with pytest.raises(Damaged, match="no chunk of just"):
+        repo.version(5).read("frozen")
+    wrong = [replace(row, raw_digest=row.raw_digest ^ 1) for row in rows if row.derivation is None]
+    write_rows(committer, [referring(row, 1) for row in wrong], b"")
+    with pytest.raises(Damaged, match="do not match their digest"):
+        repo.version(6).read("frozen")
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [{"base": None}, {"base": 0}, {"codecs": ["raw"], "stored": [0]}, {"transform": ["same", "planes"]}, {"streams": [1]}],
+)
+def test_references_that_make_no_sense_are_refused(changed: dict[str, object]) -> None:
+    row = {"name": "t", "path": '["t"]', "kind": "tensor", "value": None, "dtype": "float32", "shape": [2], "offset": [0]}
+    row |= {"extent": [2], "group": "weights", "pack": 0, "start": 0, "base": 1, "transform": ["same"], "codecs": []}
+    row |= {"stored": [], "stream": 1, "streams": [], "raw_digest": 0, "stored_digest": bytes(32)}
+    (good,) = Fragment.of(rows_of(pa.Table.from_pylist([row], SCHEMA)), 0).chunks
+    assert good.is_reference
+    assert good.stored == 0
+    with pytest.raises((Damaged, Unsupported)):
+        Fragment.of(rows_of(pa.Table.from_pylist([row | changed], SCHEMA)), 0)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 300_000), st.integers(0, 99), st.integers(0, 7))
+def test_the_pair_tells_bytes_apart(size: int, seed: int, shift: int) -> None:
+    raw = np.random.default_rng(seed).integers(0, 256, size + shift, np.uint8)[shift:]
+    first, second = digest_pair(raw)
+    assert first == raw_digest(raw)
+    words = np.frombuffer(raw.tobytes() + bytes(-size % 4), "<u4").tolist()
+    total = 0
+    for i, word in enumerate(words):
+        block, place = divmod(i, digest.BLOCK)
+        total += word * int(digest.SECOND_WORD_KEYS[place]) * digest.block_key(block, second=True)
+    assert second == digest.finish(total, size)
+    if size:
+        other = raw.copy()
+        other[seed % size] ^= 1
+        assert not {*digest_pair(other)} & {first, second}

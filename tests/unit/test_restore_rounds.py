@@ -1,0 +1,302 @@
+"""Rounds of restores: all ranks restore one version, fall back together, and every wait has a deadline."""
+
+from __future__ import annotations
+
+import pytest
+from builders import empty_record, memory_repository
+from fake_clock import FakeClock
+
+from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
+from raystow.orchestrator.restore.version_cache import VersionCache
+from raystow.storage.committer import Committer
+from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, StoreUnavailable
+from raystow.storage.format import keys
+from raystow.storage.format.root import Entry
+from raystow.storage.retention.policy import Policy
+from raystow.storage.stores.memory import MemoryStore
+from raystow.workers.protocol.messages import RestoreChoice, RestoreVote
+
+
+class RestoringRun:
+    """Two ranks, and as many versions as are committed."""
+
+    def __init__(self) -> None:
+        self.clock = FakeClock()
+        self.repository = memory_repository(self.clock)
+        self.committer = Committer(self.repository, "me")
+        self.damaged: list[int] = []
+        self.known = VersionCache(self.repository)
+        self.rounds = RestoreRounds(self.repository, self.clock, self.known, on_fall_back=lambda: self.damaged.append(1))
+
+    def commit(self, steps: int) -> list[Entry]:
+        return [self.committer.commit(empty_record(self.committer, step)).entry for step in range(steps)]
+
+    def vote(
+        self,
+        rank: int,
+        tried: Entry | None = None,
+        damage: str = "",
+        *,
+        number: int = 1,
+        process: str = "a",
+        error: str = "",
+        read: dict[str, int] | None = None,
+    ) -> RestoreRound:
+        return self.rounds.vote(RestoreVote(rank, 2, f"{process}{rank}", number, 60.0, tried, damage, error, read=read or {}))
+
+    def leases(self) -> list[tuple[int, str] | None]:
+        return [keys.leased(info.key) for info in self.repository.store.list(keys.LEASES)]
+
+
+@pytest.fixture
+def run() -> RestoringRun:
+    return RestoringRun()
+
+
+def test_an_empty_repository_has_nothing_to_restore(run):
+    assert run.vote(0).answer(None) is None
+    assert run.vote(1).answer(None) is None
+
+
+def test_a_commit_between_two_ranks_does_not_part_them(run):
+    (old,) = run.commit(1)
+    assert run.vote(0).answer(None) == old
+    (new,) = run.commit(1)
+    first, second = run.vote(0, old), run.vote(1)
+    assert second.answer(None) == old
+    assert not first.answers(old)  # until the other has restored it, too
+    run.vote(1, old)
+    assert first.answers(old)
+    assert first.answer(old) == old
+    assert run.vote(0, number=2).answer(None) == new
+
+
+def test_a_restore_begins_when_all_ranks_have_joined(run):
+    """All are then told where the parts are."""
+    (entry,) = run.commit(1)
+    round = run.rounds.vote(RestoreVote(0, 3, "a0", 1, 60.0, node="node b"))
+    run.rounds.vote(RestoreVote(1, 3, "a1", 1, 60.0, node="node b"))
+    changes = run.rounds.changes
+    assert not round.answers(None)
+    run.rounds.vote(RestoreVote(2, 3, "a2", 1, 60.0, node="node a"))
+    assert round.answers(None)
+    assert run.rounds.changes > changes
+    assert round.company.nodes == ("node a", "node b")
+    for rank in range(3):
+        run.rounds.vote(RestoreVote(rank, 3, f"a{rank}", 1, 60.0, entry))
+    again = run.rounds.vote(RestoreVote(0, 3, "a0", 2, 60.0, node="node c"))
+    assert not again.answers(None)
+    for rank in (1, 2):
+        run.rounds.vote(RestoreVote(rank, 3, f"a{rank}", 2, 60.0, node="node c"))
+    assert again.company.nodes == ("node c",)
+    assert again.company.round != round.company.round
+
+
+def test_who_never_comes_is_named_too(run):
+    run.commit(1)
+    round = run.vote(0)
+    run.clock.time += 61
+    run.rounds.tick()
+    assert round.answers(None)
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
+        round.answer(None)
+
+
+def test_all_fall_back_if_one_finds_damage(run, caplog):
+    _, older, newest = run.commit(3)
+    first, _ = run.vote(0), run.vote(1)
+    run.vote(0, newest)
+    run.vote(1, newest, "versions/3/weights.pack: the object is cut")
+    assert first.answers(newest)
+    assert first.answer(newest) == older
+    assert "VERSION 3 (step 2) IS DAMAGED, falling back to version 2 (step 1): rank 1: versions/3/weights.pack" in caplog.text
+    for rank in range(2):
+        assert run.vote(rank, older).answer(older) == older
+    assert first.done
+    assert len(run.damaged) == 1
+
+
+def test_a_thinned_version_is_skipped_and_not_damaged(run, caplog):
+    """Damage that one rank finds counts, whatever others say; and what was found in one version says nothing of the next."""
+    last, middle, newest = run.commit(3)
+    first, _ = run.vote(0), run.vote(1)
+
+    def say(rank, entry, damage, whole):
+        run.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, entry, damage, whole=whole))
+
+    say(0, newest, "it is cut", False)
+    say(1, newest, "it was thinned", True)
+    assert (first.answer(newest), len(run.damaged)) == (middle, 1)
+    say(0, middle, "it was thinned", True)
+    say(1, middle, "", True)
+    assert (first.answer(middle), len(run.damaged)) == (last, 1)
+    assert "version 2 (step 1) holds too little, falling back to version 1 (step 0): rank 0: it was thinned" in caplog.text
+    assert caplog.text.count("IS DAMAGED") == 1
+    say(0, last, "it was thinned", True)
+    say(1, last, "it was thinned", True)
+    with pytest.raises(Damaged, match="no version is whole and holds all that is asked for; the last, 1: rank 0"):
+        first.answer(last)
+
+
+def test_if_nothing_is_whole_everyone_hears_so(run):
+    (only,) = run.commit(1)
+    run.vote(0), run.vote(1)
+    run.vote(0, only)
+    round = run.vote(1, only, "it is cut")
+    assert round.answers(only)
+    with pytest.raises(Damaged, match="no version is whole; the last, 1: rank 1: it is cut"):
+        round.answer(only)
+
+
+def test_what_is_being_restored_is_leased(run):
+    old, new = run.commit(2)
+    run.vote(0)
+    assert run.leases() == [(new.id, new.attempt)]
+    run.vote(1)
+    for rank in range(2):
+        run.vote(rank, new, "damaged")
+    assert run.leases() == [(old.id, old.attempt)]
+    assert run.repository.plan_retention(Policy(keep_last=1)).dropped == ()
+    for rank in range(2):
+        run.vote(rank, old)
+    assert run.leases() == []
+
+
+def test_a_rank_that_gives_up_ends_it_for_all(run):
+    (entry,) = run.commit(1)
+    run.vote(0), run.vote(1)
+    waiting = run.vote(0, entry)
+    run.vote(1, error="into: names do not match")
+    with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
+        waiting.answer(entry)
+    assert run.leases() == []
+
+
+def test_a_busy_rank_is_told_with_its_next_call(run):
+    (entry,) = run.commit(1)
+    run.vote(0), run.vote(1)
+    run.vote(1, error="into: names do not match")
+    round = run.vote(0, entry)
+    assert round.answers(entry)
+    with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
+        round.answer(entry)
+    assert not run.vote(0, number=2).answers(None), "the next restore is another one"
+
+
+def test_a_rank_that_was_not_told_yet_tries_for_itself(run):
+    """What keeps another from restoring may keep it too, and then its own error says more."""
+    (entry,) = run.commit(1)
+    untold = run.vote(0)
+    run.vote(1), run.vote(1, error="into: names do not match")
+    assert untold.answers(None)
+    assert untold.answer(None) == entry
+    with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
+        run.vote(0, entry).answer(entry)
+
+
+@pytest.mark.parametrize("again", [{"process": "b"}, {"number": 2}])
+def test_a_rank_that_begins_again_ends_what_the_others_wait_for(run, again):
+    (entry,) = run.commit(1)
+    old = run.vote(1, run.vote(1).answer(None))
+    run.vote(0)
+    new = run.vote(0, **again)
+    assert old.answers(entry)
+    with pytest.raises(ClusterError, match="rank 0 has begun another restore"):
+        old.answer(entry)
+    assert new.answer(None) == entry
+
+
+def test_a_restarted_process_ends_the_round_of_its_former_one(run):
+    run.commit(1)
+    round = run.vote(0)
+    run.rounds.left(0, "a0")
+    assert not round.failure
+    run.rounds.left(0, "b0")
+    with pytest.raises(ClusterError, match="rank 0 was restarted"):
+        round.answer(None)
+
+
+def test_a_rank_that_never_comes_is_named_after_the_deadline(run):
+    (entry,) = run.commit(1)
+    round = run.vote(0, run.vote(0).answer(None))
+    run.clock.time += 59
+    run.rounds.tick()
+    assert not round.answers(entry)
+    run.clock.time += 2
+    run.rounds.tick()
+    with pytest.raises(DeadlineExceeded, match=r"ranks \[1\]"):
+        round.answer(entry)
+
+
+def test_another_world_size_ends_the_old_round(run):
+    run.commit(1)
+    round = run.vote(0)
+    run.rounds.vote(RestoreVote(0, 3, "b0", 1, 60.0))
+    with pytest.raises(ClusterError, match="world size changed from 2 to 3"):
+        round.answer(None)
+
+
+def in_memory(run: RestoringRun) -> RestoreChoice:
+    record = empty_record(run.committer, 9)
+    return RestoreChoice(record.entry(b"digest", 7), {0: ["node"]}, record.dump())
+
+
+def test_a_save_in_memory_comes_before_the_newest_version(run):
+    (newest,) = run.commit(1)
+    held = in_memory(run)
+    round = run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held)
+    assert round.answer(None) == held.entry
+    assert run.vote(1).answer(None) == held.entry  # though nothing is held any more when the second rank asks
+    assert run.leases() == []
+    run.vote(0, held.entry)
+    assert run.vote(1, held.entry, "the pack is missing").answer(held.entry) == newest
+    assert run.leases() == [(newest.id, newest.attempt)]
+
+
+def test_only_for_who_wants_it_and_only_if_it_is_newer(run):
+    held = in_memory(run)
+    (newest,) = run.commit(1)
+    assert run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held).answer(None) == newest
+    held = in_memory(run)
+    assert run.rounds.vote(RestoreVote(0, 2, "a0", 2, 60.0, allow_uncommitted=False), held).answer(None) == newest
+    assert run.rounds.vote(RestoreVote(0, 2, "a0", 3, 60.0), held).answer(None) == held.entry
+
+
+def test_without_the_store_known_versions_are_restored(run, monkeypatch):
+    """They are not leased."""
+    (old,) = run.commit(1)
+    assert run.vote(0).answer(None) == old
+    (new,) = run.commit(1)
+    run.known.committed(new)
+
+    def down(*_: object, **__: object) -> None:
+        raise StoreUnavailable("503", subject="root.json")
+
+    def put(self: MemoryStore, key: str, parts: object) -> None:
+        raise AssertionError(f"{key} is waited for in vain, for minutes")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MemoryStore, "get_tagged", down)
+        patch.setattr(MemoryStore, "put", put)
+        round = run.vote(0, number=2)
+        assert round.answer(None) == new
+        run.vote(1)
+        run.vote(0, new, number=2)
+        run.vote(1, new, "a pack is missing")
+        assert round.answer(new) == old
+
+
+def test_a_restore_is_told_once_with_what_all_ranks_have_read(run):
+    old, new = run.commit(2)
+    run.vote(0)
+    run.vote(1)
+    run.clock.time += 2
+    run.vote(0, new, "a flipped bit", read={"store": 1000})
+    run.vote(1, new, read={"store": 1000})  # of a version that was not restored in the end
+    run.vote(0, old, read={"memory": 7, "store": 5})
+    assert run.rounds.restored() == []  # not before all have it
+    run.vote(1, old, read={"store": 5})
+    (told,) = run.rounds.restored()
+    assert (told.version, told.step, told.ranks, told.read) == (old.id, old.step, 2, {"memory": 7, "store": 10})
+    assert (told.at, told.seconds) == (run.clock.now(), 2)
+    assert run.rounds.restored() == []

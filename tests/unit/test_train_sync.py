@@ -1,0 +1,315 @@
+"""Ray Train and a repository keep the same versions, whatever is lost between them; and pointers lead to them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pyarrow.fs
+import pytest
+from builders import empty_record, live_ids, whole
+from builders import write as write_version
+from polling import wait_until
+
+from raystow import Policy, ray_train
+from raystow.orchestrator.integrations.ray_train.pointer import FILE, Identity, folder, identity, read, write
+from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Damaged, NotFound, StateError, StoreUnavailable
+from raystow.storage.format.root import Entry
+from raystow.storage.repository import Repository, create_repository
+
+
+@dataclass
+class Pointer:
+    """What Train calls a checkpoint."""
+
+    path: str
+    filesystem: Any
+
+
+class Train:
+    """A run, as Train sees it: what it lists, newest last, and what it deletes."""
+
+    def __init__(self, place: Path) -> None:
+        self.place, self.filesystem = place, pyarrow.fs.LocalFileSystem()
+        self.names: list[str] = []
+
+    def listed(self, patience: float = 0.0) -> set[Identity]:
+        return {which for name in self.names if (which := identity(name)) is not None}
+
+    def hear(self, sync: TrainSync) -> list[dict[str, Any]]:
+        news = sync.take_reports()
+        for version in news:
+            assert version.folder not in self.names, "reported twice"
+            assert (self.place / version.folder / FILE).is_file()
+            self.names.append(version.folder)
+        return [version.metrics for version in news]
+
+    def drop(self, *ids: int) -> None:
+        for name in list(self.names):
+            if identity(name)[0] in ids:  # type: ignore[index]
+                self.filesystem.delete_dir(str(self.place / name))
+                self.names.remove(name)
+
+    def checkpoint(self, entry: Entry) -> Pointer:
+        return Pointer(str(self.place / folder(entry)), self.filesystem)
+
+
+@pytest.fixture
+def repository(tmp_path: Path) -> Repository:
+    return create_repository(str(tmp_path / "repository"))
+
+
+@pytest.fixture
+def train(tmp_path: Path) -> Train:
+    return Train(tmp_path / "train")
+
+
+@pytest.fixture
+def commit(repository: Repository) -> Callable[..., Entry]:
+    committer = Committer(repository, "me")
+
+    def commit(step: int, **metrics: Any) -> Entry:
+        return committer.commit(replace(empty_record(committer, step), metrics=metrics)).entry
+
+    return commit
+
+
+def new_process(repository: Repository, train: Train, run: str = "run") -> TrainSync:
+    def point(entry: Entry) -> None:
+        write(repository, entry, train.filesystem, str(train.place / folder(entry)))
+
+    sync = TrainSync(repository, run, listed=train.listed, write_pointer=point)
+    sync.collect()
+    return sync
+
+
+def test_train_hears_of_each_version_once_and_in_order(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    commit(1, loss=3.0)
+    sync.collect()
+    sync.collect()
+    commit(2, loss=2.0, raw=b"\x00")
+    commit(3)
+    sync.collect()
+    assert train.hear(sync) == [{"loss": 3.0}, {"loss": 2.0}, {}]  # JSON has no bytes
+    assert train.hear(sync) == []
+    assert train.listed() == {(v.id, v.attempt) for v in repository.versions()}
+
+
+def test_what_train_drops_is_dropped_and_nothing_else(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    for step in (1, 2, 3, 4):
+        commit(step)
+    repository.pin(repository.version(2), "best")
+    sync.collect()
+    train.hear(sync)
+    sync.drop()
+    assert live_ids(repository) == [1, 2, 3, 4]
+    train.drop(1, 2)
+    commit(5)
+    sync.drop()  # of 5 it has not heard yet
+    assert live_ids(repository) == [2, 3, 4, 5]
+    repository.unpin("best")
+    sync.drop()
+    assert live_ids(repository) == [3, 4, 5]
+    assert set(repository.root().pins.values()) == {3, 4}
+
+
+def test_no_other_retention_takes_what_train_lists(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    for step in (1, 2, 3):
+        commit(step)
+    sync.collect()
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    assert live_ids(repository) == [1, 2, 3]
+
+
+def test_pins_that_were_lost_are_made_again(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    for step in (1, 2):
+        commit(step)
+    sync.collect()
+    train.hear(sync)
+    for name in repository.root().pins:
+        repository.unpin(name)
+    sync = new_process(repository, train)
+    assert set(repository.root().pins.values()) == {1, 2}
+    train.drop(1)
+    sync.drop()
+    assert live_ids(repository) == [2]
+
+
+def test_a_new_process_tells_what_the_last_one_had_no_time_to(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    commit(1)
+    sync.collect()
+    train.hear(sync)
+    commit(2)
+    sync.collect()  # and dies: Train never hears
+    commit(3)
+    sync = new_process(repository, train)
+    assert len(train.hear(sync)) == 2
+    train.drop(1)
+    sync = new_process(repository, train)
+    sync.drop()
+    assert train.hear(sync) == []
+    assert live_ids(repository) == [2, 3]
+
+
+def test_a_process_that_died_before_train_heard_of_anything(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    commit(1)
+    sync.collect()
+    commit(2)
+    assert len(train.hear(new_process(repository, train))) == 2
+
+
+def test_a_run_leaves_the_versions_of_another_run_alone(repository: Repository, train: Train, commit: Any) -> None:
+    first = new_process(repository, train, "first")
+    for step in (1, 2):
+        commit(step)
+    first.collect()
+    train.hear(first)
+    other = Train(train.place.parent / "other")
+    second = new_process(repository, other, "second")
+    assert len(other.hear(second)) == 1  # that from which it goes on
+    commit(3)
+    second.collect()
+    other.hear(second)
+    other.drop(2)
+    second.drop()
+    assert live_ids(repository) == [1, 2, 3]  # the first run's Train lists 2
+    train.drop(1)
+    first.drop()
+    assert live_ids(repository) == [2, 3]
+
+
+def test_what_fails_is_tried_again(
+    repository: Repository, train: Train, commit: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(entry: Entry) -> None:
+        raise OSError("no space left")
+
+    sync = TrainSync(repository, "run", listed=train.listed, write_pointer=fail)
+    sync.collect()
+    commit(1)
+    with caplog.at_level(logging.WARNING):
+        sync.collect()
+    assert "no space left" in caplog.text
+    assert train.hear(sync) == []
+    monkeypatch.setattr(
+        sync, "_write_pointer", lambda entry: write(repository, entry, train.filesystem, str(train.place / folder(entry)))
+    )
+    with monkeypatch.context() as patch:
+        patch.setattr(repository, "root", lambda: (_ for _ in ()).throw(StoreUnavailable("down")))
+        sync.collect()
+        sync.drop()
+        assert train.hear(sync) == []
+    sync.collect()
+    assert len(train.hear(sync)) == 1
+
+
+def test_a_version_dropped_before_it_was_told_is_passed_over(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    first, _ = commit(1), commit(2)
+    root = repository.root()
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(repository, "root", lambda: root)  # as read a moment before
+        sync.collect()
+    train.hear(sync)
+    assert folder(first) not in train.names
+    assert len(train.names) == 1
+
+
+def test_the_thread_does_both(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train)
+    for step in (1, 2):
+        commit(step)
+    sync.wake()
+
+    def both_reported() -> bool:
+        train.hear(sync)
+        return len(train.names) >= 2
+
+    wait_until(both_reported, "both versions are reported", pause=0.01)
+    train.drop(1)
+    sync.wake()
+    wait_until(lambda: live_ids(repository) == [2], "version 1 is dropped", pause=0.01)
+    sync.close()
+
+
+# Pointers
+
+
+def test_what_was_written_anew_is_the_same_version(repository: Repository, train: Train) -> None:
+    committer, sync = Committer(repository, "me"), new_process(repository, train)
+    words = np.random.default_rng(0).integers(0, 1 << 30, (1, 20000), np.int32)
+    for i in range(4):
+        write_version(committer, {"w": whole(words + i)}, base=(1, {"w": words}) if i else None)
+    sync.collect()
+    train.hear(sync)
+    second = repository.version(2).entry
+    (anew,) = repository.plan_compaction([2]).execute()
+    assert (anew.attempt != second.attempt, anew.origin) == (True, second.attempt)
+    sync.drop()
+    assert live_ids(repository) == [1, 2, 3, 4]
+    assert ray_train.version_of(train.checkpoint(second)).entry == anew
+    assert train.hear(new_process(repository, train)) == []
+
+
+def test_a_pointer_leads_to_its_version(repository: Repository, train: Train, commit: Any, tmp_path: Path) -> None:
+    sync = new_process(repository, train)
+    first, second = commit(1), commit(2)
+    sync.collect()
+    train.hear(sync)
+    pointer = train.checkpoint(second)
+    assert ray_train.version_of(pointer).entry == second
+    assert ray_train.restore(pointer, into={}).step == 2
+    with pytest.raises(NotFound, match=r"dropped by Ray Train"):
+        ray_train.version_of(train.checkpoint(replace(first, id=99)))
+    (tmp_path / "repository").rename(tmp_path / "moved")
+    assert ray_train.version_of(pointer, uri=tmp_path / "moved").entry == second
+
+
+def test_a_pointer_to_what_is_gone_says_so(repository: Repository, train: Train, commit: Any, tmp_path: Path) -> None:
+    first, _ = commit(1), commit(2)
+    write(repository, first, train.filesystem, str(train.place / folder(first)))
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    with pytest.raises(NotFound, match=r"version 1 \(step 1\) does not exist any more.*newest versions are 2") as caught:
+        ray_train.version_of(train.checkpoint(first))
+    assert caught.value.subject == repository.uri
+    other = create_repository(str(tmp_path / "other"))
+    with pytest.raises(NotFound, match=other.id):
+        ray_train.version_of(train.checkpoint(first), uri=other.uri)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"raystow": 1}', '{"raystow": {"uri": "a"}}', '{"raystow": {"uri": 7}}'])
+def test_a_pointer_that_is_none(repository: Repository, train: Train, commit: Any, tmp_path: Path, text: str) -> None:
+    with pytest.raises(StateError, match="does not point"):
+        read(Pointer(str(tmp_path), train.filesystem))
+    (tmp_path / FILE).write_text(text)
+    with pytest.raises(Damaged):
+        read(Pointer(str(tmp_path), train.filesystem))
+
+
+def test_what_validation_drops_after_the_workers_have_ended(repository: Repository, train: Train, commit: Any) -> None:
+    sync = new_process(repository, train, train.place.name)
+    entries = [commit(step) for step in (1, 2, 3)]
+    sync.collect()
+    train.hear(sync)
+    train.drop(1)
+
+    class Result:
+        path = str(train.place)
+        checkpoint = train.checkpoint(entries[2])
+        best_checkpoints = ((train.checkpoint(entries[1]), {}),)
+
+    ray_train.prune(Result)  # type: ignore[arg-type]
+    assert live_ids(repository) == [2, 3]

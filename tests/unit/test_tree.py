@@ -1,0 +1,95 @@
+"""Checks on the package tree: the sizes and names of files, the names of classes, and how often ``Any`` is used.
+
+Three limits are not met yet. ``ANY_NOW``, ``RETIRED_NOW`` and ``REPEATED_NOW`` record what is left. Lower the number or
+remove the name when you improve one of them; never raise or add.
+"""
+
+from __future__ import annotations
+
+import ast
+import io
+import re
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+from retired_words import RETIRED
+
+ROOT = Path(__file__).parents[2]
+PACKAGE = ROOT / "raystow"
+
+MOST_LINES = 500
+LONGEST_TEST_NAME = 60
+ANY_GOAL = 250
+ANY_NOW = 508
+"""How often the word ``Any`` occurs in ``raystow``, imports and docstrings included."""
+
+RETIRED_NOW = 70
+"""Retired words (see ``retired_words``) in docstrings and comments of ``raystow``. The goal is none."""
+
+PUBLIC_TWICE = {"Checkpointer"}
+"""Public classes of integrations, which have the name that users of that library expect."""
+
+REPEATED_NOW = {
+    "Checkpointing", "Reader",
+}  # fmt: skip
+"""Class names that are still defined more than once. The goal is none."""
+
+NOUNS = {"lightning", "finding", "pricing", "housekeeping", "formatting", "pending", "coding", "packing", "staging", "ring"}
+"""Words in -ing that are nouns of the field (or adjectives, for ``pending``); all others count as verbs."""
+
+
+def prose(source: str) -> Iterator[str]:
+    """The docstrings and comments of a module."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            yield node.value.value
+    for token in tokenize.generate_tokens(io.StringIO(source).readline):
+        if token.type == tokenize.COMMENT:
+            yield token.string
+
+
+@cache
+def sources() -> dict[Path, str]:
+    return {path.relative_to(ROOT): path.read_text() for path in sorted(PACKAGE.rglob("*.py"))}
+
+
+def test_no_file_is_longer_than_500_lines() -> None:
+    lines = {str(path): text.count("\n") for path, text in sources().items()}
+    assert {path: count for path, count in lines.items() if count > MOST_LINES} == {}
+
+
+def test_no_class_name_is_defined_twice() -> None:
+    names = Counter(
+        node.name for text in sources().values() for node in ast.walk(ast.parse(text)) if isinstance(node, ast.ClassDef)
+    )
+    repeated = {name for name, count in names.items() if count > 1}
+    assert repeated - PUBLIC_TWICE <= REPEATED_NOW
+
+
+def test_no_module_is_named_by_a_verb() -> None:
+    """A name may end in -ing only if its last word is a noun of the field."""
+    names = {part.removesuffix(".py") for path in sources() for part in path.parts}
+    assert {name for name in names if name.endswith("ing")} - {name for name in names if name.split("_")[-1] in NOUNS} == set()
+
+
+def test_docstrings_and_comments_use_no_retired_words() -> None:
+    count = sum(len(RETIRED.findall(re.sub(r"`[^`]*`", "", text))) for source in sources().values() for text in prose(source))
+    assert count <= RETIRED_NOW
+
+
+def test_any_is_used_sparingly() -> None:
+    count = sum(len(re.findall(r"\bAny\b", text)) for text in sources().values())
+    assert count <= max(ANY_NOW, ANY_GOAL)
+
+
+def test_names_of_tests_are_short() -> None:
+    """What a name cannot say in 60 characters is in the docstring."""
+    named = {
+        name: str(path.relative_to(ROOT))
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for name in re.findall(r"^\s*(?:async )?def (test_\w+)\(", path.read_text(), re.MULTILINE)
+    }
+    assert {name: path for name, path in named.items() if len(name) > LONGEST_TEST_NAME} == {}
