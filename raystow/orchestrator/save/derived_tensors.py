@@ -7,16 +7,18 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
 
 import numpy as np
 
 from ...storage.coding.derived import derivable, derive
-from .shards import Shard
+from ...storage.coding.kernels import Bytes
+from ...workers.staging.plan import CudaEvent
+from .shards import Likeness, Shard
 
 _SAMPLE = 64  # elements
 
-Ready = Mapping[int, Any]
+Ready = Mapping[int, CudaEvent]
+"""For each device an event, after which its tensors may be read."""
 
 
 class DerivedTensors:
@@ -30,12 +32,11 @@ class DerivedTensors:
     def __init__(self) -> None:
         self._sampled = 0  # number of the save of the last sample
         self._found: dict[int, int] = {}
-        self._known: Sequence[Any] = ()
+        self._known: Sequence[Likeness] = ()
 
-    def of(self, known: Sequence[Any], shards: Callable[[], Sequence[Shard]], ready: Ready, *, save: int) -> dict[int, int]:
+    def of(self, known: Sequence[Likeness], shards: Callable[[], Sequence[Shard]], ready: Ready, *, save: int) -> dict[int, int]:
         """Numbers of shards, each with the number of the shard that it seems to be derived from. ``known``: the ``likeness`` of
-        all. ``ready``: for each device an event, after which its tensors may be read. ``save``: its number, from 1. Not on the
-        training thread."""
+        all. ``save``: its number, from 1. Not on the training thread."""
         if known != self._known or self._is_due(save - 1):
             self._sampled, self._found, self._known = save, _find(shards(), ready), known
         return self._found
@@ -57,7 +58,7 @@ class DerivedTensors:
 def _find(shards: Sequence[Shard], ready: Ready) -> dict[int, int]:
     for event in ready.values():
         event.synchronize()
-    alike: dict[Any, list[int]] = defaultdict(list)
+    alike: dict[object, list[int]] = defaultdict(list)
     for i, shard in enumerate(shards):
         if shard.derivable:
             alike[shard.shape, shard.offset, shard.extent, shard.holders, shard.device].append(i)
@@ -76,7 +77,7 @@ def _find(shards: Sequence[Shard], ready: Ready) -> dict[int, int]:
     return found
 
 
-def _samples(shards: Sequence[Shard]) -> list[Any]:
+def _samples(shards: Sequence[Shard]) -> list[Bytes]:
     """Evenly spread elements of shards of one shape and device, as bytes (uint8)."""
     flat = [shard.bits.reshape(-1) for shard in shards]
     at = [np.linspace(0, len(words) - 1, _SAMPLE).astype(np.int64) for words in flat]

@@ -6,12 +6,16 @@ import functools
 import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
+from ...storage.coding.kernels import Words
 from ...storage.errors import StateError
 from ...storage.format.boxes import Box
+
+if TYPE_CHECKING:
+    from torch.distributed.tensor import DeviceMesh, DTensor, Placement
 
 _STAGES = {"pp", "pipe", "pipeline", "stage"}
 """Mesh dimensions along which ranks have different tensors."""
@@ -27,7 +31,7 @@ class DTensorShard:
     first: int
 
 
-def dtensor_shard(tensor: Any, where: str) -> DTensorShard:
+def dtensor_shard(tensor: DTensor, where: str) -> DTensorShard:
     """This rank's part of a DTensor; ``StateError`` if it is not one box, or not the box that torch computes."""
     from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 
@@ -48,7 +52,7 @@ def dtensor_shard(tensor: Any, where: str) -> DTensorShard:
 class MeshKey:
     """A mesh as a cache key, by identity: equal meshes may be slices of different worlds."""
 
-    def __init__(self, mesh: Any) -> None:
+    def __init__(self, mesh: DeviceMesh) -> None:
         self.mesh = mesh
 
     def __hash__(self) -> int:
@@ -66,11 +70,11 @@ def _holders(key: MeshKey, same: tuple[int | None, ...]) -> tuple[tuple[int, ...
     return tuple(sorted(_alike(mesh, mine))), min(_alike(mesh, ranks))
 
 
-def _check_placements(tensor: Any, where: str) -> None:
+def _check_placements(tensor: DTensor, where: str) -> None:
     from torch.distributed.tensor import Replicate, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
 
-    splits: dict[int, list[tuple[Any, int]]] = {}
+    splits: dict[int, list[tuple[Placement, int]]] = {}
     for placement, size in zip(tensor.placements, tensor.device_mesh.shape, strict=True):
         if type(placement) not in (Shard, Replicate, _StridedShard):
             what = f"DTensors placed as {placement} cannot be stored"
@@ -84,7 +88,7 @@ def _check_placements(tensor: Any, where: str) -> None:
 
 
 @functools.lru_cache(maxsize=1024)
-def _solid(size: int, splits: Sequence[tuple[Any, int]]) -> bool:
+def _solid(size: int, splits: Sequence[tuple[Placement, int]]) -> bool:
     """Whether each rank gets one range of a dimension of ``size`` that is split by these placements over so many ranks each.
     With FSDP over tensor parallelism it does, although the placement is strided."""
     import torch
@@ -95,7 +99,7 @@ def _solid(size: int, splits: Sequence[tuple[Any, int]]) -> bool:
     return all(int(p.flatten()[-1] - p.flatten()[0]) + 1 == p.numel() for p in parts if p.numel())
 
 
-def _alike(mesh: Any, ranks: Any) -> list[int]:
+def _alike(mesh: DeviceMesh, ranks: Words) -> list[int]:
     """The ranks that have the same parts as ``ranks`` of the mesh, also outside the mesh if it is a slice of a larger one.
 
     FSDP over tensor parallelism places a norm on the mesh of each FSDP group, and each group has all of it. Equal names mean

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -17,14 +17,18 @@ from ..lossy import rounded_chunk
 from ..lossy.tensor_values import words_of
 from .chunks import Cut
 from .shards import Shard
+from .state_tree import Elements
+
+if TYPE_CHECKING:
+    import torch
 
 _path_text = functools.lru_cache(maxsize=1 << 14)(path_text)
 
 
 @dataclass(frozen=True)
 class PlannedChunk:
-    """A chunk that this rank stores. ``device``: the CUDA device that codes it; None if the node worker does. ``group``: its
-    group of packs. ``followed``: the dtype of a tensor that is derived from it, if that is another one."""
+    """A chunk that this rank stores: a ``ChunkSource``. ``group``: its group of packs. ``followed``: the dtype of a tensor that
+    is derived from it, if that is another one."""
 
     shard: Shard
     cut: Cut
@@ -34,22 +38,18 @@ class PlannedChunk:
 
     @property
     def box(self) -> Box:
-        """See ``Cut``."""
         return self.cut.box
 
     @property
     def nbytes(self) -> int:
-        """Bytes: at most ``SLOT``, or ``DEVICE_CHUNK`` where a GPU codes it."""
         return self.cut.nbytes
 
     @property
     def name(self) -> str:
-        """The tensor's name."""
         return self.shard.leaf.name
 
     @property
     def dtype(self) -> dtypes.DType:
-        """The dtype of its words."""
         return self.shard.format
 
     @property
@@ -69,15 +69,16 @@ class PlannedChunk:
         rule = self.shard.rule
         return (self.dtype.width - 1,) if rule is None else rule.planes(self.dtype.name)
 
-    def gather(self) -> Any:
+    def gather(self) -> torch.Tensor:
         """A contiguous copy of its words as they are stored, made on the current stream of the device."""
+        words: torch.Tensor = self._bits()
         if self.shard.rule is None:
-            return self._bits().contiguous()
+            return words.contiguous()
         import torch
 
-        return self._round(self._bits().clone(memory_format=torch.contiguous_format))
+        return self._round(words.clone(memory_format=torch.contiguous_format))
 
-    def _round(self, words: Any) -> Any:
+    def _round(self, words: torch.Tensor) -> torch.Tensor:
         """Round a copy of the words; the findings are kept with the shard."""
         rule, (offset, extent) = self.shard.rule, self.box
         assert rule is not None
@@ -85,18 +86,17 @@ class PlannedChunk:
         made, self.shard.findings[self.box] = rounded_chunk.rounded(rule, rows, self.dtype.name, first)
         return made
 
-    def _bits(self) -> Any:
+    def _bits(self) -> Elements:
         return self.shard.bits[tuple(slice(a, a + n) for a, n in zip(*self.box, strict=True)) + (...,)]
 
     @property
-    def identity(self) -> Any:
+    def identity(self) -> object:
         """Equal for chunks with the same description."""
         shard = self.shard
         of = shard.leaf.path, shard.kind, shard.dtype, shard.shape, shard.offset, shard.rule
         return *of, self.cut.box, self.group, self.followed
 
     def describe(self) -> ChunkInfo:
-        """Return the fields of its manifest row that are known before coding."""
         return self._info
 
     @functools.cached_property
@@ -108,17 +108,8 @@ class PlannedChunk:
         )
 
     def copy(self, out: Bytes) -> None:
-        """Copy the bytes, as they are stored, into ``out``, row-major."""
         if not out.size:
             return
-        self._copy(out)
-        if self.shard.rule is not None:
-            import torch
-
-            words = torch.from_numpy(out).view(words_of(self.dtype.itemsize))
-            words.copy_(self._round(words).view(-1))
-
-    def _copy(self, out: Bytes) -> None:
         source = self._bits()
         if isinstance(source, np.ndarray):
             np.copyto(out.view(source.dtype).reshape(source.shape), source)
@@ -127,17 +118,22 @@ class PlannedChunk:
 
             with torch.cuda.stream(torch.cuda.Stream(source.device)):  # does not wait for work that the training has queued
                 torch.from_numpy(out).view(source.dtype).reshape(source.shape).copy_(source)
+        if self.shard.rule is not None:
+            import torch
+
+            words = torch.from_numpy(out).view(words_of(self.dtype.itemsize))
+            words.copy_(self._round(words).view(-1))
 
 
 @dataclass(frozen=True)
 class PlannedDerived:
-    """A chunk that is not stored if all its elements can be derived from the chunk ``source``, which has the same box."""
+    """A ``DerivedSource``: a chunk that is not stored if all its elements can be derived from ``source``, which has the same
+    box."""
 
     piece: PlannedChunk
     source: PlannedChunk
 
     def derived(self, digest: int) -> DerivedChunk:
-        """Return the message that announces it as derived; ``digest``: of its bytes."""
         return DerivedChunk(self.piece.describe(), self.source.name, self.source.dtype.name, digest)
 
 

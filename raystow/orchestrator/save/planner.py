@@ -5,12 +5,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.format.manifest import path_text
+from ...workers.staging.plan import CudaEvent
 from ..lossy import rounded_chunk
 from ..lossy.profiles import Lossy
 from .assignment import ChunkAssignment, assign_chunks
@@ -22,6 +23,9 @@ from .shards import Shard, check_memory
 from .state_cache import StateCache
 from .state_tree import show
 
+if TYPE_CHECKING:
+    import torch
+
 MAX_VALUES = 64 << 20
 """Bytes of plain values that one rank may save."""
 
@@ -31,31 +35,29 @@ class Planner:
     for the plan. ``structure``: of the state; ``shards``: of its tensors. ``lossy``: the tensors that are rounded."""
 
     def __init__(self, lossy: Lossy | None = None) -> None:
-        self.structure, self.shards = StateCache(), ShardCache()
-        self._derived, self._rules = DerivedTensors(), ShardRules(lossy or Lossy({}))
+        self.structure, self.shards, self.derived = StateCache(), ShardCache(), DerivedTensors()
+        self._rules = ShardRules(lossy or Lossy({}))
         self._last: ChunkAssignment | None = None
-        self._key: list[Any] = []
+        self._key: list[object] = []
 
     def divide(self, plan: SavePlan) -> ChunkAssignment:
         """Assign the chunks of a save. On the staging thread. ``StateError`` if a tensor's memory was freed."""
         for view in plan.views:  # the memory of a known tensor may have shrunk, at the same address
             check_memory(view.leaf, view.local, view.known.reach)
         known = [view.known for view in plan.views]
-        sources = self._derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
-        key = [shard.identity for shard in known]
-        if self._last is None or sources is not self._last.sources or key != self._key:
-            self._rules.ask(plan.shards)
-            self._rules.choose(plan.shards, plan.ready)
-            self._last, self._key = self._assign(plan, plan.shards, sources), key
-        else:
-            for kept, view in zip(self._last.shards, plan.views, strict=True):
+        sources = self.derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
+        key, last = [shard.identity for shard in known], self._last
+        if last is not None and sources is last.sources and key == self._key:
+            shards = last.shards
+            for kept, view in zip(shards, plan.views, strict=True):
                 kept.hold(view.leaf, view.local)
-            if self._rules.choose(self._last.shards, plan.ready):
-                self._last = self._assign(plan, self._last.shards, sources)
-        return self._last
-
-    def _assign(self, plan: SavePlan, shards: tuple[Shard, ...], sources: Mapping[int, int]) -> ChunkAssignment:
-        return assign_chunks(shards, sources, rank=plan.rank, world_size=plan.world_size, on_gpu=plan.on_gpu)
+        else:
+            shards, last = plan.shards, None
+            self._rules.ask(shards)
+        if self._rules.choose(shards, plan.ready) or last is None:
+            last = assign_chunks(shards, sources, rank=plan.rank, world_size=plan.world_size, on_gpu=plan.on_gpu)
+            self._last, self._key = last, key
+        return last
 
     def let_go(self) -> None:
         """Drop the references to tensors."""
@@ -63,30 +65,21 @@ class Planner:
             for shard in self._last.shards:
                 shard.release()
 
-    def refresh(self, plan: SavePlan) -> None:
-        """See ``DerivedTensors``."""
-        self._derived.refresh(plan.division.shards, plan.ready, save=plan.save)
-
-    def forget(self, shard: Shard) -> None:
-        """See ``DerivedTensors``."""
-        self._derived.forget(shard)
-
 
 @dataclass(frozen=True)
 class SavePlan:
-    """What one rank saves.
+    """What one rank saves: a ``StagingPlan``.
 
-    ``views``: its tensors. ``values``: its plain values (name, path, JSON text). ``ready``: for each CUDA device an event, after
-    which its tensors may be read on any stream. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this
-    rank; ``save``: the number of the save, the same on all ranks. The other properties are computed at first use, which is not on
-    the training thread.
+    ``views``: its tensors. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this rank; ``save``: the
+    number of the save, the same on all ranks. The other properties are computed at first use, which is not on the training
+    thread.
     """
 
     rank: int
     world_size: int
     views: tuple[TensorView, ...]
     values: tuple[tuple[str, str, str], ...]
-    ready: dict[int, Any]
+    ready: Mapping[int, CudaEvent]
     on_gpu: bool
     planner: Planner
     save: int
@@ -98,22 +91,18 @@ class SavePlan:
 
     @functools.cached_property
     def division(self) -> ChunkAssignment:
-        """See ``ChunkAssignment``."""
         return self.planner.divide(self)
 
     @property
     def parts(self) -> Mapping[int | None, DeviceChunks]:
-        """See ``ChunkAssignment``."""
         return self.division.parts
 
     @property
     def coverage(self) -> tuple[int, int]:
-        """See ``ChunkAssignment``."""
         return self.division.coverage
 
     @property
     def owned_dtensors(self) -> tuple[str, ...]:
-        """See ``ChunkAssignment``."""
         return self.division.owned_dtensors
 
     @property
@@ -132,7 +121,6 @@ class SavePlan:
         return sum(piece.nbytes for piece in self.pieces)
 
     def rounded(self) -> dict[str, Rounded]:
-        """The errors of rounding by tensor, once all is staged. Waits for the device. ``SaveFailed`` if one exceeds its bound."""
         return {
             shard.leaf.name: rounded_chunk.read(shard.leaf.name, shard.rule, shard.findings.values())
             for shard in self.division.shards
@@ -140,21 +128,19 @@ class SavePlan:
         }
 
     def look_again(self) -> None:
-        """Sample the tensors for derived ones of later saves, before they may change."""
-        self.planner.refresh(self)
+        self.planner.derived.refresh(self.division.shards, self.ready, save=self.save)
 
     def strayed(self, follower: PlannedDerived) -> None:
         """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
         if len(follower.piece.shard.holders or range(self.world_size)) == 1:
-            self.planner.forget(follower.piece.shard)
+            self.planner.derived.forget(follower.piece.shard)
 
     def let_go(self) -> None:
-        """Drop the references to tensors, when all is staged or the save was given up."""
         self.planner.let_go()
 
 
 def plan_save(
-    state: Any, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
+    state: object, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
 ) -> SavePlan:
     """Plan a save. ``planner``: the same for all saves of a rank. ``save``: the number of the save. Reads and copies nothing.
 
@@ -165,17 +151,14 @@ def plan_save(
     rows = tuple((leaf.name, path_text(leaf.path), values.dumps(leaf.value)) for leaf in leaves if not leaf.is_tensor)
     if sum(len(text) for _, _, text in rows) > MAX_VALUES:
         largest = max((leaf for leaf in leaves if not leaf.is_tensor), key=lambda leaf: len(values.dumps(leaf.value)))
-        raise StateError(
-            f"plain values take more than {MAX_VALUES >> 20} MiB",
-            subject=show(largest.path),
-            remedy="make it an array",
-        )
+        what = f"plain values take more than {MAX_VALUES >> 20} MiB"
+        raise StateError(what, subject=show(largest.path), remedy="make it an array")
     views = planner.shards.look([leaf for leaf in leaves if leaf.is_tensor])
     ready = {device: _record_event(device) for device in {view.known.device for view in views} if device is not None}
     return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save)
 
 
-def _record_event(device: int) -> Any:
+def _record_event(device: int) -> torch.cuda.Event:
     import torch
 
     return torch.cuda.current_stream(device).record_event()

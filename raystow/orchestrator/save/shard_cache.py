@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from .dtensor_layout import MeshKey
 from .shards import Shard, shard_of
-from .state_tree import Leaf
+from .state_tree import Elements, Leaf, Path
+
+if TYPE_CHECKING:
+    import torch
 
 
 class TensorView(NamedTuple):
     """A tensor, this rank's elements of it, and its shard; one kept from an earlier save has no elements of its own."""
 
     leaf: Leaf
-    local: Any
+    local: Elements
     known: Shard
 
 
@@ -26,8 +29,8 @@ class ShardCache:
     """The shards of one rank's tensors, without elements. Used on the training thread."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[Any, Shard]] = {}
-        self._marks: list[Any] = []  # of the last save, if every tensor could be recognized
+        self._known: dict[str, tuple[object, Shard]] = {}
+        self._marks: list[object] = []  # of the last save, if every tensor could be recognized
         self._shards: list[Shard] = []
 
     def look(self, leaves: Sequence[Leaf]) -> tuple[TensorView, ...]:
@@ -41,7 +44,7 @@ class ShardCache:
         self._marks, self._shards = (marks, [sight.known for sight in views]) if usual else ([], [])
         return tuple(views)
 
-    def _find(self, leaves: Sequence[Leaf], locals: list[Any], marks: list[Any]) -> list[TensorView]:
+    def _find(self, leaves: Sequence[Leaf], locals: Sequence[torch.Tensor], marks: Sequence[object]) -> list[TensorView]:
         before, self._known = self._known, {}
         views = list[TensorView]()
         for leaf, local, mark in zip(leaves, locals, marks, strict=True):
@@ -57,14 +60,15 @@ class ShardCache:
         return views
 
 
-def _glance(leaves: Sequence[Leaf]) -> tuple[list[Any], list[Any]]:
+def _glance(leaves: Sequence[Leaf]) -> tuple[list[torch.Tensor], list[object]]:
     """This rank's part of each tensor, and a mark to recognize it by; None for a tensor that has no usual memory."""
-    plain, distributed = _usual()
-    values = [leaf.value for leaf in leaves]
-    spread: list[Any] = [None] * len(values)
+    loaded, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")  # not imported for other states
+    plain = () if loaded is None else (loaded.Tensor, loaded.nn.Parameter)
+    values: list[torch.Tensor] = [leaf.value for leaf in leaves]
+    spread: list[object] = [None] * len(values)
     if distributed is not None:
         for i, value in enumerate(values):
-            if type(value) is distributed:
+            if type(value) is distributed.DTensor:
                 spread[i], values[i] = (value.shape, value.placements, MeshKey(value.device_mesh)), value._local_tensor
     marks = [
         _mark(leaf.path, over, value) if type(value) in plain else None
@@ -73,15 +77,9 @@ def _glance(leaves: Sequence[Leaf]) -> tuple[list[Any], list[Any]]:
     return values, marks
 
 
-def _mark(path: Any, spread: Any, local: Any) -> Any:
+def _mark(path: Path, spread: object, local: torch.Tensor) -> object:
     try:
         where = local.get_device(), local.data_ptr(), local.shape, local.stride(), local.is_conj(), local.is_neg()
     except RuntimeError:  # it has no plain memory
         return None
     return path, spread, local.dtype, where
-
-
-def _usual() -> tuple[tuple[type, ...], type[Any] | None]:
-    """The classes of plain tensors and of DTensors. Torch is not imported if the state has none."""
-    torch, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")
-    return () if torch is None else (torch.Tensor, torch.nn.Parameter), None if distributed is None else distributed.DTensor

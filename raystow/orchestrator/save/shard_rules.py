@@ -6,14 +6,18 @@ import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...workers.shm.ring import SLOT
+from ...workers.staging.plan import CudaEvent
 from ..lossy.profiles import Lossy
 from ..lossy.rules import Blockwise, MantissaBits, Rule
 from ..lossy.tensor_values import Numbers
 from .chunks import cuts
 from .shards import Shard
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -23,7 +27,7 @@ class ShardRules:
 
     def __init__(self, lossy: Lossy) -> None:
         self._lossy, self._warned = lossy, False
-        self._streams: dict[int, Any] = {}
+        self._streams: dict[int, torch.cuda.Stream] = {}
 
     def ask(self, shards: Iterable[Shard]) -> None:
         """Note what the user has specified for each shard."""
@@ -34,7 +38,7 @@ class ShardRules:
             logger.warning("Compression.lossy: this rank has no tensor of group %s", ", ".join(idle))
         self._warned = True
 
-    def choose(self, shards: Sequence[Shard], ready: Mapping[int, Any]) -> bool:
+    def choose(self, shards: Sequence[Shard], ready: Mapping[int, CudaEvent]) -> bool:
         """Choose the rule of each shard; whether any has changed. ``ready``: for each device an event, after which its tensors
         may be read."""
         before, rules = [shard.rule for shard in shards], [self._rule(shard, ready) for shard in shards]
@@ -42,14 +46,14 @@ class ShardRules:
             shard.rule = rule
         return rules != before
 
-    def _rule(self, shard: Shard, ready: Mapping[int, Any]) -> Rule | None:
+    def _rule(self, shard: Shard, ready: Mapping[int, CudaEvent]) -> Rule | None:
         """A tensor and its copy have the same numbers, so they get the same rule."""
         if shard.asked is None or isinstance(shard.asked, MantissaBits | Blockwise):
             return shard.asked
         with self._stream(shard.device, ready):
             return shard.asked.choose(functools.partial(_numbers, shard), shard.rule)
 
-    def _stream(self, device: int | None, ready: Mapping[int, Any]) -> Any:
+    def _stream(self, device: int | None, ready: Mapping[int, CudaEvent]) -> torch.cuda.StreamContext | nullcontext[None]:
         """A context that waits only for the work that makes the tensors, not for other work queued on the device."""
         if device is None:
             for event in ready.values():

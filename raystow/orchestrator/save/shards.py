@@ -7,7 +7,7 @@ import functools
 import math
 import sys
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 
@@ -17,17 +17,23 @@ from ...storage.format import manifest
 from ...storage.format.boxes import Box
 from ..lossy.rules import Asked, Rule
 from .dtensor_layout import dtensor_shard
-from .state_tree import Leaf, numpy_dtype, show
+from .state_tree import Elements, Leaf, show
+
+if TYPE_CHECKING:
+    import torch
 
 _LEAST = 4096  # bytes; for a smaller derived tensor the manifest row costs as much as it saves
 _ARRAYS = (np.ndarray, np.memmap)  # other classes may have more than elements, such as a mask
 _WORDS = {1: "uint8", 2: "int16", 4: "int32", 8: "int64"}
 
+Likeness: TypeAlias = tuple[str, str, tuple[int, ...], bool]
+"""Equal for shards of one name that can be derived from the same shards."""
+
 
 @dataclass(eq=False)
 class Shard:
     """``holders``: the ranks that have the same box, ascending; empty for all ranks. ``first``: the first rank that has a part of
-    the tensor. ``local``: this rank's elements, a numpy array or a torch tensor. ``device``: their CUDA device; None for host
+    the tensor. ``local``: this rank's elements; None after ``release``. ``device``: their CUDA device; None for host
     memory. ``asked``: the rounding that the user specified; ``rule``: the rule that is used; ``findings``: its errors by the box
     of each chunk (see ``lossy.rounded_chunk``)."""
 
@@ -39,13 +45,13 @@ class Shard:
     extent: tuple[int, ...]
     holders: tuple[int, ...]
     first: int
-    local: Any
+    local: Elements
     device: int | None = None
     asked: Asked | None = None
     rule: Rule | None = None
-    findings: dict[Box, Any] = field(default_factory=dict)
+    findings: dict[Box, torch.Tensor] = field(default_factory=dict)
 
-    def hold(self, leaf: Leaf, local: Any) -> None:
+    def hold(self, leaf: Leaf, local: Elements) -> None:
         """Take the same tensor's elements of another save."""
         self.leaf, self.local = leaf, local
         self.__dict__.pop("bits", None)
@@ -55,7 +61,7 @@ class Shard:
         _ = self.identity, self.likeness, self.reach
         return self.again(self.leaf._replace(value=None), None)
 
-    def again(self, leaf: Leaf, local: Any) -> Shard:
+    def again(self, leaf: Leaf, local: Elements) -> Shard:
         """A copy with the same properties and the tensor's elements of another save."""
         other = copy.copy(self)
         other.findings = {}
@@ -64,12 +70,11 @@ class Shard:
 
     def release(self) -> None:
         """Drop the elements."""
-        self.leaf, self.local = self.leaf._replace(value=None), None
-        self.__dict__.pop("bits", None)
+        self.hold(self.leaf._replace(value=None), None)
         self.findings.clear()
 
     @functools.cached_property
-    def bits(self) -> Any:
+    def bits(self) -> Elements:
         """The elements as opaque words that share their memory: numpy in host memory, torch on a device. Made at
         first use, not on the training thread."""
         if isinstance(self.local, np.ndarray):
@@ -94,7 +99,7 @@ class Shard:
     @functools.cached_property
     def place(self) -> int | None:
         """On a device: the address of the first element; None if the tensor is not contiguous, or lazily conjugated."""
-        local = self.local
+        local: torch.Tensor = self.local
         return int(local.data_ptr()) if local.is_contiguous() and not local.is_conj() and not local.is_neg() else None
 
     @functools.cached_property
@@ -111,12 +116,11 @@ class Shard:
         return simple and self.nbytes >= _LEAST and self.place is not None
 
     @functools.cached_property
-    def likeness(self) -> tuple[Any, ...]:
-        """Equal for shards of one name that can be derived from the same shards."""
+    def likeness(self) -> Likeness:
         return self.leaf.name, self.dtype, self.extent, self.derivable
 
     @functools.cached_property
-    def identity(self) -> tuple[Any, ...]:
+    def identity(self) -> object:
         """Equal for shards of one tensor in the same memory."""
         where = self.device, self.device is not None and self.place
         return self.leaf.path, self.kind, self.dtype, self.shape, self.offset, self.extent, self.holders, *where
@@ -130,15 +134,17 @@ def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
             raise _unsuitable(leaf, what, f"arrays of class {type(value).__name__}", "save its parts")
         kind = manifest.ARRAY if isinstance(value, np.ndarray) else manifest.SCALAR
         array = np.asarray(value)
-        dtype, shape = numpy_dtype(array, show(leaf.path, what)), tuple(array.shape)
-        return Shard(leaf, kind, dtype, shape, (0,) * len(shape), shape, (), 0, array)
+        dtype = dtypes.of_numpy(array.dtype)
+        if dtype is None:
+            raise _unsuitable(leaf, what, f"numpy dtype {array.dtype}", "use a numeric or boolean dtype")
+        return Shard(leaf, kind, dtype, array.shape, (0,) * array.ndim, array.shape, (), 0, array)
     return _torch_shard(leaf, what)
 
 
 def _torch_shard(leaf: Leaf, what: str) -> Shard:
     import torch
 
-    tensor = leaf.value
+    tensor: torch.Tensor = leaf.value
     kind = type(tensor)
     try:
         shape = tuple(tensor.shape)
@@ -154,9 +160,8 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     elif kind is not torch.nn.Buffer:
         raise _unsuitable(leaf, what, f"tensors of class {kind.__name__}", "save its parts")
     if local.layout != torch.strided or local.is_quantized or local.is_meta or local.is_nested:
-        sort = (
-            "quantized" if local.is_quantized else "meta" if local.is_meta else "nested" if local.is_nested else str(local.layout)
-        )
+        flags = {"quantized": local.is_quantized, "meta": local.is_meta, "nested": local.is_nested}
+        sort = next((name for name, is_set in flags.items() if is_set), str(local.layout))
         raise _unsuitable(leaf, what, f"{sort} tensors", "save dense tensors")
     dtype = dtype_name(tensor.dtype)
     if dtype not in dtypes.DTYPES:
@@ -167,9 +172,11 @@ def _torch_shard(leaf: Leaf, what: str) -> Shard:
     return shard
 
 
-def check_memory(leaf: Leaf, local: Any, reach: int, *, what: str = "state") -> None:
+def check_memory(leaf: Leaf, local: Elements, reach: int, *, what: str = "state") -> None:
     """``StateError`` if the memory of a tensor ends before its elements do. ``reach``: see ``Shard``."""
-    if reach and (local.storage_offset() + reach) * local.element_size() > local.untyped_storage().nbytes():
+    if isinstance(local, np.ndarray) or not reach:
+        return
+    if (local.storage_offset() + reach) * local.element_size() > local.untyped_storage().nbytes():
         raise _unsuitable(leaf, what, "tensors whose memory was freed", "gather them first, as their framework does")
 
 
@@ -177,7 +184,7 @@ def _unsuitable(leaf: Leaf, what: str, sort: str, remedy: str) -> StateError:
     return StateError(f"{sort} cannot be stored", subject=show(leaf.path, what), remedy=remedy)
 
 
-def overlaps(local: Any) -> bool:
+def overlaps(local: Elements) -> bool:
     """Whether elements of a tensor or array may share memory, as in one that is expanded."""
     if 0 in local.shape:
         return False
@@ -190,12 +197,12 @@ def overlaps(local: Any) -> bool:
 
 
 @functools.cache
-def dtype_name(dtype: Any) -> str:
+def dtype_name(dtype: torch.dtype) -> str:
     """The format's name of a torch dtype."""
     return str(dtype).removeprefix("torch.")
 
 
-def bits(tensor: Any) -> Any:
+def bits(tensor: torch.Tensor) -> Elements:
     """The elements of a local torch tensor as opaque words that share its memory: numpy on the CPU, torch elsewhere.
 
     Only a tensor whose conjugation or negation is pending is copied first.

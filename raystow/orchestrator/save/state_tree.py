@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from ...storage.coding import dtypes
+from ...storage.coding.kernels import Words
 from ...storage.errors import StateError
 from ...storage.format import values
 
+if TYPE_CHECKING:
+    import torch
+
 _DEEPEST = 100  # containers around a leaf, far below Python's recursion limit
 
-Path = tuple[Any, ...]
+State: TypeAlias = dict[str, Any]
+"""A training state: a dict with string or integer keys of tensors, plain values, and dicts, lists and tuples of these."""
+
+Elements: TypeAlias = "torch.Tensor | Words"
+"""The elements of one tensor that one rank has."""
+
+PathPart: TypeAlias = str | int | tuple[str, int]
+Path: TypeAlias = tuple[PathPart, ...]
 """Strings and integers for keys of dicts, ``("list", i)`` and ``("tuple", i)`` for indices."""
 
 
@@ -23,11 +33,11 @@ class Leaf(NamedTuple):
 
     path: Path
     name: str
-    value: Any
+    value: object
     is_tensor: bool
 
 
-def flatten(state: Any, *, what: str = "state") -> list[Leaf]:
+def flatten(state: object, *, what: str = "state") -> list[Leaf]:
     """Every leaf of a nested state, in its own order.
 
     ``StateError`` naming the path for anything that is not a dict with string or integer keys, list, tuple, tensor, numpy
@@ -48,7 +58,7 @@ def flatten(state: Any, *, what: str = "state") -> list[Leaf]:
     return leaves
 
 
-def _walk(node: Any, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:
+def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...], leaves: list[Leaf]) -> None:
     """The training waits for this: names are built on the way down, and leaves are appended instead of returned."""
     if is_tensor(node):
         leaves.append(Leaf(path, name, node, True))
@@ -74,7 +84,7 @@ def _walk(node: Any, path: Path, name: str, what: str, around: tuple[int, ...], 
         )
 
 
-def _items(node: Any, path: Path, what: str) -> list[tuple[Any, Any]]:
+def _items(node: Mapping[object, object] | Sequence[object], path: Path, what: str) -> Sequence[tuple[PathPart, object]]:
     if not isinstance(node, dict):
         kind = "list" if isinstance(node, list) else "tuple"
         return [((kind, i), child) for i, child in enumerate(node)]
@@ -86,13 +96,13 @@ def _items(node: Any, path: Path, what: str) -> list[tuple[Any, Any]]:
     return list(node.items())
 
 
-def is_tensor(node: Any) -> bool:
+def is_tensor(node: object) -> bool:
     """Whether a leaf is a torch tensor, a numpy array or a numpy scalar."""
     torch = sys.modules.get("torch")
     return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic)
 
 
-def replace(node: Any, new: Mapping[Path, Any], path: Path = ()) -> Any:
+def replace(node: object, new: Mapping[Path, object], path: Path = ()) -> object:
     """``node`` with the leaves of ``new``: dicts and lists are changed in place, tuples are made anew."""
     if path in new:
         return new[path]
@@ -115,14 +125,6 @@ def show(path: Path, what: str = "state") -> str:
     return what + "".join(f"[{p[1]}]" if isinstance(p, tuple) else f'["{p}"]' if isinstance(p, str) else f"[{p}]" for p in path)
 
 
-def _type(node: Any) -> str:
+def _type(node: object) -> str:
     kind = type(node)
     return kind.__name__ if kind.__module__ in ("builtins", "__main__") else f"{kind.__module__}.{kind.__name__}"
-
-
-def numpy_dtype(array: Any, where: str) -> str:
-    """The format's name of an array's dtype; ``StateError`` if it has none."""
-    name = dtypes.of_numpy(array.dtype)
-    if name is None:
-        raise StateError(f"numpy dtype {array.dtype} cannot be stored", subject=where, remedy="use a numeric or boolean dtype")
-    return name

@@ -71,7 +71,8 @@ def keys_of(leaves: Iterable[KeyLeaf]) -> dict[str, Key]:
 
 def _walks(leaf: KeyLeaf, at: int) -> bool:
     """Whether DCP flattens the list with the index at ``at`` because of this leaf: it leads to a tensor or dict."""
-    if not isinstance(leaf.path[at], tuple) or leaf.path[at][0] != "list":
+    index = leaf.path[at]
+    if not isinstance(index, tuple) or index[0] != "list":
         return False
     below = next((part for part in leaf.path[at:] if not isinstance(part, tuple) or part[0] != "list"), None)
     return leaf.is_tensor or leaf.is_nothing if below is None else not isinstance(below, tuple)
