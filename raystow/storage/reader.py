@@ -161,11 +161,11 @@ class BaseChunks(Protocol):
     def run(self, chunk: Chunk) -> Run:
         """What must be fetched for a chunk that is a difference."""
 
-    def referenced(self, chunk: Chunk) -> tuple[Reader, Chunk]:
+    def referenced(self, chunk: Chunk) -> tuple[PackReader, Chunk]:
         """The row of a reference with the place and coding of the bytes that it refers to, and the reader of their version."""
 
 
-class Reader:
+class PackReader:
     """Reads from the packs of one version. ``bases``: finds chunks of other versions. ``threads``: parallel requests and
     decodings. ``turn``: the part of the runs, from 0 to 1, that comes last instead of first, so that ranks that share reads begin
     differently."""

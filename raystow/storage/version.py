@@ -28,7 +28,7 @@ from .format.signature import Trust
 from .format.version_record import FragmentInfo, VersionRecord
 from .limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD
 from .object_store import ObjectStore
-from .reader import Reader, Request, Run
+from .reader import PackReader, Request, Run
 from .root_register import RootRegister
 from .tensor_index import Finder, Seeker
 
@@ -283,9 +283,9 @@ class Version:
         array = array[rest] if rest else array
         return array[()] if first.kind == manifest.SCALAR else array
 
-    def reader(self, *, threads: int | None = None, turn: float = 0.0) -> Reader:
+    def reader(self, *, threads: int | None = None, turn: float = 0.0) -> PackReader:
         """A reader of this version's packs; see there."""
-        return Reader(self._store, self.id, self.attempt, bases=self.bases, threads=threads, turn=turn)
+        return PackReader(self._store, self.id, self.attempt, bases=self.bases, threads=threads, turn=turn)
 
     def _checked(self, key: str, size: int, digest: str, limit: int) -> bytes:
         if size > limit:
@@ -312,7 +312,7 @@ class Bases:
     def __init__(self, version: Version, look: Callable[[int], Version | None], *, depth: int = 1) -> None:
         self._version, self._look, self._depth = version, look, depth
         self._versions: dict[int, Version] = {}
-        self._readers: dict[int, Reader] = {}
+        self._readers: dict[int, PackReader] = {}
 
     def version(self, id: int) -> Version:
         """The base with this id. Raises ``Damaged`` if there is none, or if it makes the chain too long."""
@@ -337,7 +337,7 @@ class Bases:
         (run,) = base.reader().whole([found])
         return run
 
-    def referenced(self, chunk: Chunk) -> tuple[Reader, Chunk]:
+    def referenced(self, chunk: Chunk) -> tuple[PackReader, Chunk]:
         """The row of a reference, with place and coding of the bytes that it refers to, and the reader of their version."""
         base, found = self._same(chunk)
         if found.is_reference:

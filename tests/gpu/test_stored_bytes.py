@@ -13,7 +13,7 @@ from local_cluster import LocalCluster
 
 import raystow
 from raystow.storage.coding.digest import stored_digest
-from raystow.storage.reader import Reader
+from raystow.storage.reader import PackReader
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
@@ -38,9 +38,9 @@ def test_the_gpu_takes_the_digests_that_the_cpu_takes() -> None:
 def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, torch.Tensor], Callable[[int], None]]]:
     """A version, what it holds, and a way to let a bit flip in so many of the next readings."""
     state = {"w": (torch.randn(6 << 20, device="cuda") * 0.02).to(torch.bfloat16), "v": torch.randn(3 << 20, device="cuda")}
-    folder, flips, bring = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm")), [0], Reader.bring
+    folder, flips, bring = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm")), [0], PackReader.bring
 
-    def brought(self: Reader, run: object, into: memoryview | None) -> object:
+    def brought(self: PackReader, run: object, into: memoryview | None) -> object:
         data = bring(self, run, into)  # type: ignore[arg-type]
         if flips[0] and into is not None:
             flips[0] -= 1
@@ -49,7 +49,7 @@ def saved(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[str, dict[str, torc
 
     with LocalCluster(str(folder), codec="deflate") as cluster:
         cluster.save(state, step=1)
-    monkeypatch.setattr(Reader, "bring", brought)
+    monkeypatch.setattr(PackReader, "bring", brought)
     yield str(folder), state, lambda times: flips.__setitem__(0, times)
     shutil.rmtree(folder)
 

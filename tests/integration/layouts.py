@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import raystow
-from raystow.storage.reader import Reader, Run
+from raystow.storage.reader import PackReader, Run
 
 STEPS = 2
 PATIENCE = datetime.timedelta(seconds=30)
@@ -115,13 +115,13 @@ class Reads:
 
     def __init__(self) -> None:
         self.ranges: list[tuple[str, int, int]] = []
-        fetch = Reader.fetch
+        fetch = PackReader.fetch
 
-        def spied(reader: Reader, run: Run, *args: Any) -> Any:
+        def spied(reader: PackReader, run: Run, *args: Any) -> Any:
             self.ranges.append((run.key, run.start, run.length))
             return fetch(reader, run, *args)
 
-        Reader.fetch = spied  # type: ignore[method-assign]
+        PackReader.fetch = spied  # type: ignore[method-assign]
 
 
 class Member:

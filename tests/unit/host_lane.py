@@ -16,12 +16,12 @@ from raystow.storage.coding import kernels, zstd
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
-from raystow.storage.reader import Reader, Request, Run
+from raystow.storage.reader import PackReader, Request, Run
 from raystow.workers.gpu.decode.lane_plan import LaneMemory, LanePlan, Making, plan
 from raystow.workers.gpu.stream_layout import work_out
 
 
-def fill(reader: Reader, requests: Sequence[Request]) -> list[int]:
+def fill(reader: PackReader, requests: Sequence[Request]) -> list[int]:
     """As ``Decoder.fill``, for targets that are torch tensors of words in host memory, and all of which a lane can take. The
     bytes of each piece, in the order in which they are done."""
     others = list[Run]()
@@ -30,7 +30,7 @@ def fill(reader: Reader, requests: Sequence[Request]) -> list[int]:
     return [nbytes for one in plans for nbytes in _decode(reader, one)]
 
 
-def _decode(reader: Reader, todo: LanePlan) -> list[int]:
+def _decode(reader: PackReader, todo: LanePlan) -> list[int]:
     memory = [np.full(size + 16, 0xAB, np.uint8) for size in todo.needs]
     begins = LaneMemory(*(-(-part.ctypes.data // 16) * 16 for part in memory))
     for fetch in todo.fetches:

@@ -6,7 +6,7 @@ from builders import coded_row
 
 from raystow.storage.coding.chunk import Coding
 from raystow.storage.format.manifest import Chunk
-from raystow.storage.reader import Piece, Reader, Run
+from raystow.storage.reader import PackReader, Piece, Run
 from raystow.storage.stores.memory import MemoryStore
 
 MIB = 1 << 20
@@ -34,10 +34,10 @@ def runs(size: int, count: int, below: int) -> list[Run]:
             assert found is not None
             return found
 
-        def referenced(self, chunk: Chunk) -> tuple[Reader, Chunk]:
+        def referenced(self, chunk: Chunk) -> tuple[PackReader, Chunk]:
             raise AssertionError("no chunk here is a reference")
 
-    reader = Reader(MemoryStore("runs"), 99, "0" * 16, bases=Chain())
+    reader = PackReader(MemoryStore("runs"), 99, "0" * 16, bases=Chain())
     return reader.whole([raw_chunk(number, size, 1 if below else None) for number in range(count)])
 
 

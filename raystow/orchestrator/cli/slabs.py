@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from ...storage.coding import dtypes
 from ...storage.format.boxes import Box
-from ...storage.reader import Reader, Request
+from ...storage.reader import PackReader, Request
 from ...storage.version import TensorInfo, Version
 from ..save.chunks import cuts
 from ..save.shards import Shard
@@ -56,7 +56,7 @@ def in_slabs(boxes: Iterable[TensorBox], limit: int) -> Iterator[list[TensorBox]
 
 def read_slab(
     version: Version,
-    reader: Reader,
+    reader: PackReader,
     slab: Iterable[TensorBox],
     buffer: npt.NDArray[np.uint8],
     progress: Callable[[int], None] = lambda done: None,

@@ -7,7 +7,7 @@ The call path from ``Checkpointer.restore_latest`` to the elements of a tensor i
         save.state_tree.flatten      ``into`` as a list of leaves (_walk)
         save.shards.shard_of         the part of each tensor that this rank has, as words in its memory (_torch_shard)
         fill.Fill.add                one request for each tensor
-        storage Reader.runs          the ranges of packs to fetch for the requests
+        storage PackReader.runs      the ranges of packs to fetch for the requests
       fill.Fill.run                  (``RestorePlan.execute``)
-        storage Reader.complete      fetch, check and decode into the memory of the tensors (_decode)
+        storage PackReader.complete  fetch, check and decode into the memory of the tensors (_decode)
 """

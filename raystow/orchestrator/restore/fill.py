@@ -14,7 +14,7 @@ from ...storage.coding import dtypes
 from ...storage.errors import StateError, Unsupported
 from ...storage.format.boxes import overlap
 from ...storage.format.manifest import Chunk
-from ...storage.reader import Reader, Request, Run
+from ...storage.reader import PackReader, Request, Run
 from ..save.shards import Shard
 from ..save.state_tree import Path, replace, show
 from .plan import Progress, silent
@@ -29,7 +29,7 @@ class Fill:
         values: New values for leaves that are replaced in their container, by path.
     """
 
-    def __init__(self, into: Any, reader: Reader) -> None:
+    def __init__(self, into: Any, reader: PackReader) -> None:
         self._into, self._reader = into, reader
         self.values: dict[Path, Any] = {}
         self._requests: dict[int | None, list[Request]] = defaultdict(list)  # by CUDA device; None: host memory
@@ -63,7 +63,7 @@ class Fill:
         replace(self._into, self.values)
 
 
-def fill_on_gpu(reader: Reader, device: int, requests: list[Request], runs: list[Run], progress: Progress) -> None:
+def fill_on_gpu(reader: PackReader, device: int, requests: list[Request], runs: list[Run], progress: Progress) -> None:
     """Fill tensors of a GPU by decoding on it, or through host memory if nvCOMP is not installed. ``runs``: of the requests."""
     import torch
 
@@ -83,7 +83,7 @@ def fill_on_gpu(reader: Reader, device: int, requests: list[Request], runs: list
         decoder.close()
 
 
-def _fill_through_host(reader: Reader, requests: Iterable[Request], progress: Progress) -> None:
+def _fill_through_host(reader: PackReader, requests: Iterable[Request], progress: Progress) -> None:
     import torch
 
     for request in requests:
@@ -94,7 +94,7 @@ def _fill_through_host(reader: Reader, requests: Iterable[Request], progress: Pr
             words.copy_(torch.from_numpy(raw.reshape(-1).view(np.uint8)).view(words.dtype).reshape(words.shape))
 
 
-def _fill_and_cast(reader: Reader, shard: Shard, chunks: list[Chunk], progress: Progress) -> None:
+def _fill_and_cast(reader: PackReader, shard: Shard, chunks: list[Chunk], progress: Progress) -> None:
     """Fill a target of another dtype than was saved, through host memory for one shard."""
     raw = np.empty(shard.extent, f"V{dtypes.dtype(chunks[0].dtype).itemsize}")
     reader.fill([Request(shard.leaf.name, chunks, (shard.offset, shard.extent), raw)], progress)

@@ -13,7 +13,7 @@ from typing import Any
 
 from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
-from ...storage.reader import Reader
+from ...storage.reader import PackReader
 from ...storage.version import Version
 from .plan import Rates
 
@@ -100,7 +100,7 @@ def _together(shares: Iterable[_Share]) -> _Share:
     return parts
 
 
-def _reads(reader: Reader, chunks: Sequence[Chunk], share: _Share, askers: Mapping[int, int] | None = None) -> Reads:
+def _reads(reader: PackReader, chunks: Sequence[Chunk], share: _Share, askers: Mapping[int, int] | None = None) -> Reads:
     """``askers``: how many nodes need each chunk."""
     runs = reader.whole(chunks[number] for number in share)
     places = dict[tuple[str, Box], tuple[object, int]]()  # of each chunk: the place of its bytes, and their number

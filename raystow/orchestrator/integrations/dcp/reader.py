@@ -16,8 +16,7 @@ from torch.futures import Future
 
 from ....storage.arguments import integer
 from ....storage.errors import StateError
-from ....storage.reader import Reader as PackReader
-from ....storage.reader import Request
+from ....storage.reader import PackReader, Request
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
 from ...argument_checks import address

@@ -22,7 +22,7 @@ import numpy as np
 import torch
 
 from ....storage.errors import Damaged
-from ....storage.reader import Piece, Reader, Run
+from ....storage.reader import PackReader, Piece, Run
 from .. import kernel_args
 from ..kernel_args import Addressed, Table
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
@@ -129,9 +129,9 @@ class Decoder:
         torch.cuda.synchronize(self._device)
         self._lanes.clear()
 
-    def fill(self, reader: Reader, runs: Sequence[Run], progress: Progress) -> None:
-        """``Reader.complete`` for targets that are tensors of words on this device; what the current stream still does to them is
-        waited for. What no lane can take is decoded in host memory, one run after the other."""
+    def fill(self, reader: PackReader, runs: Sequence[Run], progress: Progress) -> None:
+        """``PackReader.complete`` for targets that are tensors of words on this device. What the current stream still does to
+        them is waited for. What no lane can take is decoded in host memory, one run after the other."""
         others = list[Run]()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
@@ -269,11 +269,11 @@ def _make(making: Making, largest: int, packed: bool, table: Addressed, digests:
         word_kernels.join(table, largest, width=making.width, rotate=making.rotated, packed=packed, digests=digests)
 
 
-def _fetch(reader: Reader, pool: ThreadPoolExecutor, work: _Work) -> None:
+def _fetch(reader: PackReader, pool: ThreadPoolExecutor, work: _Work) -> None:
     work.fetches = [pool.submit(_bring, reader, *what) for what in work.places()]
 
 
-def _bring(reader: Reader, fetch: Fetch, into: memoryview) -> None:
+def _bring(reader: PackReader, fetch: Fetch, into: memoryview) -> None:
     with fetch.needed():
         reader.bring(fetch.run, into)
 
@@ -289,7 +289,7 @@ def _take_up(work: _Work) -> None:
         work.event = work.lane.stream.record_event()
 
 
-def _launch(reader: Reader, work: _Work) -> None:
+def _launch(reader: PackReader, work: _Work) -> None:
     """When they have arrived whole, enqueue everything that is to be done with them."""
     work.event.synchronize()
     with torch.cuda.stream(work.lane.stream):
@@ -326,7 +326,7 @@ def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
         target.copy_(words[piece.source + (Ellipsis,)])
 
 
-def _through_host(reader: Reader, run: Run, progress: Progress) -> None:
+def _through_host(reader: PackReader, run: Run, progress: Progress) -> None:
     for piece, raw in reader.elements(run):
         _copy_part(piece, torch.from_numpy(raw).to(piece.target.device))
         progress(piece.chunk.nbytes)
