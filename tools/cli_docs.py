@@ -65,7 +65,7 @@ def _command(name: str, command: Any) -> str:
     help, _, example = command.help.partition("Example:")
     arguments = [p for p in command.params if p.param_type_name == "argument"]
     options = [p for p in command.params if p.param_type_name == "option" and p.opts[0] not in _SHARED_OPTIONS]
-    usage = " ".join(["raystow", name, *(p.metavar if p.required else f"[{p.metavar}]" for p in arguments), "[OPTIONS]"])
+    usage = " ".join(["raystow", name, *map(_usage, arguments), "[OPTIONS]"])
     lines = [f"## {name}\n", _filled(help), "", f"    {usage}", ""]
     if example:
         lines += ["Example:\n", f"    {' '.join(example.split())}", ""]
@@ -85,6 +85,11 @@ def _filled(help: str) -> str:
 
 def _wrapped(text: str) -> str:
     return textwrap.fill(text, 130, break_long_words=False, break_on_hyphens=False)
+
+
+def _usage(argument: Any) -> str:
+    name = argument.metavar if argument.required else f"[{argument.metavar}]"
+    return name if argument.nargs == 1 else f"{name}..."
 
 
 def _names(option: Any) -> str:

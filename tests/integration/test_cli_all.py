@@ -61,7 +61,7 @@ def test_what_is_printed_fits_80_columns(runs: Path) -> None:
         ("verify", llama, "--all"),
         ("verify", llama, "--all", "--deep", "--resume", runs / "j.jsonl"),
         ("verify", llama, "--all", "--deep", "--resume", runs / "j.jsonl"),
-        ("restore", llama, "--to", runs / "out"),
+        ("restore", llama, "--output", runs / "out"),
         ("import", runs / "out", runs / "imported"),
         ("plan", llama, "--world", 48),
         ("unpin", llama, "a-name-of-some-length-for-a-pin"),
@@ -83,7 +83,7 @@ def test_what_is_printed_fits_80_columns(runs: Path) -> None:
 def test_what_only_some_tests_see_has_a_schema_too(runs: Path) -> None:
     llama = runs / "llama"
     run_json("unpin", llama, run_json("pin", llama, 1, "x")["name"])
-    run_json("import", runs / "out", runs / "imported", "--step", run_json("restore", llama, "--to", runs / "out")["step"])
+    run_json("import", runs / "out", runs / "imported", "--step", run_json("restore", llama, "--output", runs / "out")["step"])
     assert run_json("ls", runs / "nowhere", code=4)["error"]["kind"] == "NotARepository"
 
 

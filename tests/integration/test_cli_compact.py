@@ -87,10 +87,10 @@ def test_prune_tells_a_person_what_it_wrote(folder: Path) -> None:
 
 def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> None:
     repository = open_repository(str(folder))
-    said = " ".join(ran("compact", folder, "--version", 3, "--version", 7, "--dry-run").stdout.split())
+    said = " ".join(ran("compact", folder, 3, 7, "--dry-run").stdout.split())
     assert "whole" in said
     assert "keep is the newest" in said
-    done = run_json("compact", folder, "--version", 3, "--version", 7)
+    done = run_json("compact", folder, 3, 7)
     assert [(row["id"], row["bases"], row["compact"], row["why"]) for row in done["versions"]] == [
         (3, [1], True, ""),
         (7, [6], False, "is the newest"),
@@ -101,12 +101,12 @@ def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> 
     assert "stored 3 versions whole, " in " ".join(ran("compact", folder, "--yes").stdout.split())
     assert "keep is the newest" in " ".join(ran("compact", folder).stdout.split()), "and nothing else is asked about"
     assert whole(repository)
-    assert run_json("compact", folder, "--version", 99, code=4)["error"]["kind"] == "NotFound"
+    assert run_json("compact", folder, 99, code=4)["error"]["kind"] == "NotFound"
 
 
 def test_what_is_named_and_no_difference_is_told(folder: Path) -> None:
-    assert ran("compact", folder, "--version", 1).stdout.splitlines() == ["version 1 is not a delta to another version"]
-    said = ran("compact", folder, "--version", 3, "--version", 6, "--dry-run").stdout
+    assert ran("compact", folder, 1).stdout.splitlines() == ["version 1 is not a delta to another version"]
+    said = ran("compact", folder, 3, 6, "--dry-run").stdout
     assert "whole" in said
     assert said.splitlines()[-1] == "version 6 is not a delta to another version"
 

@@ -65,7 +65,7 @@ def test_a_large_file_goes_in_and_comes_out(tmp_path: Path, monkeypatch: pytest.
     with bounded(ALLOWED):
         assert run("import", tmp_path / "model.safetensors", tmp_path / "run").exit_code == 0
     with bounded(ALLOWED):
-        assert run("restore", tmp_path / "run", "--to", tmp_path / "out").exit_code == 0
+        assert run("restore", tmp_path / "run", "--output", tmp_path / "out").exit_code == 0
     files = [
         np.memmap(path, np.uint8, "r")[-STATE:] for path in (tmp_path / "model.safetensors", tmp_path / "out/weights.safetensors")
     ]

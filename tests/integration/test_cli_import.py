@@ -56,7 +56,7 @@ def test_what_restore_has_written_comes_back(tmp_path: Path) -> None:
     state = {**TENSORS, "z": torch.randn(4, dtype=torch.complex128), "wide": torch.randn(300_000)}
     with LocalCluster(str(tmp_path / "run")) as cluster:
         cluster.save(state, step=1)
-    assert run("restore", tmp_path / "run", "--to", tmp_path / "out", "--max-file-mib", 1).exit_code == 0
+    assert run("restore", tmp_path / "run", "--output", tmp_path / "out", "--max-file-size", "1MiB").exit_code == 0
     assert len(list((tmp_path / "out").glob("*.safetensors"))) > 2
     run_json("import", tmp_path / "out", tmp_path / "again")
     check(raystow.open(tmp_path / "again").latest(), state)

@@ -88,7 +88,7 @@ def test_a_run_that_signs_is_read_by_whom_has_the_key(tmp_path: Path) -> None:
     assert (version.read("w") == np.arange(5.0)).all()
 
     other = {TRUSTED_KEYS: theirs["public"]}
-    for words in (("show", uri), ("verify", uri), ("verify", uri, "--all"), ("restore", uri, "--to", tmp_path / "out")):
+    for words in (("show", uri), ("verify", uri), ("verify", uri, "--all"), ("restore", uri, "--output", tmp_path / "out")):
         error = run_json(*words, code=6, **other)["error"]
         assert error["kind"] == "Untrusted"
         assert ours["key"] in error["what"]

@@ -107,7 +107,7 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
     ran("verify", folder, "--all", "--deep")
     ran("diff", folder, 1, 3)
     ran("plan", folder, 1)
-    ran("restore", folder, "--version", 1, "--to", folder.parent / "files")
+    ran("restore", folder, 1, "--output", folder.parent / "files")
     assert [path.name for path in sorted((folder.parent / "files").iterdir())] == ["values.json", "weights.safetensors"]
     ran("report", folder, "--output", folder.parent / "report.html")
     found = reader.read(folder, 1)

@@ -104,7 +104,7 @@ def test_files_hold_what_their_names_say(tmp_path: Path) -> None:
     """Though the master copy lies in the weights' packs."""
     with LocalCluster(str(tmp_path / "run"), codec="cpu") as cluster:
         cluster.save(mixed(1), step=1)
-    run_json("restore", tmp_path / "run", "--to", tmp_path / "files")
+    run_json("restore", tmp_path / "run", "--output", tmp_path / "files")
     files = {path.stem: load_file(path) for path in (tmp_path / "files").glob("*.safetensors")}
     assert {name: set(tensors) for name, tensors in files.items()} == {
         "weights": {"model.a", "model.b", "model.tied"},

@@ -2,25 +2,23 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ...storage.format.root import Entry
+from ...storage.retention.compaction import CompactionPlan
 from .exit_codes import error_report, fail_with
 from .options import DryRun, Json, Uri, Yes
 from .output import confirmed, count, emit, fields_of, out, say, size, table
 from .rewrite_versions import RewriteBatch
 from .target import Target, open_target
 
-if TYPE_CHECKING:
-    from ...storage.format.root import Entry
-    from ...storage.retention.compaction import CompactionPlan
-
 
 def compact(
     uri: Uri,
     version: Annotated[
-        list[int] | None, typer.Option("--version", min=1, metavar="ID", help="Only this version; may be repeated.")
+        list[str] | None, typer.Argument(metavar="VERSION", help="Only these versions: ids, pin names, or 'latest'.")
     ] = None,
     dry_run: DryRun = False,
     yes: Yes = False,
@@ -32,10 +30,10 @@ def compact(
     stay until `raystow prune` drops them; `raystow prune --compact` does both where that frees more than it writes. An
     interrupted run leaves each version as it was or whole. Asks first, unless --yes or --json is given.
 
-    Example:  raystow compact s3://bucket/runs/llama --version 40
+    Example:  raystow compact s3://bucket/runs/llama 40
     """
     target = open_target(uri)
-    named = [target.version(str(id)).id for id in dict.fromkeys(version or ())]
+    named = [target.version(which).id for which in version or ()]
     plan = target.repository.plan_compaction(named or None)
     batch = RewriteBatch("compacting", plan.entries, plan.replacement)
     deltas = sorted((*plan.entries, *plan.kept), key=lambda entry: entry.id)

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Annotated
 
 import typer
 
 from ...storage.errors import NotFound
-from .options import Json, duration, nbytes, stored_ratio
-from .output import billed, count, emit, out, price, table
+from . import options
+from .options import LATEST, Json, number, seconds, size
+from .output import billed, count, emit, out, price, say, table
 from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, savings
 from .target import open_target
 
@@ -19,44 +18,21 @@ _STALLS = (
     "give the stall of a save: --stall 0.06 --stall-compressed 0.07 (measured seconds); or, for a loop that waits until "
     "everything is written, --write-rate 5GB (per second)"
 )
-_FIGURES = ("stored", "kept", "written", "store_dollars", "stall", "stalled", "gpu_hours", "gpu_dollars", "dollars")
 
 
 def cost(
-    gpus: Annotated[int, typer.Option(min=0, metavar="N", help="GPUs that wait during a stall.", show_default=False)],
-    gpu_price: Annotated[float, typer.Option(min=0, metavar="USD", help="Price of one GPU hour.", show_default=False)],
-    store_price: Annotated[
-        float, typer.Option(min=0, metavar="USD", help="Price of a GB (10^9 bytes) in the store per month.", show_default=False)
-    ],
-    every: Annotated[
-        float, typer.Option(parser=duration, metavar="TIME", help="Time between saves: 90s, 30m, 6h.", show_default=False)
-    ],
-    uri: Annotated[
-        str | None,
-        typer.Argument(metavar="URI", help="Repository that gives --state, --ratio and --keep.", show_default=False),
-    ] = None,
-    state: Annotated[int | None, typer.Option(parser=nbytes, metavar="SIZE", help="Raw bytes of a version: 782GB.")] = None,
-    ratio: Annotated[
-        float | None,
-        typer.Option(parser=stored_ratio, metavar="RATIO", help="Stored bytes divided by raw bytes: 0.8, or its inverse: 1.25x."),
-    ] = None,
-    keep: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Versions in the store; by default those in URI, or 1.")
-    ] = None,
-    stall: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Stall of the loop per save without compression.")
-    ] = None,
-    stall_compressed: Annotated[
-        float | None, typer.Option(min=0, metavar="SECONDS", help="Stall of the loop per save with compression.")
-    ] = None,
-    write_rate: Annotated[
-        int | None,
-        typer.Option(parser=nbytes, metavar="SIZE", help="Instead of stalls: the loop waits for writes at this rate per second."),
-    ] = None,
-    code_rate: Annotated[
-        int | None,
-        typer.Option(parser=nbytes, metavar="SIZE", help="With --write-rate: raw bytes compressed per second by all GPUs."),
-    ] = None,
+    gpus: Annotated[int, number(min=0, help="GPUs that wait during a stall.")],
+    gpu_price: Annotated[float, options.gpu_price],
+    store_price: Annotated[float, options.store_price],
+    every: Annotated[float, options.time(help="Time between saves: 90s, 30m, 6h.")],
+    uri: Annotated[str | None, typer.Argument(metavar="URI", help="Repository that gives --state, --ratio and --keep.")] = None,
+    state: Annotated[int | None, size(help="Raw bytes of a version: 782GB.")] = None,
+    ratio: Annotated[float | None, options.ratio(help="Stored bytes divided by raw bytes: 0.8, or its inverse: 1.25x.")] = None,
+    keep: Annotated[int | None, number(help="Versions in the store; by default those in URI, or 1.")] = None,
+    stall: Annotated[float | None, seconds(help="Stall of the loop per save without compression.")] = None,
+    stall_compressed: Annotated[float | None, seconds(help="Stall of the loop per save with compression.")] = None,
+    write_rate: Annotated[int | None, size(help="Instead of stalls: the loop waits for writes at this rate per second.")] = None,
+    code_rate: Annotated[int | None, size(help="With --write-rate: raw bytes compressed per second by all GPUs.")] = None,
     json: Json = False,
 ) -> None:
     """Compute what checkpoints cost per month, with and without compression.
@@ -67,8 +43,6 @@ def cost(
 
     Example:  raystow cost s3://bucket/runs/llama --every 30m --gpus 8 --gpu-price 4.40 --store-price 0.023 --write-rate 5GB
     """
-    if not all(map(math.isfinite, (gpu_price, store_price, stall or 0, stall_compressed or 0))):
-        raise typer.BadParameter("prices and stalls must be finite numbers")
     known = _read(uri) if uri is not None else RepositoryCost()
     raw, part = known.state if state is None else state, ratio or known.ratio
     if not raw or part is None:
@@ -82,7 +56,7 @@ def cost(
     plain, coded = Bill(schedule, prices, raw, stalls[0]), Bill(schedule, prices, raw * part, stalls[1], held)
     assumptions = _assumptions(plain, part, how, known.spared)
     if json:
-        without, compressed = ({name: round(float(getattr(bill, name)), 6) for name in _FIGURES} for bill in (plain, coded))
+        without, compressed = _figures(plain), _figures(coded)
         emit(
             {
                 "uri": known.uri,
@@ -90,7 +64,7 @@ def cost(
                 "ratio": round(part, 4),
                 "without": without,
                 "with": compressed,
-                "saved": {name: round(without[name] - compressed[name], 6) for name in _FIGURES},
+                "saved": {name: round(without[name] - compressed[name], 6) for name in without},
                 "pays": coded.dollars < plain.dollars,
                 "break_even": break_even(plain, coded),
                 "assumptions": assumptions,
@@ -99,15 +73,11 @@ def cost(
         )
         return
     _print_bills(plain, coded)
-    if known.savings:
-        out.print()
-        out.print("of which", style="dim")
-    for saving in known.savings:
-        out.print(f"- {saving.technique}: {saving.told}")
-    out.print()
-    out.print("assumptions", style="dim")
-    for assumption in assumptions:
-        out.print(f"- {assumption}")
+    for title, lines in (("of which", [f"{one.technique}: {one.told}" for one in known.savings]), ("assumptions", assumptions)):
+        if lines:
+            out.print(f"\n{title}", style="dim")
+        for line in lines:
+            say(f"- {line}")
 
 
 @dataclass(frozen=True)
@@ -126,7 +96,7 @@ class RepositoryCost:
 
 def _read(uri: str) -> RepositoryCost:
     target = open_target(uri)
-    newest, entries = target.version("latest"), target.root.versions
+    newest, entries = target.version(LATEST), target.root.versions
     if not newest.raw:
         raise NotFound(f"version {newest.id} has no bytes", subject=target.uri, remedy="give --state and --ratio")
     full = [entry for entry in entries if entry.resumable] or entries
@@ -171,29 +141,23 @@ def _assumptions(plain: Bill, ratio: float, how: str, spared: int) -> list[str]:
     ]
 
 
+def _figures(bill: Bill) -> dict[str, float]:
+    return {name: round(float(getattr(bill, name)), 6) for name in _FIGURES}
+
+
 def _print_bills(plain: Bill, coded: Bill) -> None:
-    shown: tuple[tuple[str, Callable[[float], str]], ...] = (
-        ("a version", billed),
-        ("kept", billed),
-        ("written a month", billed),
-        ("store, a month", _dollars),
-        ("stall of a save", _seconds),
-        ("stalls a month", _seconds),
-        ("GPU hours a month", "{:,.1f}".format),
-        ("GPUs, a month", _dollars),
-        ("total, a month", _dollars),
-    )
     rows = []
-    for (title, show), name in zip(shown, _FIGURES, strict=True):
-        without, compressed = float(getattr(plain, name)), float(getattr(coded, name))
+    for (title, show), without, compressed in zip(
+        _FIGURES.values(), _figures(plain).values(), _figures(coded).values(), strict=True
+    ):
         saved = without - compressed
         rows.append([title, show(without), show(compressed), f"-{show(-saved)}" if saved < 0 else show(saved)])
     out.print(table("", ["", ">WITHOUT", ">COMPRESSED", ">SAVED"], rows))
     out.print()
-    out.print(_verdict(plain, coded), style="bold")
+    say(_verdict(plain, coded), style="bold")
     even = break_even(plain, coded)
     if even is not None and even >= 0.001:
-        out.print(f"the saving in the store pays for {_seconds(even)} more stall per save")
+        say(f"the saving in the store pays for {_seconds(even)} more stall per save")
 
 
 def _verdict(plain: Bill, coded: Bill) -> str:
@@ -212,3 +176,17 @@ def _dollars(amount: float) -> str:
 
 def _seconds(seconds: float) -> str:
     return f"{seconds / 3600:,.1f} h" if seconds >= 36000 else f"{seconds:,.0f} s" if seconds >= 999.5 else f"{seconds:,.3g} s"
+
+
+_FIGURES = {
+    "stored": ("a version", billed),
+    "kept": ("kept", billed),
+    "written": ("written a month", billed),
+    "store_dollars": ("store, a month", _dollars),
+    "stall": ("stall of a save", _seconds),
+    "stalled": ("stalls a month", _seconds),
+    "gpu_hours": ("GPU hours a month", "{:,.1f}".format),
+    "gpu_dollars": ("GPUs, a month", _dollars),
+    "dollars": ("total, a month", _dollars),
+}
+"""Attribute of ``Bill`` -> its title and format."""

@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import contextlib
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ...storage.version import Version
 from .exit_codes import DIFFERENT
-from .options import LATEST, Json, RequiredVersion, Uri, Which
+from .options import LATEST, Json, Uri, Which, number
 from .output import count, emit, out, printable, ratio, size, table
 from .progress import byte_bar
 from .target import Target, open_target
-
-if TYPE_CHECKING:
-    from ...storage.version import Version
-    from .version_comparison import Change, Difference
+from .version_comparison import Change, Difference, changed_values, compare, differences, ordered, work
 
 _NAMED = 5  # plain values that are named; the others are counted
 _SIGNS = {"added": "+", "removed": "-", "changed": ""}
@@ -23,10 +21,10 @@ _SIGNS = {"added": "+", "removed": "-", "changed": ""}
 
 def diff(
     uri: Uri,
-    version1: RequiredVersion,
+    version1: Which,
     version2: Which = LATEST,
     deep: Annotated[bool, typer.Option("--deep", help="Read and compare the bytes that may have changed.")] = False,
-    top: Annotated[int, typer.Option(min=1, metavar="N", help="List the N tensors with the most changed bytes.")] = 20,
+    top: Annotated[int, number(help="List the N tensors with the most changed bytes.")] = 20,
     all: Annotated[bool, typer.Option("--all", help="List all tensors that differ.")] = False,
     exit_code: Annotated[bool, typer.Option("--exit-code", help=f"Exit with {DIFFERENT} if anything differs.")] = False,
     json: Json = False,
@@ -40,8 +38,6 @@ def diff(
 
     Example:  raystow diff s3://bucket/runs/llama best latest
     """
-    from .version_comparison import Change, changed_values, differences, ordered
-
     target = open_target(uri)
     before, after = target.version(version1), target.version(version2)
     found = differences(before, after)
@@ -65,7 +61,7 @@ def diff(
         )
     else:
         out.print(f"version {before.id} (step {before.step}) -> version {after.id} (step {after.step})", style="bold")
-        out.print(target.uri, style="dim", soft_wrap=True)
+        out.print(target.uri, style="dim")
         _print_tensors(listed, len(listed) if all else top, deep=deep)
         _print_summary(counts, values)
     if exit_code and differ:
@@ -73,8 +69,6 @@ def diff(
 
 
 def _compared(target: Target, before: Version, after: Version, found: list[Difference], *, quiet: bool) -> list[Difference]:
-    from .version_comparison import compare, work
-
     with contextlib.ExitStack() as stack:
         for version in (before, after):
             stack.enter_context(target.repository.lease(version))

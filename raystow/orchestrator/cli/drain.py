@@ -13,9 +13,7 @@ from .output import emit, out, printable
 def drain(
     within: Annotated[str, typer.Option(metavar="TIME", help="Time until the node ends, and the longest wait: 90s, 5m.")] = "5m",
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason for Ray's logs.")] = "the node is going to be removed",
-    node: Annotated[
-        str | None, typer.Option(metavar="ID", help="Ray id of the node; by default this one.", show_default=False)
-    ] = None,
+    node: Annotated[str | None, typer.Option(metavar="ID", help="Ray id of the node; by default this one.")] = None,
     json: Json = False,
 ) -> None:
     """Announce that a node is going to be removed, and wait until its state is saved.
@@ -39,15 +37,15 @@ def drain(
     def announce() -> None:
         ray_cluster.announce_end(id, seconds, reason)
         if not json:
-            out.print(f"node {id} ends in {within}", soft_wrap=True)
+            out.print(f"node {id} ends in {within}")
 
     done = drain.drain(lambda: saves_on(id), announce, SYSTEM, seconds=seconds)
     if json:
         emit({"node": id, "durable": done.durable, "left": done.left})
         return
     for uri in done.durable:
-        out.print(printable(f"saved: {uri}"), soft_wrap=True)
+        out.print(printable(f"saved: {uri}"))
     for uri in done.left:
-        out.print(printable(f"training ended: {uri}"), soft_wrap=True)
+        out.print(printable(f"training ended: {uri}"))
     if not done.durable and not done.left:
         out.print("no process of this node saves to a repository")

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
+from ...storage.repository import open_repository
+from ...storage.retention.collect import CollectionPlan, Garbage
 from .options import DryRun, Json, Uri, Yes, duration
 from .output import age, confirmed, count, emit, out, size, table
 from .progress import object_bar
-
-if TYPE_CHECKING:
-    from ...storage.retention.collect import CollectionPlan, Garbage
 
 
 def gc(
@@ -31,8 +30,6 @@ def gc(
 
     Example:  raystow gc s3://bucket/runs/llama --dry-run
     """
-    from ...storage.repository import open_repository
-
     repository = open_repository(uri)
     plan = repository.plan_collection(grace=duration(grace))
     scraps = len(plan.scraps) + len(plan.unfinished)
@@ -58,7 +55,7 @@ def _print_plan(uri: str, plan: CollectionPlan, scraps: int) -> None:
     if scraps:
         out.print(f"{count(scraps, 'scrap')}: ended leases, old probes, unfinished writes", style="dim")
     if not plan.garbage and not scraps:
-        out.print(f"nothing to collect in {uri}", soft_wrap=True)
+        out.print(f"nothing to collect in {uri}")
     elif not (plan.due or scraps):
         out.print("nothing to delete yet")
 

@@ -5,18 +5,26 @@ from __future__ import annotations
 import json as json_module
 import math
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
+import numpy as np
 import typer
 
+from ...storage.clock import SYSTEM
+from ...storage.coding import dtypes
 from ...storage.errors import StateError
-from .options import Json, Uri
+from ...storage.format import manifest
+from ...storage.stores import open_store
+from ...workers.protocol.coordinator_client import coverage
+from ...workers.protocol.messages import Ticket
+from ..save.shards import Shard
+from ..save.state_tree import Leaf
+from ..standalone.commit import StandaloneCommit
+from ..standalone.writer import StandaloneWriter, cores
+from .options import Json, Uri, number
 from .output import count, emit, out, size
 from .progress import byte_bar
 from .safetensors_file import SourceTensor, header_size, source_tensors
-
-if TYPE_CHECKING:
-    from ..save.shards import Shard
 
 _MEMORY = 512 << 20  # bytes of chunks in progress
 _TIMEOUT = 3600.0  # seconds for the uploads that remain once everything is read
@@ -24,13 +32,9 @@ _INDEX = ".safetensors.index.json"
 
 
 def import_(
-    source: Annotated[
-        Path, typer.Argument(metavar="SOURCE", help="Safetensors file, index of several, or folder.", show_default=False)
-    ],
+    source: Annotated[Path, typer.Argument(metavar="SOURCE", help="Safetensors file, index of several, or folder.")],
     uri: Uri,
-    step: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="Step of the version; by default the newest version's plus one.")
-    ] = None,
+    step: Annotated[int | None, number(min=0, help="Step of the version; by default the newest version's plus one.")] = None,
     json: Json = False,
 ) -> None:
     """Store safetensors files as a new version.
@@ -41,13 +45,6 @@ def import_(
 
     Example:  raystow import ./llama s3://bucket/runs/llama --step 0
     """
-    from ...storage.clock import SYSTEM
-    from ...storage.stores import open_store
-    from ...workers.protocol.coordinator_client import coverage
-    from ...workers.protocol.messages import Ticket
-    from ..standalone.commit import StandaloneCommit
-    from ..standalone.writer import StandaloneWriter, cores
-
     start, files = SYSTEM.monotonic(), find_tensors(source)
     tensors = [tensor for of in files.values() for tensor in of]
     total = sum(tensor.end - tensor.start for tensor in tensors)
@@ -77,7 +74,7 @@ def import_(
         )
         return
     what = f"{count(len(tensors), 'tensor')}, {size(total)}, stored in {size(version.bytes)}"
-    out.print(f"version {version.id} (step {version.step}): {what}", soft_wrap=True)
+    out.print(f"version {version.id} (step {version.step}): {what}")
 
 
 def find_tensors(source: Path) -> dict[Path, list[SourceTensor]]:
@@ -138,13 +135,6 @@ def _tensors(path: Path) -> list[SourceTensor]:
 
 def _shard(path: Path, tensor: SourceTensor) -> Shard:
     """A tensor as it is in its file; its bytes are read when they are coded."""
-    import numpy as np
-
-    from ...storage.coding import dtypes
-    from ...storage.format import manifest
-    from ..save.shards import Shard
-    from ..save.state_tree import Leaf
-
     item = f"V{dtypes.dtype(tensor.dtype).itemsize}"
     if tensor.end > tensor.start:
         raw = np.memmap(path, np.uint8, "r")[tensor.start : tensor.end].view(item).reshape(tensor.shape)

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ...storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS, public_path, write_pair
 from .options import Json
 from .output import emit, out
 
@@ -24,16 +25,14 @@ def keygen(
 
     Example:  raystow keygen ~/llama-signing.pem
     """
-    from ...storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS, public_path, write_pair
-
     file = file.expanduser().absolute()
     public = public_path(file)
     key = write_pair(file)
     if json:
         emit({"key": key.id, "private": str(file), "public": str(public)})
         return
-    out.print(f"key {key.id}", soft_wrap=True)
+    out.print(f"key {key.id}")
     out.print("to sign, on the head node before `ray start`:", style="dim")
-    out.print(f"  export {SIGNING_KEY}={shlex.quote(str(file))}", soft_wrap=True)
+    out.print(f"  export {SIGNING_KEY}={shlex.quote(str(file))}")
     out.print("to check, on each machine that reads versions, with a copy of the public key:", style="dim")
-    out.print(f"  export {TRUSTED_KEYS}={shlex.quote(str(public))}", soft_wrap=True)
+    out.print(f"  export {TRUSTED_KEYS}={shlex.quote(str(public))}")

@@ -37,7 +37,7 @@ def ls(
         emit({"uri": target.uri, "repository": target.repository.id, "versions": rows})
         return
     if not versions:
-        out.print(f"no version yet in {target.uri}", soft_wrap=True)
+        out.print(f"no version yet in {target.uri}")
         return
     cells = []
     for version in versions:

@@ -2,24 +2,14 @@
 
 from __future__ import annotations
 
+import math
 import re
+from functools import partial
 from typing import Annotated
 
 import typer
 
 LATEST = "latest"
-
-_VERSION = "Version id, pin name, or 'latest'."
-
-Uri = Annotated[
-    str, typer.Argument(metavar="URI", help="Repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)
-]
-Which = Annotated[str, typer.Argument(metavar="VERSION", help=_VERSION)]
-RequiredVersion = Annotated[str, typer.Argument(metavar="VERSION", help=_VERSION, show_default=False)]
-VersionOption = Annotated[str, typer.Option("--version", metavar="VERSION", help=_VERSION)]
-Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
-DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change, and change nothing.")]
-Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]
 
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"": 1, "b": 1} | {
@@ -58,8 +48,39 @@ def stored_ratio(text: str) -> float:
     return ratio
 
 
+def finite(text: str) -> float:
+    """Parse a number that is finite and not negative."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < math.inf:
+        raise typer.BadParameter(f"{text!r} is not a finite number of at least 0")
+    return value
+
+
 def _quantity(text: str, units: dict[str, int], what: str) -> float:
     found = _NUMBER.fullmatch(text.strip().lower())
     if found is None or found[2] not in units:
         raise typer.BadParameter(f"{text!r} is not {what}")
     return float(found[1]) * units[found[2]]
+
+
+number = partial(typer.Option, metavar="N", min=1)
+time = partial(typer.Option, metavar="TIME", parser=duration)
+size = partial(typer.Option, metavar="SIZE", parser=nbytes)
+seconds = partial(typer.Option, metavar="SECONDS", parser=finite)
+ratio = partial(typer.Option, metavar="RATIO", parser=stored_ratio)
+dollars = partial(typer.Option, metavar="USD", parser=finite)
+"""Options with a unit."""
+
+store_price = dollars(help="Price of a GB (10^9 bytes) in the store per month.")
+gpu_price = dollars(help="Price of one GPU hour.")
+
+Uri = Annotated[
+    str, typer.Argument(metavar="URI", help="Repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)
+]
+Which = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, pin name, or 'latest'.")]
+Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
+DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change, and change nothing.")]
+Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -15,8 +15,9 @@ from rich.table import Table
 
 from ...storage.errors import StateError
 
-out = Console(markup=False, highlight=False)
-err = Console(stderr=True, markup=False, highlight=False)
+# Lines are not wrapped, so that a long name or path can be copied; ``say`` wraps prose, and a table its cells.
+out = Console(markup=False, highlight=False, soft_wrap=True)
+err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 
 _AGES = ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
 
@@ -97,7 +98,7 @@ def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 def say(text: str, *, style: str | None = None) -> None:
     """Print prose: lines break between words only, so that a long name or path stays whole."""
     lines = textwrap.fill(text, out.width, break_long_words=False, break_on_hyphens=False)
-    out.print(lines, style=style, soft_wrap=True)
+    out.print(lines, style=style)
 
 
 def emit(facts: Mapping[str, object]) -> None:

@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...storage.errors import NotFound
-from .options import LATEST, Json, RequiredVersion, Uri
+from .options import LATEST, Json, Uri, Which
 from .output import emit, printable, say
 from .target import open_target
 
@@ -18,7 +18,7 @@ Name = Annotated[str, typer.Argument(metavar="NAME", help="Name of the pin.", sh
 
 def pin(
     uri: Uri,
-    version: RequiredVersion,
+    version: Which,
     name: Name,
     move: Annotated[bool, typer.Option("--move", help="Move the name if another version has it.")] = False,
     json: Json = False,

@@ -4,34 +4,29 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
-from .options import LATEST, Json, Uri, Which, nbytes
+from ..restore.plan import Rates
+from ..restore.what_if import Reads, plan_world
+from . import options
+from .options import LATEST, Json, Uri, Which, number
 from .output import count, emit, fields_of, out, say, size, table
 from .target import open_target
 
-if TYPE_CHECKING:
-    from ..restore.what_if import Reads
-
 _SPLIT = "a tensor saved in several boxes along a dimension is split evenly along it again; every rank reads all others whole"
+_RATE: int = "1GB"  # type: ignore[assignment]  # the option's parser converts it
 _WHOLE = "every rank reads every tensor whole"
 
 
 def plan(
     uri: Uri,
     version: Which = LATEST,
-    world: Annotated[
-        int | None, typer.Option(min=1, max=1 << 17, metavar="N", help="Ranks that restore; by default those that saved.")
-    ] = None,
-    per_node: Annotated[int, typer.Option(min=1, metavar="N", help="Ranks per node.")] = 8,
-    rate: Annotated[
-        int, typer.Option(parser=nbytes, metavar="SIZE", help="Bytes per second that a node reads from the store.")
-    ] = "1GB",  # type: ignore[assignment]
-    peer_rate: Annotated[
-        int, typer.Option(parser=nbytes, metavar="SIZE", help="Bytes per second that a node reads from other nodes.")
-    ] = "1GB",  # type: ignore[assignment]
+    world: Annotated[int | None, number(max=1 << 17, help="Ranks that restore; by default those that saved.")] = None,
+    per_node: Annotated[int, number(help="Ranks per node.")] = 8,
+    rate: Annotated[int, options.size(help="Bytes per second that a node reads from the store.")] = _RATE,
+    peer_rate: Annotated[int, options.size(help="Bytes per second that a node reads from other nodes.")] = _RATE,
     replicated: Annotated[bool, typer.Option("--replicated", help="Every rank reads every tensor whole, as with DDP.")] = False,
     json: Json = False,
 ) -> None:
@@ -43,9 +38,6 @@ def plan(
 
     Example:  raystow plan s3://bucket/runs/llama --world 64
     """
-    from ..restore.plan import Rates
-    from ..restore.what_if import plan_world
-
     if not (rate and peer_rate):
         raise typer.BadParameter("--rate and --peer-rate must be positive")
     target = open_target(uri)

@@ -3,53 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ...storage.errors import StateError
+from ...storage.format.root import Entry
+from ...storage.retention.plan import RetentionPlan
+from ...storage.retention.policy import Decision, Policy, best_rule
+from . import options
 from .exit_codes import error_report, fail_with
-from .options import DryRun, Json, Uri, Yes, best, duration, nbytes
+from .options import DryRun, Json, Uri, Yes, number
 from .output import confirmed, count, emit, fields_of, out, say, size, table
 from .rewrite_versions import RewriteBatch
 from .target import Target, open_target
-
-if TYPE_CHECKING:
-    from ...storage.format.root import Entry
-    from ...storage.retention.plan import RetentionPlan
-    from ...storage.retention.policy import Decision, Policy
 
 _OBJECTS_STAY = "the objects of dropped versions stay in the store until `raystow gc` deletes them"
 
 
 def prune(
     uri: Uri,
-    keep_last: Annotated[int | None, typer.Option(min=1, metavar="N", help="Keep the newest N versions.")] = None,
+    keep_last: Annotated[int | None, number(help="Keep the newest N versions.")] = None,
     keep_every: Annotated[
-        int | None, typer.Option(min=1, metavar="STEPS", help="Keep the newest version of each range of so many steps.")
+        int | None, number(metavar="STEPS", help="Keep the newest version of each range of so many steps.")
     ] = None,
-    keep_interval: Annotated[
-        float | None,
-        typer.Option(parser=duration, metavar="TIME", help="Keep the newest version of each 30m, 6h or 1d (in UTC)."),
-    ] = None,
+    keep_interval: Annotated[float | None, options.time(help="Keep the newest version of each 30m, 6h or 1d (in UTC).")] = None,
     keep_best: Annotated[
         str | None,
         typer.Option(metavar="METRIC:min:N", help="Keep the N versions with the least (min) or greatest (max) metric."),
     ] = None,
     max_bytes: Annotated[
-        int | None,
-        typer.Option(parser=nbytes, metavar="SIZE", help="Drop the oldest of the kept versions too, down to this size: 2TB."),
+        int | None, options.size(help="Drop the oldest of the kept versions too, down to this size: 2TB.")
     ] = None,
-    resumable: Annotated[
-        int | None, typer.Option(min=1, metavar="N", help="Thin all but the newest N of the kept versions to their weights.")
-    ] = None,
-    delta: Annotated[
-        int | None,
-        typer.Option(min=1, metavar="N", help="Store up to N (at most 6) thinned versions in a row as deltas."),
-    ] = None,
+    resumable: Annotated[int | None, number(help="Thin all but the newest N of the kept versions to their weights.")] = None,
+    delta: Annotated[int | None, number(help="Store up to N (at most 6) thinned versions in a row as deltas.")] = None,
     mantissa_bits: Annotated[
-        int | None,
-        typer.Option(min=1, max=51, metavar="N", help="Round the weights of thinned versions: 7 is bfloat16, 4 is within 3.2 %."),
+        int | None, number(max=51, help="Round the weights of thinned versions: 7 is bfloat16, 4 is within 3.2 %.")
     ] = None,
     compact: Annotated[
         bool, typer.Option("--compact", help="Store deltas whole where that lets their bases go and frees more than it writes.")
@@ -68,8 +57,6 @@ def prune(
 
     Example:  raystow prune s3://bucket/runs/llama --keep-last 3 --keep-every 1000
     """
-    from ...storage.retention.policy import Policy
-
     if max_bytes is not None and max_bytes < 1:
         raise typer.BadParameter("--max-bytes must be at least 1 byte; omit the option for no limit")
     for option, value in (("--delta", delta), ("--mantissa-bits", mantissa_bits)):
@@ -79,7 +66,7 @@ def prune(
         keep_last=keep_last,
         keep_every=keep_every,
         keep_every_seconds=keep_interval,
-        keep_best=best(keep_best) if keep_best is not None else None,
+        keep_best=options.best(keep_best) if keep_best is not None else None,
         max_bytes=max_bytes,
         resumable=resumable,
         delta=delta,
@@ -125,8 +112,6 @@ def prune(
 
 def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:
     """Refuse a metric that no version has: it is misspelt, and would keep nothing."""
-    from ...storage.retention.policy import best_rule
-
     best = policy.keep_best
     if best is not None and plan.decisions and not any(best_rule(best) in decision.rules for decision in plan.decisions):
         what, remedy = f"no version has a number as metric {best[0]!r}", "`raystow show` prints a version's metrics"
@@ -135,7 +120,7 @@ def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:
 
 def _print_plan(target: Target, plan: RetentionPlan, policy: Policy, thin: RewriteBatch, whole: RewriteBatch) -> None:
     if not plan.decisions:
-        out.print(f"no version yet in {target.uri}", soft_wrap=True)
+        out.print(f"no version yet in {target.uri}")
         return
     rows = [[*target.row(decision.entry).cells(), *_verdict(decision, thin, whole)] for decision in plan.decisions]
     out.print(table("", [">ID", ">STEP", ">CREATED", ">STORED", "", "WHY"], rows))
@@ -149,7 +134,7 @@ def _print_plan(target: Target, plan: RetentionPlan, policy: Policy, thin: Rewri
         more = sum(whole.sizes.values()) - sum(whole.before.values())
         sums.append(f"store {len(whole.due)} of these whole, about {size(max(0, more))} more")
     sums.append(f"drop {len(plan.dropped)}, {size(sum(entry.stored for entry in plan.dropped))}")
-    out.print("; ".join(sums), style="dim")
+    say("; ".join(sums), style="dim")
     if policy.max_bytes is not None and sum(kept) > policy.max_bytes:
         say(f"the versions that are always kept{' or thinned' if thin.due else ''} take more than {size(policy.max_bytes)}")
 

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
+from ...storage.format import key_files
+from ...storage.repair import RepairPlan, plan_repair
+from ...storage.scan import ScannedAttempt
+from ...storage.stores import open_store
 from .options import DryRun, Json, Uri, Yes
 from .output import confirmed, count, emit, moment, out, printable, say, size, table
-
-if TYPE_CHECKING:
-    from ...storage.repair import RepairPlan
-    from ...storage.scan import ScannedAttempt
 
 
 def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = False) -> None:
@@ -22,10 +20,6 @@ def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = Fal
 
     Example:  raystow repair s3://bucket/runs/llama --dry-run
     """
-    from ...storage.format import key_files
-    from ...storage.repair import plan_repair
-    from ...storage.stores import open_store
-
     store = open_store(uri)
     plan = plan_repair(store, trust=key_files.trust())
     if not json:
@@ -53,10 +47,10 @@ def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = Fal
 
 def _print_plan(uri: str, plan: RepairPlan) -> None:
     if not plan.needed:
-        out.print(f"nothing to repair: root and marker of {uri} are whole", soft_wrap=True)
+        out.print(f"nothing to repair: root and marker of {uri} are whole")
         return
     for look in (plan.root, plan.marker):
-        out.print(printable(f"{look.key}: {look.state.value}{', ' + look.why if look.why else ''}"), soft_wrap=True)
+        out.print(printable(f"{look.key}: {look.state.value}{', ' + look.why if look.why else ''}"))
     if plan.found:
         out.print(table("", [">ID", "ATTEMPT", ">EPOCH", ">STEP", "CREATED", ">STORED", "", "WHY"], map(_cells, plan.found)))
     for note in plan.notes:

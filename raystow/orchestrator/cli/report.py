@@ -6,19 +6,18 @@ import contextlib
 import os
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import Unsupported
-from .options import Json, Uri
+from . import options
+from .options import Json, Uri, number
 from .output import count, emit, err, fields_of, out, printable, ratio, size
 from .pricing import Prices
+from .run_history import RunHistory, Tariff, read_history
 from .target import open_target
-
-if TYPE_CHECKING:
-    from .run_history import RunHistory, Tariff
 
 
 def report(
@@ -26,14 +25,10 @@ def report(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="FILE", help="The page; an existing file is replaced.", dir_okay=False)
     ] = Path("report.html"),
-    store_price: Annotated[
-        float | None, typer.Option(min=0, metavar="USD", help="Price of a GB (10^9 bytes) in the store per month.")
-    ] = None,
-    gpu_price: Annotated[float | None, typer.Option(min=0, metavar="USD", help="Price of one GPU hour.")] = None,
-    gpus: Annotated[
-        int | None, typer.Option(min=0, metavar="N", help="GPUs that wait during a stall; by default one per rank.")
-    ] = None,
-    newest: Annotated[int, typer.Option(min=1, metavar="N", help="Include the newest N versions.")] = 500,
+    store_price: Annotated[float | None, options.store_price] = None,
+    gpu_price: Annotated[float | None, options.gpu_price] = None,
+    gpus: Annotated[int | None, number(min=0, help="GPUs that wait during a stall; by default one per rank.")] = None,
+    newest: Annotated[int, number(help="Include the newest N versions.")] = 500,
     json: Json = False,
 ) -> None:
     """Create an HTML page about a run's checkpoints.
@@ -48,7 +43,6 @@ def report(
     if missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
         raise Unsupported(f"a report needs {' and '.join(missing)}", remedy='pip install "raystow[report]"')
     from .report_page import render
-    from .run_history import read_history
 
     history = read_history(open_target(uri), newest=newest, tariff=_tariff(store_price, gpu_price, gpus))
     _write(output, render(history))
@@ -56,20 +50,16 @@ def report(
         emit({"output": str(output.resolve()), **_fields(history)})
         return
     what = f"{count(len(history.versions), 'version')} of {history.live:,}, {count(len(history.restores), 'restore')}"
-    out.print(f"{output}: {what}, {size(history.live_stored)} stored", soft_wrap=True)
+    out.print(f"{output}: {what}, {size(history.live_stored)} stored")
     for saved in history.problems:
-        err.print(f"warning: the record of version {saved.id} cannot be read: {printable(saved.problem)}", soft_wrap=True)
+        err.print(f"warning: the record of version {saved.id} cannot be read: {printable(saved.problem)}")
 
 
 def _tariff(store_price: float | None, gpu_price: float | None, gpus: int | None) -> Tariff | None:
-    from .run_history import Tariff
-
     if store_price is None and gpu_price is None:
         if gpus is not None:
             raise typer.BadParameter("--gpus requires --gpu-price")
         return None
-    if not all(price is None or price < float("inf") for price in (store_price, gpu_price)):
-        raise typer.BadParameter("prices must be finite numbers")
     return Tariff(Prices(gpu_price or 0.0, store_price or 0.0), gpus)
 
 
@@ -88,9 +78,9 @@ def _write(path: Path, page: str) -> None:
 
 def _fields(history: RunHistory) -> dict[str, object]:
     versions = []
-    for number, saved in enumerate(history.versions):
+    for index, saved in enumerate(history.versions):
         fields = {name: value for name, value in fields_of(saved).items() if name != "restores"}
-        cost = history.dollars[number] if history.dollars else None
+        cost = history.dollars[index] if history.dollars else None
         versions.append({**fields, "ratio": ratio(saved.stored, saved.raw), "dollars": cost})
     return {
         "uri": history.uri,

@@ -8,9 +8,12 @@ from typing import Annotated
 
 import typer
 
-from .options import LATEST, Json, Uri, VersionOption
+from . import options, version_files
+from .options import LATEST, Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size
+from .output_dir import new_folder
 from .progress import byte_bar
+from .safetensors_file import files
 from .target import open_target
 
 _LISTED = 10  # notes on single tensors; the others are counted
@@ -18,11 +21,9 @@ _LISTED = 10  # notes on single tensors; the others are counted
 
 def restore(
     uri: Uri,
-    to: Annotated[Path, typer.Option("--to", metavar="DIR", help="New or empty folder.", show_default=False)],
-    version: VersionOption = LATEST,
-    max_file_mib: Annotated[
-        int, typer.Option(min=1, metavar="MIB", help="Split a group's file between tensors above this size.")
-    ] = 5120,
+    output: Annotated[Path, typer.Option("--output", "-o", metavar="DIR", help="New or empty folder.")],
+    version: Which = LATEST,
+    max_file_size: Annotated[int, options.size(help="Split a group's file between tensors above this size.")] = "5GiB",  # type: ignore[assignment]
     json: Json = False,
 ) -> None:
     """Write a version as safetensors files.
@@ -32,26 +33,22 @@ def restore(
     interrupted run leaves nothing. Dtypes that safetensors lacks are stored bit for bit as another, which the file's metadata
     (raystow.dtypes) and the output name.
 
-    Example:  raystow restore s3://bucket/runs/llama --to ./llama-final
+    Example:  raystow restore s3://bucket/runs/llama -o ./llama-final
     """
-    from . import version_files
-    from .output_dir import new_folder
-    from .safetensors_file import files
-
     target = open_target(uri)
     chosen = target.version(version)
     start = target.repository.clock.monotonic()
     with target.repository.lease(chosen):
-        plan, values = files(chosen.tensors(), limit=max_file_mib << 20), version_files.plain_values(chosen)
+        plan, values = files(chosen.tensors(), limit=max_file_size), version_files.plain_values(chosen)
         total = sum(file.nbytes for file in plan)
-        with new_folder(to, total) as folder, byte_bar(f"version {chosen.id}", total, quiet=json) as advance:
+        with new_folder(output, total) as folder, byte_bar(f"version {chosen.id}", total, quiet=json) as advance:
             for file in plan:
                 version_files.write_file(folder / file.name, file, chosen, advance)
             for _, parts in groupby(plan, key=lambda file: file.group):
                 if len(split := list(parts)) > 1:
                     version_files.write_index(folder, split)
             version_files.write_json(folder / "values.json", values)
-    directory, plain = str(to.expanduser().resolve()), len(chosen.values())
+    directory, plain = str(output.expanduser().resolve()), len(chosen.values())
     mapped = [placed for file in plan for placed in file.tensors if placed.mapped]
     if json:
         emit(
@@ -67,12 +64,12 @@ def restore(
             }
         )
         return
-    out.print(f"version {chosen.id} (step {chosen.step}) is in {directory}", soft_wrap=True)
+    out.print(f"version {chosen.id} (step {chosen.step}) is in {directory}")
     for file in plan:
-        out.print(f"  {file.name}: {count(len(file.tensors), 'tensor')}, {size(file.nbytes)}", soft_wrap=True)
+        out.print(f"  {file.name}: {count(len(file.tensors), 'tensor')}, {size(file.nbytes)}")
     out.print(f"  values.json: {count(plain, 'plain value')}")
     for placed in mapped[:_LISTED]:
         what = f"safetensors has no {placed.info.dtype}: {printable(placed.name)} is stored as {placed.form}"
-        out.print(f"  note: {what}, {dimensions(placed.shape)}", soft_wrap=True)
+        out.print(f"  note: {what}, {dimensions(placed.shape)}")
     if len(mapped) > _LISTED:
         out.print(f"  note: {len(mapped) - _LISTED} more tensors are stored as another dtype; --json names all of them")

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
 
 from ...storage.errors import Damaged, NotFound, RaystowError, Unsupported
+from ...storage.format.root import Entry
+from ...storage.retention.replacement import Replacement
 from .output import size
 from .progress import byte_bar
-
-if TYPE_CHECKING:
-    from ...storage.format.root import Entry
-    from ...storage.retention.replacement import Replacement
 
 _OF_ONE_VERSION = (Damaged, NotFound, Unsupported)  # the versions after it may be whole
 

@@ -8,26 +8,22 @@ import sys
 import traceback
 from collections.abc import Mapping
 from functools import partial
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 import typer
 
 from ...storage.errors import RaystowError, StateError
+from .. import sensitivity as measurement
+from ..sensitivity import Proposal, Sensitivity
 from .options import Json
 from .output import emit, out, ratio_text, say, size, table
-
-if TYPE_CHECKING:
-    from ..sensitivity import Proposal, Sensitivity
 
 _WRITE = 'write a function without arguments that returns {"state": ..., "loss": ...}, and optionally "train" and "levels"'
 
 
 def sensitivity(
     source: Annotated[
-        str,
-        typer.Argument(
-            metavar="MODULE:FUNCTION", help="Function that returns the arguments of raystow.sensitivity.", show_default=False
-        ),
+        str, typer.Argument(metavar="MODULE:FUNCTION", help="Function that returns the arguments of raystow.sensitivity.")
     ],
     budget: Annotated[float, typer.Option(min=0, metavar="LOSS", help="Largest predicted change of the loss.")] = 0.01,
     json: Json = False,
@@ -41,9 +37,7 @@ def sensitivity(
 
     Example:  raystow sensitivity my_run:probe --budget 0.005
     """
-    from ..sensitivity import sensitivity as measure
-
-    found = measure(**_arguments(source))
+    found = measurement.sensitivity(**_arguments(source))
     proposal = found.propose(budget)
     if json:
         emit(_facts(found, proposal, budget))

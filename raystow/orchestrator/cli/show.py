@@ -4,17 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING
 
 from ...storage.delta_chain import line
 from ...storage.format import values
 from ...storage.retention.compaction_policy import estimate
+from ...storage.version import TensorInfo, Version
 from .options import LATEST, Json, Uri, Which
 from .output import age, count, dimensions, emit, moment, out, printable, ratio, ratio_text, size, table
 from .target import Target, open_target
-
-if TYPE_CHECKING:
-    from ...storage.version import TensorInfo, Version
 
 _LARGEST = 10  # tensors listed
 
@@ -51,10 +48,10 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     if json:
         emit(_facts(target, chosen, tensors, (groups, dtypes, codecs), largest))
         return
-    out.print(f"version {chosen.id} of {target.uri}", style="bold", soft_wrap=True)
+    out.print(f"version {chosen.id} of {target.uri}", style="bold")
     for name, text in _lines(target, chosen, len(tensors)):
         if text:
-            out.print(f"{name:<8} {printable(text)}", soft_wrap=True)
+            out.print(f"{name:<8} {printable(text)}")
     for title, noun, found in (("groups", "TENSORS", groups), ("dtypes", "TENSORS", dtypes), ("codecs", "PLANES", codecs)):
         out.print()
         rows = ([name, *share.cells()] for name, share in found.items())

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from ...storage.errors import NotFound
+from ...storage.format.root import Entry, Root
+from ...storage.repository import Repository, open_repository
+from ...storage.version import Version
 from .options import LATEST
 from .output import age, size
-
-if TYPE_CHECKING:
-    from ...storage.format.root import Entry, Root
-    from ...storage.repository import Repository
-    from ...storage.version import Version
 
 
 @dataclass(frozen=True)
@@ -79,7 +76,5 @@ def open_target(uri: str) -> Target:
     Raises:
         NotARepository: there is none.
     """
-    from ...storage.repository import open_repository
-
     repository = open_repository(uri)
     return Target(repository, repository.root())

@@ -3,20 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Annotated, Protocol
+from typing import Annotated, Protocol
 
 import typer
 from rich.live import Live
 
 from ...storage.clock import SYSTEM, Clock
 from ...storage.stores import open_store
+from ..coordinator.status import ClusterStatus
 from .options import Json, duration
 from .output import emit, fields_of, out
 from .top_data import RunState, run_of, run_state
 from .top_view import view
-
-if TYPE_CHECKING:
-    from ..coordinator.status import ClusterStatus
 
 _OTHER_LINES = 14  # besides nodes and failures
 _MIN_INTERVAL = 0.2  # seconds
@@ -32,7 +30,7 @@ class Observer(Protocol):
 def top(
     uri: Annotated[
         str | None,
-        typer.Argument(metavar="URI", help="Repository of the run; may be omitted if there is one run.", show_default=False),
+        typer.Argument(metavar="URI", help="Repository of the run; may be omitted if there is one run."),
     ] = None,
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default this machine's.")] = "auto",
     interval: Annotated[str, typer.Option(metavar="TIME", help="Time between updates.")] = "1s",

@@ -8,23 +8,21 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from ...storage.delta_chain import dependents
 from ...storage.errors import Damaged, RaystowError, StoreError, Unsupported, Untrusted
+from ...storage.repository import Repository
+from ...storage.verify import Verified
 from ...storage.verify_progress import VerifyJournal, journal
+from ...storage.version import Version
 from .exit_codes import error_report, exit_code
 from .options import LATEST, Json, Uri
 from .output import count, emit, out, printable, say, size
 from .progress import versions_bar
 from .target import open_target
-
-if TYPE_CHECKING:
-    from ...storage.repository import Repository
-    from ...storage.verify import Verified
-    from ...storage.version import Version
 
 OUTCOMES = WHOLE, REMOVED, DAMAGED, UNTRUSTED, UNCHECKED = "whole", "removed", "damaged", "untrusted", "unchecked"
 """Unchanged; dropped by retention during the check; changed; not signed by a trusted key; not checked to the end, since the store
@@ -78,7 +76,7 @@ def verify(
         facts |= {"warning": error_report(refused)} if refused is not None else {}
         emit(facts | ({"error": error_report(worst)} if worst is not None else {}))
     elif not verdicts:
-        out.print(f"no version yet in {repository.uri}", soft_wrap=True)
+        out.print(f"no version yet in {repository.uri}")
     else:
         if len(verdicts) > 1 or all or resume is not None or not deep:
             say(_summary_text(verdicts, summary, deep, resume), style="dim")

@@ -5,21 +5,18 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import Enum
-from typing import TYPE_CHECKING
 
 import numpy as np
 import numpy.typing as npt
 
 from ...storage.coding import dtypes
+from ...storage.coding.dtypes import DType
 from ...storage.format.boxes import Box
+from ...storage.format.manifest import Chunk
+from ...storage.version import TensorInfo, Version
 from .output import dimensions
 from .slabs import TensorBox, boxes_of, in_slabs, read_slab
 from .version_files import value_texts
-
-if TYPE_CHECKING:
-    from ...storage.coding.dtypes import DType
-    from ...storage.format.manifest import Chunk
-    from ...storage.version import TensorInfo, Version
 
 SLAB = 64 << 20
 """Bytes of each version that are decoded into memory at a time; more only where one chunk has more."""
