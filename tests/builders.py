@@ -104,6 +104,12 @@ def live_ids(repository: Repository) -> list[int]:
     return [version.id for version in repository.versions()]
 
 
+def orphans(repository: Repository) -> list[str]:
+    """The keys of objects of no live version."""
+    live = {(entry.id, entry.attempt) for entry in repository.root().versions}
+    return [info.key for info in repository.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in live]
+
+
 def empty_record(committer: Committer, step: int = 0) -> VersionRecord:
     id, attempt = committer.reserve()
     return VersionRecord(committer.catalog.id, id, attempt, committer.epoch, step, created=1.5, world_size=1)

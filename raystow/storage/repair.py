@@ -19,9 +19,10 @@ from types import MappingProxyType
 from . import invariants
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
-from .format import keys, records
+from .format import keys
+from .format.marker import Marker
 from .format.root import Root
-from .format.signature import PublicKey, Trust, dump_keys, load_keys
+from .format.signature import PublicKey, Trust
 from .format.version_record import VersionRecord
 from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
@@ -150,9 +151,8 @@ def _look(store: ObjectStore, key: str) -> Look:
     try:
         if key == keys.ROOT:
             return Look(key, State.WHOLE, tag=tagged.tag, repository=Root.load(tagged.data).repository)
-        fields = records.load(tagged.data, key)
-        signed_by = load_keys(fields["signed_by"], key) if "signed_by" in fields else ()
-        return Look(key, State.WHOLE, "", tagged.tag, records.field(fields, "repository", str, key), signed_by)
+        marker = Marker.load(tagged.data)
+        return Look(key, State.WHOLE, "", tagged.tag, marker.repository, marker.signed_by)
     except Damaged as error:
         return Look(key, State.DAMAGED, error.what, tagged.tag)
 
@@ -160,8 +160,7 @@ def _look(store: ObjectStore, key: str) -> Look:
 def _new_marker(marker: Look, repository: str, clock: Clock, trust: Trust | None) -> bytes | None:
     if marker.state is State.WHOLE:
         return None
-    signed_by = {"signed_by": dump_keys(trust.keys)} if trust is not None else {}
-    return records.dump({"repository": repository, "created": clock.now(), **signed_by}, keys.MARKER)
+    return Marker(repository, clock.now(), trust.keys if trust is not None else ()).dump()
 
 
 def _the_one_repository(store: ObjectStore, looks: Sequence[Look], found: Sequence[ScannedAttempt]) -> str:

@@ -5,17 +5,18 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable, Collection
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
+from . import pins
 from .arguments import refused
 from .catalog import Catalog
 from .clock import SYSTEM, Clock
-from .delta_chain import dependents
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
-from .format import key_files, keys, records
+from .format import key_files, keys
+from .format.marker import Marker
 from .format.root import REPAIR, Root
-from .format.signature import Signer, Trust, dump_keys, load_keys
+from .format.signature import PublicKey, Signer, Trust
 from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
 from .probe import probe_conditional_writes
@@ -29,8 +30,6 @@ from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
 from .verify_progress import VerifyJournal
 from .version import Version
-
-_LS = "`raystow ls` lists the versions"
 
 
 class Repository(Catalog):
@@ -75,7 +74,7 @@ class Repository(Catalog):
         for version in self.versions():
             if version.id == id:
                 return version
-        raise StateError(f"there is no version {id}", subject=self.uri, remedy=_LS)
+        raise StateError(f"there is no version {id}", subject=self.uri, remedy="`raystow ls` lists the versions")
 
     def verify(
         self,
@@ -102,11 +101,6 @@ class Repository(Catalog):
         fresh = self.at(version.entry, siblings=version.siblings)  # what the caller's has cached may be damaged by now
         return verify_bytes(fresh, self.store, progress, journal=journal) if deep else verify_sizes(fresh, self.store)
 
-    def orphans(self) -> list[str]:
-        """List the keys of objects of no live version: dropped ones, and attempts that failed or are under way."""
-        live = {(entry.id, entry.attempt) for entry in self.root().versions}
-        return [info.key for info in self.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in live]
-
     def pin(self, version: Version, name: str, *, move: bool = True) -> None:
         """Give a version a name under which retention keeps it. A name has one version: the one pinned last.
 
@@ -119,14 +113,7 @@ class Repository(Catalog):
             StateError: The version was dropped, or another one has the name.
         """
 
-        def change(root: Root) -> Root:
-            if all(entry.id != version.id for entry in root.versions):
-                raise StateError(f"there is no version {version.id} to pin", subject=self.uri, remedy=_LS)
-            if not move and (held := root.pins.get(name, version.id)) != version.id:
-                raise StateError(f"{name!r} is version {held}", subject=self.uri, remedy="--move lets it go and moves the name")
-            return root if root.pins.get(name) == version.id else replace(root, pins={**root.pins, name: version.id})
-
-        self.register.update(change)
+        pins.pin(self, version, name, move=move)
 
     def unpin(self, name: str) -> None:
         """Remove a pin, if there is one of this name.
@@ -134,11 +121,7 @@ class Repository(Catalog):
         Args:
             name: The name of the pin.
         """
-
-        def change(root: Root) -> Root:
-            return replace(root, pins={k: v for k, v in root.pins.items() if k != name}) if name in root.pins else root
-
-        self.register.update(change)
+        pins.unpin(self, name)
 
     def record_verified(self, *whole: Version, damaged: Collection[Version] = ()) -> int:
         """Note the newest version that a deep verification found whole, so that retention keeps it.
@@ -150,16 +133,7 @@ class Repository(Catalog):
         Returns:
             The id that is noted afterwards; 0 for none.
         """
-
-        def change(root: Root) -> Root:
-            found = {version.entry for version in whole}
-            newest = max((entry.id for entry in root.versions if entry in found), default=0)
-            broken = [version.id for version in damaged if version.entry in root.versions]
-            lost = {id for one in broken for id in (one, *dependents(root.versions, one))}
-            verified = newest if root.verified in lost else max(newest, root.verified)
-            return root if verified == root.verified else replace(root, verified=verified)
-
-        return self.register.update(change).verified
+        return pins.record_verified(self, whole, damaged)
 
     def plan_retention(
         self,
@@ -241,7 +215,7 @@ def open_repository(uri: str, *, clock: Clock = SYSTEM, trusted_keys: str | os.P
     """
     store, trust = open_store(uri), key_files.trust(trusted_keys)
     try:
-        marker = records.load(store.get(keys.MARKER, max_bytes=MAX_MARKER), keys.MARKER)
+        marker = Marker.load(store.get(keys.MARKER, max_bytes=MAX_MARKER))
     except Damaged as error:
         raise Damaged(error.what, subject=error.subject, remedy=REPAIR) from error
     except NotFound:
@@ -251,8 +225,7 @@ def open_repository(uri: str, *, clock: Clock = SYSTEM, trusted_keys: str | os.P
             raise NotARepository("there is no repository here", subject=store.uri, remedy=remedy) from None
         what = f"there are objects here, but no {keys.MARKER}"
         raise NotARepository(what, subject=store.uri, remedy="check the path") from None
-    signed_by = load_keys(marker["signed_by"], keys.MARKER) if "signed_by" in marker else ()
-    return Repository(store, records.field(marker, "repository", str, keys.MARKER), clock=clock, trust=trust, signed_by=signed_by)
+    return Repository(store, marker.repository, clock=clock, trust=trust, signed_by=marker.signed_by)
 
 
 def latest_version(uri: str, *, trusted_keys: str | os.PathLike[str] | None = None) -> Version | None:
@@ -302,9 +275,9 @@ def create_repository(uri: str, *, clock: Clock = SYSTEM, signer: Signer | None 
     except NotFound:
         _refuse_lost_marker(store)
         probe_conditional_writes(store, clock)
-        fields = {"repository": clock.token() + clock.token(), "created": clock.now(), **_signed_by(signer)}
+        marker = Marker(clock.token() + clock.token(), clock.now(), _signed_by(signer))
         try:
-            store.put_if(keys.MARKER, records.dump(fields, keys.MARKER), None)
+            store.put_if(keys.MARKER, marker.dump(), None)
         except PreconditionFailed:
             pass  # another creator was faster: its marker counts
     repository = open_repository(uri, clock=clock)
@@ -327,8 +300,8 @@ def _refuse_lost_marker(store: ObjectStore) -> None:
         raise Damaged("the repository's marker is missing", subject=keys.MARKER, remedy=REPAIR) from None
 
 
-def _signed_by(signer: Signer | None) -> dict[str, list[str]]:
-    """What a new marker says of signatures. Raises ``Untrusted`` if this process would not read what ``signer`` signs."""
+def _signed_by(signer: Signer | None) -> tuple[PublicKey, ...]:
+    """The keys for a new marker. Raises ``Untrusted`` if this process would not read what ``signer`` signs."""
     trust = key_files.trust() or Trust()
     trust.admit(signer)
-    return {"signed_by": dump_keys(tuple(dict.fromkeys((signer.public, *trust.keys))))} if signer is not None else {}
+    return tuple(dict.fromkeys((signer.public, *trust.keys))) if signer is not None else ()

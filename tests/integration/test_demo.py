@@ -14,6 +14,7 @@ from pathlib import Path
 
 import psutil
 import pytest
+from builders import orphans
 from polling import wait_until
 
 import raystow
@@ -50,7 +51,7 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
     assert ends[1] is not None
     for name in ends[0].tensors():
         assert ends[0].read(name).equal(ends[1].read(name)), name
-    assert all(not repository.orphans() for repository in repositories)
+    assert all(not orphans(repository) for repository in repositories)
 
 
 def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
@@ -73,7 +74,7 @@ def test_ctrl_c_leaves_no_process_and_no_half_version(tmp_path: Path, moment: st
     for run in ("undisturbed", "disturbed"):
         if (tmp_path / "raystow-demo" / run).exists():
             repository = raystow.open(tmp_path / "raystow-demo" / run)
-            assert repository.orphans() == []
+            assert orphans(repository) == []
             for version in repository.versions():
                 repository.verify(version)
 

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import typer
+from builders import orphans
 from cli_runner import run, run_json
 from local_cluster import LocalCluster
 
@@ -56,7 +57,7 @@ def test_it_asks_before_it_drops(folder: Path) -> None:
     agreed = run("prune", folder, "--keep-last", 2, input="y\n")
     assert (agreed.exit_code, live(folder)) == (0, [2, 4, 5])
     assert "dropped 2 versions; the objects of dropped versions stay in the store" in " ".join(agreed.stdout.split())
-    assert len(open_repository(str(folder)).orphans()) > 2
+    assert len(orphans(open_repository(str(folder)))) > 2
     again = run("prune", folder, "--keep-last", 2)  # nothing to drop, nothing to ask
     assert (again.exit_code, again.stderr) == (0, "")
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from builders import orphans
 from cli_runner import ran, run_json
 from local_cluster import LocalCluster
 from torch import nn
@@ -69,7 +70,7 @@ def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None
     assert done["thinned"] == list(range(1, SAVES - RESUMABLE + 1))
     assert done["versions"][1]["rules"][-1] == "older than the last 2 resumable, as a difference to version 1"
     ran("gc", folder, "--grace", "0s", "--yes")
-    assert repository.orphans() == []
+    assert orphans(repository) == []
     versions = repository.versions()
     assert [v.entry.bases for v in versions] == [(), (1,), (2,), (3,), (), (5,), (6,), (), ()]
     for version, wanted in zip(versions, saved, strict=True):

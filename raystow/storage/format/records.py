@@ -9,14 +9,20 @@ file, so a record that was copied over another is found as well.
 
 from __future__ import annotations
 
+import functools
 import json
 import math
 import reprlib
-from typing import Any, NoReturn
+from collections.abc import Callable, Collection, Mapping
+from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from ..coding.digest import stored_digest
 from ..errors import Damaged, StateError, Unsupported
 from ..limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SIGNATURE, MAX_TIME
+
+T = TypeVar("T")
+Json = dict[str, object]
+"""A JSON object."""
 
 FORMAT = 1
 LIMITS = {"raystow.json": MAX_MARKER, "root.json": MAX_ROOT, "version.json": MAX_RECORD, "version.sig": MAX_SIGNATURE}
@@ -24,7 +30,7 @@ LIMITS = {"raystow.json": MAX_MARKER, "root.json": MAX_ROOT, "version.json": MAX
 _LINE = len('{"digest": "') + 64 + len('",\n')
 
 
-def dump(fields: dict[str, Any], key: str) -> bytes:
+def dump(fields: Mapping[str, object], key: str) -> bytes:
     """The bytes of a record for ``key``. Raises ``StateError`` if they exceed the limit."""
     text = json.dumps({"format": FORMAT, "record": _name(key), **fields}, indent=1, allow_nan=False)
     body = text[text.index("{") + 1 :].lstrip("\n").encode()
@@ -34,7 +40,7 @@ def dump(fields: dict[str, Any], key: str) -> bytes:
     return f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body
 
 
-def load(data: bytes, key: str) -> dict[str, Any]:
+def load(data: bytes, key: str) -> Json:
     """The fields of a record. Raises ``Damaged`` naming ``key``, or ``Unsupported`` for another format."""
     line, body = data[:_LINE], data[_LINE:]
     if line != f'{{"digest": "{stored_digest(body).hex()}",\n'.encode():
@@ -53,7 +59,7 @@ def load(data: bytes, key: str) -> dict[str, Any]:
     return fields
 
 
-def field(fields: dict[str, Any], name: str, kind: type | tuple[type, ...], key: str) -> Any:
+def field(fields: Json, name: str, kind: type[T], key: str) -> T:
     """``fields[name]``, checked to be of ``kind``. Integers are not negative and have at most 63 bits; a bool is none."""
     value = fields.get(name)
     if not isinstance(value, kind) or isinstance(value, bool):
@@ -63,18 +69,30 @@ def field(fields: dict[str, Any], name: str, kind: type | tuple[type, ...], key:
     return value
 
 
-def column(rows: list[dict[str, Any]], name: str, kind: type, key: str) -> list[Any]:
+def parse(kind: Callable[..., T], fields: Json, key: str, *, optional: Collection[str] = (), **parsed: object) -> T:
+    """The dataclass ``kind`` with the fields of these names, each checked by its type: an integer, a text, a time, ascending ids,
+    or texts or integers by name. ``optional``: may be missing. ``parsed``: the fields that the caller has checked."""
+    present = [name for name in _checks(kind) if name not in parsed and (name in fields or name not in optional)]
+    return kind(**{name: _checks(kind)[name](fields, name, key) for name in present}, **parsed)
+
+
+def objects(fields: Json, name: str, key: str) -> list[Json]:
+    """``fields[name]``, checked to be a list of objects."""
+    found = field(fields, name, list, key)
+    if not all(isinstance(entry, dict) for entry in found):
+        raise Damaged(f"an entry of {name!r} is not an object", subject=key)
+    return found
+
+
+def column(rows: list[Json], name: str, kind: type[T], key: str) -> list[T]:
     """``field`` of each row, fast for hundreds of thousands: they are checked one by one only if something is wrong."""
-    try:
-        values = [row[name] for row in rows]
-    except (TypeError, LookupError):
-        values = [None]
+    values: list[Any] = [row.get(name) for row in rows]
     if {*map(type, values)} <= {kind} and (kind is not int or not values or 0 <= min(values) <= max(values) <= MAX_INTEGER):
         return values
     return [field(row, name, kind, key) for row in rows]
 
 
-def ids(fields: dict[str, Any], name: str, key: str) -> tuple[int, ...]:
+def ids(fields: Json, name: str, key: str) -> tuple[int, ...]:
     """``fields[name]``, checked to be ids of versions, ascending."""
     values = field(fields, name, list, key)
     if any(type(id) is not int or not 1 <= id <= MAX_INTEGER for id in values) or values != sorted(set(values)):
@@ -82,15 +100,16 @@ def ids(fields: dict[str, Any], name: str, key: str) -> tuple[int, ...]:
     return tuple(values)
 
 
-def time(fields: dict[str, Any], name: str, key: str) -> float:
+def time(fields: Json, name: str, key: str) -> float:
     """``fields[name]``, checked to be seconds since 1970 within the calendar."""
-    value = field(fields, name, (int, float), key)
+    value = fields.get(name)
+    value = field(fields, name, float if isinstance(value, float) else int, key)
     if not (math.isfinite(value) and 0 <= value <= MAX_TIME):
         raise Damaged(f"field {name!r} is {shown(value)}, which is no time", subject=key)
     return float(value)
 
 
-def texts(fields: dict[str, Any], name: str, key: str) -> tuple[str, ...]:
+def texts(fields: Json, name: str, key: str) -> tuple[str, ...]:
     """``fields[name]``, checked to be a list of strings."""
     value = field(fields, name, list, key)
     if not all(isinstance(text, str) for text in value):
@@ -101,6 +120,43 @@ def texts(fields: dict[str, Any], name: str, key: str) -> tuple[str, ...]:
 def shown(value: object) -> str:
     """A stored value in an error message: short, whatever its size."""
     return reprlib.repr(value)
+
+
+def _integer(fields: Json, name: str, key: str) -> int:
+    return field(fields, name, int, key)
+
+
+def _text(fields: Json, name: str, key: str) -> str:
+    return field(fields, name, str, key)
+
+
+def _integers_by_name(fields: Json, name: str, key: str) -> dict[str, int]:
+    of = field(fields, name, dict, key)
+    return {entry: field(of, entry, int, key) for entry in of}
+
+
+def _texts_by_name(fields: Json, name: str, key: str) -> dict[str, str]:
+    """Texts for people: other values are shown in a few words."""
+    return {entry: text if isinstance(text, str) else shown(text) for entry, text in field(fields, name, dict, key).items()}
+
+
+_CHECKS: dict[object, Callable[[Json, str, str], object]] = {
+    int: _integer,
+    int | None: _integer,
+    str: _text,
+    float: time,
+    float | None: time,
+    tuple[int, ...]: ids,
+    tuple[str, ...]: texts,
+    dict[str, int]: _integers_by_name,
+    dict[str, str]: _texts_by_name,
+}
+
+
+@functools.cache
+def _checks(kind: Callable[..., object]) -> dict[str, Callable[[Json, str, str], object]]:
+    """The check of each field of a dataclass."""
+    return {name: _CHECKS[hint] for name, hint in get_type_hints(kind).items() if hint in _CHECKS}
 
 
 def _no_number(word: str) -> NoReturn:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 from ..errors import Damaged
 from . import keys, records
@@ -99,51 +98,16 @@ class Root:
         """Parse and check ``root.json``."""
         fields = records.load(data, keys.ROOT)
 
-        def get(name: str, kind: type, of: dict[str, Any] = fields) -> Any:
-            return records.field(of, name, kind, keys.ROOT)
-
         versions = tuple(
-            Entry(
-                id=get("id", int, entry),
-                attempt=get("attempt", str, entry),
-                digest=get("digest", str, entry),
-                size=get("size", int, entry),
-                step=get("step", int, entry),
-                created=records.time(entry, "created", keys.ROOT),
-                raw=get("raw", int, entry),
-                stored=get("stored", int, entry),
-                bases=records.ids(entry, "bases", keys.ROOT) if "bases" in entry else (),
-                groups=records.texts(entry, "groups", keys.ROOT) if "groups" in entry else (),
-                saved=get("saved", str, entry) if "saved" in entry else "",
-            )
-            for entry in _objects(fields, "versions")
+            records.parse(Entry, entry, keys.ROOT, optional=("bases", "groups", "saved"))
+            for entry in records.objects(fields, "versions", keys.ROOT)
         )
-        attempts = {
-            name: [
-                (get("id", int, entry), get("attempt", str, entry), records.time(entry, "at", keys.ROOT))
-                for entry in (_objects(fields, name) if name in fields else ())
-            ]
-            for name in ("dropped", "rewrites")
-        }
         if any(a.id >= b.id for a, b in itertools.pairwise(versions)):
             raise Damaged("version ids are not ascending", subject=keys.ROOT)
-        pins = {str(name): get(name, int, fields["pins"]) for name in get("pins", dict)}
-        return Root(
-            repository=get("repository", str),
-            epoch=get("epoch", int),
-            owner=get("owner", str),
-            next_id=get("next_id", int),
-            write_id=get("write_id", str),
-            pins=pins,
-            versions=versions,
-            dropped=tuple(Dropped(*attempt) for attempt in attempts["dropped"]),
-            verified=get("verified", int) if "verified" in fields else 0,
-            rewrites=tuple(Rewrite(*attempt) for attempt in attempts["rewrites"]),
-        )
-
-
-def _objects(fields: dict[str, Any], name: str) -> list[dict[str, Any]]:
-    found: list[Any] = records.field(fields, name, list, keys.ROOT)
-    if not all(isinstance(entry, dict) for entry in found):
-        raise Damaged(f"an entry of {name!r} is not an object", subject=keys.ROOT)
-    return found
+        notes = {"dropped": Dropped, "rewrites": Rewrite}
+        parsed = {
+            name: tuple(records.parse(kind, note, keys.ROOT) for note in records.objects(fields, name, keys.ROOT))
+            for name, kind in notes.items()
+            if name in fields
+        }
+        return records.parse(Root, fields, keys.ROOT, optional=("verified",), versions=versions, **parsed)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
 from ..coding.digest import stored_digest
-from ..errors import Damaged, NotFound, Unsupported, Untrusted
+from ..errors import NotFound, Unsupported, Untrusted
 from ..limits import MAX_SIGNATURE
 from ..object_store import ObjectStore
 from . import keys, records
@@ -23,7 +23,6 @@ if TYPE_CHECKING:
 
 ALGORITHM = "ed25519"
 _DOMAIN = b"raystow version record 1\0"  # so a signature is valid for nothing else
-_KEY = re.compile(r"[0-9a-f]{64}")
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
 
 
@@ -107,18 +106,6 @@ class Signer:
         signature = self._private.sign(_message(repository, id, attempt, digest))
         fields = {"key": self.public.id, "algorithm": ALGORITHM, "signature": signature.hex()}
         return records.dump(fields, keys.signature(id, attempt))
-
-
-def dump_keys(public: tuple[PublicKey, ...]) -> list[str]:
-    """The keys as the marker has them."""
-    return [key.raw.hex() for key in public]
-
-
-def load_keys(texts: object, key: str) -> tuple[PublicKey, ...]:
-    """The keys of the marker. Raises ``Damaged`` naming the record ``key``."""
-    if not isinstance(texts, list) or not texts or not all(isinstance(text, str) and _KEY.fullmatch(text) for text in texts):
-        raise Damaged("field 'signed_by' is no list of public keys", subject=key)
-    return tuple(PublicKey(bytes.fromhex(text)) for text in texts)
 
 
 def _message(repository: str, id: int, attempt: str, digest: bytes) -> bytes:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ..errors import Damaged
 from ..limits import MAX_NUMBER
@@ -53,7 +52,7 @@ class Thinned:
     mantissa_bits: int | None = None
     base_bits: int | None = None
 
-    def dump(self) -> dict[str, Any]:
+    def dump(self) -> dict[str, object]:
         """As JSON types."""
         return {name: value for name, value in vars(self).items() if value is not None}
 
@@ -112,7 +111,7 @@ class VersionRecord:
     step: int
     created: float
     world_size: int
-    metrics: dict[str, Any] = field(default_factory=dict)
+    metrics: dict[str, object] = field(default_factory=dict)
     writer: dict[str, str] = field(default_factory=dict)
     fragments: tuple[FragmentInfo, ...] = ()
     packs: Collection[PackInfo] = ()
@@ -167,57 +166,25 @@ class VersionRecord:
     def load(data: bytes, key: str) -> VersionRecord:
         """Parse and check a record whose digest was compared with the root's."""
         fields = records.load(data, key)
-
-        def get(name: str, kind: type | tuple[type, ...], of: dict[str, Any] = fields) -> Any:
-            return records.field(of, name, kind, key)
-
-        try:
-            fragments = tuple(
-                FragmentInfo(
-                    node=get("node", int, f),
-                    size=get("size", int, f),
-                    digest=get("digest", str, f),
-                    ranks=tuple(_rank(rank) for rank in get("ranks", list, f)),
-                    chunks=get("chunks", int, f),
-                    raw=get("raw", int, f),
-                    stored=get("stored", int, f),
-                    stall=records.time(f, "stall", key) if "stall" in f else None,
-                    bases=records.ids(f, "bases", key) if "bases" in f else (),
-                )
-                for f in get("fragments", list)
-            )
-            restores = tuple(
-                RestoreInfo(
-                    version=get("version", int, r),
-                    step=get("step", int, r),
-                    at=records.time(r, "at", key),
-                    ranks=get("ranks", int, r),
-                    seconds=records.time(r, "seconds", key),
-                    read={name: get(name, int, r["read"]) for name in get("read", dict, r)},
-                )
-                for r in (get("restores", list) if "restores" in fields else ())
-            )
-            listed, kinds = get("packs", list), {"node": int, "group": str, "number": int, "size": int}
-            packs = Packs(*(records.column(listed, name, kind, key) for name, kind in kinds.items()))
-        except (AttributeError, TypeError, ValueError) as error:
-            raise Damaged(f"not a version record: {error}", subject=key) from error
-        return VersionRecord(
-            repository=get("repository", str),
-            id=get("id", int),
-            attempt=get("attempt", str),
-            epoch=get("epoch", int),
-            step=get("step", int),
-            created=records.time(fields, "created", key),
-            world_size=get("world_size", int),
-            metrics={str(name): values.decode(form) for name, form in get("metrics", dict).items()},
-            writer=_texts(get("writer", dict)),
-            coding=_texts(get("coding", dict)) if "coding" in fields else {},
-            lossy=_texts(get("lossy", dict)) if "lossy" in fields else {},
-            fragments=fragments,
-            packs=packs,
-            restores=restores,
-            thinned=_thinned(get("thinned", dict), key) if "thinned" in fields else None,
-            saved=get("saved", str) if "saved" in fields else "",
+        fragments = (
+            records.parse(FragmentInfo, info, key, optional=("stall", "bases"), ranks=_ranks(info, key))
+            for info in records.objects(fields, "fragments", key)
+        )
+        listed, kinds = records.objects(fields, "packs", key), {"node": int, "group": str, "number": int, "size": int}
+        restores = records.objects(fields, "restores", key) if "restores" in fields else ()
+        metrics = records.field(fields, "metrics", dict, key)
+        thinned = records.field(fields, "thinned", dict, key) if "thinned" in fields else None
+        bits = ("mantissa_bits", "base_bits")
+        return records.parse(
+            VersionRecord,
+            fields,
+            key,
+            optional=("coding", "lossy", "saved"),
+            metrics={name: values.decode(form) for name, form in metrics.items()},
+            fragments=tuple(fragments),
+            packs=Packs(*(records.column(listed, name, kind, key) for name, kind in kinds.items())),
+            restores=tuple(records.parse(RestoreInfo, restore, key) for restore in restores),
+            thinned=records.parse(Thinned, thinned, key, optional=bits) if thinned is not None else None,
         )
 
     @property
@@ -251,18 +218,8 @@ class VersionRecord:
         return keys.record(self.id, self.attempt)
 
 
-def _rank(value: object) -> int:
-    if type(value) is not int or not 0 <= value <= MAX_NUMBER:
-        raise ValueError(f"{records.shown(value)} is no rank")
-    return value
-
-
-def _thinned(fields: dict[str, Any], key: str) -> Thinned:
-    attempt, at = records.field(fields, "attempt", str, key), records.time(fields, "at", key)
-    bits = {name: records.field(fields, name, int, key) for name in ("mantissa_bits", "base_bits") if name in fields}
-    return Thinned(attempt, at, records.texts(fields, "groups", key), **bits)
-
-
-def _texts(fields: dict[str, object]) -> dict[str, str]:
-    """Texts for people: other values are shown in a few words."""
-    return {name: text if isinstance(text, str) else records.shown(text) for name, text in fields.items()}
+def _ranks(fields: records.Json, key: str) -> tuple[int, ...]:
+    ranks = records.field(fields, "ranks", list, key)
+    if any(type(rank) is not int or not 0 <= rank <= MAX_NUMBER for rank in ranks):
+        raise Damaged(f"{records.shown(ranks)} are no ranks", subject=key)
+    return tuple(ranks)

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 import numpy as np
-from builders import Cut, empty_record, rows_and_pack, whole
+from builders import Cut, empty_record, orphans, rows_and_pack, whole
 from fake_clock import FakeClock
 
 from raystow.storage.coding.derived import Derivation, derive
@@ -105,5 +105,5 @@ def thin(repository: Repository, id: int = 1, resumable: int = 2, **how: Any) ->
 def collect(repository: Repository, clock: FakeClock) -> None:
     clock.time += 2 * 3600
     repository.plan_collection().execute()
-    assert repository.orphans() == []
+    assert orphans(repository) == []
     assert (repository.root().dropped, repository.root().rewrites) == ((), ())

@@ -58,8 +58,7 @@ class Pointer:
             raise Damaged("not a pointer to a version", subject=path) from error
         if not isinstance(fields, dict):
             raise Damaged("not a pointer to a version", subject=path)
-        texts = {name: records.field(fields, name, str, path) for name in ("uri", "repository", "attempt")}
-        return Pointer(**texts, **{name: records.field(fields, name, int, path) for name in ("version", "step")})
+        return records.parse(Pointer, fields, path)
 
 
 def folder(entry: Entry) -> str:
