@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 from ...storage.coding.dtypes import MANTISSA
 from ...storage.coding.rounded import Rounded
@@ -12,10 +12,13 @@ from ...storage.errors import SaveFailed
 from .rules import Asked, Rule, dtype_of
 from .tensor_values import Numbers, words_of
 
+if TYPE_CHECKING:
+    from torch import Tensor
+
 _AT_ONCE = 1 << 16  # numbers, on the CPU
 
 
-def rounded(rule: Rule, words: Any, dtype: str, first: int = 0) -> tuple[Any, Any]:
+def rounded(rule: Rule, words: Tensor, dtype: str, first: int = 0) -> tuple[Tensor, Tensor]:
     """The ``words`` of numbers (integers of their width, [rows, n], contiguous) after rounding, and the ``findings``: float64 [6]
     on the same device, not synchronized. ``first``: see ``Rule.round``."""
     import torch
@@ -41,7 +44,7 @@ def _parts(shape: tuple[int, int], block: int, first: int) -> Iterator[tuple[sli
             start = end
 
 
-def _rounded(rule: Rule, words: Any, dtype: str, first: int) -> tuple[Any, Any]:
+def _rounded(rule: Rule, words: Tensor, dtype: str, first: int) -> tuple[Tensor, Tensor]:
     import torch
 
     values = words.view(getattr(torch, dtype))
@@ -66,7 +69,7 @@ def _rounded(rule: Rule, words: Any, dtype: str, first: int) -> tuple[Any, Any]:
     return made, torch.stack([found.double() for found in findings])
 
 
-def zeros(words: Any, dtype: str) -> Any:
+def zeros(words: Tensor, dtype: str) -> Tensor:
     """The number of zero bits at the end of each mantissa."""
     import torch
 
@@ -78,14 +81,14 @@ def zeros(words: Any, dtype: str) -> Any:
     return (lowest.float().view(torch.int32) >> 23) - 127
 
 
-def together(found: Any) -> Any:
+def together(found: Tensor) -> Tensor:
     """Findings of parts, one in each row, combined: the largest errors, and sums of the rest."""
     total = found.sum(0)
     total[1:3] = found[:, 1:3].amax(0)
     return total
 
 
-def read(name: str, rule: Rule, findings: Iterable[Any]) -> Rounded:
+def read(name: str, rule: Rule, findings: Iterable[Tensor]) -> Rounded:
     """Combine the findings of a tensor's chunks; waits for them. ``SaveFailed`` if an error exceeds its bound."""
     import torch
 
@@ -102,7 +105,7 @@ def read(name: str, rule: Rule, findings: Iterable[Any]) -> Rounded:
     return Rounded(str(rule), error, relative, signal, noise, int(spared))
 
 
-def round_in_place(asked: Asked, tensor: Any) -> None:
+def round_in_place(asked: Asked, tensor: Tensor) -> None:
     """Round a torch tensor as a save would."""
     values, dtype = tensor.detach(), dtype_of(tensor)
     rows = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous().view(words_of(values.element_size()))

@@ -9,12 +9,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, ClassVar, Protocol
+from typing import TYPE_CHECKING, ClassVar, Protocol
 
 from ...storage.coding import dtypes
 from ...storage.coding.dtypes import MANTISSA
 from ...storage.errors import StateError
 from .tensor_values import Numbers, words_of
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import dtype as TorchDtype
 
 
 class Asked(Protocol):
@@ -40,7 +44,7 @@ class Rule(Protocol):
     def planes(self, dtype: str) -> tuple[int, ...]:
         """Byte planes that compress afterwards, ascending; the highest is one of them."""
 
-    def round(self, values: Any, first: int) -> tuple[Any, Any]:
+    def round(self, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         """Torch tensors of the same shape: ``values`` (floats [rows, n], contiguous, all finite) rounded, and the largest error
         that is allowed of each (of any dtype). ``first``: the number of the first column along the last dimension of the whole
         tensor."""
@@ -86,7 +90,7 @@ class MantissaBits:
         constant = MANTISSA[dtype] - self.bits + 1  # in a word whose sign was moved to its end, bits 1 to this one say nothing
         return (*range(min(constant // 8 + 1, highest)), highest)
 
-    def round(self, values: Any, first: int) -> tuple[Any, Any]:
+    def round(self, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         import torch
 
         words = values.view(words_of(values.element_size()))
@@ -135,7 +139,7 @@ class Blockwise:
     def planes(self, dtype: str) -> tuple[int, ...]:
         return tuple(range(dtypes.dtype(dtype).width))
 
-    def round(self, values: Any, first: int) -> tuple[Any, Any]:
+    def round(self, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         import torch
 
         (rows, n), start = values.shape, first % self.block
@@ -149,12 +153,12 @@ class Blockwise:
         return tuple(found.reshape(rows, -1)[:, start : start + n] for found in (made.to(values.dtype), bound))
 
 
-def dtype_of(values: Any) -> str:
+def dtype_of(values: Tensor) -> str:
     """The format's name of a tensor's dtype."""
     return str(values.dtype).removeprefix("torch.")
 
 
-def _power_of_two(exponents: Any, dtype: Any) -> Any:
+def _power_of_two(exponents: Tensor, dtype: TorchDtype) -> Tensor:
     """Powers of two, exactly (float64), none of them smaller than the smallest positive number of a dtype."""
     import torch
 

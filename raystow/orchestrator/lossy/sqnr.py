@@ -8,7 +8,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import numpy as np
 
@@ -20,6 +20,9 @@ from ...storage.errors import StateError
 from . import rounded_chunk
 from .rules import Blockwise, MantissaBits, Rule
 from .tensor_values import Numbers
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 _BIT = 20 * math.log10(2)  # decibels of one bit
 _BLOCKS = (64, 256)
@@ -83,7 +86,7 @@ class Sqnr:
             return before
         return next((rule for rule in self._candidates(sample, held.dtype) if _measured(rule, held) >= self.db), None)
 
-    def _candidates(self, sample: Any, dtype: str) -> Iterator[Rule]:
+    def _candidates(self, sample: Tensor, dtype: str) -> Iterator[Rule]:
         """The rule of fewest bits of each kind that suits the sample, by stored bytes; then those with one more bit."""
         most = MANTISSA[dtype] - _SPARED
         kinds: list[tuple[Callable[[int], Rule], range]] = [(MantissaBits, range(self._least, most + 1))]
@@ -111,7 +114,7 @@ class Settled:
     def planes(self, dtype: str) -> tuple[int, ...]:
         return MantissaBits(max(1, self.bits)).planes(dtype)
 
-    def round(self, values: Any, first: int) -> tuple[Any, Any]:
+    def round(self, values: Tensor, first: int) -> tuple[Tensor, Tensor]:
         return values, values.new_zeros(()).expand_as(values)
 
 
@@ -123,12 +126,12 @@ def _measured(rule: Rule, numbers: Numbers) -> float:
     return _decibels(rounded_chunk.read(numbers.name, rule, [rounded_chunk.together(torch.stack(found)).cpu()]))
 
 
-def _sample_sqnr(rule: Rule, sample: Any, dtype: str) -> float:
+def _sample_sqnr(rule: Rule, sample: Tensor, dtype: str) -> float:
     _, findings = rounded_chunk.rounded(rule, sample, dtype)
     return _decibels(rounded_chunk.read("a sample", rule, [findings]))
 
 
-def _stored(rule: Rule, sample: Any, dtype: str, encoder: ChunkEncoder) -> int:
+def _stored(rule: Rule, sample: Tensor, dtype: str, encoder: ChunkEncoder) -> int:
     """Bytes of the sample after rounding and encoding."""
     words, _ = rounded_chunk.rounded(rule, sample, dtype)
     return encoder.encode(words.numpy().view(np.uint8).reshape(-1), dtypes.dtype(dtype))[0].size
@@ -139,7 +142,7 @@ def _decibels(found: Rounded) -> float:
     return math.inf if not found.noise else found.sqnr or 0.0
 
 
-def _width(words: Any, dtype: str) -> int:
+def _width(words: Tensor, dtype: str) -> int:
     """The most mantissa bits of any finite number, counted as for normal numbers."""
     import torch
 

@@ -5,11 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from ...storage.format.boxes import Box
+
+if TYPE_CHECKING:
+    from torch import Tensor
+    from torch import dtype as TorchDtype
 
 _RUNS, _RUN = 64, 256
 
@@ -22,17 +27,17 @@ class Numbers:
 
     name: str
     dtype: str
-    words: Any
+    words: npt.NDArray[np.generic] | Tensor
     boxes: Sequence[Box]
     first: int = 0
 
-    def chunks(self) -> Iterator[tuple[Any, int]]:
+    def chunks(self) -> Iterator[tuple[Tensor, int]]:
         """Copies of the chunks as torch words [rows, n], each with the number of its first column."""
         for offset, extent in self.boxes:
             part = self.words[tuple(slice(a, a + n) for a, n in zip(offset, extent, strict=True))]
             yield _torch(part).reshape(-1, extent[-1]), self.first + offset[-1]
 
-    def sample(self) -> Any:
+    def sample(self) -> Tensor:
         """Up to 64 evenly spread runs of up to 256 consecutive numbers, the same at each call: torch words [runs, n] in host
         memory."""
         count = math.prod(self.words.shape)
@@ -46,7 +51,7 @@ class Numbers:
         return self.words[tuple(torch.from_numpy(index).to(self.words.device) for index in at)].cpu()
 
 
-def _torch(words: Any) -> Any:
+def _torch(words: npt.NDArray[np.generic] | Tensor) -> Tensor:
     """A contiguous copy."""
     import torch
 
@@ -56,7 +61,7 @@ def _torch(words: Any) -> Any:
     return words.clone(memory_format=torch.contiguous_format)
 
 
-def words_of(itemsize: int) -> Any:
+def words_of(itemsize: int) -> TorchDtype:
     """The torch dtype of integers of so many bytes."""
     import torch
 
