@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 
 from ....storage.errors import RaystowError
 from ..exit_codes import exit_code
@@ -20,42 +21,32 @@ class Status(enum.Enum):
 
 @dataclass(frozen=True)
 class Finding:
-    """One line of the output. ``follows``: the consequence or remedy, possibly empty; ``code``: the exit code of a failure."""
+    """The result of a check. ``follows``: the consequence or remedy, possibly empty; ``code``: the exit code of a failure."""
 
-    name: str
     status: Status
     found: str
     follows: str = ""
     code: int = 0
 
 
-def ok(name: str, found: str, follows: str = "") -> Finding:
-    """Return a finding without a problem."""
-    return Finding(name, Status.OK, found, follows)
+ok = partial(Finding, Status.OK)
+warning = partial(Finding, Status.WARNING)
+failed = partial(Finding, Status.FAILED, code=1)
 
 
-def warning(name: str, found: str, follows: str) -> Finding:
-    """Return a finding of something that will be slow or missing."""
-    return Finding(name, Status.WARNING, found, follows)
-
-
-def failed(name: str, found: str, follows: str) -> Finding:
-    """Return a finding of something that will not work."""
-    return Finding(name, Status.FAILED, found, follows, 1)
-
-
-def failure(name: str, error: Exception) -> Finding:
+def failure(error: Exception) -> Finding:
     """Return an error as a finding."""
     if isinstance(error, RaystowError):
         found = f"{error.subject}: {error.what}" if error.subject else error.what
-        return Finding(name, Status.FAILED, found, error.remedy, exit_code(error))
-    return Finding(name, Status.FAILED, f"{type(error).__name__}: {error}", "", 1)
+        return failed(found, error.remedy, code=exit_code(error))
+    return failed(f"{type(error).__name__}: {error}")
 
 
-def examined(checks: Iterable[Callable[[], Finding]]) -> Iterator[Finding]:
-    """Run checks one after the other; an exception becomes a finding, so that the other checks run."""
-    for check in checks:
+def examined(checks: Mapping[str, Callable[[], Finding]]) -> Iterator[tuple[str, Finding]]:
+    """Run checks by name, one after the other; an exception becomes a finding, so that the other checks run."""
+    for name, check in checks.items():
         try:
-            yield check()
+            finding = check()
         except Exception as error:
-            yield failure(check.__name__.replace("_", " "), error)
+            finding = failure(error)
+        yield name, finding

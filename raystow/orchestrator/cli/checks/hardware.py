@@ -8,6 +8,7 @@ import re
 import shutil
 from pathlib import Path
 
+from ....workers.shm.ring import SLOT, Ring
 from ..output import count, size
 from .finding import Finding, ok, warning
 
@@ -16,6 +17,7 @@ _MEMINFO = Path("/proc/meminfo")
 _SHM = Path("/dev/shm")
 _CGROUP = Path("/sys/fs/cgroup")
 _RANK = 1 << 30  # bytes that a Checkpointer uses per rank by default
+_NO_IPC = "only training processes can compress GPU tensors, not the node worker; a known cause is expandable_segments:True"
 _UNLIMITED = 1 << 60  # bytes; cgroup v1 represents "no limit" by a number near 2**63
 
 
@@ -23,71 +25,60 @@ def gpus() -> Finding:
     """Check the GPUs that torch sees, and the driver."""
     driver = _driver()
     if importlib.util.find_spec("torch") is None:
-        return ok("gpus", f"not checked: torch is missing ({driver or 'no NVIDIA driver'})")
+        return ok(f"not checked: torch is missing ({driver or 'no NVIDIA driver'})")
     import torch
 
-    if not torch.cuda.is_available():
-        if driver:
-            return warning(
-                "gpus", f"{driver}, but torch sees no GPU", "install a CUDA build of torch, or give this process a GPU"
-            )
-        return ok("gpus", "none", "tensors are compressed on the CPU")
-    found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-    names = ", ".join(f"{p.name} ({size(p.total_memory)})" for p in found)
-    return ok("gpus", f"{names}; {driver or 'driver unknown'}")
+    if torch.cuda.is_available():
+        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+        return ok(f"{', '.join(f'{p.name} ({size(p.total_memory)})' for p in found)}; {driver or 'driver unknown'}")
+    if driver:
+        return warning(f"{driver}, but torch sees no GPU", "install a CUDA build of torch, or give this process a GPU")
+    return ok("none", "tensors are compressed on the CPU")
 
 
 def cuda_ipc() -> Finding:
     """Check whether GPU memory can be shared with another process."""
-    if importlib.util.find_spec("torch") is None:
-        return ok("cuda ipc", "not checked: no GPU")
-    import torch
+    if importlib.util.find_spec("torch") is not None:
+        import torch
 
-    if not torch.cuda.is_available():
-        return ok("cuda ipc", "not checked: no GPU")
-    from torch.multiprocessing.reductions import reduce_tensor
+        if torch.cuda.is_available():
+            from torch.multiprocessing.reductions import reduce_tensor
 
-    try:
-        reduce_tensor(torch.zeros(1 << 20, device="cuda"))
-    except RuntimeError as error:
-        follows = (
-            "only training processes can compress GPU tensors, not the node worker; a known cause is expandable_segments:True"
-        )
-        return warning("cuda ipc", str(error).splitlines()[0], follows)
-    return ok("cuda ipc", "a handle to GPU memory can be exported")
+            try:
+                reduce_tensor(torch.zeros(1 << 20, device="cuda"))
+            except RuntimeError as error:
+                return warning(str(error).splitlines()[0], _NO_IPC)
+            return ok("a handle to GPU memory can be exported")
+    return ok("not checked: no GPU")
 
 
 def shared_memory() -> Finding:
     """Check that a staging ring can be created, and the memory available for it."""
     if not hasattr(os, "memfd_create"):
-        return warning("shared memory", "memfd is not available", "saving needs Linux; everything else works")
-    from ....workers.shm.ring import SLOT, Ring
-
+        return warning("memfd is not available", "saving needs Linux; everything else works")
     ring = Ring.create(2 * SLOT)
     try:
         ring.slot(1)[:] = 1
     finally:
         ring.close()
     free = _available()
-    found = "a staging ring (memfd) works; " + (
-        f"up to {size(free)} of memory is available for rings" if free is not None else "limit unknown"
-    )
-    if free is not None and free < _RANK:
-        return warning(
-            "shared memory", found, f"a rank uses {size(_RANK)}: lower Checkpointer(memory=...), or raise the container's limit"
-        )
-    return ok("shared memory", found)
+    if free is None:
+        return ok("a staging ring (memfd) works; limit unknown")
+    found = f"a staging ring (memfd) works; up to {size(free)} of memory is available for rings"
+    if free < _RANK:
+        return warning(found, f"a rank uses {size(_RANK)}: lower Checkpointer(memory=...), or raise the container's limit")
+    return ok(found)
 
 
 def dev_shm() -> Finding:
     """Check ``/dev/shm``, which Ray's object store and NCCL use, and raystow does not."""
     if not _SHM.is_dir():
-        return ok("/dev/shm", "missing; raystow does not use it")
+        return ok("missing; raystow does not use it")
     total, _, free = shutil.disk_usage(_SHM)
     found = f"{size(free)} of {size(total)} free"
     if total < 1 << 30:
-        return warning("/dev/shm", found, "raystow does not use it, but Ray and NCCL do: in a container, mount a larger one")
-    return ok("/dev/shm", found, "raystow does not use it; Ray and NCCL do")
+        return warning(found, "raystow does not use it, but Ray and NCCL do: in a container, mount a larger one")
+    return ok(found, "raystow does not use it; Ray and NCCL do")
 
 
 def cores() -> Finding:
@@ -96,26 +87,33 @@ def cores() -> Finding:
     quota = _quota()
     found = count(usable, "core") + (f", limited by a quota to {quota:.1f}" if quota is not None and quota < usable else "")
     if min(usable, quota or usable) < 2:
-        return warning("cores", found, "coding and training share one core")
-    return ok("cores", found)
+        return warning(found, "coding and training share one core")
+    return ok(found)
 
 
 def memory() -> Finding:
     """Check the memory of the machine, or the container's limit."""
     total, free, limit = _meminfo("MemTotal"), _available(), _cgroup_memory()
     if total is None or free is None:
-        return ok("memory", "unknown: there is no /proc/meminfo")
+        return ok("unknown: there is no /proc/meminfo")
     found = f"{size(free)} available of {size(limit[0] if limit else total)}" + (" (the container's limit)" if limit else "")
     if free < 2 * _RANK:
-        return warning("memory", found, f"a rank uses {size(_RANK)} for saving: lower Checkpointer(memory=...)")
-    return ok("memory", found)
+        return warning(found, f"a rank uses {size(_RANK)} for saving: lower Checkpointer(memory=...)")
+    return ok(found)
 
 
-CHECKS = (gpus, cuda_ipc, shared_memory, dev_shm, cores, memory)
+CHECKS = {
+    "gpus": gpus,
+    "cuda ipc": cuda_ipc,
+    "shared memory": shared_memory,
+    "/dev/shm": dev_shm,
+    "cores": cores,
+    "memory": memory,
+}
 
 
 def _driver() -> str:
-    with_version = re.search(r"Kernel Module.*?\s(\d+\.\d+[.\d]*)", _text(_DRIVER) or "")
+    with_version = re.search(r"Kernel Module.*?\s(\d+\.\d+[.\d]*)", _text(_DRIVER))
     return f"NVIDIA driver {with_version[1]}" if with_version else ""
 
 
@@ -126,31 +124,32 @@ def _available() -> int | None:
 
 
 def _meminfo(name: str) -> int | None:
-    line = re.search(rf"^{name}:\s+(\d+) kB$", _text(_MEMINFO) or "", re.MULTILINE)
+    line = re.search(rf"^{name}:\s+(\d+) kB$", _text(_MEMINFO), re.MULTILINE)
     return int(line[1]) << 10 if line else None
 
 
 def _cgroup_memory() -> tuple[int, int] | None:
     """The container's limit and use in bytes, by cgroup v2 or v1; None without a limit."""
-    for limit, used in (("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")):
-        numbers = [(_text(_CGROUP / name) or "").strip() for name in (limit, used)]
-        if all(number.isdecimal() for number in numbers) and int(numbers[0]) < _UNLIMITED:
-            return int(numbers[0]), int(numbers[1])
-    return None
+    return _pair("memory.max", "memory.current") or _pair("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
 
 
 def _quota() -> float | None:
     """Cores that the container may use, by cgroup v2 or v1; None without a quota."""
-    v1 = " ".join((_text(_CGROUP / f"cpu/cpu.cfs_{name}_us") or "").strip() for name in ("quota", "period"))
-    for text in (_text(_CGROUP / "cpu.max") or "", v1):
-        numbers = text.split()
-        if len(numbers) == 2 and all(number.isdecimal() for number in numbers) and int(numbers[1]):
-            return int(numbers[0]) / int(numbers[1])
-    return None
+    shares = _pair("cpu.max") or _pair("cpu/cpu.cfs_quota_us", "cpu/cpu.cfs_period_us")
+    return shares[0] / shares[1] if shares else None
 
 
-def _text(path: Path) -> str | None:
+def _pair(*names: str) -> tuple[int, int] | None:
+    """Two numbers in files of the control group; None if a file is missing or says that there is no limit."""
+    words = " ".join(_text(_CGROUP / name) for name in names).split()
+    if len(words) != 2 or not all(word.isdecimal() for word in words):
+        return None
+    first, second = map(int, words)
+    return (first, second) if first < _UNLIMITED else None
+
+
+def _text(path: Path) -> str:
     try:
         return path.read_text()
     except OSError:
-        return None
+        return ""

@@ -12,6 +12,7 @@ import sys
 import numpy as np
 
 from .... import __version__
+from ....storage.coding import kernels
 from .finding import Finding, ok, warning
 
 TIMEOUT = 20.0
@@ -31,15 +32,13 @@ print(json.dumps(answer))
 
 def python() -> Finding:
     """Return the versions of Python and raystow."""
-    return ok("python", f"Python {platform.python_version()}, raystow {__version__}, {platform.system()} {platform.machine()}")
+    return ok(f"Python {platform.python_version()}, raystow {__version__}, {platform.system()} {platform.machine()}")
 
 
 def numba() -> Finding:
     """Check that the compiled loops run, which all coding and decoding needs."""
-    from ....storage.coding import kernels
-
     kernels.split(np.arange(64, dtype=np.uint16), True, (np.empty(64, np.uint8), np.empty(64, np.uint8)))
-    return ok("numba", f"numba {importlib.metadata.version('numba')}, the compiled loops run")
+    return ok(f"numba {importlib.metadata.version('numba')}, the compiled loops run")
 
 
 def torch() -> Finding:
@@ -47,11 +46,11 @@ def torch() -> Finding:
     try:
         import torch
     except ImportError:
-        return ok("torch", "not installed", "tensors are read as numpy arrays; training processes need it")
+        return ok("not installed", "tensors are read as numpy arrays; training processes need it")
     found = f"torch {torch.__version__}, " + (f"CUDA {torch.version.cuda}" if torch.version.cuda else "built without CUDA")
     if _older(torch.__version__, 2, 7):
-        return warning("torch", found, "raystow is tested with 2.7 and later")
-    return ok("torch", found)
+        return warning(found, "raystow is tested with 2.7 and later")
+    return ok(found)
 
 
 def ray() -> Finding:
@@ -59,26 +58,26 @@ def ray() -> Finding:
     try:
         version = importlib.metadata.version("ray")
     except importlib.metadata.PackageNotFoundError:
-        return ok("ray", "not installed", "this machine can list, verify and restore, but not save")
+        return ok("not installed", "this machine can list, verify and restore, but not save")
     if _older(version, 2, 50):
-        return warning("ray", f"ray {version}", "raystow is tested with 2.50 and later")
-    return ok("ray", f"ray {version}")
+        return warning(f"ray {version}", "raystow is tested with 2.50 and later")
+    return ok(f"ray {version}")
 
 
 def cluster() -> Finding:
     """Check the Ray cluster, if this machine is part of one."""
     if importlib.util.find_spec("ray") is None:
-        return ok("cluster", "none: Ray is not installed")
+        return ok("none: Ray is not installed")
     try:
         answer = survey()
     except subprocess.TimeoutExpired:
         follows = "its head may be dead: run `ray stop`, or set RAY_ADDRESS to another cluster"
-        return warning("cluster", f"it did not answer within {TIMEOUT:.0f} s", follows)
+        return warning(f"it did not answer within {TIMEOUT:.0f} s", follows)
     if "none" in answer:
         first = str(answer["none"]).splitlines()[0].split(":")[0]
-        return ok("cluster", first, "saving needs one (`ray start --head`); everything else works without it")
+        return ok(first, "saving needs one (`ray start --head`); everything else works without it")
     nodes, cpus, gpus = (int(str(answer.get(name, 0)).partition(".")[0]) for name in ("nodes", "CPU", "GPU"))
-    return ok("cluster", f"reachable: nodes {nodes}, CPUs {cpus}, GPUs {gpus}")
+    return ok(f"reachable: nodes {nodes}, CPUs {cpus}, GPUs {gpus}")
 
 
 def survey() -> dict[str, object]:
@@ -93,7 +92,7 @@ def survey() -> dict[str, object]:
     return answer
 
 
-CHECKS = (python, numba, torch, ray, cluster)
+CHECKS = {"python": python, "numba": numba, "torch": torch, "ray": ray, "cluster": cluster}
 
 
 def _older(version: str, *least: int) -> bool:

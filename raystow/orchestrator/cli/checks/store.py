@@ -22,7 +22,7 @@ from ....storage.probe import PREFIX, probe_conditional_writes
 from ....storage.repository import open_repository
 from ....storage.stores import open_store
 from ..output import count, size
-from .finding import Finding, failed, failure, ok, warning
+from .finding import Finding, examined, failed, failure, ok, warning
 
 _ROUNDS = 3
 _BULK = 16 << 20  # bytes
@@ -31,90 +31,89 @@ _SLOW = 10 << 20  # bytes per second
 _LAGGING = 0.5  # seconds for one small request
 
 
-def check_store(uri: str, clock: Clock = SYSTEM) -> Iterator[Finding]:
+def check_store(uri: str, clock: Clock = SYSTEM) -> Iterator[tuple[str, Finding]]:
     """Yield findings about the store at ``uri``; stop after one that makes further checks pointless."""
     try:
         store = open_store(uri)
         seconds = _timed(clock, lambda: next(iter(store.list("")), None))
     except RaystowError as error:
-        yield failure("store", error)
+        yield "store", failure(error)
         return
-    yield ok("store", f"{store.uri} answers a listing in {_ms(seconds)}")
-    yield _repository(uri)
+    yield "store", ok(f"{store.uri} answers a listing in {_ms(seconds)}")
+    yield from examined({"repository": lambda: _repository(uri)})
     try:
         with _workspace(store, clock.token()) as (place, folder):
             yield from _written(place, folder, clock)
     except RaystowError as error:
-        yield failure("clean-up", error)
+        yield "clean-up", failure(error)
 
 
-def _written(place: ObjectStore, folder: str, clock: Clock) -> Iterator[Finding]:
+def _written(place: ObjectStore, folder: str, clock: Clock) -> Iterator[tuple[str, Finding]]:
     """Checks that write to the store."""
     try:
         place.put(f"{folder}first", [b"raystow doctor"])
     except StoreError as error:
         follows = "; ".join(text for text in (error.remedy, "saving will not work, reading may") if text)
-        yield failed("writing", f"{error.subject}: {error.what}", follows)
+        yield "writing", failed(f"{error.subject}: {error.what}", follows)
         return
-    for check in (_conditional_writes, _latency, _clocks, _throughput):
-        try:
-            finding = check(place, folder, clock)
-        except RaystowError as error:
-            finding = failure(check.__name__.strip("_").replace("_", " "), error)
-        yield finding
+    yield from examined(
+        {
+            "conditional writes": lambda: _conditional_writes(place, clock),
+            "latency": lambda: _latency(place, f"{folder}small", clock),
+            "clock": lambda: _skew(place, f"{folder}clock", clock),
+            "throughput": lambda: _throughput(place, f"{folder}bulk", clock),
+        }
+    )
 
 
 def _repository(uri: str) -> Finding:
     try:
         repository = open_repository(uri)
-        versions = repository.versions()
     except NotARepository as error:
-        return ok("repository", f"none yet: {error.what}", "the first save creates it")
-    except RaystowError as error:
-        return failure("repository", error)
+        return ok(f"none yet: {error.what}", "the first save creates it")
+    versions = repository.versions()
     newest = f", the newest of step {versions[-1].step}" if versions else ""
-    return ok("repository", f"{repository.id[:8]}..., {count(len(versions), 'version')}{newest}")
+    return ok(f"{repository.id[:8]}..., {count(len(versions), 'version')}{newest}")
 
 
-def _conditional_writes(place: ObjectStore, folder: str, clock: Clock) -> Finding:
+def _conditional_writes(place: ObjectStore, clock: Clock) -> Finding:
     probe_conditional_writes(place, clock)
-    return ok("conditional writes", "supported: of two writers only one succeeds", "commits are atomic")
+    return ok("supported: of two writers only one succeeds", "commits are atomic")
 
 
-def _latency(place: ObjectStore, folder: str, clock: Clock) -> Finding:
-    key, puts, gets = f"{folder}small", [], []
+def _latency(place: ObjectStore, key: str, clock: Clock) -> Finding:
+    puts, gets = [], []
     for _ in range(_ROUNDS):
         puts.append(_timed(clock, lambda: place.put(key, [b"x" * 100])))
         gets.append(_timed(clock, lambda: place.get(key, max_bytes=1000)))
     found = f"a small put takes {_ms(median(puts))}, a small get {_ms(median(gets))}"
     if max(median(puts), median(gets)) > _LAGGING:
-        return warning("latency", found, "a commit takes about ten such requests: is the store in this region?")
-    return ok("latency", found)
+        return warning(found, "a commit takes about ten such requests: is the store in this region?")
+    return ok(found)
 
 
-def _clocks(place: ObjectStore, folder: str, clock: Clock) -> Finding:
-    key, before = f"{folder}clock", clock.now()
+def _skew(place: ObjectStore, key: str, clock: Clock) -> Finding:
+    before = clock.now()
     place.put(key, [b"x"])
     after = clock.now()
     modified = next(info.modified for info in place.list(key))
     skew = 0.0 if before - 1 <= modified <= after + 1 else modified - (before + after) / 2
     if abs(skew) > _SKEW:
+        found = f"the store's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's"
         follows = "synchronize the clocks by NTP: ages and grace periods are wrong, and S3 refuses requests that are 15 min off"
-        return warning(
-            "clock", f"the store's clock is {abs(skew):.0f} s {'ahead of' if skew > 0 else 'behind'} this machine's", follows
-        )
-    return ok("clock", f"the store's and this machine's agree within {max(1.0, abs(skew)):.0f} s")
+        return warning(found, follows)
+    return ok(f"the store's and this machine's agree within {max(1.0, abs(skew)):.0f} s")
 
 
-def _throughput(place: ObjectStore, folder: str, clock: Clock) -> Finding:
-    key, data = f"{folder}bulk", blake3(clock.token().encode()).digest(length=_BULK)  # random, so that nothing can compress it
+def _throughput(place: ObjectStore, key: str, clock: Clock) -> Finding:
+    data = blake3(clock.token().encode()).digest(length=_BULK)  # random, so that nothing can compress it
     put = _BULK / _timed(clock, lambda: place.put(key, [data]))
     got: list[bytes] = []
     get = _BULK / _timed(clock, lambda: got.append(bytes(place.get_range(key, 0, _BULK))))
     if got[0] != data:
-        return failed("throughput", "16 MiB were read back changed", "do not use this store or network")
+        return failed("16 MiB were read back changed", "do not use this store or network")
     found = f"16 MiB: put at {size(put)}/s, get at {size(get)}/s (one object at a time; saves use several)"
-    return warning("throughput", found, "saves and restores will be slow") if min(put, get) < _SLOW else ok("throughput", found)
+    return warning(found, "saves and restores will be slow") if min(put, get) < _SLOW else ok(found)
 
 
 @contextlib.contextmanager
