@@ -78,6 +78,38 @@ def test_after_the_fence_tensors_may_change(tmp_path: Path) -> None:
         assert torch.equal(version.read(f"model.{name}"), tensor)
 
 
+@pytest.mark.parametrize("write", ["in place", "by .data", "to small tensors"])
+def test_a_tensor_that_changes_before_the_fence_fails_the_save(tmp_path: Path, write: str) -> None:
+    """Small tensors do not: ``save`` has copied them."""
+    (rank,) = start(str(tmp_path), 1, memory=64 << 20)  # far less than the state, so that it cannot be staged by then
+
+    def save_and_overwrite(self: Rank, write: str) -> list[str]:
+        self.state = replicated(3, megabytes=64)
+        pending = self.checkpointer.save(self.state, step=1)
+        model = self.state["model"]
+        {
+            "in place": lambda: model["layer3"].add_(1),
+            "by .data": lambda: model["layer3"].data.add_(1),
+            "to small tensors": lambda: [model[f"bias{i}"].add_(1) for i in range(40)],
+        }[write]()
+        try:
+            pending.result(120)
+        except raystow.SaveFailed as error:
+            return [str(error)]
+        return []
+
+    failed = ray.get(rank.do.remote(save_and_overwrite, write), timeout=120)
+    if write == "to small tensors":
+        version = raystow.open(tmp_path).latest()
+        assert version is not None
+        assert not failed
+        assert torch.equal(version.read("model.bias7"), replicated(3, megabytes=64)["model"]["bias7"])
+    else:
+        assert raystow.open(tmp_path).latest() is None
+        assert "model.layer3: the tensor changed while it was being saved" in failed[0]
+        assert "fence()" in failed[0]
+
+
 def test_save_returns_before_coding_and_the_guard_fences(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, memory=64 << 20)
 

@@ -55,6 +55,9 @@ class Plan:
 
     def look_again(self) -> None: ...
 
+    def changed(self) -> str:
+        return ""
+
     def let_go(self) -> None: ...
 
     def rounded(self) -> dict[str, Any]:

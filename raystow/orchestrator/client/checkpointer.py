@@ -136,7 +136,8 @@ class Checkpointer:
     def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:
         """Start to save ``state``. Every rank saves the same steps in the same order.
 
-        Returns before the save is durable. The tensors are read in the background: do not change them before ``fence`` returns.
+        Returns before the save is durable. The tensors are read in the background: do not change them before ``fence``
+        returns. A save fails if one changes; tensors of up to 64 KiB in host memory may change at once.
         Plain tensors and arrays must be equal on all ranks and are stored once; of a DTensor each rank stores its own shards;
         plain values are stored for each rank.
 

@@ -22,6 +22,7 @@ from .shard_rules import ShardRules
 from .shards import Shard, check_memory
 from .state_cache import StateCache
 from .state_tree import show
+from .write_check import WriteCheck, copy_small
 
 if TYPE_CHECKING:
     import torch
@@ -71,8 +72,8 @@ class SavePlan:
     """What one rank saves: a ``StagingPlan``.
 
     ``views``: its tensors. ``on_gpu``: GPUs code their tensors. ``planner``: the same for all saves of this rank; ``save``: the
-    number of the save, the same on all ranks. The other properties are computed at first use, which is not on the training
-    thread.
+    number of the save, the same on all ranks. ``writes``: finds tensors that change too early. The other properties are computed
+    at first use, which is not on the training thread.
     """
 
     rank: int
@@ -83,6 +84,7 @@ class SavePlan:
     on_gpu: bool
     planner: Planner
     save: int
+    writes: WriteCheck
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
@@ -130,6 +132,10 @@ class SavePlan:
     def look_again(self) -> None:
         self.planner.derived.refresh(self.division.shards, self.ready, save=self.save)
 
+    def changed(self) -> str:
+        """See ``WriteCheck``."""
+        return self.writes.changed()
+
     def strayed(self, follower: PlannedDerived) -> None:
         """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
         if len(follower.piece.shard.holders or range(self.world_size)) == 1:
@@ -142,7 +148,7 @@ class SavePlan:
 def plan_save(
     state: object, *, rank: int, world_size: int, on_gpu: bool = True, planner: Planner | None = None, save: int = 1
 ) -> SavePlan:
-    """Plan a save. ``planner``: the same for all saves of a rank. ``save``: the number of the save. Reads and copies nothing.
+    """Plan a save, and copy small tensors of the host. ``planner``: the same for all saves of a rank. ``save``: its number.
 
     Raises ``StateError`` with the path of anything that cannot be stored.
     """
@@ -155,7 +161,8 @@ def plan_save(
         raise StateError(what, subject=show(largest.path), remedy="make it an array")
     views = planner.shards.look([leaf for leaf in leaves if leaf.is_tensor])
     ready = {device: _record_event(device) for device in {view.known.device for view in views} if device is not None}
-    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save)
+    views = copy_small(views)
+    return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, WriteCheck(views))
 
 
 def _record_event(device: int) -> torch.cuda.Event:

@@ -109,13 +109,17 @@ class Staging:
         self._connection.post(BeginSave(begin, plan.values))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         for device in devices:
-            on_read = _nothing if host is not None or device != devices[-1] else order.on_staged
+            on_read = _nothing if host is not None or device != devices[-1] else order.all_read
             self._devices.stage(order, plan, device, on_read, post)
         if host is not None:
             for event in plan.ready.values():
                 event.synchronize()
             plan.look_again()
             stage_host(plan, host, self._slots, post)
+        order.all_read()
+        if order.changed:
+            remedy = "call fence() before tensors change, or guard(optimizer) once"
+            raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
         self._connection.post(EndSave(begin.save, order.stall(), dict(plan.rounded())))
 
     def _post(self, order: SaveOrder, message: object) -> None:

@@ -111,6 +111,9 @@ class StagingPlan(Protocol):
     def look_again(self) -> None:
         """Look for tensors that follow from others, for the next saves. Called once or more while tensors are staged."""
 
+    def changed(self) -> str:
+        """Return the name of a tensor that has changed since ``save``; "" if none has."""
+
     def strayed(self, follower: Any) -> None:
         """Note that a chunk does not follow from its source."""
 
@@ -131,6 +134,8 @@ class SaveOrder:
         on_end: Called with the version's entry or the error.
         urgent: Set while the training waits for the staging.
         stall: Returns for how many seconds the training has waited; None if unknown.
+        failed: Whether the save has failed.
+        changed: The name of a tensor that the training changed before it was staged; "" if none has. None before it is known.
     """
 
     begin: Begin
@@ -141,11 +146,18 @@ class SaveOrder:
     urgent: threading.Event = field(default_factory=threading.Event)
     stall: Callable[[], float | None] = lambda: None
     failed: bool = False
+    changed: str | None = None
 
     @property
     def subject(self) -> str:
         """Names the save in errors."""
         return f"save of step {self.begin.step}"
+
+    def all_read(self) -> None:
+        """Look whether a tensor has changed, and let the training change them from now on. Further calls do nothing."""
+        if self.changed is None and self.plan is not None:
+            self.changed = self.plan.changed()
+            self.on_staged()
 
     def check(self) -> None:
         """Raise ``SaveFailed`` if the save has failed meanwhile."""

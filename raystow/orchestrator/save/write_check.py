@@ -1,0 +1,89 @@
+"""Finds tensors that the training changes between ``save`` and the end of their staging: their version would mix two steps.
+
+``save`` copies small tensors of the host, such as the statistics of a batch norm, which change in the next forward pass. Of each
+other tensor it notes torch's version counter, which every operation in place increases. Writes that do not count there (through
+``.data``, numpy, shared memory) are found by a sample of the elements of tensors in host memory.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+
+import numpy as np
+import numpy.typing as npt
+
+from .shard_cache import TensorView
+from .shards import bits, check_memory
+from .state_tree import Elements
+
+SMALL = 64 << 10
+"""Bytes of a tensor in host memory that is copied by ``save``."""
+
+_COPIED = 64 << 20  # bytes that one save copies at most
+_SAMPLE = 64  # elements
+
+
+def copy_small(views: Iterable[TensorView]) -> tuple[TensorView, ...]:
+    """Replace the elements of small tensors in host memory by a copy, which nobody else can change.
+
+    Raises ``StateError`` if the memory of a tensor of the host was freed.
+    """
+    left, copied = _COPIED, list[TensorView]()
+    for view in views:
+        leaf, local, known = view
+        if known.device is None:
+            if not isinstance(local, np.ndarray):
+                check_memory(leaf, local, known.reach)
+            if (size := local.nbytes) <= SMALL and size <= left and _is_dense(local):
+                left -= size
+                view = TensorView(leaf, _copy(local), known)
+        copied.append(view)
+    return tuple(copied)
+
+
+class WriteCheck:
+    """What the tensors of one save were like when ``save`` was called, but for those that it has copied."""
+
+    def __init__(self, views: Iterable[TensorView]) -> None:
+        self._noted = [
+            (view, _version(view.local), None if view.known.device is not None else _sample(view.local))
+            for view in views
+            if view.local.nbytes > SMALL
+        ]
+
+    def changed(self) -> str:
+        """Return the name of a tensor that has changed since; "" if none has. On any thread, before the tensors may change."""
+        for view, version, sample in self._noted:
+            if _version(view.local) != version or (sample is not None and _sample(view.local) != sample):
+                return view.leaf.name
+        return ""
+
+
+def _is_dense(local: Elements) -> bool:
+    if isinstance(local, np.ndarray):
+        return bool(local.flags.c_contiguous)
+    return bool(local.is_contiguous()) and not local.is_conj() and not local.is_neg()
+
+
+def _copy(local: Elements) -> Elements:
+    return np.array(local) if isinstance(local, np.ndarray) else local.detach().clone()
+
+
+def _version(local: Elements) -> int | None:
+    """How many operations in place a tensor, or one that shares its memory, has seen; None if nobody counts them."""
+    if isinstance(local, np.ndarray) or local.is_inference():
+        return None
+    return int(local._version)
+
+
+def _sample(local: Elements) -> bytes:
+    words = local.view(f"V{local.itemsize}") if isinstance(local, np.ndarray) else bits(local)
+    return bytes(words[_places(words.shape)].tobytes())
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _places(shape: tuple[int, ...]) -> tuple[npt.NDArray[np.intp], ...]:
+    """Indices of elements at random, the same in each call."""
+    size = int(np.prod(shape))
+    return np.unravel_index(np.random.default_rng(size).integers(0, size, _SAMPLE), shape)

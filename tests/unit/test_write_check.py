@@ -1,0 +1,124 @@
+"""Tensors that change between ``save`` and the end of their staging fail the save, however they are written."""
+
+from __future__ import annotations
+
+import multiprocessing
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
+from raystow.orchestrator.save.write_check import SMALL
+
+COUNT = SMALL // 4 + 999  # float32 elements: more than what ``save`` copies
+
+
+def planned(**state: Any) -> SavePlan:
+    return plan_save(state, rank=0, world_size=1, planner=Planner())
+
+
+def in_shared_memory(tensor: torch.Tensor) -> None:
+    child = multiprocessing.get_context("fork").Process(target=tensor.numpy().fill, args=(2.5,))
+    child.start()
+    child.join(30)
+    assert child.exitcode == 0
+
+
+def with_an_optimizer(tensor: torch.Tensor) -> None:
+    tensor.grad = torch.ones_like(tensor)
+    torch.optim.SGD([tensor], lr=0.1).step()
+
+
+# Writes that torch's version counter knows may be of a single element.
+COUNTED: dict[str, Callable[[torch.Tensor], object]] = {
+    "add_": lambda t: t.add_(1),
+    "one element": lambda t: t.__setitem__(COUNT // 2, 7.0),
+    "a view": lambda t: t[5:6].zero_(),
+    "a reshaped view": lambda t: t.view(-1, 1)[3].fill_(9),
+    "out=": lambda t: torch.neg(t.clone(), out=t),
+    "foreach": lambda t: torch._foreach_mul_([t], 0.5),
+    "copy_": lambda t: t.copy_(torch.zeros(COUNT)),
+    "an index": lambda t: t.index_fill_(0, torch.tensor([11]), 1.5),
+    "detached": lambda t: t.detach().mul_(3),
+    "the same values": lambda t: t.copy_(t.clone()),
+}
+OTHERS: dict[str, Callable[[torch.Tensor], object]] = {
+    "data": lambda t: t.data.add_(1),
+    "numpy": lambda t: np.negative(t.numpy(), out=t.numpy()),
+    "another process": in_shared_memory,
+}
+
+
+@pytest.mark.parametrize("kind", [*COUNTED, *OTHERS])
+def test_every_kind_of_write_is_found(kind: str) -> None:
+    tensor = torch.randn(COUNT).share_memory_()
+    plan = planned(model={"w": tensor}, other=torch.randn(COUNT))
+    assert plan.changed() == ""
+    (COUNTED | OTHERS)[kind](tensor)
+    assert plan.changed() == "model.w"
+
+
+def test_an_optimizer_step_is_found() -> None:
+    layer = torch.nn.Linear(COUNT, 1, bias=False)
+    optimizer = torch.optim.AdamW(layer.parameters())
+    layer(torch.ones(1, COUNT)).sum().backward()
+    optimizer.step()
+    plan = planned(model=layer.state_dict(), optim=optimizer.state_dict())
+    optimizer.step()
+    assert plan.changed() == "model.weight"
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64, torch.int8, torch.complex64, torch.complex128]),
+    st.sampled_from(["plain", "transposed", "strided"]),
+    st.sampled_from(["torch", "data", "numpy"]),
+)
+def test_writes_to_any_layout_are_found(dtype: torch.dtype, layout: str, writer: str) -> None:
+    whole = torch.randint(1, 100, (600, 400)).to(dtype)
+    tensor = {"plain": whole, "transposed": whole.t(), "strided": whole[:, ::2]}[layout]
+    plan = planned(x=tensor)
+    assert plan.changed() == ""
+    if writer == "numpy":
+        words = tensor.view(torch.int16) if dtype is torch.bfloat16 else tensor
+        words.numpy()[...] += 1
+    else:
+        (tensor if writer == "torch" else tensor.data).add_(1)
+    assert plan.changed() == "x"
+
+
+def test_writes_to_arrays_are_found() -> None:
+    array = np.random.default_rng(0).normal(size=COUNT)
+    plan = planned(x=array, same=np.zeros(COUNT))
+    assert plan.changed() == ""
+    array += 1
+    assert plan.changed() == "x"
+
+
+@pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros((), dtype=torch.int64), np.zeros((2, 3)), np.float32(0)])
+def test_small_tensors_are_copied(other: Any) -> None:
+    """The statistics of a batch norm change in the next forward pass, which no ``guard`` of an optimizer can hold back."""
+    plan = planned(x=other)
+    if isinstance(other, torch.Tensor):
+        other.fill_(5)
+    elif other.shape:
+        other.fill(5)
+    assert plan.changed() == ""
+    (piece,) = plan.pieces
+    out = np.ones(piece.nbytes, np.uint8)
+    piece.copy(out)
+    assert not out.any()
+
+
+def test_inference_tensors_have_samples_only() -> None:
+    with torch.inference_mode():
+        tensor = torch.randn(COUNT)
+        plan = planned(x=tensor)
+        assert plan.changed() == ""
+        tensor.add_(1)
+    assert plan.changed() == "x"
