@@ -213,7 +213,7 @@ def _begins(node: int, nodes: int, save: int, whole: int) -> list[Begin]:
             600.0,
             0,
             0 if rank else whole,
-            {"loss": 2.1},
+            {"loss": "2.1"},
         )
         for rank in range(node * RANKS, (node + 1) * RANKS)
     ]

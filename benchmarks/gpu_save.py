@@ -45,7 +45,7 @@ from report import table_of
 from rich.console import Console
 from rich.table import Table
 
-from raystow.workers.protocol.messages import EndSave
+from raystow.workers.protocol.messages import EndSave, Message
 
 CODECS = ("deflate", "ans", "raw")
 SHORT, LONG = 1, 8
@@ -154,7 +154,7 @@ def note_arrivals(contestant: Raystow) -> list[float]:
     connection = staging._connection
     post = connection.post
 
-    def noting(message: object) -> None:
+    def noting(message: Message) -> None:
         if isinstance(message, EndSave):
             times.append(now())
         post(message)

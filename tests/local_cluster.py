@@ -17,9 +17,9 @@ import queue
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import replace
 from typing import Any, Literal, TypeVar
 
+from msgspec.structs import replace
 from node_process import NodeProcess, PortServer
 
 from raystow import __version__
@@ -32,6 +32,7 @@ from raystow.orchestrator.save.planner import Planner, plan_save
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError, SaveFailed
+from raystow.storage.format import values
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
 from raystow.storage.repository import create_repository
@@ -166,7 +167,7 @@ class LocalCluster:
             save=next(self._numbers),
             step=step,
             timeout=timeout,
-            metrics=metrics or {},
+            metrics={name: values.dumps(value) for name, value in (metrics or {}).items()},
             delta=self._delta,
             lossy=self._lossy.told(),
         )

@@ -13,13 +13,13 @@ import sys
 import tempfile
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from local_cluster import LocalCluster, first_save
+from msgspec.structs import replace
 from polling import wait_until
 
 import raystow

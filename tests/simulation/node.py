@@ -64,7 +64,7 @@ class Node:
             timeout=_TIMEOUT,
             replicated=0,
             expected=0,
-            metrics={"loss": float(step % 7)},
+            metrics={"loss": str(float(step % 7))},
             retention=cluster.policy,
             delta=cluster.delta,
         )

@@ -17,7 +17,8 @@ from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu.encode.encode_plan import Limits
 from raystow.workers.gpu.encode.pinned_ring import Outbox
 from raystow.workers.packing.attempt import draft
-from raystow.workers.protocol.messages import CODEC, CodedLayout, StageCoded
+from raystow.workers.protocol import messages
+from raystow.workers.protocol.messages import CodedLayout, StageCoded
 from raystow.workers.shm.coded_layout import Layout, parts
 from raystow.workers.shm.ring import Ring
 
@@ -68,8 +69,8 @@ def round_trip(sources: Sequence[HostSource], *, room: int | None, stream: int =
     ring, free = Ring.create(slots * SLOT, SLOT), list(range(slots))
     outbox = Outbox(ring, take=free.pop, release=free.append)
     encoder = HostEncoder(list(sources), limits, outbox, room=room)
-    layout = CODEC.decode(CODEC.encode(encoder.program.layout(0, sources)), CodedLayout)
-    staged = CODEC.decode(CODEC.encode(StageCoded(0, tuple(encoder.messages()))), StageCoded)
+    layout = messages.decode(messages.encode(encoder.program.layout(0, sources)), CodedLayout)
+    staged = messages.decode(messages.encode(StageCoded(0, tuple(encoder.messages()))), StageCoded)
     rows = [row for message in reversed(staged.arrived) for row in Layout(layout).chunks(message)]
     assert sorted(row.info.name for row in rows) == sorted(source.name for source in sources)
     named, codecs = {source.name: source for source in sources}, set[Codecs]()

@@ -9,11 +9,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
-from dataclasses import replace
 from typing import Any
 
 import pytest
 from fake_clock import FakeClock
+from msgspec.structs import replace
 
 from raystow.storage.errors import ClusterError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore

@@ -6,12 +6,13 @@ import itertools
 import threading
 import zlib
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, cast
 
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from msgspec.structs import replace
 
 from raystow.storage.errors import SaveFailed
 from raystow.storage.format.root import Entry

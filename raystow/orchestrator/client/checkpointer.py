@@ -12,7 +12,7 @@ from typing import Any
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
-from ...storage.format import key_files
+from ...storage.format import key_files, values
 from ...storage.format.root import Entry
 from ...storage.log import about, here
 from ...storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
@@ -172,7 +172,7 @@ class Checkpointer:
             timeout=self._timeout,
             replicated=0,
             expected=0,
-            metrics=metrics,
+            metrics={name: values.dumps(value) for name, value in metrics.items()},
             lossy=self._lossy.told(),
             retention=self._retention,
             delta=self._delta,

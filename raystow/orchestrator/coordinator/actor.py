@@ -8,10 +8,10 @@ import itertools
 import logging
 import platform
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any
 
 import ray
+from msgspec.structs import replace
 
 from ... import __version__
 from ...storage import metrics
@@ -29,7 +29,6 @@ from ...storage.retention.policy import Policy
 from ...workers import ray_metrics
 from ...workers.node.actor import holders
 from ...workers.protocol.messages import (
-    CODEC,
     COORDINATOR_REQUESTS,
     PROTOCOL,
     Acknowledged,
@@ -37,6 +36,7 @@ from ...workers.protocol.messages import (
     Begin,
     Committed,
     JoinRun,
+    Message,
     NoVersion,
     PartFailed,
     PartStaged,
@@ -48,6 +48,8 @@ from ...workers.protocol.messages import (
     RestoreVote,
     Ticket,
     check_protocol,
+    decode,
+    encode,
 )
 from ..restore.rounds import RestoreRounds
 from ..restore.version_cache import VersionCache
@@ -151,9 +153,9 @@ class CoordinatorActor:
     async def handle(self, protocol: str, data: bytes) -> bytes:
         """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded."""
         check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
-        return CODEC.encode(await self._answer(CODEC.decode(data, *COORDINATOR_REQUESTS)))
+        return encode(await self._answer(decode(data, *COORDINATOR_REQUESTS)))
 
-    async def _answer(self, request: object) -> object:
+    async def _answer(self, request: Message) -> Message:
         match request:
             case Begin():
                 return await self.begin(request)
@@ -179,15 +181,15 @@ class CoordinatorActor:
         """As ``settle``, encoded. Records that are known here come through the object store: once to each node, and not to each
         rank."""
         check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
-        choice = await self.settle(CODEC.decode(data, RestoreVote))
+        choice = await self.settle(decode(data, RestoreVote))
         if choice is None:
-            return CODEC.encode(NoVersion()), None
+            return encode(NoVersion()), None
         records = choice.records
         if not any(records):
-            return CODEC.encode(choice), None
+            return encode(choice), None
         if records != self._shared[0]:
             self._shared = records, ray.put(records)
-        return CODEC.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
+        return encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
 
     async def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from ...storage.clock import Clock
 from ...storage.committer import Committer
 from ...storage.errors import Fenced, RaystowError, SaveFailed
+from ...storage.format import values
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from ...storage.log import Log, about
@@ -89,9 +90,9 @@ class Coordinator:
                 self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
         attempt = self._joinable(begin) or self._new(begin)
         if begin.rank not in attempt.ranks:
+            attempt.metrics.update({name: values.loads(text) for name, text in begin.metrics.items()})
             attempt.ranks[begin.rank], attempt.saves[begin.rank] = begin.node, begin.save
             attempt.replicated[begin.rank] = begin.replicated
-            attempt.metrics.update(begin.metrics)
             attempt.coding.update(begin.coding)
             attempt.lossy.update(begin.lossy)
             attempt.retention = begin.retention or attempt.retention

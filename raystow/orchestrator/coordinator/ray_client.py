@@ -3,23 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any, TypeVar
 
 import ray
+from msgspec.structs import replace
 
 from ...storage.coding.digest import stored_digest
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol.messages import (
-    CODEC,
     PROTOCOL,
     Acknowledged,
     AwaitRanks,
     Begin,
     Committed,
     JoinRun,
+    Message,
     NoVersion,
     PartFailed,
     PartStaged,
@@ -30,6 +30,8 @@ from ...workers.protocol.messages import (
     RestoreChoice,
     RestoreVote,
     Ticket,
+    decode,
+    encode,
     shortened,
 )
 from ..ray_cluster import call
@@ -41,7 +43,7 @@ COORDINATOR = "coordinator-"
 _ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
 
 
-_Answer = TypeVar("_Answer")
+_Answer = TypeVar("_Answer", bound=Message)
 
 
 class RayCoordinatorClient:
@@ -86,7 +88,7 @@ class RayCoordinatorClient:
         """See ``restore.rounds``. Waits for the other ranks."""
         vote = replace(vote, damage=shortened(vote.damage), error=shortened(vote.error))
         data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
-        answer: RestoreChoice | NoVersion = CODEC.decode(data, RestoreChoice, NoVersion)  # type: ignore[assignment]
+        answer: RestoreChoice | NoVersion = decode(data, RestoreChoice, NoVersion)  # type: ignore[assignment]
         if isinstance(answer, NoVersion):
             return None
         if records is None:
@@ -97,11 +99,11 @@ class RayCoordinatorClient:
         """See ``Coordinator.save_failed``."""
         self._ask(RankSaveFailed(rank, incarnation, save, step, shortened(reason)), Acknowledged)
 
-    def _ask(self, request: object, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
-        return CODEC.decode(self._call("handle", request, timeout), expected)
+    def _ask(self, request: Message, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
+        return decode(self._call("handle", request, timeout), expected)
 
-    def _call(self, method: str, request: object, timeout: float) -> Any:
-        sent = getattr(self._actor, method).remote(PROTOCOL, CODEC.encode(request))
+    def _call(self, method: str, request: Message, timeout: float) -> Any:
+        sent = getattr(self._actor, method).remote(PROTOCOL, encode(request))
         return call(sent, timeout, f"coordinator of {self._uri}")
 
 

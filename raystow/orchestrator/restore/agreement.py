@@ -6,8 +6,9 @@ import contextlib
 import functools
 import logging
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import Any, Protocol
+
+from msgspec.structs import replace
 
 from ...storage.errors import Damaged, NotFound, RaystowError
 from ...storage.format import keys

@@ -5,10 +5,10 @@ from __future__ import annotations
 import functools
 import logging
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Protocol
 
 import numpy as np
+from msgspec.structs import replace
 
 from ...storage.coding.derived import Derivation
 from ...storage.errors import RaystowError, SaveFailed
@@ -30,6 +30,7 @@ from ..protocol.messages import (
     EndSave,
     FlushPacks,
     LendSlots,
+    Message,
     OpenDevice,
     OpenSession,
     SaveDone,
@@ -144,7 +145,7 @@ class Session:
                 self._attempt.fail(f"{who} died while it was staging")
             self._host.rank_disconnected(opening.uri, opening.rank, opening.incarnation, f"{who} went away before it saved")
 
-    def _handle(self, message: object) -> None:
+    def _handle(self, message: Message) -> None:
         attempt, rank = self._attempt, self._opening.rank
         active = attempt if attempt is not None and not attempt.over else None  # what comes for a failed save is dropped
         match message:

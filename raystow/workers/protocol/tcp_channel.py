@@ -15,12 +15,12 @@ from typing import TypeVar
 from ...storage.clock import SYSTEM
 from ...storage.errors import ProtocolError
 from ...storage.object_store import Buffer
-from .messages import CODEC, GREETING, Contact, check_greeting
+from .messages import GREETING, Contact, Message, check_greeting, decode, encode
 
 MAX_MESSAGE = 1 << 20
 """Bytes of a message; the raw bytes after it do not count."""
 
-_Message = TypeVar("_Message")
+_Message = TypeVar("_Message", bound=Message)
 _LENGTH = struct.Struct("<I")
 _STALL = 15.0  # seconds within which some bytes must move
 _TRANSFER = 60.0  # seconds within which all bytes after a message must be transferred
@@ -69,9 +69,9 @@ class TcpChannel:
         if not hmac.compare_digest(self._exactly(_PROOF), _proof(secret, b"calls", theirs, mine)):
             raise ConnectionRefusedError("the caller does not know the secret of this node worker")
 
-    def send(self, message: object) -> None:
+    def send(self, message: Message) -> None:
         """Send a message."""
-        body = CODEC.encode(message, most=MAX_MESSAGE)
+        body = encode(message, most=MAX_MESSAGE)
         self._socket.sendall(_LENGTH.pack(len(body)) + body)
 
     def send_bytes(self, data: Buffer) -> None:
@@ -96,7 +96,7 @@ class TcpChannel:
         (length,) = _LENGTH.unpack(head + self._exactly(_LENGTH.size - len(head)))
         if length > MAX_MESSAGE:
             raise ProtocolError(f"a message of {length} bytes exceeds {MAX_MESSAGE}")
-        return CODEC.decode(self._exactly(length), *expected)
+        return decode(self._exactly(length), *expected)
 
     def receive_into(self, target: memoryview) -> None:
         """Receive the raw bytes after a message."""

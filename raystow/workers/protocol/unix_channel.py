@@ -18,11 +18,11 @@ from typing import TypeVar
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, ProtocolError
-from .messages import CODEC, GREETING, check_greeting
+from .messages import GREETING, Message, check_greeting, decode, encode
 
 logger = logging.getLogger(__name__)
 
-_Message = TypeVar("_Message")
+_Message = TypeVar("_Message", bound=Message)
 _HANDSHAKE = 60.0  # seconds
 _DRAIN = 10.0  # seconds that ``close`` waits for the peer to read the last messages
 _PAUSE = 0.1  # seconds after a failed accept
@@ -75,7 +75,7 @@ class Connection:
     def __init__(self, peer: socket.socket) -> None:
         self._socket = peer
         self._sending = threading.Lock()
-        self._posted: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._posted: queue.SimpleQueue[Message | None] = queue.SimpleQueue()
         self._sender: threading.Thread | None = None
 
     @staticmethod
@@ -116,9 +116,9 @@ class Connection:
             self.close()
             raise
 
-    def send(self, message: object, *, fd: int | None = None) -> None:
+    def send(self, message: Message, *, fd: int | None = None) -> None:
         """Send a message, with a descriptor if ``fd`` is given. Raises ``ClusterError`` if the other process is gone."""
-        body = CODEC.encode(message, most=MAX_MESSAGE)
+        body = encode(message, most=MAX_MESSAGE)
         ancillary = [] if fd is None else [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [fd]))]
         try:
             with self._sending:
@@ -127,7 +127,7 @@ class Connection:
         except OSError as error:
             raise ClusterError(f"the other process is gone: {error}") from error
 
-    def post(self, message: object) -> None:
+    def post(self, message: Message) -> None:
         """Send a message after all that were posted before, on a thread of the connection. If sending fails, the connection is
         shut down, and ``receive`` returns None."""
         if self._sender is None:
@@ -162,7 +162,7 @@ class Connection:
             body = self._exactly(length)
             if len(body) < length:
                 return None
-            return CODEC.decode(body, *expected), fds[0] if fds else None
+            return decode(body, *expected), fds[0] if fds else None
         except OSError:
             return None
         except ProtocolError:

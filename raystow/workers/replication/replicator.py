@@ -14,8 +14,9 @@ import math
 import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
 from typing import Protocol, TypeVar
+
+from msgspec.structs import replace
 
 from ...storage.clock import Clock
 from ...storage.errors import RaystowError

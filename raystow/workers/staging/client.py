@@ -7,7 +7,8 @@ import logging
 import queue
 import threading
 from collections.abc import Sequence
-from dataclasses import replace
+
+from msgspec.structs import replace
 
 from ...storage.errors import ClusterError, ProtocolError, RaystowError, SaveFailed
 from ...storage.format.root import Entry
@@ -19,6 +20,7 @@ from ..protocol.messages import (
     BeginSave,
     DeviceAnswer,
     EndSave,
+    Message,
     OpenSession,
     SaveDone,
     SaveLost,
@@ -122,7 +124,7 @@ class Staging:
             raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
         self._connection.post(EndSave(begin.save, order.stall(), dict(plan.rounded())))
 
-    def _post(self, order: SaveOrder, message: object) -> None:
+    def _post(self, order: SaveOrder, message: Message) -> None:
         order.check()
         self._connection.post(message)
 

@@ -6,7 +6,7 @@ import queue
 from collections.abc import Callable
 
 from ...storage.errors import ClusterError
-from ..protocol.messages import FlushPacks, SlotFilled
+from ..protocol.messages import FlushPacks, Message, SlotFilled
 from ..shm.ring import Ring
 from .plan import SaveOrder
 
@@ -16,7 +16,7 @@ _WAIT = 0.02  # seconds without a free slot after which the node worker is asked
 class FreeSlots:
     """``order`` is the save that is being staged. ``post`` sends to the node worker; ``freed`` may be called from any thread."""
 
-    def __init__(self, ring: Ring, post: Callable[[object], None]) -> None:
+    def __init__(self, ring: Ring, post: Callable[[Message], None]) -> None:
         self.ring, self._post = ring, post
         self.order: SaveOrder | None = None
         self._free: queue.SimpleQueue[int | None] = queue.SimpleQueue()

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
-from ..protocol.messages import BaseDigests, DerivedChunk, DeviceAnswer, StageDerived
+from ..protocol.messages import BaseDigests, DerivedChunk, DeviceAnswer, Message, StageDerived
 from .free_slots import FreeSlots
 from .plan import ChunkSource, DerivedSource, SaveOrder, StagingPlan
 
@@ -62,7 +62,7 @@ class RemainingGroup(StagedGroup, Protocol):
     """Chunks of a device that must be stored."""
 
     @property
-    def messages(self) -> Sequence[object]:
+    def messages(self) -> Sequence[Message]:
         """What the node worker must know of the others."""
 
 
@@ -88,7 +88,7 @@ class DeviceCoder(Protocol):
         *,
         after: object,
         on_read: Callable[[], None],
-        announce: Callable[[object], None],
+        announce: Callable[[Message], None],
         urgent: Callable[[], bool],
         meanwhile: Callable[[], None] = lambda: None,
     ) -> None:
@@ -101,7 +101,7 @@ class DeviceCoder(Protocol):
 class DeviceStaging:
     """Makes the coder when the first chunk on a GPU comes: it loads torch and Triton. ``answers``: the node worker's."""
 
-    def __init__(self, slots: FreeSlots, post: Callable[[object], None], codec: str, process: str, store_rate: float) -> None:
+    def __init__(self, slots: FreeSlots, post: Callable[[Message], None], codec: str, process: str, store_rate: float) -> None:
         self._slots, self._post, self._codec, self._process, self._store_rate = slots, post, codec, process, store_rate
         self.answers: queue.SimpleQueue[DeviceAnswer | None] = queue.SimpleQueue()
         self.bases: dict[int, BaseDigests] = {}
@@ -125,7 +125,7 @@ class DeviceStaging:
         order.urgent.wait(HEAD_START)
 
     def stage(
-        self, order: SaveOrder, plan: StagingPlan, device: int, on_read: Callable[[], None], post: Callable[[object], None]
+        self, order: SaveOrder, plan: StagingPlan, device: int, on_read: Callable[[], None], post: Callable[[Message], None]
     ) -> None:
         """Code the chunks on a device, and then those that were expected to follow from them but do not."""
         coder, after = self.coder, plan.ready[device]

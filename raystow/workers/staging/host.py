@@ -9,13 +9,13 @@ import numpy as np
 
 from ...storage.coding.derived import followed
 from ...storage.coding.kernels import Bytes
-from ..protocol.messages import DerivedChunk, RawChunk, StageDerived, StageRaw
+from ..protocol.messages import DerivedChunk, Message, RawChunk, StageDerived, StageRaw
 from ..shm.ring import ALIGN
 from .free_slots import FreeSlots
 from .plan import DerivedSource, SourceGroup, StagingPlan
 
 
-def stage_host(plan: StagingPlan, group: SourceGroup, slots: FreeSlots, post: Callable[[object], None]) -> None:
+def stage_host(plan: StagingPlan, group: SourceGroup, slots: FreeSlots, post: Callable[[Message], None]) -> None:
     """Copy the chunks of ``group``, and announce each slot when it is full."""
     followers: dict[int, list[DerivedSource]] = defaultdict(list)
     for follower in group.followers:
@@ -46,7 +46,7 @@ def stage_host(plan: StagingPlan, group: SourceGroup, slots: FreeSlots, post: Ca
             slots.release(slot)
 
 
-def _announce(raw: list[RawChunk], derived: list[DerivedChunk], post: Callable[[object], None]) -> None:
+def _announce(raw: list[RawChunk], derived: list[DerivedChunk], post: Callable[[Message], None]) -> None:
     if raw:
         post(StageRaw(tuple(raw)))
     if derived:

@@ -35,6 +35,7 @@ from ...protocol.messages import (
     DeviceRefused,
     DeviceSlotFree,
     LendSlots,
+    Message,
     OpenDevice,
     StageCoded,
     StageOnDevice,
@@ -108,7 +109,7 @@ class _Device:
 class NodeEncoder:
     """See ``session.GpuCoder``. ``ring``: the one in host memory, of which a part is lent; ``send``: to the training process."""
 
-    def __init__(self, ring: Ring, rank: int, send: Callable[[object], None]) -> None:
+    def __init__(self, ring: Ring, rank: int, send: Callable[[Message], None]) -> None:
         self._ring, self._rank, self._send = ring, rank, send
         self._log = about(logger, rank=rank)
         self._thread = ThreadPoolExecutor(1, "raystow-encode")
@@ -289,7 +290,7 @@ class NodeEncoder:
         except Exception:
             self._log.exception("the GPU memory of rank %d could not be given back", self._rank)
 
-    def _tell(self, message: object) -> None:
+    def _tell(self, message: Message) -> None:
         try:
             self._send(message)
         except RaystowError:

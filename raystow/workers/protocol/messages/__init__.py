@@ -1,5 +1,5 @@
 # ruff: noqa: F403, F405
-"""Every message between processes of raystow: frozen dataclasses, encoded by one ``MessageCodec``.
+"""Every message between processes of raystow: frozen ``msgspec`` classes.
 
 Three channels carry them: the Unix socket between a process and the worker of its node, TCP between node workers, and calls of
 Ray actors. ``PROTOCOL`` names the version of all of them. Both ends of a channel compare it before the first message.
@@ -8,7 +8,11 @@ Ray actors. ``PROTOCOL`` names the version of all of them. Both ends of a channe
 from __future__ import annotations
 
 from ....storage.errors import ProtocolError
-from ..codec import MAX_STRING, MessageCodec
+from ....storage.limits import MAX_NAME
+from ..codec import Message as Message
+from ..codec import decode as decode
+from ..codec import encode as encode
+from ..codec import fingerprint
 from .coordinator import *
 from .devices import *
 from .reads import *
@@ -38,15 +42,10 @@ COORDINATOR_REQUESTS = (
 )
 """What ranks and node workers ask the coordinator during saves."""
 
-CODEC = MessageCodec(
-    *(OpenSession, SessionOpened, *STAGING, *STAGING_ANSWERS),
-    *(ReadCached, CachedObject, ReadFailed),
-    *(ReadObject, ObjectState, ClaimSpan, SpanClaims, PutReplica, NodePart),
-    *(*COORDINATOR_REQUESTS, Ticket, Committed, Acknowledged),
-    *(RestoreVote, RestoreChoice, NoVersion),
-)
+MESSAGES = tuple(Message.__subclasses__())
+"""All messages."""
 
-PROTOCOL = f"{VERSION}.{CODEC.fingerprint}"
+PROTOCOL = f"{VERSION}.{fingerprint(MESSAGES)}"
 """Version of the protocol that this process speaks."""
 
 GREETING = PROTOCOL.encode().ljust(32, b"\0")
@@ -55,7 +54,7 @@ GREETING = PROTOCOL.encode().ljust(32, b"\0")
 
 def shortened(text: str) -> str:
     """Return what of an error's text fits into a message."""
-    return text[: MAX_STRING // 4]
+    return text[:MAX_NAME]
 
 
 def check_greeting(theirs: bytes, who: str) -> None:

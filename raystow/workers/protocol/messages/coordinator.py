@@ -2,26 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Literal
 
 from ....storage.format.root import Entry
 from ....storage.format.version_record import FragmentInfo, PackInfo
-from ....storage.limits import MAX_ROWS
 from ....storage.retention.policy import Policy
-from ..codec import Limit, Plain, Unsigned
+from ..codec import Column, Digest, JsonText, Message, Table, Text
 
 
-@dataclass(frozen=True)
-class Begin:
+class Begin(Message, frozen=True):
     """A rank begins its ``save``-th save. ``incarnation`` identifies its process; the node worker fills in its ``node``.
 
     Args:
         timeout: Seconds until the save is given up.
         replicated: Coverage sum of the tensors that every rank must hold alike (see ``coordinator_client.coverage``).
         expected: Coverage sum of the tensors of which this rank is the first holder.
-        metrics: Plain values.
+        metrics: Plain values, as ``storage.format.values`` stores them.
         coding: See ``format.version_record``, as for ``lossy``.
         retention: The policy to apply once this save is a version.
         owned_dtensors: Names of the DTensors of which this rank is the first holder.
@@ -30,23 +26,22 @@ class Begin:
 
     rank: int
     world_size: int
-    incarnation: str
+    incarnation: Text
     save: int
-    node: str
+    node: Text
     step: int
     timeout: float
-    replicated: Annotated[int, Unsigned()]
-    expected: Annotated[int, Unsigned()]
-    metrics: Mapping[str, Annotated[object, Plain(), Limit(64 << 20)]] = field(default_factory=dict)
-    coding: Mapping[str, str] = field(default_factory=dict)
+    replicated: Digest
+    expected: Digest
+    metrics: Table[Text, JsonText] = {}
+    coding: Table[Text, Text] = {}
     retention: Policy | None = None
-    owned_dtensors: Annotated[tuple[str, ...], Limit(MAX_ROWS)] = ()
-    lossy: Mapping[str, str] = field(default_factory=dict)
+    owned_dtensors: Column[Text] = ()
+    lossy: Table[Text, Text] = {}
     delta: int | Literal["auto"] = 0
 
 
-@dataclass(frozen=True)
-class Ticket:
+class Ticket(Message, frozen=True):
     """The attempt that a save belongs to.
 
     Args:
@@ -57,7 +52,7 @@ class Ticket:
     """
 
     id: int
-    attempt: str
+    attempt: Text
     node: int
     timeout: float
     step: int
@@ -65,87 +60,74 @@ class Ticket:
     deltas: bool = False
 
 
-Packs = Annotated[tuple[PackInfo, ...], Limit(MAX_ROWS)]
-
-
-@dataclass(frozen=True)
-class JoinRun:
+class JoinRun(Message, frozen=True):
     """A process has taken up a rank. ``incarnation`` identifies it."""
 
     rank: int
-    incarnation: str
+    incarnation: Text
     world_size: int
 
 
-@dataclass(frozen=True)
-class RankFinished:
+class RankFinished(Message, frozen=True):
     """All shards of a rank are coded; ``covered`` is their part of the coverage sum."""
 
     ticket: Ticket
     rank: int
-    covered: Annotated[int, Unsigned()]
+    covered: Digest
 
 
-@dataclass(frozen=True)
-class AwaitRanks:
+class AwaitRanks(Message, frozen=True):
     """Asks for an answer when every rank of the attempt has finished."""
 
     ticket: Ticket
 
 
-@dataclass(frozen=True)
-class PartStaged:
+class PartStaged(Message, frozen=True):
     """A node's packs and fragment are complete, in memory, and being uploaded."""
 
     ticket: Ticket
     fragment: FragmentInfo
-    packs: Packs
+    packs: Column[PackInfo]
 
 
-@dataclass(frozen=True)
-class PartStored:
+class PartStored(Message, frozen=True):
     """A node's packs and fragment are durable. The answer, when the attempt is a version, is ``Committed``."""
 
     ticket: Ticket
     fragment: FragmentInfo
-    packs: Packs
+    packs: Column[PackInfo]
 
 
-@dataclass(frozen=True)
-class PartFailed:
+class PartFailed(Message, frozen=True):
     """A node cannot store its part of an attempt."""
 
     ticket: Ticket
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True)
-class RankSaveFailed:
+class RankSaveFailed(Message, frozen=True):
     """The training process of a rank has lost its ``save``-th save."""
 
     rank: int
-    incarnation: str
+    incarnation: Text
     save: int
     step: int
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True)
-class RankDisconnected:
+class RankDisconnected(Message, frozen=True):
     """The process of a rank has ended."""
 
     rank: int
-    incarnation: str
-    reason: str
+    incarnation: Text
+    reason: Text
 
 
-@dataclass(frozen=True)
-class Committed:
+class Committed(Message, frozen=True):
     """The entry of the version that an attempt has become."""
 
     entry: Entry
 
 
-@dataclass(frozen=True)
-class Acknowledged:
+class Acknowledged(Message, frozen=True):
     """The answer to a request that asks for nothing."""

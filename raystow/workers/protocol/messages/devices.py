@@ -5,19 +5,14 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Annotated
-
-from ....storage.limits import MAX_ROWS
-from ..codec import Limit
+from ..codec import Column, Message, MessagePart, Packed, Text
 from .staging import ChunkInfo
 
 RunSpan = tuple[int, int, int, int]
 """A part of a run of bytes: its first byte in the run, slot, start in the slot, bytes."""
 
 
-@dataclass(frozen=True)
-class CodedLayout:
+class CodedLayout(Message, frozen=True):
     """The chunks of a device that a training process codes on its GPU, in the order in which they are read. Sent once; the saves
     that follow only tell where the bytes are. See ``shm.coded_layout``.
 
@@ -30,25 +25,23 @@ class CodedLayout:
     """
 
     device: int
-    chunks: Annotated[tuple[ChunkInfo, ...], Limit(MAX_ROWS)]
-    nbytes: tuple[int, ...]
-    streams: tuple[int, ...]
-    starts: tuple[int, ...]
-    planes: tuple[int, ...]
-    batches: tuple[tuple[int, int, int], ...]
+    chunks: Column[ChunkInfo]
+    nbytes: Column[int]
+    streams: Column[int]
+    starts: Column[int]
+    planes: Column[int]
+    batches: Column[tuple[int, int, int]]
 
 
-@dataclass(frozen=True)
-class ComparedChunks:
+class ComparedChunks(Message, frozen=True):
     """The chunks of a device that a training process may compare with an earlier version. Sent once; ``serial`` numbers them."""
 
     device: int
     serial: int
-    chunks: Annotated[tuple[ChunkInfo, ...], Limit(MAX_ROWS)]
+    chunks: Column[ChunkInfo]
 
 
-@dataclass(frozen=True)
-class ChunkDigests:
+class ChunkDigests(Message, frozen=True):
     """Digest pairs of some compared chunks as they are in this save (see ``storage.coding.digest.digest_pair``).
 
     Args:
@@ -61,24 +54,22 @@ class ChunkDigests:
     device: int
     serial: int
     base: int
-    numbers: Annotated[bytes, Limit(8 * MAX_ROWS)]
-    pairs: Annotated[bytes, Limit(16 * MAX_ROWS)]
-    same: Annotated[bytes, Limit(MAX_ROWS)]
+    numbers: Packed
+    pairs: Packed
+    same: Packed
 
 
-@dataclass(frozen=True)
-class BaseDigests:
+class BaseDigests(Message, frozen=True):
     """What chunks may refer to. ``pairs``: uint64 [2, chunks], those of all compared chunks in version ``base``; a second number
     of 0 says that it has no such chunk."""
 
     device: int
     serial: int
     base: int
-    pairs: Annotated[bytes, Limit(16 * MAX_ROWS)]
+    pairs: Packed
 
 
-@dataclass(frozen=True)
-class BatchBytes:
+class BatchBytes(MessagePart, frozen=True):
     """Where the planes of a batch are that were not coded.
 
     Args:
@@ -90,119 +81,106 @@ class BatchBytes:
     """
 
     number: int
-    sums: bytes
-    runs: tuple[tuple[RunSpan, ...], ...]
-    lows: tuple[tuple[int, int, bool], ...] = ()
+    sums: Packed
+    runs: Column[Column[RunSpan]]
+    lows: Column[tuple[int, int, bool]] = ()
 
 
-@dataclass(frozen=True)
-class CodedPlanes:
+class CodedPlanes(MessagePart, frozen=True):
     """Where planes are that were coded together. ``lengths``: int32, bytes of each stream."""
 
-    spans: tuple[RunSpan, ...]
-    lengths: bytes
-    codec: str
+    spans: Column[RunSpan]
+    lengths: Packed
+    codec: Text
 
 
-@dataclass(frozen=True)
-class CodedBatches:
+class CodedBatches(MessagePart, frozen=True):
     """Batches whose bytes are all in the ring, and their coded ``planes``, if any."""
 
-    batches: tuple[BatchBytes, ...]
+    batches: Column[BatchBytes]
     planes: CodedPlanes | None = None
 
 
-@dataclass(frozen=True)
-class StageCoded:
+class StageCoded(Message, frozen=True):
     """Chunks that are coded on a GPU."""
 
     device: int
-    arrived: tuple[CodedBatches, ...]
+    arrived: Column[CodedBatches]
 
 
-@dataclass(frozen=True)
-class OpenDevice:
+class OpenDevice(Message, frozen=True):
     """Asks for a ring in the memory of a device, and for a codec for it."""
 
-    device: str
-    codec: str
+    device: Text
+    codec: Text
 
 
-@dataclass(frozen=True)
-class DeviceOpened:
+class DeviceOpened(Message, frozen=True):
     """The answer: the CUDA IPC handle of the ring, in hexadecimal, and its size."""
 
-    device: str
-    handle: str
+    device: Text
+    handle: Text
     slots: int
     slot_size: int
 
 
-@dataclass(frozen=True)
-class CheckDevice:
+class CheckDevice(Message, frozen=True):
     """The signature that the training process reads in the ring."""
 
-    device: str
-    seen: str
+    device: Text
+    seen: Text
 
 
-@dataclass(frozen=True)
-class DeviceChecked:
+class DeviceChecked(Message, frozen=True):
     """The answer: it is what the node worker has written."""
 
-    device: str
+    device: Text
 
 
-@dataclass(frozen=True)
-class LendSlots:
+class LendSlots(Message, frozen=True):
     """Leaves the slots of the ring in host memory to the node worker, from slot ``first`` on."""
 
-    device: str
+    device: Text
     first: int
 
 
-@dataclass(frozen=True)
-class DeviceReady:
+class DeviceReady(Message, frozen=True):
     """The answer: the codec of chunks on this device, and why."""
 
-    device: str
-    codec: str
-    why: str
+    device: Text
+    codec: Text
+    why: Text
 
 
-@dataclass(frozen=True)
-class DeviceRefused:
+class DeviceRefused(Message, frozen=True):
     """The answer to any of the questions above: the node worker cannot code on this device."""
 
-    device: str
-    problem: str
+    device: Text
+    problem: Text
 
 
-@dataclass(frozen=True)
-class DeviceChunk:
+class DeviceChunk(MessagePart, frozen=True):
     """A chunk in a slot of device memory, from byte ``start``. ``sum``: its digest before ``finish``."""
 
     info: ChunkInfo
     start: int
     nbytes: int
-    planes: tuple[int, ...]
+    planes: Column[int]
     sum: int
 
 
-@dataclass(frozen=True)
-class StageOnDevice:
+class StageOnDevice(Message, frozen=True):
     """Chunks in a slot of device memory, to be coded by the node worker."""
 
-    device: str
+    device: Text
     slot: int
-    chunks: Annotated[tuple[DeviceChunk, ...], Limit(MAX_ROWS)]
+    chunks: Column[DeviceChunk]
 
 
-@dataclass(frozen=True)
-class DeviceSlotFree:
+class DeviceSlotFree(Message, frozen=True):
     """The training process may fill this slot of device memory again."""
 
-    device: str
+    device: Text
     slot: int
 
 

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
 from typing import Literal
 
 from ....storage.coding.digest import stored_digest
+from ..codec import Column, Message, MessagePart, Table, Text
 
 Span = tuple[int, int]
 """The first byte and the one after the last."""
 
 
-Claim = tuple[int, int, str]
+Claim = tuple[int, int, Text]
 """The first byte, the one after the last, and the node that reads them from the store."""
 
 
-@dataclass(frozen=True)
-class ReadCached:
+class ReadCached(Message, frozen=True):
     """Asks for spans of an object of ``size`` bytes, through the node's memory.
 
     Args:
@@ -27,18 +25,17 @@ class ReadCached:
         owner: The node that assigns reads of the object in this restore; empty if only one node restores.
     """
 
-    repository: str
-    key: str
+    repository: Text
+    key: Text
     size: int
-    spans: tuple[Span, ...]
-    nearby: tuple[str, ...] = ()
-    round: str = ""
-    owner: str = ""
-    uri: str = ""
+    spans: Column[Span]
+    nearby: Column[Text] = ()
+    round: Text = ""
+    owner: Text = ""
+    uri: Text = ""
 
 
-@dataclass(frozen=True)
-class CachedObject:
+class CachedObject(Message, frozen=True):
     """The answer, sent with a descriptor of the memory.
 
     Args:
@@ -46,68 +43,61 @@ class CachedObject:
         whole: Whether the whole object is in that memory, not only the spans.
     """
 
-    read: Mapping[str, int]
+    read: Table[Text, int]
     whole: bool
 
 
-@dataclass(frozen=True)
-class ReadFailed:
+class ReadFailed(Message, frozen=True):
     """The node worker could not read an object."""
 
-    reason: str
+    reason: Text
     store_unavailable: bool
 
 
-@dataclass(frozen=True)
-class Contact:
+class Contact(Message, frozen=True):
     """Where a node worker listens, and the secret that a caller must prove to know: hexadecimal."""
 
-    host: str
+    host: Text
     port: int
-    secret: str
+    secret: Text
 
 
-@dataclass(frozen=True)
-class ReadObject:
+class ReadObject(Message, frozen=True):
     """Asks for ``length`` bytes of an object from ``start``."""
 
-    repository: str
-    key: str
+    repository: Text
+    key: Text
     start: int
     length: int
 
 
-@dataclass(frozen=True)
-class ObjectState:
+class ObjectState(Message, frozen=True):
     """The answer. ``present``: the bytes follow; ``pending``: the node is reading them, ask again; ``absent``: it has none."""
 
     state: Literal["present", "pending", "absent"]
 
 
-@dataclass(frozen=True)
-class ClaimSpan:
+class ClaimSpan(Message, frozen=True):
     """Asks who reads a span of an object from the store: see ``read_dedup.ReadClaims``."""
 
-    round: str
-    key: str
+    round: Text
+    key: Text
     span: Span
-    node: str
-    lost: tuple[str, ...] = ()
+    node: Text
+    lost: Column[Text] = ()
 
 
-@dataclass(frozen=True)
-class SpanClaims:
+class SpanClaims(Message, frozen=True):
     """The answer: the span in parts, ascending."""
 
-    claims: tuple[Claim, ...]
+    claims: Column[Claim]
 
 
-@dataclass(frozen=True)
-class RestoreGroup:
+class RestoreGroup(MessagePart, frozen=True):
     """The nodes that restore together. ``round`` identifies the restore."""
 
-    round: str = ""
-    nodes: tuple[str, ...] = ()
+    round: Text = ""
+    nodes: Column[Text] = ()
 
     def owner(self, key: str) -> str:
         """Return the node that assigns reads of an object; empty if there is only one node."""

@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
-
 from ....storage.format import keys
+from ..codec import Column, Message, MessagePart, Table, Text
 
 
-@dataclass(frozen=True)
-class AttemptKey:
+class AttemptKey(MessagePart, frozen=True):
     """An attempt: the id of its repository, the id of the version that it becomes, and its token."""
 
-    repository: str
+    repository: Text
     id: int
-    token: str
+    token: Text
 
 
-@dataclass(frozen=True)
-class NodePart:
+class NodePart(Message, frozen=True):
     """What a node keeps of the objects that one node has made for an attempt.
 
     Args:
@@ -28,13 +24,12 @@ class NodePart:
         incomplete: Whether some of the objects do not fit into memory.
     """
 
-    objects: Mapping[str, int] = field(default_factory=dict)
-    replica_order: tuple[str, ...] = ()
+    objects: Table[Text, int] = {}
+    replica_order: Column[Text] = ()
     incomplete: bool = False
 
 
-@dataclass(frozen=True)
-class Holding:
+class Holding(Message, frozen=True):
     """What a node's memory holds of an attempt.
 
     Args:
@@ -45,7 +40,7 @@ class Holding:
     """
 
     attempt: AttemptKey
-    parts: Mapping[int, NodePart] = field(default_factory=dict)
+    parts: Table[int, NodePart] = {}
     committed: bool = False
     given_up: bool = False
     base: AttemptKey | None = None
@@ -60,8 +55,7 @@ class Holding:
         return keys.fragment(self.attempt.id, self.attempt.token, number)
 
 
-@dataclass(frozen=True)
-class Replica:
+class Replica(MessagePart, frozen=True):
     """An object for another node's memory.
 
     Args:
@@ -73,23 +67,21 @@ class Replica:
 
     attempt: AttemptKey
     number: int
-    key: str
-    replica_order: tuple[str, ...]
-    after: tuple[str, ...] = ()
+    key: Text
+    replica_order: Column[Text]
+    after: Column[Text] = ()
     base: AttemptKey | None = None
 
 
-@dataclass(frozen=True)
-class ReplicationProgress:
+class ReplicationProgress(MessagePart, frozen=True):
     """How many bytes of replicas this node maintains on its ``partners``, and how many there should be."""
 
     expected: int = 0
     present: int = 0
-    partners: tuple[str, ...] = ()
+    partners: Column[Text] = ()
 
 
-@dataclass(frozen=True)
-class PutReplica:
+class PutReplica(Message, frozen=True):
     """Hands a replica over; its ``length`` bytes follow. The answer is a ``NodePart``."""
 
     replica: Replica

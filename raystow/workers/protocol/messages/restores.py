@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
 from typing import Annotated
+
+from msgspec import Meta
+from msgspec.structs import replace
 
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_RECORD
-from ..codec import Limit
+from ..codec import Column, Message, Table, Text
 from .reads import NO_GROUP, RestoreGroup
 
 
-@dataclass(frozen=True)
-class RestoreVote:
+class RestoreVote(Message, frozen=True):
     """A rank's word in a round. ``number``: how many restores its process has begun. ``tried``: the version it has just tried, or
     None at first; ``damage``: what was wrong with it, empty if it is restored; ``whole``: it is not damaged, but holds less than
     is asked for. ``error``: why this rank gives up altogether.
@@ -22,29 +23,28 @@ class RestoreVote:
 
     rank: int
     world_size: int
-    incarnation: str
+    incarnation: Text
     number: int
     timeout: float
     tried: Entry | None = None
-    damage: str = ""
-    error: str = ""
+    damage: Text = ""
+    error: Text = ""
     allow_uncommitted: bool = True
-    node: str = ""
-    read: Mapping[str, int] = field(default_factory=dict)
+    node: Text = ""
+    read: Table[Text, int] = {}
     whole: bool = False
 
 
-@dataclass(frozen=True)
-class RestoreChoice:
+class RestoreChoice(Message, frozen=True):
     """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
     ``record``: the version's record, where the coordinator still has it. ``company``: the nodes of all ranks. ``bases``: the same
     of the versions that it is a difference to, as far as the coordinator knows them."""
 
     entry: Entry
-    near: Mapping[int, tuple[str, ...]] = field(default_factory=dict)
-    record: Annotated[bytes, Limit(MAX_RECORD)] = b""
+    near: Table[int, Column[Text]] = {}
+    record: Annotated[bytes, Meta(max_length=MAX_RECORD)] = b""
     company: RestoreGroup = NO_GROUP
-    bases: tuple[RestoreChoice, ...] = ()
+    bases: Column[RestoreChoice] = ()
 
     @property
     def needed(self) -> Iterator[RestoreChoice]:
@@ -77,6 +77,5 @@ class RestoreChoice:
         return RestoreChoice(entry, near.get(entry.attempt, {}), record(entry), bases=bases)
 
 
-@dataclass(frozen=True)
-class NoVersion:
+class NoVersion(Message, frozen=True):
     """The answer to a vote if there is nothing to restore."""

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Literal
 
 from ....storage.coding.rounded import Rounded
 from ....storage.format.root import Entry
-from ....storage.limits import MAX_ROWS
-from ..codec import Limit, Unsigned
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Shape, Table, Text
 from .coordinator import Begin
 
-Values = Annotated[tuple[tuple[str, str, Annotated[str, Limit(96 << 20)]], ...], Limit(MAX_ROWS)]
+Values = Column[tuple[Text, Text, JsonText]]
 """Plain values of a state: name, path, JSON text."""
 
 
-@dataclass(frozen=True)
-class OpenSession:
+class OpenSession(Message, frozen=True):
     """The first message of a training process.
 
     Args:
@@ -30,11 +26,11 @@ class OpenSession:
         process: Which process codes chunks on a GPU.
     """
 
-    uri: str
-    repository: str
+    uri: Text
+    repository: Text
     rank: int
     world_size: int
-    incarnation: str
+    incarnation: Text
     pid: int
     ring: int
     slot: int
@@ -45,8 +41,7 @@ class OpenSession:
     process: Literal["training", "node"] = "training"
 
 
-@dataclass(frozen=True)
-class SessionOpened:
+class SessionOpened(Message, frozen=True):
     """The answer, sent with the descriptor of the ring. ``store_rate``: bytes per second that the store has taken, 0 if
     unknown."""
 
@@ -55,30 +50,27 @@ class SessionOpened:
     store_rate: float
 
 
-@dataclass(frozen=True)
-class BeginSave:
+class BeginSave(Message, frozen=True):
     """A training process begins a save."""
 
     begin: Begin
     values: Values
 
 
-@dataclass(frozen=True)
-class ChunkInfo:
+class ChunkInfo(MessagePart, frozen=True):
     """The fields of a chunk's manifest row that are known before the chunk is coded."""
 
-    name: str
-    path: str
-    kind: str
-    dtype: str
-    shape: tuple[int, ...]
-    group: str
-    offset: tuple[int, ...]
-    extent: tuple[int, ...]
+    name: Text
+    path: Text
+    kind: Text
+    dtype: Text
+    shape: Shape
+    group: Text
+    offset: Shape
+    extent: Shape
 
 
-@dataclass(frozen=True)
-class RawChunk:
+class RawChunk(MessagePart, frozen=True):
     """A chunk in a slot of the ring, to be coded by the node worker."""
 
     info: ChunkInfo
@@ -87,51 +79,44 @@ class RawChunk:
     nbytes: int
 
 
-@dataclass(frozen=True)
-class DerivedChunk:
+class DerivedChunk(MessagePart, frozen=True):
     """A chunk that is not stored, since it follows from another one: see ``storage.coding.derived``."""
 
     info: ChunkInfo
-    source: str
-    source_dtype: str
-    digest: Annotated[int, Unsigned()]
+    source: Text
+    source_dtype: Text
+    digest: Digest
 
 
-@dataclass(frozen=True)
-class StageRaw:
+class StageRaw(Message, frozen=True):
     """Chunks in host memory."""
 
-    chunks: Annotated[tuple[RawChunk, ...], Limit(MAX_ROWS)]
+    chunks: Column[RawChunk]
 
 
-@dataclass(frozen=True)
-class StageDerived:
+class StageDerived(Message, frozen=True):
     """Chunks that follow from others of the same rank."""
 
-    chunks: Annotated[tuple[DerivedChunk, ...], Limit(MAX_ROWS)]
+    chunks: Column[DerivedChunk]
 
 
-@dataclass(frozen=True)
-class SlotFilled:
+class SlotFilled(Message, frozen=True):
     """No more chunks will be announced in this slot of the ring."""
 
     slot: int
 
 
-@dataclass(frozen=True)
-class FlushPacks:
+class FlushPacks(Message, frozen=True):
     """The ring is full: upload packs that are not full yet, so that slots become free."""
 
 
-@dataclass(frozen=True)
-class AbortSave:
+class AbortSave(Message, frozen=True):
     """The training process cannot stage the save."""
 
-    reason: str
+    reason: Text
 
 
-@dataclass(frozen=True)
-class EndSave:
+class EndSave(Message, frozen=True):
     """All chunks of the save are announced.
 
     Args:
@@ -141,30 +126,27 @@ class EndSave:
 
     save: int
     stall: float | None
-    rounded: Mapping[str, Rounded]
+    rounded: Table[Text, Rounded]
 
 
-@dataclass(frozen=True)
-class SlotFree:
+class SlotFree(Message, frozen=True):
     """The training process may fill this slot of the ring again."""
 
     slot: int
 
 
-@dataclass(frozen=True)
-class SaveDone:
+class SaveDone(Message, frozen=True):
     """A save is a version."""
 
     save: int
     entry: Entry
-    warnings: tuple[str, ...] = ()
+    warnings: Column[Text] = ()
 
 
-@dataclass(frozen=True)
-class SaveLost:
+class SaveLost(Message, frozen=True):
     """A save will not be a version: the fields of its ``SaveFailed``."""
 
     save: int
-    what: str
-    subject: str
-    remedy: str
+    what: Text
+    subject: Text
+    remedy: Text
