@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ..storage.arguments import integer, refused
 from ..storage.errors import StateError
@@ -47,7 +46,7 @@ def memory_of_a_rank(value: object, *, name: str = "memory", least: int = 8 * SL
     return nbytes
 
 
-def metrics_of(metrics: object) -> dict[str, Any]:
+def metrics_of(metrics: object) -> dict[str, object]:
     """The metrics of a save: plain values by name."""
     if metrics is None:
         return {}

@@ -37,7 +37,7 @@ def _knock(address: str) -> None:
         socket.create_connection((host, int(port)), timeout=5).close()
 
 
-def call(ref: Any, timeout: float, who: str) -> Any:
+def call(ref: ray.ObjectRef, timeout: float, who: str) -> Any:
     """The result of a remote call within ``timeout`` seconds. A frozen actor counts as alive for Ray: so never without."""
     try:
         return ray.get(ref, timeout=timeout)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -21,6 +21,9 @@ from .lossy.tensor_roles import role
 from .lossy.tensor_values import words_of
 from .save.shards import dtype_name
 from .save.state_tree import flatten
+
+if TYPE_CHECKING:
+    import torch
 
 _SAMPLE = 1 << 20  # bytes of each tensor that are coded, to see what a rule saves
 
@@ -108,7 +111,7 @@ class Sensitivity:
         return Proposal(rules, change, one.raw + trial.raw, one.stored + trial.stored)
 
 
-def _best(found: Any) -> list[Proposal]:
+def _best(found: Iterable[Proposal]) -> list[Proposal]:
     """The proposals that no other one beats in both size and change."""
     kept = list[Proposal]()
     for one in sorted(found, key=lambda one: (one.change, one.stored)):
@@ -118,7 +121,7 @@ def _best(found: Any) -> list[Proposal]:
 
 
 def sensitivity(
-    state: Mapping[str, Any],
+    state: Mapping[str, object],
     *,
     loss: Callable[[], float],
     train: Callable[[], float] | None = None,
@@ -144,10 +147,7 @@ def sensitivity(
         StateError: ``levels`` is invalid, or no tensor of the state can be rounded.
     """
     levels = LEVELS if levels is None else _checked(levels)
-    tensors = {
-        leaf.name: leaf.value for leaf in flatten(dict(state)) if leaf.is_tensor and not isinstance(leaf.value, np.ndarray)
-    }
-    tensors = {name: tensor for name, tensor in tensors.items() if hasattr(tensor, "detach")}
+    tensors = {leaf.name: leaf.value for leaf in flatten(dict(state)) if leaf.is_tensor and hasattr(leaf.value, "detach")}
     keeper, found = _Keeper(tensors.values()), list[Trial]()
     try:
         before = float(loss())
@@ -186,7 +186,7 @@ def _checked(levels: Mapping[str, Sequence[Asked]]) -> Mapping[str, Sequence[Ask
     return levels
 
 
-def _groups(tensors: Mapping[str, Any]) -> dict[tuple[str, str], list[str]]:
+def _groups(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], list[str]]:
     """Names by kind and group, without narrow weights that have a master copy: they are derived from it."""
     follow = any(kind(name) == "master" for name in tensors)
     found: dict[tuple[str, str], list[str]] = defaultdict(list)
@@ -212,7 +212,7 @@ def _twice(train: Callable[[], float], keeper: _Keeper) -> tuple[float, float]:
 class _Keeper:
     """Copies of tensors and of the states of random generators, in host memory."""
 
-    def __init__(self, tensors: Any) -> None:
+    def __init__(self, tensors: Iterable[torch.Tensor]) -> None:
         import torch
 
         self._kept = [(local, local.to("cpu", copy=True)) for local in map(_local, tensors)]
@@ -230,12 +230,12 @@ class _Keeper:
             torch.cuda.set_rng_state_all(self._on_gpus)
 
 
-def _local(tensor: Any) -> Any:
+def _local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's elements, apart from any gradient."""
     return (tensor.to_local() if hasattr(tensor, "to_local") else tensor).detach()
 
 
-def _sizes(tensors: Sequence[Any]) -> tuple[int, int]:
+def _sizes(tensors: Sequence[torch.Tensor]) -> tuple[int, int]:
     """Bytes before encoding, and after it as estimated from a sample of each tensor."""
     encoder, raw, sampled, coded = ChunkEncoder(_SAMPLE), 0, 0, 0
     for tensor in tensors:

@@ -6,8 +6,8 @@ import itertools
 import logging
 import os
 import threading
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
@@ -38,12 +38,16 @@ from ..restore.latest import restore_latest
 from ..restore.plan import silent
 from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, SavePlan, plan_save
+from ..save.state_tree import State
 from .failures import Failures
 from .gpu_codec import usable_codec
 from .memory_share import share_of_memory
 from .options import Compression, Memory, Replication, memory_option, option_group
 from .pending import Pending
 from .rank_discovery import placement
+
+if TYPE_CHECKING:
+    import torch
 
 logger = logging.getLogger(__name__)
 
@@ -110,7 +114,7 @@ class Checkpointer:
         if self.rank >= self.world_size:
             raise StateError(f"rank is {self.rank} in a world of {self.world_size}", remedy="pass both rank= and world_size=")
         self._log = about(logger, repository=self.uri, rank=self.rank)
-        self.failures = Failures(on_failure, count=self._count_failure, log=self._log)
+        self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri), log=self._log)
         self._timeout = positive("timeout", timeout, most=LONGEST)
         self._max_in_flight = integer("max_in_flight", max_in_flight, least=1)
         self._memory = memory_option(memory)
@@ -133,7 +137,7 @@ class Checkpointer:
         node_actor(RayCoordinatorClient)  # starts in the background and is ready when the first save connects to it
         self._port.join(self.rank, self._incarnation, self.world_size)
 
-    def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:
+    def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Start to save ``state``. Every rank saves the same steps in the same order.
 
         Returns before the save is durable. The tensors are read in the background: do not change them before ``fence``
@@ -157,9 +161,8 @@ class Checkpointer:
         start = SYSTEM.monotonic()
         self.failures.check()
         step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
-        who = {"rank": self.rank, "world_size": self.world_size}
-        number = next(self._saves)
-        plan = plan_save(state, **who, on_gpu=self._codec != "cpu", planner=self._planner, save=number)
+        number, on_gpu = next(self._saves), self._codec != "cpu"
+        plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._wait_for_oldest()
         pending = Pending(step, self._log)
         begin = Begin(
@@ -216,7 +219,7 @@ class Checkpointer:
             record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
         self.failures.check()
 
-    def guard(self, optimizer: Any) -> None:
+    def guard(self, optimizer: torch.optim.Optimizer) -> None:
         """Call ``fence`` before every step of an optimizer.
 
         Args:
@@ -226,7 +229,7 @@ class Checkpointer:
 
     def restore_latest(
         self,
-        into: dict[str, Any],
+        into: State,
         *,
         strict: bool = True,
         cast: bool = False,
@@ -318,9 +321,6 @@ class Checkpointer:
         if not pending.staged(0):
             record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
         pending._set_staged()
-
-    def _count_failure(self) -> None:
-        record(FAILED_SAVES, repository=self.uri)
 
     def _attached(self, plan: SavePlan) -> Staging:
         """The connection to this node's worker, sized for the first plan; a new one if the worker has died."""

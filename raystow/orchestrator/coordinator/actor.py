@@ -8,7 +8,7 @@ import itertools
 import logging
 import platform
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TypeVar
 
 import ray
 from msgspec.structs import replace
@@ -62,6 +62,8 @@ logger = logging.getLogger(__name__)
 
 _TICK = 0.5  # seconds between checks of deadlines and nodes
 
+_Result = TypeVar("_Result")
+
 
 class CoordinatorActor:
     """Lets calls wait for the state machine, and runs its store operations in threads."""
@@ -109,18 +111,14 @@ class CoordinatorActor:
         return CoordinatorStatus(self._uri, repository, epoch, newest, age, core.aborted_in_a_row, *attempts)
 
     async def join(self, rank: int, incarnation: str, world_size: int) -> None:
-        """See ``Coordinator.join``."""
         await self._apply(lambda core: core.join(rank, incarnation, world_size))
         async with self._restoring:
             self._rounds.left(rank, incarnation)
 
     async def begin(self, begin: Begin) -> Ticket:
-        """See ``Coordinator.begin``."""
-        ticket: Ticket = await self._apply(lambda core: core.begin(begin))
-        return ticket
+        return await self._apply(lambda core: core.begin(begin))
 
     async def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        """See ``Coordinator.finished``."""
         await self._apply(lambda core: core.finished(ticket, rank, covered))
 
     async def wait_complete(self, ticket: Ticket) -> None:
@@ -128,7 +126,6 @@ class CoordinatorActor:
         await self._until(ticket, lambda attempt: attempt.phase is not Phase.GATHERING)
 
     async def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        """See ``Coordinator.staged``."""
         await self._apply(lambda core: core.staged(ticket, info, packs))
 
     async def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
@@ -139,15 +136,12 @@ class CoordinatorActor:
         return attempt.entry
 
     async def failed(self, ticket: Ticket, reason: str) -> None:
-        """See ``Coordinator.failed``."""
         await self._apply(lambda core: core.failed(ticket, reason))
 
     async def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
-        """See ``Coordinator.save_failed``."""
         await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
 
     async def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
-        """See ``Coordinator.rank_disconnected``."""
         await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
 
     async def handle(self, protocol: str, data: bytes) -> bytes:
@@ -235,7 +229,7 @@ class CoordinatorActor:
                 return choice
         return None
 
-    async def _apply(self, change: Callable[[Coordinator], Any]) -> Any:
+    async def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
         await self.start()
         assert self._core is not None
         try:

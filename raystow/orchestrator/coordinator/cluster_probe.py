@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import ray
 from ray.exceptions import RayError
 
 from ...storage.clock import SYSTEM
 from ...workers.node.actor import NAMESPACE, NODE
+from ...workers.status import NodeStatus
 from .. import ray_cluster
 from .ray_client import COORDINATOR
-from .status import ClusterStatus
+from .status import ClusterStatus, CoordinatorStatus
 
 _TIMEOUT = 2.0  # seconds for all answers together
 
@@ -36,18 +35,18 @@ class ClusterProbe:
         except (RayError, ConnectionError, RuntimeError) as error:
             self._pending.clear()
             return ClusterStatus(SYSTEM.now(), {}, {}, trouble=f"the head node does not answer: {error}")
-        answers = {name: self._answer(name) if request in ready else None for name, request in requests.items()}
-        return ClusterStatus(
-            SYSTEM.now(),
-            {name: answer for name, answer in answers.items() if name.startswith(COORDINATOR)},
-            {name.removeprefix(NODE): answer for name, answer in answers.items() if name.startswith(NODE)},
-        )
-
-    def _answer(self, name: str) -> Any:
-        try:
-            return ray.get(self._pending.pop(name))
-        except RayError:
-            return None  # it has died, or runs another version of raystow
+        coordinators: dict[str, CoordinatorStatus | None] = {}
+        nodes: dict[str, NodeStatus | None] = {}
+        for name, request in requests.items():
+            try:
+                answer = ray.get(self._pending.pop(name)) if request in ready else None
+            except RayError:
+                answer = None  # it has died, or runs another version of raystow
+            if name.startswith(COORDINATOR):
+                coordinators[name] = answer
+            elif name.startswith(NODE):
+                nodes[name.removeprefix(NODE)] = answer
+        return ClusterStatus(SYSTEM.now(), coordinators, nodes)
 
 
 def _request(name: str) -> ray.ObjectRef | None:

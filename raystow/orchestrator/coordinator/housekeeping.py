@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Collection
-from typing import Any
 
 from ...storage.committer import Committer
 from ...storage.errors import Damaged, NotFound, RaystowError, StateError, Unsupported, Untrusted
@@ -30,7 +29,7 @@ class Housekeeping:
 
     def __init__(self, committer: Committer, *, grace: float = GRACE, moved: int = _MOVED) -> None:
         self._committer, self._grace, self._moved = committer, grace, moved
-        self._metrics: dict[str, dict[str, Any]] = {}
+        self._metrics: dict[str, dict[str, object]] = {}
         self._left = set[str]()  # attempts that are not compacted here
 
     def run(self, policy: Policy, bases: Collection[int] = ()) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import ray
 from msgspec.structs import replace
@@ -37,6 +37,9 @@ from ...workers.protocol.messages import (
 from ..ray_cluster import call
 from .actor import CoordinatorActor
 
+if TYPE_CHECKING:
+    from ray.actor import ActorHandle
+
 COORDINATOR = "coordinator-"
 """The prefix of the actor names of coordinators."""
 
@@ -53,35 +56,27 @@ class RayCoordinatorClient:
         self._uri, self._actor = uri, coordinator_actor(uri)
 
     def begin(self, begin: Begin) -> Ticket:
-        """See ``CoordinatorClient.begin``."""
         return self._ask(begin, Ticket)
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        """See ``CoordinatorClient.finished``."""
         self._ask(RankFinished(ticket, rank, covered), Acknowledged)
 
     def wait_complete(self, ticket: Ticket) -> None:
-        """See ``CoordinatorClient.wait_complete``."""
         self._ask(AwaitRanks(ticket), Acknowledged, ticket.timeout + _ANSWER)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        """See ``CoordinatorClient.staged``."""
         self._ask(PartStaged(ticket, info, tuple(packs)), Acknowledged)
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
-        """See ``CoordinatorClient.fragment``."""
         return self._ask(PartStored(ticket, info, tuple(packs)), Committed, ticket.timeout + 2 * _ANSWER).entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
-        """See ``CoordinatorClient.failed``."""
         self._ask(PartFailed(ticket, shortened(reason)), Acknowledged)
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
-        """See ``CoordinatorClient.rank_disconnected``."""
         self._ask(RankDisconnected(rank, incarnation, reason), Acknowledged)
 
     def join(self, rank: int, incarnation: str, world_size: int) -> None:
-        """See ``Coordinator.join``."""
         self._ask(JoinRun(rank, incarnation, world_size), Acknowledged)
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None:
@@ -96,7 +91,6 @@ class RayCoordinatorClient:
         return answer.with_records(call(records, _ANSWER, f"coordinator of {self._uri}"))
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
-        """See ``Coordinator.save_failed``."""
         self._ask(RankSaveFailed(rank, incarnation, save, step, shortened(reason)), Acknowledged)
 
     def _ask(self, request: Message, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
@@ -112,7 +106,7 @@ def coordinator_name(uri: str) -> str:
     return f"{COORDINATOR}{stored_digest(uri.encode()).hex()[:16]}"
 
 
-def coordinator_actor(uri: str) -> Any:
+def coordinator_actor(uri: str) -> ActorHandle:
     """The actor handle of the coordinator of the repository at ``uri``; it is started on the head node if there is none."""
     return (
         ray.remote(CoordinatorActor)

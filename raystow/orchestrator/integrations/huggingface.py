@@ -9,13 +9,15 @@ import os
 import platform
 import shutil
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
+import torch
 from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..client.checkpointer import Checkpointer
+from ..save.state_tree import State
 from . import training_state
 
 
@@ -36,7 +38,7 @@ class Checkpointing(TrainerCallback):
 
     def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int) -> None:
         self._checkpointer, self._steps = checkpointer, every_n_steps
-        self._restored: dict[str, Any] | None = None
+        self._restored: State | None = None
         self._folder: Path | None = None
 
     def resume(self, trainer: Trainer) -> str | None:
@@ -66,61 +68,45 @@ class Checkpointing(TrainerCallback):
                 _write(self._folder, trainer.model, json.loads(state["trainer"])["state"])
         return os.fspath(self._folder)
 
-    def on_train_begin(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
         if self._restored is not None:
-            training_state.load(model, [_unwrapped(optimizer)], self._restored)
-            lr_scheduler.load_state_dict(json.loads(self._restored["trainer"])["scheduler"])
+            training_state.load(parts["model"], [_unwrapped(parts["optimizer"])], self._restored)
+            scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
+            scheduler.load_state_dict(json.loads(self._restored["trainer"])["scheduler"])
 
-    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_step_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Set the random generators, once and only now: skipping data uses them."""
         if self._restored is not None:
             training_state.load_rng(self._restored)
             self._restored = None
 
-    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_pre_optimizer_step(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Wait until the tensors of the saves in flight have been read."""
         self._checkpointer.fence()
 
-    def on_step_end(
-        self,
-        args: TrainingArguments,
-        state: TrainerState,
-        control: TrainerControl,
-        model: Any = None,
-        optimizer: Any = None,
-        lr_scheduler: Any = None,
-        **_: Any,
-    ) -> None:
+    def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Save at the interval of steps."""
         if state.global_step % self._steps:
             return
-        progress = {"state": dataclasses.asdict(state), "scheduler": lr_scheduler.state_dict()}
+        scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
+        progress = {"state": dataclasses.asdict(state), "scheduler": scheduler.state_dict()}
         logged = {name: value for logs in state.log_history for name, value in logs.items() if isinstance(value, int | float)}
-        held = training_state.state_of(model, [_unwrapped(optimizer)])
+        held = training_state.state_of(parts["model"], [_unwrapped(parts["optimizer"])])
         self._checkpointer.save({**held, "trainer": json.dumps(progress)}, step=state.global_step, metrics=logged)
 
-    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: Any) -> None:
+    def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Remove the folder that ``resume`` has made."""
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
 
 
-def _unwrapped(optimizer: Any) -> Any:
+def _unwrapped(optimizer: object) -> torch.optim.Optimizer:
     """The optimizer inside the wrapper of accelerate."""
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _write(folder: Path, model: Any, state: dict[str, Any]) -> None:
+def _write(folder: Path, model: torch.nn.Module, state: Mapping[str, object]) -> None:
     """Make the folder atomically: on a shared ``output_dir`` another process may make it, too."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f"raystow-{platform.node()}-*"):

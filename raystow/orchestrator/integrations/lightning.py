@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from typing import Any
 
+import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ...storage.errors import StateError
 from ..client.checkpointer import Checkpointer
+from ..save.state_tree import State
 from . import training_state
 
 
@@ -51,11 +52,11 @@ class Checkpointing(Callback):
             training_state.load_rng(state)
         self._saved = trainer.global_step
 
-    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: Any) -> None:
+    def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Wait until the tensors of the saves in flight have been read."""
         self._checkpointer.fence()
 
-    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: Any) -> None:
+    def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
         """Save at the interval of steps."""
         if self._steps is not None and trainer.global_step % self._steps == 0:
             self._save(trainer, pl_module)
@@ -72,7 +73,7 @@ class Checkpointing(Callback):
         metrics = {name: float(value) for name, value in trainer.callback_metrics.items()}
         self._checkpointer.save(self._state(trainer, pl_module), step=trainer.global_step, metrics=metrics)
 
-    def _state(self, trainer: Trainer, pl_module: LightningModule) -> dict[str, Any]:
+    def _state(self, trainer: Trainer, pl_module: LightningModule) -> State:
         schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
         try:  # one text, since its names vary
             progress = json.dumps({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from ..save.state_tree import State
 
-def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> dict[str, Any]:
+
+def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> State:
     """Return weights and optimizer state by the names of the unwrapped ``model``, to save or to restore into.
 
     An optimizer without state is initialized first. Buffers are copied: unlike parameters, they change before the optimizer step.
@@ -17,24 +18,20 @@ def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     weights, moments = get_state_dict(model, list(optimizers))
     buffers = {name for name, _ in model.named_buffers()}
     weights = {name: value.clone() if name in buffers else value for name, value in weights.items()}
-    return {"model": weights, "optim": moments, "rng": torch.get_rng_state().numpy().tobytes(), "rng_cuda": _cuda()}
+    on_gpu = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""
+    return {"model": weights, "optim": moments, "rng": torch.get_rng_state().numpy().tobytes(), "rng_cuda": on_gpu}
 
 
-def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: dict[str, Any]) -> None:
+def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State) -> None:
     """Load a restored result of ``state_of``, except the random generators."""
-    weights, moments = state["model"], state["optim"]
-    set_state_dict(model, list(optimizers), model_state_dict=weights, optim_state_dict=moments)
+    set_state_dict(model, list(optimizers), model_state_dict=state["model"], optim_state_dict=state["optim"])
 
 
-def load_rng(state: dict[str, Any]) -> None:
+def load_rng(state: State) -> None:
     """Set torch's random generators; the one of the GPU only if it was saved and there is a GPU."""
     torch.set_rng_state(_tensor(state["rng"]))
     if state["rng_cuda"] and torch.cuda.is_available():
         torch.cuda.set_rng_state(_tensor(state["rng_cuda"]))
-
-
-def _cuda() -> bytes:
-    return bytes(torch.cuda.get_rng_state().numpy()) if torch.cuda.is_available() else b""
 
 
 def _tensor(state: bytes) -> torch.Tensor:

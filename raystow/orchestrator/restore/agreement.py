@@ -134,7 +134,8 @@ class ClusterAgreement:
         needed = {choice.entry.id: self._repository.at(choice.entry, store=self._borrowing) for choice in choices[1:]}
         # Usually without reading the root.
         version.bases = Bases(version, lambda base: needed.get(base) or version.sibling(base))
-        self._borrowing.given = {_record_key(choice.entry): choice.record for choice in choices if choice.record}
+        given = {keys.record(choice.entry.id, choice.entry.attempt): choice.record for choice in choices if choice.record}
+        self._borrowing.given = given
         records = {version.record_key: ObjectLocation(entry.size)}
         self._borrowing.location = records.get  # otherwise once for all ranks of the node
         near = {choice.entry.id: choice.near for choice in choices}
@@ -169,10 +170,6 @@ class ClusterAgreement:
                 record(RESTORED, nbytes, repository=self._repository.uri, source=source)
             self._borrowing.close()
             self._borrowing = None
-
-
-def _record_key(entry: Entry) -> str:
-    return keys.record(entry.id, entry.attempt)
 
 
 def _sizes(version: Version) -> dict[Any, int]:

@@ -6,17 +6,17 @@ import dataclasses
 import logging
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import numpy as np
 
 from ...storage.coding import dtypes
+from ...storage.coding.kernels import Words
 from ...storage.errors import StateError, Unsupported
 from ...storage.format.boxes import overlap
 from ...storage.format.manifest import Chunk
 from ...storage.reader import PackReader, Request, Run
 from ..save.shards import Shard
-from ..save.state_tree import Path, replace, show
+from ..save.state_tree import Elements, Path, State, replace, show
 from .plan import Progress, silent
 
 logger = logging.getLogger(__name__)
@@ -29,9 +29,9 @@ class Fill:
         values: New values for leaves that are replaced in their container, by path.
     """
 
-    def __init__(self, into: Any, reader: PackReader) -> None:
+    def __init__(self, into: State, reader: PackReader) -> None:
         self._into, self._reader = into, reader
-        self.values: dict[Path, Any] = {}
+        self.values: dict[Path, object] = {}
         self._requests: dict[int | None, list[Request]] = defaultdict(list)  # by CUDA device; None: host memory
         self._runs: dict[int | None, list[Run]] = {}
         self._casts: list[tuple[Shard, list[Chunk]]] = []
@@ -106,7 +106,7 @@ def _fill_and_cast(reader: PackReader, shard: Shard, chunks: list[Chunk], progre
         raise StateError(what, subject=show(shard.leaf.path, "into")) from error
 
 
-def _convert(raw: Any, saved: str, target: Any) -> None:
+def _convert(raw: Words, saved: str, target: Elements) -> None:
     """Copy numbers of the dtype ``saved`` by numpy's conversion into an array, by torch's into a tensor."""
     if isinstance(target, np.ndarray):
         if dtypes.of_numpy(dtypes.to_numpy(saved)) != saved:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import logging
-from typing import Any
 
 from ...storage.errors import Damaged
 from ...storage.gc_pause import uncollected
 from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version import Version
+from ..save.state_tree import State
 from .agreement import Agreement
 from .name_check import Incomplete
 from .plan import Progress, silent
@@ -19,7 +19,7 @@ logger = logging.getLogger(__name__)
 
 
 @uncollected()
-def restore(version: Version, into: Any, options: RestoreOptions = RestoreOptions(), *, progress: Progress = silent) -> None:  # noqa: B008
+def restore(version: Version, into: State, options: RestoreOptions = RestoreOptions(), *, progress: Progress = silent) -> None:  # noqa: B008
     """Fill ``into`` from ``version``, bit for bit. Each rank reads the chunks that overlap its own shards.
 
     Raises ``StateError`` before anything is changed if ``into`` does not match the version. After ``Damaged`` or ``StoreError``
@@ -30,7 +30,7 @@ def restore(version: Version, into: Any, options: RestoreOptions = RestoreOption
 
 def restore_latest(
     repository: Repository,
-    into: Any,
+    into: State,
     agreement: Agreement,
     options: RestoreOptions = RestoreOptions(),  # noqa: B008
     *,

@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 from collections.abc import Collection
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -17,7 +16,7 @@ from ...storage.gc_pause import uncollected
 from ...storage.tensor_index import Seeker
 from ...storage.version import Version
 from ..save.shards import Shard, overlaps, shard_of
-from ..save.state_tree import Leaf, flatten, show
+from ..save.state_tree import Leaf, State, flatten, show
 from .fill import Fill
 from .name_check import check_filled, check_names
 from .plan import FROM_STORE, RestorePlan, Sources, build
@@ -39,7 +38,7 @@ class RestoreOptions:
 @uncollected()
 def plan_restore(
     version: Version,
-    into: Any,
+    into: State,
     options: RestoreOptions = RestoreOptions(),
     *,
     sources: Sources = FROM_STORE,

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
@@ -108,7 +107,8 @@ def _reads(reader: PackReader, chunks: Sequence[Chunk], share: _Share, askers: M
         for place in run.places:
             at = (run.key, place.chunk.start, place.size), place.size + (place.base.nbytes if place.base else 0)
             places.update(((piece.chunk.name, piece.chunk.box), at) for piece in place.pieces)
-    needed, passed = dict[Any, float](), dict[Any, float]()  # by place in a pack: derived tensors have the place of their source
+    # By place in a pack: derived tensors have the place of their source.
+    needed, passed = dict[object, float](), dict[object, float]()
     for number, part in share.items():
         key, size = places[chunks[number].name, chunks[number].box]
         needed[key] = max(size * part, needed.get(key, 0.0))

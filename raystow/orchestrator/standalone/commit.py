@@ -6,7 +6,6 @@ import os
 import platform
 import threading
 from collections.abc import Mapping, Sequence
-from typing import Any
 
 from ... import __version__
 from ...storage.clock import SYSTEM
@@ -54,7 +53,7 @@ class StandaloneCommit:
             self.id, self.attempt = self._committer.reserve()
 
     def commit(
-        self, parts: Sequence[StoredPart], expected: int, metrics: Mapping[str, Any], writer: Mapping[str, str] | None = None
+        self, parts: Sequence[StoredPart], expected: int, metrics: Mapping[str, object], writer: Mapping[str, str] | None = None
     ) -> Version:
         """Make the version. ``expected``: the sum of ``coverage`` over all tensors. ``writer``: further software to record."""
         if (sum(part.covered for part in parts) - expected) % MODULUS:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
+from torch.distributed.checkpoint.planner import LoadPlanner, SavePlanner
 from torch.distributed.tensor import DTensor
 
 from ...save.dtensor_layout import dtensor_shard
 
 
-def check_placed(planner: Any, key: str) -> None:
+def check_placed(planner: SavePlanner | LoadPlanner, key: str) -> None:
     """Raise ``StateError`` if this rank has more than one box of the DTensor at ``key``."""
     tensor = getattr(planner, "state_dict", {}).get(key)
     if isinstance(tensor, DTensor):

@@ -5,13 +5,13 @@ tuples never: ``betas`` is one key in DCP and two names in raystow, ``betas.0`` 
 from __future__ import annotations
 
 import json
+import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 from ....storage.errors import Damaged, StateError
-from ...save.state_tree import Path
+from ...save.state_tree import Path, PathPart
 
 _STEP = re.compile(r"(?:.*\D)?(\d{1,18})/?")
 
@@ -47,7 +47,7 @@ def parse(text: str) -> Path:
         raise Damaged(f"not a path: {text[:80]!r}") from error
 
 
-def _index(part: Any) -> tuple[str, int]:
+def _index(part: dict[str, int]) -> tuple[str, int]:
     ((kind, at),) = part.items()
     if kind not in ("list", "tuple") or type(at) is not int:
         raise ValueError(kind)
@@ -78,11 +78,11 @@ def _walks(leaf: KeyLeaf, at: int) -> bool:
     return leaf.is_tensor or leaf.is_nothing if below is None else not isinstance(below, tuple)
 
 
-def assemble(parts: Sequence[tuple[Path, Any]]) -> Any:
+def assemble(parts: Sequence[tuple[Path, object]]) -> object:
     """Assemble the value of a key from its parts."""
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][1]
-    inner: dict[Any, list[tuple[Path, Any]]] = {}
+    inner: dict[PathPart, list[tuple[Path, object]]] = {}
     for path, value in parts:
         if not path:
             raise Damaged("a value and a list of values have the same name")
@@ -92,7 +92,7 @@ def assemble(parts: Sequence[tuple[Path, Any]]) -> Any:
         raise Damaged(f"a value is {' and '.join(sorted(kinds))} at once")
     if kinds == {"dict"}:
         return {key: assemble(below) for key, below in inner.items()}
-    items = [assemble(inner[part]) for part in sorted(inner)]
+    items = [assemble(below) for _, below in sorted(inner.items(), key=operator.itemgetter(0))]
     return items if kinds == {"list"} else tuple(items)
 
 

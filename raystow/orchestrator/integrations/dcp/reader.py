@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 from collections import defaultdict
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint._traverse import set_element
@@ -16,6 +15,8 @@ from torch.futures import Future
 
 from ....storage.arguments import integer
 from ....storage.errors import StateError
+from ....storage.format.boxes import Box
+from ....storage.format.manifest import Chunk
 from ....storage.reader import PackReader, Request
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
@@ -82,9 +83,10 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         self._metadata = VersionMetadata(self.version)
         return self._metadata.metadata()
 
-    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Learn the rank, whose plain values are loaded."""
-        self._rank = int(kwargs.get("rank") or 0)
+        rank = kwargs.get("rank")  # DCP passes it only to a parameter with the name ``kwargs``
+        self._rank = rank if isinstance(rank, int) else 0
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
         """Add the version that this rank has found to its plan."""
@@ -132,13 +134,11 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         assert self._metadata is not None
         in_memory: list[Request] = []
         on_gpu: dict[int, list[Request]] = defaultdict(list)
-        indirect: list[tuple[Any, Any]] = []
-        targets = []
+        indirect: list[tuple[Chunk, Box, torch.Tensor]] = []
         for key in {item.dest_index.fqn for item in items}:
             check_placed(planner, key)
-        for item in items:
-            target = planner.resolve_tensor(item).detach()
-            targets.append((item, target))
+        targets = [planner.resolve_tensor(item).detach() for item in items]
+        for item, target in zip(items, targets, strict=True):
             chunk, box = self._metadata.box(item)
             if 0 in box[1]:
                 continue
@@ -147,14 +147,14 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
                 request = Request(chunk.name, [chunk], box, bits(target))
                 (in_memory if target.device.type == "cpu" else on_gpu[target.device.index]).append(request)
             else:
-                indirect.append(((chunk, box), target))
+                indirect.append((chunk, box, target))
         reader = self.version.reader(threads=self._threads)
         reader.fill(in_memory)
         for device, requests in on_gpu.items():
             fill_on_gpu(reader, device, requests, reader.runs(requests), lambda nbytes: None)
         for start in range(0, len(indirect), _AT_ONCE):
             _convert(reader, indirect[start : start + _AT_ONCE])
-        for item, target in targets:
+        for item, target in zip(items, targets, strict=True):
             planner.commit_tensor(item, target)
 
     def _put(self, item: ReadItem, planner: LoadPlanner) -> None:
@@ -171,10 +171,9 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
             planner.state_dict[key] = value
 
 
-def _convert(reader: PackReader, boxes: list[tuple[Any, Any]]) -> None:
+def _convert(reader: PackReader, boxes: list[tuple[Chunk, Box, torch.Tensor]]) -> None:
     """Read boxes into host memory and copy them to tensors of other dtypes, as DCP does, or on other devices."""
-    staged = [torch.empty(box[1], dtype=getattr(torch, chunk.dtype)) for (chunk, box), _ in boxes]
-    requests = [Request(chunk.name, [chunk], box, bits(raw)) for ((chunk, box), _), raw in zip(boxes, staged, strict=True)]
-    reader.fill(requests)
-    for (_, target), raw in zip(boxes, staged, strict=True):
+    staged = [torch.empty(box[1], dtype=getattr(torch, chunk.dtype)) for chunk, box, _ in boxes]
+    reader.fill([Request(chunk.name, [chunk], box, bits(raw)) for (chunk, box, _), raw in zip(boxes, staged, strict=True)])
+    for (_, _, target), raw in zip(boxes, staged, strict=True):
         target.copy_(raw)

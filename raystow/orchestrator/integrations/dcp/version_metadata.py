@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch.distributed.checkpoint.metadata import (
     BytesStorageMetadata,
@@ -36,12 +34,9 @@ class VersionMetadata:
         for fragment in version.fragments:
             for row in fragment.values:
                 self._values.setdefault(row.name, []).append(row)
-        leaves = [
-            KeyLeaf(name, parse(of[0].path), is_tensor=of[0].kind == manifest.TENSOR) for name, of in version.chunks.items()
-        ]
-        leaves += [
-            KeyLeaf(name, parse(of[0].path), is_nothing=values.loads(of[0].text) == {}) for name, of in self._values.items()
-        ]
+        leaves = [KeyLeaf(name, parse(of[0].path), of[0].kind == manifest.TENSOR) for name, of in version.chunks.items()]
+        for name, (first, *_) in self._values.items():
+            leaves.append(KeyLeaf(name, parse(first.path), is_nothing=values.loads(first.text) == {}))
         self._keys = keys_of(leaves)
 
     def metadata(self) -> Metadata:
@@ -59,7 +54,7 @@ class VersionMetadata:
         offset = tuple(a + b for a, b in zip(chunk.offset, item.storage_offsets, strict=True))
         return chunk, (offset, tuple(item.lengths))
 
-    def value(self, key: str, rank: int) -> Any:
+    def value(self, key: str, rank: int) -> object:
         """Return a value as ``rank`` saved it; if that rank had none of this name, as the lowest rank that had one."""
         parts = self._keys[key].parts
         holders = {holder for name, _ in parts for row in self._values.get(name, ()) for holder in row.ranks}

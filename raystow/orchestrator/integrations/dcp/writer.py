@@ -7,7 +7,6 @@ import os
 from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
@@ -77,7 +76,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         uri: str | os.PathLike[str],
         *,
         step: int | None = None,
-        metrics: Mapping[str, Any] | None = None,
+        metrics: Mapping[str, object] | None = None,
         retention: Policy | None = None,
         timeout: float = 600.0,
         memory: int = _MEMORY,
@@ -97,16 +96,14 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
             self.step = step_of(checkpoint_id)
         self._committing = self.version = None
 
-    def set_up_storage_writer(self, is_coordinator: bool, *args: Any, **kwargs: Any) -> None:
+    def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Refuse to save without the other ranks."""
-        if not kwargs.get("use_collectives", True):
-            remedy = "remove use_collectives=False"
-            raise StateError("a commit needs all ranks", subject=self.uri, remedy=remedy)
+        if not kwargs.get("use_collectives", True):  # DCP passes it only to a parameter with the name ``kwargs``
+            raise StateError("a commit needs all ranks", subject=self.uri, remedy="remove use_collectives=False")
 
     def prepare_local_plan(self, plan: SavePlan) -> SavePlan:
         """Record the values that this rank has, before DCP assigns each to one rank."""
-        held = tuple(item.index.fqn for item in plan.items if item.type is WriteItemType.BYTE_IO)
-        return replace(plan, storage_data=held)
+        return replace(plan, storage_data=tuple(item.index.fqn for item in _of_values(plan)))
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Open an attempt on the coordinator rank, and send it to each rank with its plan."""
@@ -180,7 +177,7 @@ def _check_planner(planner: SavePlanner) -> None:
         raise StateError("plans cannot be cached, since each names its own attempt", remedy="remove enable_plan_caching=True")
 
 
-def _leaves(item: WriteItem, planner: Any, mappings: Mapping[str, Sequence[str | int]]) -> list[Leaf]:
+def _leaves(item: WriteItem, planner: DefaultSavePlanner, mappings: Mapping[str, Sequence[str | int]]) -> list[Leaf]:
     """The leaves of a value that is not a tensor; raises ``StateError`` naming the key of a value that is not plain."""
     key, path = item.index.fqn, path_of(item.index.fqn, mappings)
     found = flatten({key: planner.lookup_object(item.index)}, what=_WHAT)

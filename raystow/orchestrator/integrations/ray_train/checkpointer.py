@@ -9,7 +9,8 @@ from __future__ import annotations
 import logging
 import os
 import threading
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 import ray.train
 from ray.exceptions import RayError
@@ -23,8 +24,13 @@ from ....storage.retention.policy import Policy
 from ....storage.version import Version
 from ...client import checkpointer
 from ...client.pending import Pending
+from ...save.state_tree import State
 from .pointer import Identity, folder, identity, write
 from .train_sync import TrainSync, VersionReport
+
+if TYPE_CHECKING:
+    from ray.train import PreemptionInfo
+    from ray.train.v2._internal.execution.storage import StorageContext
 
 logger = logging.getLogger(__name__)
 
@@ -67,7 +73,7 @@ class Checkpointer(checkpointer.Checkpointer):
         super().__init__(uri, **{"retention": Policy(), **options})
         self._storage, self._validation = storage, validation
         self._slots = threading.BoundedSemaphore(_QUEUE)
-        self._notice: Any = None
+        self._notice: PreemptionInfo | None = None
         self._sync: TrainSync | None = None
         if self.rank == 0:
             repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
@@ -77,7 +83,7 @@ class Checkpointer(checkpointer.Checkpointer):
 
             self._sync = TrainSync(repository, run, listed=_listed, write_pointer=write_pointer)
 
-    def save(self, state: dict[str, Any], *, step: int, metrics: dict[str, Any] | None = None) -> Pending:
+    def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Start to save ``state``, then ``report`` the versions that earlier saves have become.
 
         Args:
@@ -98,7 +104,7 @@ class Checkpointer(checkpointer.Checkpointer):
         self.report()
         return pending
 
-    def restore_latest(self, into: dict[str, Any], **options: Any) -> Version | None:
+    def restore_latest(self, into: State, **options: Any) -> Version | None:
         """Fill ``into`` from the newest version, then ``report`` versions that an earlier worker group could not report.
 
         The newest version of the repository is used, which Train may not know yet.
@@ -147,10 +153,8 @@ class Checkpointer(checkpointer.Checkpointer):
             Unsupported: Ray Train is too old.
         """
         _need("get_preemption_info")
-        notice = ray.train.get_preemption_info()
-        is_new = notice is not None and notice != self._notice
-        self._notice = notice
-        return is_new
+        before, self._notice = self._notice, ray.train.get_preemption_info()
+        return self._notice is not None and self._notice != before
 
     def close(self) -> None:
         """Wait for the saves in flight, report the last versions to Train, and drop the versions that Train drops for them."""
@@ -197,7 +201,7 @@ class Checkpointer(checkpointer.Checkpointer):
             self._sync.wake()
 
 
-def _storage_and_run() -> tuple[Any, str]:
+def _storage_and_run() -> tuple[StorageContext, str]:
     """The storage of this worker's run, and the run's name."""
     _need("get_all_reported_checkpoints")
     remedy = "elsewhere, use raystow.Checkpointer"
@@ -216,7 +220,7 @@ def _need(name: str) -> None:
         raise Unsupported(what, remedy="upgrade Ray (2.60 is tested), or use raystow.Checkpointer")
 
 
-def _repository_in(storage: Any) -> str:
+def _repository_in(storage: StorageContext) -> str:
     kind = storage.storage_filesystem.type_name
     if kind not in _SCHEMES:
         what = f"raystow has no store for a file system of type {kind!r}"

@@ -9,7 +9,7 @@ import json
 import os
 import re
 from dataclasses import asdict, dataclass
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from ....storage.errors import Damaged, NotFound, StateError
 from ....storage.format import records
@@ -19,6 +19,10 @@ from ....storage.version import Version
 from ...client.rank_discovery import placement
 from ...restore.latest import restore as restore_version
 from ...restore.planner import RestoreOptions
+from ...save.state_tree import State
+
+if TYPE_CHECKING:
+    from pyarrow.fs import FileSystem
 
 Identity = tuple[int, str]
 """A version's id and the attempt that saved it: unique across repositories."""
@@ -32,7 +36,7 @@ class Checkpoint(Protocol):
     """A ``ray.train.Checkpoint``: the folder ``path`` of a pyarrow file system."""
 
     path: str
-    filesystem: Any
+    filesystem: FileSystem
 
 
 @dataclass(frozen=True)
@@ -72,7 +76,7 @@ def identity(path: str) -> Identity | None:
     return (int(name[1]), name[2]) if name is not None else None
 
 
-def write(repository: Repository, entry: Entry, filesystem: Any, path: str) -> None:
+def write(repository: Repository, entry: Entry, filesystem: FileSystem, path: str) -> None:
     """Write the pointer to a version into the folder ``path`` of a pyarrow file system. May raise ``OSError``."""
     pointer = Pointer(repository.uri, repository.id, entry.id, entry.origin, entry.step)
     filesystem.create_dir(path)
@@ -121,7 +125,7 @@ def version_of(checkpoint: Checkpoint, *, uri: str | os.PathLike[str] | None = N
 
 def restore(
     checkpoint: Checkpoint,
-    into: dict[str, Any],
+    into: State,
     *,
     strict: bool = True,
     cast: bool = False,

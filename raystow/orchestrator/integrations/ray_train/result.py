@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import PurePosixPath
-from typing import Any, Protocol
+from typing import Protocol
 
 from ....storage.repository import open_repository
 from .pointer import Checkpoint, identity, read
@@ -16,7 +16,7 @@ class Result(Protocol):
 
     path: str
     checkpoint: Checkpoint | None
-    best_checkpoints: Sequence[tuple[Checkpoint, dict[str, Any]]] | None
+    best_checkpoints: Sequence[tuple[Checkpoint, Mapping[str, object]]] | None
 
 
 def prune(result: Result) -> None:

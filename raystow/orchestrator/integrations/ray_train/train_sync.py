@@ -10,9 +10,8 @@ from __future__ import annotations
 import logging
 import threading
 from collections import deque
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
-from typing import Any
 
 from ....storage.errors import Damaged, RaystowError, StateError, Untrusted
 from ....storage.format.root import Entry, Root
@@ -30,7 +29,7 @@ class VersionReport:
     """A version to report to Train: the name of its pointer, and its metrics that JSON can represent, as Train requires."""
 
     folder: str
-    metrics: dict[str, Any]
+    metrics: Mapping[str, object]
 
 
 class TrainSync:
