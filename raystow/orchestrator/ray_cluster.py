@@ -23,10 +23,8 @@ def connect(address: str = "auto") -> None:
         _knock(address)
         ray.init(address=address, log_to_driver=False, logging_level="warning")
     except (OSError, RayError) as error:
-        raise ClusterError(
-            f"no Ray cluster is running here: {error}",
-            remedy="start one (`ray start --head`, or ray.init()), or read with raystow.open",
-        ) from error
+        remedy = "start one (`ray start --head`, or ray.init()), or read with raystow.open"
+        raise ClusterError(f"no Ray cluster is running here: {error}", remedy=remedy) from error
 
 
 def _knock(address: str) -> None:

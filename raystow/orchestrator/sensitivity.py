@@ -220,7 +220,6 @@ class _Keeper:
         self._on_gpus = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
 
     def restore(self) -> None:
-        """Restore all of them."""
         import torch
 
         for local, copy in self._kept:

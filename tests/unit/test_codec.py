@@ -6,7 +6,7 @@ import logging
 import pytest
 import torch
 
-from raystow.orchestrator.client.gpu_codec import usable_codec
+from raystow.orchestrator.client.options import usable_codec
 from raystow.storage.errors import StateError
 
 

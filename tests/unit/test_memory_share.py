@@ -1,13 +1,13 @@
 from __future__ import annotations
 
-from raystow.orchestrator.client.memory_share import share_of_memory
+from raystow.orchestrator.client.options import default_staging
 
 GIB = 1 << 30
 
 
 def test_staging_memory_is_a_saves_size_within_half_the_host() -> None:
     """Each rank has an equal part of that half."""
-    assert share_of_memory(0, gpus=0, machine=16 * GIB) == GIB
-    assert share_of_memory(7 * GIB, gpus=8, machine=2048 * GIB) == 8 * GIB + (256 << 20)
-    assert share_of_memory(100 * GIB, gpus=8, machine=1024 * GIB) == 64 * GIB
-    assert share_of_memory(1000, gpus=8, machine=8 * GIB) == GIB
+    assert default_staging(0, gpus=0, machine=16 * GIB) == GIB
+    assert default_staging(7 * GIB, gpus=8, machine=2048 * GIB) == 8 * GIB + (256 << 20)
+    assert default_staging(100 * GIB, gpus=8, machine=1024 * GIB) == 64 * GIB
+    assert default_staging(1000, gpus=8, machine=8 * GIB) == GIB

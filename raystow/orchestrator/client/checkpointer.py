@@ -40,9 +40,7 @@ from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, SavePlan, plan_save
 from ..save.state_tree import State
 from .failures import Failures
-from .gpu_codec import usable_codec
-from .memory_share import share_of_memory
-from .options import Compression, Memory, Replication, memory_option, option_group
+from .options import Compression, Memory, Replication, default_staging, memory_option, option_group, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
 
@@ -327,7 +325,7 @@ class Checkpointer:
         if self._staging is not None and self._staging.lost:
             self._detach()
         if self._staging is None:
-            memory = self._memory.staging or self._share(plan)
+            memory = self._memory.staging or self._default_staging(plan)
             coded = memory // 8 if plan.ready else memory // 2  # what a GPU has coded stays in the ring until it is uploaded
             opening = OpenSession(
                 uri=self.uri,
@@ -352,10 +350,9 @@ class Checkpointer:
         address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), _START, "node worker")
         return address
 
-    def _share(self, plan: SavePlan) -> int:
-        """The default of ``Memory.staging``."""
+    def _default_staging(self, plan: SavePlan) -> int:
         gpus = max(1, ray_cluster.gpus_here()) if plan.ready else 0
-        return share_of_memory(plan.nbytes if plan.ready else 0, gpus=gpus, machine=memory_limit())
+        return default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=memory_limit())
 
     def _detach(self, *, patience: float = 10.0) -> None:
         if self._staging is not None:

@@ -50,7 +50,8 @@ class Failures:
             self.in_a_row += 1
             total, in_a_row = self.total, self.in_a_row
             if self._on_failure == "raise":
-                self._due = self._due or _save_failed(step, error)
+                as_failure = error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=f"save of step {step}")
+                self._due = self._due or as_failure
             elif self._on_failure != "warn" and in_a_row >= int(self._on_failure):
                 remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
                 self._due = SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {error}", remedy=remedy)
@@ -64,7 +65,3 @@ class Failures:
             due, self._due = self._due, None
         if due is not None:
             raise due
-
-
-def _save_failed(step: int, error: RaystowError) -> SaveFailed:
-    return error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=f"save of step {step}")

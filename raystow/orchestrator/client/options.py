@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TypeVar
@@ -13,6 +15,11 @@ from ..argument_checks import memory_of_a_rank, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..lossy.profiles import Lossy
 from ..lossy.rules import Asked
+
+logger = logging.getLogger(__name__)
+
+_DEFAULT_STAGING = 1 << 30
+_SLACK = 256 << 20
 
 _Group = TypeVar("_Group")
 
@@ -100,6 +107,38 @@ def memory_option(memory: int | Memory) -> Memory:
     if type(memory) is not int:
         raise refused("memory", memory, "bytes of staging memory, or a raystow.Memory")
     return Memory(staging=memory)
+
+
+def default_staging(nbytes: int, *, gpus: int, machine: int) -> int:
+    """The default of ``Memory.staging`` for a rank that stores ``nbytes`` from GPUs, one of ``gpus`` ranks on a machine with
+    ``machine`` bytes of memory.
+
+    Enough for one whole save, so that staging does not wait for uploads, but at most this rank's share of half the machine. 1 GiB
+    without GPUs.
+    """
+    if not gpus:
+        return _DEFAULT_STAGING
+    return max(_DEFAULT_STAGING, min(nbytes * 8 // 7 + _SLACK, machine // 2 // gpus))
+
+
+def usable_codec(codec: str) -> str:
+    """``codec`` if it is available. If it is not, "auto" becomes "cpu" with a warning, and any other is a ``StateError``.
+
+    Nothing is loaded without a GPU: no tensor needs a codec of GPUs then.
+    """
+    torch = sys.modules.get("torch")
+    if codec == "cpu" or torch is None or not torch.cuda.is_available():
+        return codec
+    from ...workers import gpu
+
+    problem = gpu.missing()
+    if problem is None:
+        return codec
+    if codec != "auto":
+        what = f"codec {codec!r} is not available: {problem}"
+        raise StateError(what, remedy='install what is missing, or pass Compression("cpu")')
+    logger.warning("the CPU compresses tensors of the GPU, at a hundredth of the speed: %s", problem)
+    return "cpu"
 
 
 def option_group(name: str, value: object, kind: type[_Group]) -> _Group:

@@ -94,7 +94,8 @@ class CoordinatorActor:
                 writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
                 self._known = VersionCache(repository)
                 await asyncio.to_thread(self._known.versions)  # cached while the store answers
-                self._rounds = RestoreRounds(repository, SYSTEM, self._known, on_fall_back=self._count_damage)
+                count_damage = functools.partial(metrics.record, metrics.DAMAGED, repository=self._uri)
+                self._rounds = RestoreRounds(repository, SYSTEM, self._known, on_fall_back=count_damage)
                 self._housekeeping = Housekeeping(self._committer)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep())
@@ -291,9 +292,6 @@ class CoordinatorActor:
         if self._chores is None or self._chores.done():
             bases = self._core.bases if self._core is not None else ()
             self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy, bases))
-
-    def _count_damage(self) -> None:
-        metrics.record(metrics.DAMAGED, repository=self._uri)
 
     def _measure(self, core: Coordinator) -> None:
         """Set the gauges again: Ray drops them after some seconds."""

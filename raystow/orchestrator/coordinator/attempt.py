@@ -78,10 +78,6 @@ class Attempt:
         self.ranks, self.saves, self.replicated, self.owned_dtensors, self.nodes = {}, {}, {}, {}, {}
         self.covered, self.staged, self.stored, self.promised = {}, {}, {}, None
 
-    def ranks_of(self, node: str) -> list[int]:
-        """The ranks of a node."""
-        return sorted(rank for rank, home in self.ranks.items() if home == node)
-
 
 def version_record(
     committer: Committer, attempt: Attempt, results: Mapping[int, NodeResult], *, created: float, writer: Mapping[str, str]

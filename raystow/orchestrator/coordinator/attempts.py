@@ -111,11 +111,8 @@ class Coordinator:
             return
         odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
         if odd:
-            self._abort(
-                attempt,
-                f"ranks {odd} hold other plain tensors than rank 0: all ranks must hold the same (names, shapes and dtypes), "
-                "since they are stored once; shard what differs as DTensors",
-            )
+            same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
+            self._abort(attempt, f"ranks {odd} hold other plain tensors than rank 0: {same}; shard what differs as DTensors")
             return
         if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
             self._abort(attempt, "the shards of all ranks do not add up to whole tensors: the ranks disagree on their placements")
@@ -185,7 +182,8 @@ class Coordinator:
         for attempt in self._open(Phase.GATHERING, Phase.SEALING):
             for node, number in attempt.nodes.items():
                 if node not in alive and number not in attempt.stored:
-                    self._abort(attempt, f"node {node} died with the shards of ranks {attempt.ranks_of(node)}")
+                    ranks = sorted(rank for rank, home in attempt.ranks.items() if home == node)
+                    self._abort(attempt, f"node {node} died with the shards of ranks {ranks}")
                     break
 
     def tick(self) -> None:
@@ -223,7 +221,8 @@ class Coordinator:
                 self._row = self._row.difference(outcome)
             self.aborted_in_a_row = 0
             self._enter(attempt, Phase.COMMITTED)
-            self._measure(outcome)
+            for metric, number in ((VERSIONS, 1), (RAW, outcome.raw), (STORED, outcome.stored)):
+                record(metric, number, repository=self._committer.catalog.uri)
             if self._lost is not None and self._lost.id < attempt.id:
                 self._lost = None
             told = (outcome.id, outcome.step, outcome.stored, outcome.raw)
@@ -332,9 +331,3 @@ class Coordinator:
     def _log(self, attempt: Attempt) -> Log:
         run = self._committer.catalog.uri
         return about(logger, repository=run, version=attempt.id, attempt=attempt.attempt, step=attempt.step)
-
-    def _measure(self, entry: Entry) -> None:
-        run = self._committer.catalog.uri
-        record(VERSIONS, repository=run)
-        record(RAW, entry.raw, repository=run)
-        record(STORED, entry.stored, repository=run)

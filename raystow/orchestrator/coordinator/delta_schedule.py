@@ -65,7 +65,8 @@ class DeltaGroup:
         if delta != AUTO:
             return self.offered < delta, f"number {number} of {delta}" if self.offered < delta else f"after {delta} differences"
         if self.pause:
-            return False, f"differences did not pay: tried again after {_versions(self.pause)}"
+            more = f"{self.pause} more whole version{'s' * (self.pause != 1)}"
+            return False, f"differences did not pay: tried again after {more}"
         if self.stored and self.stored[0] > PAYS * self.whole.stored:
             return False, f"a difference took {self.stored[0] / max(1, self.whole.stored):.2f} of the whole version"
         if self.offered >= LONGEST:
@@ -103,7 +104,3 @@ def after(row: DeltaGroup | None, entry: Entry, base: Entry | None) -> DeltaGrou
     # The first time no further whole version is stored; then one, three, seven, fifteen.
     pause = min(_LONGEST_PAUSE, 1 << (misses - 1)) - 1 if misses else 0
     return DeltaGroup(entry, misses=misses, pause=pause, depths=depths)
-
-
-def _versions(number: int) -> str:
-    return f"{number} more whole version{'s' * (number != 1)}"

@@ -44,11 +44,9 @@ def drain(
         if not waiting and (seen or waited >= min(_FIRST, seconds)):
             return Drained(tuple(sorted(durable)), tuple(sorted(seen - durable)))
         if waited >= seconds:
-            raise DeadlineExceeded(
-                f"no version that was started after the notice within {seconds:.0f} s",
-                subject=", ".join(sorted(waiting)),
-                remedy="let the training poll ray.train.get_preemption_info() and save; earlier versions are not lost",
-            )
+            what = f"no version that was started after the notice within {seconds:.0f} s"
+            remedy = "let the training poll ray.train.get_preemption_info() and save; earlier versions are not lost"
+            raise DeadlineExceeded(what, subject=", ".join(sorted(waiting)), remedy=remedy)
         clock.sleep(_LOOK)
 
 

@@ -89,10 +89,9 @@ class LocalAgreement:
 
 
 class RestorePort(Protocol):
-    """The part of the coordinator that restores use."""
+    """The part of the coordinator that restores use: see ``rounds``."""
 
-    def settle(self, vote: RestoreVote) -> RestoreChoice | None:
-        """See ``rounds``."""
+    def settle(self, vote: RestoreVote) -> RestoreChoice | None: ...
 
 
 class ClusterAgreement:

@@ -41,7 +41,6 @@ class Rates:
     store: float = 1.2e8
 
     def of(self, source: str) -> float:
-        """Bytes per second from one source."""
         return {MEMORY: self.memory, PEER: self.peer, STORE: self.store}[source]
 
 
@@ -100,11 +99,6 @@ class PlannedRead:
     why: str
     base: int = 0
 
-    @property
-    def whose(self) -> str:
-        """The version and node of the packs."""
-        return f"version {self.base}, node {self.node}" if self.base else f"node {self.node}"
-
 
 @dataclass(frozen=True)
 class RestorePlan:
@@ -129,8 +123,8 @@ class RestorePlan:
     def explain(self) -> list[str]:
         """A line for each node of the save: what is read of its packs, the source, the expected seconds, and the reason."""
         return [
-            f"{read.whose}: {read.nbytes:,} bytes of {read.chunks:,} chunks in {read.requests:,} reads from "
-            f"{_NAMES[read.source]}, about {read.seconds:.2f} s: {read.why}"
+            f"{f'version {read.base}, ' if read.base else ''}node {read.node}: {read.nbytes:,} bytes of {read.chunks:,} chunks "
+            f"in {read.requests:,} reads from {_NAMES[read.source]}, about {read.seconds:.2f} s: {read.why}"
             for read in self.reads
         ]
 

@@ -29,7 +29,6 @@ class VersionCache:
 
     @property
     def newest(self) -> Entry | None:
-        """The newest known version."""
         return self._last[-1] if self._last else None
 
     def committed(self, entry: Entry) -> None:

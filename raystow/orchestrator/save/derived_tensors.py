@@ -51,7 +51,6 @@ class DerivedTensors:
         return self._sampled.bit_length() < save.bit_length()
 
     def forget(self, shard: Shard) -> None:
-        """Note that this shard is not derived."""
         self._found = {i: source for i, source in self._found.items() if self._known[i][0] != shard.leaf.name}
 
 

@@ -61,7 +61,6 @@ class Planner:
         return last
 
     def let_go(self) -> None:
-        """Drop the references to tensors."""
         if self._last is not None:
             for shard in self._last.shards:
                 shard.release()
@@ -88,7 +87,6 @@ class SavePlan:
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
-        """This rank's parts of the tensors."""
         return tuple(view.known.again(view.leaf, view.local) for view in self.views)
 
     @functools.cached_property
@@ -109,12 +107,10 @@ class SavePlan:
 
     @property
     def pieces(self) -> tuple[PlannedChunk, ...]:
-        """The chunks of all parts."""
         return tuple(piece for part in self.parts.values() for piece in part.pieces)
 
     @property
     def followers(self) -> tuple[PlannedDerived, ...]:
-        """The derived chunks of all parts."""
         return tuple(follower for part in self.parts.values() for follower in part.followers)
 
     @property

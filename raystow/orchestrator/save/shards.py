@@ -69,7 +69,6 @@ class Shard:
         return other
 
     def release(self) -> None:
-        """Drop the elements."""
         self.hold(self.leaf._replace(value=None), None)
         self.findings.clear()
 
@@ -83,17 +82,14 @@ class Shard:
 
     @functools.cached_property
     def format(self) -> dtypes.DType:
-        """The layout of an element."""
         return dtypes.dtype(self.dtype)
 
     @property
     def itemsize(self) -> int:
-        """Bytes per element."""
         return self.format.itemsize
 
     @property
     def nbytes(self) -> int:
-        """Bytes of this rank's elements."""
         return math.prod(self.extent) * self.itemsize
 
     @functools.cached_property

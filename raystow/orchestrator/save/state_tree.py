@@ -51,9 +51,8 @@ def flatten(state: object, *, what: str = "state") -> list[Leaf]:
         seen: dict[str, Path] = {}
         for leaf in leaves:
             if leaf.name in seen:
-                raise StateError(
-                    f"has the same name {leaf.name!r} as {show(seen[leaf.name], what)}", subject=show(leaf.path, what)
-                )
+                clash = f"has the same name {leaf.name!r} as {show(seen[leaf.name], what)}"
+                raise StateError(clash, subject=show(leaf.path, what))
             seen[leaf.name] = leaf.path
     return leaves
 
@@ -77,11 +76,8 @@ def _walk(node: object, path: Path, name: str, what: str, around: tuple[int, ...
             own = str(key[1]) if isinstance(key, tuple) else str(key)
             _walk(child, (*path, key), f"{name}.{own}" if path else own, what, within, leaves)
     else:
-        raise StateError(
-            f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict",
-            subject=show(path, what),
-            remedy="leave it out, or turn it into one of these",
-        )
+        problem = f"{_type(node)} is not a tensor, array, number, string, bytes, None, list, tuple or dict"
+        raise StateError(problem, subject=show(path, what), remedy="leave it out, or turn it into one of these")
 
 
 def _items(node: Mapping[object, object] | Sequence[object], path: Path, what: str) -> Sequence[tuple[PathPart, object]]:

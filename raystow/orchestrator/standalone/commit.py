@@ -57,11 +57,9 @@ class StandaloneCommit:
     ) -> Version:
         """Make the version. ``expected``: the sum of ``coverage`` over all tensors. ``writer``: further software to record."""
         if (sum(part.covered for part in parts) - expected) % MODULUS:
-            raise SaveFailed(
-                "the stored data of the ranks does not add up to whole tensors",
-                subject=f"save of step {self.step}",
-                remedy="save on every rank that has a part of them",
-            )
+            what = "the stored data of the ranks does not add up to whole tensors"
+            remedy = "save on every rank that has a part of them"
+            raise SaveFailed(what, subject=f"save of step {self.step}", remedy=remedy)
         attempt = Attempt(self.id, self.attempt, self.step, len(parts), metrics=dict(metrics))
         software = {"raystow": __version__, "python": platform.python_version(), **(writer or {})}
         results = {number: (part.info, part.packs) for number, part in enumerate(parts)}
@@ -69,5 +67,4 @@ class StandaloneCommit:
         return self._committer.commit(record)
 
     def apply_retention(self, policy: Policy) -> None:
-        """Drop the versions that the policy does not keep."""
         Housekeeping(self._committer).run(policy)

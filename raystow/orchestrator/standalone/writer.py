@@ -15,7 +15,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ...storage.errors import SaveFailed
 from ...storage.format import values
 from ...storage.format.groups import group
 from ...storage.format.manifest import Value, path_text
@@ -127,11 +126,3 @@ def cores() -> int:
     here = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     ranks = os.environ.get("LOCAL_WORLD_SIZE", "1")  # set by torchrun
     return max(1, here // max(1, int(ranks) if ranks.isdigit() else 1))
-
-
-def check_same(found: str, wanted: str, uri: str) -> None:
-    """``SaveFailed`` unless this rank sees the repository that the coordinator rank has opened."""
-    if found != wanted:
-        raise SaveFailed(
-            "this rank sees another folder there than the rank that commits", subject=uri, remedy="use one all nodes share"
-        )

@@ -28,7 +28,7 @@ from ...coordinator.housekeeping import kept_by_a_run
 from ...save.shards import Shard, dtype_name, shard_of
 from ...save.state_tree import Leaf, flatten
 from ...standalone.commit import StandaloneCommit
-from ...standalone.writer import StandaloneWriter, StoredPart, check_same, cores
+from ...standalone.writer import StandaloneWriter, StoredPart, cores
 from .dtensor_check import check_placed
 from .keys import names_step, path_of, step_of
 
@@ -125,7 +125,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         """Code and upload this rank's part. Values that cannot be stored are refused before the first byte is written."""
         _check_planner(planner)
         task: _Task = plan.storage_data
-        check_same(open_repository(self.uri).id, task.repository, self.uri)
+        if open_repository(self.uri).id != task.repository:
+            what = "this rank sees another folder there than the rank that commits"
+            raise SaveFailed(what, subject=self.uri, remedy="use one all nodes share")
         mappings = getattr(planner, "mappings", {})
         leaves = [(item.index.fqn, leaf) for item in _of_values(plan) for leaf in _leaves(item, planner, mappings)]
         within = [_whole(leaf) for _, leaf in leaves if leaf.is_tensor]

@@ -50,7 +50,6 @@ class Pointer:
     step: int
 
     def dump(self) -> bytes:
-        """Return the bytes of the file."""
         return json.dumps({"raystow": asdict(self)}, indent=1).encode()
 
     @staticmethod

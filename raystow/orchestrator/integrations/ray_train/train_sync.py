@@ -58,7 +58,6 @@ class TrainSync:
 
     @property
     def started(self) -> bool:
-        """Whether ``collect`` has succeeded once."""
         return self._reported is not None
 
     def collect(self) -> None:
@@ -71,10 +70,7 @@ class TrainSync:
 
     def take_reports(self) -> list[VersionReport]:
         """Return the reports queued since the last call, oldest first."""
-        reports = []
-        while self._reports:
-            reports.append(self._reports.popleft())
-        return reports
+        return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def drop(self, timeout: float = 0.0) -> None:
         """Drop the versions that Train has dropped, after up to ``timeout`` seconds for its pending reports.
