@@ -8,9 +8,9 @@ import typer
 
 from ...storage.format.root import Entry
 from ...storage.retention.compaction import CompactionPlan
-from .exit_codes import error_report, fail_with
+from .exit_codes import conclude
 from .options import DryRun, Json, Uri, Yes
-from .output import confirmed, count, emit, fields_of, out, say, size, table
+from .output import confirmed, count, fields_of, out, say, size, table
 from .rewrite_versions import RewriteBatch
 from .target import Target, open_target
 
@@ -42,15 +42,13 @@ def compact(
     question = f"store {count(len(batch.due), 'version')} whole?"
     if execute := bool(batch.due) and not dry_run and (yes or json or confirmed(question, "nothing was written")):
         batch.execute(quiet=json)
-    if json:
-        rows = [_row(target, entry, plan, batch) for entry in deltas]
-        facts = {"uri": target.uri, "dry_run": dry_run, "versions": rows, "compacted": [entry.id for entry in batch.written]}
-        emit(facts | ({"error": error_report(batch.errors[0])} if batch.errors else {}))
-    elif execute:
+    if execute and not json:
         say(f"stored {count(len(batch.written), 'version')} whole, {batch.change()}")
         if batch.unchanged:
             say(f"{count(batch.unchanged, 'version')} unchanged: dropped, leased, verified or the newest by now")
-    fail_with(batch.errors, quiet=json)
+    rows = [_row(target, entry, plan, batch) for entry in deltas]
+    facts = {"uri": target.uri, "dry_run": dry_run, "versions": rows, "compacted": [entry.id for entry in batch.written]}
+    conclude(batch.errors, facts if json else None)
 
 
 def _print_plan(target: Target, plan: CompactionPlan, batch: RewriteBatch, deltas: list[Entry], named: list[int]) -> None:

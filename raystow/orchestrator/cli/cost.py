@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from typing import Annotated
 
 import typer
@@ -11,7 +11,7 @@ from ...storage.errors import NotFound
 from . import options
 from .options import LATEST, Json, number, seconds, size
 from .output import billed, count, emit, out, price, say, table
-from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, savings
+from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, monthly_bill, savings
 from .target import open_target
 
 _STALLS = (
@@ -53,8 +53,17 @@ def cost(
         raise typer.BadParameter(f"{what}: save less often (--every)")
     schedule, prices = Schedule(gpus, every, keep or known.keep or 1), Prices(gpu_price, store_price)
     held = known.held if state is None and ratio is None and keep is None else None
-    plain, coded = Bill(schedule, prices, raw, stalls[0]), Bill(schedule, prices, raw * part, stalls[1], held)
-    assumptions = _assumptions(plain, part, how, known.spared)
+    plain = monthly_bill(schedule, prices, stored=raw, stall=stalls[0])
+    coded = monthly_bill(schedule, prices, stored=raw * part, stall=stalls[1], kept=held)
+    even = break_even(schedule, prices, plain.store_dollars - coded.store_dollars)
+    rounded = f"; {billed(known.spared)} of the saving are due to rounding, which cannot be undone" if known.spared else ""
+    assumptions = [
+        f"a month of {DAYS} days with a save every {every / 60:,g} minutes: {schedule.saves:,.0f} saves",
+        f"a version has {billed(raw)}, compressed {part:.3f} of that; {count(schedule.keep, 'version')} kept{rounded}",
+        how,
+        f"{count(gpus, 'GPU')} at {price(gpu_price)} an hour; all wait during a stall",
+        f"a GB (10^9 bytes) costs {price(store_price)} a month; requests and transfer are free",
+    ]
     if json:
         without, compressed = _figures(plain), _figures(coded)
         emit(
@@ -66,13 +75,13 @@ def cost(
                 "with": compressed,
                 "saved": {name: round(without[name] - compressed[name], 6) for name in without},
                 "pays": coded.dollars < plain.dollars,
-                "break_even": break_even(plain, coded),
+                "break_even": even,
                 "assumptions": assumptions,
                 "savings": known.savings,
             }
         )
         return
-    _print_bills(plain, coded)
+    _print_bills(plain, coded, even)
     for title, lines in (("of which", [f"{one.technique}: {one.told}" for one in known.savings]), ("assumptions", assumptions)):
         if lines:
             out.print(f"\n{title}", style="dim")
@@ -129,33 +138,19 @@ def _stalls(
     return (writing, max(writing * ratio, raw / code_rate)), rates
 
 
-def _assumptions(plain: Bill, ratio: float, how: str, spared: int) -> list[str]:
-    schedule, prices = plain.schedule, plain.prices
-    rounded = f"; {billed(spared)} of the saving are due to rounding, which cannot be undone" if spared else ""
-    return [
-        f"a month of {DAYS} days with a save every {schedule.every / 60:,g} minutes: {schedule.saves:,.0f} saves",
-        f"a version has {billed(plain.stored)}, compressed {ratio:.3f} of that; {count(schedule.keep, 'version')} kept{rounded}",
-        how,
-        f"{count(schedule.gpus, 'GPU')} at {price(prices.gpu_hour)} an hour; all wait during a stall",
-        f"a GB (10^9 bytes) costs {price(prices.gb_month)} a month; requests and transfer are free",
-    ]
-
-
 def _figures(bill: Bill) -> dict[str, float]:
-    return {name: round(float(getattr(bill, name)), 6) for name in _FIGURES}
+    return {name: round(value, 6) for name, value in asdict(bill).items()}
 
 
-def _print_bills(plain: Bill, coded: Bill) -> None:
+def _print_bills(plain: Bill, coded: Bill, even: float | None) -> None:
     rows = []
-    for (title, show), without, compressed in zip(
-        _FIGURES.values(), _figures(plain).values(), _figures(coded).values(), strict=True
-    ):
+    for name, (title, show) in _FIGURES.items():
+        without, compressed = getattr(plain, name), getattr(coded, name)
         saved = without - compressed
         rows.append([title, show(without), show(compressed), f"-{show(-saved)}" if saved < 0 else show(saved)])
     out.print(table("", ["", ">WITHOUT", ">COMPRESSED", ">SAVED"], rows))
     out.print()
     say(_verdict(plain, coded), style="bold")
-    even = break_even(plain, coded)
     if even is not None and even >= 0.001:
         say(f"the saving in the store pays for {_seconds(even)} more stall per save")
 
@@ -189,4 +184,4 @@ _FIGURES = {
     "gpu_dollars": ("GPUs, a month", _dollars),
     "dollars": ("total, a month", _dollars),
 }
-"""Attribute of ``Bill`` -> its title and format."""
+"""Field of ``Bill`` -> its title and format."""

@@ -11,7 +11,7 @@ from ...storage.version import Version
 from .exit_codes import DIFFERENT
 from .options import LATEST, Json, Uri, Which, number
 from .output import count, emit, out, printable, ratio, size, table
-from .progress import byte_bar
+from .progress import progress_bar
 from .target import Target, open_target
 from .version_comparison import Change, Difference, changed_values, compare, differences, ordered, work
 
@@ -72,7 +72,7 @@ def _compared(target: Target, before: Version, after: Version, found: list[Diffe
     with contextlib.ExitStack() as stack:
         for version in (before, after):
             stack.enter_context(target.repository.lease(version))
-        advance = stack.enter_context(byte_bar("comparing", work(found), quiet=quiet))
+        advance = stack.enter_context(progress_bar("comparing", work(found), quiet=quiet))
         return compare(before, after, found, advance)
 
 

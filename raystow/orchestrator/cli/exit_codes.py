@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import errno
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import ParamSpec
 
@@ -63,16 +63,23 @@ def exit_code(error: BaseException) -> int:
     return next((code for kind, code in _CODES.items() if isinstance(error, kind)), 1)
 
 
-def error_report(error: RaystowError) -> ErrorReport:
+def error_report(error: RaystowError | OSError) -> ErrorReport:
     """Return the JSON form of an error."""
-    remedy = error.remedy or (_DAMAGED if isinstance(error, Damaged) else "")
-    return ErrorReport(type(error).__name__, error.what, error.subject, remedy)
+    if isinstance(error, RaystowError):
+        remedy = error.remedy or (_DAMAGED if isinstance(error, Damaged) else "")
+        return ErrorReport(type(error).__name__, error.what, error.subject, remedy)
+    subject = str(error.filename2 or error.filename or "")
+    remedy = _REMEDIES.get(error.errno or 0, "") if subject else ""
+    return ErrorReport("OSError", error.strerror or str(error), subject, remedy)
 
 
-def fail_with(errors: Sequence[RaystowError], *, quiet: bool) -> None:
-    """Print the errors unless ``quiet``, and exit with the code of the first one. Do nothing without errors."""
-    for error in errors if not quiet else ():
-        error_report(error).print()
+def conclude(errors: Sequence[RaystowError | OSError], facts: Mapping[str, object] | None) -> None:
+    """Print ``facts`` as JSON with the first error or, without facts, all errors; exit with the code of the first error."""
+    if facts is not None:
+        emit({**facts, **({"error": error_report(errors[0])} if errors else {})})
+    else:
+        for error in errors:
+            error_report(error).print()
     if errors:
         raise typer.Exit(exit_code(errors[0]))
 
@@ -84,23 +91,12 @@ def reporting(command: Callable[_P, None]) -> Callable[_P, None]:
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
             command(*args, **kwargs)
-        except RaystowError as error:
-            report, code = error_report(error), exit_code(error)
         except BrokenPipeError:
             raise  # the reader of the output closed it: typer exits quietly
-        except OSError as error:
-            subject = str(error.filename2 or error.filename or "")
-            remedy = _REMEDIES.get(error.errno or 0, "") if subject else ""
-            report, code = ErrorReport("OSError", error.strerror or str(error), subject, remedy), 1
+        except (RaystowError, OSError) as error:
+            conclude([error], {} if kwargs.get("json") else None)
         except KeyboardInterrupt:
             typer.echo("interrupted", err=True)
             raise typer.Exit(130) from None
-        else:
-            return
-        if kwargs.get("json"):
-            emit({"error": report})
-        else:
-            report.print()
-        raise typer.Exit(code)
 
     return run

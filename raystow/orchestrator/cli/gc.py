@@ -10,7 +10,7 @@ from ...storage.repository import open_repository
 from ...storage.retention.collect import CollectionPlan, Garbage
 from .options import DryRun, Json, Uri, Yes, duration
 from .output import age, confirmed, count, emit, out, size, table
-from .progress import object_bar
+from .progress import progress_bar
 
 
 def gc(
@@ -39,7 +39,7 @@ def gc(
     question = f"delete {_amount(objects, nbytes, scraps)}?"
     deleted = {"attempts": 0, "objects": 0, "bytes": 0, "scraps": 0}
     if (plan.due or scraps) and not dry_run and (yes or json or confirmed(question, "nothing was deleted")):
-        with object_bar("deleting", objects, quiet=json) as advance:
+        with progress_bar("deleting", objects, quiet=json, of_bytes=False) as advance:
             done = plan.execute(advance)
         deleted = {"attempts": done.attempts, "objects": done.objects, "bytes": done.nbytes, "scraps": done.scraps}
         if not json:

@@ -23,7 +23,7 @@ from ..standalone.commit import StandaloneCommit
 from ..standalone.writer import StandaloneWriter, cores
 from .options import Json, Uri, number
 from .output import count, emit, out, size
-from .progress import byte_bar
+from .progress import progress_bar
 from .safetensors_file import SourceTensor, header_size, source_tensors
 
 _MEMORY = 512 << 20  # bytes of chunks in progress
@@ -51,7 +51,7 @@ def import_(
     attempt = StandaloneCommit(uri, step)
     ticket = Ticket(attempt.id, attempt.attempt, 0, _TIMEOUT, attempt.step)
     storing = StandaloneWriter(open_store(uri), ticket, memory=_MEMORY, threads=cores())
-    with byte_bar(str(source), total, quiet=json) as advance, storing.under_way():
+    with progress_bar(str(source), total, quiet=json) as advance, storing.under_way():
         for path, of in files.items():
             for tensor in of:
                 storing.add(_shard(path, tensor))

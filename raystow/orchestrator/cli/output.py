@@ -97,8 +97,7 @@ def table(title: str, headers: Iterable[str], rows: Iterable[Iterable[str]]) -> 
 
 def say(text: str, *, style: str | None = None) -> None:
     """Print prose: lines break between words only, so that a long name or path stays whole."""
-    lines = textwrap.fill(text, out.width, break_long_words=False, break_on_hyphens=False)
-    out.print(lines, style=style)
+    out.print(textwrap.fill(text, out.width, break_long_words=False, break_on_hyphens=False), style=style)
 
 
 def emit(facts: Mapping[str, object]) -> None:

@@ -29,31 +29,21 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
         raise StateError(what, subject=str(path), remedy=remedy)
     created = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
-    try:
-        with _moved_into_place(path, nbytes) as work:
-            yield work
-    except BaseException:
-        for parent in created:
-            with contextlib.suppress(OSError):  # another process uses it by now
-                parent.rmdir()
-        raise
-
-
-@contextlib.contextmanager
-def _moved_into_place(path: Path, nbytes: int) -> Iterator[Path]:
-    free = shutil.disk_usage(path.parent).free
-    if free < nbytes:
-        what = f"needs {size(nbytes)}, but {size(free)} are free"
-        raise StateError(what, subject=str(path), remedy="use a folder on another disk")
     work = path.parent / f".{path.name}.raystow-{SYSTEM.token()}"
-    work.mkdir()
     try:
+        if (free := shutil.disk_usage(path.parent).free) < nbytes:
+            what = f"needs {size(nbytes)}, but {size(free)} are free"
+            raise StateError(what, subject=str(path), remedy="use a folder on another disk")
+        work.mkdir()
         yield work
         _sync(work)
         os.rename(work, path)  # atomic; fails if another process has filled the folder since
         _sync(path.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
+        for parent in created:
+            with contextlib.suppress(OSError):  # another process uses it by now
+                parent.rmdir()
         raise
 
 

@@ -40,56 +40,45 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Bill:
-    """A month of saves of ``stored`` bytes that each stall the training loop for ``stall`` seconds. ``held``: bytes of all kept
-    versions where known; otherwise each has ``stored`` bytes."""
+    """A month of saves: bytes of a version, in the store, and written; seconds of stall of a save, and of all; and the cost."""
 
-    schedule: Schedule
-    prices: Prices
     stored: float
+    kept: float
+    written: float
+    store_dollars: float
     stall: float
-    held: float | None = None
-
-    @property
-    def kept(self) -> float:
-        """Bytes in the store."""
-        return self.stored * self.schedule.keep if self.held is None else self.held
-
-    @property
-    def written(self) -> float:
-        """Bytes written per month."""
-        return self.stored * self.schedule.saves
-
-    @property
-    def store_dollars(self) -> float:
-        """Monthly cost of the store."""
-        return self.kept / GB * self.prices.gb_month
-
-    @property
-    def stalled(self) -> float:
-        """Seconds of stall per month."""
-        return self.stall * self.schedule.saves
-
-    @property
-    def gpu_hours(self) -> float:
-        """GPU hours of stall per month."""
-        return self.stalled / 3600 * self.schedule.gpus
-
-    @property
-    def gpu_dollars(self) -> float:
-        """Monthly cost of waiting GPUs."""
-        return self.gpu_hours * self.prices.gpu_hour
-
-    @property
-    def dollars(self) -> float:
-        """Monthly cost in total."""
-        return self.store_dollars + self.gpu_dollars
+    stalled: float
+    gpu_hours: float
+    gpu_dollars: float
+    dollars: float
 
 
-def break_even(plain: Bill, coded: Bill) -> float | None:
+def monthly_bill(schedule: Schedule, prices: Prices, *, stored: float, stall: float, kept: float | None = None) -> Bill:
+    """Return the bill for saves of ``stored`` bytes that each stall the training loop for ``stall`` seconds. ``kept``: bytes of
+    all kept versions where known; otherwise each has ``stored`` bytes."""
+    kept = stored * schedule.keep if kept is None else kept
+    store_dollars = kept / GB * prices.gb_month
+    stalled = stall * schedule.saves
+    gpu_hours = stalled / 3600 * schedule.gpus
+    gpu_dollars = gpu_hours * prices.gpu_hour
+    return Bill(
+        stored=stored,
+        kept=kept,
+        written=stored * schedule.saves,
+        store_dollars=store_dollars,
+        stall=stall,
+        stalled=stalled,
+        gpu_hours=gpu_hours,
+        gpu_dollars=gpu_dollars,
+        dollars=store_dollars + gpu_dollars,
+    )
+
+
+def break_even(schedule: Schedule, prices: Prices, store_saving: float) -> float | None:
     """Return the extra stall per save, in seconds, that costs as much as compression saves in the store; None if GPUs are
     free."""
-    per_second = plain.schedule.gpus * plain.prices.gpu_hour / 3600 * plain.schedule.saves
-    return (plain.store_dollars - coded.store_dollars) / per_second if per_second else None
+    per_second = schedule.gpus * prices.gpu_hour / 3600 * schedule.saves
+    return store_saving / per_second if per_second else None
 
 
 @dataclass(frozen=True)

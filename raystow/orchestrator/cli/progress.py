@@ -20,17 +20,10 @@ from .output import err
 
 
 @contextlib.contextmanager
-def byte_bar(title: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show a bar while the block runs, unless ``quiet``; yields a function that any thread may call with bytes done."""
-    with _bar(DownloadColumn(True), TransferSpeedColumn(), quiet=quiet) as progress:
-        task = progress.add_task(title, total=total)
-        yield lambda done: progress.update(task, advance=done)
-
-
-@contextlib.contextmanager
-def object_bar(title: str, total: int, *, quiet: bool) -> Iterator[Callable[[int], None]]:
-    """Show the same bar for a number of objects."""
-    with _bar(MofNCompleteColumn(), quiet=quiet) as progress:
+def progress_bar(title: str, total: int, *, quiet: bool, of_bytes: bool = True) -> Iterator[Callable[[int], None]]:
+    """Show a bar for ``total`` bytes or objects while the block runs, unless ``quiet``; yields a function that any thread may
+    call with what was done."""
+    with _bar(quiet=quiet, of_bytes=of_bytes) as progress:
         task = progress.add_task(title, total=total)
         yield lambda done: progress.update(task, advance=done)
 
@@ -62,12 +55,11 @@ class VersionsBar:
 @contextlib.contextmanager
 def versions_bar(sizes: Sequence[int], *, deep: bool, quiet: bool) -> Iterator[VersionsBar]:
     """Show a bar over versions of these ``sizes`` in bytes; if not ``deep``, each version counts as one step."""
-    columns = (DownloadColumn(True), TransferSpeedColumn()) if deep else ()
-    with _bar(*columns, quiet=quiet) as progress:
+    with _bar(quiet=quiet, of_bytes=deep) as progress:
         yield VersionsBar(progress, sizes if deep else [1] * len(sizes))
 
 
-def _bar(*columns: ProgressColumn, quiet: bool) -> Progress:
-    title, eta = TextColumn("{task.description}", markup=False), TimeRemainingColumn()
-    hidden = quiet or not err.is_terminal
-    return Progress(title, BarColumn(20), *columns, eta, console=err, transient=True, disable=hidden)
+def _bar(*, quiet: bool, of_bytes: bool) -> Progress:
+    amounts: tuple[ProgressColumn, ...] = (DownloadColumn(True), TransferSpeedColumn()) if of_bytes else (MofNCompleteColumn(),)
+    columns = (TextColumn("{task.description}", markup=False), BarColumn(20), *amounts, TimeRemainingColumn())
+    return Progress(*columns, console=err, transient=True, disable=quiet or not err.is_terminal)

@@ -12,9 +12,9 @@ from ...storage.format.root import Entry
 from ...storage.retention.plan import RetentionPlan
 from ...storage.retention.policy import Decision, Policy, best_rule
 from . import options
-from .exit_codes import error_report, fail_with
+from .exit_codes import conclude
 from .options import DryRun, Json, Uri, Yes, number
-from .output import confirmed, count, emit, fields_of, out, say, size, table
+from .output import confirmed, count, fields_of, out, say, size, table
 from .rewrite_versions import RewriteBatch
 from .target import Target, open_target
 
@@ -92,22 +92,19 @@ def prune(
         whole.execute(quiet=json)
         if whole.written:
             dropped = plan.drop()
-    errors = [*thin.errors, *whole.errors]
-    if json:
-        facts = {
-            "uri": target.uri,
-            "dry_run": dry_run,
-            "versions": [_row(target, decision, thin, whole) for decision in plan.decisions],
-            "dropped": [entry.id for entry in dropped],
-            "thinned": sorted(entry.id for entry in thin.written),
-            "compacted": [entry.id for entry in whole.written],
-        }
-        emit(facts | ({"error": error_report(errors[0])} if errors else {}))
-    elif execute:
+    if execute and not json:
         _print_result(plan, thin, whole, dropped)
-    elif change:
+    elif change and not json:
         say(f"{nothing}; after a drop, {_OBJECTS_STAY}")
-    fail_with(errors, quiet=json)
+    facts = {
+        "uri": target.uri,
+        "dry_run": dry_run,
+        "versions": [_row(target, decision, thin, whole) for decision in plan.decisions],
+        "dropped": [entry.id for entry in dropped],
+        "thinned": sorted(entry.id for entry in thin.written),
+        "compacted": [entry.id for entry in whole.written],
+    }
+    conclude([*thin.errors, *whole.errors], facts if json else None)
 
 
 def _check_metric(policy: Policy, plan: RetentionPlan, target: Target) -> None:

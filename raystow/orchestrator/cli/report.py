@@ -78,10 +78,10 @@ def _write(path: Path, page: str) -> None:
 
 def _fields(history: RunHistory) -> dict[str, object]:
     versions = []
-    for index, saved in enumerate(history.versions):
-        fields = {name: value for name, value in fields_of(saved).items() if name != "restores"}
-        cost = history.dollars[index] if history.dollars else None
-        versions.append({**fields, "ratio": ratio(saved.stored, saved.raw), "dollars": cost})
+    for saved in history.versions:
+        fields = fields_of(saved)
+        del fields["restores"]
+        versions.append({**fields, "ratio": ratio(saved.stored, saved.raw)})
     return {
         "uri": history.uri,
         "repository": history.repository,

@@ -124,10 +124,11 @@ def _cost(facts: RunHistory) -> Section:
         f"The cumulative cost of these versions: {price(prices.gb_month)} per GB (10^9 bytes) and month, and "
         f"{price(prices.gpu_hour)} an hour {gpus_text} during stalls. Requests, transfer and dropped versions are not included."
     )
+    costs = [saved.dollars for saved in facts.versions if saved.dollars is not None]
     sums = {
-        "store": list(accumulate(cost.store for cost in facts.dollars)),
-        "store, uncompressed": list(accumulate(cost.raw_store for cost in facts.dollars)),
-        "waiting GPUs": list(accumulate(cost.stall for cost in facts.dollars)),
+        "store": list(accumulate(cost.store for cost in costs)),
+        "store, uncompressed": list(accumulate(cost.raw_store for cost in costs)),
+        "waiting GPUs": list(accumulate(cost.stall for cost in costs)),
     }
     alt = f"{_span(facts.versions)}: " + ", ".join(f"{name} {_dollars(of[-1])}" for name, of in sums.items()) + " in total."
     return Section("Cost", note, plots.lines("cost", alt, _steps(facts.versions), sums, unit="dollars"))

@@ -12,7 +12,7 @@ from . import options, version_files
 from .options import LATEST, Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size
 from .output_dir import new_folder
-from .progress import byte_bar
+from .progress import progress_bar
 from .safetensors_file import files
 from .target import open_target
 
@@ -41,7 +41,7 @@ def restore(
     with target.repository.lease(chosen):
         plan, values = files(chosen.tensors(), limit=max_file_size), version_files.plain_values(chosen)
         total = sum(file.nbytes for file in plan)
-        with new_folder(output, total) as folder, byte_bar(f"version {chosen.id}", total, quiet=json) as advance:
+        with new_folder(output, total) as folder, progress_bar(f"version {chosen.id}", total, quiet=json) as advance:
             for file in plan:
                 version_files.write_file(folder / file.name, file, chosen, advance)
             for _, parts in groupby(plan, key=lambda file: file.group):

@@ -8,7 +8,7 @@ from ...storage.errors import Damaged, NotFound, RaystowError, Unsupported
 from ...storage.format.root import Entry
 from ...storage.retention.replacement import Replacement
 from .output import size
-from .progress import byte_bar
+from .progress import progress_bar
 
 _OF_ONE_VERSION = (Damaged, NotFound, Unsupported)  # the versions after it may be whole
 
@@ -50,7 +50,7 @@ class RewriteBatch:
     def execute(self, *, quiet: bool) -> None:
         """Write them."""
         done: list[Entry] = []
-        with byte_bar(self._title, sum(each.rewriting.read for each in self.due), quiet=quiet) as advance:
+        with progress_bar(self._title, sum(each.rewriting.read for each in self.due), quiet=quiet) as advance:
             for replacement in self.due:
                 try:
                     entry = replacement.execute(progress=advance)

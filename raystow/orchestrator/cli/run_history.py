@@ -5,39 +5,17 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from statistics import median
 
 from ...storage.errors import Damaged, NotFound, Unsupported, Untrusted
-from ...storage.format.version_record import RestoreInfo, VersionRecord
+from ...storage.format.version_record import RestoreInfo
 from ...storage.version import Version
 from .pricing import GB, MONTH, Prices
 from .target import Target
 
 _READERS = 16  # threads; records are small, so that latency dominates
-
-
-@dataclass(frozen=True)
-class SavedVersion:
-    """A version. ``stall``: seconds, None if unknown; ``problem``: why its record cannot be read; then it has only the root's
-    facts."""
-
-    id: int
-    step: int
-    created: float
-    raw: int
-    stored: int
-    pins: tuple[str, ...] = ()
-    world_size: int | None = None
-    stall: float | None = None
-    restores: tuple[RestoreInfo, ...] = ()
-    problem: str = ""
-
-    @property
-    def ratio(self) -> float | None:
-        """Stored bytes divided by raw bytes; None without raw bytes."""
-        return self.stored / self.raw if self.raw else None
 
 
 @dataclass(frozen=True)
@@ -50,17 +28,41 @@ class CostSoFar:
 
 
 @dataclass(frozen=True)
+class SavedVersion:
+    """A version. ``stall``: seconds, None if unknown; ``dollars``: its cost so far, None without prices; ``problem``: why its
+    record cannot be read; then it has only the root's facts."""
+
+    id: int
+    step: int
+    created: float
+    raw: int
+    stored: int
+    pins: tuple[str, ...] = ()
+    world_size: int | None = None
+    stall: float | None = None
+    restores: tuple[RestoreInfo, ...] = ()
+    problem: str = ""
+    dollars: CostSoFar | None = None
+
+    @property
+    def ratio(self) -> float | None:
+        """Stored bytes divided by raw bytes; None without raw bytes."""
+        return self.stored / self.raw if self.raw else None
+
+
+@dataclass(frozen=True)
 class Tariff:
     """The user's prices, and the GPUs that wait during a stall; None: one per rank of the save."""
 
     prices: Prices
     gpus: int | None = None
 
-    def cost(self, saved: SavedVersion, now: float) -> CostSoFar:
-        """Return the cost of a version from its save until ``now``."""
+    def priced(self, saved: SavedVersion, now: float) -> SavedVersion:
+        """Return a version with its cost from its save until ``now``."""
         rent = max(0.0, now - saved.created) / MONTH * self.prices.gb_month / GB
         gpus = self.gpus if self.gpus is not None else saved.world_size or 0
-        return CostSoFar(saved.stored * rent, saved.raw * rent, (saved.stall or 0.0) / 3600 * gpus * self.prices.gpu_hour)
+        stall = (saved.stall or 0.0) / 3600 * gpus * self.prices.gpu_hour
+        return replace(saved, dollars=CostSoFar(saved.stored * rent, saved.raw * rent, stall))
 
 
 @dataclass(frozen=True)
@@ -96,44 +98,28 @@ class RunHistory:
         """In seconds; None if no stall is known."""
         return median(self.stalls) if self.stalls else None
 
-    @cached_property
-    def dollars(self) -> list[CostSoFar]:
-        """The cost of each version; empty without prices."""
-        return [self.tariff.cost(saved, self.made) for saved in self.versions] if self.tariff else []
-
 
 def read_history(target: Target, *, newest: int, tariff: Tariff | None = None) -> RunHistory:
     """Read the records of the ``newest`` versions in parallel. An unreadable record is noted in its version's ``problem``."""
-    versions = target.versions()
+    versions, now = target.versions(), target.repository.clock.now()
     with ThreadPoolExecutor(_READERS, "raystow-report") as pool:
         found = list(pool.map(lambda version: _saved(target, version), versions[-newest:]))
     return RunHistory(
         uri=target.uri,
         repository=target.repository.id,
-        made=target.repository.clock.now(),
+        made=now,
         live=len(versions),
         live_stored=sum(version.bytes for version in versions),
-        versions=found,
+        versions=[tariff.priced(saved, now) for saved in found] if tariff else found,
         tariff=tariff,
     )
 
 
 def _saved(target: Target, version: Version) -> SavedVersion:
-    record: VersionRecord | None = None
-    problem = ""
+    pins = tuple(target.pins(version.id))
+    saved = SavedVersion(version.id, version.step, version.created, version.raw, version.bytes, pins)
     try:
         record = version.record
     except (Damaged, NotFound, Unsupported, Untrusted) as error:
-        problem = f"{type(error).__name__}: {error}"
-    return SavedVersion(
-        id=version.id,
-        step=version.step,
-        created=version.created,
-        raw=version.raw,
-        stored=version.bytes,
-        pins=tuple(target.pins(version.id)),
-        world_size=record.world_size if record is not None else None,
-        stall=record.stall if record is not None else None,
-        restores=record.restores if record is not None else (),
-        problem=problem,
-    )
+        return replace(saved, problem=f"{type(error).__name__}: {error}")
+    return replace(saved, world_size=record.world_size, stall=record.stall, restores=record.restores)

@@ -16,7 +16,7 @@ from ...storage.errors import RaystowError, StateError
 from .. import sensitivity as measurement
 from ..sensitivity import Proposal, Sensitivity
 from .options import Json
-from .output import emit, out, ratio_text, say, size, table
+from .output import emit, fields_of, out, ratio_text, say, size, table
 
 _WRITE = 'write a function without arguments that returns {"state": ..., "loss": ...}, and optionally "train" and "levels"'
 
@@ -107,22 +107,6 @@ def _call(function: object, subject: str, remedy: str) -> object:
 
 
 def _facts(found: Sensitivity, proposal: Proposal, budget: float) -> dict[str, object]:
-    trials = [
-        {
-            "group": trial.group,
-            "rule": None if trial.rule is None else str(trial.rule),
-            "change": trial.change,
-            "raw": trial.raw,
-            "stored": trial.stored,
-        }
-        for trial in found.trials
-    ]
+    trials = [{**fields_of(t), "rule": None if t.rule is None else str(t.rule)} for t in found.trials]
     rules = {group: str(rule) for group, rule in proposal.rules.items()}
-    return {
-        "loss": found.loss,
-        "trained": found.trained,
-        "noise": found.noise,
-        "trials": trials,
-        "budget": budget,
-        "proposal": {"rules": rules, "change": proposal.change, "raw": proposal.raw, "stored": proposal.stored},
-    }
+    return {**fields_of(found), "trials": trials, "budget": budget, "proposal": {**fields_of(proposal), "rules": rules}}

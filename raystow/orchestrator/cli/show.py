@@ -28,6 +28,10 @@ class Share:
         """Return the cells of a table row."""
         return [f"{self.count:,}", size(self.raw), size(self.stored), ratio_text(self.stored, self.raw)]
 
+    def fields(self, noun: str) -> dict[str, object]:
+        """Return the JSON form; ``noun``: what is counted."""
+        return {noun: self.count, "raw": self.raw, "stored": self.stored, "ratio": ratio(self.stored, self.raw)}
+
 
 def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     """Show one version: metrics, tensors, sizes and codecs.
@@ -41,21 +45,23 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     target = open_target(uri)
     chosen = target.version(version)
     tensors = chosen.tensors()
-    groups = shares((t.group, t.nbytes, t.stored) for t in tensors.values())
-    dtypes = shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())
-    codecs = shares(_planes(chosen))
+    shares = {
+        "groups": ("tensors", _shares((t.group, t.nbytes, t.stored) for t in tensors.values())),
+        "dtypes": ("tensors", _shares((t.dtype, t.nbytes, t.stored) for t in tensors.values())),
+        "codecs": ("planes", _shares(_planes(chosen))),
+    }
     largest = sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0]))[:_LARGEST]
     if json:
-        emit(_facts(target, chosen, tensors, (groups, dtypes, codecs), largest))
+        emit(_facts(target, chosen, tensors, shares, largest))
         return
     out.print(f"version {chosen.id} of {target.uri}", style="bold")
     for name, text in _lines(target, chosen, len(tensors)):
         if text:
             out.print(f"{name:<8} {printable(text)}")
-    for title, noun, found in (("groups", "TENSORS", groups), ("dtypes", "TENSORS", dtypes), ("codecs", "PLANES", codecs)):
+    for title, (noun, parts) in shares.items():
         out.print()
-        rows = ([name, *share.cells()] for name, share in found.items())
-        out.print(table(title, ["", f">{noun}", ">RAW", ">STORED", ">RATIO"], rows))
+        rows = ([name, *share.cells()] for name, share in parts.items())
+        out.print(table(title, ["", f">{noun.upper()}", ">RAW", ">STORED", ">RATIO"], rows))
     if rounded := _rounded_rows(chosen, tensors):
         out.print()
         out.print(table("rounded", ["", ">TENSORS", ">RAW", ">STORED", ">RATIO", ">ERROR", ">SQNR"], rounded))
@@ -64,7 +70,7 @@ def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     out.print(table("largest tensors", ["NAME", "DTYPE", "SHAPE", ">RAW", ">RATIO"], rows))
 
 
-def shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
+def _shares(items: Iterable[tuple[str, int, int]]) -> dict[str, Share]:
     """Sum (key, raw bytes, stored bytes) by key; the key with the most stored bytes first."""
     sums: dict[str, Share] = {}
     for key, raw, stored in items:
@@ -88,14 +94,10 @@ def _facts(
     target: Target,
     version: Version,
     tensors: Mapping[str, TensorInfo],
-    found: tuple[dict[str, Share], dict[str, Share], dict[str, Share]],
+    shares: Mapping[str, tuple[str, dict[str, Share]]],
     largest: list[tuple[str, TensorInfo]],
 ) -> dict[str, object]:
     record = version.record
-
-    def rows(noun: str, of: dict[str, Share]) -> dict[str, object]:
-        return {k: {noun: s.count, "raw": s.raw, "stored": s.stored, "ratio": ratio(s.stored, s.raw)} for k, s in of.items()}
-
     return {
         "uri": target.uri,
         "id": version.id,
@@ -116,9 +118,7 @@ def _facts(
         "bases": record.bases,
         "metrics": {name: values.encode(value) for name, value in record.metrics.items()},
         "writer": record.writer,
-        "groups": rows("tensors", found[0]),
-        "dtypes": rows("tensors", found[1]),
-        "codecs": rows("planes", found[2]),
+        **{title: {name: share.fields(noun) for name, share in parts.items()} for title, (noun, parts) in shares.items()},
         "lossy": record.lossy,
         "rounded": {
             name: {

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ...storage.errors import ClusterError, StateError
-from ...workers.status import NodeStatus, Stage
+from ...storage.format.root import Entry
+from ...workers.status import AttemptStatus, NodeStatus, Stage
 from ..coordinator.status import ClusterStatus, CoordinatorStatus, FailedAttempt, OpenAttempt
 from .output import ratio
 
@@ -16,8 +17,8 @@ class CoordinatorRow:
     """Whether the coordinator answers, and what identifies it."""
 
     answers: bool
-    repository: str | None
-    epoch: int | None
+    repository: str | None = None
+    epoch: int | None = None
 
 
 @dataclass(frozen=True)
@@ -60,7 +61,6 @@ class NodeRow:
     """A node worker. Rates in bytes per second are None before the second observation, and after a restart of the worker."""
 
     node: str
-    answers: bool
     ranks: int
     coded_per_second: int | None
     stored_per_second: int | None
@@ -71,6 +71,7 @@ class NodeRow:
     memory_limit: int
     copies: CopiesRow
     saves: Sequence[NodeSaveRow]
+    answers: bool = True
 
 
 @dataclass(frozen=True)
@@ -83,17 +84,17 @@ class SilentNode:
 
 @dataclass(frozen=True)
 class RunState:
-    """A run at time ``at``. ``uri`` is None until its coordinator has answered once."""
+    """A run at time ``at``. Until its coordinator has answered once, ``uri`` is None and fields with a default are unknown."""
 
     uri: str | None
     at: float
     trouble: str
-    coordinator: CoordinatorRow
-    newest: NewestRow | None
-    saves: Sequence[OpenAttempt]
-    aborted_in_a_row: int
-    failures: Sequence[FailedAttempt]
     nodes: Sequence[NodeRow | SilentNode]
+    coordinator: CoordinatorRow
+    newest: NewestRow | None = None
+    saves: Sequence[OpenAttempt] = ()
+    aborted_in_a_row: int = 0
+    failures: Sequence[FailedAttempt] = ()
 
 
 def run_of(cluster: ClusterStatus, name: str) -> str:
@@ -128,32 +129,35 @@ def run_state(name: str, before: ClusterStatus, now: ClusterStatus, known: Coord
         known: The last status of the coordinator; None if it has never answered.
     """
     uri = known.uri if known is not None else ""
-    nodes = {id: status for id, status in now.nodes.items() if status is None or known is None or uri in status.ranks}
-    return RunState(
-        uri=known.uri if known is not None else None,
+    nodes = {id: status for id, status in now.nodes.items() if status is None or not uri or uri in status.ranks}
+    state = RunState(
+        uri=uri or None,
         at=round(now.at, 3),
         trouble=now.trouble,
-        coordinator=CoordinatorRow(
-            answers=now.coordinators.get(name) is not None,
-            repository=known.repository if known is not None else None,
-            epoch=known.epoch if known is not None else None,
-        ),
-        newest=_newest(known),
-        saves=[replace(one, age=round(one.age, 3), left=round(one.left, 3)) for one in known.attempts] if known else [],
-        aborted_in_a_row=known.aborted_in_a_row if known is not None else 0,
-        failures=[replace(failure, ago=round(failure.ago, 3)) for failure in known.failures] if known is not None else [],
         nodes=[_node(before.nodes.get(id), status, uri) if status else SilentNode(id) for id, status in nodes.items()],
+        coordinator=CoordinatorRow(now.coordinators.get(name) is not None),
+    )
+    if known is None:
+        return state
+    return replace(
+        state,
+        coordinator=replace(state.coordinator, repository=known.repository, epoch=known.epoch),
+        newest=_newest(known.newest, known.age) if known.newest is not None else None,
+        saves=[replace(save, age=round(save.age, 3), left=round(save.left, 3)) for save in known.attempts],
+        aborted_in_a_row=known.aborted_in_a_row,
+        failures=[replace(failure, ago=round(failure.ago, 3)) for failure in known.failures],
     )
 
 
-def _newest(known: CoordinatorStatus | None) -> NewestRow | None:
-    if known is None or known.newest is None:
-        return None
-    entry, age = known.newest, round(known.age or 0.0, 3)
-    return NewestRow(entry.id, entry.step, entry.created, age, entry.raw, entry.stored, ratio(entry.stored, entry.raw))
+def _newest(entry: Entry, age: float | None) -> NewestRow:
+    return NewestRow(
+        entry.id, entry.step, entry.created, round(age or 0.0, 3), entry.raw, entry.stored, ratio(entry.stored, entry.raw)
+    )
 
 
 def _node(before: NodeStatus | None, now: NodeStatus, uri: str) -> NodeRow:
+    coded, stored = now.raw, now.uploaded.get(uri, 0)
+    coded_before, stored_before = (before.raw, before.uploaded.get(uri, 0)) if before is not None else (0, 0)
     seconds = now.at - before.at if before is not None else 0.0
 
     def rate(earlier: int, later: int) -> int | None:
@@ -161,27 +165,19 @@ def _node(before: NodeStatus | None, now: NodeStatus, uri: str) -> NodeRow:
 
     return NodeRow(
         node=now.node,
-        answers=True,
         ranks=now.ranks.get(uri, 0),
-        coded_per_second=rate(before.raw if before is not None else 0, now.raw),
-        stored_per_second=rate(before.uploaded.get(uri, 0) if before is not None else 0, now.uploaded.get(uri, 0)),
+        coded_per_second=rate(coded_before, coded),
+        stored_per_second=rate(stored_before, stored),
         uploads=now.uploads,
         queue=now.queue,
         queue_limit=now.queue_limit,
         memory=now.memory,
         memory_limit=now.memory_limit,
         copies=CopiesRow(now.copies.expected, now.copies.present, now.copies.partners),
-        saves=[
-            NodeSaveRow(
-                id=attempt.id,
-                attempt=attempt.attempt,
-                step=attempt.step,
-                ranks={stage.value: [rank for rank, at in attempt.ranks.items() if at is stage] for stage in Stage},
-                raw=attempt.raw,
-                coded=attempt.coded,
-                stored=attempt.stored,
-            )
-            for attempt in now.attempts
-            if attempt.repository == uri
-        ],
+        saves=[_save(attempt) for attempt in now.attempts if attempt.repository == uri],
     )
+
+
+def _save(attempt: AttemptStatus) -> NodeSaveRow:
+    ranks = {stage.value: [rank for rank, at in attempt.ranks.items() if at is stage] for stage in Stage}
+    return NodeSaveRow(attempt.id, attempt.attempt, attempt.step, ranks, attempt.raw, attempt.coded, attempt.stored)

@@ -52,10 +52,8 @@ def _head(state: RunState) -> Iterator[Text]:
     aborted = state.aborted_in_a_row
     yield Text(f"saves    {len(state.saves)} in progress, {aborted} aborted since", style="bold red" if aborted else "")
     answering = [node for node in state.nodes if isinstance(node, NodeRow)]
-    coding, storing = (
-        sum(node.coded_per_second or 0 for node in answering),
-        sum(node.stored_per_second or 0 for node in answering),
-    )
+    coding = sum(node.coded_per_second or 0 for node in answering)
+    storing = sum(node.stored_per_second or 0 for node in answering)
     rates = f"coding {size(coding)}/s, storing {size(storing)}/s"
     yield Text(f"nodes    {len(state.nodes)} with {count(sum(node.ranks for node in answering), 'rank')}, {rates}")
 

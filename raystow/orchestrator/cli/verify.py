@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -79,7 +79,7 @@ def verify(
         out.print(f"no version yet in {repository.uri}")
     else:
         if len(verdicts) > 1 or all or resume is not None or not deep:
-            say(_summary_text(verdicts, summary, deep, resume), style="dim")
+            say(_summary_text(summary, deep, resume), style="dim")
         if refused is not None:
             typer.echo(printable(f"note: the result is not recorded in the root: {refused}"), err=True)
     if worst is not None:
@@ -102,14 +102,22 @@ class Verdict:
     def fields(self) -> dict[str, object]:
         """Return the JSON form."""
         version, found = self.version, self.found
-        row: dict[str, object] = {"id": version.id, "step": version.step, "outcome": self.outcome}
-        row |= {"mode": "deep" if self.deep else "quick"}
-        row |= {"raw": version.raw, "stored": version.bytes, "seconds": round(self.seconds, 3)}
+        row: dict[str, object] = {
+            "id": version.id,
+            "step": version.step,
+            "outcome": self.outcome,
+            "mode": "deep" if self.deep else "quick",
+            "raw": version.raw,
+            "stored": version.bytes,
+            "seconds": round(self.seconds, 3),
+        }
         if found is not None:
-            row |= {"tensors": found.tensors, "chunks": found.chunks, "packs": found.packs}
-            row |= {"read": found.read, "resumed": found.resumed}
-        row |= {"dependents": self.dependents} if self.dependents else {}
-        return row | ({"error": error_report(self.error)} if self.error is not None else {})
+            row |= {name: getattr(found, name) for name in ("tensors", "chunks", "packs", "read", "resumed")}
+        if self.dependents:
+            row["dependents"] = self.dependents
+        if self.error is not None:
+            row["error"] = error_report(self.error)
+        return row
 
     def print(self) -> None:
         """Print it; errors go to stderr."""
@@ -131,42 +139,26 @@ class Verdict:
         return f"{counts}, {size(found.read)} read" + (f" and {size(found.resumed)} before" if found.resumed else "")
 
 
-@dataclass(frozen=True)
-class Summary:
-    """The sums over all versions: how many have each outcome, stored bytes, bytes read now and skipped."""
-
-    versions: int
-    whole: int
-    removed: int
-    damaged: int
-    untrusted: int
-    unchecked: int
-    stored: int
-    read: int
-    resumed: int
-    seconds: float
-
-
-def _summary(verdicts: Sequence[Verdict], seconds: float) -> Summary:
+def _summary(verdicts: Sequence[Verdict], seconds: float) -> dict[str, float]:
+    """The number of versions with each outcome, their stored bytes, and the bytes read now and skipped."""
     outcomes = Counter(verdict.outcome for verdict in verdicts)
     found = [verdict.found for verdict in verdicts if verdict.found is not None]
-    return Summary(
-        versions=len(verdicts),
+    return {
+        "versions": len(verdicts),
         **{outcome: outcomes[outcome] for outcome in OUTCOMES},
-        stored=sum(verdict.version.bytes for verdict in verdicts),
-        read=sum(one.read for one in found),
-        resumed=sum(one.resumed for one in found),
-        seconds=round(seconds, 3),
-    )
+        "stored": sum(verdict.version.bytes for verdict in verdicts),
+        "read": sum(one.read for one in found),
+        "resumed": sum(one.resumed for one in found),
+        "seconds": round(seconds, 3),
+    }
 
 
-def _summary_text(verdicts: Sequence[Verdict], sums: Summary, deep: bool, resume: Path | None) -> str:
-    outcomes = Counter(verdict.outcome for verdict in verdicts)
-    counts = ", ".join(f"{outcomes[outcome]} {outcome}" for outcome in OUTCOMES if outcomes[outcome])
+def _summary_text(summary: Mapping[str, float], deep: bool, resume: Path | None) -> str:
+    counts = ", ".join(f"{summary[outcome]} {outcome}" for outcome in OUTCOMES if summary[outcome])
     if not deep:
         return f"{counts}; no pack was read: --deep reads them"
-    skipped = f", {size(sums.resumed)} skipped as listed in {resume}" if resume is not None else ""
-    return f"{counts}; {size(sums.read)} read{skipped} in {sums.seconds:.1f} s"
+    skipped = f", {size(summary['resumed'])} skipped as listed in {resume}" if resume is not None else ""
+    return f"{counts}; {size(summary['read'])} read{skipped} in {summary['seconds']:.1f} s"
 
 
 def _until_whole(versions: Sequence[Version], check: Callable[[Sequence[Version]], list[Verdict]]) -> list[Verdict]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated
 
 import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
@@ -15,19 +16,20 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, StateError, Unsupported
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
+from ..cli.options import number
 from ..cli.output import out
 from .events import Event, EventReader
+from .settings import RUNS, UNDISTURBED, WORKERS, DemoSettings
 
-RUNS = ("undisturbed", "disturbed")
-_WORKERS = 2
+_LOG = "log.txt"
 
 
 def demo(
     store: Annotated[
         str, typer.Option(metavar="URI", help="Place for the repositories: s3://bucket/prefix or a folder.")
     ] = "raystow-demo",
-    steps: Annotated[int, typer.Option(min=8, metavar="N", help="Steps of each training.")] = 24,
-    every: Annotated[int, typer.Option(min=1, metavar="N", help="Steps between saves.")] = 4,
+    steps: Annotated[int, number(min=8, help="Steps of each training.")] = 24,
+    every: Annotated[int, number(help="Steps between saves.")] = 4,
 ) -> None:
     """Train on a Ray cluster, kill a node during a save, and compare the results bit for bit.
 
@@ -41,27 +43,16 @@ def demo(
     _require_training()
     folder = _prepare(store)
     remote = "://" in store and not store.startswith("file:")
-    stores = {run: f"{store.rstrip('/')}/demo-{SYSTEM.token()}/{run}" if remote else str(folder / run) for run in RUNS}
-    events = folder / "events"
-    events.mkdir()
-    strike = max(2 * every, (steps * 2 // 3) // every * every)
-    config = {
-        "folder": str(folder),
-        "events": str(events),
-        "stores": {run: open_store(uri).uri for run, uri in stores.items()},
-        "steps": steps,
-        "every": every,
-        "batch": 4,
-        "strike": strike,
-        "workers": _WORKERS,
-    }
-    follower = EventReader(str(events))
+    place = f"{store.rstrip('/')}/demo-{SYSTEM.token()}" if remote else str(folder)
+    settings = DemoSettings(str(folder), {run: open_store(f"{place}/{run}").uri for run in RUNS}, steps, every)
+    settings.events.mkdir()
+    follower = EventReader(settings.events)
     try:
-        _watch(config, follower)
+        _watch(settings, follower)
     finally:
-        for uri in stores.values():
+        for uri in settings.stores.values():
             _delete_unfinished(uri)
-    _compare(stores, follower)
+    _compare(settings.stores, follower)
 
 
 def _require_training() -> None:
@@ -73,7 +64,7 @@ def _require_training() -> None:
 def _prepare(store: str) -> Path:
     """Create an empty folder for events, logs and local versions; the folder of an earlier demo is emptied."""
     local = Path(store.removeprefix("file://")) if "://" not in store or store.startswith("file://") else Path("raystow-demo")
-    mark = local / "config.json"
+    mark = local / "events"
     if local.exists() and any(local.iterdir()) and not mark.exists():
         raise StateError("is not empty and not from a demo", subject=str(local), remedy="use another folder with --store")
     shutil.rmtree(local, ignore_errors=True)
@@ -81,7 +72,7 @@ def _prepare(store: str) -> Path:
     return local.resolve()
 
 
-def _watch(config: dict[str, Any], follower: EventReader) -> None:
+def _watch(settings: DemoSettings, follower: EventReader) -> None:
     """Run the cluster's process to its end, and show its events."""
     from .process import cluster_process
 
@@ -92,20 +83,17 @@ def _watch(config: dict[str, Any], follower: EventReader) -> None:
         TextColumn("{task.fields[note]}"),
         TimeElapsedColumn(),
     )
-    with cluster_process(config) as process, Progress(*columns, console=out) as progress:
-        screen = _Screen(progress, config["steps"])
-        while True:
+    log = Path(settings.folder) / _LOG
+    with cluster_process(settings, log) as process, Progress(*columns, console=out) as progress:
+        screen = _Screen(progress, settings.steps)
+        ended = False
+        while not ended:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(0.1)
             ended = process.poll() is not None
             for event in follower.news():
                 screen.show(event)
-            if ended:
-                break
-            try:
-                process.wait(0.1)
-            except subprocess.TimeoutExpired:
-                pass
     if process.returncode:
-        log = Path(config["folder"]) / "log.txt"
         tail = "\n".join(log.read_text(errors="replace").splitlines()[-15:])
         raise ClusterError(f"the cluster's process ended with {process.returncode}:\n{tail}", subject=str(log))
 
@@ -115,36 +103,37 @@ class _Screen:
 
     def __init__(self, progress: Progress, steps: int) -> None:
         self._progress, self._steps = progress, steps
-        self._cluster = progress.add_task("starting a Ray cluster of two nodes", total=_WORKERS, note="")
+        self._print = progress.console.print  # bars are below the lines or, without a terminal, at the end
+        self._cluster = progress.add_task("starting a Ray cluster of two nodes", total=WORKERS, note="")
         self._bars: dict[str, TaskID] = {}
 
     def show(self, event: Event) -> None:
-        """Show one event."""
-        kind, run = event["event"], event.get("run", "")
-        if kind == "cluster" and event["stage"] == "ready":
-            self._progress.update(self._cluster, completed=event["nodes"], description="Ray cluster of two nodes and a head")
-            self._progress.stop_task(self._cluster)
-        elif kind == "run":
-            title = "training without a failure" if run == "undisturbed" else "training again, with a failure"
-            self._progress.console.print(title, style="bold")  # bars are below the lines or, without a terminal, at the end
-            self._bars[run] = self._progress.add_task(title, total=self._steps, note="starting workers")
-        elif kind == "step" and event["rank"] == 0:
-            self._progress.update(self._bars[run], completed=event["step"], note=f"loss {event['loss']:.2f}")
-        elif kind == "finished":
-            self._progress.stop_task(self._bars[run])
-        elif kind == "durable" and event["rank"] == 0:
-            self._progress.console.print(f"  version {event['version']} (step {event['step']}) is durable", style="dim")
-        elif kind == "failed" and event["rank"] == 0:
-            self._progress.console.print(
-                f"  the save of step {event['step']} failed: {event['reason']}", style="yellow", markup=False
-            )
-        elif kind == "killed":
-            self._progress.update(self._bars[run], note="node lost")
-            self._progress.console.print(f"  killed a node during the save of step {event['step']}", style="bold red")
-        elif kind == "detected":
-            self._progress.console.print("  Ray Train detected the failure and restarts the workers", style="yellow")
-        elif kind == "restored" and event["rank"] == 0:
-            self._progress.console.print(f"  restored from version {event['version']}, step {event['step']}", style="green")
+        """Show one event; those of all ranks only once."""
+        match event:
+            case {"rank": rank} if rank:
+                pass
+            case {"event": "cluster"}:
+                self._progress.update(self._cluster, completed=WORKERS, description="Ray cluster of two nodes and a head")
+                self._progress.stop_task(self._cluster)
+            case {"event": "run", "run": run}:
+                title = "training without a failure" if run == UNDISTURBED else "training again, with a failure"
+                self._print(title, style="bold")
+                self._bars[run] = self._progress.add_task(title, total=self._steps, note="starting workers")
+            case {"event": "step", "run": run, "step": step, "loss": loss}:
+                self._progress.update(self._bars[run], completed=step, note=f"loss {loss:.2f}")
+            case {"event": "finished", "run": run}:
+                self._progress.stop_task(self._bars[run])
+            case {"event": "durable", "version": version, "step": step}:
+                self._print(f"  version {version} (step {step}) is durable", style="dim")
+            case {"event": "failed", "step": step, "reason": reason}:
+                self._print(f"  the save of step {step} failed: {reason}", style="yellow")
+            case {"event": "killed", "run": run, "step": step}:
+                self._progress.update(self._bars[run], note="node lost")
+                self._print(f"  killed a node during the save of step {step}", style="bold red")
+            case {"event": "detected"}:
+                self._print("  Ray Train detected the failure and restarts the workers", style="yellow")
+            case {"event": "restored", "version": version, "step": step}:
+                self._print(f"  restored from version {version}, step {step}", style="green")
 
 
 def _delete_unfinished(uri: str) -> None:

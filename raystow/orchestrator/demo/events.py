@@ -16,10 +16,10 @@ Event = dict[str, Any]
 class EventLog:
     """Appends events; a line is written whole, or not at all if the process is killed."""
 
-    def __init__(self, folder: str) -> None:
-        self._path = Path(folder) / f"{os.getpid()}.jsonl"
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / f"{os.getpid()}.jsonl"
 
-    def write(self, event: str, **fields: Any) -> None:
+    def write(self, event: str, **fields: object) -> None:
         """Append an event with the current time."""
         line = json.dumps({"event": event, "time": SYSTEM.now(), **fields}) + "\n"
         with open(self._path, "a", buffering=1) as file:
@@ -29,8 +29,8 @@ class EventLog:
 class EventReader:
     """Reads the new events of all logs in a folder."""
 
-    def __init__(self, folder: str) -> None:
-        self._folder, self._read = Path(folder), dict[Path, int]()
+    def __init__(self, folder: Path) -> None:
+        self._folder, self._read = folder, dict[Path, int]()
         self.seen: list[Event] = []
 
     def news(self) -> Iterator[Event]:

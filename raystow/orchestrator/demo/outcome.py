@@ -12,6 +12,7 @@ from ...storage.reader import Request
 from ...storage.repository import Repository
 from ...storage.version import Version
 from .events import Event
+from .settings import DISTURBED, UNDISTURBED
 
 Opaque = npt.NDArray[np.void]
 
@@ -39,9 +40,9 @@ def compare(undisturbed: Repository, disturbed: Repository, events: list[Event])
     first, second = _contents(ours), _contents(theirs)
     names = sorted(set(first) | set(second))
     differ = tuple(name for name in names if name not in first or name not in second or not _equal(first[name], second[name]))
-    reference = {(e["rank"], e["step"]): e["loss"] for e in events if e["event"] == "step" and e["run"] == "undisturbed"}
+    reference = {(e["rank"], e["step"]): e["loss"] for e in events if e["event"] == "step" and e["run"] == UNDISTURBED}
     restored = max(e["time"] for e in events if e["event"] == "restored")
-    again = [e for e in events if e["event"] == "step" and e["run"] == "disturbed" and e["time"] > restored]
+    again = [e for e in events if e["event"] == "step" and e["run"] == DISTURBED and e["time"] > restored]
     wrong = sum(reference.get((e["rank"], e["step"])) != e["loss"] for e in again)
     return Comparison(len(names), differ, len(again), wrong)
 

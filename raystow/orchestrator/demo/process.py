@@ -8,28 +8,28 @@ import json
 import subprocess
 import sys
 from collections.abc import Iterator
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import psutil
+
+from .settings import DemoSettings
 
 _PR_SET_CHILD_SUBREAPER = 36  # linux/prctl.h
 
 
 @contextlib.contextmanager
-def cluster_process(config: dict[str, Any]) -> Iterator[subprocess.Popen[bytes]]:
-    """Run ``demo.run`` with a configuration; on exit, kill it and all its descendants.
+def cluster_process(settings: DemoSettings, log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    """Run ``demo.run`` with its output in ``log``; on exit, kill it and all its descendants.
 
     It has its own session, so that Ctrl-C reaches only the caller, which then kills the whole cluster. The caller becomes the
     parent of orphans (a subreaper): processes that Ray's dead processes have started stay its descendants and are found.
     """
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
-    folder = Path(config["folder"])
-    (folder / "config.json").write_text(json.dumps(config))
-    with open(folder / "log.txt", "wb") as log:
+    with open(log, "wb") as output:
         process = subprocess.Popen(
-            [sys.executable, "-m", "raystow.orchestrator.demo.run", str(folder / "config.json")],
-            stdout=log,
+            [sys.executable, "-m", "raystow.orchestrator.demo.run", json.dumps(asdict(settings))],
+            stdout=output,
             stderr=subprocess.STDOUT,
             stdin=subprocess.DEVNULL,
             start_new_session=True,

@@ -11,6 +11,7 @@ from ...storage.repository import Repository
 from ..cli.output import ratio_text, size, table
 from .events import Event
 from .outcome import Comparison, Failure, stalls
+from .settings import DISTURBED
 
 
 def summary(repository: Repository, events: list[Event], fail: Failure, result: Comparison) -> Iterator[RenderableType]:
@@ -27,8 +28,8 @@ def summary(repository: Repository, events: list[Event], fail: Failure, result: 
 
 
 def _versions(repository: Repository, events: list[Event]) -> RenderableType:
-    began = next(e["time"] for e in events if e["event"] == "run" and e["run"] == "disturbed")
-    stall = stalls(events, "disturbed")
+    began = next(e["time"] for e in events if e["event"] == "run" and e["run"] == DISTURBED)
+    stall = stalls(events, DISTURBED)
     rows = [
         (
             str(v.id),

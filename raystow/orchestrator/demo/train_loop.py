@@ -18,19 +18,21 @@ from ..client.checkpointer import Checkpointer
 from ..client.pending import Pending
 from .events import EventLog
 from .model import GPT, batch, corpus, loss_of
+from .settings import BATCH, DemoSettings
 
 
 def train(config: dict[str, Any]) -> None:
     """Train on one rank.
 
     Args:
-        config: ``uri``, ``events``, ``run``, ``steps``, ``every`` (steps between saves), ``batch`` (rows) and ``strike`` (the
-        step
-            whose save the node of the last rank does not survive; 0 for never).
+        config: ``settings`` (``DemoSettings``), ``run`` (its name) and ``strike`` (the step whose save the node of the last rank
+            does not survive; 0 for never).
     """
+    settings: DemoSettings = config["settings"]
+    run, strike = config["run"], config["strike"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    journal = EventLog(config["events"])
+    journal = EventLog(settings.events)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world,))
@@ -41,37 +43,36 @@ def train(config: dict[str, Any]) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), lr=3e-4)
     data = corpus()
 
-    checkpointer = Checkpointer(config["uri"])
+    checkpointer = Checkpointer(settings.stores[run])
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": moments, "step": 0}
     version = checkpointer.restore_latest(into=state)
     if version is not None:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        journal.write("restored", run=config["run"], rank=rank, version=version.id, step=version.step)
+        journal.write("restored", run=run, rank=rank, version=version.id, step=version.step)
     first_try = version is None
     checkpointer.guard(optimizer)
 
     under_way: list[Pending] = []
-    for step in range(state["step"] + 1, config["steps"] + 1):
-        loss = loss_of(model, batch(data, step=step, rank=rank, size=config["batch"]))
+    for step in range(state["step"] + 1, settings.steps + 1):
+        loss = loss_of(model, batch(data, step=step, rank=rank, size=BATCH))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        journal.write("step", run=config["run"], rank=rank, step=step, loss=loss.item())
-        if step % config["every"] == 0 or step == config["steps"]:
+        journal.write("step", run=run, rank=rank, step=step, loss=loss.item())
+        if step % settings.every == 0 or step == settings.steps:
             weights, moments = get_state_dict(model, optimizer)
-            doomed = this_node() if first_try and step == config["strike"] and rank == world - 1 else []
+            doomed = this_node() if first_try and step == strike and rank == world - 1 else []
             pending = checkpointer.save(
                 {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()}
             )
             under_way.append(pending)
-            journal.write("save", run=config["run"], rank=rank, step=step)
             if doomed:
-                kill(doomed, journal, run=config["run"], step=step)
-        under_way = [pending for pending in under_way if not _recorded(pending, journal, config["run"], rank)]
+                kill(doomed, journal, run=run, step=step)
+        under_way = [pending for pending in under_way if not _recorded(pending, journal, run, rank)]
     checkpointer.close()
     for pending in under_way:
-        _recorded(pending, journal, config["run"], rank)
+        _recorded(pending, journal, run, rank)
 
 
 def _recorded(pending: Pending, journal: EventLog, run: str, rank: int) -> bool:
