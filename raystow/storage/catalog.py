@@ -11,7 +11,7 @@ from .delta_chain import needed
 from .errors import Damaged, NotFound
 from .format import keys
 from .format.root import REPAIR, Entry, Root
-from .format.signature import PublicKey, Trust
+from .format.signature import PublicKey, Signer, Trust
 from .leases import Lease
 from .object_store import ObjectStore
 from .root_register import RootRegister
@@ -67,6 +67,11 @@ class Catalog:
             siblings: See ``Version``.
         """
         return Version(store or self.store, entry, self.id, self.trust, siblings)
+
+    def admit(self, signer: Signer | None) -> None:
+        """Raise ``Untrusted`` unless its readers and this process take what ``signer`` signs; None: it is unsigned."""
+        for trust in (Trust(self.signed_by), self.trust):
+            trust.admit(signer)
 
     def now(self) -> float:
         """Seconds since 1970 by the store's clock."""

@@ -9,7 +9,7 @@ from .coding.digest import stored_digest
 from .errors import InvariantError, SaveFailed
 from .format import keys
 from .format.root import Entry, Root
-from .format.signature import Signer, Trust
+from .format.signature import Signer
 from .format.version_record import VersionRecord
 from .invariants import Claims, Fence
 from .object_store import ObjectStore
@@ -22,8 +22,7 @@ class Committer:
     def __init__(self, catalog: Catalog, owner: str, signer: Signer | None = None) -> None:
         """Take the next epoch. ``owner``: a name that no other committer has ever had. ``signer`` signs commits. ``Untrusted``,
         and no epoch is taken, if readers of the repository or this process would refuse the signature."""
-        for trust in (Trust(catalog.signed_by), catalog.trust):
-            trust.admit(signer)
+        catalog.admit(signer)
         self.catalog, self._signer = catalog, signer
         self._records: dict[Entry, bytes] = {}
 

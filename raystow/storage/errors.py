@@ -23,8 +23,6 @@ An error says what happened, to which object, and what to do. All of them surviv
 
 from __future__ import annotations
 
-from typing import Any
-
 
 class RaystowError(Exception):
     """Base of the tree. ``subject`` names the object concerned (a key, a tensor, a rank); ``remedy`` says what to do."""
@@ -37,7 +35,7 @@ class RaystowError(Exception):
         text = f"{self.subject}: {self.what}" if self.subject else self.what
         return f"{text} ({self.remedy})" if self.remedy else text
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         return _rebuild, (type(self), self.what, self.subject, self.remedy)
 
 

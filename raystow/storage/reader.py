@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 import numpy as np
 
@@ -28,6 +28,10 @@ from .object_store import Buffer, ObjectStore
 _RUN = 16 << 20  # bytes; adjacent chunks are fetched together up to this
 _GAP = 64 << 10  # bytes; a hole of this size costs less than another request
 
+Target: TypeAlias = Any
+"""A numpy array, or a torch tensor on a GPU."""
+Stored = TypeVar("Stored", memoryview, Bytes)
+
 _Pack = tuple[int, str, int, str, int]  # version, attempt, node, group, number
 
 
@@ -40,7 +44,7 @@ class Request:
     name: str
     chunks: Sequence[Chunk]
     box: Box
-    target: Any
+    target: Target
 
 
 class Piece(NamedTuple):
@@ -49,7 +53,7 @@ class Piece(NamedTuple):
 
     chunk: Chunk
     source: tuple[slice, ...] = ()
-    target: Any = None
+    target: Target = None
     direct: bool = False
     base: Run | None = None
 
@@ -130,7 +134,7 @@ class Run:
                 places.append(Place([piece], chunk.coding.size, chunk.words, chunk.decoded))
         return places
 
-    def stored(self, piece: Piece, data: Any) -> Any:
+    def stored(self, piece: Piece, data: Stored) -> Stored:
         """The bytes of one piece's chunk in the fetched data."""
         begin = piece.chunk.start - self.start
         return data[begin : begin + piece.chunk.coding.size]
@@ -267,7 +271,7 @@ class PackReader:
         return data
 
     def _piece(
-        self, chunk: Chunk, source: tuple[slice, ...] = (), target: Any = None, direct: bool = False
+        self, chunk: Chunk, source: tuple[slice, ...] = (), target: Target = None, direct: bool = False
     ) -> tuple[_Pack, Piece]:
         """A piece, and the pack of its bytes: of a reference that of another version."""
         reader = self

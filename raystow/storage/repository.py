@@ -6,7 +6,6 @@ import math
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
-from typing import Any
 
 from . import pins
 from .arguments import refused
@@ -20,11 +19,10 @@ from .format.signature import PublicKey, Signer, Trust
 from .limits import MAX_MARKER, MAX_ROOT
 from .object_store import ObjectStore
 from .probe import probe_conditional_writes
-from .retention import collect, compaction
+from .retention import collect
 from .retention import plan as retention
 from .retention.collect import CollectionPlan
-from .retention.compaction import CompactionPlan
-from .retention.plan import RetentionPlan
+from .retention.plan import CompactionPlan, RetentionPlan
 from .retention.policy import Policy
 from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
@@ -139,7 +137,7 @@ class Repository(Catalog):
         self,
         policy: Policy,
         *,
-        known: dict[str, dict[str, Any]] | None = None,
+        known: dict[str, dict[str, object]] | None = None,
         bases: Collection[int] = (),
         compact: bool = False,
     ) -> RetentionPlan:
@@ -179,7 +177,7 @@ class Repository(Catalog):
         Raises:
             StateError: There is no version of an id.
         """
-        return compaction.plan(self, ids)
+        return retention.plan_compaction(self, ids)
 
     def plan_collection(self, *, grace: float = collect.GRACE, dropped_only: bool = False) -> CollectionPlan:
         """Plan the deletion of objects that belong to no version. Changes nothing before ``execute()`` is called.

@@ -17,7 +17,7 @@ from .format.root import Entry
 from .format.signature import Trust
 from .format.version_record import VersionRecord
 from .limits import MAX_RECORD
-from .object_store import ObjectStore
+from .object_store import ObjectInfo, ObjectStore
 
 _AT_ONCE = 16  # attempts that are looked at in parallel: each holds one fragment in memory
 
@@ -38,18 +38,18 @@ def scan_attempts(store: ObjectStore, trust: Trust) -> list[ScannedAttempt]:
     """Every attempt that has objects in the store, in the order of ids. ``trust``: who must have signed the records.
     ``Unsupported`` if a record was written by a newer raystow."""
     found: list[ScannedAttempt] = []
-    attempts = _attempts(store)
+    sizes = ((*attempt, {info.key: info.size for info in infos}) for attempt, infos in attempts(store))
     with ThreadPoolExecutor(_AT_ONCE) as pool:
-        while batch := list(itertools.islice(attempts, _AT_ONCE)):
+        while batch := list(itertools.islice(sizes, _AT_ONCE)):
             found += pool.map(lambda of: _examined(store, trust, *of), batch)
     return sorted(found, key=lambda f: (f.id, f.attempt))
 
 
-def _attempts(store: ObjectStore) -> Iterator[tuple[int, str, dict[str, int]]]:
-    """Id, attempt, and the sizes of its objects by key."""
+def attempts(store: ObjectStore) -> Iterator[tuple[tuple[int, str], Iterator[ObjectInfo]]]:
+    """Id and attempt, and the objects of this attempt. Other objects are not of raystow and are left alone."""
     for attempt, infos in itertools.groupby(store.list(keys.VERSIONS), lambda info: keys.attempt_of(info.key)):
         if attempt is not None:
-            yield *attempt, {info.key: info.size for info in infos}
+            yield attempt, infos
 
 
 def _examined(store: ObjectStore, trust: Trust, id: int, attempt: str, sizes: Mapping[str, int]) -> ScannedAttempt:

@@ -16,6 +16,7 @@ from .clock import SYSTEM
 from .coding import dtypes
 from .coding.derived import Derivation
 from .coding.digest import stored_digest
+from .coding.kernels import Words
 from .coding.rounded import Rounded
 from .delta_chain import needed
 from .errors import Damaged, NotFound, StateError, Unsupported
@@ -88,7 +89,7 @@ class Version:
     def __hash__(self) -> int:
         return hash((self._repository, self.entry))
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    def __reduce__(self) -> tuple[object, ...]:
         users = needed(self.siblings, [self.id])
         siblings = tuple(entry for entry in self.siblings if entry.id in users)
         return Version, (self._store, self.entry, self._repository, self._trust, siblings)
@@ -367,7 +368,7 @@ class Bases:
         return base, found
 
 
-def _as_torch(raw: Any, name: str) -> Any:
+def _as_torch(raw: Words, name: str) -> Any:
     try:
         import torch
     except ImportError:
@@ -380,7 +381,9 @@ def _as_torch(raw: Any, name: str) -> Any:
     return torch.frombuffer(raw.reshape(-1).view(np.uint8), dtype=torch.uint8).view(dtype).reshape(raw.shape)
 
 
-def _resolve(index: Index | None, shape: tuple[int, ...], name: str) -> tuple[tuple[int, ...], tuple[int, ...], tuple[Any, ...]]:
+def _resolve(
+    index: Index | None, shape: tuple[int, ...], name: str
+) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int | slice, ...]]:
     """The smallest box that contains what ``index`` selects, and the index to apply to it."""
     parts: list[Any] = [] if index is None else list(index) if isinstance(index, tuple) else [index]
     if any(type(p) is not int and not isinstance(p, slice | EllipsisType | np.integer) for p in parts):
@@ -393,22 +396,21 @@ def _resolve(index: Index | None, shape: tuple[int, ...], name: str) -> tuple[tu
     offset: list[int] = []
     extent: list[int] = []
     rest: list[int | slice] = []
+    keep: int | slice
     for part, size in zip(parts, shape, strict=True):
-        if isinstance(part, slice):
-            try:
-                start, stop, step = part.indices(size)
-            except (TypeError, ValueError) as error:
-                raise StateError(f"{part!r} is not a slice of integers: {error}", subject=name) from error
-            if step < 1:
-                raise StateError("steps must be positive", subject=name)
-            offset.append(start)
-            extent.append(max(0, stop - start))
-            rest.append(slice(None, None, step))
+        try:
+            selected = range(size)[part]
+        except IndexError:
+            raise StateError(f"index {part} is out of range for size {size}", subject=name) from None
+        except (TypeError, ValueError) as error:
+            raise StateError(f"{part!r} is not a slice of integers: {error}", subject=name) from error
+        if isinstance(selected, int):
+            selected, keep = range(selected, selected + 1), 0
+        elif selected.step < 1:
+            raise StateError("steps must be positive", subject=name)
         else:
-            at = int(part) + size if part < 0 else int(part)
-            if not 0 <= at < size:
-                raise StateError(f"index {part} is out of range for size {size}", subject=name)
-            offset.append(at)
-            extent.append(1)
-            rest.append(0)
+            keep = slice(None, None, selected.step)
+        offset.append(selected.start)
+        extent.append(max(0, selected.stop - selected.start))
+        rest.append(keep)
     return tuple(offset), tuple(extent), tuple(rest)

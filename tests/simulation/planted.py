@@ -120,10 +120,10 @@ BUGS = (
         "objects are deleted before the version is dropped",
         (
             "RetentionPlan.drop",
-            "$at = store_clock.now($store, $clock)",
-            "$at = store_clock.now($store, $clock)\n"
+            "$at = $catalog.now()",
+            "$at = $catalog.now()\n"
             "for entry in self.dropped:\n"
-            '    $store.delete(i.key for i in $store.list(f"versions/{entry.id:08d}-{entry.attempt}/"))',
+            '    $catalog.store.delete(i.key for i in $catalog.store.list(f"versions/{entry.id:08d}-{entry.attempt}/"))',
         ),
     ),
     _bug(

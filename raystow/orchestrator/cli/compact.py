@@ -7,7 +7,7 @@ from typing import Annotated
 import typer
 
 from ...storage.format.root import Entry
-from ...storage.retention.compaction import CompactionPlan
+from ...storage.retention.plan import CompactionPlan
 from .exit_codes import conclude
 from .options import DryRun, Json, Uri, Yes
 from .output import confirmed, count, fields_of, out, say, size, table

@@ -13,9 +13,10 @@ import threading
 import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ..errors import Damaged, Unsupported
 from . import kernels, zstd
@@ -37,7 +38,7 @@ SMALL = 1024
 WORTH = 7.95
 """Bits per byte; above, a plane is noise."""
 
-Sizes = np.ndarray[Any, np.dtype[np.int32]]
+Sizes = npt.NDArray[np.int32]
 
 _SIZE = np.dtype("<i4")
 _KEPT = 16 << 20  # bytes of scratch that a decoding thread keeps; for larger chunks they are not worth keeping

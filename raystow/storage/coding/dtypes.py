@@ -6,7 +6,6 @@ Torch and numpy objects are converted to and from these names at the edges; the 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -63,7 +62,7 @@ def dtype(name: str) -> DType:
         raise Unsupported(f"dtype {name!r} is not known to format version 1", remedy="upgrade raystow") from None
 
 
-def to_numpy(name: str) -> np.dtype[Any]:
+def to_numpy(name: str) -> np.dtype[np.generic]:
     """The numpy type of ``name`` (bfloat16 and fp8 through ml_dtypes). For types that numpy lacks, such as complex32 or the
     packed ones, the unsigned integer of that size."""
     try:

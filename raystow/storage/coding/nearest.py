@@ -6,8 +6,6 @@ rounded in another way, by ``lossy=``.
 
 from __future__ import annotations
 
-from typing import Any
-
 import ml_dtypes
 import numpy as np
 
@@ -33,7 +31,7 @@ def round_to_nearest(raw: Bytes, dtype: str, bits: int) -> Rounded:
         return together(_round(words[piece], numbers[piece], dtype, bits) for piece in pieces)
 
 
-def _round(words: Words, numbers: np.ndarray[Any, Any], dtype: str, bits: int) -> Rounded:
+def _round(words: Words, numbers: Words, dtype: str, bits: int) -> Rounded:
     """``words`` and ``numbers``: the same memory."""
     mantissa, tiny = dtypes.MANTISSA[dtype], float(ml_dtypes.finfo(numbers.dtype).smallest_normal)
     unit = 1 << (mantissa - bits)

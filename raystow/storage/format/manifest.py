@@ -13,7 +13,7 @@ import math
 import operator
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import astuple, dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import pyarrow as pa
@@ -23,6 +23,7 @@ from ..coding import dtypes
 from ..coding.chunk import Coding
 from ..coding.derived import Derivation, derivable
 from ..coding.digest import stored_digest
+from ..coding.kernels import Words
 from ..coding.rounded import Rounded
 from ..errors import Damaged, StateError, Unsupported
 from ..limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_INTEGER, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
@@ -197,8 +198,8 @@ class Fragment:
         data = bytes(sink.getvalue())
         try:
             parquet.check(data, schema)
-            for row in rows:
-                _short(row["name"], row["path"])
+            for one in itertools.chain[Chunk | Value](chunks, values):
+                _short(one.name, one.path)
             if table.nbytes > MAX_TEXT:
                 raise Damaged(f"{table.nbytes} bytes, more than {MAX_TEXT}")
         except Damaged as error:
@@ -257,7 +258,7 @@ def _packed(lists: pa.ListArray) -> list[bytes | None]:
     return [data[start:end] if known else None for start, end, known in zip(ends, ends[1:], there, strict=False)]
 
 
-def _numbers(array: pa.Array) -> np.ndarray[Any, Any]:
+def _numbers(array: pa.Array) -> Words:
     """Integers where they lie. ``to_numpy`` would import pandas where there is one, which takes a third of a second, and swallows
     a Ctrl-C that comes meanwhile."""
     dtype, memory = np.dtype(str(array.type)), array.buffers()[1]
@@ -277,7 +278,7 @@ def parsing(key: str) -> Iterator[None]:
         raise Damaged(f"not a manifest fragment: {str(error)[:300]}", subject=key) from error
 
 
-def _chunk_row(c: Chunk) -> dict[str, Any]:
+def _chunk_row(c: Chunk) -> dict[str, object]:
     return {
         "name": c.name,
         "path": c.path,
@@ -326,7 +327,7 @@ def _derivation(row: Row) -> Derivation | None:
     return found
 
 
-def _rounded_row(found: Rounded | None) -> dict[str, Any]:
+def _rounded_row(found: Rounded | None) -> dict[str, object]:
     return dict(zip(ROUNDED.names, astuple(found), strict=True)) if found is not None else {}
 
 
@@ -342,7 +343,7 @@ def _rounded(data: bytes) -> dict[str, Rounded]:
     return found
 
 
-def _value_row(v: Value) -> dict[str, Any]:
+def _value_row(v: Value) -> dict[str, object]:
     return {"name": v.name, "path": v.path, "kind": VALUE, "value": v.text, "ranks": v.ranks}
 
 
@@ -418,7 +419,7 @@ def _short(name: str, path: str) -> None:
         raise Damaged(f"a name or path of more than {MAX_NAME} characters: {name[:80]!r}")
 
 
-def path_text(path: tuple[Any, ...]) -> str:
+def path_text(path: tuple[str | int | tuple[str, int], ...]) -> str:
     """A path as stored: a JSON list; a string is a dict's key, an integer a dict's integer key, ``{"list": i}`` and
     ``{"tuple": i}`` an index."""
     return json.dumps([p if isinstance(p, str | int) else {p[0]: p[1]} for p in path])

@@ -16,7 +16,7 @@ import pyarrow.parquet as pq
 
 from ..errors import Damaged, Unsupported
 from ..limits import MAX_CELLS, MAX_FOOTER, MAX_FRAGMENT, MAX_PAGES, MAX_ROWS, MAX_TEXT
-from .thrift import I32, I64, LIST, STRUCT, Scanner, Struct, count, get
+from .thrift import I32, I64, Scanner, Struct, count, integer, structs, substruct
 
 # Numbers of parquet.thrift.
 _DELTA_BYTE_ARRAY = 7  # each text as a part of the one before: a page can grow with the square of its size
@@ -55,19 +55,19 @@ def check(data: bytes, schema: pa.Schema) -> list[pq.ColumnSchema]:
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) > MAX_FRAGMENT or len(data) < size + 12 or size > MAX_FOOTER or data[-4:] != b"PAR1":
         raise Damaged(f"not a Parquet file, or one of more than {MAX_FRAGMENT} bytes or with a footer of more than {MAX_FOOTER}")
-    groups = get(Scanner(data, len(data) - 8 - size, len(data) - 8).struct(), 4, LIST)
+    groups = structs(Scanner(data, len(data) - 8 - size, len(data) - 8).struct(), 4)
     columns = pq.ParquetFile(pa.BufferReader(data)).schema
     leaves = [columns.column(i) for i in range(len(columns))]
     required = [(i, leaf) for i, leaf in enumerate(leaves) if leaf.path.partition(".")[0] in schema.names]
     rows = pages = cells = nbytes = 0
-    for group in groups or ():
-        parts = get(group, 1, LIST) or ()
+    for group in groups:
+        parts = structs(group, 1)
         rows += count(group, 3, I64)
         if rows > MAX_ROWS or len(parts) != len(leaves):
             raise Damaged(f"more than {MAX_ROWS} rows, or a row without some of its columns")
         for i, leaf in required:
             pages += 1  # a column without pages costs time, too
-            for size, values in _pages(data, get(parts[i], 3, STRUCT) or {}):
+            for size, values in _pages(data, substruct(parts[i], 3)):
                 pages, cells, nbytes = pages + 1, cells + values, nbytes + size + values * (leaf.length or 0)
                 if pages > MAX_PAGES or cells > MAX_CELLS or nbytes > MAX_TEXT:
                     raise Damaged(f"with column {leaf.path!r:.60} there are more pages, values or bytes than the limits allow")
@@ -76,7 +76,7 @@ def check(data: bytes, schema: pa.Schema) -> list[pq.ColumnSchema]:
 
 def _pages(data: bytes, column: Struct) -> Iterator[tuple[int, int]]:
     """For each page of a column its decompressed size and the number of its values."""
-    left, first, dictionary = count(column, 5, I64), count(column, 9, I64), get(column, 11, I64) or 0
+    left, first, dictionary = count(column, 5, I64), count(column, 9, I64), integer(column, 11, I64) or 0
     if left == 0:
         return  # no page is read then
     start = min(first, dictionary) if dictionary > 0 else first
@@ -89,9 +89,9 @@ def _pages(data: bytes, column: Struct) -> Iterator[tuple[int, int]]:
         kind, size, packed = (count(header, field, I32) for field in (1, 2, 3))
         values = 0
         if kind in _OWN:
-            own = get(header, _OWN[kind], STRUCT) or {}
+            own = substruct(header, _OWN[kind])
             values = count(own, 1, I32)
-            if get(own, _ENCODING[kind], I32) == _DELTA_BYTE_ARRAY:
+            if integer(own, _ENCODING[kind], I32) == _DELTA_BYTE_ARRAY:
                 raise Unsupported("texts that are stored as pieces of one another (DELTA_BYTE_ARRAY)")
         left -= values if kind in (_DATA, _DATA_V2) else 0
         scanner.at += packed

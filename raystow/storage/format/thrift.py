@@ -6,30 +6,45 @@ differently: a number that does not fit its type, or a field that occurs twice.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Union
 
 from ..errors import Damaged
 
 _TRUE, _FALSE, _BYTE, I16, I32, I64, _DOUBLE, BINARY, LIST, _SET, _MAP, STRUCT = range(1, 13)
+_SIZES = {_TRUE: 1, _FALSE: 1, _BYTE: 1, _DOUBLE: 8}
 _BITS = {I16: 16, I32: 32, I64: 64}
 _DEPTH = 16
 
-Struct = dict[int, "tuple[int, Any]"]
-"""Field number -> type and value: an integer, a struct, or a list of them. Other values are None."""
+Struct = dict[int, "tuple[int, Value]"]
+"""Field number -> type and value."""
+Value = Union[int, Struct, "list[Value]", None]
+"""A number, a struct, or a list of them. Other values are None."""
 
 
-def get(struct: Struct, field: int, kind: int) -> Any:
-    """The field's value; None if there is none of this type: Thrift readers skip fields of other types."""
+def integer(struct: Struct, field: int, kind: int) -> int | None:
+    """A field's number; None if there is none of this type: Thrift readers skip fields of other types."""
     found = struct.get(field)
-    return found[1] if found is not None and found[0] == kind else None
+    return found[1] if found is not None and found[0] == kind and isinstance(found[1], int) else None
 
 
 def count(struct: Struct, field: int, kind: int) -> int:
     """A required field with a number that is not negative."""
-    value = get(struct, field, kind)
+    value = integer(struct, field, kind)
     if value is None or value < 0:
         raise Damaged(f"field {field} of the Parquet metadata is {value}")
-    return int(value)
+    return value
+
+
+def substruct(struct: Struct, field: int) -> Struct:
+    """A field's struct; an empty one if there is none."""
+    found = struct.get(field, (0, None))[1]
+    return found if isinstance(found, dict) else {}
+
+
+def structs(struct: Struct, field: int) -> list[Struct]:
+    """The structs in a field's list; none if there is no list."""
+    found = struct.get(field, (0, None))
+    return [one if isinstance(one, dict) else {} for one in found[1]] if found[0] == LIST and isinstance(found[1], list) else []
 
 
 class Scanner:
@@ -49,7 +64,7 @@ class Scanner:
             fields[number] = kind, (None if kind in (_TRUE, _FALSE) else self._value(kind, depth + 1))
         return fields
 
-    def _value(self, kind: int, depth: int) -> Any:
+    def _value(self, kind: int, depth: int) -> Value:
         if depth > _DEPTH:
             raise Damaged("the Parquet metadata is nested too deeply")
         if kind in _BITS:
@@ -60,12 +75,12 @@ class Scanner:
             head = self._byte()
             return [self._value(head & 15, depth + 1) for _ in range(head >> 4 if head < 0xF0 else self._varint(32))]
         if kind == BINARY:
-            return self._skip(self._varint(32))
-        if kind in (_TRUE, _FALSE, _BYTE):
-            return self._skip(1)
-        if kind == _DOUBLE:
-            return self._skip(8)
-        raise Damaged(f"the Parquet metadata has a field of type {kind}")  # a map: Parquet has none
+            self._skip(self._varint(32))
+        elif kind in _SIZES:
+            self._skip(_SIZES[kind])
+        else:
+            raise Damaged(f"the Parquet metadata has a field of type {kind}")  # a map: Parquet has none
+        return None
 
     def _skip(self, size: int) -> None:
         self.at += size

@@ -12,13 +12,12 @@ import json
 import math
 import re
 import struct
-from typing import Any
 
 from ..errors import Damaged, StateError
 from ..limits import MAX_DIGITS
 from .records import shown
 
-Value = None | bool | int | float | complex | str | bytes | dict[Any, Any] | list[Any] | tuple[Any, ...]
+Value = None | bool | int | float | complex | str | bytes | dict[object, object] | list[object] | tuple[object, ...]
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
 _HEX = re.compile(f"-?0x[0-9a-f]{{1,{MAX_DIGITS}}}")
 _BRACKETS = 4
@@ -31,7 +30,7 @@ def is_plain(value: object) -> bool:
     return type(value) in PLAIN
 
 
-def encode(value: Any) -> Any:
+def encode(value: object) -> object:
     """The JSON form of a plain value or empty container. Raises ``StateError`` for an integer above the limit."""
     if type(value) is float and not math.isfinite(value):
         return {"float": struct.pack(">d", value).hex()}
@@ -50,23 +49,26 @@ def encode(value: Any) -> Any:
     return value
 
 
-def decode(form: Any) -> Any:
+def decode(form: object) -> Value:
     """The value of a form that ``encode`` returned. Raises ``Damaged`` for any other."""
-    if type(form) in (type(None), bool, str):
+    if form is None or isinstance(form, bool | str):
         return form
-    if type(form) is int and -(1 << 63) <= form < 1 << 63:
+    if isinstance(form, int) and -(1 << 63) <= form < 1 << 63:
         return form
-    if type(form) is float and math.isfinite(form):
+    if isinstance(form, float) and math.isfinite(form):
         return form
     try:
+        if not isinstance(form, dict):
+            raise TypeError("no object")
         ((tag, body),) = form.items()
         if tag == "float" and len(body) == 16:
-            return struct.unpack(">d", bytes.fromhex(body))[0]
+            return float(struct.unpack(">d", bytes.fromhex(body))[0])
         if tag == "int" and _HEX.fullmatch(body):
             return int(body, 16)
         if tag == "complex":
-            real, imag = (decode(part) for part in body if type(part) is float or list(part) == ["float"])
-            return complex(real, imag)
+            real, imag = map(decode, body)
+            if isinstance(real, float) and isinstance(imag, float):
+                return complex(real, imag)
         if tag == "bytes":
             return base64.b64decode(body, validate=True)
         if tag == "empty":
@@ -76,12 +78,12 @@ def decode(form: Any) -> Any:
     raise Damaged(f"not a stored value: {shown(form)}")
 
 
-def dumps(value: Any) -> str:
+def dumps(value: object) -> str:
     """JSON text of one value."""
     return json.dumps(encode(value), allow_nan=False)
 
 
-def loads(text: str) -> Any:
+def loads(text: str) -> Value:
     """The value of a JSON text. Raises ``Damaged`` for any other text."""
     if text.lstrip()[:1] != '"' and text.count("{") + text.count("[") > _BRACKETS:
         raise Damaged(f"not a stored value: {text[:40]!r}")  # parsing may take 32 times the memory of the text

@@ -16,11 +16,10 @@ version was dropped, and a version's record goes first, so that no incomplete ve
 from __future__ import annotations
 
 import enum
-import itertools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .. import leases, probe
+from .. import leases, probe, scan
 from ..catalog import Catalog
 from ..format import keys
 from ..format.root import Root
@@ -152,51 +151,41 @@ def plan(catalog: Catalog, *, grace: float = GRACE) -> CollectionPlan:
     """Look through the whole repository, with one listing of all objects."""
     store, now = catalog.store, catalog.now()
     # The root is read after the listing, so what is committed meanwhile is not taken for garbage.
-    found = list(_found(store))
+    found = {attempt: list(infos) for attempt, infos in scan.attempts(store)}
     root = catalog.root()
     live = {(entry.id, entry.attempt) for entry in root.versions}
-    garbage = [_judged(root, now, *attempt, infos) for attempt, infos in found if attempt not in live]
-    seen = {(g.id, g.attempt) for g in garbage}
-    # A dropped version without objects: the last collection died before its end.
-    garbage += [
-        Garbage(d.id, d.attempt, GarbageKind.DROPPED, 0, 0, now - d.at) for d in root.dropped if (d.id, d.attempt) not in seen
-    ]
-    garbage += [
-        Garbage(r.id, r.attempt, GarbageKind.REWRITE, 0, 0, now - r.at) for r in root.rewrites if (r.id, r.attempt) not in seen
-    ]
-    kept = _kept(garbage, leases.held(store, now), grace)
+    # An attempt may be noted and have no objects: the last collection died before its end.
+    noted = {(d.id, d.attempt) for d in root.dropped} | {(r.id, r.attempt) for r in root.rewrites}
+    garbage = [_judged(root, now, *attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - live)]
     scraps = leases.ended(store, now) + [info.key for info in store.list(probe.PREFIX) if now - info.modified >= grace]
     unfinished = tuple(write for write in store.unfinished() if now - write.started >= grace)
-    return CollectionPlan(catalog, tuple(sorted(kept, key=lambda g: (g.id, g.attempt))), tuple(scraps), unfinished)
+    return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)
 
 
 def plan_dropped(catalog: Catalog, *, grace: float = GRACE) -> CollectionPlan:
     """Look at dropped versions only: fast enough for after each commit."""
-    store, dropped = catalog.store, catalog.root().dropped
-    if not dropped:
+    root, store = catalog.root(), catalog.store
+    if not root.dropped:
         return CollectionPlan(catalog, ())
     now = catalog.now()
     garbage = []
-    for d in dropped:
+    for d in root.dropped:
         infos = list(store.list(keys.prefix(d.id, d.attempt))) if now - d.at >= grace else []
-        garbage.append(Garbage(d.id, d.attempt, GarbageKind.DROPPED, len(infos), sum(info.size for info in infos), now - d.at))
+        garbage.append(_judged(root, now, d.id, d.attempt, infos))
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)))
 
 
-def _found(store: ObjectStore) -> Iterator[tuple[tuple[int, str], list[ObjectInfo]]]:
-    """Attempts and their objects. Other objects are not of raystow and are left alone."""
-    for attempt, infos in itertools.groupby(store.list(keys.VERSIONS), lambda info: keys.attempt_of(info.key)):
-        if attempt is not None:
-            yield attempt, list(infos)
-
-
-def _judged(root: Root, now: float, id: int, attempt: str, infos: list[ObjectInfo]) -> Garbage:
-    dropped = next((d.at for d in root.dropped if (d.id, d.attempt) == (id, attempt)), None)
-    kind = GarbageKind.DROPPED if dropped is not None else GarbageKind.OPEN if id >= root.next_id else GarbageKind.FAILED
-    if any((r.id, r.attempt) == (id, attempt) for r in root.rewrites):
+def _judged(root: Root, now: float, id: int, attempt: str, infos: Sequence[ObjectInfo]) -> Garbage:
+    dropped = {(d.id, d.attempt): d.at for d in root.dropped}
+    rewrites = {(r.id, r.attempt): r.at for r in root.rewrites}
+    since = max((info.modified for info in infos), default=rewrites.get((id, attempt), now))
+    if (id, attempt) in dropped:
+        kind, since = GarbageKind.DROPPED, dropped[id, attempt]
+    elif (id, attempt) in rewrites:
         kind = GarbageKind.REWRITE
-    since = now - (max(info.modified for info in infos) if dropped is None else dropped)
-    return Garbage(id, attempt, kind, len(infos), sum(info.size for info in infos), since)
+    else:
+        kind = GarbageKind.OPEN if id >= root.next_id else GarbageKind.FAILED
+    return Garbage(id, attempt, kind, len(infos), sum(info.size for info in infos), now - since)
 
 
 def _kept(garbage: list[Garbage], held: set[tuple[int, str]], grace: float) -> Iterator[Garbage]:

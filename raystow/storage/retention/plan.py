@@ -1,23 +1,27 @@
-"""Retention plans: one swap of the root drops versions, and one for each thins it or writes it whole. Deletes no object."""
+"""Plans of what becomes of versions: by a policy, by the pins that keep them, or written whole. Deletes no object.
+
+One swap of the root drops versions. One swap for each replaces a version that is thinned or written whole.
+"""
 
 from __future__ import annotations
 
+import functools
 import itertools
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from typing import Any
 
-from .. import store_clock
 from ..catalog import Catalog
 from ..delta_chain import line, needed
+from ..errors import StateError
 from ..format.root import Dropped, Entry, Root
 from ..invariants import Claims, Fence
 from . import policy as policies
 from . import replacement
-from .compaction_policy import estimate
+from .compaction_policy import as_it_is, estimate
 from .policy import Decision, Policy
 from .replacement import Goal, Replacement
+from .rewrite import Progress
 
 _PARTICIPLES = {"keep": "kept", "thin": "thinned", "compact": "kept", "drop": "dropped"}
 _RECORDS_AT_ONCE = 16
@@ -87,14 +91,16 @@ class RetentionPlan:
         decision = decisions[entry.id]
         if not decision.thin or self.policy is None or self.policy.resumable is None:
             return replacement.compact()
-        bits = decision.mantissa_bits
-        if self.policy.delta is None and bits is None:
-            return replacement.thin(self.policy.resumable)
-        base = decisions.get(decision.base or 0)
+        bits, base = decision.mantissa_bits, decisions.get(decision.base or 0)
         if base is not None and base.mantissa_bits is not None:  # it is rounded later, and then makes this its difference
             base = None
-        users = [user.entry.id for user in self.decisions if user.base == entry.id and bits is not None]
-        return replacement.thin_anew(self.policy.resumable, base.entry if base is not None else None, bits, users)
+        return replacement.thin(
+            self.policy.resumable,
+            recode=self.policy.delta is not None or bits is not None,
+            base=base.entry if base is not None else None,
+            bits=bits,
+            users=[user.entry.id for user in self.decisions if user.base == entry.id and bits is not None],
+        )
 
     def moved(self, entry: Entry) -> int:
         """The stored bytes that are read and written to make one of ``compacted`` whole, estimated."""
@@ -119,7 +125,7 @@ class RetentionPlan:
         doomed = set(self.dropped)
         if not doomed:
             return ()
-        at = store_clock.now(self.catalog.store, self.catalog.clock)
+        at = self.catalog.now()
 
         def drop(root: Root) -> Root:
             kept = {root.verified, *(id for name, id in root.pins.items() if name not in self.released)}
@@ -140,39 +146,78 @@ class RetentionPlan:
         return tuple(entry for entry in self.dropped if entry.id not in live)
 
 
+@dataclass(frozen=True)
+class CompactionPlan:
+    """Differences to write whole.
+
+    ``entries``: the versions, oldest first. ``kept``: other differences, each with the reason why it stays one. ``all``: the
+    entries of the root that the plan was made for.
+    """
+
+    catalog: Catalog
+    entries: tuple[Entry, ...]
+    kept: Mapping[Entry, str]
+    all: tuple[Entry, ...]
+
+    def explain(self) -> list[str]:
+        """Explain the plan.
+
+        Returns:
+            A line for each delta.
+        """
+        needs = {e: ", ".join(f"version {id}" for id in e.bases) for e in self.entries}
+        lines = {entry: f"written whole: needs {bases} now" for entry, bases in needs.items()}
+        lines |= {entry: f"stays a difference: it {why}" for entry, why in self.kept.items()}
+        return [f"version {e.id} (step {e.step}): {lines[e]}" for e in self.all if e in lines]
+
+    def replacement(self, entry: Entry) -> Replacement:
+        """The replacement of one of ``entries``. Reads its record and manifest."""
+        return replacement.plan(self.catalog, entry, replacement.compact(), siblings=self.all)
+
+    def execute(self, fence: Fence | None = None, progress: Progress = lambda nbytes: None) -> tuple[Entry, ...]:
+        """Write the versions one after another; their bases stay until retention drops them.
+
+        Args:
+            fence: The epoch that must be in charge.
+            progress: Called with the bytes of each chunk that is written.
+
+        Returns:
+            The new entries of the root.
+
+        Raises:
+            RaystowError: See ``Replacement.execute``. What was written by then stays; the next plan finds the rest.
+        """
+        done = (self.replacement(entry).execute(fence, progress) for entry in self.entries)
+        return tuple(entry for entry in done if entry is not None)
+
+
 def plan_policy(
     catalog: Catalog,
     policy: Policy,
     *,
-    known: dict[str, dict[str, Any]] | None = None,
+    known: dict[str, dict[str, object]] | None = None,
     bases: Collection[int] = (),
     compact: bool = False,
 ) -> RetentionPlan:
     """See ``Repository.plan_retention``."""
-    root = catalog.root()
-    metrics: dict[int, dict[str, Any]] = {}
+    root, known = catalog.root(), {} if known is None else known
     if policy.keep_best is not None:
-        known = {} if known is None else known
         versions = [catalog.at(entry) for entry in root.versions if entry.attempt not in known]
         with ThreadPoolExecutor(_RECORDS_AT_ONCE) as pool:
             known.update(pool.map(lambda version: (version.attempt, version.metrics), versions))
-        metrics = {entry.id: known[entry.attempt] for entry in root.versions}
-
-    def decide(leased: Collection[tuple[int, str]]) -> tuple[Decision, ...]:
-        return policies.plan(
-            root.versions,
-            policy,
-            pins=root.pins,
-            metrics=metrics,
-            verified=root.verified,
-            leased=leased,
-            bases=bases,
-            compact=compact,
-        )
-
-    decisions = decide(())
+    decide = functools.partial(
+        policies.plan,
+        root.versions,
+        policy,
+        pins=root.pins,
+        metrics={entry.id: known.get(entry.attempt, {}) for entry in root.versions},
+        verified=root.verified,
+        bases=bases,
+        compact=compact,
+    )
+    decisions = decide()
     if any(decision.verdict != "keep" for decision in decisions):  # else no lease is of interest
-        decisions = decide(catalog.leased())
+        decisions = decide(leased=catalog.leased())
     return RetentionPlan(catalog, decisions, policy=policy)
 
 
@@ -191,3 +236,14 @@ def plan_release(catalog: Catalog, names: Collection[str]) -> RetentionPlan:
         for entry in root.versions
     )
     return RetentionPlan(catalog, decisions, released)
+
+
+def plan_compaction(catalog: Catalog, ids: Collection[int] | None) -> CompactionPlan:
+    """See ``Repository.plan_compaction``."""
+    root = catalog.root()
+    if lost := set(ids or ()) - {entry.id for entry in root.versions}:
+        raise StateError(f"there is no version {min(lost)}", subject=catalog.uri, remedy="`raystow ls` lists what there is")
+    reasons = as_it_is(root.versions, root.verified, catalog.leased())
+    deltas = [entry for entry in root.versions if entry.bases and (ids is None or entry.id in ids)]
+    kept = {entry: reasons[entry.id] for entry in deltas if entry.id in reasons}
+    return CompactionPlan(catalog, tuple(entry for entry in deltas if entry not in kept), kept, root.versions)

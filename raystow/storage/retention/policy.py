@@ -7,9 +7,8 @@ keeps the same versions of the past. ``retention.plan`` carries decisions out.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any, TypeVar
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 
 from ..arguments import integer, refused
 from ..coding.dtypes import MANTISSA
@@ -21,7 +20,6 @@ from .thin_policy import MOST, chained
 Best = tuple[str, str, int]
 """A metric's name, ``"min"`` or ``"max"``, and how many versions."""
 
-_Run = TypeVar("_Run", bound=Hashable)
 _SPANS = ((86400, "d"), (3600, "h"), (60, "min"))
 
 
@@ -81,16 +79,6 @@ class Policy:
         if self.keep_best is not None:
             _check_best(self.keep_best)
 
-    def dump(self) -> dict[str, Any]:
-        """As JSON's types."""
-        return asdict(self)
-
-    @staticmethod
-    def load(fields: Mapping[str, Any]) -> Policy:
-        """From what ``dump`` has made."""
-        best = fields["keep_best"]
-        return Policy(**{**fields, "keep_best": best if best is None else tuple(best)})
-
     @property
     def keeps(self) -> bool:
         """Whether there is a rule that says what to keep."""
@@ -135,7 +123,7 @@ def plan(
     policy: Policy,
     *,
     pins: Mapping[str, int],
-    metrics: Mapping[int, Mapping[str, Any]],
+    metrics: Mapping[int, Mapping[str, object]],
     verified: int = 0,
     leased: Collection[tuple[int, str]] = (),
     bases: Collection[int] = (),
@@ -217,26 +205,21 @@ def _freed(freeing: Freeing, decisions: Mapping[int, Decision]) -> dict[int, Dec
     return {base.id: gone} | {user.id: replace(decisions[user.id], compact=why) for user in users}
 
 
-def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, Any]]) -> Iterator[tuple[int, str]]:
+def _ruled(entries: Sequence[Entry], policy: Policy, metrics: Mapping[int, Mapping[str, object]]) -> Iterator[tuple[int, str]]:
     """Ids, with the rules that keep them."""
     if (last := policy.keep_last) is not None:
         yield from ((entry.id, f"last {last}") for entry in entries[-last:])
     if (every := policy.keep_every) is not None:
-        for run, id in _newest({entry.id: entry.step // every for entry in entries}).items():
+        for run, id in {entry.step // every: entry.id for entry in entries}.items():  # the newest of each
             yield id, f"newest of steps {run * every} to {(run + 1) * every - 1}"
     if (seconds := policy.keep_every_seconds) is not None:
-        for id in _newest({entry.id: entry.created // seconds for entry in entries}).values():
+        for id in {entry.created // seconds: entry.id for entry in entries}.values():
             yield id, f"newest of its {_span(seconds)}"
     if (best := policy.keep_best) is not None:
         yield from ((id, best_rule(best)) for id in _best([entry.id for entry in entries], best, metrics))
 
 
-def _newest(runs: Mapping[int, _Run]) -> dict[_Run, int]:
-    """The newest id of each run, from the run of each id, ascending."""
-    return {run: id for id, run in runs.items()}
-
-
-def _best(ids: Sequence[int], best: Best, metrics: Mapping[int, Mapping[str, Any]]) -> list[int]:
+def _best(ids: Sequence[int], best: Best, metrics: Mapping[int, Mapping[str, object]]) -> list[int]:
     metric, mode, number = best
     sign = 1 if mode == "min" else -1
     values = {id: metrics.get(id, {}).get(metric) for id in ids}
@@ -246,30 +229,20 @@ def _best(ids: Sequence[int], best: Best, metrics: Mapping[int, Mapping[str, Any
 
 
 def _over(
-    entries: Sequence[Entry],
-    policy: Policy,
-    kept: Mapping[int, Sequence[str]],
-    safe: set[int],
-    thin: Collection[int],
+    entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int], thin: Collection[int]
 ) -> set[int]:
     """Ids that ``max_bytes`` drops of those that the rules keep."""
-    over: set[int] = set()
+    over = set[int]()
     if policy.max_bytes is None:
         return over
+    left = {id for id, rules in kept.items() if rules}
     size = {entry.id: 0 if entry.id in thin else entry.stored for entry in entries}
-    left = {entry.id for entry in entries if kept[entry.id]}
-    excess = _stored(entries, size, left) - policy.max_bytes
     for entry in entries:
-        if excess > 0 and entry.id in left and entry.id not in safe:
-            over.add(entry.id)
-            left.remove(entry.id)
-            excess = _stored(entries, size, left) - policy.max_bytes
+        if sum(size[id] for id in {*left, *needed(entries, left)}) <= policy.max_bytes:
+            break
+        over |= {entry.id} & left - safe
+        left -= over
     return over
-
-
-def _stored(entries: Sequence[Entry], size: Mapping[int, int], ids: Collection[int]) -> int:
-    """Bytes of these versions and their bases."""
-    return sum(size[id] for id in {*ids, *needed(entries, ids)})
 
 
 def _thin(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int]) -> dict[int, str]:

@@ -23,7 +23,7 @@ from ..catalog import Catalog
 from ..committer import put_record
 from ..errors import Damaged, InvariantError, NotFound, Untrusted
 from ..format import key_files, keys
-from ..format.groups import WEIGHTS, group
+from ..format.groups import WEIGHTS
 from ..format.root import Dropped, Entry, Rewrite, Root
 from ..format.signature import Signer, Trust
 from ..format.version_record import Thinned, VersionRecord
@@ -75,18 +75,15 @@ class Goal:
         return ""
 
 
-def thin(resumable: int, *, users: Sequence[int] = ()) -> Goal:
-    """A version keeps its weights only, and stays a difference to what it is one to."""
-    return Goal("thinned", weights_only=True, recode=False, resumable=resumable, users=tuple(users))
-
-
-def thin_anew(resumable: int, base: Entry | None, bits: int | None, users: Sequence[int]) -> Goal:
-    """A version keeps its weights only, perhaps rounded, as differences to ``base`` or whole.
+def thin(
+    resumable: int, *, recode: bool = False, base: Entry | None = None, bits: int | None = None, users: Sequence[int] = ()
+) -> Goal:
+    """A version keeps its weights only, as they are stored; or with ``recode``, perhaps rounded, whole or as deltas to ``base``.
 
     No difference may be made to a version before it is rounded. So what is to be a difference to it is written whole in its turn,
     and as a difference (``users``) once this one is rounded.
     """
-    return Goal("thinned", weights_only=True, base=base, bits=bits, resumable=resumable, users=tuple(users))
+    return Goal("thinned", weights_only=True, recode=recode, base=base, bits=bits, resumable=resumable, users=tuple(users))
 
 
 def compact() -> Goal:
@@ -139,11 +136,9 @@ class Replacement:
         if note is None:
             return None
         with contextlib.ExitStack() as held:
-            base = self.rewriting.base
             try:
-                held.enter_context(catalog.lease(old))
-                if base is not None and base.id not in old.entry.bases:
-                    held.enter_context(catalog.lease(base))
+                for version in filter(None, (old, self.rewriting.base)):
+                    held.enter_context(catalog.lease(version))
             except NotFound:
                 return None
             fragments, packs = self.rewriting.execute(note.attempt, progress)
@@ -216,29 +211,19 @@ def plan(catalog: Catalog, entry: Entry, goal: Goal, *, siblings: Sequence[Entry
     """Plan one replacement. Reads the version's record and manifest. ``Untrusted`` if the version is signed, or must be, and no
     key is here to sign what takes its place."""
     version = catalog.at(entry, siblings=siblings)
-    kept = _is_weight if goal.weights_only else _any
     base = catalog.at(goal.base, siblings=siblings) if goal.base is not None else None
     if not goal.recode and len(bases := version.record.bases) == 1:
         base = version.bases.version(bases[0])
-    rewriting = rewrite.plan(version, catalog.store, kept, base, recode=goal.recode, bits=goal.bits)
+    rewriting = rewrite.plan(version, catalog.store, base, weights_only=goal.weights_only, recode=goal.recode, bits=goal.bits)
     return Replacement(catalog, version, goal, rewriting, _signer(catalog, version))
-
-
-def _is_weight(name: str) -> bool:
-    return group(name) == WEIGHTS
-
-
-def _any(name: str) -> bool:
-    return True
 
 
 def _signer(catalog: Catalog, version: Version) -> Signer | None:
     """Who signs what takes the place of a version. What was signed stays signed, by a key that readers here trust; nothing else
     becomes signed."""
-    signer, trusts = key_files.signer(), [Trust(catalog.signed_by), catalog.trust]
-    if any(trust.keys for trust in trusts):  # and then the version was read because of its signature
-        for trust in trusts:
-            trust.admit(signer)
+    signer = key_files.signer()
+    catalog.admit(signer)
+    if catalog.signed_by or catalog.trust.keys:  # the version was read because of its signature
         return signer
     key = keys.signature(version.id, version.attempt)
     if not any(info.key == key for info in catalog.store.list(key)):

@@ -24,6 +24,7 @@ from ..coding.kernels import Bytes
 from ..coding.nearest import round_to_nearest
 from ..coding.rounded import Rounded
 from ..format import keys
+from ..format.groups import WEIGHTS, group
 from ..format.manifest import Chunk, Fragment
 from ..format.version_record import FragmentInfo, PackInfo
 from ..object_store import Buffer, ObjectStore
@@ -184,13 +185,13 @@ def _elements(version: Version, chunk: Chunk) -> Bytes:
 def plan(
     version: Version,
     store: ObjectStore,
-    kept: Callable[[str], bool],
     base: Version | None,
     *,
+    weights_only: bool = False,
     recode: bool = True,
     bits: int | None = None,
 ) -> Rewriting:
-    """Plan to write again what is ``kept``, by name, with chunks that are deltas to ``base``, where that is smaller, or to none.
+    """Plan to write a version again, with chunks that are deltas to ``base``, where that is smaller, or to none.
 
     Unless ``recode``, chunks keep their base. ``bits``: matrices that were not rounded before are rounded to so many mantissa
     bits. Reads record and manifest.
@@ -206,6 +207,9 @@ def plan(
         large = chunk.nbytes > 0 and math.prod(chunk.shape) * dtypes.dtype(chunk.dtype).itemsize >= _LEAST
         more = bits is not None and dtypes.MANTISSA.get(chunk.dtype, 0) > bits
         return more and large and len(chunk.shape) > 1 and chunk.name not in before
+
+    def kept(name: str) -> bool:
+        return not weights_only or group(name) == WEIGHTS
 
     fragments, loads = list[tuple[FragmentInfo, Fragment]](), list[Load]()
     for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
@@ -236,37 +240,33 @@ def _bundles(
             owners = [chunk for chunk in rest if chunk.words.name == chunk.dtype][:1]
             rest = [chunk for chunk in rest if chunk not in owners]
         if owners:
-            yield from (_owning(owner, (), anew) for owner in owners[1:])
-            yield _owning(owners[0], rest, anew)
+            for owner in (*owners[1:], owners[0]):
+                moved = owner.derivation is not None and owner.coding.base is not None  # in the base the chunk has another name
+                yield _bundle(owner, rest if owner is owners[0] else (), recoded=moved or anew(owner))
             continue
         for _, alike in itertools.groupby(sorted(rest, key=lambda chunk: chunk.dtype), lambda chunk: chunk.dtype):
             source, *copies = of = list(alike)
-            made = replace(source, derivation=None)
-            yield Bundle((made, *_from(made, copies)), source, bits if all(map(rounds, of)) else None)
+            yield _bundle(source, copies, recoded=True, bits=bits if all(map(rounds, of)) else None)
 
 
-def _owning(owner: Chunk, rest: Iterable[Chunk], anew: Ask) -> Bundle:
-    """A row that owns the stored bytes, and those that are derived from it."""
-    made = replace(owner, derivation=None)
-    moved = owner.derivation is not None and owner.coding.base is not None  # in the base the chunk has another name
-    return Bundle((made, *_from(made, rest)), owner if moved or anew(owner) else None)
-
-
-def _from(owner: Chunk, rows: Iterable[Chunk]) -> Iterator[Chunk]:
-    return (replace(row, derivation=Derivation(owner.name, owner.dtype)) for row in rows)
+def _bundle(owner: Chunk, derived: Iterable[Chunk], *, recoded: bool, bits: int | None = None) -> Bundle:
+    """A row that owns its stored bytes from now on, and those that are derived from it."""
+    derivation = Derivation(owner.name, owner.dtype)
+    rows = (replace(owner, derivation=None), *(replace(row, derivation=derivation) for row in derived))
+    return Bundle(rows, owner if recoded else None, bits)
 
 
 def _loads(node: int, bundles: Iterable[Bundle]) -> Iterator[Load]:
     """Bundles in packs of bounded size, one group each, in the order in which they are read."""
-    groups: dict[str, list[Bundle]] = defaultdict(list)
+    by_group: dict[str, list[Bundle]] = defaultdict(list)
     for bundle in sorted(bundles, key=lambda bundle: (bundle.rows[0].pack, bundle.rows[0].start)):
-        groups[bundle.rows[0].group].append(bundle)
-    for group, of in sorted(groups.items()):
+        by_group[bundle.rows[0].group].append(bundle)
+    for name, of in sorted(by_group.items()):
         full, size, number = list[Bundle](), 0, 0
         for bundle in of:
             if full and size + bundle.nbytes > _PACK:
-                yield Load(node, group, number, tuple(full))
+                yield Load(node, name, number, tuple(full))
                 full, size, number = [], 0, number + 1
             full.append(bundle)
             size += bundle.nbytes
-        yield Load(node, group, number, tuple(full))
+        yield Load(node, name, number, tuple(full))

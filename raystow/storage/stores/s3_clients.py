@@ -139,7 +139,7 @@ def _place(session: Any, core: Any, bucket: str) -> _Place:
 
 def _boto_client(session: Any, place: _Place, limits: S3Limits, attempts: int) -> Any:
     # Over plain http boto3 would hash each body for the signature; its CRC covers the body there, as it does over https.
-    signing: dict[str, Any] = {"payload_signing_enabled": False} if place.plain else {}
+    signing: dict[str, object] = {"payload_signing_enabled": False} if place.plain else {}
     config = Config(
         connect_timeout=limits.connect_seconds,
         read_timeout=limits.stall_seconds,
@@ -153,7 +153,7 @@ def _boto_client(session: Any, place: _Place, limits: S3Limits, attempts: int) -
 
 def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dict[str, timedelta]) -> ObstoreS3:
     host = place.endpoint.replace("://", f"://{place.bucket}.", 1) if place.virtual else place.endpoint
-    config: dict[str, Any] = {
+    config: dict[str, object] = {
         # Under both names: obstore would prefer the second from the environment to the first from here.
         "endpoint": host,
         "aws_endpoint_url_s3": host,
@@ -165,7 +165,7 @@ def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dic
     }
     if place.checksums:
         config["checksum_algorithm"] = "CRC64NVME"
-    options: dict[str, Any] = {
+    options: dict[str, object] = {
         "allow_http": place.plain,
         "connect_timeout": timedelta(seconds=limits.connect_seconds),
         "timeout": timedelta(seconds=limits.request_seconds),
