@@ -19,15 +19,8 @@ from .version import Version
 
 
 class Catalog:
-    """Finds the versions of one repository.
-
-    Args:
-        store: The object store.
-        id: The repository's id.
-        clock: The time and randomness that are used.
-        trust: Whose signatures the versions must have; by default ``signed_by``.
-        signed_by: The public keys that the marker names.
-    """
+    """Finds the versions of one repository. ``trust``: whose signatures the versions must have; by default those of the keys
+    ``signed_by``, which the marker names."""
 
     def __init__(
         self,
@@ -48,24 +41,14 @@ class Catalog:
         return self.store.uri
 
     def root(self) -> Root:
-        """Read the root.
-
-        Raises:
-            Damaged: The root is missing, cannot be read, or is of another repository.
-        """
+        """Read the root. Raises ``Damaged`` if it is missing, cannot be read, or is of another repository."""
         try:
             return self.register.read()
         except NotFound:
             raise Damaged("the repository's root is missing", subject=keys.ROOT, remedy=REPAIR) from None
 
     def at(self, entry: Entry, *, store: ObjectStore | None = None, siblings: Sequence[Entry] = ()) -> Version:
-        """Open the version of an entry of the root.
-
-        Args:
-            entry: The entry.
-            store: Another store to read through.
-            siblings: See ``Version``.
-        """
+        """Open the version of an entry of the root, or read it through another store. ``siblings``: see ``Version``."""
         return Version(store or self.store, entry, self.id, self.trust, siblings)
 
     def admit(self, signer: Signer | None) -> None:

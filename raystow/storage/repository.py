@@ -122,14 +122,10 @@ class Repository(Catalog):
         pins.unpin(self, name)
 
     def record_verified(self, *whole: Version, damaged: Collection[Version] = ()) -> int:
-        """Note the newest version that a deep verification found whole, so that retention keeps it.
+        """Note the newest version that a deep verification found whole, so that retention keeps it; the id that is noted, or 0.
 
-        Args:
-            whole: Versions found whole. A newer one that is noted already stays noted.
-            damaged: Versions found damaged. If the noted one is among them, or needs one of them, it is noted no more.
-
-        Returns:
-            The id that is noted afterwards; 0 for none.
+        ``whole``: versions found whole. A newer one that is noted already stays noted. ``damaged``: those found damaged. If the
+        noted one is among them, or needs one of them, it is noted no more.
         """
         return pins.record_verified(self, whole, damaged)
 
@@ -199,17 +195,10 @@ class Repository(Catalog):
 
 
 def open_repository(uri: str, *, clock: Clock = SYSTEM, trusted_keys: str | os.PathLike[str] | None = None) -> Repository:
-    """Open a repository for reading.
+    """Open a repository for reading. Raises ``NotARepository`` if there is none, and ``Damaged`` if marker or root are lost.
 
-    Args:
-        uri: Its address.
-        clock: The time and randomness that are used.
-        trusted_keys: Only versions signed with one of these are read; see ``key_files.trust``. By default the keys that the
-            environment names, else those that the repository names; if there are none, signatures are not required.
-
-    Raises:
-        NotARepository: There is none.
-        Damaged: Marker or root are lost.
+    ``trusted_keys``: only versions signed with one of these are read; see ``key_files.trust``. By default the keys that the
+    environment names, else those that the repository names; if there are none, signatures are not required.
     """
     store, trust = open_store(uri), key_files.trust(trusted_keys)
     try:
@@ -259,13 +248,8 @@ class _TrustOfMarker(Trust):
 def create_repository(uri: str, *, clock: Clock = SYSTEM, signer: Signer | None = None) -> Repository:
     """Open a repository, and create it if there is none. Several callers at once get the same one.
 
-    Args:
-        uri: Its address.
-        clock: The time and randomness that are used.
-        signer: A new repository requires signatures by its key, or by one that this process trusts.
-
-    Raises:
-        UnsafeStore: The store, probed before it is used for the first time, lets two conditional writes win.
+    ``signer``: a new repository requires signatures by its key, or by one that this process trusts. Raises ``UnsafeStore`` if the
+    store, which is probed before its first use, lets two conditional writes win.
     """
     store = open_store(uri)
     try:

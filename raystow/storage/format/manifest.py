@@ -99,6 +99,11 @@ class Row(NamedTuple):
 
 
 _REQUIRED = operator.itemgetter(*(i for i, name in enumerate(Row._fields) if name not in ("ranks", "value", "base")))
+_ATTRIBUTES = (
+    *("name", "path", "kind", "dtype", "shape", "offset", "extent"),
+    *("group", "pack", "start", "raw_digest", "stored_digest"),
+)
+"""The columns that have the names and values of attributes of ``Chunk``."""
 _TRANSFORMS = {(False, False): [], (True, False): ["planes"], (True, True): ["rotl1", "planes"]}
 _CODINGS = {tuple(names): flags for flags, names in _TRANSFORMS.items()}
 _DELTA, _SAME = "delta", "same"
@@ -279,44 +284,25 @@ def parsing(key: str) -> Iterator[None]:
 
 
 def _chunk_row(c: Chunk) -> dict[str, object]:
+    transform = list(_TRANSFORMS[c.coding.planes, c.coding.rotated])
+    if c.coding.base is not None:
+        transform.insert(0, _SAME if c.is_reference else _DELTA)
+    if c.derivation is not None:
+        transform.insert(0, _COPY if c.derivation.dtype == c.dtype else _ROUNDED + c.derivation.dtype)
     return {
-        "name": c.name,
-        "path": c.path,
-        "kind": c.kind,
+        **{name: getattr(c, name) for name in _ATTRIBUTES},
         "value": c.derivation and c.derivation.source,
-        "dtype": c.dtype,
-        "shape": c.shape,
-        "offset": c.offset,
-        "extent": c.extent,
-        "group": c.group,
-        "pack": c.pack,
-        "start": c.start,
         "base": c.coding.base,
-        "transform": [*_derived(c), *_delta(c), *_TRANSFORMS[c.coding.planes, c.coding.rotated]],
+        "transform": transform,
         "codecs": c.coding.codecs,
         "stored": c.coding.stored,
         "stream": c.coding.stream,
         "streams": c.coding.sizes,
-        "raw_digest": c.raw_digest,
-        "stored_digest": c.stored_digest,
     }
 
 
-def _derived(c: Chunk) -> list[str]:
-    """What the words in the pack are, if they are not the chunk's own."""
-    if c.derivation is None:
-        return []
-    return [_COPY if c.derivation.dtype == c.dtype else _ROUNDED + c.derivation.dtype]
-
-
-def _delta(c: Chunk) -> list[str]:
-    if c.coding.base is None:
-        return []
-    return [_SAME if c.is_reference else _DELTA]
-
-
 def _derivation(row: Row) -> Derivation | None:
-    """The inverse."""
+    """What the words in the pack are, if they are not the row's own."""
     first = row.transform[0] if row.transform else ""
     if first != _COPY and not first.startswith(_ROUNDED):
         return None

@@ -52,10 +52,6 @@ class Thinned:
     mantissa_bits: int | None = None
     base_bits: int | None = None
 
-    def dump(self) -> dict[str, object]:
-        """As JSON types."""
-        return {name: value for name, value in vars(self).items() if value is not None}
-
 
 @dataclass(frozen=True)
 class PackInfo:
@@ -149,18 +145,16 @@ class VersionRecord:
     def dump(self) -> bytes:
         """The bytes of ``version.json``."""
         # Not asdict: it copies every number of hundreds of thousands of packs.
-        parts = {
-            "fragments": [
-                {name: value for name, value in vars(f).items() if value is not None and (name, value) != ("bases", ())}
-                for f in self.fragments
-            ],
+        fields = {
+            **vars(self),
+            "metrics": {name: values.encode(value) for name, value in self.metrics.items()},
+            "fragments": [_known(f) for f in self.fragments],
             "packs": [vars(p) for p in self.packs],
             "restores": [vars(r) for r in self.restores],
+            "thinned": _known(self.thinned) if self.thinned is not None else None,
         }
-        fields = {**vars(self), "metrics": {name: values.encode(value) for name, value in self.metrics.items()}, **parts}
-        thinned, saved = fields.pop("thinned"), fields.pop("saved")
-        since = ({} if thinned is None else {"thinned": thinned.dump()}) | ({"saved": saved} if saved else {})
-        return records.dump({**fields, **since}, self.key())
+        since = {name: fields.pop(name) for name in ("thinned", "saved")}  # only of versions that were replaced
+        return records.dump({**fields, **{name: value for name, value in since.items() if value}}, self.key())
 
     @staticmethod
     def load(data: bytes, key: str) -> VersionRecord:
@@ -216,6 +210,11 @@ class VersionRecord:
     def key(self) -> str:
         """The key of the record."""
         return keys.record(self.id, self.attempt)
+
+
+def _known(part: FragmentInfo | Thinned) -> dict[str, object]:
+    """The fields, but for those that may be missing and are."""
+    return {name: value for name, value in vars(part).items() if value is not None and (name, value) != ("bases", ())}
 
 
 def _ranks(fields: records.Json, key: str) -> tuple[int, ...]:

@@ -22,7 +22,7 @@ from ..coding.derived import Derivation
 from ..coding.digest import raw_digest, stored_digest
 from ..coding.kernels import Bytes
 from ..coding.nearest import round_to_nearest
-from ..coding.rounded import Rounded
+from ..coding.rounded import Rounded, together
 from ..format import keys
 from ..format.groups import WEIGHTS, group
 from ..format.manifest import Chunk, Fragment
@@ -105,22 +105,22 @@ class Rewriting:
     ) -> tuple[tuple[FragmentInfo, ...], tuple[PackInfo, ...]]:
         """Write packs and fragments of ``attempt``; what the record says of them. Takes memory for the manifest and for four
         packs, coded and decoded. ``Damaged`` if a chunk is not as it was written."""
-        packs, rows, rounded = list[PackInfo](), defaultdict[int, list[Chunk]](list), defaultdict[int, dict[str, Rounded]](dict)
+        packs, rows = list[PackInfo](), defaultdict[int, list[Chunk]](list)
+        rounded = defaultdict[tuple[int, str], list[Rounded]](list)  # by node and tensor
         with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
             try:
                 for info, written, found in pool.map(lambda load: self._write(load, attempt, progress), self.loads):
                     packs.append(info)
                     rows[info.node] += written
                     for name, one in found:
-                        before = rounded[info.node].get(name)
-                        rounded[info.node][name] = one if before is None else before | one
+                        rounded[info.node, name].append(one)
             except BaseException:
                 pool.shutdown(wait=True, cancel_futures=True)
                 raise
         infos = []
         for old, fragment in self.fragments:
-            done = {**fragment.rounded, **rounded[fragment.node]}
-            fragment = replace(fragment, chunks=tuple(rows[fragment.node]), rounded=done)
+            anew = {name: together(parts) for (node, name), parts in rounded.items() if node == fragment.node}
+            fragment = replace(fragment, chunks=tuple(rows[fragment.node]), rounded={**fragment.rounded, **anew})
             data = fragment.dump()
             self.store.put(keys.fragment(self.version.id, attempt, fragment.node), [data])
             infos.append(fragment.info(data, old.ranks, old.stall))

@@ -61,14 +61,12 @@ class LocalStore:
         return self._root.as_uri()
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """The whole file."""
         with self._errors(key), self._open(key) as (descriptor, size):
             if size > max_bytes:
                 raise checks.too_large(self._subject(key), size, max_bytes)
             return self._read(descriptor, key, 0, size)
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
-        """As the protocol says; bytes of their own."""
         checks.checked_range(self._subject(key), start, length)
         with self._errors(key), self._open(key) as (descriptor, size):
             if start + length > size:
@@ -76,7 +74,6 @@ class LocalStore:
             return self._read(descriptor, key, start, length)
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
-        """As the protocol says, by reading straight into the target."""
         subject, length = self._subject(key), target.nbytes
         checks.checked_range(subject, start, length)
         with self._errors(key), self._open(key) as (descriptor, size):
@@ -96,7 +93,6 @@ class LocalStore:
             durable.write(self._root, key, parts, self._clock)
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
-        """As ``get``, with the tag that ``put_if`` wants."""
         # No lock is needed: a rename swaps whole files, so an open file has one content, the newest at that time.
         data = self.get(key, max_bytes=max_bytes)
         return Tagged(data, _tag(data))
@@ -120,7 +116,11 @@ class LocalStore:
         checks.checked_prefix(prefix)
         folder = prefix.rpartition("/")[0]
         with self._errors(prefix):
-            yield from self._walk(folder + "/" if folder else "", prefix)
+            for key, entry in self._walk(folder + "/" if folder else "", prefix):
+                if key.startswith(prefix) and checks.is_key(key) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        status = entry.stat(follow_symlinks=False)
+                        yield ObjectInfo(key, status.st_size, status.st_mtime)
 
     def delete(self, keys: Iterable[str]) -> None:
         """Remove the files, and the folders that this leaves empty."""
@@ -133,7 +133,10 @@ class LocalStore:
     def unfinished(self) -> Iterator[Unfinished]:
         """As the protocol says: temporary files. The key is that of their folder, the token their name."""
         with self._errors(""):
-            yield from self._walk_temporary("")
+            for path, entry in self._walk("", ""):
+                if entry.name.startswith(durable.TEMPORARY) and entry.is_file(follow_symlinks=False):
+                    with contextlib.suppress(FileNotFoundError):
+                        yield Unfinished(path.rpartition("/")[0], entry.name, entry.stat(follow_symlinks=False).st_mtime)
 
     def abort(self, unfinished: Iterable[Unfinished]) -> None:
         """Remove temporary files. A writer that is still at work on one fails with ``StoreUnavailable``."""
@@ -193,39 +196,20 @@ class LocalStore:
             have += len(piece)
         return b"".join(pieces)
 
-    def _walk(self, below: str, prefix: str) -> Iterator[ObjectInfo]:
-        # A folder sorts as its name with a slash, as its keys do, so the walk is in the order of keys.
+    def _walk(self, below: str, prefix: str) -> Iterator[tuple[str, os.DirEntry[str]]]:
+        """What is in a folder, and in those below it that may have keys with the prefix, by path, in the order of keys."""
         try:
-            with os.scandir(f"{self._root}/{below}") as entries:
+            with os.scandir(f"{self._root}/{below}") as entries:  # a folder sorts as its name with a slash, as its keys do
                 found = sorted((f"{below}{e.name}{'/' if e.is_dir(follow_symlinks=False) else ''}", e) for e in entries)
         except OSError as error:
             if error.errno in _GONE:
                 return
             raise
-        for name, entry in found:
-            if name.endswith("/"):
-                if checks.is_key(name[:-1]) and (name.startswith(prefix) or prefix.startswith(name)):
-                    yield from self._walk(name, prefix)
-            elif name.startswith(prefix) and checks.is_key(name) and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(FileNotFoundError):
-                    status = entry.stat(follow_symlinks=False)
-                    yield ObjectInfo(name, status.st_size, status.st_mtime)
-
-    def _walk_temporary(self, below: str) -> Iterator[Unfinished]:
-        try:
-            with os.scandir(f"{self._root}/{below}") as entries:
-                found = sorted(entries, key=lambda entry: entry.name)
-        except OSError as error:
-            if error.errno in _GONE:
-                return
-            raise
-        for entry in found:
-            if entry.is_dir(follow_symlinks=False):
-                if checks.is_key(below + entry.name):
-                    yield from self._walk_temporary(f"{below}{entry.name}/")
-            elif entry.name.startswith(durable.TEMPORARY) and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(FileNotFoundError):
-                    yield Unfinished(below.rstrip("/"), entry.name, entry.stat(follow_symlinks=False).st_mtime)
+        for path, entry in found:
+            if not path.endswith("/"):
+                yield path, entry
+            elif checks.is_key(path[:-1]) and (path.startswith(prefix) or prefix.startswith(path)):
+                yield from self._walk(path, prefix)
 
     @contextlib.contextmanager
     def _errors(self, key: str) -> Iterator[None]:

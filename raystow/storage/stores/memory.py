@@ -39,11 +39,9 @@ class MemoryStore:
 
     @property
     def uri(self) -> str:
-        """``memory://`` and the name."""
         return f"memory://{self._name}"
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """The whole object."""
         return self.get_tagged(key, max_bytes=max_bytes).data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
@@ -56,24 +54,20 @@ class MemoryStore:
         return memoryview(data)[start : start + length]
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
-        """As the protocol says, by a copy."""
         target[:] = self.get_range(key, start, target.nbytes)
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
-        """As the protocol says; the parts are copied."""
         data = b"".join(parts)
         with self._lock:
             self._write(key, data)
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
-        """As ``get``, with the tag of this write."""
         found = self._find(key)
         if len(found.data) > max_bytes:
             raise checks.too_large(self._subject(key), len(found.data), max_bytes)
         return Tagged(found.data, found.tag)
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
-        """As the protocol says."""
         subject = self._subject(key)
         with self._lock:
             held = self._objects.get(key)
@@ -89,7 +83,6 @@ class MemoryStore:
         yield from sorted(found, key=lambda info: info.key)
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Forget the objects."""
         for key in keys:
             checks.checked_key(key)
             with self._lock:

@@ -43,7 +43,6 @@ class S3Store:
         return f"s3://{self._bucket}/{self._prefix}".rstrip("/")
 
     def get(self, key: str, *, max_bytes: int) -> bytes:
-        """The whole object, by one GET."""
         return self.get_tagged(key, max_bytes=max_bytes).data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
@@ -64,7 +63,6 @@ class S3Store:
         return data
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
-        """As the protocol says, by a copy."""
         target[:] = self.get_range(key, start, target.nbytes)
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
@@ -131,7 +129,6 @@ class S3Store:
         return str(answer["ETag"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
-        """As the protocol says, page by page."""
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
         with boto_errors("LIST", subject):
             pages = self._clients.decide.get_paginator("list_objects_v2")
@@ -143,7 +140,6 @@ class S3Store:
                         yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())
 
     def delete(self, keys: Iterable[str]) -> None:
-        """As the protocol says, a thousand a request."""
         remaining = iter(keys)
         while batch := [{"Key": self._below + checks.checked_key(key)} for key in islice(remaining, _DELETE_BATCH)]:
             with boto_errors("DELETE", self.uri):
