@@ -168,7 +168,7 @@ BUGS = (
     ),
     _bug(
         "what was verified last is written whole",
-        ("Goal.obstacle", "$id == $root.verified", "False"),
+        ("Goal.allows", "$id == $root.verified", "False"),
         _without("verified_stays"),
     ),
     _bug(
@@ -185,7 +185,7 @@ BUGS = (
     ),
     _bug(
         "a version is rounded although a thinned one leans on it",
-        ("Goal.obstacle", "$user.resumable or $self.bits is not None", "$user.resumable"),
+        ("Goal.allows", "$user.resumable or $self.bits is not None", "$user.resumable"),
         ("policy:plan", "{$base for $entry in $all if not $entry.resumable and $kept for $base in $entry.bases}", "set()"),
     ),
     _bug("collection knows no grace period", ("collect:_kept", "if $garbage.since < $grace: ...", "if False: ...")),

@@ -59,20 +59,18 @@ class Goal:
         says so."""
         return entry.resumable if self.weights_only else bool(entry.bases) == (self.base is None)
 
-    def obstacle(self, root: Root, id: int) -> str:
-        """Why this root does not allow it for version ``id``; empty if it does."""
-        if id == root.verified:
-            return "it was verified last"
-        if id == root.versions[-1].id:
-            return "it is the newest"
+    def allows(self, root: Root, entry: Entry) -> bool:
+        """Whether this root allows it: it is live, and neither the newest, nor the one verified last, nor pinned if it is
+        to lose bits or become a delta, nor one of the last that can be resumed, nor the base of one that needs what it loses."""
+        id = entry.id
+        if entry not in root.versions or id == root.versions[-1].id or id == root.verified:
+            return False
         if id in root.pins.values() and (self.weights_only or self.base is not None):
-            return "it is pinned"
-        if sum(entry.resumable for entry in root.versions if entry.id > id) < self.resumable:
-            return f"it is one of the last {self.resumable} that can be resumed"
-        for user in root.versions if self.weights_only else ():
-            if id in user.bases and (user.resumable or self.bits is not None):  # a thinned one needs each bit of the weights
-                return f"version {user.id} is a difference to it"
-        return ""
+            return False
+        if sum(newer.resumable for newer in root.versions if newer.id > id) < self.resumable:
+            return False
+        users = [user for user in root.versions if id in user.bases]  # a thinned one needs each bit of the weights
+        return not (self.weights_only and any(user.resumable or self.bits is not None for user in users))
 
 
 def thin(
@@ -118,12 +116,6 @@ class Replacement:
             return self.rewriting.stored
         return max((estimate(self.version.entry, base.entry) for base in self.version.bases.all()), default=self.version.bytes)
 
-    def explain(self) -> str:
-        """What is done, in a line."""
-        to = f", a difference to version {self.rewriting.base.id}" if self.rewriting.base is not None else ""
-        sizes = f"{self.rewriting.read} bytes are read, about {self.stored} written"
-        return f"version {self.version.id} (step {self.version.step}): {self.goal.outcome}{to}: {sizes}"
-
     def execute(self, fence: Fence | None = None, progress: Progress = lambda nbytes: None) -> Entry | None:
         """Write the version again and replace it; the new entry. None if the version stays as it is: it was dropped, leased or
         replaced meanwhile, or the root does not allow it any more.
@@ -165,7 +157,7 @@ class Replacement:
         note = Rewrite(self.version.id, self.catalog.clock.token(), self.catalog.now())
 
         def add(root: Root) -> Root:
-            if note in root.rewrites or not self._allowed(root):
+            if note in root.rewrites or not self.goal.allows(root, self.version.entry):
                 return root
             return replace(root, rewrites=(*root.rewrites, note))
 
@@ -176,7 +168,7 @@ class Replacement:
         read = frozenset({old} if base is None else {old, base.entry})
 
         def swap(root: Root) -> Root:
-            if new in root.versions or not self._allowed(root):
+            if new in root.versions or not self.goal.allows(root, old):
                 return root
             return replace(
                 root,
@@ -191,9 +183,6 @@ class Replacement:
             log = about(logger, repository=self.catalog.uri, version=old.id)
             log.info("version %d stays as it is: %s", old.id, error)
             return False
-
-    def _allowed(self, root: Root) -> bool:
-        return self.version.entry in root.versions and not self.goal.obstacle(root, self.version.id)
 
     def _redelta_users(self, fence: Fence | None) -> None:
         for id in self.goal.users:
