@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import math
 import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
 from . import pins
-from .arguments import refused
 from .catalog import Catalog
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
@@ -189,9 +187,7 @@ class Repository(Catalog):
             StateError: ``grace`` is invalid.
             Damaged: The root is damaged, so garbage cannot be told from versions.
         """
-        if not 0 <= grace < math.inf:
-            raise refused("grace", grace, "seconds, 0 or more")
-        return (collect.plan_dropped if dropped_only else collect.plan)(self, grace=grace)
+        return collect.plan(self, grace=grace, dropped_only=dropped_only)
 
 
 def open_repository(uri: str, *, clock: Clock = SYSTEM, trusted_keys: str | os.PathLike[str] | None = None) -> Repository:

@@ -44,7 +44,7 @@ class Housekeeping:
             for entry in dropped:
                 dropped_one = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
                 log.info("version %d, step %d, is dropped: %s", entry.id, entry.step, why[entry], extra=dropped_one)
-            done = collect.plan_dropped(catalog, grace=self._grace).execute()
+            done = collect.plan(catalog, grace=self._grace, dropped_only=True).execute()
             if done.objects:
                 log.info("%d objects of %d dropped versions are deleted: %d bytes", done.objects, done.attempts, done.nbytes)
             self._compact(plan, log)

@@ -195,7 +195,9 @@ class Fragment:
         """The fragment as a Parquet file, sorted by name and offset; ``StateError`` if it is more than readers take."""
         chunks = sorted(self.chunks, key=lambda c: (c.name, c.offset))
         values = sorted(self.values, key=lambda v: (v.name, v.ranks))
-        rows = [_chunk_row(c) | _rounded_row(self.rounded.get(c.name)) for c in chunks] + [_value_row(v) for v in values]
+        rounded = {name: dict(zip(ROUNDED.names, astuple(one), strict=True)) for name, one in self.rounded.items()}
+        rows = [_chunk_row(c) | rounded.get(c.name, {}) for c in chunks]
+        rows += [{"name": v.name, "path": v.path, "kind": VALUE, "value": v.text, "ranks": v.ranks} for v in values]
         rows.sort(key=lambda row: str(row["name"]))
         schema = pa.unify_schemas([SCHEMA, ROUNDED]) if self.rounded else SCHEMA
         table, sink = pa.Table.from_pylist(rows, schema), pa.BufferOutputStream()
@@ -313,10 +315,6 @@ def _derivation(row: Row) -> Derivation | None:
     return found
 
 
-def _rounded_row(found: Rounded | None) -> dict[str, object]:
-    return dict(zip(ROUNDED.names, astuple(found), strict=True)) if found is not None else {}
-
-
 def _rounded(data: bytes) -> dict[str, Rounded]:
     """What the further columns say, if they are all there."""
     schema = pa.unify_schemas([pa.schema([SCHEMA.field("name")]), ROUNDED])
@@ -327,10 +325,6 @@ def _rounded(data: bytes) -> dict[str, Rounded]:
     if not all(math.isfinite(one.error) and math.isfinite(one.relative) for one in found.values()):
         raise Damaged("an error of rounding that is no number")
     return found
-
-
-def _value_row(v: Value) -> dict[str, object]:
-    return {"name": v.name, "path": v.path, "kind": VALUE, "value": v.text, "ranks": v.ranks}
 
 
 def _chunk(row: Row, node: int) -> Chunk:

@@ -122,12 +122,8 @@ def shown(value: object) -> str:
     return reprlib.repr(value)
 
 
-def _integer(fields: Json, name: str, key: str) -> int:
-    return field(fields, name, int, key)
-
-
-def _text(fields: Json, name: str, key: str) -> str:
-    return field(fields, name, str, key)
+def _plain(kind: type) -> Callable[[Json, str, str], object]:
+    return lambda fields, name, key: field(fields, name, kind, key)
 
 
 def _integers_by_name(fields: Json, name: str, key: str) -> dict[str, int]:
@@ -141,9 +137,9 @@ def _texts_by_name(fields: Json, name: str, key: str) -> dict[str, str]:
 
 
 _CHECKS: dict[object, Callable[[Json, str, str], object]] = {
-    int: _integer,
-    int | None: _integer,
-    str: _text,
+    int: _plain(int),
+    int | None: _plain(int),
+    str: _plain(str),
     float: time,
     float | None: time,
     tuple[int, ...]: ids,

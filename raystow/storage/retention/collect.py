@@ -16,10 +16,12 @@ version was dropped, and a version's record goes first, so that no incomplete ve
 from __future__ import annotations
 
 import enum
+import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
 from .. import leases, probe, scan
+from ..arguments import refused
 from ..catalog import Catalog
 from ..format import keys
 from ..format.root import Root
@@ -147,7 +149,14 @@ class CollectionPlan:
             self.catalog.register.update(change)
 
 
-def plan(catalog: Catalog, *, grace: float = GRACE) -> CollectionPlan:
+def plan(catalog: Catalog, *, grace: float = GRACE, dropped_only: bool = False) -> CollectionPlan:
+    """See ``Repository.plan_collection``."""
+    if not 0 <= grace < math.inf:
+        raise refused("grace", grace, "seconds, 0 or more")
+    return _plan_dropped(catalog, grace) if dropped_only else _plan_all(catalog, grace)
+
+
+def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     """Look through the whole repository, with one listing of all objects."""
     store, now = catalog.store, catalog.now()
     # The root is read after the listing, so what is committed meanwhile is not taken for garbage.
@@ -162,7 +171,7 @@ def plan(catalog: Catalog, *, grace: float = GRACE) -> CollectionPlan:
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)
 
 
-def plan_dropped(catalog: Catalog, *, grace: float = GRACE) -> CollectionPlan:
+def _plan_dropped(catalog: Catalog, grace: float) -> CollectionPlan:
     """Look at dropped versions only: fast enough for after each commit."""
     root, store = catalog.root(), catalog.store
     if not root.dropped:

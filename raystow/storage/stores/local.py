@@ -216,7 +216,8 @@ class LocalStore:
         try:
             yield
         except OSError as error:
-            subject, what = f"{self._root}/{key}", f"{error.strerror or type(error).__name__} ({_name(error)})"
+            name = errno.errorcode.get(error.errno or 0, str(error.errno))
+            subject, what = f"{self._root}/{key}", f"{error.strerror or type(error).__name__} ({name})"
             if error.errno in _REFUSED:
                 raise StoreError(what, subject=subject, remedy=_REFUSED[error.errno]) from error
             remedy = _LATER.get(error.errno or 0, "check the disk or the network mount, then try again")
@@ -232,7 +233,3 @@ def _tag_of_file(path: Path) -> str | None:
         return _tag(path.read_bytes())
     except FileNotFoundError:
         return None
-
-
-def _name(error: OSError) -> str:
-    return errno.errorcode.get(error.errno or 0, str(error.errno))

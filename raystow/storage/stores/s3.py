@@ -7,6 +7,7 @@ them): it takes buffers without a copy and works without the interpreter's lock.
 from __future__ import annotations
 
 import contextlib
+import functools
 import threading
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
@@ -145,7 +146,9 @@ class S3Store:
             with boto_errors("DELETE", self.uri):
                 answer = self._clients.decide.delete_objects(Bucket=self._bucket, Delete={"Objects": batch, "Quiet": True})
             for failure in answer.get("Errors", ()):
-                self._refused_delete(failure)
+                code, subject = failure.get("Code", ""), f"s3://{self._bucket}/{failure.get('Key', '')}"
+                if code not in ("NoSuchKey", "NoSuchVersion"):
+                    raise from_answer(0, code, operation="DELETE", subject=subject)
 
     def unfinished(self) -> Iterator[Unfinished]:
         """As the protocol says: multipart uploads, page by page; the token is the upload's id."""
@@ -165,7 +168,7 @@ class S3Store:
                 client.abort_multipart_upload(Bucket=self._bucket, Key=self._below + write.key, UploadId=write.token)
 
     def __reduce__(self) -> tuple[object, ...]:
-        return _reopen, (self._bucket, self._prefix, self._limits)
+        return functools.partial(S3Store, self._bucket, self._prefix, limits=self._limits), ()
 
     @property
     def _clients(self) -> S3Clients:
@@ -183,12 +186,3 @@ class S3Store:
 
     def _subject(self, key: str) -> str:
         return f"{self.uri}/{checks.checked_key(key)}"
-
-    def _refused_delete(self, failure: dict[str, str]) -> None:
-        code, subject = failure.get("Code", ""), f"s3://{self._bucket}/{failure.get('Key', '')}"
-        if code not in ("NoSuchKey", "NoSuchVersion"):
-            raise from_answer(0, code, operation="DELETE", subject=subject)
-
-
-def _reopen(bucket: str, prefix: str, limits: S3Limits) -> S3Store:
-    return S3Store(bucket, prefix, limits=limits)
