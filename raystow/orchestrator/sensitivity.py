@@ -151,7 +151,12 @@ def sensitivity(
     keeper, found = _Keeper(tensors.values()), list[Trial]()
     try:
         before = float(loss())
-        trained, noise = _twice(train, keeper) if train is not None else (None, 0.0)
+        trained, noise = None, 0.0
+        if train is not None:
+            trained = float(train())
+            keeper.restore()
+            noise = abs(float(train()) - trained)
+            keeper.restore()
         for (what, group), names in _groups(tensors).items():
             if what != WEIGHTS and trained is None:
                 continue
@@ -198,15 +203,6 @@ def _groups(tensors: Mapping[str, torch.Tensor]) -> dict[tuple[str, str], list[s
             continue
         found[what, f"{role(name)}.{what}" if what in (WEIGHTS, "master") else what].append(name)
     return dict(sorted(found.items()))
-
-
-def _twice(train: Callable[[], float], keeper: _Keeper) -> tuple[float, float]:
-    """The loss after training, and the difference of a second run."""
-    first = float(train())
-    keeper.restore()
-    second = float(train())
-    keeper.restore()
-    return first, abs(second - first)
 
 
 class _Keeper:

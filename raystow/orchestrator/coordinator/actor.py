@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import platform
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import TypeVar
 
 import ray
@@ -28,29 +28,8 @@ from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...workers import ray_metrics
 from ...workers.node.actor import holders
-from ...workers.protocol.messages import (
-    COORDINATOR_REQUESTS,
-    PROTOCOL,
-    Acknowledged,
-    AwaitRanks,
-    Begin,
-    Committed,
-    JoinRun,
-    Message,
-    NoVersion,
-    PartFailed,
-    PartStaged,
-    PartStored,
-    RankDisconnected,
-    RankFinished,
-    RankSaveFailed,
-    RestoreChoice,
-    RestoreVote,
-    Ticket,
-    check_protocol,
-    decode,
-    encode,
-)
+from ...workers.protocol import messages
+from ...workers.protocol.messages import PROTOCOL, Begin, RestoreChoice, RestoreVote, Ticket
 from ..restore.rounds import RestoreRounds
 from ..restore.version_cache import VersionCache
 from .attempt import Attempt, Phase
@@ -85,7 +64,7 @@ class CoordinatorActor:
     async def start(self, protocol: str = PROTOCOL) -> tuple[str, tuple[PublicKey, ...]]:
         """Make or open the repository and take the next epoch; the repository's id, and whose signatures it asks for. Only the
         first call does anything."""
-        check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
+        self._check(protocol)
         async with self._starting:
             if self._core is None:
                 signer = key_files.signer()
@@ -98,15 +77,15 @@ class CoordinatorActor:
                 self._rounds = RestoreRounds(repository, SYSTEM, self._known, on_fall_back=count_damage)
                 self._housekeeping = Housekeeping(self._committer)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
-                self._keeper = asyncio.create_task(self._keep())
+                self._keeper = asyncio.create_task(self._keep(self._core))
         return self._committer.catalog.id, self._committer.catalog.signed_by
 
     async def overview(self) -> CoordinatorStatus | None:
         """The status; None before ``start``."""
-        core, newest = self._core, self._known.newest if self._core is not None else None
-        if core is None:
+        if (core := self._core) is None:
             return None
-        now, age = SYSTEM.monotonic(), None if newest is None else SYSTEM.now() - newest.created
+        now, newest = SYSTEM.monotonic(), self._known.newest
+        age = None if newest is None else SYSTEM.now() - newest.created
         attempts = open_attempts(core.attempts, now), failed_attempts(core.attempts, now)
         repository, epoch = self._committer.catalog.id, self._committer.epoch
         return CoordinatorStatus(self._uri, repository, epoch, newest, age, core.aborted_in_a_row, *attempts)
@@ -147,44 +126,47 @@ class CoordinatorActor:
 
     async def handle(self, protocol: str, data: bytes) -> bytes:
         """Answer a request of a rank or node worker: one of ``COORDINATOR_REQUESTS``, encoded."""
-        check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
-        return encode(await self._answer(decode(data, *COORDINATOR_REQUESTS)))
+        self._check(protocol)
+        return messages.encode(await self._answer(messages.decode(data, *messages.COORDINATOR_REQUESTS)))
 
-    async def _answer(self, request: Message) -> Message:
+    def _check(self, protocol: str) -> None:
+        messages.check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
+
+    async def _answer(self, request: messages.Message) -> messages.Message:
         match request:
             case Begin():
                 return await self.begin(request)
-            case PartStored(ticket, info, packs):
-                return Committed(await self.fragment(ticket, info, packs))
-            case JoinRun(rank, incarnation, world_size):
+            case messages.PartStored(ticket, info, packs):
+                return messages.Committed(await self.fragment(ticket, info, packs))
+            case messages.JoinRun(rank, incarnation, world_size):
                 await self.join(rank, incarnation, world_size)
-            case RankFinished(ticket, rank, covered):
+            case messages.RankFinished(ticket, rank, covered):
                 await self.finished(ticket, rank, covered)
-            case AwaitRanks(ticket):
+            case messages.AwaitRanks(ticket):
                 await self.wait_complete(ticket)
-            case PartStaged(ticket, info, packs):
+            case messages.PartStaged(ticket, info, packs):
                 await self.staged(ticket, info, packs)
-            case PartFailed(ticket, reason):
+            case messages.PartFailed(ticket, reason):
                 await self.failed(ticket, reason)
-            case RankSaveFailed(rank, incarnation, save, step, reason):
+            case messages.RankSaveFailed(rank, incarnation, save, step, reason):
                 await self.save_failed(rank, incarnation, save, step, reason)
-            case RankDisconnected(rank, incarnation, reason):
+            case messages.RankDisconnected(rank, incarnation, reason):
                 await self.rank_disconnected(rank, incarnation, reason)
-        return Acknowledged()
+        return messages.Acknowledged()
 
     async def handle_vote(self, protocol: str, data: bytes) -> tuple[bytes, ray.ObjectRef | None]:
         """As ``settle``, encoded. Records that are known here come through the object store: once to each node, and not to each
         rank."""
-        check_protocol(protocol, f"the caller of the coordinator of {self._uri}")
-        choice = await self.settle(decode(data, RestoreVote))
+        self._check(protocol)
+        choice = await self.settle(messages.decode(data, RestoreVote))
         if choice is None:
-            return encode(NoVersion()), None
+            return messages.encode(messages.NoVersion()), None
         records = choice.records
         if not any(records):
-            return encode(choice), None
+            return messages.encode(choice), None
         if records != self._shared[0]:
             self._shared = records, ray.put(records)
-        return encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
+        return messages.encode(choice.with_records(itertools.repeat(b""))), self._shared[1]
 
     async def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
@@ -258,10 +240,8 @@ class CoordinatorActor:
             raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}")
         return attempt
 
-    async def _keep(self) -> None:
+    async def _keep(self, core: Coordinator) -> None:
         """Commit complete attempts at once; check deadlines and nodes periodically."""
-        assert self._core is not None
-        core = self._core
         while True:
             try:
                 while (attempt := core.next_commit()) is not None:
@@ -270,7 +250,7 @@ class CoordinatorActor:
                     if attempt.entry is not None:
                         self._known.committed(attempt.entry)
                     if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
-                        self._apply_retention(attempt.retention)
+                        self._apply_retention(attempt.retention, core.bases)
                 core.tick()
                 async with self._restoring:
                     await asyncio.to_thread(self._rounds.tick)
@@ -287,10 +267,9 @@ class CoordinatorActor:
                 except asyncio.TimeoutError:
                     pass
 
-    def _apply_retention(self, policy: Policy) -> None:
+    def _apply_retention(self, policy: Policy, bases: Collection[int]) -> None:
         """Run retention in a thread. A policy that comes during a run waits for the next commit."""
         if self._chores is None or self._chores.done():
-            bases = self._core.bases if self._core is not None else ()
             self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy, bases))
 
     def _measure(self, core: Coordinator) -> None:

@@ -23,7 +23,6 @@ class Phase(enum.Enum):
 
     @property
     def over(self) -> bool:
-        """Whether the phase is final."""
         return self in (Phase.COMMITTED, Phase.ABORTED)
 
 

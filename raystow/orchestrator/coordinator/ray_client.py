@@ -12,28 +12,8 @@ from ...storage.coding.digest import stored_digest
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...workers.node.actor import NAMESPACE
-from ...workers.protocol.messages import (
-    PROTOCOL,
-    Acknowledged,
-    AwaitRanks,
-    Begin,
-    Committed,
-    JoinRun,
-    Message,
-    NoVersion,
-    PartFailed,
-    PartStaged,
-    PartStored,
-    RankDisconnected,
-    RankFinished,
-    RankSaveFailed,
-    RestoreChoice,
-    RestoreVote,
-    Ticket,
-    decode,
-    encode,
-    shortened,
-)
+from ...workers.protocol import messages
+from ...workers.protocol.messages import PROTOCOL, Begin, RestoreChoice, RestoreVote, Ticket
 from ..ray_cluster import call
 from .actor import CoordinatorActor
 
@@ -46,7 +26,7 @@ COORDINATOR = "coordinator-"
 _ANSWER = 60.0  # seconds within which a call that does not wait for others must be answered
 
 
-_Answer = TypeVar("_Answer", bound=Message)
+_Answer = TypeVar("_Answer", bound=messages.Message)
 
 
 class RayCoordinatorClient:
@@ -59,45 +39,48 @@ class RayCoordinatorClient:
         return self._ask(begin, Ticket)
 
     def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
-        self._ask(RankFinished(ticket, rank, covered), Acknowledged)
+        self._tell(messages.RankFinished(ticket, rank, covered))
 
     def wait_complete(self, ticket: Ticket) -> None:
-        self._ask(AwaitRanks(ticket), Acknowledged, ticket.timeout + _ANSWER)
+        self._tell(messages.AwaitRanks(ticket), ticket.timeout + _ANSWER)
 
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
-        self._ask(PartStaged(ticket, info, tuple(packs)), Acknowledged)
+        self._tell(messages.PartStaged(ticket, info, tuple(packs)))
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
-        return self._ask(PartStored(ticket, info, tuple(packs)), Committed, ticket.timeout + 2 * _ANSWER).entry
+        return self._ask(messages.PartStored(ticket, info, tuple(packs)), messages.Committed, ticket.timeout + 2 * _ANSWER).entry
 
     def failed(self, ticket: Ticket, reason: str) -> None:
-        self._ask(PartFailed(ticket, shortened(reason)), Acknowledged)
+        self._tell(messages.PartFailed(ticket, messages.shortened(reason)))
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
-        self._ask(RankDisconnected(rank, incarnation, reason), Acknowledged)
+        self._tell(messages.RankDisconnected(rank, incarnation, reason))
 
     def join(self, rank: int, incarnation: str, world_size: int) -> None:
-        self._ask(JoinRun(rank, incarnation, world_size), Acknowledged)
+        self._tell(messages.JoinRun(rank, incarnation, world_size))
 
     def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         """See ``restore.rounds``. Waits for the other ranks."""
-        vote = replace(vote, damage=shortened(vote.damage), error=shortened(vote.error))
+        vote = replace(vote, damage=messages.shortened(vote.damage), error=messages.shortened(vote.error))
         data, records = self._call("handle_vote", vote, vote.timeout + 2 * _ANSWER)
-        answer: RestoreChoice | NoVersion = decode(data, RestoreChoice, NoVersion)  # type: ignore[assignment]
-        if isinstance(answer, NoVersion):
+        answer: RestoreChoice | messages.NoVersion = messages.decode(data, RestoreChoice, messages.NoVersion)  # type: ignore[assignment]
+        if isinstance(answer, messages.NoVersion):
             return None
         if records is None:
             return answer
         return answer.with_records(call(records, _ANSWER, f"coordinator of {self._uri}"))
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
-        self._ask(RankSaveFailed(rank, incarnation, save, step, shortened(reason)), Acknowledged)
+        self._tell(messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason)))
 
-    def _ask(self, request: Message, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
-        return decode(self._call("handle", request, timeout), expected)
+    def _tell(self, report: messages.Message, timeout: float = _ANSWER) -> None:
+        self._ask(report, messages.Acknowledged, timeout)
 
-    def _call(self, method: str, request: Message, timeout: float) -> Any:
-        sent = getattr(self._actor, method).remote(PROTOCOL, encode(request))
+    def _ask(self, request: messages.Message, expected: type[_Answer], timeout: float = _ANSWER) -> _Answer:
+        return messages.decode(self._call("handle", request, timeout), expected)
+
+    def _call(self, method: str, request: messages.Message, timeout: float) -> Any:
+        sent = getattr(self._actor, method).remote(PROTOCOL, messages.encode(request))
         return call(sent, timeout, f"coordinator of {self._uri}")
 
 

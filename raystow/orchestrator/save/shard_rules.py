@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
@@ -51,7 +50,7 @@ class ShardRules:
         if shard.asked is None or isinstance(shard.asked, MantissaBits | Blockwise):
             return shard.asked
         with self._stream(shard.device, ready):
-            return shard.asked.choose(functools.partial(_numbers, shard), shard.rule)
+            return shard.asked.choose(lambda: _numbers(shard), shard.rule)
 
     def _stream(self, device: int | None, ready: Mapping[int, CudaEvent]) -> torch.cuda.StreamContext | nullcontext[None]:
         """A context that waits only for the work that makes the tensors, not for other work queued on the device."""

@@ -115,10 +115,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         future.set_result(None)
         return future
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
-        return names_step(checkpoint_id)
+    validate_checkpoint_id = staticmethod(names_step)
 
     def _choose(self, repository: Repository) -> Version:
         if type(self._requested) is int:

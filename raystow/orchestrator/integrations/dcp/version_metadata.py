@@ -3,13 +3,7 @@
 from __future__ import annotations
 
 import torch
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    TensorProperties,
-    TensorStorageMetadata,
-)
+from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
 from ....storage.errors import Damaged, StateError, Unsupported
@@ -39,14 +33,14 @@ class VersionMetadata:
             leaves.append(KeyLeaf(name, parse(first.path), is_nothing=values.loads(first.text) == {}))
         self._keys = keys_of(leaves)
 
-    def metadata(self) -> Metadata:
+    def metadata(self) -> dcp_metadata.Metadata:
         """Return the metadata from which DCP plans a load."""
-        found: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
+        found: dict[str, dcp_metadata.TensorStorageMetadata | dcp_metadata.BytesStorageMetadata] = {}
         for name, key in self._keys.items():
             rows = self._version.chunks.get(name)
             single = key.parts == [(name, ())] and rows is not None and rows[0].kind == manifest.TENSOR
-            found[name] = _tensor(rows) if single and rows is not None else BytesStorageMetadata()
-        return Metadata(found, planner_data={name: key.path for name, key in self._keys.items()})
+            found[name] = _tensor(rows) if single and rows is not None else dcp_metadata.BytesStorageMetadata()
+        return dcp_metadata.Metadata(found, planner_data={name: key.path for name, key in self._keys.items()})
 
     def box(self, item: ReadItem) -> tuple[Chunk, Box]:
         """Return the chunk that DCP reads from, and the box to read in the coordinates of the tensor."""
@@ -69,9 +63,9 @@ class VersionMetadata:
         return assemble(found)
 
 
-def _tensor(rows: list[Chunk]) -> TensorStorageMetadata:
+def _tensor(rows: list[Chunk]) -> dcp_metadata.TensorStorageMetadata:
     dtype = getattr(torch, rows[0].dtype, None)
     if dtype is None:
         raise Unsupported(f"torch {torch.__version__} has no {rows[0].dtype}", subject=rows[0].name, remedy="upgrade torch")
-    chunks = [ChunkStorageMetadata(torch.Size(row.offset), torch.Size(row.extent)) for row in rows]
-    return TensorStorageMetadata(TensorProperties(dtype=dtype), torch.Size(rows[0].shape), chunks)
+    chunks = [dcp_metadata.ChunkStorageMetadata(torch.Size(row.offset), torch.Size(row.extent)) for row in rows]
+    return dcp_metadata.TensorStorageMetadata(dcp_metadata.TensorProperties(dtype=dtype), torch.Size(rows[0].shape), chunks)

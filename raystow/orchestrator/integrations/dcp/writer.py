@@ -133,7 +133,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         within = [_whole(leaf) for _, leaf in leaves if leaf.is_tensor]
         tensors = [item for item in plan.items if item.type is not WriteItemType.BYTE_IO]
         for item in tensors:
-            _shard(item, planner, mappings)
+            _shard(item, planner, mappings)  # raises before anything is written
         storing = StandaloneWriter(open_store(self.uri), task.ticket, memory=self._memory, threads=self._threads or cores())
         with storing.under_way():
             for key, leaf in leaves:
@@ -160,10 +160,7 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         if self._retention is not None:
             self._committing.apply_retention(self._retention)
 
-    @classmethod
-    def validate_checkpoint_id(cls, checkpoint_id: str | os.PathLike[str]) -> bool:
-        """Whether it names a step."""
-        return names_step(checkpoint_id)
+    validate_checkpoint_id = staticmethod(names_step)
 
 
 def _of_values(plan: SavePlan) -> list[WriteItem]:

@@ -35,13 +35,8 @@ class VersionReport:
 class TrainSync:
     """Reports new versions to Train, and drops those that Train has dropped.
 
-    Call ``collect`` once before the process saves: of the versions that exist then, only the newest concerns Train.
-
-    Args:
-        repository: The repository.
-        run: The name of the run.
-        listed: Returns the versions that Train lists.
-        write_pointer: Writes the pointer to a version; may raise ``OSError``.
+    Call ``collect`` once before the process saves: of the versions that exist then, only the newest concerns Train. ``run``: the
+    name of the run. ``write_pointer``: writes the pointer to a version; may raise ``OSError``.
     """
 
     def __init__(self, repository: Repository, run: str, *, listed: ListVersions, write_pointer: Callable[[Entry], None]) -> None:
@@ -73,10 +68,8 @@ class TrainSync:
         return [self._reports.popleft() for _ in range(len(self._reports))]
 
     def drop(self, timeout: float = 0.0) -> None:
-        """Drop the versions that Train has dropped, after up to ``timeout`` seconds for its pending reports.
-
-        Errors are logged; the next call tries again.
-        """
+        """Drop the versions that Train has dropped, after up to ``timeout`` seconds for its pending reports. Errors are logged;
+        the next call tries again."""
         try:
             drop_unlisted(self._repository, self._run, self._listed(timeout))
         except (RaystowError, OSError) as error:
