@@ -80,7 +80,7 @@ def decoding(seed: int, module: types.ModuleType = decoder) -> Iterator[Device]:
 
         patch.setattr(blake3_kernels, "stored_digests", digests)
         patch.setattr(module, "Codec", lambda name, stream: Inflating(gpu, name, stream))
-        room = lane_plan.Memory(stored=128 * KIB, planes=192 * KIB, aligned=96 * KIB, words=128 * KIB)
+        room = lane_plan.LaneMemory(stored=128 * KIB, planes=192 * KIB, aligned=96 * KIB, words=128 * KIB)
         for one in (module, lane_plan):
             patch.setattr(one, "ROOM", room)
         yield gpu
