@@ -1,1 +1,1 @@
-"""Floor 0, the durable truth: the format, the stores, the commit. Knows neither Ray nor GPUs, and needs no torch."""
+"""The lowest layer: the format, the stores and the commit. It imports neither Ray nor GPU libraries, and needs no torch."""

@@ -1,1 +1,1 @@
-"""Floor 1, moves bytes: staging, compression, packs and uploads on each node."""
+"""The middle layer: staging, compression, packs and uploads on each node."""

@@ -56,7 +56,7 @@ def host(tensor: torch.Tensor) -> np.ndarray:
 
 
 def test_the_gpu_says_what_the_cpu_says() -> None:
-    from raystow.workers.gpu.encode.derived_check import follow
+    from raystow.workers.gpu.encode.derived_check import check_derived
 
     followers = []
     for n in (4096, 4097, 100_003, 4 << 20):
@@ -69,14 +69,14 @@ def test_the_gpu_says_what_the_cpu_says() -> None:
             followers += [Follower(Piece(one), Piece(numbers)) for one in (rounded, changed)]
             followers.append(Follower(Piece(bits.to(dtype)), Piece(bits)))  # with NaNs among them
             followers += [Follower(Piece(one), Piece(rounded)) for one in (rounded.clone(), changed)]
-    found = follow({}, 0, followers, after=torch.cuda.current_stream().record_event())
+    found = check_derived({}, 0, followers, after=torch.cuda.current_stream().record_event())
     said = dict(found.derived)
     assert {id(one) for one in found.strays} == {id(one) for one in followers} - set(said)
     for one in followers:
         names = one.source.dtype.name, one.piece.dtype.name
         assert said.get(id(one)) == followed(host(one.piece.tensor), host(one.source.tensor), *names), names
     assert 0 < len(found.strays) < len(followers)
-    nothing = follow({}, 0, [], after=torch.cuda.current_stream().record_event())
+    nothing = check_derived({}, 0, [], after=torch.cuda.current_stream().record_event())
     assert not nothing.derived
     assert not nothing.strays
 

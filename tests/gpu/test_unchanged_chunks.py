@@ -62,13 +62,15 @@ def test_frozen_tensors_are_stored_once(tmp_path: Path, codec: str) -> None:
 
 def test_unchanged_chunks_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the third save on; in the second the node worker finds them."""
+    from raystow.workers.gpu.encode.encode_run import Emit
     from raystow.workers.gpu.encode.encoder import Encoder
+    from raystow.workers.gpu.encode_request import EncodeRequest
 
     coded, encode = list[int](), Encoder.encode
 
-    def counted(self: Encoder, sources: list, **more: object) -> None:
-        coded.append(sum(source.nbytes for source in sources))
-        encode(self, sources, **more)
+    def counted(self: Encoder, request: EncodeRequest, emit: Emit) -> None:
+        coded.append(sum(source.nbytes for source in request.pieces))
+        encode(self, request, emit)
 
     monkeypatch.setattr(Encoder, "encode", counted)
     frozen = frozen_model()

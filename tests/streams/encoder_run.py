@@ -23,8 +23,9 @@ from raystow.storage.reader import decode
 from raystow.workers.gpu.encode import encoder
 from raystow.workers.gpu.encode.arena import Arena
 from raystow.workers.gpu.encode.encoder import Encoder
-from raystow.workers.gpu.encode.pinned_ring import Outbox
+from raystow.workers.gpu.encode.pinned_ring import PinnedRing
 from raystow.workers.gpu.encode.stages import Arrived
+from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.gpu.kernels import word_kernels
 from raystow.workers.packing.attempt import draft
 from raystow.workers.protocol.messages import ChunkInfo, DerivedChunk
@@ -129,7 +130,7 @@ class Receiver:
     def __init__(self, slots: int) -> None:
         self._ring = Ring.create(slots * 64 * KIB, 64 * KIB)
         self._free = list(range(self._ring.slots))
-        self.box = Outbox(self._ring, take=lambda: self._free.pop() if self._free else None, release=self._released)
+        self.box = PinnedRing(self._ring, take=lambda: self._free.pop() if self._free else None, release=self._released)
         self.found: dict[str, bytes] = {}
         self.chunks: dict[str, Chunk] = {}
 
@@ -138,8 +139,8 @@ class Receiver:
         self._free.append(slot)
 
     def emit(self, encoder: Encoder, sources: list[Source], arrived: list[Arrived]) -> None:
-        assert encoder.program is not None
-        layout = Layout(encoder.program.layout(0, sources))
+        assert encoder.plan is not None
+        layout = Layout(encoder.plan.layout(0, sources))
         for row in (row for one in arrived for row in layout.chunks(one.message)):
             stored = np.concatenate([self._ring.slot(slot)[at : at + size] for slot, at, size in row.parts])
             chunk = draft(row.info, 0, row.coding, raw_digest=row.digest)
@@ -170,10 +171,10 @@ def all_sources() -> Iterator[Source]:
 def small_encoder(codec: str | None, receiver: Receiver, *, of: type[Encoder] = Encoder) -> Encoder:
     """One whose memory holds a part of what goes through it."""
     made = of(HERE, codec, receiver.box, size=24 * MIB)
-    memory = made._memory
-    memory.kept = memory.kept[: 160 * KIB]
+    memory = made._resources.memory
+    memory.low_planes = memory.low_planes[: 160 * KIB]
     if codec:
-        memory.tops, memory.dense = memory.tops[: 64 * KIB], Arena(memory.dense.memory[: 96 * KIB])
+        memory.high_planes, memory.dense = memory.high_planes[: 64 * KIB], Arena(memory.dense.memory[: 96 * KIB])
         memory.limits = replace(memory.limits, group=64 * KIB)
     return made
 
@@ -187,5 +188,6 @@ def garbage(sources: list[Source]) -> None:
 def encode(gpu: Device, encoder: Encoder, receiver: Receiver, sources: list[Source], **more: Any) -> None:
     """Save them, and let them be overwritten as soon as they have been read."""
     emit = functools.partial(receiver.emit, encoder, sources)
-    encoder.encode(sources, after=gpu.default.record_event(), emit=emit, **{"on_read": lambda: garbage(sources), **more})
+    request = EncodeRequest(sources, gpu.default.record_event(), **{"on_read": lambda: garbage(sources), **more})
+    encoder.encode(request, emit)
     receiver.box.end()

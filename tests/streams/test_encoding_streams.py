@@ -15,8 +15,8 @@ from module_mutants import rewritten
 from raystow.storage.coding.chunk import DEFLATE, RAW
 from raystow.storage.coding.digest import raw_digest
 from raystow.storage.errors import RaystowError
-from raystow.workers.gpu.encode import encoder
-from raystow.workers.gpu.encode.derived_check import Following, Lookout
+from raystow.workers.gpu.encode import chunk_reader, encode_run, encoder, group_coder, host_copier
+from raystow.workers.gpu.encode.derived_check import DerivedCheck, DerivedChecker
 
 seeds = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
@@ -34,11 +34,11 @@ def test_what_arrives_is_what_was_there_before_it_was_read(gpu: Device, codec: s
         receiver.found.clear()
         encode(gpu, encoder, receiver, sources, urgent=lambda: urgent)
         assert receiver.found == wanted
-    program = encoder.program
-    assert program is not None
-    assert any(batch.after for batch in program.batches)
+    plan = encoder.plan
+    assert plan is not None
+    assert any(batch.after for batch in plan.batches)
     if codec:
-        assert any(batch.after_group for batch in program.batches)
+        assert any(batch.after_group for batch in plan.batches)
         assert receiver.chunks["m0.square"].coding.codecs == ("pack7", RAW, RAW, DEFLATE)
         assert receiver.chunks["any bits"].coding.codecs == (RAW,) * 4
     encoder.close()
@@ -46,17 +46,30 @@ def test_what_arrives_is_what_was_there_before_it_was_read(gpu: Device, codec: s
 
 PLANTED = {
     "an event before what it stands for": (
-        "told = self.found.tell(batch)\n            self._reads.append(ReadBatch(number, batch, stream.record_event()",
-        "at = stream.record_event(); told = self.found.tell(batch)\n            self._reads.append(ReadBatch(number, batch, at",
+        chunk_reader,
+        "found = self.results.to_host(batch)\n            return ReadBatch(number, batch, stream.record_event()",
+        "at = stream.record_event(); found = self.results.to_host(batch)\n            return ReadBatch(number, batch, at",
     ),
-    "memory that is not free yet": ("stream.wait_event(self._left[batch.after - 1])", "pass"),
-    "tensors that are read still": ("reading.read.synchronize()", "pass"),
-    "a copy that has not arrived": ("        event.synchronize()\n        left()", "        left()"),
-    "planes that are being packed": ("self._leaving.wait_event(packed)", "pass"),
-    "samples that were not taken yet": ("self._hasty.wait_event(sampled)", "pass"),
-    "streams that are being coded": ("coding.coded.synchronize()", "pass"),
+    "memory that is not free yet": (encode_run, "self._copied[batch.after - 1 : batch.after] if batch.after else []", "[]"),
+    "tensors that are read still": (encode_run, "for read in self._reads:\n            read.done.synchronize()", "pass"),
+    "a copy that has not arrived": (encode_run, "        event.synchronize()\n        copied()", "        copied()"),
+    "planes that are being packed": (host_copier, "streams.copy.wait_event(packed)", "pass"),
+    "samples that were not taken yet": (chunk_reader, "streams.urgent.wait_event(sampled)", "pass"),
+    "streams that are being coded": (group_coder, "coded.done.synchronize()", "pass"),
 }
-"""What is taken to be done and is not, by what the encoder's text says, and could say."""
+"""What is taken to be done and is not: a module, what its text says, and could say."""
+
+
+def with_bug(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
+    """The encoder's module over that of a save's schedule and its stages, of which one has the bug."""
+    stages = {one: rewritten(one, right, wrong) if one is module else one for one in (chunk_reader, group_coder, host_copier)}
+    run = rewritten(encode_run, *((right, wrong) if module is encode_run else ("class EncodeRun:", "class EncodeRun:")))
+    run.ChunkReader = stages[chunk_reader].ChunkReader  # type: ignore[attr-defined]
+    run.GroupCoder = stages[group_coder].GroupCoder  # type: ignore[attr-defined]
+    run.HostCopier = stages[host_copier].HostCopier  # type: ignore[attr-defined]
+    made = rewritten(encoder, "class Encoder:", "class Encoder:")
+    made.EncodeRun = run.EncodeRun  # type: ignore[attr-defined]
+    return made
 
 
 def comes_back(module: types.ModuleType, seed: int) -> bool:
@@ -75,12 +88,13 @@ def comes_back(module: types.ModuleType, seed: int) -> bool:
 
 @pytest.mark.parametrize("bug", PLANTED)
 def test_what_is_not_waited_for_is_found(bug: str) -> None:
-    module = rewritten(encoder, *PLANTED[bug])
+    module = with_bug(*PLANTED[bug])
     assert not all(comes_back(module, seed) for seed in range(12))
 
 
 def test_what_is_waited_for_is_not() -> None:
-    assert comes_back(rewritten(encoder, "coding.coded.synchronize()", "coding.coded.synchronize()"), 0)
+    same = "coded.done.synchronize()"
+    assert comes_back(with_bug(group_coder, same, same), 0)
 
 
 @seeds
@@ -95,10 +109,10 @@ def test_what_follows_is_told_while_it_is_read(gpu: Device) -> None:
     followers.append(Follower(Source("copy", other.tensor.clone()), other))
     followers.append(Follower(Source("half", other.tensor.half()), other))  # which is read for that
     digests = {one.piece.name: raw_digest(np.frombuffer(one.piece.bytes, np.uint8)) for one in followers}
-    following = list[Following]()
+    following = list[DerivedCheck]()
 
     def look() -> None:
-        following.append(Lookout(HERE, followers, encoder).look(after=gpu.default.record_event()))
+        following.append(DerivedChecker(HERE, followers, encoder).check(after=gpu.default.record_event()))
 
     strays = list[str]()
 

@@ -16,9 +16,9 @@ from raystow.storage.coding import dtypes, kernels
 from raystow.storage.coding.chunk import DEFLATE
 from raystow.storage.coding.digest import BLOCK, WORD_KEYS, block_key
 from raystow.storage.coding.kernels import Bytes
-from raystow.workers.gpu.encode.encode_plan import Batch, Group, Limits, Program
+from raystow.workers.gpu.encode.encode_plan import Batch, EncodePlan, Group, Limits
 from raystow.workers.gpu.encode.jobs import Job
-from raystow.workers.gpu.encode.pinned_ring import Outbox, RingRun
+from raystow.workers.gpu.encode.pinned_ring import PinnedRing, RingRun
 from raystow.workers.protocol.messages import BatchBytes, ChunkInfo, CodedBatches, CodedPlanes
 
 
@@ -65,21 +65,21 @@ class Places:
 class HostEncoder:
     """``room``: bytes for the packed planes of a batch; None if nothing is to be packed. ``packed``: names of those that were."""
 
-    def __init__(self, sources: list[HostSource], limits: Limits, outbox: Outbox, *, room: int | None) -> None:
+    def __init__(self, sources: list[HostSource], limits: Limits, ring: PinnedRing, *, room: int | None) -> None:
         most = max([limits.batch, *(source.nbytes for source in sources)])
         sizes = most + 8 * 16 * len(sources) + 512, 3 * limits.streams * limits.stream
         self._memory = [np.zeros(size, np.uint8) for size in sizes]
-        kept, tops = map(torch.from_numpy, self._memory)
-        self.program = Program(sources, limits, kept=kept, tops=tops)
+        low, high = map(torch.from_numpy, self._memory)
+        self.plan = EncodePlan(sources, limits, low_planes=low, high_planes=high)
         self.packed: set[str] = set()
-        self._sources, self._outbox, self._room = sources, outbox, room
+        self._sources, self._ring, self._room = sources, ring, room
 
     def messages(self) -> Iterator[CodedBatches]:
         """Everything, batch by batch and group by group."""
-        numbered = enumerate(self.program.batches)
+        numbered = enumerate(self.plan.batches)
         for group, batches in itertools.groupby(numbered, lambda at: at[1].group if at[1].group >= 0 else ~at[0]):
             read = tuple(self._read(number, batch) for number, batch in batches)
-            yield CodedBatches(read, self._code(self.program.groups[group]) if group >= 0 else None)
+            yield CodedBatches(read, self._code(self.plan.groups[group]) if group >= 0 else None)
 
     def _at(self, address: int, nbytes: int) -> Bytes:
         (memory,) = (m for m in self._memory if 0 <= address - m.ctypes.data <= m.size - nbytes)
@@ -87,11 +87,11 @@ class HostEncoder:
         return memory[start : start + nbytes]
 
     def _write(self, run: Bytes) -> RingRun:
-        return self._outbox.write(torch.from_numpy(run), lambda: None)
+        return self._ring.write(torch.from_numpy(run), lambda: None)
 
     def _read(self, number: int, batch: Batch) -> BatchBytes:
-        jobs, sums, places = self.program.jobs[batch.first : batch.last], list[int](), Places()
-        for job, row in zip(jobs, self.program.table[batch.first : batch.last].tolist(), strict=True):
+        jobs, sums, places = self.plan.jobs[batch.first : batch.last], list[int](), Places()
+        for job, row in zip(jobs, self.plan.table[batch.first : batch.last].tolist(), strict=True):
             raw = self._sources[job.index].raw
             sums.append(weighed(raw))
             planes = tuple(self._at(address, job.plane) for address in row[2 : 2 + job.width])
@@ -109,7 +109,7 @@ class HostEncoder:
     def _write_packed(self, batch: Batch, jobs: list[Job], places: Places, room: int) -> None:
         """The planes between; the packed ones; then every stretch of lowest planes that are left as they are."""
         pack_buffers, used, packed_at = np.zeros(room, np.uint8), 0, list[int | None]()
-        starts = self.program.starts[batch.first : batch.last].tolist()
+        starts = self.plan.starts[batch.first : batch.last].tolist()
         for job, start in zip(jobs, starts, strict=True):
             plane, size = self._at(batch.base + start, job.plane), job.plane // 8 * 7
             if np.bitwise_or.reduce(plane) & 1 or job.plane % 8 or used + size > room:
@@ -127,7 +127,7 @@ class HostEncoder:
         for alone, some in itertools.groupby(zip(jobs, starts, packed_at, strict=True), lambda row: row[2] is None):
             rows = list(some)
             if alone:
-                first, end = rows[0][1], rows[-1][1] + rows[-1][0].room
+                first, end = rows[0][1], rows[-1][1] + rows[-1][0].padded
                 places.lows.extend((len(places.runs), start - first, False) for _, start, _ in rows)
                 places.runs.append(self._write(self._at(batch.base + first, end - first)))
             else:
@@ -135,7 +135,7 @@ class HostEncoder:
 
     def _code(self, group: Group) -> CodedPlanes:
         """Of each plane that is coded its streams if they are smaller; one behind the other."""
-        plain = [self._at(*cut).tobytes() for cut in self.program.cuts[:, group.streams].T.tolist()]
+        plain = [self._at(*cut).tobytes() for cut in self.plan.cuts[:, group.streams].T.tolist()]
         dense = list[bytes]()
         for (first, plane), (last, _) in itertools.pairwise(group.owners.tolist()):
             coded = [deflated(stream) for stream in plain[first:last]]

@@ -15,7 +15,7 @@ from raystow.storage.coding import dtypes, kernels
 from raystow.storage.coding.chunk import DEFLATE, PACK7, RAW, SMALL, decode
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu.encode.encode_plan import Limits
-from raystow.workers.gpu.encode.pinned_ring import Outbox
+from raystow.workers.gpu.encode.pinned_ring import PinnedRing
 from raystow.workers.packing.attempt import draft
 from raystow.workers.protocol import messages
 from raystow.workers.protocol.messages import CodedLayout, StageCoded
@@ -67,9 +67,9 @@ def round_trip(sources: Sequence[HostSource], *, room: int | None, stream: int =
     limits = Limits(16 << 10, 8 << 10, 24 << 10, max(32, -(-most // stream) + 8) if stream else 0, stream)
     slots = 2 + sum(source.nbytes + 8 * 16 for source in sources) // SLOT
     ring, free = Ring.create(slots * SLOT, SLOT), list(range(slots))
-    outbox = Outbox(ring, take=free.pop, release=free.append)
-    encoder = HostEncoder(list(sources), limits, outbox, room=room)
-    layout = messages.decode(messages.encode(encoder.program.layout(0, sources)), CodedLayout)
+    pinned = PinnedRing(ring, take=free.pop, release=free.append)
+    encoder = HostEncoder(list(sources), limits, pinned, room=room)
+    layout = messages.decode(messages.encode(encoder.plan.layout(0, sources)), CodedLayout)
     staged = messages.decode(messages.encode(StageCoded(0, tuple(encoder.messages()))), StageCoded)
     rows = [row for message in reversed(staged.arrived) for row in Layout(layout).chunks(message)]
     assert sorted(row.info.name for row in rows) == sorted(source.name for source in sources)
@@ -83,7 +83,7 @@ def round_trip(sources: Sequence[HostSource], *, room: int | None, stream: int =
         assert chunk.raw_digest == raw_digest(source.raw)
         assert chunk.coding.codecs == expected(source, stream, packed=chunk.name in encoder.packed)
         codecs.add(chunk.coding.codecs)
-    outbox.close()
+    pinned.close()
     ring.close()
     return codecs
 

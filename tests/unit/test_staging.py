@@ -16,6 +16,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.format.root import Entry
+from raystow.workers.gpu.encode_request import EncodeRequest
 from raystow.workers.protocol.messages import Begin, ChunkInfo, OpenSession, SessionOpened
 from raystow.workers.protocol.unix_channel import Connection, Listener
 from raystow.workers.shm.ring import SLOT, Ring
@@ -144,9 +145,9 @@ class Bench:
     def follow(self, *_: Any, **__: Any) -> Any:
         return SimpleNamespace(strays=[], derived=[])
 
-    def encode(self, *_: Any, meanwhile: Callable[[], None], on_read: Callable[[], None], **__: Any) -> None:
-        meanwhile()
-        on_read()
+    def encode(self, device: int, request: EncodeRequest, *_: Any) -> None:
+        request.meanwhile()
+        request.on_read()
 
     def close(self) -> None: ...
 
@@ -173,7 +174,7 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
             over.set()
 
     made = Staging(frozen, OPENING)
-    made._devices._made = Bench()
+    made._devices._encoder = Bench()
     made.submit(SaveOrder(BEGIN, plan, on_staged=staged, on_end=lambda outcome: None, urgent=urgent))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")

@@ -289,7 +289,7 @@ def _inflate(source: Bytes, target: Bytes) -> None:
     """Plain Deflate, RFC 1951, as nvCOMP writes it on the GPU."""
     inflater = zlib.decompressobj(-zlib.MAX_WBITS)
     try:
-        decoded = inflater.decompress(source.data, target.size + 1)  # room for one byte too many, which must not come
+        decoded = inflater.decompress(source.data, target.size + 1)  # one byte more than valid streams have
     except zlib.error as error:
         raise Damaged(f"deflate: {error}") from error
     if len(decoded) != target.size or not inflater.eof:

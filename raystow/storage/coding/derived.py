@@ -39,7 +39,7 @@ def derive(words: Bytes, source: str, dtype: str) -> Bytes:
 
 
 def followed(raw: Bytes, words: Bytes, source: str, dtype: str) -> int | None:
-    """The digest of ``raw``, if that is what ``derive`` makes of ``words`` on any machine, else None. A NaN is not rounded alike
+    """Return the digest of ``raw`` if ``derive`` computes it from ``words`` on any machine, else None. A NaN is not rounded alike
     everywhere: nothing follows from one."""
     made = derive(words, source, dtype)
     if not np.array_equal(made, raw):

@@ -56,7 +56,7 @@ class ZstdEncoder:
     def encode(self, plane: Bytes, stream: int, out: Bytes) -> list[int]:
         """Code each ``stream`` bytes of ``plane`` as one frame, one behind the other into ``out``; the frames' sizes in bytes.
 
-        ``out`` must have room for 0.5 % and 512 bytes more than ``plane``.
+        ``out`` must be 0.5 % and 512 bytes larger than ``plane``.
         """
         sizes = np.empty(-(-plane.size // stream), np.uint64)
         _check(_encode(_address(self._context), plane, stream, out, sizes))

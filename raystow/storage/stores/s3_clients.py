@@ -158,7 +158,7 @@ def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dic
         "endpoint": host,
         "aws_endpoint_url_s3": host,
         "virtual_hosted_style_request": place.virtual,
-        # https protects what is on its way. Over plain http a digest of the body stands in the signature, which every server
+        # https protects requests. Over plain http the signature includes a digest of the body, which every server
         # checks; of a checksum header alone Ceph 20 takes no notice (it wants one more header, which obstore cannot sign).
         "unsigned_payload": not (place.plain and place.checksums),
         "region": place.region or "us-east-1",

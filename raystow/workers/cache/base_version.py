@@ -93,7 +93,7 @@ class BaseVersion:
 
         Returns:
             The bytes of the chunk with the same elements, in ``into`` or other memory that the caller may write to. None if no
-            delta is wanted, the bytes are not in memory, or the chunk is small, a delta or a reference itself.
+            delta is requested, the bytes are not in memory, or the chunk is small, a delta or a reference itself.
         """
         found = self.chunks.rows.get((chunk.name, chunk.box)) if self._deltas and chunk.nbytes >= LEAST else None
         if found is None or found.coding.base is not None or (found.dtype, found.shape) != (chunk.dtype, chunk.shape):

@@ -14,11 +14,11 @@ class Keep(Protocol):
     """Keeps copies of objects in memory."""
 
     def __call__(self, key: str, parts: Sequence[Buffer]) -> memoryview | None:
-        """Replica an object, given in parts; the copy, or None if there is no room."""
+        """Copy an object, given in parts; return the copy, or None if memory is short."""
 
 
 def keep_nothing(key: str, parts: Sequence[Buffer]) -> memoryview | None:
-    """There is no room."""
+    """Keep nothing."""
     return None
 
 

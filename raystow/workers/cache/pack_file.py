@@ -1,4 +1,4 @@
-"""An object of the store in memory: whole, or the ranges of it that someone wanted."""
+"""An object of the store in memory: whole, or the ranges of it that were read."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _PARTS = 512  # that one call writes; the kernel takes 1,024
 
 
 class MappedFile:
-    """An anonymous file (memfd), and this process's mapping of it: whoever is given both need not have it mapped page by page
-    again, which costs as much as what is written to it."""
+    """An anonymous file (memfd), and this process's mapping of it. Reusing both avoids page faults in a new mapping,
+    which cost as much as the writes."""
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
@@ -91,7 +91,7 @@ class PackFile:
 
     def ensure(self, spans: Sequence[Span], fetch: Callable[[int, memoryview], None]) -> None:
         """Return when the spans are here. ``fetch(start, target)`` gets what is missing, every byte once however many threads ask
-        at a time; what it raises is raised here, and whoever waits for the same bytes tries for itself."""
+        at a time. Its errors are raised here; threads that wait for the same bytes then fetch them themselves."""
         for wanted in spans:
             while (claimed := self._claim(wanted)) is not None:
                 arrived = False
@@ -147,7 +147,7 @@ class PackFile:
         return bool(missing) and not any(without(part, self._coming) for part in missing)
 
     def _claim(self, wanted: Span) -> Span | None:
-        """A missing part of ``wanted`` that nobody fetches, now the caller's to fetch; None once all of it is here."""
+        """Return a missing part of a span that no thread fetches, for the caller to fetch; None once all of it is here."""
         with self._changed:
             while missing := without(wanted, self._present):
                 for span in missing:
@@ -206,7 +206,7 @@ def _merged(spans: Sequence[Span]) -> list[Span]:
 
 
 def without(wanted: Span, spans: Sequence[Span]) -> list[Span]:
-    """The parts of ``wanted`` that none of ``spans`` holds, ascending."""
+    """Return the parts of a span that are in none of ``spans``, ascending."""
     parts, begin = list[Span](), wanted[0]
     for start, end in sorted(spans):
         if end <= begin or start >= wanted[1]:

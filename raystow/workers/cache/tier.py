@@ -83,7 +83,7 @@ class MemoryTier:
     def put(
         self, attempt: AttemptKey, node: int, key: str, parts: Sequence[Buffer], *, replica_order: tuple[str, ...] = ()
     ) -> memoryview | None:
-        """Keep an object that node number ``node`` has made, given in parts; the copy, None if there was no room.
+        """Keep an object that node number ``node`` has made, given in parts; return the copy, None if it does not fit.
 
         ``replica_order``: see ``NodePart``, for what another node has made.
         """
@@ -108,7 +108,7 @@ class MemoryTier:
         file.write(views)
         with self._lock:
             here = attempt in self._holdings and self._holdings[attempt].parts.get(node) is part
-            if not here or (replica_order and part.incomplete):  # given up meanwhile, or a copy that had to make room
+            if not here or (replica_order and part.incomplete):  # given up or evicted meanwhile
                 self._used -= size
                 file.close()
                 return None

@@ -1,11 +1,11 @@
-"""What the kernels are told: a table in device memory with a row for each chunk."""
+"""Arguments of the GPU kernels: tables in device memory with a row for each chunk."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 ANYWHERE = (
@@ -13,26 +13,38 @@ ANYWHERE = (
     *("source", "target", "owners", "addresses", "planes", "out", "sizes", "lengths", "others"),
     *("sources", "targets", "coded", "n", "base", "streams", "times"),
 )
-"""Arguments of kernels that may lie at any multiple of eight bytes, or be any number. Triton compiles a kernel anew for each way
-in which addresses and numbers of those that it has met can be divided by 16, or are 1, unless it is told not to
-(``do_not_specialize``): for half a second, in the midst of a save. What they lead to is read by addresses in tables, anyway."""
+"""Arguments of kernels that may be any number, or any address that is a multiple of eight bytes.
+
+By default Triton compiles a kernel again for each combination of arguments that are 1 or divisible by 16, which takes half a
+second during a save. These arguments are excluded (``do_not_specialize``). Nothing is lost: bulk data is read through addresses
+in the tables."""
 
 COLUMNS = 10
-"""A row of ``kernels.split`` and ``join``: address of the words, number of words, addresses of up to eight planes."""
+"""Columns of the table of ``word_kernels.split`` and ``join``: address of the words, number of words, addresses of the planes."""
 
 _ADDRESSES = np.arange(COLUMNS) != 1
 
 
-def can_pack(rows: Any, width: int) -> bool:
-    """Whether words of one or two bytes can be read four or two at a time: every address in the table (int64 numpy [chunks,
-    COLUMNS]) and every chunk's size must be a multiple of 4."""
+def can_pack(rows: npt.NDArray[np.int64], width: int) -> bool:
+    """Return whether words of one or two bytes can be read four or two at a time.
+
+    Every address in the table (int64 [chunks, COLUMNS]) and the size of every chunk must be a multiple of 4.
+    """
     return width < 4 and not (((rows % 4).any(axis=0) & _ADDRESSES).any() or (rows[:, 1] * width % 4).any())
+
+
+def upload(rows: npt.NDArray[np.int64], device: torch.device) -> torch.Tensor:
+    """Copy a table to the device through pinned memory, on the current stream, without waiting."""
+    return torch.from_numpy(rows).pin_memory().to(device, non_blocking=True)
 
 
 @dataclass(frozen=True, slots=True)
 class Addressed:
-    """A table in device memory that belongs to someone else. Kernels take it like a tensor; to make a view of one, as of any
-    operation of torch, lets go of the interpreter, and some other thread has it then. ``dtype``: of what a row consists of."""
+    """A part of a tensor in device memory, given by its address. Kernels accept it like a tensor.
+
+    It replaces views in loops over many kernels: every torch operation, also the creation of a view, releases the interpreter
+    lock, and another thread takes it.
+    """
 
     address: int
     rows: int
@@ -43,9 +55,9 @@ class Addressed:
         return self.rows
 
     def data_ptr(self) -> int:
-        """The name under which Triton looks for it."""
+        """Return the address; Triton calls this method."""
         return self.address
 
 
 Table = torch.Tensor | Addressed
-"""With a row for each chunk, stream or range."""
+"""A table with a row for each chunk, stream or range."""

@@ -1,7 +1,7 @@
-"""nvCOMP's batched C interface, bound by ctypes: every call is enqueued on a stream, and nothing waits for the host.
+"""Bindings to nvCOMP's batched C interface by ctypes. Every call is enqueued on a CUDA stream and returns at once.
 
-The library comes with the package ``nvidia-libnvcomp-cu12``. Its version is checked: option structures and the streams of its
-ANS coder differ between major versions.
+The library is in the package ``nvidia-libnvcomp-cu12``. Its version is checked, because option structures and ANS streams differ
+between major versions.
 """
 
 from __future__ import annotations
@@ -10,27 +10,26 @@ import ctypes
 import functools
 import importlib.util
 import os
-from typing import Any
 
 import torch
 
 from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
 from ...storage.errors import Unsupported
-from .kernel_args import Table
+from .kernel_args import Addressed, Table
 
 MAJOR = 6
 ALIGN = 16
-"""Addresses of all buffers must be multiples of this; no coder asks for more."""
+"""Addresses of all buffers must be multiples of this number of bytes."""
 
 STREAM = {DEFLATE: 16 << 10, ZSTD: 16 << 10, ANS: 128 << 10}
-"""Plane bytes per coded stream: what is lost in size against longer ones is gained in speed, of decoding above all."""
+"""Bytes of a plane in each coded stream. Longer streams are smaller in total, but are coded and decoded more slowly."""
 
 _NAMES = {DEFLATE: "Deflate", ZSTD: "Zstd", ANS: "ANS"}
-_ANY_TYPE = 0xFF  # an ANS stream says itself what it holds
+_ANY_TYPE = 0xFF  # ANS streams contain their type
 
 
 class _Options(ctypes.Structure):
-    """All option structures are 64 bytes by value. Zeros mean: Deflate with Huffman codes only; ANS of single bytes."""
+    """An option structure: 64 bytes by value. Zeros select Deflate with Huffman codes only, and ANS of single bytes."""
 
     _fields_ = [("first", ctypes.c_int), ("second", ctypes.c_int), ("rest", ctypes.c_char * 56)]
 
@@ -40,7 +39,7 @@ class _Properties(ctypes.Structure):
 
 
 @functools.lru_cache(maxsize=1)
-def _library() -> Any:
+def _library() -> ctypes.CDLL:
     found = importlib.util.find_spec("nvidia.libnvcomp") if importlib.util.find_spec("nvidia") else None
     if found is None:
         raise Unsupported("nvCOMP is not installed", remedy=f"pip install 'nvidia-libnvcomp-cu12=={MAJOR}.*'")
@@ -57,19 +56,23 @@ def _library() -> Any:
 
 
 def version_text(number: int) -> str:
-    """A version as nvCOMP counts it (6012 is 6.0.12) in the usual form."""
+    """Return a version number of nvCOMP (6012 is 6.0.12) as text."""
     return f"{number // 1000}.{number % 1000 // 100}.{number % 100}"
 
 
 def version() -> str:
-    """The version of the library; ``Unsupported`` if there is none that fits."""
+    """Return the version of the library. Raises ``Unsupported`` if it is missing or has another major version."""
     properties = _Properties()
     _library().nvcompGetProperties(ctypes.byref(properties))
     return version_text(properties.version)
 
 
 class Codec:
-    """One of nvCOMP's coders for streams of at most ``stream`` bytes. All tensors live on one device; int64 unless said."""
+    """One of nvCOMP's codecs, for streams of at most ``stream`` bytes.
+
+    Arguments are tensors or tables on one device: int64 with an element for each stream, unless stated otherwise. Calls are
+    enqueued on the current stream.
+    """
 
     def __init__(self, name: str, stream: int) -> None:
         self.name, self.stream = name, stream
@@ -80,91 +83,62 @@ class Codec:
 
     @functools.cached_property
     def stride(self) -> int:
-        """Bytes that the coder may write for one stream, rounded up to ``ALIGN``."""
+        """The most bytes that the coder may write for one stream, rounded up to ``ALIGN``."""
         size = ctypes.c_size_t()
-        self._call("CompressGetMaxOutputChunkSize", ctypes.c_size_t(self.stream), self._coding, ctypes.byref(size))
+        self._call("CompressGetMaxOutputChunkSize", self.stream, self._coding, ctypes.byref(size))
         return -(-size.value // ALIGN) * ALIGN
 
     def coding_scratch(self, streams: int) -> int:
-        """Bytes of scratch that ``compress`` needs for so many streams."""
+        """Return the bytes of scratch memory that ``compress`` needs for so many streams."""
         return self._scratch("CompressGetTempSize", streams, self._coding)
 
     def decoding_scratch(self, streams: int) -> int:
-        """Bytes of scratch that ``decompress`` needs for so many streams."""
+        """Return the bytes of scratch memory that ``decompress`` needs for so many streams."""
         return self._scratch("DecompressGetTempSize", streams, self._decoding)
 
-    def _scratch(self, what: str, streams: int, options: _Options) -> int:
+    def _scratch(self, function: str, streams: int, options: _Options) -> int:
         size = ctypes.c_size_t()
-        count, each = ctypes.c_size_t(streams), ctypes.c_size_t(self.stream)
-        self._call(what, count, each, options, ctypes.byref(size), ctypes.c_size_t(streams * self.stream), None)
+        self._call(function, streams, self.stream, options, ctypes.byref(size), streams * self.stream, None)
         return size.value
 
     def compress(
-        self,
-        sources: torch.Tensor,
-        sizes: torch.Tensor,
-        targets: torch.Tensor,
-        coded: torch.Tensor,
-        *,
-        scratch: torch.Tensor,
-        status: torch.Tensor,
+        self, sources: Table, sizes: Table, targets: Table, coded: Table, *, scratch: torch.Tensor, status: torch.Tensor
     ) -> None:
-        """Code streams on the current stream of the device: from the addresses ``sources``, ``sizes`` bytes each, to the
-        addresses ``targets`` (``stride`` bytes of room each); their coded sizes into ``coded``, 0 into ``status`` (int32) if all
-        went well."""
+        """Code streams from the addresses ``sources``, ``sizes`` bytes each, to the addresses ``targets``, every one with
+        ``stride`` bytes of memory. ``coded`` receives their coded sizes, ``status`` (int32) 0 for each success."""
+        memory, stream = (scratch, scratch.numel()), _current_stream()
         self._call(
-            "CompressAsync",
-            _pointer(sources),
-            _pointer(sizes),
-            ctypes.c_size_t(self.stream),
-            ctypes.c_size_t(len(sources)),
-            _pointer(scratch),
-            ctypes.c_size_t(scratch.numel()),
-            _pointer(targets),
-            _pointer(coded),
-            self._coding,
-            _pointer(status),
-            _stream(),
+            "CompressAsync", sources, sizes, self.stream, len(sources), *memory, targets, coded, self._coding, status, stream
         )
 
     def decompress(
-        self,
-        sources: Table,
-        sizes: Table,
-        targets: Table,
-        rooms: Table,
-        *,
-        decoded: Table,
-        scratch: torch.Tensor,
-        status: Table,
+        self, sources: Table, sizes: Table, targets: Table, most: Table, *, decoded: Table, scratch: torch.Tensor, status: Table
     ) -> None:
-        """Decode streams whose digest was checked (a coder may do anything on bytes that are no stream of its own): from
-        ``sources``, ``sizes`` bytes each, to ``targets`` with room for ``rooms`` bytes; the decoded sizes into ``decoded``."""
+        """Decode streams whose digest was checked; on other bytes a decoder's behaviour is undefined.
+
+        ``sources``, ``sizes``, ``targets`` and ``status`` are as for ``compress``; ``most``: the memory at each target in bytes;
+        ``decoded`` receives the decoded sizes.
+        """
+        memory, stream = (scratch, scratch.numel()), _current_stream()
         self._call(
-            "DecompressAsync",
-            _pointer(sources),
-            _pointer(sizes),
-            _pointer(rooms),
-            _pointer(decoded),
-            ctypes.c_size_t(len(sources)),
-            _pointer(scratch),
-            ctypes.c_size_t(scratch.numel()),
-            _pointer(targets),
-            self._decoding,
-            _pointer(status),
-            _stream(),
+            "DecompressAsync", sources, sizes, most, decoded, len(sources), *memory, targets, self._decoding, status, stream
         )
 
-    def _call(self, what: str, *arguments: Any) -> None:
-        code = getattr(self._library, self._prefix + what)(*arguments)
+    def _call(self, function: str, *arguments: object) -> None:
+        """Call a function of this codec. Integers are passed as ``size_t``, tensors and tables as addresses."""
+        code = getattr(self._library, self._prefix + function)(*map(_argument, arguments))
         if code:
             text = self._library.nvcompGetStatusString(code)
-            raise RuntimeError(f"{self._prefix}{what}: {text.decode() if text else code}")
+            raise RuntimeError(f"{self._prefix}{function}: {text.decode() if text else code}")
 
 
-def _pointer(tensor: Table) -> ctypes.c_void_p:
-    return ctypes.c_void_p(tensor.data_ptr())
+def _argument(value: object) -> object:
+    if isinstance(value, int):
+        return ctypes.c_size_t(value)
+    if isinstance(value, torch.Tensor | Addressed):
+        return ctypes.c_void_p(value.data_ptr())
+    return value
 
 
-def _stream() -> ctypes.c_void_p:
+def _current_stream() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)

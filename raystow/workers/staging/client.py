@@ -104,7 +104,7 @@ class Staging:
 
     def _stage_all(self, order: SaveOrder, plan: StagingPlan) -> None:
         devices = sorted(device for device in plan.parts if device is not None)
-        choices = [self._devices.coder.choice(device) for device in devices]
+        choices = [self._devices.choice(device) for device in devices]
         replicated, expected = plan.coverage
         coding = {choice.codec: choice.why for choice in choices}
         begin = replace(order.begin, replicated=replicated, expected=expected, owned_dtensors=plan.owned_dtensors, coding=coding)

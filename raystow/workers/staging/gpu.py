@@ -1,20 +1,28 @@
-"""Stages chunks in device memory: codes them on their GPU, in this process or in the node worker's."""
+"""Stages chunks in device memory: encodes them on their GPU, in this process or in the node worker's."""
 
 from __future__ import annotations
 
-import functools
+import logging
 import queue
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Protocol
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError
-from ..protocol.messages import BaseDigests, DerivedChunk, DeviceAnswer, Message, StageDerived
+from ..gpu.encode_request import EncodeRequest
+from ..gpu.node_mode.refusal import EncodingRefused
+from ..protocol.messages import BaseDigests, DeviceAnswer, Message, StageDerived
 from .free_slots import FreeSlots
-from .plan import ChunkSource, DerivedSource, SaveOrder, StagingPlan
+from .plan import SaveOrder, StagingPlan
 
 if TYPE_CHECKING:
+    from ..gpu.codec_choice import Choice
+    from ..gpu.encode.derived_check import DerivedCheck
     from ..gpu.gpu_encoder import GpuEncoder
+    from ..gpu.node_mode.remote_encoder import RemoteEncoder
+
+logger = logging.getLogger(__name__)
 
 HEAD_START = 4e-3
 """Seconds in which a training that saves tensors on a GPU may launch kernels undisturbed, when ``save`` returns and when
@@ -22,103 +30,33 @@ HEAD_START = 4e-3
 interpreter."""
 
 
-class CodecChoice(Protocol):
-    """A codec, and why it was chosen."""
-
-    @property
-    def codec(self) -> str:
-        """Its name."""
-
-    @property
-    def why(self) -> str:
-        """For people."""
-
-
-class DerivedCheck(Protocol):
-    """Which chunks follow from others. The first access waits for the device."""
-
-    @property
-    def strays(self) -> Sequence[DerivedSource]:
-        """Those that do not."""
-
-    @property
-    def derived(self) -> Sequence[DerivedChunk]:
-        """Those that do."""
-
-
-class StagedGroup(Protocol):
-    """Chunks of a device."""
-
-    @property
-    def pieces(self) -> Sequence[ChunkSource]:
-        """Those that are stored in any case."""
-
-    @property
-    def followers(self) -> Sequence[DerivedSource]:
-        """Those that are stored only if they do not follow from others."""
-
-
-class RemainingGroup(StagedGroup, Protocol):
-    """Chunks of a device that must be stored."""
-
-    @property
-    def messages(self) -> Sequence[Message]:
-        """What the node worker must know of the others."""
-
-
-class DeviceCoder(Protocol):
-    """``gpu.gpu_encoder.GpuEncoder`` or ``gpu.node_mode.remote_encoder.RemoteEncoder``."""
-
-    def choice(self, device: int) -> CodecChoice:
-        """Return the codec of chunks on a device."""
-
-    def compare(self, device: int, group: StagedGroup, base: BaseDigests | None, *, after: object) -> RemainingGroup:
-        """Return the chunks of a group that have changed since ``base``."""
-
-    def note(self, device: int) -> None:
-        """All chunks that ``compare`` returned were coded."""
-
-    def follow(self, device: int, followers: Sequence[DerivedSource], *, after: object) -> DerivedCheck:
-        """Begin to check which chunks follow from those that are being coded."""
-
-    def encode(
-        self,
-        device: int,
-        pieces: Sequence[ChunkSource],
-        *,
-        after: object,
-        on_read: Callable[[], None],
-        announce: Callable[[Message], None],
-        urgent: Callable[[], bool],
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Code chunks, and announce where the results are."""
-
-    def close(self) -> None:
-        """Free all memory."""
-
-
 class DeviceStaging:
-    """Makes the coder when the first chunk on a GPU comes: it loads torch and Triton. ``answers``: the node worker's."""
+    """Encodes chunks on GPUs. Torch and Triton are loaded when the first such chunk is staged.
+
+    ``answers`` receives the node worker's messages about devices.
+    """
 
     def __init__(self, slots: FreeSlots, post: Callable[[Message], None], codec: str, process: str, store_rate: float) -> None:
         self._slots, self._post, self._codec, self._process, self._store_rate = slots, post, codec, process, store_rate
         self.answers: queue.SimpleQueue[DeviceAnswer | None] = queue.SimpleQueue()
         self.bases: dict[int, BaseDigests] = {}
         """By device, the digests of the version that its chunks may refer to."""
-        self._made: DeviceCoder | None = None
+        self._encoder: GpuEncoder | RemoteEncoder | None = None
 
-    @property
-    def coder(self) -> DeviceCoder:
-        """The coder of all devices."""
-        if self._made is None and self._process == "node":
-            from ..gpu.node_mode.remote_encoder import RemoteEncoder
-
-            lend = self._slots.lend
-            self._made = RemoteEncoder(self._codec, send=self._post, receive=self._answer, lend=lend, local=self._local)
-        elif self._made is None:
-            self._made = self._local()
-        return self._made
+    def choice(self, device: int) -> Choice:
+        """Return the codec of chunks on a device. If the node worker refuses the first device, this process encodes instead."""
+        if self._encoder is None:
+            self._encoder = self._remote_encoder() if self._process == "node" else self._local_encoder()
+        try:
+            return self._encoder.choice(device)
+        except EncodingRefused as refusal:
+            logger.warning(
+                'Compression(process="node") is not available for %s. This training process encodes instead, which takes '
+                "device memory and computing time. Saves are as safe as before.",
+                refusal,
+            )
+            self._encoder = self._local_encoder()
+            return self._encoder.choice(device)
 
     def give_head_start(self, order: SaveOrder) -> None:
         """Let the training launch kernels first, unless it waits for the staging."""
@@ -127,19 +65,20 @@ class DeviceStaging:
     def stage(
         self, order: SaveOrder, plan: StagingPlan, device: int, on_read: Callable[[], None], post: Callable[[Message], None]
     ) -> None:
-        """Code the chunks on a device, and then those that were expected to follow from them but do not."""
-        coder, after = self.coder, plan.ready[device]
-        group: StagedGroup = plan.parts[device]
+        """Encode the chunks on a device, and then those that were expected to be derived but cannot be."""
+        encoder, after, group = self._encoder, plan.ready[device], plan.parts[device]
+        assert encoder is not None
+        pieces, followers = group.pieces, group.followers
         compares = order.begin.delta != 0
         if compares:
-            remaining = coder.compare(device, plan.parts[device], self.bases.get(device), after=after)
+            remaining = encoder.compare(device, pieces, followers, self.bases.get(device), after=after)
+            pieces, followers = remaining.pieces, remaining.followers
             for message in remaining.messages:
                 post(message)
-            group = remaining
-        checks = list[DerivedCheck]()
+        checks: list[DerivedCheck] = []
 
         def check() -> None:
-            checks.append(coder.follow(device, group.followers, after=after))
+            checks.append(encoder.follow(device, followers, after=after))
             plan.look_again()
 
         def read() -> None:
@@ -148,24 +87,30 @@ class DeviceStaging:
                 if order.urgent.is_set():
                     SYSTEM.sleep(HEAD_START)
 
-        encode = functools.partial(coder.encode, device, after=after, announce=post, urgent=order.urgent.is_set)
-        encode(group.pieces, on_read=read, meanwhile=check)
+        request = EncodeRequest(pieces, after, read, urgent=order.urgent.is_set, meanwhile=check)
+        encoder.encode(device, request, post)
         if compares:
-            coder.note(device)
+            encoder.note(device)
         if checks[0].derived:
             post(StageDerived(tuple(checks[0].derived)))
         strays = checks[0].strays
         for follower in strays:
             plan.strayed(follower)
         if strays:
-            encode([follower.piece for follower in strays], on_read=on_read)
+            stored = [follower.piece for follower in strays]
+            encoder.encode(device, replace(request, pieces=stored, on_read=on_read, meanwhile=lambda: None), post)
 
     def close(self) -> None:
         """Free all memory."""
-        if self._made is not None:
-            self._made.close()
+        if self._encoder is not None:
+            self._encoder.close()
 
-    def _local(self) -> GpuEncoder:
+    def _remote_encoder(self) -> RemoteEncoder:
+        from ..gpu.node_mode.remote_encoder import RemoteEncoder
+
+        return RemoteEncoder(self._codec, send=self._post, receive=self._answer, lend=self._slots.lend)
+
+    def _local_encoder(self) -> GpuEncoder:
         from ..gpu.gpu_encoder import GpuEncoder
 
         slots = self._slots

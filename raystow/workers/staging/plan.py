@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
-from ...storage.coding.dtypes import DType
 from ...storage.coding.kernels import Bytes
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format.root import Entry
-from ..protocol.messages import Begin, ChunkInfo, DerivedChunk
+from ..gpu.encode_request import DerivedPair, Source
+from ..protocol.messages import Begin
 
 logger = logging.getLogger(__name__)
 
@@ -25,33 +25,18 @@ PROCESSES = ("training", "node")
 """Which process codes chunks on a GPU."""
 
 
-class ChunkSource(Protocol):
-    """A chunk to stage."""
+class ChunkSource(Source, Protocol):
+    """A chunk to stage: at most ``SLOT`` bytes, or ``DEVICE_CHUNK`` on a GPU."""
 
     @property
     def device(self) -> int | None:
         """The CUDA device that codes the chunk; None if the node worker does."""
 
-    @property
-    def name(self) -> str:
-        """The tensor's name."""
-
-    @property
-    def dtype(self) -> DType:
-        """The type of its words."""
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes: at most ``SLOT``, or ``DEVICE_CHUNK`` for a chunk on a GPU."""
-
-    def describe(self) -> ChunkInfo:
-        """Return the fields of its manifest row that are known before coding."""
-
     def copy(self, out: Bytes) -> None:
         """Copy the bytes into ``out``, row-major."""
 
 
-class DerivedSource(Protocol):
+class DerivedSource(DerivedPair, Protocol):
     """A chunk that is not staged if it follows from the chunk ``source``: see ``storage.coding.derived``."""
 
     @property
@@ -61,9 +46,6 @@ class DerivedSource(Protocol):
     @property
     def source(self) -> ChunkSource:
         """A chunk of the same group, on the same device."""
-
-    def derived(self, digest: int) -> DerivedChunk:
-        """Return how it is announced if it follows; ``digest`` is that of its bytes."""
 
 
 class SourceGroup(Protocol):

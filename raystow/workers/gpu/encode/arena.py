@@ -1,4 +1,4 @@
-"""Memory that is taken in turn and given back in the same order: no fragmentation."""
+"""A circular allocator: regions are freed in the order in which they were allocated."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 
 class Arena:
-    """``memory`` (bytes), handed out as contiguous regions in a circle."""
+    """Allocates contiguous regions of ``memory`` (uint8)."""
 
     def __init__(self, memory: torch.Tensor) -> None:
         self.memory = memory
@@ -16,16 +16,10 @@ class Arena:
 
     @property
     def size(self) -> int:
-        """Bytes in all."""
         return int(self.memory.numel())
 
-    @property
-    def used(self) -> int:
-        """Bytes that are taken."""
-        return sum(end - start for start, end in self._taken)
-
     def take(self, nbytes: int) -> int | None:
-        """The start of a region of ``nbytes``, or None until older ones are given back."""
+        """Return the start of a new region of ``nbytes``, or None until older ones are freed."""
         nbytes = max(1, -(-nbytes // 512)) * 512
         if not self._taken:
             start = 0
@@ -33,7 +27,7 @@ class Arena:
             head, tail = self._taken[0][0], self._taken[-1][1]
             wrapped = tail <= head
             if not wrapped and tail + nbytes > self.size:
-                if nbytes >= head:  # equal would make a full circle look like an empty one
+                if nbytes >= head:  # equality would make a full arena look empty
                     return None
                 start = 0
             elif wrapped and tail + nbytes >= head:
@@ -46,7 +40,7 @@ class Arena:
         return start
 
     def shrink(self, nbytes: int) -> None:
-        """Give back all but the first ``nbytes`` of the newest region."""
+        """Free all but the first ``nbytes`` of the newest region."""
         start, end = self._taken.pop()
         self._taken.append((start, min(end, start + max(1, -(-nbytes // 512)) * 512)))
 

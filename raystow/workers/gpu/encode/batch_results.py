@@ -1,61 +1,63 @@
-"""What the kernel that takes chunks apart finds of them: added up on the device, and told to the host batch by batch."""
+"""The results of ``word_kernels.split``: computed on the device, and copied to the host batch by batch."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import cast
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from ..encode_request import Source
 from ..kernels import copy_kernels
 from ..kernels.word_kernels import FOUND
-from .encode_plan import Batch, Program
-from .jobs import Source
+from .encode_plan import Batch, EncodePlan
 
 
-class Found:
-    """Of one save of ``sources``. Of each batch: int64 [FOUND, jobs of the batch], see ``kernels.split``."""
+class BatchResults:
+    """The results of one save: for each batch int64 [FOUND, jobs], see ``word_kernels.split``."""
 
-    def __init__(self, sources: Sequence[Source], device: torch.device) -> None:
-        self._sources = sources
-        self._sums = torch.zeros(FOUND * len(sources), dtype=torch.int64, device=device)
-        self._told = torch.empty(FOUND * len(sources), dtype=torch.int64, pin_memory=True)
+    def __init__(self, plan: EncodePlan, sources: Sequence[Source]) -> None:
+        self._plan, self._sources = plan, sources
+        self._on_device = torch.zeros(FOUND * len(sources), dtype=torch.int64, device=plan.chunks.device)
+        self._on_host = torch.empty(FOUND * len(sources), dtype=torch.int64, pin_memory=True)
 
     def on_device(self, batch: Batch) -> torch.Tensor:
-        """Where the kernel adds it up."""
-        return _of(batch, self._sums)
+        """Return the memory that the kernel adds its results to."""
+        return _rows(batch, self._on_device)
 
-    def tell(self, batch: Batch) -> torch.Tensor:
-        """Write it to host memory, where it is when the current stream is through."""
-        copy_kernels.tell(self.on_device(batch), told := self.of(batch))
-        return told
+    def to_host(self, batch: Batch) -> torch.Tensor:
+        """Copy the results of a batch to pinned host memory; they are there once the current stream has executed the copy."""
+        copy_kernels.tell(self.on_device(batch), found := _rows(batch, self._on_host))
+        return found
 
-    def of(self, batch: Batch) -> torch.Tensor:
-        """It, in host memory."""
-        return _of(batch, self._told)
+    def digests(self) -> npt.NDArray[np.uint64]:
+        """Return ``raw_digest`` of all sources before ``finish`` (uint64 [sources]), once all have been read."""
+        digests = np.zeros(len(self._sources), np.uint64)
+        for batch in self._plan.batches:
+            digests[self._sources_of(batch)] = _rows(batch, self._on_host)[0].numpy().view(np.uint64)
+        return digests
 
-    def digests(self, program: Program) -> Any:
-        """The sums of ``raw_digest`` of all sources, when all was read (uint64 numpy [sources])."""
-        sums = np.zeros(len(self._sources), np.uint64)
-        for batch in program.batches:
-            numbers = [job.index for job in program.jobs[batch.first : batch.last]]
-            sums[numbers] = self.of(batch)[0].numpy().view(np.uint64)
-        return sums
+    def rounding_sources(self) -> dict[int, int]:
+        """Return the numbers of the sources whose rounded words are hashed as well, by the ``id`` of the source."""
+        return {id(self._sources[job.index]): job.index for job in self._plan.jobs if job.followed}
 
-    def followed(self, program: Program) -> dict[int, int]:
-        """By the identity of each source whose words are rounded as well, its number."""
-        return {id(self._sources[job.index]): job.index for job in program.jobs if job.followed}
+    def rounded(self) -> npt.NDArray[np.int64]:
+        """Return, for those sources, the digest of the rounded words before ``finish``, and whether any word is a NaN.
 
-    def rounded(self, program: Program) -> Any:
-        """Of each of these by number, when all was read: the sum of ``raw_digest`` of its words rounded, and whether any
-        of them is a NaN (int64 numpy [2, sources])."""
-        told = np.zeros((2, len(self._sources)), np.int64)
-        for batch in program.batches:
+        Returns:
+            int64 [2, sources], complete once all have been read.
+        """
+        found = np.zeros((2, len(self._sources)), np.int64)
+        for batch in self._plan.batches:
             if batch.followed:
-                told[:, [job.index for job in program.jobs[batch.first : batch.last]]] = self.of(batch)[3:].numpy()
-        return told
+                found[:, self._sources_of(batch)] = _rows(batch, self._on_host)[3:].numpy()
+        return found
+
+    def _sources_of(self, batch: Batch) -> list[int]:
+        return [job.index for job in self._plan.jobs[batch.first : batch.last]]
 
 
-def _of(batch: Batch, rows: torch.Tensor) -> torch.Tensor:
-    return cast(torch.Tensor, rows[FOUND * batch.first : FOUND * batch.last].view(FOUND, -1))
+def _rows(batch: Batch, results: torch.Tensor) -> torch.Tensor:
+    return cast(torch.Tensor, results[FOUND * batch.first : FOUND * batch.last].view(FOUND, -1))

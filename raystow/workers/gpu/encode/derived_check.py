@@ -1,132 +1,143 @@
-"""Which chunks in device memory follow from others, so that they need not leave it: see ``storage.coding.derived``."""
+"""Checks on the GPU which chunks can be derived from others and need not be stored: see ``storage.coding.derived``."""
 
 from __future__ import annotations
 
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 import torch
+from torch.cuda import Event
 
 from ....storage.coding.digest import finish
 from ...protocol.messages import DerivedChunk
+from .. import kernel_args
 from ..digests import Digests
+from ..encode_request import DerivedPair
 from ..kernels import copy_kernels, word_kernels
 from .encoder import Encoder
 
-_LATER = 0  # priority: behind what is read meanwhile, on which all copies to the host wait
-_AT_ONCE = 8  # chunks that one launch compares: a longer one keeps the coder waiting, and thereby the reading
+_PRIORITY = 0  # of the stream: lower than the reading, on which all copies to the host wait
+_LAUNCH = 8  # chunks that one launch compares: a longer launch would delay the coder, and thereby the reading
+
+Pairs = Sequence[DerivedPair]
+_Indices = npt.NDArray[np.int64]
 
 
-class Following:
-    """What comes of ``Lookout.look``. The first look at it waits for the device, and is to be had before ``encode`` returns.
+@dataclass
+class DerivedCheck:
+    """The result of ``DerivedChecker.check``. The first access waits for the device, and must come before ``encode`` returns.
 
-    ``sums``: the digests of all ``followers``, before ``finish``, and then those of what the first of them, the ``copies``, are
-    copies of. ``rounded``: what ``Found.rounded`` says of the sources of those that come next. ``misses``: of the others, 1 for
-    each that is not its source rounded. ``sums`` and ``misses`` are int64 in pinned memory.
+    Args:
+        pairs: First copies (``copies`` is their number), then pairs whose source the encoder rounds, then the others.
+        sums: The digests, before ``finish``, of all pieces and then of the sources of the copies (int64, pinned memory).
+        rounded: Returns ``BatchResults.rounded`` of the sources that the encoder rounds.
+        misses: For each of the other pairs 1 if the piece is not its source rounded (int64, pinned memory).
+        done: The event after which ``sums`` and ``misses`` are complete.
     """
 
-    def __init__(
-        self,
-        followers: Sequence[Any],
-        copies: int,
-        sums: torch.Tensor,
-        rounded: Callable[[], Any],
-        misses: torch.Tensor,
-        done: Any,
-    ) -> None:
-        self._followers, self._copies, self._sums = followers, copies, sums
-        self._rounded, self._misses, self._done = rounded, misses, done
+    pairs: Pairs
+    copies: int
+    sums: torch.Tensor
+    rounded: Callable[[], _Indices]
+    misses: torch.Tensor
+    done: Event | None
 
     @property
-    def strays(self) -> list[Any]:
-        """Those that do not follow."""
-        return [follower for follower, missed in zip(self._followers, self._missed, strict=True) if missed]
+    def strays(self) -> list[DerivedPair]:
+        """The pairs whose chunk cannot be derived."""
+        return [pair for pair, missed in zip(self.pairs, self._missed, strict=True) if missed]
 
     @property
     def derived(self) -> list[DerivedChunk]:
-        """Those that do."""
-        found = zip(self._followers, self._missed, self._sums[: len(self._followers)].tolist(), strict=True)
-        return [one.derived(finish(total, one.piece.nbytes)) for one, missed, total in found if not missed]
+        """The messages for chunks that can be derived."""
+        found = zip(self.pairs, self._missed, self.sums[: len(self.pairs)].tolist(), strict=True)
+        return [pair.derived(finish(total, pair.piece.nbytes)) for pair, missed, total in found if not missed]
 
     @functools.cached_property
     def _missed(self) -> list[bool]:
-        if self._done is not None:
-            self._done.synchronize()
-        own, others = np.split(self._sums.numpy(), [len(self._followers)])
-        copies = own[: self._copies] != others
-        made, nans = self._rounded()
-        rounded = (own[self._copies : self._copies + len(made)] != made) | (nans != 0)
-        return [*copies.tolist(), *rounded.tolist(), *self._misses.bool().tolist()]
+        if self.done is not None:
+            self.done.synchronize()
+        own, sources = np.split(self.sums.numpy(), [len(self.pairs)])
+        copies = own[: self.copies] != sources
+        digests, nans = self.rounded()
+        rounded = (own[self.copies : self.copies + len(digests)] != digests) | (nans != 0)
+        return [*copies.tolist(), *rounded.tolist(), *self.misses.bool().tolist()]
 
 
-class Lookout:
-    """Looks at ``followers`` (see ``staging.Follower``) on one device, save after save. ``encoder``: the one that reads their
-    sources meanwhile, and takes the digests of what these are rounded to where their ``followed`` asks for it. Else, or for other
-    sources, this reads them, too."""
+class DerivedChecker:
+    """Checks ``followers`` on one device, save after save.
 
-    def __init__(self, device: torch.device, followers: Sequence[Any], encoder: Encoder | None = None) -> None:
+    ``encoder`` reads their sources meanwhile, and hashes the rounded words of those whose ``followed`` requests it. Other sources
+    are read here.
+    """
+
+    def __init__(self, device: torch.device, followers: Pairs, encoder: Encoder | None = None) -> None:
         self.followers, self._device, self._encoder = followers, device, encoder
-        self.program = None if encoder is None else encoder.program
-        told = {} if encoder is None or encoder.program is None else encoder.found.followed(encoder.program)
+        self.plan = None if encoder is None else encoder.plan
+        hashed = {} if encoder is None or encoder.plan is None else encoder.results.rounding_sources()
 
-        def is_told(one: Any) -> bool:
-            return id(one.source) in told and one.source.followed == _rounded(one)
+        def is_hashed(one: DerivedPair) -> bool:
+            return id(one.source) in hashed and one.source.followed == _rounded(one)
 
-        self._ordered = sorted(followers, key=lambda one: (_rounded(one) != "", not is_told(one), _rounded(one)))
+        self._ordered = sorted(followers, key=lambda one: (_rounded(one) != "", not is_hashed(one), _rounded(one)))
         self._copies = sum(not _rounded(follower) for follower in followers)
-        self._told = np.array([told[id(one.source)] for one in self._ordered if is_told(one)], np.int64)
-        compared = self._ordered[self._copies + len(self._told) :]
-        with torch.cuda.device(device), torch.cuda.stream(stream := torch.cuda.Stream(device, priority=_LATER)):
-            self._stream = stream
+        self._hashed = np.array([hashed[id(one.source)] for one in self._ordered if is_hashed(one)], np.int64)
+        compared = self._ordered[self._copies + len(self._hashed) :]
+        self._stream = torch.cuda.Stream(device, priority=_PRIORITY)
+        with torch.cuda.device(device), torch.cuda.stream(self._stream):
             of = [one.piece for one in self._ordered] + [one.source for one in self._ordered[: self._copies]]
             self._digests = Digests(of, device)
             rows = np.array([(one.source.origin, one.piece.address, one.piece.nbytes // 2) for one in compared], np.int64)
-            self._table = torch.from_numpy(rows.reshape(-1, 3)).pin_memory().to(device, non_blocking=True)
+            self._table = kernel_args.upload(rows.reshape(-1, 3), device)
         self._batches, end = list[tuple[str, slice, int]](), 0
         for dtype, alike in itertools.groupby(compared, _rounded):
             begin, end = end, end + len(list(alike))
-            for first in range(begin, end, _AT_ONCE):
-                some = slice(first, min(first + _AT_ONCE, end))
+            for first in range(begin, end, _LAUNCH):
+                some = slice(first, min(first + _LAUNCH, end))
                 self._batches.append((dtype, some, int(rows[some, 2].max())))
 
-    def look(self, *, after: Any) -> Following:
-        """Begin to look, when the CUDA event ``after`` has come."""
+    def check(self, *, after: Event) -> DerivedCheck:
+        """Begin to check, after a CUDA event."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
             misses = torch.zeros(len(self._table), dtype=torch.int64, device=self._device)
             for dtype, some, largest in self._batches:
                 word_kernels.compare(self._table[some], largest, dtype=dtype, misses=misses[some])
-            told = torch.empty(misses.shape, dtype=torch.int64, pin_memory=True)
-            copy_kernels.tell(misses, told)
+            missed = copy_kernels.to_host(misses)
             sums = self._digests.take()
-            return Following(self._ordered, self._copies, sums, self._found, told, self._stream.record_event())
+            return DerivedCheck(self._ordered, self._copies, sums, self._rounding_results, missed, self._stream.record_event())
 
-    def _found(self) -> Any:
-        """Of the sources whose rounded words' digests are taken: see ``Found.rounded``."""
+    def _rounding_results(self) -> _Indices:
+        """Return ``BatchResults.rounded`` of the sources that the encoder rounds."""
         if self._encoder is None:
             return np.empty((2, 0), np.int64)
-        assert self._encoder.program is not None
-        return self._encoder.found.rounded(self._encoder.program)[:, self._told]
+        return self._encoder.results.rounded()[:, self._hashed]
 
 
-def follow(
-    lookouts: dict[int, Lookout], device: int, followers: Sequence[Any], *, after: Any, encoder: Encoder | None = None
-) -> Following:
-    """``Lookout.look``, with the last one of the device if it is for the same followers and the encoder reads the same."""
+def check_derived(
+    checkers: dict[int, DerivedChecker],
+    device: int,
+    followers: Pairs,
+    *,
+    after: Event,
+    encoder: Encoder | None = None,
+) -> DerivedCheck:
+    """Begin to check ``followers``, with the checker of the last save if they and the encoder's plan are the same."""
     if not followers:
         nothing = torch.empty(0, dtype=torch.int64)
-        return Following([], 0, nothing, lambda: np.empty((2, 0), np.int64), nothing, None)
-    last = lookouts.get(device)
-    program = None if encoder is None else encoder.program
-    if last is None or last.followers is not followers or last.program is not program:
-        lookouts[device] = Lookout(torch.device("cuda", device), followers, encoder)
-    return lookouts[device].look(after=after)
+        return DerivedCheck([], 0, nothing, lambda: np.empty((2, 0), np.int64), nothing, None)
+    last = checkers.get(device)
+    plan = None if encoder is None else encoder.plan
+    if last is None or last.followers is not followers or last.plan is not plan:
+        checkers[device] = DerivedChecker(torch.device("cuda", device), followers, encoder)
+    return checkers[device].check(after=after)
 
 
-def _rounded(follower: Any) -> str:
-    """The dtype that its source is rounded to; nothing, if it is a copy."""
-    dtype: str = follower.piece.dtype.name
+def _rounded(follower: DerivedPair) -> str:
+    """Return the dtype that its source is rounded to; empty if it is a copy."""
+    dtype = follower.piece.dtype.name
     return dtype if follower.source.dtype.name != dtype else ""

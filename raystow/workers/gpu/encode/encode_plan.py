@@ -1,7 +1,7 @@
-"""What an encoder does with a set of chunks, worked out once: a training saves the same tensors again and again.
+"""The encoder's plan for a set of chunks: batches that are read together, groups that are coded together, and places in memory.
 
-Nothing in it depends on what the chunks hold, only on where they lie: which are read together, where their planes go, and what
-must have left before. So its tables lie in device memory, and a save that is like the one before starts at once.
+It depends on the places and types of the chunks, not on their content. Training saves the same tensors again and again, so the
+plan is made once, and its tables stay in device memory.
 """
 
 from __future__ import annotations
@@ -10,87 +10,84 @@ import functools
 import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from operator import attrgetter
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
-from ....storage.coding.chunk import SMALL
 from ...protocol.messages import CodedLayout
 from .. import kernel_args
-from .jobs import Job, Source
+from ..encode_request import Source
+from .jobs import Job
 
 ROWS = 512
-"""Chunks in a batch, at most."""
+"""The largest number of chunks in a batch."""
+
+Indices = npt.NDArray[np.int64]
+
+_KIND = attrgetter("kind")
 
 
 @dataclass(frozen=True)
 class Limits:
-    """``batch``: raw bytes that are read by one launch, and ``plane`` those of their planes that are to be coded. ``group``: raw
-    bytes whose highest planes are coded by one call, and
-    ``streams`` their number, at most. ``stream``: bytes of a plane in a stream; 0 if nothing is coded."""
+    """The largest batches and groups."""
 
-    batch: int
-    plane: int
-    group: int
-    streams: int
-    stream: int
+    batch: int  # raw bytes in a batch
+    plane: int  # bytes of a batch's planes that are coded
+    group: int  # raw bytes in a group
+    streams: int  # coded streams in a group
+    stream: int  # bytes of a plane in each coded stream; 0 if nothing is coded
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Jobs ``first`` to ``last`` (without), which are read by one launch.
+    """Jobs ``first`` to ``last`` (exclusive), which are read by one launch of ``word_kernels.split``.
 
-    ``base``: where their planes begin in the memory of those that leave as they are: ``low`` bytes of lowest planes, then
-    ``middle`` bytes. ``after``: batches that must have left it before. ``group``: what their other planes are coded with, -1 if
-    there are none. ``after_group``: groups that must have been packed before those planes have room. ``rotate``, ``width``,
-    ``packed``, ``largest``, ``followed``: what ``kernels.split`` wants to know.
+    ``width``, ``rotate``, ``packed``, ``largest`` and ``followed`` are arguments of the launch.
     """
 
     first: int
     last: int
     width: int
     rotate: bool
-    scattered: bool
+    scattered: bool  # the chunks must be gathered first
     packed: bool
     largest: int
-    base: int
-    low: int
-    middle: int
-    after: int
-    group: int
-    after_group: int
+    base: int  # where its raw planes begin in device memory
+    low: int  # bytes of lowest planes there
+    middle: int  # bytes of other raw planes, after those
+    after: int  # the number of batches whose raw planes must have left device memory before
+    group: int  # the group that codes its other planes; -1 if there are none
+    after_group: int  # the number of groups that must have been coded before, so that there is memory for those planes
     followed: str
 
 
 @dataclass(frozen=True)
 class Group:
-    """Jobs ``first`` to ``last`` (without), of so many ``batches``, coded by one call. ``streams``: their numbers. Of each plane
-    that is coded, one job's after the other's: ``starts``: of its first stream, within the group; ``planes``: its bytes,
-    ``nbytes`` all together. ``largest``: streams of the plane that has most. ``owners``: what ``moving.condense`` wants to know,
-    on the device."""
+    """Jobs ``first`` to ``last`` (exclusive), whose high planes are coded by one call."""
 
     first: int
     last: int
-    batches: int
-    streams: slice
-    starts: Any
-    planes: Any
-    nbytes: int
-    largest: int
-    owners: torch.Tensor
+    batches: int  # the number of its batches
+    streams: slice  # the numbers of its streams among those of all groups
+    starts: Indices  # for each plane, job by job, its first stream within the group
+    planes: Indices  # bytes of each plane
+    nbytes: int  # of all planes
+    largest: int  # the largest number of streams of a plane
+    owners: torch.Tensor  # the argument of ``copy_kernels.condense``, on the device
 
 
 class Circle:
-    """Regions one behind the other in ``size`` bytes of memory that begin at ``base``, over and over again."""
+    """Plans consecutive regions in ``size`` bytes of memory at ``base``, starting again from its beginning when it is full."""
 
     def __init__(self, base: int, size: int) -> None:
         self._base, self._size = base, size
         self._placed: list[tuple[int, int]] = []
-        self._free = 0  # regions that must be free by now
+        self._free = 0  # the number of oldest regions that must be free by now
 
     def place(self, nbytes: int) -> tuple[int, int]:
-        """The address of a new region, and how many of those before it must be free by then."""
+        """Return the address of a new region, and how many of the earlier regions must be free before it is used."""
         nbytes = -(-nbytes // 512) * 512
         if nbytes > self._size:
             raise ValueError(f"{nbytes} bytes do not go into {self._size}")
@@ -104,32 +101,36 @@ class Circle:
         return self._base + start, self._free
 
 
-class Program:
-    """``jobs`` in the order in which they are read, ``batches`` and ``groups`` of them. ``starts``: where each job's lowest plane
-    begins among those of its batch. Tables: ``chunks`` for the kernels (int64 [jobs, COLUMNS]; in host memory ``table``), and for
-    the coder ``cuts`` (int64 [2, streams]: address, bytes)."""
+class EncodePlan:
+    """How to encode ``sources``, with device memory for planes that are stored raw (low) and that are coded (high).
 
-    def __init__(self, sources: Sequence[Source], limits: Limits, *, kept: torch.Tensor, tops: torch.Tensor) -> None:
+    Attributes:
+        jobs: The chunks in the order in which they are read; ``batches`` and ``groups`` are ranges of them.
+        starts: For each job the start of its lowest plane among those of its batch.
+        table: The kernels' table, int64 [jobs, COLUMNS] in host memory; ``chunks`` is its copy on the device.
+        cuts: The coder's table on the device, int64 [2, streams]: address and bytes of each stream.
+    """
+
+    def __init__(self, sources: Sequence[Source], limits: Limits, *, low_planes: torch.Tensor, high_planes: torch.Tensor) -> None:
         self.key, self.sources = key(sources), sources
-        found = [_job(i, source, limits.stream) for i, source in enumerate(sources)]
-        self.jobs = sorted(found, key=_kind)
+        self.jobs = sorted((Job.of(i, source, limits.stream) for i, source in enumerate(sources)), key=_KIND)
         self.batches: list[Batch] = []
         self.groups: list[Group] = []
-        self._limits, self._device = limits, kept.device
+        self._limits, self._device = limits, low_planes.device
         table = np.zeros((len(self.jobs), kernel_args.COLUMNS), np.int64)
         table[:, 0] = [job.address or 0 for job in self.jobs]
         table[:, 1] = [job.nbytes // job.width for job in self.jobs]
         self.starts = np.zeros(len(self.jobs), np.int64)
-        self._lay_out(table, Circle(kept.data_ptr(), kept.numel()), Circle(tops.data_ptr(), tops.numel()))
+        self._lay_out(table, *(Circle(memory.data_ptr(), memory.numel()) for memory in (low_planes, high_planes)))
         self.table = table
         self.chunks, self.cuts = (torch.from_numpy(rows).to(self._device) for rows in (table, self._cut(table)))
 
     def fits(self, sources: Sequence[Source]) -> bool:
-        """Whether it is what to do with these, too."""
+        """Whether the plan is also valid for these chunks."""
         return self.sources is sources or self.key == key(sources)
 
     def layout(self, device: int, sources: Sequence[Source]) -> CodedLayout:
-        """Return what is announced of the chunks once for all saves."""
+        """Return the message that describes the chunks, which is sent once for all saves."""
         return CodedLayout(
             device,
             tuple([sources[job.index].describe() for job in self.jobs]),
@@ -142,23 +143,23 @@ class Program:
 
     @functools.cached_property
     def full(self) -> int:
-        """The number of the first batch that waits for others to make room, or of batches if none does."""
+        """The number of the first batch that waits for memory of earlier ones; the number of batches if none does."""
         return next((i for i, batch in enumerate(self.batches) if batch.after or batch.after_group), len(self.batches))
 
-    def _lay_out(self, table: Any, kept: Circle, tops: Circle) -> None:
-        """Place the planes of all batches, and put the groups together."""
-        group_of: list[int] = []  # of each region in ``tops``
-        raw, streams = 0, 0  # of the group that is being put together
+    def _lay_out(self, table: Indices, low_memory: Circle, high_memory: Circle) -> None:
+        """Place the planes of all batches in memory, and form the groups."""
+        group_of: list[int] = []  # of each region in high_memory
+        raw, streams = 0, 0  # of the current group
         for first, last in self._cuts():
             jobs = self.jobs[first:last]
             head = jobs[0]
-            rooms = np.array([job.room for job in jobs])
-            planes, width = int(rooms.sum()), head.width
-            starts = np.cumsum(rooms) - rooms
+            padded = np.array([job.padded for job in jobs])
+            planes, width = int(padded.sum()), head.width
+            starts = np.cumsum(padded) - padded
             self.starts[first:last] = starts
             between = [p for p in head.low if p > 0]
             low, middle = planes * (0 in head.low), planes * len(between)
-            base, after = kept.place(low + middle)
+            base, after = low_memory.place(low + middle)
             if low:
                 table[first:last, 2] = base + starts
             for i, p in enumerate(between):
@@ -167,17 +168,17 @@ class Program:
             if head.coded:
                 coded = len(head.high)
                 more, size = sum(job.streams * coded for job in jobs), sum(job.nbytes for job in jobs)
-                if more > self._limits.streams:  # of a single chunk: batches are cut before
+                if more > self._limits.streams:  # only of a single chunk: larger batches are split
                     raise ValueError(f"{more} streams are more than the {self._limits.streams} that are coded by one call")
                 if raw + size > self._limits.group or streams + more > self._limits.streams:
                     raw, streams = 0, 0
                     self._close_group(first)
                 group = len(self.groups)
-                address, regions = tops.place(planes * coded)
+                address, regions = high_memory.place(planes * coded)
                 for i, p in enumerate(head.high):
-                    table[first:last, 2 + p] = address + starts * coded + i * rooms
+                    table[first:last, 2 + p] = address + starts * coded + i * padded
                 after_group = group_of[regions - 1] + 1 if regions else 0
-                assert after_group <= group, "a group must fit into half of the memory for highest planes"
+                assert after_group <= group, "a group must fit into half of the memory for high planes"
                 group_of.append(group)
                 raw, streams = raw + size, streams + more
             largest = max(job.nbytes for job in jobs)
@@ -192,7 +193,7 @@ class Program:
         self._close_group(len(self.jobs))
 
     def _close_group(self, last: int) -> None:
-        """All coded jobs that are in no group yet, up to ``last``, are one."""
+        """Form a group of all coded jobs before ``last`` that are in no group yet."""
         before = self.groups[-1] if self.groups else None
         jobs = [i for i in range(before.last if before else 0, last) if self.jobs[i].coded]
         if not jobs:
@@ -207,9 +208,9 @@ class Program:
         self.groups.append(Group(jobs[0], jobs[-1] + 1, batches, streams, starts, planes, nbytes, largest, on_device))
 
     def _cuts(self) -> Iterator[tuple[int, int]]:
-        """Chunks of one kind (all of one width; all with a plane to code, or all without) in numbers that one launch takes."""
+        """Yield the ranges of jobs that form batches: of one kind, within the limits."""
         first, position = 0, 0
-        for _, alike in itertools.groupby(self.jobs, _kind):
+        for _, alike in itertools.groupby(self.jobs, _KIND):
             size = planes = streams = 0
             for job in alike:
                 coded, more = job.plane * len(job.high), job.streams * len(job.high)
@@ -222,8 +223,8 @@ class Program:
             yield first, position
             first = position
 
-    def _cut(self, table: Any) -> Any:
-        """Address and bytes of every stream, group after group."""
+    def _cut(self, table: Indices) -> Indices:
+        """Return address and bytes of every stream, group after group."""
         stream = self._limits.stream
         rows = [np.empty((2, 0), np.int64)]
         for group in self.groups:
@@ -231,22 +232,13 @@ class Program:
             n = group.streams.stop - group.streams.start
             owner = np.searchsorted(group.starts, np.arange(n), side="right") - 1
             at = (np.arange(n) - group.starts[owner]) * stream
-            tops = np.concatenate([row[[2 + p for p in job.high]] for row, job in zip(table[group.first :], jobs, strict=False)])
-            rows.append(np.stack([tops[owner] + at, np.minimum(stream, group.planes[owner] - at)]))
+            planes = np.concatenate(
+                [row[[2 + p for p in job.high]] for row, job in zip(table[group.first :], jobs, strict=False)]
+            )
+            rows.append(np.stack([planes[owner] + at, np.minimum(stream, group.planes[owner] - at)]))
         return np.ascontiguousarray(np.concatenate(rows, axis=1))
 
 
-def key(sources: Sequence[Source]) -> list[tuple[int | None, int, Any]]:
-    """What a program depends on: two sets of chunks with equal keys can use the same."""
+def key(sources: Sequence[Source]) -> list[tuple[int | None, int, object]]:
+    """Return the properties of chunks on which a plan depends: chunks with equal keys can use the same plan."""
     return [(source.address, source.nbytes, source.identity) for source in sources]
-
-
-def _kind(job: Job) -> Any:
-    return job.kind
-
-
-def _job(index: int, source: Source, stream: int) -> Job:
-    of = source.name, source.address, source.nbytes, source.dtype
-    if not stream or source.nbytes < SMALL:
-        return Job(index, *of)
-    return Job(index, *of, stream, source.planes, source.followed)

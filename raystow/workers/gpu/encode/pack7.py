@@ -1,74 +1,79 @@
-"""Lowest planes of words that are never negative: their last bits are all zero, so seven of eight bits leave."""
+"""Packs the lowest planes of words that are never negative: their last bits are all zero, so 7 of 8 bits are stored."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
+from ..kernel_args import upload
 from ..kernels import copy_kernels
 from .jobs import Job
 
 COUNT = 4
-"""Batches whose planes are being packed, or are leaving, at a time."""
+"""The number of batches whose planes are packed or copied at a time."""
 
 
-def worth_packing(jobs: Sequence[Job], low: int, odds: Any) -> bool:
-    """Whether there are enough of the ``low`` bytes of lowest planes of which every last bit is zero (``odds``: 0). A few are not
-    worth the copies that a run is broken into."""
-    return sum(job.plane for job, odd in zip(jobs, odds.tolist(), strict=True) if not odd) > low // 4
+def worth_packing(jobs: Sequence[Job], low: int, odds: Sequence[int]) -> bool:
+    """Return whether planes can be packed (``odds``: 0) that are more than a quarter of the ``low`` bytes of lowest planes.
+
+    For less, the separate copies cost more than packing saves.
+    """
+    return sum(job.plane for job, odd in zip(jobs, odds, strict=True) if not odd) > low // 4
 
 
-class Packing(NamedTuple):
-    """What ``moving.pack7`` takes, the bytes that it makes, and for each chunk where they begin; None: it is not packed."""
+@dataclass
+class PackedPlanes:
+    """The lowest planes of a batch that are packed, into ``nbytes`` bytes."""
 
-    rows: list[tuple[int, int, int]]
-    used: int
-    places: list[int | None]
+    rows: list[tuple[int, int, int]] = field(default_factory=list)  # the table of copy_kernels.pack7
+    places: list[int | None] = field(default_factory=list)  # for each chunk the start of its packed plane; None: not packed
+    nbytes: int = 0
 
 
 class PackBuffers:
-    """Memory for the packed planes of a few batches, used in turn: ``plan``, ``pack``, and ``leaves`` when that is on its way."""
+    """Device memory for the packed planes of a few batches, used in turn: ``plan``, ``pack``, then ``copied``."""
 
-    def __init__(self, rooms: list[torch.Tensor]) -> None:
-        self._rooms, self._next = rooms, 0
-        self._left: list[Any] = [None] * len(rooms)
+    def __init__(self, buffers: list[torch.Tensor]) -> None:
+        self._buffers, self._next = buffers, 0
+        self._copied: list[torch.cuda.Event | None] = [None] * len(buffers)
 
     @property
-    def room(self) -> torch.Tensor:
-        """The next memory."""
-        return self._rooms[self._next]
+    def current(self) -> torch.Tensor:
+        """The buffer that is used next."""
+        return self._buffers[self._next]
 
-    def plan(self, jobs: Iterable[Job], starts: Sequence[int], odds: Sequence[int], base: int) -> Packing:
-        """Which planes of a batch are packed, as far as there is room. ``starts``: where they begin, behind the address ``base``;
-        ``odds``: 1 for each of which some last bit is not zero."""
-        packing = Packing([], 0, [])
+    def plan(self, jobs: Iterable[Job], starts: Sequence[int], odds: Sequence[int], base: int) -> PackedPlanes:
+        """Select the planes of a batch that are packed, as far as they fit into the buffer. ``starts``: of each plane, relative
+        to the address ``base``; ``odds``: 1 for each in which some last bit is set."""
+        packed = PackedPlanes()
         for job, start, odd in zip(jobs, starts, odds, strict=True):
             size = -(-(job.plane // 8 * 7) // 16) * 16
-            if odd or job.plane % 8 or packing.used + size > self.room.numel():
-                packing.places.append(None)
+            if odd or job.plane % 8 or packed.nbytes + size > self.current.numel():
+                packed.places.append(None)
                 continue
-            packing.rows.append((base + start, self.room.data_ptr() + packing.used, job.plane // 8))
-            packing.places.append(packing.used)
-            packing = packing._replace(used=packing.used + size)
-        return packing
+            packed.rows.append((base + start, self.current.data_ptr() + packed.nbytes, job.plane // 8))
+            packed.places.append(packed.nbytes)
+            packed.nbytes += size
+        return packed
 
-    def pack(self, packing: Packing, stream: Any) -> Any:
-        """Pack on a stream, when the memory is free; the event after which all lies there."""
-        if self._left[self._next] is not None:
-            stream.wait_event(self._left[self._next])
+    def pack(self, packed: PackedPlanes, stream: torch.cuda.Stream) -> torch.cuda.Event:
+        """Pack planes on a stream, once the buffer is free; return the event after which they are packed."""
+        free = self._copied[self._next]
+        if free is not None:
+            stream.wait_event(free)
         with torch.cuda.stream(stream):
-            table = torch.from_numpy(np.array(packing.rows, np.int64)).pin_memory().to(self.room.device, non_blocking=True)
-            copy_kernels.pack7(table, max(groups for _, _, groups in packing.rows))
+            table = upload(np.array(packed.rows, np.int64), self.current.device)
+            copy_kernels.pack7(table, max(groups for _, _, groups in packed.rows))
             return stream.record_event()
 
-    def leaves(self, event: Any) -> None:
-        """From this event on the memory is free."""
-        self._left[self._next] = event
-        self._next = (self._next + 1) % len(self._rooms)
+    def copied(self, event: torch.cuda.Event) -> None:
+        """Use the next buffer; the current one is free again after ``event``."""
+        self._copied[self._next] = event
+        self._next = (self._next + 1) % len(self._buffers)
 
     def reset(self) -> None:
-        """Everything has left."""
-        self._left, self._next = [None] * len(self._rooms), 0
+        """Note that all buffers are free."""
+        self._next, self._copied = 0, [None] * len(self._buffers)

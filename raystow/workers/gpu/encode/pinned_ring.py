@@ -1,4 +1,4 @@
-"""The staging ring as a GPU fills it: pinned once, its slots filled end to end by large copies."""
+"""Writes to the staging ring from a GPU: the ring's memory is pinned once, and its slots are filled by large copies."""
 
 from __future__ import annotations
 
@@ -9,21 +9,24 @@ from dataclasses import dataclass, field
 import torch
 
 from ....storage.errors import ClusterError
+from ...protocol.messages import RunSpan
 from ...shm.ring import Ring
 
 
 @dataclass
 class RingRun:
-    """Bytes on their way: ``spans`` of them (first byte in the run, slot, start in the slot, bytes)."""
+    """Consecutive bytes that were copied to the ring."""
 
-    spans: list[tuple[int, int, int, int]] = field(default_factory=list)
+    spans: list[RunSpan] = field(default_factory=list)
 
 
-class Outbox:
-    """A run of bytes may begin in one slot and end in the next. A slot is released when everything in it was announced.
+class PinnedRing:
+    """Writes runs of bytes to the ring. A run may span slots.
 
-    ``take`` gives a free slot, or None after a moment without one; ``release`` hears of slots in which nothing more will be
-    announced.
+    Args:
+        ring: The ring; it is pinned until ``close``.
+        take: Returns a free slot, or None after a short wait.
+        release: Called for each slot once all runs in it have been announced and no more will be written.
     """
 
     def __init__(self, ring: Ring, *, take: Callable[[], int | None], release: Callable[[int], None]) -> None:
@@ -37,23 +40,24 @@ class Outbox:
                     remedy="pass a smaller memory= to Checkpointer",
                 )
         self._slot, self._used = -1, ring.slot_size
-        self._runs: Counter[int] = Counter()  # slot -> spans in it of runs that were not announced
-        self._open: set[int] = set()  # slots that were taken and not released
+        self._runs: Counter[int] = Counter()  # slot -> spans in it that are not announced yet
+        self._open: set[int] = set()  # slots that are not released yet
 
     @property
     def capacity(self) -> int:
-        """Bytes of all slots."""
         return int(self._memory.numel())
 
     @property
     def held(self) -> int:
-        """Bytes of the slots in which something is still to be announced, or to be written."""
+        """Bytes of the slots that are not released yet."""
         return len(self._open) * self._ring.slot_size
 
     def write(self, source: torch.Tensor, relieve: Callable[[], None]) -> RingRun:
         """Enqueue a copy of ``source`` (uint8, contiguous) on the current stream.
 
-        ``relieve`` is called while there is no free slot: it sees to it that what has arrived is announced.
+        Args:
+            source: The bytes, on the device.
+            relieve: Called while there is no free slot; it must announce runs that have arrived.
         """
         run, done, total = RingRun(), 0, source.numel()
         while done < total:
@@ -69,19 +73,19 @@ class Outbox:
         return run
 
     def announced(self, runs: Iterable[RingRun]) -> None:
-        """The node worker knows of all that is in these."""
+        """Note that these runs were announced to the node worker."""
         for run in runs:
             for _, slot, _, _ in run.spans:
                 self._runs[slot] -= 1
         self._settle()
 
     def end(self) -> None:
-        """Everything of this save has been written."""
+        """End a save: all its runs have been written."""
         self._slot, self._used = -1, self._ring.slot_size
         self._settle()
 
     def abandon(self) -> None:
-        """Nothing more of this save will be announced."""
+        """Abort a save: no more of its runs will be announced."""
         self._runs.clear()
         self.end()
 

@@ -1,9 +1,8 @@
-"""What an encoder has under way: batches that are read, groups that are coded, chunks that have arrived."""
+"""Work in progress of an encoder: batches that are read, groups that are coded, chunks that have arrived in host memory."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -14,41 +13,37 @@ from .pinned_ring import RingRun
 
 @dataclass
 class ReadBatch:
-    """A batch that is being read (until the event ``read``), is leaving, or has left. ``found``: int64 [FOUND, jobs] in host
-    memory, what ``kernels.split`` has found. For ``runs`` and ``lows`` see ``messages.BatchBytes``."""
+    """A batch that is being read, until the event ``done``. For ``runs`` and ``lows`` see ``messages.BatchBytes``."""
 
-    number: int
+    number: int  # in the plan
     batch: Batch
-    read: Any
-    found: torch.Tensor
-    copies: list[torch.Tensor]
+    done: torch.cuda.Event
+    found: torch.Tensor  # results of word_kernels.split in host memory, int64 [FOUND, jobs]
+    copies: list[torch.Tensor]  # gathered chunks, which the kernel reads
     runs: list[RingRun] = field(default_factory=list)
     lows: list[tuple[int, int, bool]] = field(default_factory=list)
 
-    def places(self) -> BatchBytes:
-        """Return what is announced of it."""
+    def message(self) -> BatchBytes:
+        """Return the message that announces its bytes."""
         runs = tuple(tuple(run.spans) for run in self.runs)
         return BatchBytes(self.number, self.found[0].numpy().tobytes(), runs, tuple(self.lows))
 
 
 @dataclass
 class CodedGroup:
-    """A group that is being coded (until the event ``coded``), and then lies densely in ``size`` bytes at ``start`` in device
-    memory. ``results``: int64 [2, streams] in host memory, bytes of each and, as int32, the coder's status. ``run``: all its
-    planes, on their way."""
+    """A group that is being coded, until the event ``done``."""
 
     group: Group
     batches: list[ReadBatch]
-    start: int
-    results: torch.Tensor
-    coded: Any
-    size: int = 0
-    run: RingRun = field(default_factory=RingRun)
+    start: int  # of its coded planes in dense device memory
+    results: torch.Tensor  # int64 [2, streams] in host memory: bytes of each stream and, as int32, the coder's status
+    done: torch.cuda.Event
+    size: int = 0  # bytes of the coded planes, once they are coded
 
 
 @dataclass(frozen=True)
 class Arrived:
-    """Chunks that are in host memory, all of whose bytes are in these ``runs``, and the message that announces them."""
+    """Chunks whose bytes are all in host memory, in ``runs``, and the message that announces them."""
 
     runs: list[RingRun]
     message: CodedBatches

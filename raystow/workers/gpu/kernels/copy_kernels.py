@@ -1,7 +1,4 @@
-"""Bytes on their way on the GPU, in Triton: copied, put together densely, packed, and told to the host.
-
-What is said of tables in ``kernels`` holds here, too.
-"""
+"""Triton kernels that move bytes on the GPU: copy, concatenate, pack, and transfer small results to the host."""
 
 from __future__ import annotations
 
@@ -37,7 +34,7 @@ def _tell(source, target, n, MOST: tl.constexpr):
 
 @triton.jit(do_not_specialize=ANYWHERE)
 def _choose(owners, addresses, planes, out, sizes, table, lengths, times, STRIDE: tl.constexpr, MOST: tl.constexpr):
-    """For the streams of one plane: what to move, the coded ones or the plane as it was."""
+    """Fill the rows of ``_move`` for the streams of one plane: the coded streams, or the raw plane if it is not larger."""
     owner = owners + 2 * tl.program_id(0)
     first = tl.load(owner)
     plane = tl.load(owner + 1)
@@ -60,7 +57,7 @@ def _choose(owners, addresses, planes, out, sizes, table, lengths, times, STRIDE
 
 @triton.jit(do_not_specialize=ANYWHERE)
 def _line_up(table, base, streams, times, MOST: tl.constexpr):
-    """One behind the other, from ``base`` on."""
+    """Set the targets in the table of ``_move``: consecutive, from ``base``."""
     at = base
     for i in range(times):
         stream = i * MOST + tl.arange(0, MOST)
@@ -102,22 +99,31 @@ def _unpack7(table, SPAN: tl.constexpr):
 
 
 def tell(found: torch.Tensor, told: torch.Tensor) -> None:
-    """Write what was ``found`` on the device to host memory that is pinned (both int64, contiguous). By a kernel: a copy would
-    wait for all large ones that were enqueued before it, on whatever stream, since there is one engine for that direction."""
+    """Copy ``found`` from the device to ``told`` in pinned host memory (both int64, contiguous), on the current stream.
+
+    A kernel writes it: an ordinary copy would wait for all large copies that were enqueued before on any stream, since there is
+    one copy engine for that direction.
+    """
     if n := found.numel():
         _tell[(triton.cdiv(n, 1024),)](found, told.data_ptr(), n, MOST=1024)
 
 
+def to_host(found: torch.Tensor) -> torch.Tensor:
+    """Return a copy in pinned host memory (see ``tell``), complete once the current stream has executed it."""
+    told = torch.empty(found.shape, dtype=torch.int64, pin_memory=True)
+    tell(found, told)
+    return told
+
+
 def move(table: Table, largest: int) -> None:
-    """Copy bytes: ``table`` int64 [pieces, 3] of source address, target address, bytes; ``largest`` of the latter."""
+    """Copy bytes. ``table``: int64 [pieces, 3], source address, target address, bytes; ``largest``: the most bytes of a piece."""
     if len(table):
         _move[(max(1, triton.cdiv(largest, _SPAN)), len(table))](table, SPAN=_SPAN)
 
 
 @dataclass(frozen=True)
 class CodedStreams:
-    """Coded streams in the order in which a coder got them: each begins ``stride`` bytes behind the one before in ``memory``, and
-    is as long as ``sizes`` (int64 [streams]) says."""
+    """Coded streams as a coder wrote them: every ``stride`` bytes in ``memory``, each of ``sizes`` (int64 [streams]) bytes."""
 
     memory: torch.Tensor
     stride: int
@@ -127,12 +133,17 @@ class CodedStreams:
 def condense(
     owners: torch.Tensor, cuts: torch.Tensor, streams: CodedStreams, base: int, *, largest: int, lengths: torch.Tensor
 ) -> None:
-    """Put the streams of some planes together densely, from the address ``base`` on, without asking the host how long they are.
-    A plane that did not get smaller is taken as it was.
+    """Concatenate the streams of some planes, without waiting for their sizes on the host. A plane that coding did not make
+    smaller is copied raw.
 
-    ``owners``: int64 [planes + 1, 2]: the number of each plane's first stream, and its bytes; at last the number of streams.
-    ``cuts``: int64 [2, streams]: where each stream lies as it was, and its bytes. ``largest``: streams of the largest plane.
-    ``lengths``: int64 [streams], gets the bytes of what was taken.
+    Args:
+        owners: int64 [planes + 1, 2], the number of each plane's first stream and its bytes; the last row has the number of
+            streams.
+        cuts: int64 [2, streams], address and bytes of each stream before coding.
+        streams: The coded streams.
+        base: The address of the result.
+        largest: The largest number of streams of a plane.
+        lengths: int64 [streams], receives the bytes of each stream in the result.
     """
     addresses, planes = cuts
     table = torch.empty((len(addresses), 3), dtype=torch.int64, device=cuts.device)
@@ -144,12 +155,12 @@ def condense(
 
 
 def pack7(table: torch.Tensor, largest: int) -> None:
-    """``storage.coding.kernels.pack7`` of each row: address of the plane, address of the packed bytes, groups of eight bytes."""
+    """Compute ``storage.coding.kernels.pack7`` of each row: address of the plane, address of the result, groups of 8 bytes."""
     if len(table):
         _pack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)
 
 
 def unpack7(table: Table, largest: int) -> None:
-    """The inverse of ``pack7``: address of the packed bytes, address of the plane, groups of seven bytes."""
+    """Invert ``pack7``. Each row: address of the packed bytes, address of the plane, groups of 7 bytes."""
     if len(table):
         _unpack7[(max(1, triton.cdiv(largest, 1024)), len(table))](table, SPAN=1024)

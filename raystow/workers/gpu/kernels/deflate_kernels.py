@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from ....storage.coding.chunk import DEFLATE
-from ..kernel_args import ANYWHERE
+from ..kernel_args import ANYWHERE, Table
 from ..nvcomp import ALIGN, Codec
 
 _SYMBOLS = 512  # bytes, the end of the block as number 256, lengths of runs, and what no stream has
@@ -333,14 +333,7 @@ class Deflate(Codec):
         return streams * _SYMBOLS * 4
 
     def compress(
-        self,
-        sources: torch.Tensor,
-        sizes: torch.Tensor,
-        targets: torch.Tensor,
-        coded: torch.Tensor,
-        *,
-        scratch: torch.Tensor,
-        status: torch.Tensor,
+        self, sources: Table, sizes: Table, targets: Table, coded: Table, *, scratch: torch.Tensor, status: torch.Tensor
     ) -> None:
         """As ``Codec.compress``."""
         for runs in (False, True):

@@ -1,7 +1,8 @@
-"""Codes in the node worker's process what a training process has copied into device memory: one thread for each such process.
+"""The node worker's part of encoding for a training process: it encodes chunks in shared device memory, on one thread for each
+training process.
 
-The node worker owns everything here: the rings in device memory, and the slots of pinned host memory that coded chunks go to.
-What was announced before a training process died is coded all the same. For the conversation see ``remote_workbench``.
+The node worker owns all memory: the rings on the devices, and the slots of pinned host memory for the results. Chunks that were
+announced before a training process died are encoded all the same. For the messages see ``remote_encoder``.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import functools
 import logging
 import queue
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -28,7 +29,6 @@ from ...protocol.messages import (
     CodedLayout,
     DeviceAnswer,
     DeviceChecked,
-    DeviceChunk,
     DeviceOpened,
     DeviceQuestion,
     DeviceReady,
@@ -43,6 +43,7 @@ from ...protocol.messages import (
 from ...shm.coded_layout import Layout
 from ...shm.ring import Ring
 from ...shm.slots import Slots
+from ..encode_request import EncodeRequest
 from ..gpu_encoder import GpuEncoder
 from ..nvcomp import version
 from .device_ring import DeviceRing
@@ -51,46 +52,41 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class _Chunk:
-    """An ``encoder.Source`` in a slot of device memory."""
+class _SlotChunk:
+    """A ``Source`` in a slot of device memory."""
 
-    staged: DeviceChunk
+    info: ChunkInfo
     address: int
+    nbytes: int
+    planes: tuple[int, ...]
+    followed: str = ""  # the training process checks derived chunks
 
     @property
     def name(self) -> str:
-        return self.staged.info.name
+        return self.info.name
 
     @property
     def dtype(self) -> dtypes.DType:
-        return dtypes.dtype(self.staged.info.dtype)
+        return dtypes.dtype(self.info.dtype)
 
     @property
-    def nbytes(self) -> int:
-        return self.staged.nbytes
-
-    @property
-    def planes(self) -> tuple[int, ...]:
-        return self.staged.planes
-
-    @property
-    def followed(self) -> str:
-        return ""  # the training process compares them
+    def origin(self) -> int:
+        return self.address
 
     @property
     def identity(self) -> tuple[ChunkInfo, tuple[int, ...]]:
-        return self.staged.info, self.staged.planes
+        return self.info, self.planes
 
     def gather(self) -> torch.Tensor:
         raise AssertionError("chunks in a slot are contiguous")
 
     def describe(self) -> ChunkInfo:
-        return self.staged.info
+        return self.info
 
 
 @dataclass(frozen=True)
-class _NodeWork:
-    """A slot that the training process has filled."""
+class _FilledSlot:
+    """A slot that the training process has filled. ``number``: this node's in the attempt."""
 
     attempt: NodeAttempt | None
     number: int
@@ -99,7 +95,7 @@ class _NodeWork:
 
 @dataclass(frozen=True)
 class _Device:
-    """A GPU by torch's number, the ring on it, and what the training process must see there."""
+    """A GPU by torch's index, the ring on it, and the signature that the training process must read there."""
 
     index: int
     ring: DeviceRing
@@ -107,39 +103,45 @@ class _Device:
 
 
 class NodeEncoder:
-    """See ``session.GpuCoder``. ``ring``: the one in host memory, of which a part is lent; ``send``: to the training process."""
+    """Encodes for one training process: see ``session.GpuCoder``.
+
+    Args:
+        ring: The ring in host memory; the training process lends a part of it.
+        rank: The rank of the training process.
+        send: Sends a message to it.
+    """
 
     def __init__(self, ring: Ring, rank: int, send: Callable[[Message], None]) -> None:
         self._ring, self._rank, self._send = ring, rank, send
         self._log = about(logger, rank=rank)
         self._thread = ThreadPoolExecutor(1, "raystow-encode")
-        self._devices: dict[str, _Device] = {}
+        self._devices: dict[str, _Device] = {}  # by UUID
         self._codec = RAW
         self._lent: Ring | None = None
-        self._slots: Slots | None = None
+        self._slots: Slots | None = None  # of the lent part
         self._free: queue.SimpleQueue[int] = queue.SimpleQueue()  # lent slots
-        self._bench: GpuEncoder | None = None
-        self._work: deque[_NodeWork] = deque()
-        self._layouts: dict[int, Layout] = {}  # of the chunks of each device that were coded last
-        self._digests: dict[ChunkInfo, int] = {}  # of the chunks that are being coded, as the training process has read them
-        self._attempt: NodeAttempt | None = None  # that of the slots which are being coded
+        self._encoder: GpuEncoder | None = None
+        self._filled: deque[_FilledSlot] = deque()
+        self._layouts: dict[int, Layout] = {}  # of the chunks that were encoded last, by device
+        self._digests: dict[ChunkInfo, int] = {}  # by the training process, of the chunks that are being encoded
+        self._attempt: NodeAttempt | None = None  # that is being encoded
         self._failed: NodeAttempt | None = None
 
     def ask(self, question: DeviceQuestion) -> None:
         self._thread.submit(self._answer, question)
 
     def code(self, work: StageOnDevice, attempt: NodeAttempt | None, number: int) -> None:
-        self._work.append(_NodeWork(attempt, number, work))
-        self._thread.submit(self._code)
+        self._filled.append(_FilledSlot(attempt, number, work))
+        self._thread.submit(self._encode_filled)
 
     def end(self, attempt: NodeAttempt) -> None:
         self._thread.submit(attempt.finished, self._rank)
 
     def close(self) -> None:
-        self._thread.submit(self._let_go)
+        self._thread.submit(self._free_device_memory)
         self._thread.shutdown()
         if self._slots is not None and self._lent is not None:
-            self._slots.wait()  # until what is coded has been uploaded
+            self._slots.wait()  # until all results have been uploaded
             self._lent.close()
 
     def _answer(self, question: DeviceQuestion) -> None:
@@ -151,7 +153,7 @@ class NodeEncoder:
                 case CheckDevice(uuid, seen):
                     answer = self._compare(uuid, seen)
                 case LendSlots(uuid, first):
-                    answer = self._borrow(uuid, first)
+                    answer = self._take_over(uuid, first)
         except Exception as error:
             if not isinstance(error, RaystowError):
                 self._log.exception("GPU %s cannot be used for rank %d", question.device, self._rank)
@@ -159,11 +161,11 @@ class NodeEncoder:
         self._tell(answer)
 
     def _open(self, uuid: str, codec: str) -> DeviceOpened:
-        """Make a ring on the training process's device, and sign it."""
+        """Allocate a ring on the training process's device, and sign it."""
         index = _index(uuid)
         torch.cuda.set_device(index)
         if codec != RAW:
-            version()  # without nvCOMP it is better to know now
+            version()  # raises if nvCOMP is missing
         ring = DeviceRing.create(index)
         try:
             self._devices[uuid] = _Device(index, ring, ring.sign())
@@ -180,34 +182,35 @@ class NodeEncoder:
             raise ClusterError("what the node worker wrote into device memory is not what the training process reads there")
         return DeviceChecked(uuid)
 
-    def _borrow(self, uuid: str, first: int) -> DeviceReady:
-        """Take over slots of host memory, with the first device, and choose the codec."""
+    def _take_over(self, uuid: str, first: int) -> DeviceReady:
+        """Take over slots of host memory, for the first device, and choose the codec."""
         if self._lent is None:
             self._lent = self._ring.behind(first)
-            self._slots = Slots(self._lent, self._give_back)
-            self._give_back(list(range(self._lent.slots)))
-        if self._bench is None:
-            self._bench = GpuEncoder(self._lent, self._codec, take=self._take, release=self._release)
-        choice = self._bench.choice(self._devices[uuid].index)
+            self._slots = Slots(self._lent, self._put_free)
+            self._put_free(range(self._lent.slots))
+        if self._encoder is None:
+            assert self._slots is not None
+            self._encoder = GpuEncoder(self._lent, self._codec, take=self._take, release=self._slots.filled)
+        choice = self._encoder.choice(self._devices[uuid].index)
         return DeviceReady(uuid, choice.codec, f"{choice.why}; coded by the node worker")
 
-    def _code(self) -> None:
-        """Code what has been filled by now of a save, and of a device: the more at a time, the faster."""
-        works = list[_NodeWork]()
-        while self._work and (not works or _alike(works[0], self._work[0])):
-            works.append(self._work.popleft())
-        if not works:
-            return  # coded together with what came before
-        attempt, uuid = works[0].attempt, works[0].staged.device
-        filled = [work.staged.slot for work in works]
+    def _encode_filled(self) -> None:
+        """Encode all slots that are filled by now, of one save and one device: larger batches are encoded faster."""
+        slots = list[_FilledSlot]()
+        while self._filled and (not slots or _alike(slots[0], self._filled[0])):
+            slots.append(self._filled.popleft())
+        if not slots:
+            return  # encoded with earlier slots
+        attempt, uuid = slots[0].attempt, slots[0].staged.device
+        unread = [filled.staged.slot for filled in slots]
 
-        def free() -> None:
-            while filled:
-                self._tell(DeviceSlotFree(uuid, filled.pop()))
+        def on_read() -> None:
+            while unread:
+                self._tell(DeviceSlotFree(uuid, unread.pop()))
 
         try:
             if attempt is not None and not attempt.over and attempt is not self._failed:
-                self._encode(attempt, works, free)
+                self._encode(attempt, slots, on_read)
         except Exception as error:
             assert attempt is not None
             self._failed = attempt
@@ -217,30 +220,25 @@ class NodeEncoder:
                 self._log.exception("coding on GPU %s for rank %d failed", uuid, self._rank)
                 attempt.fail(f"coding on GPU {uuid} for rank {self._rank} failed: {error}")
         finally:
-            free()
+            on_read()
 
-    def _encode(self, attempt: NodeAttempt, works: list[_NodeWork], on_read: Callable[[], None]) -> None:
-        device = self._devices[works[0].staged.device]
-        assert self._bench is not None
+    def _encode(self, attempt: NodeAttempt, slots: list[_FilledSlot], on_read: Callable[[], None]) -> None:
+        device = self._devices[slots[0].staged.device]
+        assert self._encoder is not None
         self._attempt = attempt
-        ring = device.ring
-        chunks = [
-            _Chunk(chunk, ring.address + work.staged.slot * ring.slot_size + chunk.start)
-            for work in works
-            for chunk in work.staged.chunks
-        ]
-        staged = [chunk for work in works for chunk in work.staged.chunks]
-        self._digests = {chunk.info: finish(chunk.sum, chunk.nbytes) for chunk in staged}
-        self._bench.encode(
-            device.index,
-            chunks,
-            after=torch.cuda.current_stream(device.index).record_event(),  # the copies into the ring were waited for
-            on_read=on_read,
-            announce=functools.partial(self._announce, attempt, works[0].number),
-        )
+        pieces = list[_SlotChunk]()
+        self._digests.clear()
+        for filled in slots:
+            start = device.ring.address + filled.staged.slot * device.ring.slot_size
+            for chunk in filled.staged.chunks:
+                pieces.append(_SlotChunk(chunk.info, start + chunk.start, chunk.nbytes, chunk.planes))
+                self._digests[chunk.info] = finish(chunk.sum, chunk.nbytes)
+        copied = torch.cuda.current_stream(device.index).record_event()  # the training process waited for its copies
+        announce = functools.partial(self._announce, attempt, slots[0].number)
+        self._encoder.encode(device.index, EncodeRequest(pieces, copied, on_read), announce)
 
     def _announce(self, attempt: NodeAttempt, number: int, message: CodedLayout | StageCoded) -> None:
-        """Hand chunks on that lie in host memory now, if they are what the training process has read."""
+        """Pass chunks that are in host memory to the attempt, if their digests are those that the training process took."""
         if isinstance(message, CodedLayout):
             self._layouts[message.device] = Layout(message)
             return
@@ -261,7 +259,7 @@ class NodeEncoder:
             attempt.add_coded(self._rank, draft(chunk.info, number, chunk.coding, raw_digest=chunk.digest), parts, done)
 
     def _take(self) -> int | None:
-        """A free slot; None after a moment without one, in which uploads were hurried."""
+        """Return a free slot; None after a short wait, in which the attempt began to upload."""
         try:
             return self._free.get(timeout=0.02)
         except queue.Empty:
@@ -269,24 +267,20 @@ class NodeEncoder:
             self._attempt.flush()
             return None
 
-    def _release(self, slot: int) -> None:
-        assert self._slots is not None
-        self._slots.filled(slot)
-
-    def _give_back(self, slots: list[int]) -> None:
+    def _put_free(self, slots: Iterable[int]) -> None:
         for slot in slots:
             self._free.put(slot)
 
-    def _let_go(self) -> None:
+    def _free_device_memory(self) -> None:
         try:
             for device in self._devices.values():
                 torch.cuda.synchronize(device.index)
-            if self._bench is not None:
-                self._bench.close()
+            if self._encoder is not None:
+                self._encoder.close()
             for device in self._devices.values():
                 device.ring.close()
             if self._devices:
-                torch.cuda.empty_cache()  # the node worker stays, and should not keep what nobody trains with any more
+                torch.cuda.empty_cache()  # the node worker goes on, and should not keep unused memory
         except Exception:
             self._log.exception("the GPU memory of rank %d could not be given back", self._rank)
 
@@ -298,7 +292,7 @@ class NodeEncoder:
 
 
 def _index(uuid: str) -> int:
-    """This process's number of a device; ``ClusterError`` if the device is not visible here."""
+    """Return this process's index of a device; ``ClusterError`` if the device is not visible here."""
     visible = [str(torch.cuda.get_device_properties(i).uuid) for i in range(torch.cuda.device_count())]
     if uuid not in visible:
         raise ClusterError(
@@ -309,5 +303,5 @@ def _index(uuid: str) -> int:
     return visible.index(uuid)
 
 
-def _alike(one: _NodeWork, other: _NodeWork) -> bool:
+def _alike(one: _FilledSlot, other: _FilledSlot) -> bool:
     return one.attempt is other.attempt and one.staged.device == other.staged.device

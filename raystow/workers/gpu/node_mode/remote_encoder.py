@@ -1,33 +1,32 @@
-"""What a training process needs where the node worker codes its tensors: it copies them into device memory that both processes
-have mapped, and takes their digests. Nothing else of a save happens on its GPU.
+"""The training process's part of encoding in the node worker: it copies chunks into device memory that both processes have
+mapped, and takes their digests. No other work of a save is done on the GPU by the training process.
 
 The messages, in this order:
 
     training process    node worker
-    OpenDevice          DeviceOpened: the ring that it has made and signed
+    OpenDevice          DeviceOpened: the ring that it has allocated and signed
     CheckDevice         DeviceChecked
     LendSlots           DeviceReady
     StageOnDevice       DeviceSlotFree, for each slot
 
-``DeviceRefused`` may answer each of the first three. If it comes before slots were lent, the training process codes itself.
+Each of the first three may be answered by ``DeviceRefused``.
 """
 
 from __future__ import annotations
 
-import functools
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
+from torch.cuda import Event
 
 from ....storage.errors import ProtocolError, RaystowError, SaveFailed
 from ...protocol.messages import (
     BaseDigests,
     CheckDevice,
-    CodedLayout,
     DeviceAnswer,
     DeviceChecked,
     DeviceChunk,
@@ -39,122 +38,98 @@ from ...protocol.messages import (
     LendSlots,
     Message,
     OpenDevice,
-    StageCoded,
     StageOnDevice,
 )
 from ...shm.ring import ALIGN
 from ..codec_choice import Choice
 from ..digests import digests
-from ..encode.derived_check import Following, Lookout, follow
-from ..gpu_encoder import GpuEncoder
+from ..encode.derived_check import DerivedCheck, DerivedChecker, check_derived
+from ..encode_request import DerivedPair, EncodeRequest, Source
 from ..unchanged import Remaining
 from .device_ring import DeviceRing
+from .refusal import EncodingRefused
 
 logger = logging.getLogger(__name__)
 
-Announce = Callable[[StageOnDevice | CodedLayout | StageCoded], None]
+Announce = Callable[[StageOnDevice], None]
+_Batch = list[tuple[int, int]]  # for each chunk of a slot its number and its start in the slot
 _Answer = TypeVar("_Answer", DeviceOpened, DeviceChecked, DeviceReady)
 
-_FIRST = -5  # the highest priority: these few milliseconds are what the training's fence waits for
+_PRIORITY = -5  # of the stream, the highest: the training's fence waits for these copies
 
 
 @dataclass(frozen=True)
-class _Mapped:
-    """A device's ring, as it is mapped here. ``free``: its slots that may be filled."""
+class _MappedDevice:
+    """A device's ring as it is mapped in this process. ``free``: the slots that may be filled."""
 
     uuid: str
     ring: DeviceRing
-    stream: Any
+    stream: torch.cuda.Stream
     free: deque[int]
     choice: Choice
 
 
-class _Refused(Exception):
-    """The node worker cannot code on a device, or cannot be handed anything there."""
-
-
 class RemoteEncoder:
-    """A ``GpuEncoder`` whose work is done by the node worker.
+    """Has the methods of ``GpuEncoder``; the node worker does the work.
 
-    ``send`` and ``receive``: messages to it, and what it says of devices. ``lend`` leaves the node worker its part of the ring in
-    host memory, and says from which slot on. ``local`` makes what codes here instead, where the node worker cannot.
+    Args:
+        codec: The codec to use, or ``auto``.
+        send: Sends a message to the node worker.
+        receive: Returns its next message about a device.
+        lend: Leaves part of the ring in host memory to the node worker, and returns the first slot of that part.
     """
 
     def __init__(
-        self,
-        codec: str,
-        *,
-        send: Callable[[Message], None],
-        receive: Callable[[], DeviceAnswer],
-        lend: Callable[[], int],
-        local: Callable[[], GpuEncoder],
+        self, codec: str, *, send: Callable[[Message], None], receive: Callable[[], DeviceAnswer], lend: Callable[[], int]
     ) -> None:
-        self._codec, self._send, self._receive, self._lend, self._make_local = codec, send, receive, lend, local
-        self._mapped: dict[int, _Mapped] = {}
-        self._lookouts: dict[int, Lookout] = {}
+        self._codec, self._send, self._receive, self._lend = codec, send, receive, lend
+        self._mapped: dict[int, _MappedDevice] = {}
+        self._checkers: dict[int, DerivedChecker] = {}
         self._lent: int | None = None
-        self._local: GpuEncoder | None = None
 
     def choice(self, device: int) -> Choice:
-        """What chunks of a device are coded with. The first call for a device maps its ring, and puts it to the test."""
-        if self._local is None and device not in self._mapped:
-            try:
-                self._mapped[device] = self._map(device)
-            except _Refused as refusal:
-                name = f"GPU {device} ({_uuid(device)})"
-                if self._lent is not None:  # the memory to code here is not there any more
-                    raise SaveFailed(str(refusal), subject=name, remedy='use Compression(process="training")') from refusal
-                logger.warning(
-                    'Compression(process="node") is not available for %s: %s. This training process encodes instead, which takes '
-                    "device memory and computing time. Saves are as safe as before.",
-                    name,
-                    refusal,
-                )
-                self._local = self._make_local()
-        return self._mapped[device].choice if self._local is None else self._local.choice(device)
+        """Return the codec of chunks on a device. The first call for a device maps its ring and checks it.
 
-    def compare(self, device: int, part: Any, base: BaseDigests | None, *, after: Any) -> Remaining:
-        """See ``GpuEncoder.compare``. What the node worker codes is never compared."""
-        if self._local is not None:
-            return self._local.compare(device, part, base, after=after)
-        return Remaining(part.pieces, part.followers)
+        Raises ``EncodingRefused`` if the node worker cannot encode on the device, or ``SaveFailed`` if host memory was already
+        lent to it for another device.
+        """
+        if device not in self._mapped:
+            uuid = str(torch.cuda.get_device_properties(device).uuid)
+            try:
+                self._mapped[device] = self._map(device, uuid)
+            except EncodingRefused as refusal:
+                name = f"GPU {device} ({uuid})"
+                if self._lent is None:
+                    raise EncodingRefused(f"{name}: {refusal}") from refusal
+                raise SaveFailed(str(refusal), subject=name, remedy='use Compression(process="training")') from refusal
+        return self._mapped[device].choice
+
+    def compare(
+        self, device: int, pieces: Sequence[Source], followers: Sequence[DerivedPair], base: BaseDigests | None, *, after: Event
+    ) -> Remaining:
+        """Return all chunks: none are compared in this mode."""
+        return Remaining(pieces, followers)
 
     def note(self, device: int) -> None:
-        """See ``GpuEncoder.note``."""
-        if self._local is not None:
-            self._local.note(device)
+        """Do nothing, since no chunks were compared."""
 
-    def follow(self, device: int, followers: Sequence[Any], *, after: Any) -> Following:
+    def follow(self, device: int, followers: Sequence[DerivedPair], *, after: Event) -> DerivedCheck:
         """See ``GpuEncoder.follow``."""
-        return follow(self._lookouts, device, followers, after=after)
+        return check_derived(self._checkers, device, followers, after=after)
 
-    def encode(
-        self,
-        device: int,
-        pieces: Sequence[Any],
-        *,
-        after: Any,
-        on_read: Callable[[], None],
-        announce: Announce,
-        urgent: Callable[[], bool] = lambda: False,
-        meanwhile: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Hand over all chunks; returns when they have been read. See ``GpuEncoder.encode``."""
-        if self._local is not None:
-            encode = functools.partial(self._local.encode, device, pieces, after=after, on_read=on_read, announce=announce)
-            encode(urgent=urgent, meanwhile=meanwhile)
-            return
-        meanwhile()
-        mapped = self._mapped[device]
+    def encode(self, device: int, request: EncodeRequest, announce: Announce) -> None:
+        """Copy all chunks to the node worker's ring; return when they have been read. See ``GpuEncoder.encode``."""
+        request.meanwhile()
+        mapped, pieces = self._mapped[device], request.pieces
         with torch.cuda.device(device), torch.cuda.stream(mapped.stream):
             try:
-                mapped.stream.wait_event(after)
+                mapped.stream.wait_event(request.after)
                 sums = digests(pieces, torch.device("cuda", device))
                 for batch in _batches(pieces, mapped.ring.slot_size):
                     self._fill(mapped, pieces, batch, sums, announce)
             finally:
-                mapped.stream.synchronize()  # also after an error: the tensors may go now
-        on_read()
+                mapped.stream.synchronize()  # also after an error: then the tensors may be freed
+        request.on_read()
 
     def close(self) -> None:
         """Unmap the device memory."""
@@ -164,26 +139,23 @@ class RemoteEncoder:
             except RaystowError as error:
                 logger.warning("a ring on GPU %s could not be unmapped: %s", mapped.uuid, error)
         self._mapped.clear()
-        self._lookouts.clear()
-        if self._local is not None:
-            self._local.close()
+        self._checkers.clear()
 
     def _fill(
-        self,
-        mapped: _Mapped,
-        pieces: Sequence[Any],
-        batch: list[tuple[int, int]],
-        sums: torch.Tensor,
-        announce: Announce,
+        self, mapped: _MappedDevice, pieces: Sequence[Source], batch: _Batch, sums: torch.Tensor, announce: Announce
     ) -> None:
-        """Copy the chunks of a batch (number, place in the slot) into a slot, and announce them when they are there."""
-        slot = self._take(mapped)
+        """Copy the chunks of a batch into a free slot, and announce them once they are there."""
+        while not mapped.free:
+            self._note_free(self._receive())
+        slot = mapped.free.popleft()
         try:
             start = mapped.ring.address + slot * mapped.ring.slot_size
             for i, at in batch:
                 source = pieces[i].address
-                copy = pieces[i].gather() if source is None else None  # its memory is used again on this stream only
-                mapped.ring.write(start + at, source if copy is None else copy.data_ptr(), pieces[i].nbytes)
+                if source is None:
+                    copy = pieces[i].gather()  # its memory is reused on this stream only
+                    source = int(copy.data_ptr())
+                mapped.ring.write(start + at, source, pieces[i].nbytes)
             mapped.stream.synchronize()
             chunks = [DeviceChunk(pieces[i].describe(), at, pieces[i].nbytes, pieces[i].planes, int(sums[i])) for i, at in batch]
             announce(StageOnDevice(mapped.uuid, slot, tuple(chunks)))
@@ -191,19 +163,14 @@ class RemoteEncoder:
             mapped.free.append(slot)
             raise
 
-    def _take(self, mapped: _Mapped) -> int:
-        while not mapped.free:
-            self._note_free(self._receive())
-        return mapped.free.popleft()
-
     def _note_free(self, message: DeviceAnswer) -> None:
         for mapped in self._mapped.values():
             if isinstance(message, DeviceSlotFree) and mapped.uuid == message.device:
                 mapped.free.append(message.slot)
 
-    def _map(self, device: int) -> _Mapped:
-        """Open the ring that the node worker makes on a device, see whether it is the same memory, and learn the codec."""
-        uuid, stream = _uuid(device), torch.cuda.Stream(device, priority=_FIRST)
+    def _map(self, device: int, uuid: str) -> _MappedDevice:
+        """Map the ring that the node worker allocates on a device, check that both see the same memory, and ask for the codec."""
+        stream = torch.cuda.Stream(device, priority=_PRIORITY)
         opened = self._ask(OpenDevice(uuid, self._codec), DeviceOpened)
         ring, seen, problem = None, "", ""
         with torch.cuda.device(device), torch.cuda.stream(stream):
@@ -221,28 +188,24 @@ class RemoteEncoder:
         except BaseException as error:
             if ring is not None:
                 ring.close()
-            if problem and isinstance(error, _Refused):
-                raise _Refused(problem) from error  # the node worker knows only that nothing was seen
+            if problem and isinstance(error, EncodingRefused):
+                raise EncodingRefused(problem) from error  # the node worker knows only that the signature is wrong
             raise
-        return _Mapped(uuid, ring, stream, deque(range(ring.slots)), Choice(ready.codec, ready.why))
+        return _MappedDevice(uuid, ring, stream, deque(range(ring.slots)), Choice(ready.codec, ready.why))
 
     def _ask(self, question: DeviceQuestion, expected: type[_Answer]) -> _Answer:
         self._send(question)
         while isinstance(answer := self._receive(), DeviceSlotFree):
             self._note_free(answer)
         if isinstance(answer, DeviceRefused):
-            raise _Refused(answer.problem)
+            raise EncodingRefused(answer.problem)
         if not isinstance(answer, expected):
             raise ProtocolError(f"{type(answer).__name__} where {expected.__name__} was expected")
         return answer
 
 
-def _uuid(device: int) -> str:
-    return str(torch.cuda.get_device_properties(device).uuid)
-
-
-def _batches(pieces: Sequence[Any], slot_size: int) -> Iterator[list[tuple[int, int]]]:
-    """As many chunks (number, place in the slot) as a slot takes."""
+def _batches(pieces: Sequence[Source], slot_size: int) -> Iterator[_Batch]:
+    """Distribute the chunks over slots."""
     batch, used = list[tuple[int, int]](), 0
     for i, piece in enumerate(pieces):
         if piece.nbytes > slot_size:

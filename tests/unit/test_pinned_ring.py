@@ -1,4 +1,4 @@
-"""The outbox on memory of the host: it copies as on a GPU, only that every copy has arrived at once."""
+"""The pinned ring on memory of the host: it copies as on a GPU, only that every copy has arrived at once."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from raystow.workers.gpu.encode.pinned_ring import Outbox, RingRun
+from raystow.workers.gpu.encode.pinned_ring import PinnedRing, RingRun
 from raystow.workers.shm.coded_layout import parts
 from raystow.workers.shm.ring import Ring
 
@@ -19,11 +19,11 @@ Runs = list[list[tuple[int, int]]]
 
 
 class Desk:
-    """Both ends of an outbox: keeps the free slots, and announces runs when it is asked for one and has none."""
+    """Both ends of a pinned ring: keeps the free slots, and announces runs when it is asked for one and has none."""
 
     def __init__(self, slots: int, data: st.DataObject) -> None:
         self.ring = Ring.create(slots * SLOT, SLOT)
-        self.outbox = Outbox(self.ring, take=self.take, release=self.release)
+        self.pinned = PinnedRing(self.ring, take=self.take, release=self.release)
         self.free = list(range(slots))
         self.released: list[int] = []  # with the node worker, which has not freed them yet
         self.held: Counter[int] = Counter()  # slot -> spans in it that were written and not announced
@@ -41,7 +41,7 @@ class Desk:
         self.released.append(slot)
 
     def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
-        run = self.outbox.write(torch.tensor(list(source), dtype=torch.uint8), self.relieve)
+        run = self.pinned.write(torch.tensor(list(source), dtype=torch.uint8), self.relieve)
         for start, nbytes in pieces:
             where = parts(run.spans, start, nbytes)
             assert b"".join(bytes(self.ring.slot(slot)[at : at + n]) for slot, at, n in where) == source[start : start + nbytes]
@@ -63,7 +63,7 @@ class Desk:
         expected, run = self.waiting.pop(self._data.draw(st.integers(0, len(self.waiting) - 1)))
         assert b"".join(bytes(self.ring.slot(slot)[at : at + size]) for _, slot, at, size in run.spans) == expected
         self.held.subtract(slot for _, slot, _, _ in run.spans)
-        self.outbox.announced([run])
+        self.pinned.announced([run])
 
     def all_back(self) -> bool:
         return sorted(self.free + self.released) == list(range(self.ring.slots))
@@ -75,7 +75,7 @@ def desk(slots: int, data: st.DataObject) -> Iterator[Desk]:
     try:
         yield made
     finally:
-        made.outbox.close()
+        made.pinned.close()
         made.ring.close()
 
 
@@ -104,7 +104,7 @@ def test_every_piece_arrives_and_every_slot_is_released_once(data: st.DataObject
                 it.write(bytes((save * 89 + number * 37 + i) % 251 for i in range(size)), pieces)
                 for _ in range(data.draw(st.integers(0, len(it.waiting)), "announced")):
                     it.announce()
-            it.outbox.end()
+            it.pinned.end()
             while it.waiting:
                 it.announce()
             assert it.all_back(), "a slot was kept"
@@ -118,10 +118,10 @@ def test_abandoning_releases_all_slots_and_the_next_save_goes_on(data: st.DataOb
             it.write(bytes(sum(pieces[-1]) if pieces else 0), pieces)
         it.held.clear()
         it.waiting.clear()
-        it.outbox.abandon()
+        it.pinned.abandon()
         assert it.all_back()
         it.write(b"next" * 16, [(0, 64)])
-        it.outbox.end()
+        it.pinned.end()
         assert not it.all_back(), "released before it was announced"
         it.announce()
         assert it.all_back()
@@ -134,7 +134,7 @@ def test_a_ring_of_two_slots_passes_any_number_of_bytes(data: st.DataObject) -> 
         for number in range(20):
             it.write(bytes([number]) * SLOT, [(0, 40), (40, 24)])
         assert it.relieved >= 18
-        it.outbox.end()
+        it.pinned.end()
         while it.waiting:
             it.announce()
         assert it.all_back()
@@ -151,5 +151,5 @@ def test_the_slot_being_filled_is_kept_though_announced(data: st.DataObject) -> 
         assert it.released == []
         it.announce()
         assert len(it.released) == 1
-        it.outbox.end()
+        it.pinned.end()
         assert it.all_back()

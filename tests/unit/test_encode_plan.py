@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from raystow.storage.coding import dtypes
 from raystow.storage.coding.chunk import SMALL
-from raystow.workers.gpu.encode.encode_plan import ROWS, Batch, Circle, Limits, Program, key
+from raystow.workers.gpu.encode.encode_plan import ROWS, Batch, Circle, EncodePlan, Limits, key
 
 Interval = tuple[int, int]
 NAMES = ("float8_e4m3fn", "uint8", "bfloat16", "int16", "float32", "int32", "complex64", "float64", "int64")
@@ -45,16 +45,16 @@ class Chunk:
 class Case:
     sources: list[Chunk]
     limits: Limits
-    kept: Interval
-    tops: Interval
-    program: Program
+    low: Interval
+    high: Interval
+    plan: EncodePlan
 
     def lying(self, batches: Iterable[Batch], *, high: bool) -> list[Interval]:
         """Where in memory the planes of these batches lie that are to be coded, or else all their others."""
         found = []
         for i in [i for batch in batches for i in range(batch.first, batch.last)]:
-            job = self.program.jobs[i]
-            starts = self.program.table[i, 2 : 2 + job.width].tolist()
+            job = self.plan.jobs[i]
+            starts = self.plan.table[i, 2 : 2 + job.width].tolist()
             found += [(starts[p], starts[p] + job.plane) for p in (job.high if high else job.low)]
         return found
 
@@ -63,10 +63,10 @@ def case(sources: list[Chunk], limits: Limits, spare: int = 0) -> Case:
     """With as little memory for planes as will do, and some to ``spare``; for the highest ones as much as an encoder has."""
     largest = max([limits.batch, *(source.nbytes for source in sources)])
     rounding = 8 * 16 * min(len(sources), ROWS) + 512
-    kept = torch.empty(largest + rounding + spare, dtype=torch.uint8)
-    tops = torch.empty(3 * limits.streams * limits.stream, dtype=torch.uint8)
-    spans = [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in (kept, tops)]
-    return Case(sources, limits, *spans, Program(sources, limits, kept=kept, tops=tops))
+    low = torch.empty(largest + rounding + spare, dtype=torch.uint8)
+    high = torch.empty(3 * limits.streams * limits.stream, dtype=torch.uint8)
+    spans = [(memory.data_ptr(), memory.data_ptr() + memory.numel()) for memory in (low, high)]
+    return Case(sources, limits, *spans, EncodePlan(sources, limits, low_planes=low, high_planes=high))
 
 
 @st.composite
@@ -109,18 +109,18 @@ def inside(intervals: list[Interval], start: int, end: int) -> bool:
 @given(cases())
 def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
     """Within the limits of a batch."""
-    program, limits = it.program, it.limits
-    assert sorted(job.index for job in program.jobs) == list(range(len(it.sources)))
-    for job, (address, words) in zip(program.jobs, program.table[:, :2].tolist(), strict=True):
+    plan, limits = it.plan, it.limits
+    assert sorted(job.index for job in plan.jobs) == list(range(len(it.sources)))
+    for job, (address, words) in zip(plan.jobs, plan.table[:, :2].tolist(), strict=True):
         source = it.sources[job.index]
         assert (job.name, job.address, job.nbytes, job.dtype) == (source.name, source.address, source.nbytes, source.dtype)
         assert (address, words * job.width) == (source.address or 0, source.nbytes)
         assert job.coded == (limits.stream > 0 and source.nbytes >= SMALL)
         assert job.high == (source.planes if job.coded else ())
-    edges = [0, *(batch.last for batch in program.batches)]
-    assert edges[-1] == len(program.jobs)
-    for first, batch in zip(edges, program.batches, strict=False):
-        jobs = program.jobs[batch.first : batch.last]
+    edges = [0, *(batch.last for batch in plan.batches)]
+    assert edges[-1] == len(plan.jobs)
+    for first, batch in zip(edges, plan.batches, strict=False):
+        jobs = plan.jobs[batch.first : batch.last]
         assert batch.first == first < batch.last <= first + ROWS
         assert {job.width for job in jobs} == {batch.width}
         assert {job.coded and job.dtype.rotate for job in jobs} == {batch.rotate}
@@ -137,13 +137,13 @@ def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
 @settings(max_examples=300, deadline=None)
 @given(cases())
 def test_no_plane_lies_where_another_may_still_be(it: Case) -> None:
-    batches = it.program.batches
+    batches = it.plan.batches
     for number, batch in enumerate(batches):
         end = batch.base + batch.low + batch.middle
-        assert inside([(batch.base, end)], *it.kept)
+        assert inside([(batch.base, end)], *it.low)
         assert inside(it.lying([batch], high=False), batch.base, end)
-        assert inside(it.lying([batch], high=True), *it.tops)
-        assert not (it.program.starts[batch.first : batch.last] % 16).any(), "the kernels read several bytes at a time"
+        assert inside(it.lying([batch], high=True), *it.high)
+        assert not (it.plan.starts[batch.first : batch.last] % 16).any(), "the kernels read several bytes at a time"
         assert 0 <= batch.after <= number
         assert 0 <= batch.after_group <= max(0, batch.group), "it would wait for itself"
         waiting = [other for other in batches[:number] if other.group >= batch.after_group]
@@ -154,13 +154,13 @@ def test_no_plane_lies_where_another_may_still_be(it: Case) -> None:
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_groups_take_all_that_is_coded_and_their_streams_tile_it(it: Case) -> None:
-    program, limits = it.program, it.limits
-    assert [i for group in program.groups for i in range(group.first, group.last)] == [
-        i for i, job in enumerate(program.jobs) if job.coded
+    plan, limits = it.plan, it.limits
+    assert [i for group in plan.groups for i in range(group.first, group.last)] == [
+        i for i, job in enumerate(plan.jobs) if job.coded
     ]
     begin = 0
-    for number, group in enumerate(program.groups):
-        jobs, batches = program.jobs[group.first : group.last], [b for b in program.batches if b.group == number]
+    for number, group in enumerate(plan.groups):
+        jobs, batches = plan.jobs[group.first : group.last], [b for b in plan.batches if b.group == number]
         assert (batches[0].first, batches[-1].last, len(batches)) == (group.first, group.last, group.batches)
         assert len(batches) == 1 or sum(job.nbytes for job in jobs) <= limits.group
         assert group.streams.start == begin
@@ -175,27 +175,27 @@ def test_groups_take_all_that_is_coded_and_their_streams_tile_it(it: Case) -> No
             *([start, job.plane] for start, job in zip(starts, planes, strict=False)),
             [starts[-1], 0],
         ]
-        addresses, lengths = program.cuts[:, group.streams].tolist()
+        addresses, lengths = plan.cuts[:, group.streams].tolist()
         for (first, last), (start, end) in zip(itertools.pairwise(starts), it.lying(batches, high=True), strict=True):
             assert addresses[first:last] == list(range(start, end, limits.stream))
             assert [a + n for a, n in zip(addresses, lengths, strict=True)][first:last] == [*addresses[first + 1 : last], end]
             assert max(lengths[first:last]) <= limits.stream
-    assert program.cuts.shape == (2, begin)
-    assert np.array_equal(program.chunks.numpy(), program.table)
+    assert plan.cuts.shape == (2, begin)
+    assert np.array_equal(plan.chunks.numpy(), plan.table)
 
 
 def test_only_what_differs_in_kind_is_read_apart() -> None:
     """Here fp8 and bytes do not, nor do complex numbers and the floats that they are made of."""
     ways = itertools.product(DTYPES, (None, 4096), ("a.w", "b.w", "a.v"), range(2))
     sources = [Chunk(name, dtype, SMALL * dtype.width, address) for dtype, address, name, _ in ways]
-    program = case(sources, Limits(1 << 20, 1 << 20, 1 << 20, 500, 512)).program
-    assert len(program.batches) == (len(DTYPES) - 2) * 2 * 2
-    assert [group.batches for group in program.groups] == [len(program.batches)]
+    plan = case(sources, Limits(1 << 20, 1 << 20, 1 << 20, 500, 512)).plan
+    assert len(plan.batches) == (len(DTYPES) - 2) * 2 * 2
+    assert [group.batches for group in plan.groups] == [len(plan.batches)]
 
 
 def test_a_launch_takes_no_more_rows_than_its_table_has() -> None:
     tiny = [Chunk("w", DTYPES[0], 1, 4096 + i) for i in range(2 * ROWS + 1)]
-    batches = case(tiny, Limits(1 << 20, 1 << 20, 1 << 20, 4, 512)).program.batches
+    batches = case(tiny, Limits(1 << 20, 1 << 20, 1 << 20, 4, 512)).plan.batches
     assert [(batch.first, batch.last) for batch in batches] == [(0, ROWS), (ROWS, 2 * ROWS), (2 * ROWS, 2 * ROWS + 1)]
 
 

@@ -1,0 +1,96 @@
+"""Reads chunks in device memory: splits them into byte planes, computes their digests, and detects changes by the training."""
+
+from __future__ import annotations
+
+import itertools
+from operator import attrgetter
+
+import numpy as np
+import torch
+
+from ....storage.errors import SaveFailed
+from .. import kernel_args
+from ..encode_request import EncodeRequest
+from ..kernels import copy_kernels, word_kernels
+from .batch_results import BatchResults
+from .device_memory import EncoderStreams
+from .encode_plan import Batch, EncodePlan
+from .stages import ReadBatch
+
+_LAUNCH = attrgetter("scattered", "width", "packed")  # batches that are sampled by one launch
+
+
+class ChunkReader:
+    """Reads the chunks of one save.
+
+    A sixteenth of every chunk, evenly spread, is hashed when the save begins and again when the chunk is read. If the two hashes
+    differ, the tensor was changed too early.
+    """
+
+    def __init__(self, plan: EncodePlan, request: EncodeRequest, streams: EncoderStreams) -> None:
+        self._plan, self._request, self._streams = plan, request, streams
+        self._device = plan.chunks.device
+        for stream in (streams.read, streams.urgent):
+            stream.wait_event(request.after)
+        with torch.cuda.stream(streams.read):
+            self._samples = self._take_samples()
+            self.results = BatchResults(plan, request.pieces)
+            sampled = streams.read.record_event()
+        streams.urgent.wait_event(sampled)
+
+    def read(self, number: int, batch: Batch, free: list[torch.cuda.Event]) -> ReadBatch:
+        """Launch the kernel that splits a batch. ``free``: events after which the memory for its planes is free."""
+        stream = self._streams.urgent if self._request.urgent() else self._streams.read
+        for event in free:
+            stream.wait_event(event)
+        with torch.cuda.stream(stream):
+            table, copies = self._plan.chunks[batch.first : batch.last], list[torch.Tensor]()
+            if batch.scattered:
+                table, copies = self._gathered(batch.first, batch.last)
+            word_kernels.split(
+                table,
+                batch.largest,
+                width=batch.width,
+                rotate=batch.rotate,
+                packed=batch.packed,
+                results=self.results.on_device(batch),
+                followed=batch.followed,
+            )
+            found = self.results.to_host(batch)
+            return ReadBatch(number, batch, stream.record_event(), found, copies)
+
+    def check(self, read: ReadBatch) -> None:
+        """Raise ``SaveFailed`` if a chunk of a batch that has been read has changed since the save began."""
+        first, last = read.batch.first, read.batch.last
+        changed = np.flatnonzero(read.found[1].numpy() != self._samples.numpy()[first:last])
+        if len(changed):
+            raise SaveFailed(
+                "the tensor changed while it was being saved",
+                subject=self._plan.jobs[first + changed[0]].name,
+                remedy="call fence() before anything changes it, or guard(optimizer)",
+            )
+
+    def _take_samples(self) -> torch.Tensor:
+        """Hash a part of all chunks; return int64 [jobs] in host memory."""
+        plan = self._plan
+        samples = torch.zeros(len(plan.jobs), dtype=torch.int64, device=self._device)
+        for (scattered, width, packed), alike in itertools.groupby(plan.batches, _LAUNCH):
+            batches = list(alike)
+            first, last = batches[0].first, batches[-1].last
+            if not scattered:
+                table, largest = plan.chunks[first:last], max(batch.largest for batch in batches)
+                word_kernels.sample(table, largest, width=width, packed=packed, samples=samples[first:last])
+                continue
+            for i in range(first, last):  # one at a time, so that there is one copy at a time
+                job = plan.jobs[i]
+                table, copies = self._gathered(i, i + 1)
+                word_kernels.sample(table, job.nbytes, width=job.width, packed=False, samples=samples[i : i + 1])
+                del copies
+        return copy_kernels.to_host(samples)
+
+    def _gathered(self, first: int, last: int) -> tuple[torch.Tensor, list[torch.Tensor]]:
+        """Return the kernels' table of scattered chunks, and their copies, which must live until the kernel is launched."""
+        copies = [self._request.pieces[job.index].gather() for job in self._plan.jobs[first:last]]
+        rows = self._plan.table[first:last].copy()
+        rows[:, 0] = [copy.data_ptr() for copy in copies]
+        return kernel_args.upload(rows, self._device), copies

@@ -1,0 +1,77 @@
+"""Copies planes from device memory to the pinned ring."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable
+
+import torch
+
+from ..encode_request import EncodeRequest
+from .device_memory import EncoderResources
+from .encode_plan import EncodePlan
+from .pack7 import worth_packing
+from .pinned_ring import RingRun
+from .stages import CodedGroup, ReadBatch
+
+
+class HostCopier:
+    """Copies the planes of one save.
+
+    ``relieve`` is called while the ring has no free slot; it must announce chunks that have arrived.
+    """
+
+    def __init__(
+        self, plan: EncodePlan, request: EncodeRequest, resources: EncoderResources, relieve: Callable[[], None]
+    ) -> None:
+        self._plan, self._request, self._relieve = plan, request, relieve
+        self._memory, self._streams, self._ring = resources.memory, resources.streams, resources.ring
+
+    def copy_batch(self, read: ReadBatch) -> torch.cuda.Event:
+        """Copy the raw planes of a batch, the lowest ones packed if possible; return the event after which they are copied."""
+        batch, copy = read.batch, self._streams.copy
+        odds = read.found[2].tolist()
+        with torch.cuda.stream(copy):
+            if batch.rotate and worth_packing(self._plan.jobs[batch.first : batch.last], batch.low, odds):
+                self._copy_packed(read, odds)
+            elif batch.low + batch.middle:
+                copy.wait_event(read.done)
+                read.runs.append(self._copy_low(batch.base, batch.low + batch.middle))
+            return copy.record_event()
+
+    def copy_group(self, coded: CodedGroup) -> tuple[RingRun, torch.cuda.Event]:
+        """Copy a coded group; return its place and the event after which it is copied."""
+        with torch.cuda.stream(self._streams.copy):
+            run = self._ring.write(self._memory.dense.memory[coded.start : coded.start + coded.size], self._relieve)
+            return run, self._streams.copy.record_event()
+
+    def _copy_packed(self, read: ReadBatch, odds: list[int]) -> None:
+        """Copy the raw planes of a batch of which some lowest planes can be packed, in several runs."""
+        batch, streams, buffers = read.batch, self._streams, self._memory.pack_buffers
+        jobs, starts = self._plan.jobs[batch.first : batch.last], self._plan.starts[batch.first : batch.last].tolist()
+        planes, packed = buffers.plan(jobs, starts, odds, batch.base), None
+        if planes.rows:
+            stream = streams.urgent if self._request.urgent() else streams.pack
+            stream.wait_event(read.done)
+            packed = buffers.pack(planes, stream)
+        streams.copy.wait_event(read.done)
+        if batch.middle:
+            read.runs.append(self._copy_low(batch.base + batch.low, batch.middle))
+        packed_run = len(read.runs)
+        if packed is not None:
+            streams.copy.wait_event(packed)
+            read.runs.append(self._ring.write(buffers.current[: planes.nbytes], self._relieve))
+            buffers.copied(streams.copy.record_event())
+        for raw, group in itertools.groupby(zip(jobs, starts, planes.places, strict=True), lambda row: row[2] is None):
+            rows = list(group)
+            if raw:
+                first, end = rows[0][1], rows[-1][1] + rows[-1][0].padded
+                read.lows += [(len(read.runs), start - first, False) for _, start, _ in rows]
+                read.runs.append(self._copy_low(batch.base + first, end - first))
+            else:
+                read.lows += [(packed_run, place, True) for _, _, place in rows if place is not None]
+
+    def _copy_low(self, address: int, nbytes: int) -> RingRun:
+        """Copy from an address in the memory of raw planes."""
+        start = address - self._memory.low_planes.data_ptr()
+        return self._ring.write(self._memory.low_planes[start : start + nbytes], self._relieve)

@@ -1,0 +1,89 @@
+"""What the GPU encoders are given: chunks in device memory, and the request to encode those of one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+from ...storage.coding.dtypes import DType
+from ..protocol.messages import ChunkInfo, DerivedChunk
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Source(Protocol):
+    """A chunk of a tensor in device memory."""
+
+    @property
+    def name(self) -> str:
+        """The tensor's name."""
+
+    @property
+    def dtype(self) -> DType:
+        """The type of its words."""
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes: a whole number of words."""
+
+    @property
+    def origin(self) -> int | None:
+        """The device address of its words before rounding; None if they are not contiguous."""
+
+    @property
+    def address(self) -> int | None:
+        """The device address of the words to store; None if they must be gathered first."""
+
+    @property
+    def planes(self) -> tuple[int, ...]:
+        """Numbers of the byte planes that are worth coding, ascending; the last one is the highest plane."""
+
+    @property
+    def followed(self) -> str:
+        """The dtype of other chunks that may be derived from this one by rounding; empty if there are none."""
+
+    @property
+    def identity(self) -> object:
+        """Equal for chunks with the same description."""
+
+    def describe(self) -> ChunkInfo:
+        """Return the fields of its manifest row that are known before coding."""
+
+    def gather(self) -> torch.Tensor:
+        """Return a contiguous copy of the words, made on the current stream."""
+
+
+class DerivedPair(Protocol):
+    """The chunk ``piece``, which is not stored if all its elements can be derived from the chunk ``source``."""
+
+    @property
+    def piece(self) -> Source:
+        """The chunk that may be derived."""
+
+    @property
+    def source(self) -> Source:
+        """A chunk with the same box, on the same device."""
+
+    def derived(self, digest: int) -> DerivedChunk:
+        """Return the message that announces it as derived; ``digest``: of its bytes."""
+
+
+@dataclass(frozen=True)
+class EncodeRequest:
+    """The chunks of one device to encode in one save.
+
+    Args:
+        pieces: The chunks. An encoder reuses its plan if they are the same as in the last request.
+        after: The CUDA event after which the chunks may be read.
+        on_read: Called when all chunks have been read: from then on the training may change them.
+        urgent: Returns whether the training waits for ``on_read``. Reading then gets the highest stream priority.
+        meanwhile: Called once, when the GPU has as much work as fits into the encoder's memory.
+    """
+
+    pieces: Sequence[Source]
+    after: torch.cuda.Event
+    on_read: Callable[[], None]
+    urgent: Callable[[], bool] = lambda: False
+    meanwhile: Callable[[], None] = lambda: None
