@@ -4,6 +4,7 @@ of the storage layer, and nvCOMP's by zlib and zstandard."""
 from __future__ import annotations
 
 import ctypes
+import dataclasses
 import zlib
 from collections.abc import Sequence
 from typing import Any
@@ -18,7 +19,7 @@ from raystow.storage.coding.derived import derive
 from raystow.storage.coding.kernels import Bytes
 from raystow.storage.reader import PackReader, Request, Run
 from raystow.workers.gpu.decode.lane_plan import LaneMemory, LanePlan, Making, plan
-from raystow.workers.gpu.stream_layout import work_out
+from raystow.workers.gpu.stream_layout import compute_tables
 
 
 def fill(reader: PackReader, requests: Sequence[Request]) -> list[int]:
@@ -31,13 +32,13 @@ def fill(reader: PackReader, requests: Sequence[Request]) -> list[int]:
 
 
 def _decode(reader: PackReader, todo: LanePlan) -> list[int]:
-    memory = [np.full(size + 16, 0xAB, np.uint8) for size in todo.needs]
+    memory = [np.full(size + 16, 0xAB, np.uint8) for size in dataclasses.astuple(todo.needs)]
     begins = LaneMemory(*(-(-part.ctypes.data // 16) * 16 for part in memory))
     for fetch in todo.fetches:
         with fetch.needed():
             reader.fetch(fetch.run, at(begins.stored + fetch.start, fetch.run.length).data)
     todo.lay_out(begins)
-    work_out(todo.streams.values())
+    compute_tables(todo.streams.values())
     for (codec, length), streams in todo.streams.items():
         for source, _, size, target, room in streams.table.T.tolist():
             if codec == DEFLATE:

@@ -11,7 +11,7 @@ from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import Piece, Run
 from raystow.workers.gpu.decode import lane_plan
 from raystow.workers.gpu.nvcomp import ALIGN
-from raystow.workers.gpu.stream_layout import Streams, work_out
+from raystow.workers.gpu.stream_layout import Streams, compute_tables
 
 MIB = 1 << 20
 
@@ -70,5 +70,5 @@ def test_streams_lie_one_behind_the_other_plane_by_plane() -> None:
                 at, start = at + size, start + -(-size // ALIGN) * ALIGN
             assert start <= end
             assert end % ALIGN == 0
-    work_out(several)
+    compute_tables(several)
     assert [streams.table.T.tolist() for streams in several] == wanted

@@ -1,4 +1,4 @@
-"""Coding on NVIDIA GPUs: CUDA, Triton and nvCOMP stand in this folder and nowhere else."""
+"""Encoding and decoding on NVIDIA GPUs. Only this package uses CUDA, Triton and nvCOMP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...storage.errors import Unsupported
 
 
 def missing() -> str | None:
-    """Why this process cannot code on a GPU (torch, Triton or nvCOMP are not what they must be); None if it can."""
+    """Return why this process cannot encode on a GPU (torch, Triton or nvCOMP is missing or unsuitable); None if it can."""
     try:
         from . import gpu_encoder
         from .nvcomp import version

@@ -1,12 +1,13 @@
-"""Which codec a GPU's tensors are coded with: ``auto`` measures the device and its link to the host, once, and compares them with
-what the store has taken so far.
+"""Selects the codec of tensors on a GPU. ``auto`` measures the device and its link to the host, once, and considers the measured
+throughput of the store.
 
-- ``deflate``: plain Deflate streams; any machine reads them. What ``auto`` takes where the link is the narrow place, as it is
-  wherever a GPU of this decade meets PCIe.
-- ``zstd``: plain Zstandard frames. nvCOMP codes them at a tenth of Deflate's speed and larger; only decoding on a GPU is faster.
-- ``ans``: several times as fast again, and decoded by nvCOMP on a GPU alone: for copies that are not the only ones. ``auto``
-  never takes it.
-- ``raw``: as they are. What ``auto`` takes where coding costs more time than it saves.
+- ``deflate``: plain Deflate streams, which any machine decodes. ``auto`` selects it if the link is slow compared to the coder,
+  which is true of all current GPUs on PCIe.
+- ``zstd``: plain Zstandard frames. Coding is ten times slower than with Deflate, and the result is larger; decoding on a GPU is
+  faster.
+- ``ans``: several times faster than Deflate, but only nvCOMP on a GPU decodes it: for versions that have another copy. ``auto``
+  never selects it.
+- ``raw``: no coding. ``auto`` selects it if coding takes more time than it saves.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from .nvcomp import STREAM, version
 logger = logging.getLogger(__name__)
 
 _SAMPLE = 32 << 20  # bytes
-_GAIN = 0.16  # part of a mixed-precision state that coding saves (docs/performance.md)
-_PLANES = 0.29  # part of such a state that is exponents
+_GAIN = 0.16  # the fraction of a mixed-precision state that coding saves (docs/performance.md)
+_PLANES = 0.29  # the fraction of such a state that is exponents
 
 
 @dataclass(frozen=True)
 class Choice:
-    """``codec``: one of nvCOMP's or ``raw``. ``why``: a sentence for whoever looks at the version later."""
+    """``codec``: the name of a codec or ``raw``. ``why``: the reason, which is stored with the version."""
 
     codec: str
     why: str
 
 
 def choose(codec: str, device: torch.device, store: float) -> Choice:
-    """The codec that was asked for, or with ``auto`` the one by which a state gets to the store sooner. ``store``: bytes per
-    second that it takes, 0 if that is not known yet."""
+    """Return the requested codec, or for ``auto`` the one with which a state is stored sooner. ``store``: the store's throughput
+    in bytes per second, 0 if it is unknown."""
     if codec == RAW:
         return Choice(RAW, "asked for")
     if codec == ANS:
@@ -50,9 +51,9 @@ def choose(codec: str, device: torch.device, store: float) -> Choice:
 
 
 def sooner(*, coding: float, link: float, store: float) -> Choice:
-    """``deflate`` or ``raw``. All in GB/s: ``coding`` of exponent planes, ``link`` to the host, ``store`` (0: not known)."""
+    """Return ``deflate`` or ``raw``. All in GB/s: ``coding`` of exponent planes, ``link`` to the host, ``store`` (0: unknown)."""
     way = min(link, store) if store else link
-    coded = max((1 - _GAIN) / way, _PLANES / coding)  # seconds for a GB of state: coding, copying and storing go on at once
+    coded = max((1 - _GAIN) / way, _PLANES / coding)  # seconds for a GB of state: coding, copying and storing overlap
     said = f"the store takes {store:.1f}" if store else "what the store takes is not known yet"
     why = (
         f"it codes {coding:.0f} GB/s of exponents, its link carries {link:.0f}, {said}: "
@@ -62,12 +63,12 @@ def sooner(*, coding: float, link: float, store: float) -> Choice:
 
 
 def _coding_rate(device: torch.device) -> float:
-    """GB/s of exponent planes, about as weights have them."""
-    from .kernels.deflate_kernels import coder  # needs Triton, which comes with torch where there are GPUs
+    """Measure the coding of planes like exponents of weights, in GB/s."""
+    from .kernels.deflate_kernels import coder  # needs Triton, which torch installs for GPUs
 
     stream = STREAM[DEFLATE]
     codec = coder(DEFLATE, stream)
-    plane = torch.randint(116, 124, (_SAMPLE,), dtype=torch.uint8, device=device)  # three bits a byte, as exponents have
+    plane = torch.randint(116, 124, (_SAMPLE,), dtype=torch.uint8, device=device)  # three bits per byte, as in exponents
     n = _SAMPLE // stream
     numbers = torch.arange(n, device=device)
     out = torch.empty(n * codec.stride, dtype=torch.uint8, device=device)
@@ -79,14 +80,14 @@ def _coding_rate(device: torch.device) -> float:
 
 
 def _link_rate(device: torch.device) -> float:
-    """GB/s from the device to pinned host memory."""
+    """Measure copies from the device to pinned host memory, in GB/s."""
     source = torch.empty(_SAMPLE, dtype=torch.uint8, device=device)
     target = torch.empty(_SAMPLE, dtype=torch.uint8, pin_memory=True)
     return _rate(_SAMPLE, lambda: target.copy_(source, non_blocking=True))
 
 
 def _rate(nbytes: int, work: Callable[[], object]) -> float:
-    """GB/s of the fastest of three runs: the slower ones had to share the device."""
+    """Return the GB/s of the fastest of three runs, since slower ones shared the device with other work."""
     times = []
     for _ in range(3):
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))

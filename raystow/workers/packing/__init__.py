@@ -1,1 +1,1 @@
-"""What a node makes of an attempt: its chunks coded, gathered into packs, uploaded within a budget of memory."""
+"""Codes the chunks of an attempt on a node, gathers them into packs, and uploads these within a memory budget."""

@@ -1,4 +1,4 @@
-"""One attempt as one node sees it: codes the chunks of its ranks, stores packs and fragment, and learns the outcome."""
+"""One attempt on one node: codes the chunks of its ranks, stores packs and fragment, and receives the outcome."""
 
 from __future__ import annotations
 
@@ -35,16 +35,16 @@ from .stale_state import OptimizerWatch
 
 logger = logging.getLogger(__name__)
 
-_SOONER = 5.0  # seconds before the coordinator gives an attempt up: it cannot tell which object the store did not take
+_SOONER = 5.0  # seconds before the coordinator's timeout, since only the node knows which object was not stored
 Outcome = Entry | RaystowError
 Listener = Callable[[Outcome, Sequence[str]], None]
-"""Hears what became of a save, and what its training process should be warned of."""
+"""Receives the outcome of a save, and warnings for its training process."""
 
 
 @dataclass(frozen=True)
 class Executors:
-    """What all attempts on a node share: threads that code, those that take digests of what a GPU has coded and keep it, threads
-    that upload, and the budget of coded bytes."""
+    """Shared by all attempts on a node: threads that code chunks, that pack chunks coded by a GPU (``sealers``), and that upload,
+    and the memory budget of the first."""
 
     coders: Executor
     sealers: Executor
@@ -53,8 +53,8 @@ class Executors:
 
 
 class NodeAttempt:
-    """``add`` chunks for each rank, ``finished`` for each rank; ``on_end`` callbacks hear the outcome. ``base``: what
-    chunks are compared with, if there is anything."""
+    """Takes part in an attempt: ``join``, ``add`` and ``finished`` for each rank. ``base``: the version that chunks are compared
+    with."""
 
     def __init__(
         self,
@@ -81,10 +81,10 @@ class NodeAttempt:
         self._staged: set[int] = set()
         self._listeners: list[Listener] = []
         self._ended: tuple[Outcome, Sequence[str]] | None = None
-        self._reported = False  # that all is stored
+        self._reported = False  # to the coordinator, that everything is stored
         self._coded = 0
         self.raw = 0
-        """Bytes of the chunks that are coded."""
+        """Raw bytes of the chunks that have been packed."""
         self.over = False
         timeout = ticket.timeout - min(_SOONER, ticket.timeout / 10)
         self._until = SYSTEM.monotonic() + timeout
@@ -94,7 +94,7 @@ class NodeAttempt:
         threading.Thread(target=self._drive, name=f"raystow-attempt-{ticket.id}", daemon=True).start()
 
     def join(self, rank: int, values: Iterable[tuple[str, str, str]], on_end: Listener) -> None:
-        """A rank of this node takes part, with its value rows (name, path, JSON text)."""
+        """Add a rank with its value rows (name, path, JSON text)."""
         with self._lock:
             self._ranks.add(rank)
             for row in values:
@@ -102,15 +102,15 @@ class NodeAttempt:
         self.on_end(on_end)
 
     def on_end(self, listener: Listener) -> None:
-        """Tell the listener the outcome when there is one."""
+        """Call the listener with the outcome, at once if the attempt has ended."""
         with self._lock:
             self._listeners.append(listener)
             ended = self._ended
-        if ended is not None:  # it was given up already
+        if ended is not None:  # it had ended before
             listener(*ended)
 
     def add(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
-        """Code and pack a chunk whose bytes are ``raw``; ``done`` is called when they may change. Waits for the budget."""
+        """Code and pack a chunk with the bytes ``raw``; ``done`` is called when they may change. Waits for the budget."""
         if self.over:
             done()
             return
@@ -124,13 +124,13 @@ class NodeAttempt:
         self._executors.coders.submit(self._code, rank, chunk, raw, done)
 
     def _relieve(self) -> None:
-        """Let the budget shrink; ``SaveFailed`` if that is no longer worth waiting for, since uploads may hang for minutes."""
+        """Upload open packs, so that their bytes are released. Raises ``SaveFailed`` if the attempt has ended meanwhile."""
         if self.over:
             raise SaveFailed("it was given up")
         self._packer.flush()
 
     def add_coded(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
-        """Pack a chunk that was coded before, given in ``parts``; ``done`` is called when they may change: after the upload."""
+        """Pack a coded chunk, given in ``parts``; ``done`` is called when they may change, after the upload."""
         if self.over:
             done()
             return
@@ -139,7 +139,7 @@ class NodeAttempt:
         self._executors.sealers.submit(self._seal, rank, chunk, parts, done)
 
     def add_derived(self, rank: int, chunk: Chunk) -> None:
-        """Note a chunk that follows from another one of this rank's, which is added as well, before or after."""
+        """Add a chunk that is derived from another chunk of this rank, which is also added, before or after."""
         self._writer.add_derived(chunk)
         self._cover(rank, chunk)
 
@@ -159,7 +159,7 @@ class NodeAttempt:
         return self._writer.known(attempt)
 
     def status(self) -> AttemptStatus:
-        """What this node is at."""
+        """Return the progress of this node."""
         with self._lock:
             ranks = {rank: self._stage(rank) for rank in sorted(self._ranks)}
             ticket, uri = self._ticket, self._store.uri
@@ -171,23 +171,23 @@ class NodeAttempt:
         return Stage.CODING if self._coding[rank] else Stage.CODED
 
     def flush(self) -> None:
-        """Memory is short: upload what lies in packs that are not full."""
+        """Upload open packs, since memory is short."""
         self._packer.flush()
 
     def stalled(self, seconds: float | None) -> None:
-        """For how long the save has held a rank of this node up; None if that is not known."""
+        """Note for how many seconds the save has stalled a rank; None if unknown."""
         with self._lock:
             if seconds is not None:
                 self._stall = max(seconds, self._stall or 0.0)
 
     def rounded(self, found: Mapping[str, Rounded]) -> None:
-        """What rounding has done to a rank's part of tensors, by name."""
+        """Note the effect of rounding on a rank's part of tensors, by name."""
         with self._lock:
             for name, one in found.items():
                 self._rounded[name] = self._rounded[name] | one if name in self._rounded else one
 
     def finished(self, rank: int) -> None:
-        """The rank has handed over all its chunks."""
+        """Note that all chunks of a rank have been added."""
         with self._lock:
             self._staged.add(rank)
             ready = not self._coding[rank]
@@ -195,7 +195,7 @@ class NodeAttempt:
             self._report(rank)
 
     def fail(self, reason: str) -> None:
-        """Give the attempt up: tell the coordinator, whose answer ends it everywhere."""
+        """Report a failure to the coordinator, which then ends the attempt on all nodes."""
         if not self.over:
             self._tell_failed(reason)
 
@@ -212,12 +212,12 @@ class NodeAttempt:
         return f"the shards of ranks {sorted(self._ranks)} could not be stored: {error}"
 
     def _too_late(self) -> None:
-        """Say why the ranks have not delivered, if it is that the store takes nothing."""
+        """Report before the timeout that an object was not stored."""
         if late := self._packer.unstored():
             self.fail(self._not_stored(DeadlineExceeded(NOT_IN_TIME, subject=late[0])))
 
     def _code(self, rank: int, chunk: Chunk, raw: Bytes, done: Callable[[], None]) -> None:
-        """Code and pack a chunk, unless the attempt was given up."""
+        """Code and pack a chunk, unless the attempt has ended."""
         with self._worker_of(rank, chunk):
             if self.over:
                 self._executors.budget.release(raw.size)
@@ -226,7 +226,7 @@ class NodeAttempt:
                 self._cover(rank, self._writer.encode(chunk, raw, done))
 
     def _seal(self, rank: int, chunk: Chunk, parts: list[Bytes], done: Callable[[], None]) -> None:
-        """Pack a chunk that a GPU has coded, from where it lies."""
+        """Pack a chunk that a GPU has coded."""
         with self._worker_of(rank, chunk):
             self._cover(rank, self._writer.append(chunk, [part.data for part in parts], done))
 
@@ -239,7 +239,7 @@ class NodeAttempt:
 
     @contextlib.contextmanager
     def _worker_of(self, rank: int, chunk: Chunk) -> Iterator[None]:
-        """Work on one chunk of a rank: an error ends the attempt, the last one of the rank reports it."""
+        """Count one chunk of a rank: an error fails the attempt, and the last chunk reports the rank as finished."""
         try:
             yield
         except Exception as error:
@@ -260,7 +260,7 @@ class NodeAttempt:
             self._log.warning(what, rank, self._ticket.id, error, extra={"rank": rank})
 
     def _drive(self) -> None:
-        """Wait until every rank has finished, make the node's part durable, report it, and wait for the commit."""
+        """Wait until every rank has finished, store this node's part, report it, and wait for the commit."""
         try:
             self._port.wait_complete(self._ticket)
             packs = self._packer.seal()
@@ -284,7 +284,7 @@ class NodeAttempt:
         with self._lock:
             self._ended = outcome, warnings
             listeners = list(self._listeners)
-        for listener in listeners:  # before what follows, which waits for uploads that may hang
+        for listener in listeners:  # before the cleanup, which waits for uploads that may hang
             listener(outcome, warnings)
         if isinstance(outcome, RaystowError):
             self._tell_failed(str(outcome))
@@ -302,7 +302,7 @@ class NodeAttempt:
         return max(0.0, self._until - SYSTEM.monotonic())
 
     def _fragment(self) -> tuple[str, bytes, FragmentInfo]:
-        """Key, bytes and description of this node's part of the manifest."""
+        """Return key, bytes and description of this node's part of the manifest."""
         values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
         key, data, fragment = self._writer.fragment(values, self._rounded)
         return key, data, fragment.info(data, self._ranks, self._stall)

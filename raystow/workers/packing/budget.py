@@ -1,4 +1,4 @@
-"""A budget of bytes that many threads draw on: whoever would exceed it waits."""
+"""A budget of bytes that threads share: a thread that would exceed it waits."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 
 class Budget:
-    """Admits work by its size in bytes. What is larger than the whole budget is admitted when nothing else is."""
+    """Admits work by its size in bytes. Work larger than the whole budget is admitted alone."""
 
     def __init__(self, total: int = 0) -> None:
         self._total, self._used = total, 0
@@ -15,31 +15,30 @@ class Budget:
 
     @property
     def used(self) -> int:
-        """Bytes that are held."""
+        """Acquired bytes."""
         return self._used
 
     @property
     def total(self) -> int:
-        """Bytes that may be."""
         return self._total
 
     def grow(self, nbytes: int) -> None:
-        """Add to the budget (or take from it, if negative)."""
+        """Change the budget by ``nbytes``, which may be negative."""
         with self._changed:
             self._total += nbytes
             self._changed.notify_all()
 
     def acquire(self, nbytes: int, relieve: Callable[[], None]) -> None:
-        """Wait until ``nbytes`` fit. ``relieve`` is called while waiting: it sees to it that what is held gets released."""
+        """Wait until ``nbytes`` fit. ``relieve`` is called repeatedly meanwhile; it must cause bytes to be released."""
         while True:
             with self._changed:
                 if self._changed.wait_for(lambda: self._fits(nbytes), timeout=0.0 if self._fits(nbytes) else 0.05):
                     self._used += nbytes
                     return
-            relieve()  # again and again: others may have put more aside meanwhile
+            relieve()  # repeatedly, since other threads may have acquired more
 
     def release(self, nbytes: int) -> None:
-        """Give back what was acquired."""
+        """Release acquired bytes."""
         with self._changed:
             self._used -= nbytes
             self._changed.notify_all()

@@ -66,7 +66,7 @@ class ChunkWriter:
             if (row := self._referenced(chunk, second)) is not None:
                 self._budget.release(raw.size)
                 return row
-            coding, coded = encode(chunk.dtype, raw, self._former(chunk))
+            coding, coded = encode(chunk.dtype, raw, self._delta_base(chunk))
         except BaseException:
             self._budget.release(raw.size)
             raise
@@ -125,8 +125,8 @@ class ChunkWriter:
                 self._stored.append(row)
         return row
 
-    def _former(self, chunk: Chunk) -> tuple[int, Bytes] | None:
-        """The base of a delta: a version's id, and the bytes there, in memory of this thread's."""
+    def _delta_base(self, chunk: Chunk) -> tuple[int, Bytes] | None:
+        """Return the base of a delta: a version's id and its bytes, in memory of this thread."""
         if self._base is None:
             return None
         scratch = getattr(_scratch, "base", None)
@@ -159,7 +159,7 @@ class ChunkWriter:
         return keys.fragment(self._ticket.id, self._ticket.attempt, node), fragment.dump(), fragment
 
     def _placed(self) -> Iterator[Chunk]:
-        """Rows of derived chunks repeat the place of the chunk that they follow from, or what that refers to."""
+        """Yield the rows of derived chunks, with the place of their source or of the chunk that it refers to."""
         found = {(chunk.name, chunk.box): chunk for chunk in self._stored}
         for chunk in self._derived:
             assert chunk.derivation is not None

@@ -1,4 +1,4 @@
-"""A store that knows how fast it takes what is given to it."""
+"""Measures the upload throughput of a store."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...storage.object_store import Buffer, ObjectStore
 
 
 class Metered:
-    """An ``ObjectStore`` around another that measures ``put``: bytes over the time in which at least one was under way."""
+    """Wraps an ``ObjectStore`` and measures ``put``: bytes per second of the time in which at least one was in progress."""
 
     def __init__(self, store: ObjectStore, clock: Clock) -> None:
         self._store, self._clock = store, clock
@@ -23,22 +23,22 @@ class Metered:
 
     @property
     def rate(self) -> float:
-        """Bytes per second so far; 0 if nothing has been stored."""
+        """Bytes per second; 0 if nothing has been stored."""
         with self._lock:
             return self._bytes / self._busy if self._busy else 0.0
 
     @property
     def nbytes(self) -> int:
-        """Bytes stored so far."""
+        """Stored bytes."""
         return self._bytes
 
     @property
     def under_way(self) -> int:
-        """Objects that are being stored."""
+        """The number of objects that are being stored."""
         return self._under_way
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
-        """As the protocol says."""
+        """See ``ObjectStore.put``."""
         size = sum(memoryview(part).nbytes for part in parts)
         with self._lock:
             if not self._under_way:

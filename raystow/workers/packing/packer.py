@@ -35,9 +35,10 @@ class _Open:
 
 
 class Packer:
-    """``add`` from any thread; then ``seal`` and ``finish`` once, or ``discard``. ``on_error`` is told the first failed upload.
+    """Packs and uploads chunks: ``add`` from any thread, then ``seal`` and ``finish`` once, or ``discard``.
 
-    A pack that ``keep`` has copied is uploaded from the copy, and its parts are needed no longer.
+    ``on_error`` is called with the error of a failed upload. ``keep`` may copy a pack; the copy is then uploaded, and the parts
+    are released at once.
     """
 
     def __init__(
@@ -60,12 +61,12 @@ class Packer:
         self._closed = False
 
     def add(self, group: str, parts: Sequence[Buffer], release: Callable[[], None]) -> tuple[int, int]:
-        """Append a coded chunk, given in parts; its pack's number and its start in bytes. ``release`` is called when the parts
-        are needed no longer."""
+        """Append a coded chunk, given in parts; return its pack's number and its start there. ``release`` is called when the
+        parts are no longer needed."""
         size = sum(map(len, parts))
         full = None
         with self._lock:
-            if self._closed:  # given up: nothing is kept
+            if self._closed:  # the attempt was given up
                 release()
                 return 0, 0
             pack = self._open.get(group)
@@ -85,14 +86,14 @@ class Packer:
         return number, start
 
     def flush(self) -> None:
-        """Begin to upload what lies in open packs."""
+        """Begin to upload all open packs."""
         with self._lock:
             closed = [self._close(group) for group in list(self._open)]
         for full in closed:
             self._send(*full)
 
     def seal(self) -> list[PackInfo]:
-        """Nothing is added any more: all packs, on their way to the store and, as far as there is room, kept in memory."""
+        """Close and upload all packs, after the last ``add``; return them once ``keep`` has seen them all."""
         self.flush()
         with self._lock:
             self._changed.wait_for(lambda: not self._sending)
@@ -101,7 +102,8 @@ class Packer:
     def finish(self, timeout: float) -> None:
         """Wait until all packs are durable, after ``seal``.
 
-        Raises the store's error if one cannot be stored, ``DeadlineExceeded`` naming one that is not after ``timeout`` seconds.
+        Raises the store's error if a pack cannot be stored, or ``DeadlineExceeded`` naming a pack that is not durable after
+        ``timeout`` seconds.
         """
         done, late = wait(self._running.values(), timeout, FIRST_EXCEPTION)
         for upload in done:
@@ -110,13 +112,13 @@ class Packer:
             raise DeadlineExceeded(NOT_IN_TIME, subject=self.unstored()[0])
 
     def unstored(self) -> list[str]:
-        """The keys of packs that were given to the store, which has not taken them yet."""
+        """Return the keys of packs whose upload has not ended."""
         with self._lock:
             running = list(self._running.items())
         return [self._key(info) for info, upload in running if not upload.done()]
 
     def discard(self, *, delete: bool) -> None:
-        """Stop, and give back the memory; with ``delete``, delete what was uploaded: the attempt will never be a version."""
+        """Cancel all uploads and release all parts. With ``delete``, delete uploaded packs: no version will refer to them."""
         with self._lock:
             self._closed = True
             for pack in self._open.values():
@@ -136,7 +138,7 @@ class Packer:
             log.warning("the packs of an abandoned attempt stay until the next collection: %s", error)
 
     def _close(self, group: str) -> tuple[PackInfo, _Open]:
-        """Take a pack that takes no more chunks; the caller sends it."""
+        """Close an open pack; the caller sends it."""
         pack = self._open.pop(group)
         info = PackInfo(self._ticket.node, group, pack.number, pack.size)
         self._packs.append(info)
@@ -144,7 +146,7 @@ class Packer:
         return info, pack
 
     def _send(self, info: PackInfo, pack: _Open) -> None:
-        """Keep a copy, and begin to upload."""
+        """Offer the pack to ``keep``, and begin to upload it."""
         try:
             kept = self._keep(self._key(info), pack.parts)
             if kept is not None:
@@ -176,6 +178,6 @@ class Packer:
 
 
 def _call(releases: list[Callable[[], None]]) -> None:
-    """Call each once, and let go of what they hold on to."""
+    """Call each once, and drop the references to them."""
     while releases:
         releases.pop()()

@@ -1,7 +1,7 @@
-"""Tells when two saves in a row hold the same optimizer state, though at different steps: something hands over a stale copy.
+"""Detects two consecutive saves of different steps with the same optimizer state: a stale copy of the state was saved.
 
-Nothing else finds this fault. Every byte is stored as it was given and comes back as it was stored; only that whoever restores it
-trains on from the wrong moments.
+No other check detects this error: every byte is stored and restored as it was given, but training would continue with wrong
+optimizer moments.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from ...storage.metrics import STALE, record
 logger = logging.getLogger(__name__)
 
 GROUP = "optimizer"
-"""The group of chunks that change with every step of the optimizer."""
+"""The group of chunks that change in every step of the optimizer."""
 
 
 class OptimizerWatch:
-    """Compares the saves of the repository at ``uri``, as far as this node stores them. Any thread may call."""
+    """Compares this node's parts of the saves in the repository at ``uri``. Thread-safe."""
 
     def __init__(self, uri: str) -> None:
         self._uri = uri
         self._lock = threading.Lock()
-        self._last: tuple[int, bytes] | None = None  # step and digest of the last version that held optimizer state
+        self._last: tuple[int, bytes] | None = None  # step and digest of the last version with optimizer state
 
     def saved(self, step: int, chunks: Iterable[Chunk]) -> tuple[str, ...]:
-        """A save has become a version: what the training process should be warned of. Logged here, too."""
+        """Compare a save that has become a version with the last one; log and return the warnings for the training process."""
         digest = state_digest(chunks)
         if digest is None:
             return ()
@@ -50,9 +50,9 @@ class OptimizerWatch:
 
 
 def state_digest(chunks: Iterable[Chunk]) -> bytes | None:
-    """BLAKE3 over what the optimizer's chunks hold, in any order of chunks; None if there are none.
+    """Return BLAKE3 of the digests of the optimizer's chunks, independent of their order; None if there are none.
 
-    Integers and tensors of one element are left out: they are step counters, which may be right where the moments are stale.
+    Integers and tensors of one element are excluded: step counters may be correct although the moments are stale.
     """
     rows = sorted((c.name, c.offset, c.extent, c.raw_digest) for c in chunks if _moves(c))
     return stored_digest(*(repr(row).encode() for row in rows)) if rows else None

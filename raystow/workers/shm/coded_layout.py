@@ -1,9 +1,9 @@
-"""Where the chunks that a GPU has coded are in host memory. ``CodedLayout`` describes the chunks once; each save then announces
-only what differs, since announcing takes the interpreter from the training.
+"""Locates chunks coded by a GPU in host memory. ``CodedLayout`` describes the chunks once, and each save announces only the
+differences: fewer messages leave the interpreter lock to the training.
 
-Chunks are read in batches, and planes of several batches are coded together: of most chunks the highest plane, of rounded ones
-others as well. The bytes arrive in runs: of a batch, the lowest planes of all its chunks and then those between; of planes
-that were coded together, one after the other.
+Chunks are read in batches, and planes of several batches are coded together: of most chunks the highest plane, of rounded chunks
+others as well. The bytes arrive in runs: of a batch, the lowest planes of all its chunks and then the other raw planes; of a
+group of coded planes, one plane after the other.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _NOTHING = b""
 
 
 class CodedChunk(NamedTuple):
-    """A chunk that has arrived: what is stored of it is in ``parts``."""
+    """A chunk that has arrived. ``parts``: the bytes to store."""
 
     info: ChunkInfo
     digest: int
@@ -35,7 +35,7 @@ class CodedChunk(NamedTuple):
 
 
 class _Plane(NamedTuple):
-    """A plane of a chunk: where it is, its codec, its bytes, and the sizes of its streams (int32)."""
+    """A plane of a chunk: its place, codec, bytes, and the sizes of its streams (int32)."""
 
     parts: list[SlotPart]
     codec: str
@@ -54,7 +54,7 @@ def parts(spans: Sequence[RunSpan], start: int, nbytes: int) -> list[SlotPart]:
 
 
 class Layout:
-    """Puts chunks together from what arrives."""
+    """Assembles chunks from the messages about their parts."""
 
     def __init__(self, layout: CodedLayout) -> None:
         self._layout = layout
@@ -79,7 +79,7 @@ class Layout:
     def _coded(
         self, i: int, batch: BatchBytes, where: tuple[int, int, bool], middle: int, high: Sequence[_Plane]
     ) -> tuple[Coding, list[SlotPart]]:
-        """Planes that are stored raw come first, the others after them."""
+        """Return the coding of a chunk, and its parts: planes that are stored raw come first."""
         layout = self._layout
         dtype = dtypes.dtype(layout.chunks[i].dtype)
         width, plane = dtype.width, layout.nbytes[i] // dtype.width
@@ -99,7 +99,7 @@ class Layout:
         return coding, _joined(part for p in ordered for part in found[p].parts)
 
     def _tops(self, arrived: CodedBatches) -> Iterator[list[_Plane]]:
-        """Yield, for each chunk, the planes that were coded, ascending."""
+        """Yield the coded planes of each chunk, ascending."""
         assert arrived.planes is not None
         layout, coded = self._layout, arrived.planes
         sizes, stream, at = np.frombuffer(coded.lengths, "<i4"), 0, 0

@@ -1,7 +1,7 @@
 """The staging ring: slots in shared memory that a training process fills and its node worker empties.
 
-The memory is an anonymous file (memfd): it is shared by handing over the descriptor, and it is gone when the last of the two
-processes is, however it died. Which slot is free is said in messages, not in the memory.
+The memory is an anonymous file (memfd), shared by passing its descriptor. The kernel frees it when both processes have ended, for
+any reason. Messages tell which slots are free.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ALIGN = 64
 
 
 def slot_size(ring: int, *, gpu: bool) -> int:
-    """The size of slots for a ring of so many bytes: there must be a handful of them."""
+    """Return the slot size for a ring of so many bytes, such that it has several slots."""
     return max(SLOT, min(DEVICE_SLOT, ring // 16)) if gpu else SLOT
 
 
 class Ring:
-    """``slots`` slots of ``slot_size`` bytes, one behind the other in ``memory``. Pages take memory from their first use on, and
-    are reused from then on. ``skip``: slots of the file before the first one of these."""
+    """``slots`` consecutive slots of ``slot_size`` bytes in ``memory``. Pages are allocated at their first use. ``skip``: slots
+    of the file before these."""
 
     def __init__(self, fd: int, slots: int, slot_size: int, *, skip: int = 0) -> None:
         self.fd, self.slots, self.slot_size = fd, slots, slot_size
@@ -39,28 +39,28 @@ class Ring:
 
     @staticmethod
     def create(size: int, slot_size: int = SLOT) -> Ring:
-        """A ring of about ``size`` bytes, at least two slots."""
+        """Create a ring of about ``size`` bytes, with at least two slots."""
         slots = max(2, size // slot_size)
         fd = os.memfd_create("raystow-ring", os.MFD_CLOEXEC)
         os.ftruncate(fd, slots * slot_size)
         return Ring(fd, slots, slot_size)
 
     def behind(self, slot: int) -> Ring:
-        """The slots from ``slot`` on, as a ring of their own on the same memory. A slot must be a whole number of pages."""
+        """Return the slots from ``slot`` as a ring on the same memory. The slot size must be a multiple of the page size."""
         return Ring(os.dup(self.fd), self.slots - slot, self.slot_size, skip=slot)
 
     def slot(self, index: int) -> Bytes:
-        """The bytes of one slot."""
+        """Return the bytes of a slot."""
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of {self.slots}")
         return self.memory[index * self.slot_size : (index + 1) * self.slot_size]
 
     def close(self) -> None:
-        """Give the memory back. Views that are still held keep the mapping until they go."""
+        """Free the memory. Existing views keep it mapped until they are garbage-collected."""
         os.close(self.fd)
         mapping = self._map
-        del self.memory, self._map  # whoever still knows this ring does not keep its memory
+        del self.memory, self._map  # references to this object must not keep the memory
         try:
             mapping.close()
         except BufferError:
-            pass  # a chunk is being read this moment: its view closes the mapping when it goes
+            pass  # views exist; the mapping is closed with the last one

@@ -1,4 +1,4 @@
-"""Counts what still lies in the slots of a ring, for whoever fills them: a training process, or this process's own encoder."""
+"""Counts the chunks in the slots of a ring that are still in use, so that the slots can be filled again."""
 
 from __future__ import annotations
 
@@ -12,24 +12,23 @@ from .ring import Ring
 
 
 class Slots:
-    """``on_free`` hears of slots when nothing more comes into them and nothing in them is needed any longer; from any thread."""
+    """Calls ``on_free``, from any thread, with slots that are filled completely and no longer in use."""
 
     def __init__(self, ring: Ring, on_free: Callable[[list[int]], None]) -> None:
         self._ring, self._on_free = ring, on_free
-        self._uses: Counter[int] = Counter()  # slot -> parts of chunks in it that are still needed
-        self._filled: set[int] = set()  # slots of which no more will be announced, but that are still needed
+        self._uses: Counter[int] = Counter()  # slot -> parts of chunks in it that are in use
+        self._filled: set[int] = set()  # slots in use in which no more chunks will be announced
         self._changed = threading.Condition()
 
     def take_over(self, parts: Sequence[tuple[int, int, int]]) -> tuple[list[Bytes], Callable[[], None]]:
-        """Return the bytes of a chunk and a function to call when they are needed no longer. Each part is a slot, a start in
-        it, and a size."""
+        """Return the bytes of a chunk, and a function to call when they are no longer used. Each part: slot, start, size."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:
             self._uses.update(slots)
         return [self._ring.slot(slot)[at : at + size] for slot, at, size in parts], functools.partial(self._done, slots)
 
     def filled(self, slot: int) -> None:
-        """Nothing more will be announced in this slot: it is free when what was is needed no longer."""
+        """Note that no more chunks will be announced in a slot: it is free once those in it are no longer used."""
         with self._changed:
             busy = bool(self._uses[slot])
             if busy:
@@ -40,7 +39,7 @@ class Slots:
             self._on_free([slot])
 
     def wait(self) -> None:
-        """Return when no slot is needed any longer."""
+        """Wait until no slot is in use."""
         with self._changed:
             self._changed.wait_for(lambda: not self._uses)
 

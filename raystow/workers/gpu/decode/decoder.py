@@ -1,11 +1,11 @@
-"""Restores tensors on a GPU: stored bytes go up as they are, and are decoded, joined and checked there.
+"""Restores tensors on a GPU: stored bytes are copied to the device, and checked, decoded and joined there.
 
-Threads fetch the bytes of a *lane* into pinned memory. They go up, and their digests are taken: only what was written reaches a
-decoder, since nvCOMP may do anything on bytes that were not. Then the lane's kernels are enqueued, while other lanes are filled.
-No raw tensor is ever whole in host memory.
+Work is divided into *lanes*, each with its own memory and CUDA stream. Threads fetch the stored bytes of a lane into pinned
+memory. The bytes are copied to the device and hashed there: nvCOMP must get only bytes that were written, since its behaviour on
+others is undefined. Then the lane's kernels are enqueued, while other lanes are filled. No decoded tensor is held in host memory.
 
-The thread that launches is what limits it: it shares the interpreter's lock with those that fetch, and lets go of it in every
-operation of torch. So what some lanes will do is worked out at once, and goes up by one copy.
+The launching thread is the bottleneck: it shares the interpreter lock with the fetching threads, and releases it in every torch
+operation. Therefore the tables of several lanes are computed together and copied to the device at once.
 """
 
 from __future__ import annotations
@@ -16,9 +16,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from ....storage.errors import Damaged
@@ -27,22 +28,21 @@ from .. import kernel_args
 from ..kernel_args import Addressed, Table
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
 from ..nvcomp import Codec
-from ..stream_layout import work_out
+from ..stream_layout import compute_tables
 from .lane_plan import ROOM, Fetch, LaneMemory, LanePlan, Making, plan
 
 logger = logging.getLogger(__name__)
 
-_LANES, _FETCHING = 7, 4  # in all, and of these at most being filled: more requests at a time than a reader has threads
-_TOGETHER = 8  # lanes whose work is worked out at once
+_LANES, _FETCHING = 7, 4  # all lanes, and those that are filled at a time: more requests than a reader has threads
+_TOGETHER = 8  # lanes whose tables are computed together
 
 Progress = Callable[[int], None]
-_Numbers = np.ndarray[Any, Any]
+_Numbers = npt.NDArray[np.int64]
 _NOTHING = np.empty(0, np.int64)
 
 
 class _Lane:
-    """Memory for stored bytes in transit, and a stream to decode them on; see ``lane_plan.LaneMemory``. ``scratch``: what its
-    kernels need besides, one after the other."""
+    """The memory and the stream of a lane: see ``lane_plan.LaneMemory``. Its kernels use ``scratch`` one after the other."""
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
@@ -53,25 +53,25 @@ class _Lane:
         self.aligned = torch.empty(ROOM.aligned, dtype=torch.uint8, device=device)
         self.words = self.scratch = torch.empty(0, dtype=torch.uint8, device=device)
 
-    def make_room_for_words(self) -> None:
-        """Which most lanes never need."""
+    def allocate_words(self) -> None:
+        """Allocate the memory for words, which most lanes never need."""
         if not self.words.numel():
             self.words = torch.empty(ROOM.words, dtype=torch.uint8, device=self.words.device)
 
-    def make_scratch(self, nbytes: int) -> None:
-        """On its stream, when nothing is under way there that uses what there was."""
+    def allocate_scratch(self, nbytes: int) -> None:
+        """Enlarge the scratch memory. The current stream must be the lane's, and must be idle."""
         if self.scratch.numel() < nbytes:
             self.scratch = torch.empty(nbytes, dtype=torch.uint8, device=self.scratch.device)
 
     @property
     def memory(self) -> LaneMemory:
-        """Where everything begins."""
+        """The address of each part."""
         return LaneMemory(*(part.data_ptr() for part in (self.stored, self.planes, self.aligned, self.words)))
 
 
 class _Step(NamedTuple):
-    """Some kernels. ``table``: what they want to know (int64); ``results``: how many numbers (int64) come of them; ``launch``
-    enqueues them when there is room for both on the device, and for ``scratch`` bytes."""
+    """Kernels that are launched together. ``launch`` gets the ``table`` (int64) and memory for so many ``results`` (int64) and
+    ``scratch`` bytes on the device."""
 
     table: _Numbers
     results: int
@@ -81,42 +81,40 @@ class _Step(NamedTuple):
 
 @dataclass
 class _Work:
-    """What a lane does with the bytes of a plan: ``steps``, of which the first takes their digests. Of each step ``tables`` and
-    ``results`` on the device (``held`` is their memory), and ``found``: the results on the host, once they are ``told``, those of
-    the first step and those of all others, from the device to pinned memory."""
+    """A plan that is executed in a lane. The first step hashes the stored bytes, and is executed before the others."""
 
     plan: LanePlan
     lane: _Lane
     fetches: list[Future[None]] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
-    tables: list[Addressed] = field(default_factory=list)
-    results: list[Addressed] = field(default_factory=list)
-    found: list[_Numbers] = field(default_factory=list)
-    told: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
-    held: tuple[torch.Tensor, ...] = ()
-    event: Any = None  # of what was enqueued last
+    tables: list[Addressed] = field(default_factory=list)  # of each step, on the device
+    results: list[Addressed] = field(default_factory=list)  # of each step, on the device
+    found: list[_Numbers] = field(default_factory=list)  # the results on the host
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # to the host: of step 0, and of others
+    held: tuple[torch.Tensor, ...] = ()  # the memory of tables and results
+    event: torch.cuda.Event = None  # after the work that was enqueued last
 
     def places(self) -> Iterator[tuple[Fetch, memoryview]]:
-        """What is to be fetched, and where it goes in host memory."""
+        """Yield the fetches and their targets in host memory."""
         return ((fetch, self.lane.bytes[fetch.start : fetch.start + fetch.run.length].data) for fetch in self.plan.fetches)
 
     def copy_up(self) -> None:
-        """Enqueue the copy of all that was fetched."""
+        """Enqueue the copy of all fetched bytes to the device."""
         last = self.plan.fetches[-1]
         end = last.start + last.run.length
         self.lane.stored[:end].copy_(self.lane.host[:end], non_blocking=True)
 
-    def run(self, some: slice, *, told: int) -> None:
-        """Enqueue some of the steps, and the copy of what comes of them."""
+    def run(self, some: slice, *, copy: int) -> None:
+        """Enqueue some of the steps, and the copy of their results to the host."""
         for step, table, results in zip(self.steps[some], self.tables[some], self.results[some], strict=True):
             step.launch(table, results, self.lane.scratch)
-        found, pinned = self.told[told]
+        found, pinned = self.copies[copy]
         pinned.copy_(found, non_blocking=True)
 
 
 class Decoder:
-    """Fills tensors of one GPU. Takes 1.2 GiB of device memory and 504 MiB of pinned memory until ``close``; for tensors of which
-    only parts of chunks are wanted, up to 672 MiB of device memory more."""
+    """Fills tensors of one GPU. Allocates 1.2 GiB of device memory and 504 MiB of pinned memory until ``close``, and 672 MiB of
+    device memory more if only parts of chunks are requested."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
@@ -125,13 +123,15 @@ class Decoder:
             self._codecs: dict[tuple[str, int], Codec] = {}
 
     def close(self) -> None:
-        """Give the memory back."""
+        """Free the memory."""
         torch.cuda.synchronize(self._device)
         self._lanes.clear()
 
     def fill(self, reader: PackReader, runs: Sequence[Run], progress: Progress) -> None:
-        """``PackReader.complete`` for targets that are tensors of words on this device. What the current stream still does to
-        them is waited for. What no lane can take is decoded in host memory, one run after the other."""
+        """Do the work of ``PackReader.complete`` for targets that are tensors of words on this device.
+
+        Earlier work of the current stream on the targets is waited for. Runs that do not fit into a lane are decoded on the CPU.
+        """
         others = list[Run]()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
@@ -165,23 +165,23 @@ class Decoder:
                 raise
 
     def _prepare(self, works: Sequence[_Work]) -> None:
-        """Work out all that lanes have to do once their bytes are there."""
+        """Compute the tables of some lanes, and copy them to the device."""
         for work in works:
             if work.plan.needs.words:
-                work.lane.make_room_for_words()
+                work.lane.allocate_words()
             work.plan.lay_out(work.lane.memory)
-        work_out([streams for work in works for streams in work.plan.streams.values()])
+        compute_tables([streams for work in works for streams in work.plan.streams.values()])
         for work in works:
             work.steps = [_digesting(work.plan), *self._decoding(work.plan)]
         steps = [step for work in works for step in work.steps]
         if not steps:
             return
-        *tables, end = _one_behind_the_other(step.table.size for step in steps)
+        *tables, end = _offsets(step.table.size for step in steps)
         flat = torch.empty(end, dtype=torch.int64, pin_memory=True)
         numbers = flat.numpy()
         for step, at in zip(steps, tables, strict=True):
             numbers[at : at + step.table.size].reshape(step.table.shape)[...] = step.table
-        *results, end = _one_behind_the_other(step.results for step in steps)
+        *results, end = _offsets(step.results for step in steps)
         on_device = flat.to(self._device, non_blocking=True), torch.zeros(end, dtype=torch.int64, device=self._device)
         pinned = torch.empty(end, dtype=torch.int64, pin_memory=True)
         self._deal(works, tables, results, on_device, pinned)
@@ -190,14 +190,9 @@ class Decoder:
             work.lane.stream.wait_event(ready)
 
     def _deal(
-        self,
-        works: Sequence[_Work],
-        tables: Sequence[int],
-        results: Sequence[int],
-        held: tuple[torch.Tensor, torch.Tensor],
-        pinned: torch.Tensor,
+        self, works: Sequence[_Work], tables: list[int], results: list[int], held: tuple[torch.Tensor, ...], pinned: torch.Tensor
     ) -> None:
-        """Tell each lane where the tables and the results of its steps begin in what all of them have together."""
+        """Divide the memory of all tables and results among the steps of the lanes."""
         places, found = iter(zip(tables, results, strict=True)), pinned.numpy()
         first_table, first_result = (tensor.data_ptr() for tensor in held)
         for work in works:
@@ -208,12 +203,12 @@ class Decoder:
                 work.found.append(found[result : result + step.results])
         sizes = [[_even(step.results) for step in work.steps] for work in works]
         parts = [part for first, *others in sizes for part in (first, sum(others))]
-        told = zip(held[1].split(parts), pinned.split(parts), strict=True)
+        copies = zip(held[1].split(parts), pinned.split(parts), strict=True)
         for work in works:
-            work.told = list(itertools.islice(told, 2))
+            work.copies = list(itertools.islice(copies, 2))
 
     def _decoding(self, plan: LanePlan) -> Iterator[_Step]:
-        """What follows once the stored bytes are known to be what was written."""
+        """Yield the steps that decode the stored bytes once they are verified."""
         for kind, streams in plan.streams.items():
             moves, decodes = streams.table[:3].T, streams.table[1:]
             yield _Step(moves, 0, _plain(copy_kernels.move, int(moves[:, 2].max())))
@@ -229,13 +224,13 @@ class Decoder:
             yield _Step(table, len(table), functools.partial(_make, making, largest, packed))
 
 
-def _one_behind_the_other(sizes: Iterable[int]) -> list[int]:
-    """Where each begins, counted in numbers; at last, where the last one ends."""
+def _offsets(sizes: Iterable[int]) -> list[int]:
+    """Return where each begins, in units of eight bytes, and at last where the last one ends."""
     return [0, *itertools.accumulate(map(_even, sizes))]
 
 
 def _even(numbers: int) -> int:
-    """So that every address is a multiple of 16: kernels are compiled anew for others."""
+    """Round up, so that every address is a multiple of 16: kernels are compiled again for others."""
     return numbers + numbers % 2
 
 
@@ -254,7 +249,7 @@ def _plain(kernel: Callable[[Table, int], None], largest: int) -> Callable[[Addr
 
 
 def _decompress(codec: Codec, n: int, table: Addressed, results: Addressed, scratch: torch.Tensor) -> None:
-    """``table``: four rows of numbers about ``n`` streams; ``results``: their decoded sizes, and what nvCOMP says of each."""
+    """``table``: int64 [4, ``n`` streams]; ``results``: their decoded sizes, then nvCOMP's status of each."""
     rows = [Addressed(table.address + 8 * n * row, n, table.device) for row in range(len(table))]
     status = replace(results, address=results.address + 8 * n, dtype=torch.int32)
     codec.decompress(*rows, decoded=results, scratch=scratch, status=status)
@@ -279,26 +274,26 @@ def _bring(reader: PackReader, fetch: Fetch, into: memoryview) -> None:
 
 
 def _take_up(work: _Work) -> None:
-    """When a lane's bytes are in host memory: copy them, and take their digests."""
+    """Wait until a lane's bytes are in host memory, and enqueue their copy and their digests."""
     for fetch in work.fetches:
         fetch.result()
     with torch.cuda.stream(work.lane.stream):
-        work.lane.make_scratch(max(step.scratch for step in work.steps))
+        work.lane.allocate_scratch(max(step.scratch for step in work.steps))
         work.copy_up()
-        work.run(slice(1), told=0)
+        work.run(slice(1), copy=0)
         work.event = work.lane.stream.record_event()
 
 
 def _launch(reader: PackReader, work: _Work) -> None:
-    """When they have arrived whole, enqueue everything that is to be done with them."""
+    """Wait for the digests, fetch bytes again that are wrong, and enqueue the decoding."""
     work.event.synchronize()
     with torch.cuda.stream(work.lane.stream):
         if not work.plan.as_written(work.found[0]):
             for fetch, place in work.places():
                 with fetch.needed():
-                    reader.fetch(fetch.run, place)  # they may have been changed on their way
+                    reader.fetch(fetch.run, place)  # they may have been corrupted in memory
             work.copy_up()
-        work.run(slice(1, None), told=1)
+        work.run(slice(1, None), copy=1)
         for piece, address in work.plan.copies:
             start = address - work.lane.memory.words
             _copy_part(piece, work.lane.words[start : start + piece.chunk.nbytes])
@@ -306,19 +301,19 @@ def _launch(reader: PackReader, work: _Work) -> None:
 
 
 def _finish(progress: Progress, work: _Work) -> None:
-    """Wait for what a lane does, and look at what came out of it."""
+    """Wait for a lane, and check its results."""
     work.event.synchronize()
-    made = [found for step, found in zip(work.steps[1:], work.found[1:], strict=True) if step.results]
-    decoded, sums = made[: len(work.plan.streams)], made[len(work.plan.streams) :]
-    progress(sum(work.plan.check(np.concatenate((_NOTHING, *sums)))))  # first: an error of these names a tensor
-    for streams, (sizes, said) in zip(work.plan.streams.values(), (one.reshape(2, -1) for one in decoded), strict=True):
-        room = streams.table[4]
-        if said.view(np.int32)[: len(room)].any() or (sizes != room).any():
+    found_by_step = [found for step, found in zip(work.steps[1:], work.found[1:], strict=True) if step.results]
+    decoded, sums = found_by_step[: len(work.plan.streams)], found_by_step[len(work.plan.streams) :]
+    progress(sum(work.plan.check(np.concatenate((_NOTHING, *sums)))))  # first, because its errors name a tensor
+    for streams, (sizes, status) in zip(work.plan.streams.values(), (one.reshape(2, -1) for one in decoded), strict=True):
+        expected = streams.table[4]
+        if status.view(np.int32)[: len(expected)].any() or (sizes != expected).any():
             raise Damaged("nvCOMP did not decode every stream to its size", subject=work.plan.fetches[0].run.key)
 
 
 def _copy_part(piece: Piece, raw: torch.Tensor) -> None:
-    """Copy what was asked for of a chunk's bytes."""
+    """Copy the requested part of a chunk."""
     target = piece.target
     if target.numel():
         rest = target.shape[len(piece.chunk.extent) :]  # complex128 is seen as pairs of words

@@ -1,16 +1,16 @@
-"""What a decoder does with the stored bytes that come up together, worked out before they are there: tables of addresses."""
+"""The plan of a lane: tables of addresses for decoding some runs of stored bytes, computed before the bytes are fetched."""
 
 from __future__ import annotations
 
 import contextlib
 import itertools
-import operator
 from collections import defaultdict
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 
 from ....storage.coding import chunk as chunks
 from ....storage.coding.digest import finish
@@ -21,32 +21,37 @@ from ..nvcomp import ALIGN
 from ..stream_layout import Streams, aligned, spread
 
 
-class LaneMemory(NamedTuple):
-    """Of a lane: where each part of it begins, or how much of it something takes, in bytes. ``stored``: what is fetched.
-    ``planes``: that are decoded. ``aligned``: coded streams, each at an address that nvCOMP takes. ``words``: those that do not
-    go straight to their place."""
+@dataclass
+class LaneMemory:
+    """The parts of a lane's memory: an address in each, or a number of bytes."""
 
-    stored: int = 0
-    planes: int = 0
-    aligned: int = 0
-    words: int = 0
+    stored: int = 0  # stored bytes
+    planes: int = 0  # decoded planes
+    aligned: int = 0  # coded streams, at addresses that nvCOMP requires
+    words: int = 0  # words that are not decoded directly to their target
 
-    def __add__(self, other: Any) -> LaneMemory:
-        return LaneMemory(*map(operator.add, self, other))
+    def __add__(self, other: LaneMemory) -> LaneMemory:
+        stored, planes = self.stored + other.stored, self.planes + other.planes
+        return LaneMemory(stored, planes, self.aligned + other.aligned, self.words + other.words)
 
-    def within(self, room: LaneMemory) -> bool:
-        """Whether there is room for it."""
-        return all(map(operator.le, self, room))
+    def within(self, most: LaneMemory) -> bool:
+        """Return whether no part exceeds ``most``."""
+        fits = self.stored <= most.stored and self.planes <= most.planes
+        return fits and self.aligned <= most.aligned and self.words <= most.words
+
+    def take_words(self, nbytes: int) -> int:
+        """Return the address of memory for words, and advance it."""
+        start = self.words
+        self.words += aligned(nbytes)
+        return start
 
 
-NONE = LaneMemory()
 ROOM = LaneMemory(stored=72 << 20, planes=64 << 20, aligned=36 << 20, words=96 << 20)
-"""What a lane has, ``stored`` on the device and as much pinned on the host: fewer lanes take less launching."""
+"""The memory of a lane on the device; ``stored`` is also allocated on the host. Few large lanes need fewer launches."""
 
 
 class Fetch(NamedTuple):
-    """A run that is fetched to ``start`` of a lane's memory. ``users``: of a base, what is a difference to it, the nearest
-    first."""
+    """A run that is fetched to ``start`` of a lane's memory. ``users``: the deltas to a base, the nearest first."""
 
     run: Run
     start: int
@@ -54,7 +59,7 @@ class Fetch(NamedTuple):
 
     @contextlib.contextmanager
     def needed(self) -> Iterator[None]:
-        """Let errors say who needs it."""
+        """Name the users in errors."""
         with contextlib.ExitStack() as stack:
             for run, piece in reversed(self.users):
                 stack.enter_context(run.needing(piece))
@@ -62,55 +67,51 @@ class Fetch(NamedTuple):
 
     @contextlib.contextmanager
     def naming(self, piece: Piece) -> Iterator[None]:
-        """Let errors name a piece as well."""
+        """Name the users and a piece in errors."""
         with self.needed(), self.run.naming(piece):
             yield
 
 
 class Making(NamedTuple):
-    """How words are made: all of a lane that are made alike are made by one launch. ``rounded``: to this dtype, of float32 words
-    that are made before; otherwise of ``width`` planes. ``added``: of differences, to words that are made before; how many
-    versions these are made of."""
+    """How words are computed; all words of a lane that are computed in the same way are computed by one launch."""
 
-    width: int
+    width: int  # planes
     rotated: bool = False
-    added: int = 0
-    rounded: str = ""
+    added: int = 0  # the planes are a delta that is added to words computed before; how many versions these depend on
+    rounded: str = ""  # float32 words that were computed before are rounded to this dtype
 
 
 @dataclass
 class DecodeBatch:
-    """Words that are made alike. ``rows``: see ``tables.COLUMNS``. ``of``: what each row's digest is to be held against, if that
-    is to be done."""
+    """Words that are computed by one launch."""
 
-    rows: list[list[int]] = field(default_factory=list)
-    of: list[tuple[Fetch, Piece] | None] = field(default_factory=list)
+    rows: list[list[int]] = field(default_factory=list)  # see kernel_args.COLUMNS
+    of: list[tuple[Fetch, Piece] | None] = field(default_factory=list)  # whose digest is compared with that of each row
 
     def add(self, row: list[int], of: tuple[Fetch, Piece] | None) -> None:
-        """One more."""
+        """Add a row."""
         self.rows.append(row)
         self.of.append(of)
 
-    def table(self) -> np.ndarray[Any, Any]:
-        """The rows, int64 [rows, COLUMNS]."""
+    def table(self) -> npt.NDArray[np.int64]:
+        """Return the rows as int64 [rows, COLUMNS]."""
         return np.array([row + [0] * (kernel_args.COLUMNS - len(row)) for row in self.rows], np.int64)
 
 
 @dataclass
 class LanePlan:
-    """What a lane decodes: tables of addresses, in the units of ``kernels``. ``fetches``: each run, then the bases of its
-    pieces. The rest is there when it is laid out."""
+    """What a lane decodes. ``add`` runs first; ``lay_out`` then fills in all fields but ``fetches`` and ``needs``."""
 
-    fetches: list[Fetch] = field(default_factory=list)
-    needs: LaneMemory = NONE
-    stored: list[tuple[int, Place]] = field(default_factory=list)  # where in device memory they begin
-    unpacks: list[tuple[int, int, int]] = field(default_factory=list)
+    fetches: list[Fetch] = field(default_factory=list)  # each run, then the bases of its pieces
+    needs: LaneMemory = field(default_factory=LaneMemory)
+    stored: list[tuple[int, Place]] = field(default_factory=list)  # the address of each place's stored bytes
+    unpacks: list[tuple[int, int, int]] = field(default_factory=list)  # the table of copy_kernels.unpack7
     streams: dict[tuple[str, int], Streams] = field(default_factory=dict)  # by codec and length
     made: dict[Making, DecodeBatch] = field(default_factory=lambda: defaultdict(DecodeBatch))
-    copies: list[tuple[Piece, int]] = field(default_factory=list)  # what does not go straight to its place, and where it is made
+    copies: list[tuple[Piece, int]] = field(default_factory=list)  # pieces not decoded to their target, and their address
 
     def add(self, run: Run, needs: LaneMemory) -> None:
-        """One run more, and its bases."""
+        """Add a run and its bases."""
         end = self.needs.stored
         for one, users in _with_bases(run):
             self.fetches.append(Fetch(one, end, users))
@@ -118,9 +119,11 @@ class LanePlan:
         self.needs += needs
 
     def lay_out(self, memory: LaneMemory) -> None:
-        """Note for each plane of a chunk where it lies, or will lie when it is decoded, and what is made of them; ``streams`` are
-        then to be worked out. ``Damaged`` or ``Unsupported`` naming the first chunk whose description makes no sense."""
-        free = [*memory]  # from here on
+        """Assign addresses in a lane's memory to all planes and words. ``compute_tables`` of ``streams`` must follow.
+
+        Raises ``Damaged`` or ``Unsupported`` naming the first chunk whose description is invalid.
+        """
+        free = replace(memory)
         fetches = iter(self.fetches)
         for fetch in fetches:
             for place in fetch.run.places:
@@ -130,9 +133,11 @@ class LanePlan:
                 if place.decoded:
                     self._make(chain, memory.stored, free)
 
-    def _make(self, chain: list[tuple[Fetch, Place]], stored: int, free: list[int]) -> None:
-        """Pieces of the same stored bytes, whose elements are the words, or are derived from them: of what they are differences
-        to, if they are, and of the differences, one after the other in the same place."""
+    def _make(self, chain: list[tuple[Fetch, Place]], stored: int, free: LaneMemory) -> None:
+        """Add what computes the words of a place, and the pieces that are these words or are derived from them.
+
+        ``chain``: the place, then its bases. The words of the last base are computed first, and the deltas added in place.
+        """
         planes = [self._planes(*part, stored, free) for part in chain]
         fetch, place = chain[0]
         own, words = place.words.name, 0
@@ -141,15 +146,15 @@ class LanePlan:
                 words = self._target(piece, free)
                 self._join(chain, planes, words, piece)
         if not words:
-            words = _take(free, place.decoded)
+            words = free.take_words(place.decoded)
             self._join(chain, planes, words, None)
         for piece in place.pieces:
             if piece.chunk.dtype != own:
                 row = [self._target(piece, free), piece.chunk.nbytes // 2, words]
                 self.made[Making(2, rounded=piece.chunk.dtype)].add(row, (fetch, piece))
 
-    def _planes(self, fetch: Fetch, place: Place, stored: int, free: list[int]) -> list[int]:
-        """The bytes of a plane of a chunk, and where each is when it is decoded."""
+    def _planes(self, fetch: Fetch, place: Place, stored: int, free: LaneMemory) -> list[int]:
+        """Return the bytes of a plane of a chunk, and the address of each decoded plane."""
         chunk, coding = place.chunk, place.chunk.coding
         stored += fetch.start + chunk.start - fetch.run.start
         try:
@@ -163,33 +168,34 @@ class LanePlan:
         for plane in found:
             source = target = stored + plane.start
             if plane.codec != chunks.RAW:
-                target = free[_PLANES]
-                free[_PLANES] += aligned(n)
+                target = free.planes
+                free.planes += aligned(n)
             planes[1 + plane.number] = target
             if plane.codec == chunks.PACK7:
                 self.unpacks.append((source, target, n // 8))
             elif plane.codec != chunks.RAW:
                 kind = plane.codec, coding.stream
                 streams = self.streams.get(kind) or self.streams.setdefault(kind, Streams(coding.stream))
-                free[_ALIGNED] += streams.add(plane, source, free[_ALIGNED], target, n)
+                free.aligned += streams.add(plane, source, free.aligned, target, n)
         return planes
 
-    def _join(self, chain: list[tuple[Fetch, Place]], planes: list[list[int]], words: int, wanted: Piece | None) -> None:
-        """Make words at an address; ``wanted``: the piece whose elements they are."""
+    def _join(self, chain: list[tuple[Fetch, Place]], planes: list[list[int]], words: int, own: Piece | None) -> None:
+        """Add what computes the words of a chain at an address; ``own``: the piece whose elements they are."""
         for added, ((fetch, place), of) in enumerate(zip(reversed(chain), reversed(planes), strict=True)):
-            piece = place.pieces[0] if fetch.users else wanted
+            piece = place.pieces[0] if fetch.users else own
             making = Making(len(of) - 1, place.chunk.coding.rotated, added)
             self.made[making].add([words, *of], None if piece is None else (fetch, piece))
 
-    def _target(self, piece: Piece, free: list[int]) -> int:
-        """Where the elements of a piece's chunk go: where they belong, or to memory from which a part is copied there."""
+    def _target(self, piece: Piece, free: LaneMemory) -> int:
+        """Return where to decode a piece's chunk: its target, or lane memory from which the requested part is copied."""
         if _direct(piece):
             return int(piece.target.data_ptr())
-        self.copies.append((piece, free[_WORDS]))
-        return _take(free, piece.chunk.nbytes)
+        address = free.take_words(piece.chunk.nbytes)
+        self.copies.append((piece, address))
+        return address
 
-    def as_written(self, digests: np.ndarray[Any, Any]) -> bool:
-        """Whether all stored bytes have the digests that the manifest says. ``digests``: 32 bytes of each in ``stored``."""
+    def as_written(self, digests: npt.NDArray[np.int64]) -> bool:
+        """Return whether all stored bytes have the digests in the manifest. ``digests``: 32 bytes for each in ``stored``."""
         found = digests.view("V32")
         return all(
             piece.chunk.stored_digest == digest
@@ -199,14 +205,17 @@ class LanePlan:
 
     @property
     def in_order(self) -> list[tuple[Making, DecodeBatch]]:
-        """What is added, or rounded, comes after what it is made of."""
+        """All batches: what is added or rounded comes after the words that it is computed from."""
         return sorted(self.made.items(), key=lambda made: (made[0].rounded != "", made[0].added))
 
-    def check(self, sums: np.ndarray[Any, Any]) -> Iterator[int]:
-        """Hold the sum of ``raw_digest`` of each row of the batches, in order, against what the manifest says. The bytes of each
-        piece that was asked for; ``Damaged`` naming the first that is wrong."""
+    def check(self, sums: npt.NDArray[np.int64]) -> Iterator[int]:
+        """Compare digests with the manifest, and yield the bytes of each requested piece.
+
+        ``sums``: ``raw_digest``, before ``finish``, of each row of the batches, in order. Raises ``Damaged`` naming the first
+        wrong piece.
+        """
         of = itertools.chain.from_iterable(batch.of for _, batch in self.in_order)
-        known = [(i, *one) for i, one in enumerate(of) if one is not None]  # else there are digests of what follows from it
+        known = [(i, *one) for i, one in enumerate(of) if one is not None]  # of others only what is derived from them is checked
         nbytes = [piece.chunk.nbytes for _, _, piece in known]
         found = finish(sums.view(np.uint64)[[i for i, _, _ in known]], np.array(nbytes, np.uint64))
         right = found == np.array([piece.chunk.raw_digest for _, _, piece in known], np.uint64)
@@ -218,11 +227,8 @@ class LanePlan:
                 yield size
 
 
-_PLANES, _ALIGNED, _WORDS = map(LaneMemory._fields.index, ("planes", "aligned", "words"))
-
-
 def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
-    """Runs in numbers that fit a lane, as they are asked for; and to ``others`` those that no lane can take."""
+    """Yield plans for runs, as many in each as fit into a lane. Runs that do not fit into any are appended to ``others``."""
     made = LanePlan()
     for run, needs in itertools.chain.from_iterable(map(parts, runs)):
         if needs is None:
@@ -237,7 +243,7 @@ def plan(runs: Iterable[Run], others: list[Run]) -> Iterator[LanePlan]:
 
 
 def parts(run: Run) -> Iterator[tuple[Run, LaneMemory | None]]:
-    """A run as several, where it needs more than a lane has; each with what it needs, or None if that cannot be given to it."""
+    """Split a run that does not fit into a lane. Yield each part with its needs, None if it cannot be decoded in a lane."""
     needs = _needs(run)
     if needs.within(ROOM) and all(_decodable(place.pieces[0]) for place in run.places):
         yield run, needs
@@ -253,7 +259,7 @@ def parts(run: Run) -> Iterator[tuple[Run, LaneMemory | None]]:
 
 
 def _needs(run: Run) -> LaneMemory:
-    """What a run takes of a lane, and its bases: each stream and each plane may begin where nvCOMP wants it."""
+    """Return the memory that a run and its bases need, with alignment of every stream and plane for nvCOMP."""
     stored = planes = streams = words = 0
     for one, users in _with_bases(run):
         stored += aligned(one.length)
@@ -271,7 +277,7 @@ def _needs(run: Run) -> LaneMemory:
 
 
 def _with_bases(run: Run, users: tuple[tuple[Run, Piece], ...] = ()) -> Iterator[tuple[Run, tuple[tuple[Run, Piece], ...]]]:
-    """A run, and all that its pieces are differences to, each with its users."""
+    """Yield a run and all bases of its pieces, each with its users."""
     yield run, users
     for place in run.places:
         if (base := place.base) is not None:
@@ -279,8 +285,7 @@ def _with_bases(run: Run, users: tuple[tuple[Run, Piece], ...] = ()) -> Iterator
 
 
 def _decodable(piece: Piece) -> bool:
-    """Whether nvCOMP takes its streams, and the kernels its differences: of words that were taken apart, to elements that are
-    stored as they are."""
+    """Return whether the kernels can decode a piece: aligned streams, and deltas of split words to words that are stored."""
     chunk, base = piece.chunk, piece.base
     coding = chunk.coding
     if coding.streams and coding.stream % ALIGN:
@@ -292,12 +297,5 @@ def _decodable(piece: Piece) -> bool:
 
 
 def _direct(piece: Piece) -> bool:
-    """Whether the elements of a piece's chunk lie one behind the other where they belong."""
+    """Return whether the target of a piece is its whole chunk, contiguous."""
     return piece.direct and bool(piece.target.is_contiguous())
-
-
-def _take(free: list[int], nbytes: int) -> int:
-    """Memory for words."""
-    start = free[_WORDS]
-    free[_WORDS] += aligned(nbytes)
-    return start

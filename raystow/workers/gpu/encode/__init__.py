@@ -1,1 +1,1 @@
-"""Saving: chunks are read, coded and let go to host memory, in an order that was worked out before."""
+"""Encoding on the GPU: chunks are read, coded and copied to host memory, following a plan that is reused."""

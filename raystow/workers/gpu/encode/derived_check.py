@@ -119,12 +119,7 @@ class DerivedChecker:
 
 
 def check_derived(
-    checkers: dict[int, DerivedChecker],
-    device: int,
-    followers: Pairs,
-    *,
-    after: Event,
-    encoder: Encoder | None = None,
+    checkers: dict[int, DerivedChecker], device: int, followers: Pairs, *, after: Event, encoder: Encoder | None = None
 ) -> DerivedCheck:
     """Begin to check ``followers``, with the checker of the last save if they and the encoder's plan are the same."""
     if not followers:

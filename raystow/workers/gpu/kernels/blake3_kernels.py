@@ -1,8 +1,8 @@
-"""BLAKE3 of many ranges of device memory at once, in Triton: ``coding.digest.stored_digest`` of bytes that have just gone up.
+"""BLAKE3 of many ranges of device memory at once, in Triton: ``coding.digest.stored_digest`` of bytes just copied to the device.
 
-A core of the host digests 4 GB/s, and has other things to do; the GPU does it while the link brings the next ones. Each lane of a
-program takes a leaf of 1 KiB; then one program builds the tree of each range, level by level. The constants, the permutation and
-the flags are those of the specification (O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020).
+A CPU core hashes 4 GB/s; the GPU hashes while the next bytes are copied. Each lane of a program hashes a leaf of 1 KiB; then one
+program builds the tree of each range, level by level. The constants, the permutation and the flags are those of the specification
+(O'Connor, Aumasson, Neves, Wilcox-O'Hearn 2020).
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..kernel_args import ANYWHERE, Addressed, Table
 LEAF = 1024
 """Bytes."""
 PAST = 8
-"""Bytes behind a range that may be read, and are not looked at."""
+"""Bytes after a range that may be read and are ignored."""
 
 _LANES = 128
 
@@ -61,7 +61,7 @@ def _compress(
     m0, m1, m2, m3, m4, m5, m6, m7, m8, m9, m10, m11, m12, m13, m14, m15,
     counter, length, flags, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The chaining value after a block of ``length`` bytes."""
+    """Return the chaining value after a block of ``length`` bytes."""
     v0, v1, v2, v3, v4, v5, v6, v7 = h0, h1, h2, h3, h4, h5, h6, h7
     v8, v9, v10, v11, _4, _5, _6, _7 = _initial(LANES)
     v12 = tl.zeros((LANES,), tl.uint32) + counter.to(tl.uint32)
@@ -85,7 +85,7 @@ def _compress(
 
 @triton.jit
 def _word(words, shift, at, end):
-    """The 32 bits at byte ``at``, of which those from ``end`` on are zero. ``words``: aligned, ``shift`` bits before byte 0."""
+    """Return the 32 bits at byte ``at``, with zeros from ``end``. ``words``: aligned, ``shift`` bits before byte 0."""
     inside = at < end
     low = tl.load(words + at // 4, mask=inside, other=0)
     high = tl.load(words + at // 4 + 1, mask=inside & (shift > 0), other=0)
@@ -151,7 +151,7 @@ def _get(source, k, inside):
 
 @triton.jit(do_not_specialize=ANYWHERE)
 def _tree(table, values, others, digests, LANES: tl.constexpr, LEAF: tl.constexpr):
-    """From level to level the values go to and fro between two places."""
+    """Each level reads the values from one buffer and writes to the other."""
     row = table + tl.program_id(0) * 3
     n = tl.cdiv(tl.load(row + 1), LEAF)
     first = tl.load(row + 2) * 8
@@ -186,10 +186,10 @@ def _tree(table, values, others, digests, LANES: tl.constexpr, LEAF: tl.constexp
 
 
 def stored_digests(table: Table, sizes: Sequence[int], digests: Table, scratch: torch.Tensor) -> None:
-    """The digests of ranges of device memory, on the current stream, into ``digests`` (uint32, 8 for each range).
+    """Compute the digests of ranges of device memory, on the current stream, into ``digests`` (uint32, 8 for each range).
 
-    ``table``: what ``table_of`` gives, on the device; ``sizes``: at least 1 each. Up to ``PAST`` bytes behind each range must be
-    readable. ``scratch``: ``scratch_of(sizes)`` bytes.
+    ``table``: the result of ``table_of``, on the device; ``sizes``: at least 1 each. Up to ``PAST`` bytes after each range must
+    be readable. ``scratch``: ``scratch_of(sizes)`` bytes.
     """
     if not sizes:
         return
@@ -200,11 +200,11 @@ def stored_digests(table: Table, sizes: Sequence[int], digests: Table, scratch: 
 
 
 def scratch_of(sizes: Sequence[int]) -> int:
-    """Bytes for two values of each leaf."""
+    """Return the bytes of two values for each leaf."""
     return 2 * 32 * sum(-(-size // LEAF) for size in sizes)
 
 
 def table_of(addresses: Sequence[int], sizes: Sequence[int]) -> np.ndarray[tuple[int, ...], np.dtype[np.int64]]:
-    """A row for each range: address, bytes, number of its first leaf."""
+    """Return a row for each range: address, bytes, number of its first leaf."""
     leaves = -(-np.array(sizes, np.int64) // LEAF)
     return np.stack((np.array(addresses, np.int64), np.array(sizes, np.int64), np.cumsum(leaves) - leaves), axis=1)

@@ -1,12 +1,12 @@
-"""Deflate with Huffman codes, and runs of zeros, coded in Triton: any inflate reads it (RFC 1951).
+"""A Deflate coder (RFC 1951) in Triton, with Huffman codes and runs of zeros.
 
-A program codes one stream as one block. The lengths of its codes are not quite Huffman's, which would take a tree: each
-symbol gets the length that its share asks for, rounded up from a threshold as low as there is room for; then those are
-shortened that gain most, until no room is left. Shares are those among every fourth byte. Together that costs about one
-percent of what is coded. Four symbols at a time go to their place in the output.
+A program codes one stream as one block. Code lengths approximate Huffman's without building a tree: each symbol gets the length
+that its frequency requires, rounded from the lowest threshold that Kraft's inequality permits; then the codes that gain most are
+shortened until the code is complete. Frequencies are counted in every fourth byte. The result is about one percent larger than
+with Huffman's lengths. Four symbols at a time are written to the output.
 
-A byte takes one bit at least, which is too much where nearly all are zero, as in the upper planes of a difference. There, words
-of four zeros that follow a zero are repeated from it, as many in a row as there are.
+A byte needs at least one bit, which is too much if nearly all bytes are zero, as in the upper planes of a delta. There, words of
+four zeros that follow a zero are coded as runs.
 """
 
 from __future__ import annotations
@@ -21,22 +21,22 @@ from ....storage.coding.chunk import DEFLATE
 from ..kernel_args import ANYWHERE, Table
 from ..nvcomp import ALIGN, Codec
 
-_SYMBOLS = 512  # bytes, the end of the block as number 256, lengths of runs, and what no stream has
-_DISTANCE = 286  # behind the last length of a run, the place of the only distance there is
-_LONGEST = 64  # words of a run
+_SYMBOLS = 512  # bytes, the end of the block (256), lengths of runs, and unused symbols
+_DISTANCE = 286  # after the last length of a run: the only distance
+_LONGEST = 64  # words in a run
 _ROUNDS = 8  # halvings of the threshold
-_WORDS = 256  # four symbols each, that are coded at a time
-_FULL = 1 << 15  # of codes of 15 bits, the longest there are
-_MORE = 512  # bytes by which noise may grow: a stream that would grow more is given up, since its plane will not get smaller
+_WORDS = 256  # words of four symbols that are coded at a time
+_FULL = 1 << 15  # the number of codes of 15 bits, the longest
+_MORE = 512  # bytes by which a stream may grow; coding stops if it grows more, since its plane will not become smaller
 
 _ORDER = (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1, 15)
 _OFTEN = 7
-"""The lengths of codes are written in a code that is always the same: 0 takes one bit, this one four, all others five."""
+"""Code lengths are written with a constant code: 0 takes one bit, this length four bits, all others five."""
 
 
 def _head() -> int:
-    """What every block begins with: that it is the last one, with codes of its own; that there are 257 symbols, and 1 distance,
-    which stands for none; and the lengths, three bits each, of the codes for the lengths of codes, all 19 of them."""
+    """Return the head of every block: last block, dynamic codes, 257 symbols, 1 distance that means none, and the lengths, three
+    bits each, of the 19 codes for code lengths."""
     head = 1 | 2 << 1 | (len(_ORDER) - 4) << 13
     for place, length in enumerate(_ORDER):
         head |= (0 if length > 15 else 1 if length == 0 else 4 if length == _OFTEN else 5) << (17 + 3 * place)
@@ -49,7 +49,7 @@ _HEAD_BITS = 17 + 3 * len(_ORDER)
 
 @triton.jit
 def _reversed(code, length):
-    """Of 16 bits, the lowest ``length`` in the other order: Deflate packs codes from their highest bit on."""
+    """Reverse the lowest ``length`` of 16 bits: Deflate writes codes from the highest bit."""
     code = ((code & 0x5555) << 1) | ((code >> 1) & 0x5555)
     code = ((code & 0x3333) << 2) | ((code >> 2) & 0x3333)
     code = ((code & 0x0F0F) << 4) | ((code >> 4) & 0x0F0F)
@@ -59,19 +59,19 @@ def _reversed(code, length):
 
 @triton.jit
 def _byte(word, at, j, n):
-    """One of each word; zeros behind the stream."""
+    """Return byte ``j`` of each word; zero after the end of the stream."""
     return tl.where(4 * at + j < n, (word >> (8 * j)) & 255, 0)
 
 
 @triton.jit
 def _count(source, n, table, WORDS: tl.constexpr, TIMES: tl.constexpr):
-    """About how often each byte occurs, from every fourth; at least once what may occur at all: zero, and what lies between the
-    least of the others and the largest. Whether one word of eight is zero."""
+    """Store the frequency of each byte, counted in every fourth, and at least 1 for each byte that may occur: zero, and bytes
+    between the smallest other byte and the largest. Return whether an eighth of the words are zero."""
     quiet = tl.zeros((WORDS,), tl.int32)
     most = tl.zeros((WORDS,), tl.int32)
-    least = tl.full((WORDS,), 255, tl.int32)  # of those that are not zero, less one
+    least = tl.full((WORDS,), 255, tl.int32)  # of those that are not zero, minus one
     found = tl.zeros((256,), tl.int32)
-    behind = 0  # zeros that are none
+    behind = 0  # bytes after the end, counted as zeros
     for i in range(TIMES):
         at = i * WORDS + tl.arange(0, WORDS)
         word = tl.load(source + at, mask=4 * at < n, other=0).to(tl.int32)
@@ -91,7 +91,7 @@ def _count(source, n, table, WORDS: tl.constexpr, TIMES: tl.constexpr):
 
 @triton.jit
 def _run(source, at, n, WORDS: tl.constexpr, LONGEST: tl.constexpr):
-    """Which words are zero behind a zero, of which of them a run is told, since it ends there, and its words."""
+    """Return which words are zero after a zero byte, which of these end a run, and the words in the run."""
     lane = tl.arange(0, WORDS)
     word = tl.load(source + at, mask=4 * at < n, other=0)
     before = tl.load(source + at - 1, mask=(at > 0) & (4 * at < n), other=1 << 24)
@@ -109,7 +109,7 @@ def _larger(a, b):
 
 @triton.jit
 def _named(words):
-    """Deflate's symbol for a run of so many words, how many bits follow it, and these."""
+    """Return Deflate's symbol for a run of so many words, the number of its extra bits, and these bits."""
     more = 4 * words - 3
     bits = ((more >= 8).to(tl.int32) + (more >= 16).to(tl.int32) + (more >= 32).to(tl.int32)) + (
         (more >= 64).to(tl.int32) + (more >= 128).to(tl.int32)
@@ -120,8 +120,8 @@ def _named(words):
 
 @triton.jit
 def _count_runs(source, n, table, SYMBOLS: tl.constexpr, WORDS: tl.constexpr, TIMES: tl.constexpr, LONGEST: tl.constexpr):
-    """As ``_count``, after it, if runs pay: of the bytes that are in none, and of all runs. Whether they do: a word in a run
-    takes four bits less at least, and a run eight at most, but for a few."""
+    """Replace the result of ``_count`` by the frequencies of runs and of bytes outside them, if runs pay; return whether they do.
+    A word in a run saves at least four bits, and nearly every run takes at most eight."""
     symbol = tl.arange(0, SYMBOLS)
     found = tl.zeros((SYMBOLS,), tl.int32)
     gain = tl.zeros((WORDS,), tl.int32)
@@ -143,7 +143,7 @@ def _count_runs(source, n, table, SYMBOLS: tl.constexpr, WORDS: tl.constexpr, TI
 
 @triton.jit
 def _lengths(counts, SYMBOLS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.constexpr):
-    """Of a complete code for all symbols that may occur."""
+    """Return the lengths of a complete code for all symbols that may occur."""
     symbol = tl.arange(0, SYMBOLS)
     some = counts > 0
     share = tl.log2(tl.sum(counts).to(tl.float32)) - tl.log2(tl.maximum(counts, 1).to(tl.float32))
@@ -157,7 +157,7 @@ def _lengths(counts, SYMBOLS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.const
         high = tl.where(fits, high, middle)
     length = tl.minimum(tl.maximum(tl.ceil(share - low), 1), 15).to(tl.int32)
     left = FULL - tl.sum(tl.where(some, FULL >> length, 0))
-    while left > 0:  # a multiple of what the longest code takes: there is always one that can be shortened
+    while left > 0:  # a multiple of the share of the longest codes, so one of them can be shortened
         takes = FULL >> length
         gain = tl.where(some & (length > 1) & (takes <= left), counts << length, -1)
         best = symbol == tl.argmax(gain, 0)
@@ -168,7 +168,7 @@ def _lengths(counts, SYMBOLS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.const
 
 @triton.jit
 def _codes(length):
-    """Deflate's codes of these lengths: among those of the same length in the order of the symbols."""
+    """Return Deflate's codes of these lengths, which are ordered by length and then by symbol."""
     rank = tl.zeros(length.shape, tl.int32)
     begin = tl.zeros(length.shape, tl.int32)
     first = 0
@@ -187,7 +187,7 @@ def _codes(length):
 
 @triton.jit
 def _clear(out, cleared, end, SPAN: tl.constexpr):
-    """Zeros from the word ``cleared`` on, as far as what ends at ``end`` may be put; where they end."""
+    """Store zeros from the word ``cleared`` to the words that bits before ``end`` may touch; return where they end."""
     until = end // 64 + 2
     for start in range(cleared, until, SPAN):
         word = start + tl.arange(0, SPAN)
@@ -208,33 +208,19 @@ def _put(out, at, bits, some):
 
 @triton.jit
 def _entry(table, word, at, j: tl.constexpr, n):
-    """The length and the code of a byte of each word."""
+    """Return the length and the code of a byte of each word."""
     entry = tl.load(table + ((word >> (8 * j)) & 255), mask=4 * at + j < n, other=0)
     return entry >> 16, (entry & 0xFFFF).to(tl.int64)
 
 
 @triton.jit(do_not_specialize=ANYWHERE)
 def deflate(
-    sources,
-    sizes,
-    targets,
-    coded,
-    tables,
-    head_low,
-    head_high,
-    HEAD: tl.constexpr,
-    OFTEN: tl.constexpr,
-    SYMBOLS: tl.constexpr,
-    FULL: tl.constexpr,
-    ROUNDS: tl.constexpr,
-    WORDS: tl.constexpr,
-    TIMES: tl.constexpr,
-    ROOM: tl.constexpr,
-    DISTANCE: tl.constexpr,
-    LONGEST: tl.constexpr,
+    sources, sizes, targets, coded, tables, head_low, head_high,
+    HEAD: tl.constexpr, OFTEN: tl.constexpr, SYMBOLS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.constexpr,
+    WORDS: tl.constexpr, TIMES: tl.constexpr, ROOM: tl.constexpr, DISTANCE: tl.constexpr, LONGEST: tl.constexpr,
     RUNS: tl.constexpr,
-):
-    """Without ``RUNS``: streams that may have runs are left to another launch, since to look for them takes time."""
+):  # fmt: skip
+    """Code one stream. Without ``RUNS``, streams that may have runs are left to a second launch, since finding them is slow."""
     if RUNS and tl.load(coded + tl.program_id(0)) >= 0:
         return
     source = tl.load(sources + tl.program_id(0)).to(tl.pointer_type(tl.uint32))
@@ -251,7 +237,7 @@ def deflate(
     elif runs:
         tl.store(coded + tl.program_id(0), -1)
         return
-    distance = tl.where(RUNS & runs, DISTANCE, 257)  # its place, behind all symbols
+    distance = tl.where(RUNS & runs, DISTANCE, 257)  # its position, after all symbols
     counts = tl.where(symbol == 256, 1, tl.load(table + symbol, mask=(symbol < distance) & (symbol != 256), other=0))
     length = _lengths(counts, SYMBOLS, FULL, ROUNDS)
     code = _codes(length)
@@ -299,22 +285,22 @@ def deflate(
 
 
 class Deflate(Codec):
-    """As nvCOMP's, which decodes: streams of at most ``stream`` bytes, 16 KiB or less, at multiples of four. What would grow by
-    more than a thirtieth is not coded: its size comes to a GiB."""
+    """Codes with this kernel and decodes with nvCOMP. Streams have at most ``stream`` bytes (up to 16 KiB), aligned to four. A
+    stream that would grow by more than a thirtieth is not coded; its size is then 1 GiB."""
 
     def __init__(self, name: str, stream: int) -> None:
-        if stream > _FULL // 2:  # a rare byte's code would be longer than Deflate's may be
+        if stream > _FULL // 2:  # a rare byte's code would exceed 15 bits
             raise ValueError(f"streams of {stream} bytes are too long")
         super().__init__(name, stream)
 
     @functools.cached_property
     def stride(self) -> int:
-        """Room for a stream that does not get smaller, and for the lengths of its codes."""
+        """Bytes for a stream that does not become smaller, and for its code lengths."""
         return -(-(self.stream + _MORE) // ALIGN) * ALIGN
 
     @property
     def constants(self) -> dict[str, int]:
-        """What the kernel knows when it is compiled, but for whether it looks for runs."""
+        """The constants of the kernel, except ``RUNS``."""
         return {
             "HEAD": _HEAD_BITS,
             "OFTEN": _OFTEN,
@@ -329,13 +315,13 @@ class Deflate(Codec):
         }
 
     def coding_scratch(self, streams: int) -> int:
-        """Bytes of scratch that ``compress`` needs for so many streams."""
+        """See ``Codec.coding_scratch``."""
         return streams * _SYMBOLS * 4
 
     def compress(
         self, sources: Table, sizes: Table, targets: Table, coded: Table, *, scratch: torch.Tensor, status: torch.Tensor
     ) -> None:
-        """As ``Codec.compress``."""
+        """See ``Codec.compress``."""
         for runs in (False, True):
             deflate[(len(sources),)](
                 *(sources, sizes, targets, coded, scratch.view(torch.int32), _HEAD & (1 << 48) - 1, _HEAD >> 48),
@@ -347,5 +333,5 @@ class Deflate(Codec):
 
 
 def coder(name: str, stream: int) -> Codec:
-    """The fastest coder of streams of at most so many bytes."""
+    """Return the fastest coder of streams of at most so many bytes."""
     return (Deflate if name == DEFLATE else Codec)(name, stream)

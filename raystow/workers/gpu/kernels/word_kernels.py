@@ -269,8 +269,8 @@ def split(
     largest chunk. ``results``: int64 [FOUND, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of
     ``sample``, and 1 where the lowest bit of any rotated word is set.
 
-    ``followed``: the words are float32; the last rows of ``results`` get the digests of what ``coding.derived.derive`` makes of
-    them in this dtype (bfloat16 or float16), and 1 where any is a NaN, from which nothing follows.
+    ``followed``: the words are float32; the last rows of ``results`` get the digests of
+    ``coding.derived.derive`` of them in this dtype (bfloat16 or float16), and 1 where any is a NaN, from which nothing follows.
     """
     _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, FOLLOWED=followed)
 

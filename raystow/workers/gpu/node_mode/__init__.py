@@ -1,1 +1,1 @@
-"""Saving from the node worker, for training processes that must not be touched: these copy to device memory that both share."""
+"""Encoding in the node worker, which relieves the training process: it only copies chunks to shared device memory."""
