@@ -25,6 +25,7 @@ if TYPE_CHECKING:
         Damaged,
         DeadlineExceeded,
         Fenced,
+        MissingDependency,
         NotARepository,
         NotFound,
         PreconditionFailed,
@@ -54,6 +55,7 @@ __all__ = [
     "Fenced",
     "MantissaBits",
     "Memory",
+    "MissingDependency",
     "NotARepository",
     "NotFound",
     "Pending",
@@ -106,7 +108,14 @@ def __getattr__(name: str) -> Any:
         return importlib.import_module(f".{name}", __name__)
     if name not in __all__:
         raise AttributeError(f"module 'raystow' has no attribute {name!r}")
-    return getattr(importlib.import_module(f".{_MODULES.get(name, 'storage.errors')}", __name__), name)
+    from .storage import extras
+
+    with extras.named():
+        return getattr(importlib.import_module(f".{_MODULES.get(name, 'storage.errors')}", __name__), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, *_SUBMODULES, "__version__"])
 
 
 def open(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] | None = None) -> Repository:

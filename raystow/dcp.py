@@ -1,5 +1,8 @@
 """torch.distributed.checkpoint: a ``Writer`` for ``save`` and ``async_save``, a ``Reader`` for ``load``."""
 
-from .orchestrator.integrations.dcp import Reader, Writer
+from .storage import extras
+
+with extras.named():
+    from .orchestrator.integrations.dcp import Reader, Writer
 
 __all__ = ["Reader", "Writer"]

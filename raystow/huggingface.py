@@ -1,5 +1,8 @@
 """Hugging Face Trainer: the callback ``Checkpointing`` for ``Trainer(callbacks=...)``."""
 
-from .orchestrator.integrations.huggingface import Checkpointing
+from .storage import extras
+
+with extras.named():
+    from .orchestrator.integrations.huggingface import Checkpointing
 
 __all__ = ["Checkpointing"]

@@ -1,5 +1,8 @@
 """PyTorch Lightning: the callback ``Checkpointing`` for ``Trainer(callbacks=...)``."""
 
-from .orchestrator.integrations.lightning import Checkpointing
+from .storage import extras
+
+with extras.named():
+    from .orchestrator.integrations.lightning import Checkpointing
 
 __all__ = ["Checkpointing"]

@@ -1,5 +1,8 @@
 """Ray Train: a ``Checkpointer`` that reports each version to Train, and functions for the checkpoints that Train returns."""
 
-from .orchestrator.integrations.ray_train import Checkpointer, prune, restore, version_of
+from .storage import extras
+
+with extras.named():
+    from .orchestrator.integrations.ray_train import Checkpointer, prune, restore, version_of
 
 __all__ = ["Checkpointer", "prune", "restore", "version_of"]

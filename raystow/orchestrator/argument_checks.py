@@ -54,5 +54,6 @@ def metrics_of(metrics: object) -> dict[str, object]:
         raise refused("metrics", metrics, "a dict of plain values by name", "None")
     for name, value in metrics.items():
         if not isinstance(name, str) or not values.is_plain(value):
-            raise refused(f"metrics[{name!r:.80}]", value, "plain values by name")
+            instead = f"metrics[{name!r:.80}].item()" if hasattr(value, "item") else ""
+            raise refused(f"metrics[{name!r:.80}]", value, "plain values by name", instead)
     return dict(metrics)

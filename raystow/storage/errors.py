@@ -10,7 +10,8 @@
     ├── NotARepository         there is no repository under this URI
     ├── Damaged                stored bytes are not what was written: use another version
     ├── Untrusted              a required signature is missing: find out who wrote the version, or fix the keys
-    ├── Unsupported            written by a newer raystow, or a dependency is missing
+    ├── Unsupported            written by a newer raystow
+    │   └── MissingDependency  an optional library is not installed: install it; also an ImportError
     ├── Fenced                 a newer coordinator has taken over: stop
     ├── InvariantError         a change of the root would break one of its invariants, and was not made: plan again
     ├── SaveFailed             this attempt becomes no version; training and later saves go on
@@ -81,6 +82,10 @@ class Untrusted(RaystowError):
 
 class Unsupported(RaystowError):
     """The format, a codec or a transform is not known here."""
+
+
+class MissingDependency(Unsupported, ImportError):
+    """An optional library is not installed; the remedy names the extra that installs it."""
 
 
 class Fenced(RaystowError):

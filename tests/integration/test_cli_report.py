@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import re
 import subprocess
 import sys
@@ -156,14 +155,6 @@ def test_what_was_there_is_replaced_by_a_whole_page_only(run_dir: Path, tmp_path
     assert (tmp_path / "r.html").read_text() == "of yesterday"
     page_of(run_dir, tmp_path / "r.html")
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
-
-
-def test_without_its_libraries_the_error_names_the_extra(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = importlib.util.find_spec
-    monkeypatch.setattr("raystow.orchestrator.cli.report.find_spec", lambda name: None if name == "matplotlib" else real(name))
-    error = run_json("report", run_dir, "-o", tmp_path / "r.html", code=1)["error"]
-    assert (error["kind"], error["what"]) == ("Unsupported", "a report needs matplotlib")
-    assert error["remedy"] == 'pip install "raystow[report]"'
 
 
 def test_no_other_command_loads_them() -> None:

@@ -10,6 +10,7 @@ from typing import ParamSpec
 
 import typer
 
+from ...storage import extras
 from ...storage.errors import Damaged, NotARepository, NotFound, RaystowError, StateError, UnsafeStore, Untrusted
 from .output import emit, printable
 
@@ -90,7 +91,8 @@ def reporting(command: Callable[_P, None]) -> Callable[_P, None]:
     @functools.wraps(command)
     def run(*args: _P.args, **kwargs: _P.kwargs) -> None:
         try:
-            command(*args, **kwargs)
+            with extras.named():
+                command(*args, **kwargs)
         except BrokenPipeError:
             raise  # the reader of the output closed it: typer exits quietly
         except (RaystowError, OSError) as error:

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import os
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Annotated
 
 import typer
 
 from ...storage.clock import SYSTEM
-from ...storage.errors import Unsupported
 from . import options
 from .options import Json, Uri, number
 from .output import count, emit, err, fields_of, out, printable, ratio, size
@@ -40,8 +38,6 @@ def report(
 
     Example:  raystow report s3://bucket/runs/llama -o report.html --store-price 0.023 --gpu-price 4.40
     """
-    if missing := [name for name in ("jinja2", "matplotlib") if find_spec(name) is None]:
-        raise Unsupported(f"a report needs {' and '.join(missing)}", remedy='pip install "raystow[report]"')
     from .report_page import render
 
     history = read_history(open_target(uri), newest=newest, tariff=_tariff(store_price, gpu_price, gpus))

@@ -58,8 +58,9 @@ class Checkpointer:
 
     Args:
         uri: The repository: ``s3://bucket/prefix``, ``file:///path`` or a path. It is created if it does not exist.
-        rank: The rank of this process. None: the rank in Ray Train or torch.distributed; 0 if neither is in use.
-        world_size: The number of ranks. None: the world size in Ray Train or torch.distributed; 1 if neither is in use.
+        rank: The rank of this process, with ``world_size``. None: that of Ray Train, torch.distributed or ``RANK`` in the
+            environment, which must not contradict each other; 0 if there is none of these.
+        world_size: The number of ranks, with ``rank``. None: from the same sources; 1 if there is none.
         retention: The versions to keep. After each save the coordinator applies the policy, deletes versions that were dropped
             more than an hour ago, and compacts deltas when that frees space. None: every version is kept.
         timeout: Seconds after which a save that is not durable fails; also the longest time that ``fence`` waits.
@@ -106,11 +107,7 @@ class Checkpointer:
         address = argument_checks.address(uri)
         self._store, self._retention = open_store(address), kept_by_a_run(retention, address)
         self.uri = self._store.uri
-        found_rank, found_world = placement()
-        self.rank = integer("rank", found_rank if rank is None else rank, least=0)
-        self.world_size = integer("world_size", found_world if world_size is None else world_size, least=1)
-        if self.rank >= self.world_size:
-            raise StateError(f"rank is {self.rank} in a world of {self.world_size}", remedy="pass both rank= and world_size=")
+        self.rank, self.world_size = placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
         self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri), log=self._log)
         self._timeout = positive("timeout", timeout, most=LONGEST)
@@ -129,6 +126,7 @@ class Checkpointer:
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
         self._pending: list[Pending] = []
         self._staging: Staging | None = None
+        self._closed = False
         coordinator = coordinator_actor(self.uri).start.remote(PROTOCOL)
         self._repository_id, self._signed_by = ray_cluster.call(coordinator, _START, f"coordinator of {self.uri}")
         self._port = RayCoordinatorClient(self.uri)
@@ -159,6 +157,7 @@ class Checkpointer:
         start = SYSTEM.monotonic()
         self.failures.check()
         step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
+        self._check_open()
         number, on_gpu = next(self._saves), self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._wait_for_oldest()
@@ -256,6 +255,7 @@ class Checkpointer:
             Damaged: No version is whole.
             DeadlineExceeded: Another rank did not call within ``timeout`` seconds.
         """
+        self._check_open()
         self.fence()
         begun = SYSTEM.monotonic()
         number = next(self._restores)
@@ -274,8 +274,10 @@ class Checkpointer:
     def close(self) -> None:
         """Wait until all saves in flight are durable or have failed, then disconnect from the node worker.
 
-        A failed save does not raise here. The wait for each save ends at its ``timeout``.
+        A failed save does not raise here. The wait for each save ends at its ``timeout``. Afterwards ``save`` and
+        ``restore_latest`` raise ``StateError``.
         """
+        self._closed = True
         for pending in self._pending:
             self._await(pending)
         self._detach()
@@ -285,6 +287,10 @@ class Checkpointer:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
 
     def _wait_for_oldest(self) -> None:
         self._pending = [p for p in self._pending if not p.done()]

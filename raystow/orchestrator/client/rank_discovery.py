@@ -1,20 +1,74 @@
-"""Finds the rank and world size that Ray Train or torch.distributed gave this process."""
+"""Finds the rank and world size of this process: from the caller, Ray Train, torch.distributed or the environment."""
 
 from __future__ import annotations
 
+import os
 import sys
+from typing import NamedTuple
+
+from ...storage.arguments import integer
+from ...storage.errors import StateError
 
 
-def placement() -> tuple[int, int]:
-    """Rank and world size of this process, from Ray Train, else torch.distributed; (0, 1) if neither is in use."""
+class Placement(NamedTuple):
+    """The rank of a process, from 0, and the number of ranks."""
+
+    rank: int
+    world_size: int
+
+
+def placement(rank: int | None = None, world_size: int | None = None) -> Placement:
+    """Return the rank and world size of this process; 0 and 1 if nothing tells them.
+
+    Raises ``StateError`` if only one of the two is given, or if any two of the sources contradict each other: ranks that are
+    wrong make ranks overwrite each other's shards.
+    """
+    if (rank is None) != (world_size is None):
+        given, missing = ("world_size", "rank") if rank is None else ("rank", "world_size")
+        raise StateError(f"{given}= is given without {missing}=", remedy="pass both, or neither")
+    found = {"Ray Train": _train(), "torch.distributed": _distributed(), "RANK and WORLD_SIZE": _environment()}
+    if rank is not None and world_size is not None:
+        given_here = Placement(integer("rank", rank, least=0), integer("world_size", world_size, least=1))
+        found = {"the arguments": given_here, **found}
+    known = {source: place for source, place in found.items() if place is not None}
+    for source, (rank, world_size) in known.items():
+        if not 0 <= rank < world_size:
+            raise StateError(f"{source}: rank {rank} in a world of {world_size}", remedy="ranks count from 0")
+    if len(set(known.values())) > 1:
+        told = "; ".join(f"{source}: {_text(place)}" for source, place in found.items())
+        remedy = "pass the rank and world size that Ray Train or torch.distributed has, or unset RANK and WORLD_SIZE"
+        raise StateError(f"contradictory ranks ({told})", remedy=remedy)
+    return next(iter(known.values()), Placement(0, 1))
+
+
+def _text(place: Placement | None) -> str:
+    return "none" if place is None else f"rank {place.rank} of {place.world_size}"
+
+
+def _train() -> Placement | None:
     train = sys.modules.get("ray.train")
-    if train is not None:
-        try:
-            context = train.get_context()
-            return int(context.get_world_rank()), int(context.get_world_size())
-        except (RuntimeError, AttributeError):
-            pass  # not in a Ray Train worker
+    if train is None:
+        return None
+    try:
+        context = train.get_context()
+        return Placement(int(context.get_world_rank()), int(context.get_world_size()))
+    except (RuntimeError, AttributeError):
+        return None  # not in a Ray Train worker
+
+
+def _distributed() -> Placement | None:
     distributed = sys.modules.get("torch.distributed")
-    if distributed is not None and distributed.is_available() and distributed.is_initialized():
-        return int(distributed.get_rank()), int(distributed.get_world_size())
-    return 0, 1
+    if distributed is None or not distributed.is_available() or not distributed.is_initialized():
+        return None
+    return Placement(int(distributed.get_rank()), int(distributed.get_world_size()))
+
+
+def _environment() -> Placement | None:
+    """What torchrun and Ray Train set."""
+    texts = os.environ.get("RANK"), os.environ.get("WORLD_SIZE")
+    if None in texts:
+        return None
+    try:
+        return Placement(*(int(text or "") for text in texts))
+    except ValueError:
+        raise StateError(f"RANK={texts[0]!r} and WORLD_SIZE={texts[1]!r} are no numbers", remedy="set or unset both") from None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import shutil
 import subprocess
 from pathlib import Path
@@ -13,7 +12,7 @@ import typer
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
 
 from ...storage.clock import SYSTEM
-from ...storage.errors import ClusterError, NotARepository, StateError, Unsupported
+from ...storage.errors import ClusterError, NotARepository, StateError
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
 from ..cli.options import number
@@ -40,7 +39,6 @@ def demo(
 
     Example:  raystow demo --store s3://bucket/raystow-demo
     """
-    _require_training()
     folder = _prepare(store)
     remote = "://" in store and not store.startswith("file:")
     place = f"{store.rstrip('/')}/demo-{SYSTEM.token()}" if remote else str(folder)
@@ -53,12 +51,6 @@ def demo(
         for uri in settings.stores.values():
             _delete_unfinished(uri)
     _compare(settings.stores, follower)
-
-
-def _require_training() -> None:
-    missing = [name for name in ("psutil", "ray", "torch") if importlib.util.find_spec(name) is None]
-    if missing:
-        raise Unsupported(f"the demo needs {', '.join(missing)}", remedy='pip install "raystow[train]"')
 
 
 def _prepare(store: str) -> Path:

@@ -44,7 +44,10 @@ def flatten(state: object, *, what: str = "state") -> list[Leaf]:
     array or plain value, for a container that contains itself, and for two leaves of one name.
     """
     if not isinstance(state, dict):
-        raise StateError(f"{_type(state)} is not a dict", subject=what, remedy="pass a dict")
+        by_name = "a dict of its state_dict(), and load_state_dict() that after a restore"
+        raise StateError(
+            f"{_type(state)} is not a dict", subject=what, remedy=f"pass {by_name if hasattr(state, 'state_dict') else 'a dict'}"
+        )
     leaves = list[Leaf]()
     _walk(state, (), "", what, (), leaves)
     if len({leaf.name for leaf in leaves}) < len(leaves):
