@@ -24,15 +24,15 @@ from torch import Tensor
 
 from raystow.orchestrator.demo.model import GPT, batch, corpus, loss_of
 from raystow.orchestrator.lossy import rounded_chunk
-from raystow.orchestrator.lossy.profiles import LEAST, suited
-from raystow.orchestrator.lossy.rules import Asked, Blockwise, MantissaBits
+from raystow.orchestrator.lossy.profiles import LEAST, suitable
+from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, RuleSelector
 from raystow.orchestrator.lossy.sqnr import Sqnr
 from raystow.orchestrator.lossy.tensor_values import Numbers
 from raystow.storage.coding.chunk import ChunkEncoder
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.coding.rounded import together
 
-RULES: dict[str, list[Asked]] = {
+RULES: dict[str, list[RuleSelector]] = {
     "exp_avg": [MantissaBits(5), MantissaBits(6), Blockwise(8, 256), Sqnr(36), Sqnr(40)],
     "exp_avg_sq": [MantissaBits(5), MantissaBits(6), Sqnr(36), Sqnr(40)],
     "master": [MantissaBits(9), Blockwise(8, 256), Sqnr(61)],
@@ -54,9 +54,9 @@ def trained(steps: int) -> dict[str, list[Tensor]]:
     return {**moments, "master": [parameter.detach() for parameter in large]}
 
 
-def measured(rule_of_group: Asked, group: str, tensors: list[Tensor]) -> dict[str, Any]:
+def measured(rule_of_group: RuleSelector, group: str, tensors: list[Tensor]) -> dict[str, Any]:
     """Apply a rule to a group."""
-    asked = suited(rule_of_group, group)
+    asked = suitable(rule_of_group, group)
     found, chosen, stored = [], Counter[str](), 0
     for tensor in tensors:
         words = tensor.reshape(-1, tensor.shape[-1]).view(torch.int32)
@@ -64,7 +64,7 @@ def measured(rule_of_group: Asked, group: str, tensors: list[Tensor]) -> dict[st
         made = words
         if rule is not None:
             made, findings = rounded_chunk.rounded(rule, words, "float32")
-            found.append(rounded_chunk.read("t", rule, [findings]))
+            found.append(rounded_chunk.check("t", rule, [findings]))
         chosen[str(rule)] += 1
         raw = made.numpy().view(np.uint8).reshape(-1)
         stored += ChunkEncoder(raw.size).encode(raw, dtype("float32"))[0].size

@@ -55,7 +55,7 @@ def rounded(state: State, profile: str) -> State:
     for group, tensors in made.items():
         for name, tensor in tensors.items():
             dtype = str(tensor.dtype).removeprefix("torch.")
-            if (rule := lossy.asked(f"{group}.{name}", dtype, tensor.shape)) is not None:
+            if (rule := lossy.selector(f"{group}.{name}", dtype, tensor.shape)) is not None:
                 round_in_place(rule, tensor)
     return made
 

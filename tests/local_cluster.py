@@ -169,7 +169,7 @@ class LocalCluster:
             timeout=timeout,
             metrics={name: values.dumps(value) for name, value in (metrics or {}).items()},
             delta=self._delta,
-            lossy=self._lossy.told(),
+            lossy=self._lossy.texts(),
         )
         outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
         staging.submit(SaveOrder(begin, plan, lambda: None, outcomes.put, stall=lambda: stall))

@@ -14,9 +14,9 @@ from ..storage.coding import dtypes
 from ..storage.coding.chunk import ChunkEncoder
 from ..storage.errors import StateError
 from ..storage.format.groups import WEIGHTS
-from .lossy.profiles import KINDS, LEAST, Lossy, kind, suited
+from .lossy.profiles import KINDS, LEAST, Lossy, kind, suitable
 from .lossy.rounded_chunk import round_in_place
-from .lossy.rules import Asked, MantissaBits
+from .lossy.rules import MantissaBits, RuleSelector
 from .lossy.tensor_roles import role
 from .lossy.tensor_values import words_of
 from .save.shards import dtype_name
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 _SAMPLE = 1 << 20  # bytes of each tensor that are coded, to see what a rule saves
 
-LEVELS: Mapping[str, Sequence[Asked]] = {
+LEVELS: Mapping[str, Sequence[RuleSelector]] = {
     **{name: [MantissaBits(n) for n in (7, 5, 3, 2, 1)] for name in KINDS},
     **{name: [MantissaBits(n) for n in (16, 12, 9)] for name in (WEIGHTS, "master")},
 }
@@ -47,7 +47,7 @@ class Trial:
     """
 
     group: str
-    rule: Asked | None
+    rule: RuleSelector | None
     change: float
     raw: int
     stored: int
@@ -64,7 +64,7 @@ class Proposal:
         stored: Bytes after encoding.
     """
 
-    rules: Mapping[str, Asked] = field(default_factory=dict)
+    rules: Mapping[str, RuleSelector] = field(default_factory=dict)
     change: float = 0.0
     raw: int = 0
     stored: int = 0
@@ -125,7 +125,7 @@ def sensitivity(
     *,
     loss: Callable[[], float],
     train: Callable[[], float] | None = None,
-    levels: Mapping[str, Sequence[Asked]] | None = None,
+    levels: Mapping[str, Sequence[RuleSelector]] | None = None,
 ) -> Sensitivity:
     """Measure how rounding the tensors of a state changes the loss. Afterwards the state has its original bits.
 
@@ -166,8 +166,8 @@ def sensitivity(
             for rule in levels.get(what, ()):
                 if any(rule.changes(dtype_name(tensor.dtype)) for tensor in some):
                     for name, tensor in local.items():
-                        if (asked := suited(rule, name)).changes(dtype_name(tensor.dtype)):
-                            round_in_place(asked, tensor)
+                        if (selector := suitable(rule, name)).changes(dtype_name(tensor.dtype)):
+                            round_in_place(selector, tensor)
                     sizes = _sizes(some)
                     shown, usual = (loss, before) if what == WEIGHTS or train is None else (train, trained or 0.0)
                     change = float(shown()) - usual
@@ -180,7 +180,7 @@ def sensitivity(
     return Sensitivity(before, trained, noise, tuple(found))
 
 
-def _checked(levels: Mapping[str, Sequence[Asked]]) -> Mapping[str, Sequence[Asked]]:
+def _checked(levels: Mapping[str, Sequence[RuleSelector]]) -> Mapping[str, Sequence[RuleSelector]]:
     if not isinstance(levels, Mapping):
         raise refused("levels", levels, "a list of rules by kind", "None for the default")
     for what, rules in levels.items():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import subprocess
@@ -16,6 +17,7 @@ from local_cluster import LocalCluster
 from schemas import FOLDER
 
 from raystow.orchestrator.cli.app import build
+from raystow.storage.retention.collect import GarbageKind
 
 COMMANDS = dict(typer.main.get_command(build()).commands)  # type: ignore[attr-defined]
 PRICES = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h", "--write-rate", "5GB")
@@ -38,6 +40,11 @@ def test_every_json_output_has_a_schema() -> None:
     speaking = {name for name, command in COMMANDS.items() if any("--json" in option.opts for option in command.params)}
     assert speaking == {path.stem for path in FOLDER.glob("*.json")} - {"error"}
     assert {*COMMANDS} - speaking == {"demo"}
+
+
+def test_the_schema_of_gc_names_every_kind_of_garbage() -> None:
+    garbage = json.loads((FOLDER / "gc.json").read_text())["properties"]["garbage"]["items"]["properties"]
+    assert garbage["kind"]["enum"] == [kind.name.lower() for kind in GarbageKind]
 
 
 @pytest.mark.parametrize("name", ["", *COMMANDS])

@@ -37,7 +37,7 @@ def any_floats(dtype: str, n: int = 1 << 11, seed: int = 0) -> torch.Tensor:
 def applied(rule: Rule, values: torch.Tensor, first: int = 0) -> torch.Tensor:
     rows = values.reshape(1, -1) if values.dim() < 2 else values
     bits, findings = rounded_chunk.rounded(rule, rows.view(words_of(values.element_size())), str(values.dtype)[6:], first)
-    rounded_chunk.read("t", rule, [findings])
+    rounded_chunk.check("t", rule, [findings])
     return bits.view(values.dtype).reshape(values.shape)
 
 
@@ -87,9 +87,9 @@ def test_tensors_derived_from_rounded_ones_stay_the_same(dtype: str, least: int)
         for bits in (least, 16):
             made = applied(MantissaBits(bits), values)
             assert np.array_equal(derive(made.numpy().view(np.uint8), "float32", dtype), before)
-            assert MantissaBits(bits).lets_follow("float32", dtype)
-    assert not MantissaBits(least - 1).lets_follow("float32", dtype)
-    assert MantissaBits(23).lets_follow("float32", dtype)
+            assert MantissaBits(bits).preserves_cast("float32", dtype)
+    assert not MantissaBits(least - 1).preserves_cast("float32", dtype)
+    assert MantissaBits(23).preserves_cast("float32", dtype)
 
 
 @settings(max_examples=100, deadline=None)
@@ -156,13 +156,13 @@ def test_a_bound_that_does_not_hold_fails_the_save_by_name() -> None:
     words = torch.randn(1, 1000).view(torch.int32)
     _, findings = rounded_chunk.rounded(Careless(4), words, "float32")
     with pytest.raises(SaveFailed, match=r"optim\.m"):
-        rounded_chunk.read("optim.m", Careless(4), [findings])
+        rounded_chunk.check("optim.m", Careless(4), [findings])
 
 
 def test_what_is_told_of_it() -> None:
     values = torch.tensor([[1.0 + 2.0**-20, 4.0, math.nan, 0.0]])
     bits, findings = rounded_chunk.rounded(MantissaBits(10), values.view(torch.int32), "float32")
-    told = rounded_chunk.read("t", MantissaBits(10), [findings, findings])
+    told = rounded_chunk.check("t", MantissaBits(10), [findings, findings])
     error = 2.0**-10 - 2.0**-20
     assert bits.view(torch.float32)[0, 0] == 1 + 2.0**-10
     assert (told.rule, told.error, told.relative) == ("MantissaBits(10)", error, pytest.approx(error / values[0, 0].item()))
@@ -170,7 +170,7 @@ def test_what_is_told_of_it() -> None:
     assert told.spared == 2 * 13 // 8
     same_bits, nothing = rounded_chunk.rounded(MantissaBits(10), bits, "float32")
     assert torch.equal(same_bits, bits)
-    assert rounded_chunk.read("t", MantissaBits(10), [nothing]).sqnr is None
+    assert rounded_chunk.check("t", MantissaBits(10), [nothing]).sqnr is None
 
 
 def test_a_chunk_is_rounded_while_it_is_copied() -> None:

@@ -79,7 +79,7 @@ def test_what_is_proposed_is_what_a_checkpointer_takes(trained: Setup) -> None:
     assert some.change <= 2e-2
     assert set(most.rules) == {trial.group for trial in found.trials}
     assert most.rules["attention.weights"] == MantissaBits(1)
-    assert not Lossy.of(most.rules).idle(flat(state))
+    assert not Lossy.of(most.rules).unmatched(flat(state))
 
 
 def test_without_steps_only_weights_are_looked_at(trained: Setup) -> None:

@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from raystow.orchestrator.lossy import rounded_chunk
-from raystow.orchestrator.lossy.profiles import Lossy, suited
+from raystow.orchestrator.lossy.profiles import Lossy, suitable
 from raystow.orchestrator.lossy.rules import Blockwise, MantissaBits, Rule
 from raystow.orchestrator.lossy.sqnr import Settled, Sqnr
 from raystow.orchestrator.lossy.tensor_values import Numbers, words_of
@@ -38,7 +38,7 @@ def applied(rule: Rule | None, values: torch.Tensor, first: int = 0) -> torch.Te
     if rule is None:
         return values
     made, findings = rounded_chunk.rounded(rule, words(values), str(values.dtype)[6:], first)
-    rounded_chunk.read("t", rule, [findings])
+    rounded_chunk.check("t", rule, [findings])
     return made.view(values.dtype)
 
 
@@ -168,13 +168,13 @@ def test_tensors_that_no_rule_suits_keep_every_bit() -> None:
 
 def test_blocks_are_for_first_moments_only() -> None:
     """Rules for derived tensors need no statistics."""
-    assert suited(Sqnr(40), "optim.exp_avg.w") == Sqnr(40)
+    assert suitable(Sqnr(40), "optim.exp_avg.w") == Sqnr(40)
     for name in ("optim.exp_avg_sq.w", "master.w", "w", "optim.square_avg.w"):
-        assert suited(Sqnr(40), name) == Sqnr(40, ())
-    assert suited(MantissaBits(3), "w") == MantissaBits(3)
-    assert not Sqnr(61).lets_follow("float32", "bfloat16")
-    assert Sqnr(61, ()).lets_follow("float32", "bfloat16")
-    assert not Sqnr(60, ()).lets_follow("float32", "bfloat16")
+        assert suitable(Sqnr(40), name) == Sqnr(40, ())
+    assert suitable(MantissaBits(3), "w") == MantissaBits(3)
+    assert not Sqnr(61).preserves_cast("float32", "bfloat16")
+    assert Sqnr(61, ()).preserves_cast("float32", "bfloat16")
+    assert not Sqnr(60, ()).preserves_cast("float32", "bfloat16")
     assert not Sqnr(61, ()).changes("bfloat16")
     assert not any(map(Sqnr(10).changes, ("int64", "uint8", "bool", "float8_e4m3fn", "complex64")))
     for wrong in (lambda: Sqnr(9), lambda: Sqnr(True), lambda: Sqnr(math.nan), lambda: Sqnr(40, (7,)), lambda: Sqnr(40, [64])):  # type: ignore[arg-type]
@@ -228,7 +228,7 @@ def test_differently_rounded_parts_are_reported_together() -> None:
     values = normal(100, 64)
     words_of_it, found = words(values), []
     for rule in (MantissaBits(6), Blockwise(8, 64), MantissaBits(6)):
-        found.append(rounded_chunk.read("t", rule, [rounded_chunk.rounded(rule, words_of_it, "float32")[1]]))
+        found.append(rounded_chunk.check("t", rule, [rounded_chunk.rounded(rule, words_of_it, "float32")[1]]))
     assert together(found).rule == "Blockwise(8, 64) and MantissaBits(6)"
 
 

@@ -9,7 +9,7 @@ import typer
 
 from ...storage.errors import NotFound
 from . import options
-from .options import LATEST, Json, number, seconds, size
+from .options import LATEST, Json, number, seconds
 from .output import billed, count, emit, out, price, say, table
 from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, monthly_bill, savings
 from .target import open_target
@@ -26,13 +26,15 @@ def cost(
     store_price: Annotated[float, options.store_price],
     every: Annotated[float, options.time(help="Time between saves: 90s, 30m, 6h.")],
     uri: Annotated[str | None, typer.Argument(metavar="URI", help="Repository that gives --state, --ratio and --keep.")] = None,
-    state: Annotated[int | None, size(help="Raw bytes of a version: 782GB.")] = None,
+    state: Annotated[int | None, options.size(help="Raw bytes of a version: 782GB.")] = None,
     ratio: Annotated[float | None, options.ratio(help="Stored bytes divided by raw bytes: 0.8, or its inverse: 1.25x.")] = None,
     keep: Annotated[int | None, number(help="Versions in the store; by default those in URI, or 1.")] = None,
     stall: Annotated[float | None, seconds(help="Stall of the loop per save without compression.")] = None,
     stall_compressed: Annotated[float | None, seconds(help="Stall of the loop per save with compression.")] = None,
-    write_rate: Annotated[int | None, size(help="Instead of stalls: the loop waits for writes at this rate per second.")] = None,
-    code_rate: Annotated[int | None, size(help="With --write-rate: raw bytes compressed per second by all GPUs.")] = None,
+    write_rate: Annotated[
+        int | None, options.size(help="Instead of stalls: the loop waits for writes at this rate per second.")
+    ] = None,
+    code_rate: Annotated[int | None, options.size(help="With --write-rate: raw bytes compressed per second by all GPUs.")] = None,
     json: Json = False,
 ) -> None:
     """Compute what checkpoints cost per month, with and without compression.

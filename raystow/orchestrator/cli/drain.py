@@ -6,12 +6,13 @@ from typing import Annotated
 
 import typer
 
-from .options import Json, duration
+from . import options
+from .options import Json
 from .output import emit, out, printable
 
 
 def drain(
-    within: Annotated[str, typer.Option(metavar="TIME", help="Time until the node ends, and the longest wait: 90s, 5m.")] = "5m",
+    within: Annotated[float, options.time(help="Time until the node ends, and the longest wait: 90s, 5m.")] = "5m",  # type: ignore[assignment]
     reason: Annotated[str, typer.Option(metavar="TEXT", help="Reason for Ray's logs.")] = "the node is going to be removed",
     node: Annotated[str | None, typer.Option(metavar="ID", help="Ray id of the node; by default this one.")] = None,
     json: Json = False,
@@ -30,16 +31,15 @@ def drain(
     from .. import ray_cluster
     from ..coordinator import drain
 
-    seconds = duration(within)
     ray_cluster.connect()
     id = node or ray_cluster.node_here()
 
     def announce() -> None:
-        ray_cluster.announce_end(id, seconds, reason)
+        ray_cluster.announce_end(id, within, reason)
         if not json:
-            out.print(f"node {id} ends in {within}")
+            out.print(f"node {id} ends in {within:,.0f} s")
 
-    done = drain.drain(lambda: saves_on(id), announce, SYSTEM, seconds=seconds)
+    done = drain.drain(lambda: saves_on(id), announce, SYSTEM, seconds=within)
     if json:
         emit({"node": id, "durable": done.durable, "left": done.left})
         return

@@ -4,20 +4,17 @@ from __future__ import annotations
 
 from typing import Annotated
 
-import typer
-
 from ...storage.repository import open_repository
 from ...storage.retention.collect import CollectionPlan, Garbage
-from .options import DryRun, Json, Uri, Yes, duration
+from . import options
+from .options import DryRun, Json, Uri, Yes
 from .output import age, confirmed, count, emit, out, size, table
 from .progress import progress_bar
 
 
 def gc(
     uri: Uri,
-    grace: Annotated[
-        str, typer.Option(metavar="TIME", help="Keep what was dropped or written to within this time: 1h, 0s.")
-    ] = "1h",
+    grace: Annotated[float, options.time(help="Keep what was dropped or written to within this time: 1h, 0s.")] = "1h",  # type: ignore[assignment]
     dry_run: DryRun = False,
     yes: Yes = False,
     json: Json = False,
@@ -31,7 +28,7 @@ def gc(
     Example:  raystow gc s3://bucket/runs/llama --dry-run
     """
     repository = open_repository(uri)
-    plan = repository.plan_collection(grace=duration(grace))
+    plan = repository.plan_collection(grace=grace)
     scraps = len(plan.scraps) + len(plan.unfinished)
     objects, nbytes = sum(g.objects for g in plan.due), sum(g.nbytes for g in plan.due)
     if not json:

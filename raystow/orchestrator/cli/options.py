@@ -72,7 +72,7 @@ size = partial(typer.Option, metavar="SIZE", parser=nbytes)
 seconds = partial(typer.Option, metavar="SECONDS", parser=finite)
 ratio = partial(typer.Option, metavar="RATIO", parser=stored_ratio)
 dollars = partial(typer.Option, metavar="USD", parser=finite)
-"""Options with a unit."""
+"""Options with a unit. The parser also converts a default, which is text; mypy cannot know that."""
 
 store_price = dollars(help="Price of a GB (10^9 bytes) in the store per month.")
 gpu_price = dollars(help="Price of one GPU hour.")

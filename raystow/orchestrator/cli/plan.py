@@ -16,7 +16,6 @@ from .output import count, emit, fields_of, out, say, size, table
 from .target import open_target
 
 _SPLIT = "a tensor saved in several boxes along a dimension is split evenly along it again; every rank reads all others whole"
-_RATE: int = "1GB"  # type: ignore[assignment]  # the option's parser converts it
 _WHOLE = "every rank reads every tensor whole"
 
 
@@ -25,8 +24,8 @@ def plan(
     version: Which = LATEST,
     world: Annotated[int | None, number(max=1 << 17, help="Ranks that restore; by default those that saved.")] = None,
     per_node: Annotated[int, number(help="Ranks per node.")] = 8,
-    rate: Annotated[int, options.size(help="Bytes per second that a node reads from the store.")] = _RATE,
-    peer_rate: Annotated[int, options.size(help="Bytes per second that a node reads from other nodes.")] = _RATE,
+    rate: Annotated[int, options.size(help="Bytes per second that a node reads from the store.")] = "1GB",  # type: ignore[assignment]
+    peer_rate: Annotated[int, options.size(help="Bytes per second that a node reads from other nodes.")] = "1GB",  # type: ignore[assignment]
     replicated: Annotated[bool, typer.Option("--replicated", help="Every rank reads every tensor whole, as with DDP.")] = False,
     json: Json = False,
 ) -> None:

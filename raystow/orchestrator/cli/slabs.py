@@ -13,9 +13,7 @@ from ...storage.coding import dtypes
 from ...storage.format.boxes import Box
 from ...storage.reader import PackReader, Request
 from ...storage.version import TensorInfo, Version
-from ..save.chunks import cuts
-from ..save.shards import Shard
-from ..save.state_tree import Leaf
+from ..save.chunks import cuts_of_extent
 
 
 @dataclass(frozen=True)
@@ -35,9 +33,11 @@ class TensorBox:
 
 def boxes_of(name: str, info: TensorInfo, limit: int) -> Iterator[TensorBox]:
     """Cut a whole tensor into boxes of at most ``limit`` bytes, in row-major order."""
-    shape = info.shape
-    whole = Shard(Leaf((), name, None, True), info.kind, info.dtype, shape, (0,) * len(shape), shape, (), 0, None)
-    yield from (TensorBox(name, info.dtype, box) for box, _, _ in cuts(whole, limit))
+    if 0 in info.shape:
+        yield TensorBox(name, info.dtype, ((0,) * len(info.shape), info.shape))
+        return
+    for cut in cuts_of_extent(info.shape, dtypes.dtype(info.dtype).itemsize, limit):
+        yield TensorBox(name, info.dtype, cut.box)
 
 
 def in_slabs(boxes: Iterable[TensorBox], limit: int) -> Iterator[list[TensorBox]]:

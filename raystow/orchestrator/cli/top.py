@@ -11,7 +11,8 @@ from rich.live import Live
 from ...storage.clock import SYSTEM, Clock
 from ...storage.stores import open_store
 from ..coordinator.status import ClusterStatus
-from .options import Json, duration
+from . import options
+from .options import Json
 from .output import emit, fields_of, out
 from .top_data import RunState, run_of, run_state
 from .top_view import view
@@ -28,12 +29,9 @@ class Observer(Protocol):
 
 
 def top(
-    uri: Annotated[
-        str | None,
-        typer.Argument(metavar="URI", help="Repository of the run; may be omitted if there is one run."),
-    ] = None,
+    uri: Annotated[str | None, typer.Argument(metavar="URI", help="Repository; may be omitted if there is one run.")] = None,
     address: Annotated[str, typer.Option(metavar="HOST:PORT", help="Ray cluster; by default this machine's.")] = "auto",
-    interval: Annotated[str, typer.Option(metavar="TIME", help="Time between updates.")] = "1s",
+    interval: Annotated[float, options.time(help="Time between updates.")] = "1s",  # type: ignore[assignment]
     once: Annotated[bool, typer.Option("--once", help="Print once and exit; the default if stdout is no terminal.")] = False,
     json: Json = False,
 ) -> None:
@@ -51,7 +49,7 @@ def top(
     from ..coordinator.ray_client import coordinator_name
 
     name = coordinator_name(open_store(uri).uri) if uri else ""
-    states = watch(ClusterProbe(address), name, SYSTEM, max(_MIN_INTERVAL, duration(interval)))
+    states = watch(ClusterProbe(address), name, SYSTEM, max(_MIN_INTERVAL, interval))
     if json or once or not out.is_terminal:
         next(states)  # rates need two observations
         state = next(states)

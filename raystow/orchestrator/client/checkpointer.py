@@ -173,7 +173,7 @@ class Checkpointer:
             replicated=0,
             expected=0,
             metrics={name: values.dumps(value) for name, value in metrics.items()},
-            lossy=self._lossy.told(),
+            lossy=self._lossy.texts(),
             retention=self._retention,
             delta=self._delta,
         )

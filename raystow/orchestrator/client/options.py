@@ -14,7 +14,7 @@ from ...workers.staging.plan import CODECS, PROCESSES
 from ..argument_checks import memory_of_a_rank, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..lossy.profiles import Lossy
-from ..lossy.rules import Asked
+from ..lossy.rules import RuleSelector
 
 logger = logging.getLogger(__name__)
 
@@ -68,7 +68,7 @@ class Compression:
 
     codec: str = "auto"
     process: str = "training"
-    lossy: Mapping[str, Asked] | str | None = None
+    lossy: Mapping[str, RuleSelector] | str | None = None
     delta: Delta | None = AUTO
 
     def __post_init__(self) -> None:

@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from ...storage.clock import SYSTEM
 
 Event = dict[str, Any]
+
+
+def select(events: Iterable[Event], kind: str, **fields: object) -> list[Event]:
+    """Return the events of a kind whose ``fields`` have these values."""
+    return [event for event in events if event["event"] == kind and fields.items() <= event.items()]
 
 
 class EventLog:

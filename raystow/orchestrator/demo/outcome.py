@@ -11,7 +11,7 @@ from ...storage.coding import dtypes
 from ...storage.reader import Request
 from ...storage.repository import Repository
 from ...storage.version import Version
-from .events import Event
+from .events import Event, select
 from .settings import DISTURBED, UNDISTURBED
 
 Opaque = npt.NDArray[np.void]
@@ -40,9 +40,9 @@ def compare(undisturbed: Repository, disturbed: Repository, events: list[Event])
     first, second = _contents(ours), _contents(theirs)
     names = sorted(set(first) | set(second))
     differ = tuple(name for name in names if name not in first or name not in second or not _equal(first[name], second[name]))
-    reference = {(e["rank"], e["step"]): e["loss"] for e in events if e["event"] == "step" and e["run"] == UNDISTURBED}
-    restored = max(e["time"] for e in events if e["event"] == "restored")
-    again = [e for e in events if e["event"] == "step" and e["run"] == DISTURBED and e["time"] > restored]
+    reference = {(e["rank"], e["step"]): e["loss"] for e in select(events, "step", run=UNDISTURBED)}
+    restored = max(e["time"] for e in select(events, "restored"))
+    again = [e for e in select(events, "step", run=DISTURBED) if e["time"] > restored]
     wrong = sum(reference.get((e["rank"], e["step"])) != e["loss"] for e in again)
     return Comparison(len(names), differ, len(again), wrong)
 
@@ -74,25 +74,23 @@ class Failure:
 
 def failure(events: list[Event]) -> Failure:
     """Return the course of the failure from the events."""
-    killed = next(e for e in events if e["event"] == "killed")
+    (killed,) = select(events, "killed")
     after = [e for e in events if e["time"] > killed["time"]]
-    restored = [e for e in after if e["event"] == "restored"]
-    last = max(restored, key=lambda e: float(e["time"]))
+    last = max(select(after, "restored"), key=lambda e: float(e["time"]))
     return Failure(
         step=killed["step"],
         processes=killed["processes"],
-        detected=next(e["time"] for e in after if e["event"] == "detected") - killed["time"],
+        detected=select(after, "detected")[0]["time"] - killed["time"],
         restored=last["time"] - killed["time"],
         version=last["version"],
         restored_step=last["step"],
-        durable=next(e["time"] for e in after if e["event"] == "durable" and e["time"] > last["time"]) - killed["time"],
+        durable=next(e["time"] for e in select(after, "durable") if e["time"] > last["time"]) - killed["time"],
     )
 
 
 def stalls(events: list[Event], run: str) -> dict[int, float]:
     """Return the longest stall of a rank per version, in seconds, by version id."""
     longest: dict[int, float] = {}
-    for e in events:
-        if e["event"] == "durable" and e["run"] == run:
-            longest[e["version"]] = max(e["stall"], longest.get(e["version"], 0.0))
+    for e in select(events, "durable", run=run):
+        longest[e["version"]] = max(e["stall"], longest.get(e["version"], 0.0))
     return longest

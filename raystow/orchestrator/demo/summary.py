@@ -9,7 +9,7 @@ from rich.text import Text
 
 from ...storage.repository import Repository
 from ..cli.output import ratio_text, size, table
-from .events import Event
+from .events import Event, select
 from .outcome import Comparison, Failure, stalls
 from .settings import DISTURBED
 
@@ -28,7 +28,7 @@ def summary(repository: Repository, events: list[Event], fail: Failure, result: 
 
 
 def _versions(repository: Repository, events: list[Event]) -> RenderableType:
-    began = next(e["time"] for e in events if e["event"] == "run" and e["run"] == DISTURBED)
+    began = select(events, "run", run=DISTURBED)[0]["time"]
     stall = stalls(events, DISTURBED)
     rows = [
         (

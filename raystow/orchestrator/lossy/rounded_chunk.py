@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from ...storage.coding.dtypes import MANTISSA
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
-from .rules import Asked, Rule, dtype_of
+from .rules import Rule, RuleSelector, dtype_of
 from .tensor_values import Numbers, words_of
 
 if TYPE_CHECKING:
@@ -29,7 +29,7 @@ def rounded(rule: Rule, words: Tensor, dtype: str, first: int = 0) -> tuple[Tens
     for rows, columns in _parts(words.shape, rule.block, first):
         made[rows, columns], found = _rounded(rule, words[rows, columns].contiguous(), dtype, first + columns.start)
         findings.append(found)
-    return made, together(torch.stack(findings))
+    return made, combine(torch.stack(findings))
 
 
 def _parts(shape: tuple[int, int], block: int, first: int) -> Iterator[tuple[slice, slice]]:
@@ -81,14 +81,14 @@ def zeros(words: Tensor, dtype: str) -> Tensor:
     return (lowest.float().view(torch.int32) >> 23) - 127
 
 
-def together(found: Tensor) -> Tensor:
+def combine(found: Tensor) -> Tensor:
     """Findings of parts, one in each row, combined: the largest errors, and sums of the rest."""
     total = found.sum(0)
     total[1:3] = found[:, 1:3].amax(0)
     return total
 
 
-def read(name: str, rule: Rule, findings: Iterable[Tensor]) -> Rounded:
+def check(name: str, rule: Rule, findings: Iterable[Tensor]) -> Rounded:
     """Combine the findings of a tensor's chunks; waits for them. ``SaveFailed`` if an error exceeds its bound."""
     import torch
 
@@ -96,7 +96,7 @@ def read(name: str, rule: Rule, findings: Iterable[Tensor]) -> Rounded:
     # On a stream of its own: the queue of the training's stream would delay it, and the findings are complete by now.
     stream = torch.cuda.stream(torch.cuda.Stream(found[0].device)) if found[0].is_cuda else contextlib.nullcontext()
     with stream:
-        broken, error, relative, signal, noise, spared = together(torch.stack(found).cpu()).tolist()
+        broken, error, relative, signal, noise, spared = combine(torch.stack(found).cpu()).tolist()
     if broken:
         what = f"{rule} has changed {broken:.0f} numbers by more than its bound, or the tensor was changed during the save"
         raise SaveFailed(
@@ -105,11 +105,11 @@ def read(name: str, rule: Rule, findings: Iterable[Tensor]) -> Rounded:
     return Rounded(str(rule), error, relative, signal, noise, int(spared))
 
 
-def round_in_place(asked: Asked, tensor: Tensor) -> None:
+def round_in_place(selector: RuleSelector, tensor: Tensor) -> None:
     """Round a torch tensor as a save would."""
     values, dtype = tensor.detach(), dtype_of(tensor)
     rows = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous().view(words_of(values.element_size()))
-    rule = asked.choose(lambda: Numbers("tensor", dtype, rows, [((0, 0), tuple(rows.shape))]))
+    rule = selector.choose(lambda: Numbers("tensor", dtype, rows, [((0, 0), tuple(rows.shape))]))
     if rule is not None:
         bits, _ = rounded(rule, rows, dtype)
         values.copy_(bits.view(values.dtype).view(values.shape))

@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from torch import dtype as TorchDtype
 
 
-class Asked(Protocol):
+class RuleSelector(Protocol):
     """A rule, or a way to choose one for each tensor."""
 
     def changes(self, dtype: str) -> bool:
         """Whether it changes numbers of a dtype."""
 
-    def lets_follow(self, source: str, dtype: str) -> bool:
+    def preserves_cast(self, source: str, dtype: str) -> bool:
         """Whether rounding ``source`` to ``dtype`` gives the same numbers before and after this rule."""
 
     def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:
@@ -79,7 +79,7 @@ class MantissaBits:
     def changes(self, dtype: str) -> bool:
         return self.bits < MANTISSA.get(dtype, 0)
 
-    def lets_follow(self, source: str, dtype: str) -> bool:
+    def preserves_cast(self, source: str, dtype: str) -> bool:
         return not self.changes(source) or self.bits >= MANTISSA[dtype] + 2
 
     def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:
@@ -130,7 +130,7 @@ class Blockwise:
     def changes(self, dtype: str) -> bool:
         return dtype in MANTISSA
 
-    def lets_follow(self, source: str, dtype: str) -> bool:
+    def preserves_cast(self, source: str, dtype: str) -> bool:
         return False
 
     def choose(self, numbers: Callable[[], Numbers], before: Rule | None = None) -> Rule | None:

@@ -64,7 +64,7 @@ class Sqnr:
     def changes(self, dtype: str) -> bool:
         return self._least <= MANTISSA.get(dtype, 0) - _SPARED
 
-    def lets_follow(self, source: str, dtype: str) -> bool:
+    def preserves_cast(self, source: str, dtype: str) -> bool:
         """Does not depend on the numbers, so that all ranks agree."""
         return not self.changes(source) or (not self.blocks and self._least >= MANTISSA[dtype] + 2)
 
@@ -123,12 +123,12 @@ def _measured(rule: Rule, numbers: Numbers) -> float:
     import torch
 
     found = [rounded_chunk.rounded(rule, words, numbers.dtype, first)[1] for words, first in numbers.chunks()]
-    return _decibels(rounded_chunk.read(numbers.name, rule, [rounded_chunk.together(torch.stack(found)).cpu()]))
+    return _decibels(rounded_chunk.check(numbers.name, rule, [rounded_chunk.combine(torch.stack(found)).cpu()]))
 
 
 def _sample_sqnr(rule: Rule, sample: Tensor, dtype: str) -> float:
     _, findings = rounded_chunk.rounded(rule, sample, dtype)
-    return _decibels(rounded_chunk.read("a sample", rule, [findings]))
+    return _decibels(rounded_chunk.check("a sample", rule, [findings]))
 
 
 def _stored(rule: Rule, sample: Tensor, dtype: str, encoder: ChunkEncoder) -> int:

@@ -77,8 +77,8 @@ def assign_chunks(
 def _is_derived(shard: Shard, source: Shard) -> bool:
     """Whether a shard that is derived from the source can be derived from the source as it is stored."""
     if shard.dtype == source.dtype:
-        return shard.asked == source.asked
-    return shard.asked is None and (source.asked is None or source.asked.lets_follow(source.dtype, shard.dtype))
+        return shard.selector == source.selector
+    return shard.selector is None and (source.selector is None or source.selector.preserves_cast(source.dtype, shard.dtype))
 
 
 def _coder(shard: Shard) -> int | None:

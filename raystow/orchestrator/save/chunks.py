@@ -23,11 +23,12 @@ def cuts(shard: Shard, limit: int) -> tuple[Cut, ...]:
     the tensor itself is empty: it has a single empty box, so that the manifest names it."""
     if 0 in shard.extent:
         return (Cut(((0,) * len(shard.extent), shard.extent), 0, 0),) if 0 in shard.shape else ()
-    return _cut(shard.extent, shard.itemsize, limit)
+    return cuts_of_extent(shard.extent, shard.itemsize, limit)
 
 
 @functools.lru_cache(maxsize=4096)
-def _cut(extent: tuple[int, ...], itemsize: int, limit: int) -> tuple[Cut, ...]:
+def cuts_of_extent(extent: tuple[int, ...], itemsize: int, limit: int) -> tuple[Cut, ...]:
+    """Cut a box that is not empty, like ``cuts``."""
     whole = len(extent)  # dimensions from here on are not cut
     row = itemsize
     while whole and row * extent[whole - 1] <= limit:

@@ -120,7 +120,7 @@ class SavePlan:
 
     def rounded(self) -> dict[str, Rounded]:
         return {
-            shard.leaf.name: rounded_chunk.read(shard.leaf.name, shard.rule, shard.findings.values())
+            shard.leaf.name: rounded_chunk.check(shard.leaf.name, shard.rule, shard.findings.values())
             for shard in self.division.shards
             if shard.rule is not None and shard.findings
         }

@@ -31,8 +31,8 @@ class ShardRules:
     def ask(self, shards: Iterable[Shard]) -> None:
         """Note what the user has specified for each shard."""
         for shard in shards:
-            shard.asked = self._lossy.asked(shard.leaf.name, shard.dtype, shard.shape)
-        idle = [] if self._warned else self._lossy.idle(shard.leaf.name for shard in shards)
+            shard.selector = self._lossy.selector(shard.leaf.name, shard.dtype, shard.shape)
+        idle = [] if self._warned else self._lossy.unmatched(shard.leaf.name for shard in shards)
         if idle and (not self._lossy.profile or len(idle) == len(self._lossy.rules)):
             logger.warning("Compression.lossy: this rank has no tensor of group %s", ", ".join(idle))
         self._warned = True
@@ -47,10 +47,10 @@ class ShardRules:
 
     def _rule(self, shard: Shard, ready: Mapping[int, CudaEvent]) -> Rule | None:
         """A tensor and its copy have the same numbers, so they get the same rule."""
-        if shard.asked is None or isinstance(shard.asked, MantissaBits | Blockwise):
-            return shard.asked
+        if shard.selector is None or isinstance(shard.selector, MantissaBits | Blockwise):
+            return shard.selector
         with self._stream(shard.device, ready):
-            return shard.asked.choose(lambda: _numbers(shard), shard.rule)
+            return shard.selector.choose(lambda: _numbers(shard), shard.rule)
 
     def _stream(self, device: int | None, ready: Mapping[int, CudaEvent]) -> torch.cuda.StreamContext | nullcontext[None]:
         """A context that waits only for the work that makes the tensors, not for other work queued on the device."""

@@ -15,7 +15,7 @@ from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format import manifest
 from ...storage.format.boxes import Box
-from ..lossy.rules import Asked, Rule
+from ..lossy.rules import Rule, RuleSelector
 from .dtensor_layout import dtensor_shard
 from .state_tree import Elements, Leaf, show
 
@@ -34,8 +34,8 @@ Likeness: TypeAlias = tuple[str, str, tuple[int, ...], bool]
 class Shard:
     """``holders``: the ranks that have the same box, ascending; empty for all ranks. ``first``: the first rank that has a part of
     the tensor. ``local``: this rank's elements; None after ``release``. ``device``: their CUDA device; None for host
-    memory. ``asked``: the rounding that the user specified; ``rule``: the rule that is used; ``findings``: its errors by the box
-    of each chunk (see ``lossy.rounded_chunk``)."""
+    memory. ``selector``: the rounding that the user specified; ``rule``: the rule that is used; ``findings``: its errors by the
+    box of each chunk (see ``lossy.rounded_chunk``)."""
 
     leaf: Leaf
     kind: str
@@ -47,7 +47,7 @@ class Shard:
     first: int
     local: Elements
     device: int | None = None
-    asked: Asked | None = None
+    selector: RuleSelector | None = None
     rule: Rule | None = None
     findings: dict[Box, torch.Tensor] = field(default_factory=dict)
 
