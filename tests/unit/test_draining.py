@@ -13,7 +13,8 @@ from local_cluster import LocalCluster
 from raystow.orchestrator.coordinator.drain import Drained, drain
 from raystow.storage.errors import ClusterError, DeadlineExceeded
 from raystow.workers.node.node import Node
-from raystow.workers.node.save_progress import Saves, SavesHere
+from raystow.workers.node.save_progress import SavesHere
+from raystow.workers.protocol.messages import Saves
 
 
 def looks(*states: dict[str, Saves]) -> Callable[[], dict[str, Saves]]:

@@ -10,24 +10,31 @@ import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pyte
 import pytest
+from msgspec.structs import replace
 from rich.console import Console
 
 from raystow.orchestrator.cli.top import watch
 from raystow.orchestrator.cli.top_data import RunState, run_of, run_state
 from raystow.orchestrator.cli.top_view import view
 from raystow.orchestrator.coordinator.attempt import Phase
-from raystow.orchestrator.coordinator.status import ClusterStatus, CoordinatorStatus, FailedAttempt, OpenAttempt
+from raystow.orchestrator.coordinator.status import ClusterStatus
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.errors import ClusterError, StateError
 from raystow.storage.format.root import Entry
-from raystow.workers.protocol.messages import ReplicationProgress
-from raystow.workers.status import AttemptStatus, NodeStatus, Stage
+from raystow.workers.protocol.messages import (
+    AttemptStatus,
+    CoordinatorStatus,
+    FailedAttempt,
+    NodeStatus,
+    OpenAttempt,
+    ReplicationProgress,
+    Stage,
+)
 
 RUN, NAME = "s3://bucket/a-prefix-that-is-rather-long/of-several-parts/runs/llama", "coordinator-1"
 NEWEST = Entry(41, "a" * 16, "d" * 64, 100, 4100, 1000.0, raw=782 << 30, stored=616 << 30)

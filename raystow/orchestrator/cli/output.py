@@ -9,6 +9,7 @@ from dataclasses import fields
 from datetime import datetime, timezone
 from typing import Literal
 
+import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
@@ -101,12 +102,14 @@ def say(text: str, *, style: str | None = None) -> None:
 
 
 def emit(facts: Mapping[str, object]) -> None:
-    """Print one JSON object; dataclasses in it become objects."""
+    """Print one JSON object; dataclasses and messages in it become objects."""
     typer.echo(json.dumps(facts, indent=2, allow_nan=False, default=fields_of))
 
 
 def fields_of(row: object) -> dict[str, object]:
-    """Return the fields of a dataclass instance by name."""
+    """Return the fields of a dataclass instance or message by name."""
+    if isinstance(row, msgspec.Struct):
+        return msgspec.structs.asdict(row)
     return {field.name: getattr(row, field.name) for field in fields(row)}  # type: ignore[arg-type]  # TypeError for others
 
 

@@ -5,10 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from msgspec import structs
+
 from ...storage.errors import ClusterError, StateError
 from ...storage.format.root import Entry
-from ...workers.status import AttemptStatus, NodeStatus, Stage
-from ..coordinator.status import ClusterStatus, CoordinatorStatus, FailedAttempt, OpenAttempt
+from ...workers.protocol.messages import AttemptStatus, CoordinatorStatus, FailedAttempt, NodeStatus, OpenAttempt, Stage
+from ..coordinator.status import ClusterStatus
 from .output import ratio
 
 
@@ -143,9 +145,9 @@ def run_state(name: str, before: ClusterStatus, now: ClusterStatus, known: Coord
         state,
         coordinator=replace(state.coordinator, repository=known.repository, epoch=known.epoch),
         newest=_newest(known.newest, known.age) if known.newest is not None else None,
-        saves=[replace(save, age=round(save.age, 3), left=round(save.left, 3)) for save in known.attempts],
+        saves=[structs.replace(save, age=round(save.age, 3), left=round(save.left, 3)) for save in known.attempts],
         aborted_in_a_row=known.aborted_in_a_row,
-        failures=[replace(failure, ago=round(failure.ago, 3)) for failure in known.failures],
+        failures=[structs.replace(failure, ago=round(failure.ago, 3)) for failure in known.failures],
     )
 
 

@@ -8,8 +8,8 @@ from itertools import groupby
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from ...workers.protocol.messages import OpenAttempt
 from ..coordinator.attempt import Phase
-from ..coordinator.status import OpenAttempt
 from .output import age, count, printable, ratio_text, size, table
 from .top_data import NodeRow, RunState, SilentNode
 

@@ -23,7 +23,7 @@ from ...storage.version import Version
 from ...workers import ray_metrics
 from ...workers.cache.host_memory import memory_limit
 from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import PROTOCOL, Begin, OpenSession, RestoreVote
+from ...workers.protocol.messages import PROTOCOL, Begin, CoordinatorStarted, OpenSession, RestoreVote
 from ...workers.shm.ring import slot_size
 from ...workers.staging.client import Staging
 from ...workers.staging.plan import SaveOrder
@@ -128,7 +128,8 @@ class Checkpointer:
         self._staging: Staging | None = None
         self._closed = False
         coordinator = coordinator_actor(self.uri).start.remote(PROTOCOL)
-        self._repository_id, self._signed_by = ray_cluster.call(coordinator, _START, f"coordinator of {self.uri}")
+        started: CoordinatorStarted = ray_cluster.call(coordinator, _START, f"coordinator of {self.uri}")
+        self._repository_id, self._signed_by = started.repository, started.signed_by
         self._port = RayCoordinatorClient(self.uri)
         node_actor(RayCoordinatorClient)  # starts in the background and is ready when the first save connects to it
         self._port.join(self.rank, self._incarnation, self.world_size)

@@ -21,7 +21,6 @@ from ...storage.committer import Committer
 from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format import key_files
 from ...storage.format.root import Entry
-from ...storage.format.signature import PublicKey
 from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 from ...storage.log import about, here
 from ...storage.repository import create_repository
@@ -29,13 +28,21 @@ from ...storage.retention.policy import Policy
 from ...workers import ray_metrics
 from ...workers.node.actor import holders
 from ...workers.protocol import messages
-from ...workers.protocol.messages import PROTOCOL, Begin, RestoreChoice, RestoreVote, Ticket
+from ...workers.protocol.messages import (
+    PROTOCOL,
+    Begin,
+    CoordinatorStarted,
+    CoordinatorStatus,
+    RestoreChoice,
+    RestoreVote,
+    Ticket,
+)
 from ..restore.rounds import RestoreRounds
 from ..restore.version_cache import VersionCache
 from .attempt import Attempt, Phase
 from .attempts import Coordinator
 from .housekeeping import Housekeeping
-from .status import CoordinatorStatus, failed_attempts, open_attempts
+from .status import failed_attempts, open_attempts
 
 logger = logging.getLogger(__name__)
 
@@ -61,9 +68,8 @@ class CoordinatorActor:
         self._keeper: asyncio.Task[None] | None = None
         self._chores: asyncio.Task[None] | None = None
 
-    async def start(self, protocol: str = PROTOCOL) -> tuple[str, tuple[PublicKey, ...]]:
-        """Make or open the repository and take the next epoch; the repository's id, and whose signatures it asks for. Only the
-        first call does anything."""
+    async def start(self, protocol: str = PROTOCOL) -> CoordinatorStarted:
+        """Make or open the repository and take the next epoch. Only the first call does anything."""
         self._check(protocol)
         async with self._starting:
             if self._core is None:
@@ -78,7 +84,7 @@ class CoordinatorActor:
                 self._housekeeping = Housekeeping(self._committer)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep(self._core))
-        return self._committer.catalog.id, self._committer.catalog.signed_by
+        return CoordinatorStarted(self._committer.catalog.id, self._committer.catalog.signed_by)
 
     async def overview(self) -> CoordinatorStatus | None:
         """The status; None before ``start``."""

@@ -7,10 +7,10 @@ from ray.exceptions import RayError
 
 from ...storage.clock import SYSTEM
 from ...workers.node.actor import NAMESPACE, NODE
-from ...workers.status import NodeStatus
+from ...workers.protocol.messages import CoordinatorStatus, NodeStatus
 from .. import ray_cluster
 from .ray_client import COORDINATOR
-from .status import ClusterStatus, CoordinatorStatus
+from .status import ClusterStatus
 
 _TIMEOUT = 2.0  # seconds for all answers together
 

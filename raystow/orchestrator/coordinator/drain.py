@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from ...storage.clock import Clock
 from ...storage.errors import DeadlineExceeded
-from ...workers.node.save_progress import Saves
+from ...workers.protocol.messages import Saves
 
 _LOOK = 0.5  # seconds between two polls of the saves
 _FIRST = 30.0  # seconds for a first save to start

@@ -5,56 +5,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from ...storage.format.root import Entry
-from ...workers.status import NodeStatus
+from ...workers.protocol.messages import CoordinatorStatus, FailedAttempt, NodeStatus, OpenAttempt
 from .attempt import Attempt, Phase
 
 _FAILURES = 10  # failed attempts that are reported
-
-
-@dataclass(frozen=True)
-class OpenAttempt:
-    """An attempt in progress. ``begun`` and ``finished``: how many of its ``world_size`` ranks have begun to save, and have all
-    chunks coded. ``nodes``: of those ranks; ``stored``: nodes whose part is durable. ``age`` and ``left``: seconds since the
-    first rank began, and until the attempt is aborted."""
-
-    id: int
-    attempt: str
-    step: int
-    phase: str
-    world_size: int
-    begun: int
-    finished: int
-    nodes: int
-    stored: int
-    age: float
-    left: float
-
-
-@dataclass(frozen=True)
-class FailedAttempt:
-    """An attempt that was aborted ``ago`` seconds ago."""
-
-    id: int
-    attempt: str
-    step: int
-    reason: str
-    ago: float
-
-
-@dataclass(frozen=True)
-class CoordinatorStatus:
-    """The status of the coordinator of the repository at ``uri``. ``newest``: the newest version, None if there is none; ``age``:
-    seconds since it was committed. ``aborted_in_a_row``: attempts aborted since then."""
-
-    uri: str
-    repository: str
-    epoch: int
-    newest: Entry | None
-    age: float | None
-    aborted_in_a_row: int
-    attempts: tuple[OpenAttempt, ...]
-    failures: tuple[FailedAttempt, ...]
 
 
 @dataclass(frozen=True)

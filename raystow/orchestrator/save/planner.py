@@ -132,8 +132,9 @@ class SavePlan:
         """See ``WriteCheck``."""
         return self.writes.changed()
 
-    def strayed(self, follower: PlannedDerived) -> None:
+    def strayed(self, follower: object) -> None:
         """Note that a chunk is not derived. If other ranks have the tensor too, it stays planned until all sample again."""
+        assert isinstance(follower, PlannedDerived)
         if len(follower.piece.shard.holders or range(self.world_size)) == 1:
             self.planner.derived.forget(follower.piece.shard)
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Concatenate, ParamSpec, TypeVar
 
 import ray
+from ray.actor import ActorHandle
 from ray.exceptions import RayError
 
 from ...storage.clock import SYSTEM
@@ -17,11 +18,23 @@ from ...storage.log import here
 from ...storage.object_store import Buffer
 from .. import ray_metrics
 from ..protocol.coordinator_client import CoordinatorClient
-from ..protocol.messages import PROTOCOL, AttemptKey, Contact, Holding, NodePart, Replica, ReplicationProgress, check_protocol
+from ..protocol.messages import (
+    PROTOCOL,
+    AttemptKey,
+    Contact,
+    Holding,
+    NodePart,
+    NodeStatus,
+    Replica,
+    ReplicationProgress,
+    Saves,
+    check_protocol,
+)
 from ..replication.peers import Peers
-from ..status import NodeStatus
 from .node import Node
-from .save_progress import Saves
+
+_Answer = TypeVar("_Answer")
+_Parameters = ParamSpec("_Parameters")
 
 NAMESPACE = "raystow"
 NODE = "node-"
@@ -40,7 +53,7 @@ class NodeActor:
 
     def __init__(self, connect: Callable[[str], CoordinatorClient]) -> None:
         ray_metrics.export()
-        peers = Peers(lambda node: _ask(node, "contact", _START), SYSTEM)
+        peers = Peers(lambda node: _ask(node, NodeActor.contact, _START), SYSTEM)
         node, host = ray.get_runtime_context().get_node_id(), ray.util.get_node_ip_address()
         here(node=node)
         # To look through Ray's modules and the others takes the collector 0.1 s, in which nothing is coded or answered.
@@ -97,8 +110,7 @@ class RayReplicationPeers:
 
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
         """See ``replication.ReplicationPeers``."""
-        held: list[Holding] = _ask(node, "holdings", _ANSWER, repository)
-        return held
+        return _ask(node, NodeActor.holdings, _ANSWER, repository)
 
     def accept(self, node: str, copy: Replica, data: Buffer) -> NodePart:
         """See ``replication.ReplicationPeers``."""
@@ -106,22 +118,30 @@ class RayReplicationPeers:
 
     def committed(self, node: str, attempt: AttemptKey) -> None:
         """See ``replication.ReplicationPeers``."""
-        _ask(node, "committed", _ANSWER, attempt)
+        _ask(node, NodeActor.committed, _ANSWER, attempt)
 
     def given_up(self, node: str, attempt: AttemptKey) -> None:
         """See ``replication.ReplicationPeers``."""
-        _ask(node, "given_up", _ANSWER, attempt)
+        _ask(node, NodeActor.given_up, _ANSWER, attempt)
 
 
-def _ask(node: str, method: str, timeout: float, *args: object) -> Any:
-    """What a node's worker answers, asked once. ``ClusterError`` if there is none (any more), or it does not answer in time."""
+def _ask(
+    node: str,
+    method: Callable[Concatenate[NodeActor, _Parameters], _Answer],
+    timeout: float,
+    *args: _Parameters.args,
+    **kwargs: _Parameters.kwargs,
+) -> _Answer:
+    """Call a method of a node's worker once. ``ClusterError`` if there is no worker, or it does not answer in time."""
     try:
-        return ray.get(getattr(_worker(node), method).options(max_task_retries=0).remote(*args), timeout=timeout)
+        remote = getattr(_worker(node), method.__name__).options(max_task_retries=0)
+        answer: _Answer = ray.get(remote.remote(*args, **kwargs), timeout=timeout)
+        return answer
     except (ValueError, RayError) as error:
         raise ClusterError(f"{type(error).__name__}: {str(error).splitlines()[0]}", subject=f"node {node}") from error
 
 
-def node_actor(connect: Callable[[str], CoordinatorClient]) -> Any:
+def node_actor(connect: Callable[[str], CoordinatorClient]) -> ActorHandle:
     """The handle to this node's worker, started if there is none.
 
     Pinned hard to its node: on another it could not see the ring. It asks for no CPU: the least sliver of one would keep a
@@ -153,8 +173,7 @@ def saves_on(node: str) -> dict[str, Saves] | None:
         _worker(node)
     except ValueError:
         return None
-    saves: dict[str, Saves] = _ask(node, "saves", _ANSWER)
-    return saves
+    return _ask(node, NodeActor.saves, _ANSWER)
 
 
 async def holders(repository: str) -> dict[str, dict[int, tuple[str, ...]]]:
@@ -177,7 +196,7 @@ async def _holdings(node: str, repository: str) -> list[Holding]:
         return []  # it has no worker, or one that is dead or frozen
 
 
-def _worker(node: str) -> Any:
+def _worker(node: str) -> ActorHandle:
     return ray.get_actor(_name(node), NAMESPACE)
 
 
@@ -189,7 +208,7 @@ def _name(node: str) -> str:
     return f"{NODE}{node}"
 
 
-def _environment(version: str) -> dict[str, Any] | None:
+def _environment(version: str) -> dict[str, dict[str, str]] | None:
     """The runtime environment in which the GPUs stay visible to an actor that asks for none."""
     numbers = tuple(int(number) for number in version.split(".")[:2])
     return None if numbers >= _SEES_GPUS else {"env_vars": {"RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}}

@@ -28,14 +28,14 @@ from ..packing.chunk_writer import warm_up
 from ..packing.metered_store import Metered
 from ..packing.stale_state import OptimizerWatch
 from ..protocol.coordinator_client import CoordinatorClient
-from ..protocol.messages import AttemptKey, Begin, Contact, Holding, OpenSession, ReadCached, Ticket
+from ..protocol.messages import AttemptKey, Begin, Contact, Holding, NodeStatus, OpenSession, ReadCached, Saves, Ticket
 from ..protocol.unix_channel import Connection, Listener
 from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
 from ..replication.replicator import NoReplicationPeers, ReplicationPeers, Replicator
-from ..status import NodeStatus, measure
 from ..thread_priority import give_way
-from .save_progress import Saves, SavesHere
+from .gauges import measure
+from .save_progress import SavesHere
 from .session import Session
 
 logger = logging.getLogger(__name__)

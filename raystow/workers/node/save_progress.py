@@ -6,16 +6,10 @@ import contextlib
 import threading
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
 
+from msgspec.structs import replace
 
-@dataclass(frozen=True)
-class Saves:
-    """The saves to one repository, numbered from 1 as they begin on this node. ``begun``: the number of the last; ``durable``:
-    that of the last which is a version. 0: none."""
-
-    begun: int = 0
-    durable: int = 0
+from ..protocol.messages import Saves
 
 
 class SavesHere:

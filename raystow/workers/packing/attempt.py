@@ -26,8 +26,7 @@ from ...storage.object_store import ObjectStore
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..cache.pack_cache import Keep, keep_nothing
 from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
-from ..protocol.messages import AttemptKey, ChunkInfo, Ticket
-from ..status import AttemptStatus, Stage
+from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
 from .budget import Budget
 from .chunk_writer import ChunkWriter
 from .packer import NOT_IN_TIME, Packer

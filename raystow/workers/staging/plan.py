@@ -6,7 +6,7 @@ import logging
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 from ...storage.coding.kernels import Bytes
 from ...storage.coding.rounded import Rounded
@@ -96,7 +96,7 @@ class StagingPlan(Protocol):
     def changed(self) -> str:
         """Return the name of a tensor that has changed since ``save``; "" if none has."""
 
-    def strayed(self, follower: Any) -> None:
+    def strayed(self, follower: object) -> None:
         """Note that a chunk does not follow from its source."""
 
     def rounded(self) -> Mapping[str, Rounded]:

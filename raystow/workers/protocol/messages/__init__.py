@@ -19,6 +19,7 @@ from .reads import *
 from .replicas import *
 from .restores import *
 from .staging import *
+from .status import *
 
 VERSION = 1
 """Version of the protocol. ``PROTOCOL`` changes with any field of a message even if this does not."""

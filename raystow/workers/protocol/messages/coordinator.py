@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Literal
 
 from ....storage.format.root import Entry
+from ....storage.format.signature import PublicKey
 from ....storage.format.version_record import FragmentInfo, PackInfo
 from ....storage.retention.policy import Policy
 from ..codec import Column, Digest, JsonText, Message, Table, Text
@@ -58,6 +59,13 @@ class Ticket(Message, frozen=True):
     step: int
     base: Entry | None = None
     deltas: bool = False
+
+
+class CoordinatorStarted(Message, frozen=True):
+    """The repository of a coordinator. ``signed_by``: whose signatures it asks for."""
+
+    repository: Text
+    signed_by: Column[PublicKey]
 
 
 class JoinRun(Message, frozen=True):
