@@ -1,4 +1,4 @@
-"""The digests of many chunks in device memory as they are now, in a few launches."""
+"""Computes the digests of many chunks in device memory, in a few launches."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .kernels import word_kernels
 
 
 class _Batch(NamedTuple):
-    """Chunks that lie where ``table`` says, read by one launch; ``numbers``: which they are."""
+    """The chunks in ``table``, read by one launch. ``numbers``: their numbers among the sources."""
 
     table: torch.Tensor
     largest: int
@@ -24,7 +24,7 @@ class _Batch(NamedTuple):
 
 
 class Digests:
-    """The digests of ``sources`` (see ``jobs.Source``) on one device; with ``pair`` both numbers of ``digest_pair``.
+    """Computes the digests of ``sources`` (see ``Source``) on one device; with ``pair`` both numbers of ``digest_pair``.
 
     The tables of the kernels are made once.
     """
@@ -75,5 +75,5 @@ class Digests:
 
 
 def digests(sources: Sequence[Any], device: torch.device) -> torch.Tensor:
-    """``Digests.take``, once."""
+    """Call ``Digests.take`` once."""
     return Digests(sources, device).take()

@@ -1,7 +1,7 @@
 """Finds the chunks in device memory that have not changed since an earlier version, so that they need not be coded or copied.
 
-Only chunks that were equal in the last two saves are looked at, and all in the first two saves: a training that changes
-everything pays for two passes over its tensors, once.
+Only chunks that were equal in the last two saves are compared, and all in the first two saves. If the training changes all
+tensors, the cost is two passes over them in total.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _SOON = -1  # stream priority: the encoder waits for the result
 
 @dataclass(frozen=True)
 class Remaining:
-    """What must still be stored of a device: ``pieces`` and ``followers``. ``messages``: what the node worker must know of the
-    others, and of the digests of all that were compared."""
+    """The chunks of a device that must be stored. ``messages`` tell the node worker of the others, and of the digests of all
+    chunks that were compared."""
 
     pieces: Sequence[Any]
     followers: Sequence[Any]
@@ -37,12 +37,12 @@ class Remaining:
 
 
 def _is_eligible(address: int | None, nbytes: int) -> bool:
-    """Whether a chunk is large enough, stored as it is in device memory, and made of whole words of 32 bits."""
+    """Return whether a chunk is large enough, stored without rounding, and consists of aligned words of 32 bits."""
     return address is not None and nbytes >= LEAST and address % 4 == 0 and nbytes % 4 == 0
 
 
 class UnchangedChunks:
-    """Those of one device. In each save: ``compare``, then ``note`` with the digests of all pieces that were coded."""
+    """Finds the unchanged chunks of one device. In each save: ``compare``, then ``note`` with the digests of all coded pieces."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -65,7 +65,7 @@ class UnchangedChunks:
     def compare(
         self, pieces: Sequence[Any], followers: Sequence[Any], base: BaseDigests | None, *, after: torch.cuda.Event
     ) -> Remaining:
-        """Find what has not changed since ``base``, when the CUDA event ``after`` has come. Waits for the device."""
+        """Return the chunks that have changed since ``base``. They are read after the event ``after``. Waits for the device."""
         if not (pieces is self._pieces and followers is self._followers):
             self._take_over(pieces, followers)
         self._coded[:] = True
@@ -101,7 +101,7 @@ class UnchangedChunks:
         self._last = self._now
 
     def _take_over(self, pieces: Sequence[Any], followers: Sequence[Any]) -> None:
-        """Begin anew, unless these are the same chunks."""
+        """Reset the state, unless these are the same chunks."""
         identities = [(one.identity, one.nbytes) for one in (*pieces, *(follower.piece for follower in followers))]
         self._pieces, self._followers = pieces, followers
         self._chunks = [*pieces, *(follower.piece for follower in followers)]
@@ -117,7 +117,7 @@ class UnchangedChunks:
         self._candidates, self._coded = np.ones(len(pieces), bool), np.ones(len(pieces), bool)
 
     def _pairs(self, looked: _Flags, numbers: _Indices, after: torch.cuda.Event) -> _Numbers:
-        """The digest pairs of these chunks: uint64 [2, numbers]."""
+        """Return the digest pairs of these chunks: uint64 [2, numbers]."""
         key = looked.tobytes()
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(after)
@@ -129,7 +129,7 @@ class UnchangedChunks:
         return pairs
 
     def _remaining(self, gone: _Flags) -> Remaining:
-        """What is not ``gone``; the same lists as in the save before if they hold the same, since plans are made for lists."""
+        """Return the chunks that are not ``gone``: the lists of the last save if they are equal, so that plans are reused."""
         if not gone.any():
             return Remaining(self._pieces, self._followers)
         key = gone.tobytes()

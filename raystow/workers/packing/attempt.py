@@ -20,7 +20,6 @@ from ...storage.coding.rounded import Rounded
 from ...storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo
 from ...storage.log import about
 from ...storage.object_store import ObjectStore
 from ..cache.base_version import BaseVersion, KnownChunks
@@ -263,7 +262,9 @@ class NodeAttempt:
         try:
             self._port.wait_complete(self._ticket)
             packs = self._packer.seal()
-            key, data, info = self._fragment()
+            values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
+            key, data, fragment = self._writer.fragment(values, self._rounded)
+            info = fragment.info(data, self._ranks, self._stall)
             self._keep(key, [data])
             self._port.staged(self._ticket, info, packs)
             self._packer.finish(self._left())
@@ -299,12 +300,6 @@ class NodeAttempt:
 
     def _left(self) -> float:
         return max(0.0, self._until - SYSTEM.monotonic())
-
-    def _fragment(self) -> tuple[str, bytes, FragmentInfo]:
-        """Return key, bytes and description of this node's part of the manifest."""
-        values = [Value(name, path, text, tuple(sorted(ranks))) for (name, path, text), ranks in self._values.items()]
-        key, data, fragment = self._writer.fragment(values, self._rounded)
-        return key, data, fragment.info(data, self._ranks, self._stall)
 
 
 _UNCODED = Coding(False, False, (), ())

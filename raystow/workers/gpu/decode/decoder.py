@@ -16,7 +16,6 @@ import logging
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -69,14 +68,16 @@ class _Lane:
         return LaneMemory(*(part.data_ptr() for part in (self.stored, self.planes, self.aligned, self.words)))
 
 
-class _Step(NamedTuple):
-    """Kernels that are launched together. ``launch`` gets the ``table`` (int64) and memory for so many ``results`` (int64) and
-    ``scratch`` bytes on the device."""
+@dataclass
+class _Step:
+    """Kernels that are launched together by ``launch(table, results, scratch)``, with ``size`` results and ``scratch`` bytes."""
 
     table: _Numbers
-    results: int
+    size: int
     launch: Callable[[Addressed, Addressed, torch.Tensor], None]
     scratch: int = 0
+    on_device: tuple[Addressed, Addressed] = field(init=False)  # table and results
+    results: _Numbers = field(init=False)  # on the host
 
 
 @dataclass
@@ -87,12 +88,9 @@ class _Work:
     lane: _Lane
     fetches: list[Future[None]] = field(default_factory=list)
     steps: list[_Step] = field(default_factory=list)
-    tables: list[Addressed] = field(default_factory=list)  # of each step, on the device
-    results: list[Addressed] = field(default_factory=list)  # of each step, on the device
-    found: list[_Numbers] = field(default_factory=list)  # the results on the host
-    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # to the host: of step 0, and of others
-    held: tuple[torch.Tensor, ...] = ()  # the memory of tables and results
-    event: torch.cuda.Event = None  # after the work that was enqueued last
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)  # of results: of step 0, and of others
+    tables: torch.Tensor = field(init=False)  # the device memory of all tables
+    event: torch.cuda.Event = field(init=False)  # after the work that was enqueued last
 
     def places(self) -> Iterator[tuple[Fetch, memoryview]]:
         """Yield the fetches and their targets in host memory."""
@@ -106,8 +104,8 @@ class _Work:
 
     def run(self, some: slice, *, copy: int) -> None:
         """Enqueue some of the steps, and the copy of their results to the host."""
-        for step, table, results in zip(self.steps[some], self.tables[some], self.results[some], strict=True):
-            step.launch(table, results, self.lane.scratch)
+        for step in self.steps[some]:
+            step.launch(*step.on_device, self.lane.scratch)
         found, pinned = self.copies[copy]
         pinned.copy_(found, non_blocking=True)
 
@@ -173,39 +171,29 @@ class Decoder:
         compute_tables([streams for work in works for streams in work.plan.streams.values()])
         for work in works:
             work.steps = [_digesting(work.plan), *self._decoding(work.plan)]
-        steps = [step for work in works for step in work.steps]
+        steps, device = [step for work in works for step in work.steps], self._device
         if not steps:
             return
-        *tables, end = _offsets(step.table.size for step in steps)
-        flat = torch.empty(end, dtype=torch.int64, pin_memory=True)
-        numbers = flat.numpy()
-        for step, at in zip(steps, tables, strict=True):
-            numbers[at : at + step.table.size].reshape(step.table.shape)[...] = step.table
-        *results, end = _offsets(step.results for step in steps)
-        on_device = flat.to(self._device, non_blocking=True), torch.zeros(end, dtype=torch.int64, device=self._device)
-        pinned = torch.empty(end, dtype=torch.int64, pin_memory=True)
-        self._deal(works, tables, results, on_device, pinned)
-        ready = torch.cuda.current_stream(self._device).record_event()
-        for work in works:
-            work.lane.stream.wait_event(ready)
-
-    def _deal(
-        self, works: Sequence[_Work], tables: list[int], results: list[int], held: tuple[torch.Tensor, ...], pinned: torch.Tensor
-    ) -> None:
-        """Divide the memory of all tables and results among the steps of the lanes."""
-        places, found = iter(zip(tables, results, strict=True)), pinned.numpy()
-        first_table, first_result = (tensor.data_ptr() for tensor in held)
-        for work in works:
-            work.held = held
-            for step, (table, result) in zip(work.steps, places, strict=False):
-                work.tables.append(Addressed(first_table + 8 * table, len(step.table), self._device))
-                work.results.append(Addressed(first_result + 8 * result, step.results, self._device))
-                work.found.append(found[result : result + step.results])
-        sizes = [[_even(step.results) for step in work.steps] for work in works]
+        *starts, end = _offsets(step.table.size for step in steps)
+        tables = torch.empty(end, dtype=torch.int64, pin_memory=True)
+        numbers = tables.numpy()
+        for step, start in zip(steps, starts, strict=True):
+            numbers[start : start + step.table.size].reshape(step.table.shape)[...] = step.table
+        *places, end = _offsets(step.size for step in steps)
+        tables, results = tables.to(device, non_blocking=True), torch.zeros(end, dtype=torch.int64, device=device)
+        found = torch.empty(end, dtype=torch.int64, pin_memory=True)
+        first_table, first_result, numbers = tables.data_ptr(), results.data_ptr(), found.numpy()
+        for step, start, place in zip(steps, starts, places, strict=True):
+            table = Addressed(first_table + 8 * start, len(step.table), device)
+            step.on_device = table, Addressed(first_result + 8 * place, step.size, device)
+            step.results = numbers[place : place + step.size]
+        sizes = [[_even(step.size) for step in work.steps] for work in works]
         parts = [part for first, *others in sizes for part in (first, sum(others))]
-        copies = zip(held[1].split(parts), pinned.split(parts), strict=True)
+        copies = zip(results.split(parts), found.split(parts), strict=True)
+        ready = torch.cuda.current_stream(device).record_event()
         for work in works:
-            work.copies = list(itertools.islice(copies, 2))
+            work.tables, work.copies = tables, list(itertools.islice(copies, 2))
+            work.lane.stream.wait_event(ready)
 
     def _decoding(self, plan: LanePlan) -> Iterator[_Step]:
         """Yield the steps that decode the stored bytes once they are verified."""
@@ -288,7 +276,7 @@ def _launch(reader: PackReader, work: _Work) -> None:
     """Wait for the digests, fetch bytes again that are wrong, and enqueue the decoding."""
     work.event.synchronize()
     with torch.cuda.stream(work.lane.stream):
-        if not work.plan.as_written(work.found[0]):
+        if not work.plan.as_written(work.steps[0].results):
             for fetch, place in work.places():
                 with fetch.needed():
                     reader.fetch(fetch.run, place)  # they may have been corrupted in memory
@@ -303,8 +291,8 @@ def _launch(reader: PackReader, work: _Work) -> None:
 def _finish(progress: Progress, work: _Work) -> None:
     """Wait for a lane, and check its results."""
     work.event.synchronize()
-    found_by_step = [found for step, found in zip(work.steps[1:], work.found[1:], strict=True) if step.results]
-    decoded, sums = found_by_step[: len(work.plan.streams)], found_by_step[len(work.plan.streams) :]
+    results = [step.results for step in work.steps[1:] if step.size]
+    decoded, sums = results[: len(work.plan.streams)], results[len(work.plan.streams) :]
     progress(sum(work.plan.check(np.concatenate((_NOTHING, *sums)))))  # first, because its errors name a tensor
     for streams, (sizes, status) in zip(work.plan.streams.values(), (one.reshape(2, -1) for one in decoded), strict=True):
         expected = streams.table[4]

@@ -16,27 +16,27 @@ import triton.language as tl
 from ....storage.coding.digest import BLOCK, SECOND_WORD_KEYS, WORD_KEYS, block_key
 from ..kernel_args import ANYWHERE, Table
 
-_SLICE = 1024  # 32-bit words: what a program takes of a digest block at a time, always with the same keys
-_GROUP = 16  # digest blocks that a program goes through
-_REACH = BLOCK * 4 * _GROUP  # bytes that the programs of one group cover together
-_BLOCKS = 1 << 12  # digest blocks of a chunk, at most
+_SLICE = 1024  # 32-bit words of each digest block that a program reads, always with the same keys
+_GROUP = 16  # digest blocks that a program reads
+_REACH = BLOCK * 4 * _GROUP  # bytes that the programs of one group read together
+_BLOCKS = 1 << 12  # the most digest blocks of a chunk
 
 FOUND = 5
-"""Rows of what ``split`` finds."""
+"""Rows of the results of ``split``."""
 
 
 @triton.jit
 def _rotate(v, W: tl.constexpr):
-    """Words rotated left by one bit; of two bytes, two of them in an int32."""
+    """Rotate words left by one bit. Words of two bytes come in pairs, in an int32."""
     t = (v << 1) | ((v >> (8 * W - 1)) & 1)
-    if W == 2:  # what leaves the lower half does not enter the upper one
+    if W == 2:  # bits of one half must not enter the other
         t = ((v << 1) & -65537) | ((v >> 15) & 0x00010001)
     return t
 
 
 @triton.jit
 def _rotate_back(t, W: tl.constexpr):
-    """The inverse of ``_rotate``."""
+    """Invert ``_rotate``."""
     if W == 2:
         v = ((t >> 1) & 0x7FFF7FFF) | ((t << 15) & -2147450880)
     elif W == 4:
@@ -48,14 +48,14 @@ def _rotate_back(t, W: tl.constexpr):
 
 @triton.jit
 def _signed(t, W: tl.constexpr):
-    """The differences that ``storage.coding.kernels.subtract`` has made numbers without a sign of: 0, 1, 2 are 0, -1, 1."""
+    """Return the signed differences that ``storage.coding.kernels.subtract`` has encoded: 0, 1, 2 are 0, -1, 1."""
     half = (t >> 1) & (0x7FFFFFFFFFFFFFFF if W == 8 else 0x7FFFFFFF)
     return half ^ -(t & 1)
 
 
 @triton.jit
 def _joined(row, at, inside, W: tl.constexpr, LANES: tl.constexpr):
-    """Words put together from their planes, whose addresses follow those two numbers in ``row``."""
+    """Join words from their planes, whose addresses are in ``row`` from column 2."""
     t = tl.zeros((LANES,), tl.int64) if W == 8 else tl.zeros((LANES,), tl.int32)
     for p in tl.static_range(W):
         byte = tl.load(tl.load(row + 2 + p).to(tl.pointer_type(tl.uint8)) + at, mask=inside, other=0)
@@ -65,8 +65,8 @@ def _joined(row, at, inside, W: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def _rounded(x, BF16: tl.constexpr):
-    """float32, as int32, rounded to bfloat16 or to float16; the result in the lower half of an int32."""
-    if BF16:  # to the nearest, of two equally near ones to the even one
+    """Round float32, as int32, to bfloat16 or float16; the result is in the lower half of an int32."""
+    if BF16:  # to nearest, ties to even
         made = (x + 0x7FFF + ((x >> 16) & 1)) >> 16
     else:
         made = x.to(tl.float32, bitcast=True).to(tl.float16).to(tl.int16, bitcast=True).to(tl.int32)
@@ -86,7 +86,7 @@ def _mixed(v):
 
 @triton.jit
 def _total(low, high, word, lane, ITEM: tl.constexpr):
-    """Sums of items over blocks, multiplied with the keys of their words in a block, and added up."""
+    """Multiply sums of items over blocks by the keys of their words in a block, and add them up."""
     if ITEM == 8:
         total = tl.sum(low * tl.load(word + 2 * lane) + high * tl.load(word + 2 * lane + 1))
     else:
@@ -119,13 +119,13 @@ def _pass(
     BLOCK: tl.constexpr,
     BLOCKS: tl.constexpr,
 ):
-    """Digest blocks ``first`` to ``first + GROUP`` of one chunk, from each the same ``SLICE`` words of 32 bits.
+    """Process the same ``SLICE`` words of 32 bits of each of the digest blocks ``first`` to ``first + GROUP`` of one chunk.
 
-    ``PACKED``: words of one or two bytes are read four or two at a time. The sum of ``word * key(block)`` is taken over the
-    blocks first, and multiplied with ``key(word)`` once at the end. ``SAMPLE``: only the first slice of each block is looked at.
-    ``FOLLOWED``: the digest of the words rounded to this dtype is taken as well. Two of those lie in a
-    word, and two of these blocks in one block, with other keys in either half. ``PAIR``: the second number of ``digest_pair`` is
-    added up as well, into ``samples``; its keys follow the others in both tables. It needs whole words of 32 bits.
+    The sum of ``word * key(block)`` over the blocks is multiplied by ``key(word)`` once at the end. ``PACKED``: words of one
+    or two bytes are read four or two at a time. ``SAMPLE``: only the first slice of each block is read. ``FOLLOWED``: the words
+    rounded to this dtype are hashed as well; two rounded words form a word of the digest, and two blocks one block, with other
+    keys in each half. ``PAIR``: the second number of ``digest_pair`` is added to ``samples``; its keys follow the others in both
+    tables, and it needs whole words of 32 bits.
     """
     ITEM: tl.constexpr = 4 if PACKED and W < 4 else W  # bytes of an item: what a lane reads at a time
     LANES: tl.constexpr = 4 * SLICE // ITEM
@@ -233,21 +233,21 @@ def _pass(
 
 @triton.jit(do_not_specialize=ANYWHERE)
 def _compare(table, misses, BF16: tl.constexpr, SPAN: tl.constexpr):
-    """Whether words are float32 rounded to bfloat16, or to float16."""
+    """Check whether words are float32 rounded to bfloat16 or float16."""
     row = table + tl.program_id(1) * 3
     n = tl.load(row + 2)
     at = tl.program_id(0).to(tl.int64) * SPAN + tl.arange(0, SPAN)
     inside = at < n
     x = tl.load(tl.load(row).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
     found = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
-    missed = (_rounded(x, BF16) != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing follows from a NaN
+    missed = (_rounded(x, BF16) != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing is derived from a NaN
     if tl.max((missed & inside).to(tl.int32)) != 0:
         tl.store(misses + tl.program_id(1), 1)
 
 
 @functools.cache
 def _keys(device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """The digest's keys of words and of blocks, int64 on the device; behind them those of the second digest."""
+    """Return the digest's keys of words and of blocks, int64 on the device, each followed by those of the second digest."""
     words = np.concatenate([WORD_KEYS, SECOND_WORD_KEYS])
     blocks = np.array([block_key(b, second=second) for second in (False, True) for b in range(_BLOCKS)], np.uint64)
     return torch.from_numpy(words.view(np.int64)).to(device), torch.from_numpy(blocks.view(np.int64)).to(device)
@@ -263,32 +263,33 @@ def split(
     results: torch.Tensor,
     followed: str = "",
 ) -> None:
-    """Take apart the words of each chunk into its planes, on the current stream.
+    """Split the words of each chunk into its planes, on the current stream.
 
-    ``table``: int64 [chunks, COLUMNS], see ``tables``; ``packed``: what ``can_pack`` says of it. ``largest``: bytes of the
-    largest chunk. ``results``: int64 [FOUND, chunks], zeros: gets the sums of ``raw_digest`` before its last mixing, those of
-    ``sample``, and 1 where the lowest bit of any rotated word is set.
-
-    ``followed``: the words are float32; the last rows of ``results`` get the digests of
-    ``coding.derived.derive`` of them in this dtype (bfloat16 or float16), and 1 where any is a NaN, from which nothing follows.
+    Args:
+        table: int64 [chunks, COLUMNS]; ``packed`` is the result of ``can_pack`` for it.
+        largest: Bytes of the largest chunk.
+        results: int64 [FOUND, chunks], zeros. The rows receive ``raw_digest`` before ``finish``; the result of ``sample``; 1 if
+            the lowest bit of any rotated word is set; with ``followed`` the digest of the rounded words before ``finish``, and 1
+            if any word is a NaN.
+        followed: Round float32 words to this dtype (bfloat16 or float16), as ``coding.derived.derive`` does.
     """
     _run(table, largest, *results, W=width, ROTATE=rotate, PACKED=packed, SPLIT=True, FOLLOWED=followed)
 
 
 def join(table: Table, largest: int, *, width: int, rotate: bool, packed: bool, digests: Table) -> None:
-    """The inverse of ``split``; ``digests`` (int64 [chunks], zeros) gets the sums of ``raw_digest`` of the words it makes."""
+    """Invert ``split``. The sums of ``raw_digest`` of the words are added to ``digests`` (int64 [chunks], zeros)."""
     _run(table, largest, digests, W=width, ROTATE=rotate, PACKED=packed, JOIN=True)
 
 
 def add(table: Table, largest: int, *, width: int, digests: Table) -> None:
-    """``storage.coding.kernels.add``: the planes of each row are those of differences to the words that lie where the new ones
-    go; all else as for ``join``."""
+    """Compute ``storage.coding.kernels.add``: the planes of each row are deltas to the words that are at their target. Otherwise
+    as ``join``."""
     _run(table, largest, digests, W=width, PACKED=False, JOIN=True, ADD=True)
 
 
 def derive(table: Table, largest: int, *, dtype: str, digests: Table) -> None:
-    """``coding.derived.derive`` of each row, whose words of ``dtype`` (bfloat16 or float16) come of the float32 ones where
-    otherwise the first plane is; ``digests`` as for ``join``."""
+    """Compute ``coding.derived.derive`` of each row: words of ``dtype`` (bfloat16 or float16) from float32 words, whose address
+    replaces that of the first plane. ``digests``: as for ``join``."""
     _run(table, largest, digests, W=2, PACKED=False, ROUND=dtype)
 
 
@@ -301,16 +302,16 @@ def digest(
     digests: torch.Tensor,
     second: torch.Tensor | None = None,
 ) -> None:
-    """Only the digests of ``join``, of words that are there; ``second`` gets those of ``digest_pair`` (int64 [chunks], zeros).
+    """Compute the digests of ``join`` for existing words, and into ``second`` (int64 [chunks], zeros) those of ``digest_pair``.
 
-    Addresses and sizes must be multiples of four bytes where ``second`` is given.
+    With ``second``, addresses and sizes must be multiples of four bytes.
     """
     assert second is None or packed or width >= 4
     _run(table, largest, digests, second, W=width, PACKED=packed, PAIR=second is not None)
 
 
 def sample(table: torch.Tensor, largest: int, *, width: int, packed: bool, samples: torch.Tensor) -> None:
-    """The part of each chunk's digest that comes of 4 KiB in every 64; ``samples``: int64 [chunks], zeros."""
+    """Add to ``samples`` (int64 [chunks], zeros) the part of each chunk's digest for 4 KiB in every 64."""
     _run(table, largest, samples, W=width, PACKED=packed, SAMPLE=True)
 
 
@@ -359,8 +360,11 @@ def _run(
 
 
 def compare(table: torch.Tensor, largest: int, *, dtype: str, misses: torch.Tensor) -> None:
-    """``coding.derived.followed`` of each row: address of words of float32, address of those of ``dtype`` (bfloat16 or float16),
-    their number; ``largest`` of these. ``misses``: int64 [rows], zeros: gets 1 where some word is not the other one rounded."""
+    """Set ``misses`` (int64 [rows], zeros) to 1 for each row in which some word is not the other word rounded.
+
+    ``table``: the address of float32 words, the address of words of ``dtype`` (bfloat16 or float16), their number; ``largest``:
+    the largest number. See ``coding.derived.followed``.
+    """
     if len(table):
         grid = (max(1, triton.cdiv(largest, 4096)), len(table))
         _compare[grid](table, misses, BF16=dtype == "bfloat16", SPAN=4096)

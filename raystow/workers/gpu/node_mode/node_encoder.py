@@ -196,12 +196,11 @@ class NodeEncoder:
 
     def _encode_filled(self) -> None:
         """Encode all slots that are filled by now, of one save and one device: larger batches are encoded faster."""
-        slots = list[_FilledSlot]()
-        while self._filled and (not slots or _alike(slots[0], self._filled[0])):
+        if not self._filled:
+            return  # they were encoded with earlier slots
+        attempt, uuid, slots = self._filled[0].attempt, self._filled[0].staged.device, list[_FilledSlot]()
+        while self._filled and self._filled[0].attempt is attempt and self._filled[0].staged.device == uuid:
             slots.append(self._filled.popleft())
-        if not slots:
-            return  # encoded with earlier slots
-        attempt, uuid = slots[0].attempt, slots[0].staged.device
         unread = [filled.staged.slot for filled in slots]
 
         def on_read() -> None:
@@ -301,7 +300,3 @@ def _index(uuid: str) -> int:
             remedy="see CUDA_VISIBLE_DEVICES of the node's Ray processes",
         )
     return visible.index(uuid)
-
-
-def _alike(one: _FilledSlot, other: _FilledSlot) -> bool:
-    return one.attempt is other.attempt and one.staged.device == other.staged.device
