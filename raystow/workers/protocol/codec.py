@@ -44,7 +44,7 @@ Packed = Annotated[bytes, msgspec.Meta(max_length=16 * MAX_ROWS)]
 
 
 class MessagePart(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
-    """A value inside messages."""
+    """A value inside messages. Copy it with ``msgspec.structs.replace``: ``dataclasses.replace`` fails, but mypy accepts it."""
 
 
 class Message(MessagePart, frozen=True, tag=True):
