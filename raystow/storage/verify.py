@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from .errors import Damaged
 from .format import keys, values
@@ -75,7 +75,7 @@ def verify_bytes(
         if journal is not None and not left[run.key]:
             journal.add(record, run.key)
     resumed = sum(chunk.stored for key in done for chunk in packs.get(key, ()))
-    return Verified(**{**vars(found), "read": found.stored - resumed, "resumed": resumed})
+    return replace(found, read=found.stored - resumed, resumed=resumed)
 
 
 def _verify_sizes(version: Version, store: ObjectStore) -> tuple[Verified, Packs]:

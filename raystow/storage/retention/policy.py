@@ -156,24 +156,35 @@ def plan(
     over = _over(entries, policy, kept, safe, thin)
     ruled = {id for id, rules in kept.items() if rules and id not in over}
     users = needed(entries, ruled)
-    decisions = {
-        entry.id: _decision(entry, kept[entry.id], entry.id in over, users.get(entry.id, []), thin.get(entry.id, ""))
-        for entry in entries
-    }
-    going = {id for id in thin if decisions[id].keep}
-    if policy.delta is not None:
-        for id, base in chained(entries, going, ruled, policy.delta).items():
-            why = f"{thin[id]}, as a difference to version {base}"
-            decisions[id] = replace(decisions[id], thin=why, base=base)
-    if (bits := policy.mantissa_bits) is not None:
-        exact = {base for entry in entries if not entry.resumable and decisions[entry.id].keep for base in entry.bases}
-        for id in going - exact:
-            decisions[id] = replace(decisions[id], thin=f"{decisions[id].thin}, {bits} bits of mantissa", mantissa_bits=bits)
+    remaining = ruled | users.keys()
+    thinned = remaining & thin.keys()
+    delta_bases = chained(entries, thinned, ruled, policy.delta) if policy.delta is not None else {}
+    exact = {base for entry in entries if not entry.resumable and entry.id in remaining for base in entry.bases}
+    bits = dict.fromkeys(thinned - exact, policy.mantissa_bits)
+    decisions = dict[int, Decision]()
+    for entry in entries:
+        id, rules = entry.id, kept[entry.id]
+        if id in users:
+            others = f" and {len(users[id]) - 1} more" if users[id][1:] else ""
+            rules = [*rules, f"base of version {users[id][-1]}{others}"]
+        elif id in over:
+            rules = ["over max_bytes", *rules]
+        how = [thin[id]] if id in thinned else []
+        how += [f"as a difference to version {delta_bases[id]}"] if id in delta_bases else []
+        how += [f"{bits[id]} bits of mantissa"] if bits.get(id) is not None else []
+        decisions[id] = Decision(
+            entry,
+            id in remaining,
+            tuple(rules) or ("no rule keeps it",),
+            thin=", ".join(how),
+            base=delta_bases.get(id),
+            mantissa_bits=bits.get(id),
+        )
     if compact:
         last = f"last {policy.keep_last}"
-        stay = {id: f"is kept as one of the {last} only" for id, rules in kept.items() if rules == [last]}  # and goes soon
-        stay |= as_it_is(entries, verified, leased) | dict.fromkeys(thin, "is thinned first")
-        for freeing in freeings(entries, ruled, ruled | users.keys(), stay):
+        unchanged = {id: f"is kept as one of the {last} only" for id, rules in kept.items() if rules == [last]}  # and goes soon
+        unchanged |= as_it_is(entries, verified, leased) | dict.fromkeys(thin, "is thinned first")
+        for freeing in freeings(entries, ruled, remaining, unchanged):
             decisions |= _freed(freeing, decisions)
     return tuple(decisions.values())
 
@@ -181,15 +192,6 @@ def plan(
 def best_rule(best: Best) -> str:
     """The name of this rule in ``Decision.rules``."""
     return f"best {best[0]} ({best[1]})"
-
-
-def _decision(entry: Entry, rules: Sequence[str], over: bool, users: Sequence[int], thin: str) -> Decision:
-    if users:
-        others = f" and {len(users) - 1} more" if users[1:] else ""
-        return Decision(entry, True, (*rules, f"base of version {users[-1]}{others}"), thin)
-    if over:
-        return Decision(entry, False, ("over max_bytes", *rules))
-    return Decision(entry, bool(rules), tuple(rules) or ("no rule keeps it",), thin)
 
 
 def _freed(freeing: Freeing, decisions: Mapping[int, Decision]) -> dict[int, Decision]:
