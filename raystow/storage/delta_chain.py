@@ -35,7 +35,7 @@ def depths(entries: Sequence[Entry]) -> dict[int, int]:
     return found
 
 
-def line(entries: Mapping[int, Entry], entry: Entry) -> list[Entry]:
+def base_chain(entries: Mapping[int, Entry], entry: Entry) -> list[Entry]:
     """``entry``, its base, that one's base, and so on to a whole one. ``entries``: by id."""
     found = [entry]
     while (base := entries.get(min(found[-1].bases, default=0))) is not None and base.id < found[-1].id:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from raystow.storage.delta_chain import depths, line
+from raystow.storage.delta_chain import base_chain, depths
 from raystow.storage.errors import StateError
 from raystow.storage.format.root import Entry
 from raystow.storage.limits import MAX_CHAIN
@@ -60,7 +60,7 @@ def test_a_version_that_stays_as_it_is_is_passed_over() -> None:
 
 def test_what_leads_from_a_version_to_a_whole_one() -> None:
     entries = {one.id: one for one in (entry(1), entry(2, 1), entry(3, 2), entry(5, 4), entry(6, 7))}
-    assert [[one.id for one in line(entries, of)] for of in entries.values()] == [[1], [2, 1], [3, 2, 1], [5], [6]]
+    assert [[one.id for one in base_chain(entries, of)] for of in entries.values()] == [[1], [2, 1], [3, 2, 1], [5], [6]]
 
 
 @given(st.data())
@@ -86,6 +86,6 @@ def test_no_chain_is_too_long_and_each_base_is_kept_for_itself(data: st.DataObje
     for id, base in found.items():
         assert base < id
         assert not by_id[base].resumable
-        longest = max(depths(after)[one.id] for one in after if id in {of.id for of in line(by_id, one)})
+        longest = max(depths(after)[one.id] for one in after if id in {of.id for of in base_chain(by_id, one)})
         assert longest - 1 <= most
     assert max(depths(after).values()) <= MAX_CHAIN

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...storage.delta_chain import line
+from ...storage.delta_chain import base_chain
 from ...storage.format.root import Entry
 from ...storage.retention.compaction_policy import estimate
 from ..coordinator.delta_schedule import PAYS
@@ -104,7 +104,7 @@ def _derived(derived: int, raw: int) -> Saving:
 
 def _deltas(entries: Sequence[Entry]) -> list[Saving]:
     by_id = {entry.id: entry for entry in entries}
-    chains = [chain for entry in entries if (chain := line(by_id, entry))[1:]]
+    chains = [chain for entry in entries if (chain := base_chain(by_id, entry))[1:]]
     if not chains:
         return []
     stored, instead = sum(chain[0].stored for chain in chains), sum(estimate(chain[0], chain[-1]) for chain in chains)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
-from ...storage.delta_chain import line
+from ...storage.delta_chain import base_chain
 from ...storage.format import values
 from ...storage.retention.compaction_policy import estimate
 from ...storage.version import TensorInfo, Version
@@ -162,7 +162,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
 def _needs(target: Target, version: Version) -> str:
     """The bases of its deltas, and the estimated size without them."""
     bases = ", ".join(f"version {id}" for id in version.entry.bases)
-    _, *chain = line({entry.id: entry for entry in target.root.versions}, version.entry)
+    _, *chain = base_chain({entry.id: entry for entry in target.root.versions}, version.entry)
     if chain[1:]:
         bases += f", and {count(len(chain) - 1, 'version')} that it needs"
     return f"{bases} (stored whole it would take about {size(estimate(version.entry, chain[-1]))})" if chain else bases

@@ -72,8 +72,8 @@ def field(fields: Json, name: str, kind: type[T], key: str) -> T:
 def parse(kind: Callable[..., T], fields: Json, key: str, *, optional: Collection[str] = (), **parsed: object) -> T:
     """The dataclass ``kind`` with the fields of these names, each checked by its type: an integer, a text, a time, ascending ids,
     or texts or integers by name. ``optional``: may be missing. ``parsed``: the fields that the caller has checked."""
-    present = [name for name in _checks(kind) if name not in parsed and (name in fields or name not in optional)]
-    return kind(**{name: _checks(kind)[name](fields, name, key) for name in present}, **parsed)
+    absent = {name for name in optional if name not in fields}.union(parsed)
+    return kind(**{name: check(fields, name, key) for name, check in _checks(kind).items() if name not in absent}, **parsed)
 
 
 def objects(fields: Json, name: str, key: str) -> list[Json]:

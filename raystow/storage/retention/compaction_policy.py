@@ -10,7 +10,7 @@ from collections import defaultdict
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from ..delta_chain import line
+from ..delta_chain import base_chain
 from ..format.root import Entry
 
 
@@ -52,7 +52,7 @@ def freeings(entries: Sequence[Entry], ruled: set[int], kept: set[int], as_it_is
             continue
         users = tuple(user for user in users_of[base.id] if user.id not in goes)
         frees = sum(one.stored for one in (*alone(base), *users))
-        writes = sum(estimate(user, line(by_id, base)[-1]) for user in users)
+        writes = sum(estimate(user, base_chain(by_id, base)[-1]) for user in users)
         lacks = next((f"version {user.id} {as_it_is[user.id]}" for user in users if user.id in as_it_is), "")
         lacks = lacks or next((f"version {user.id} is kept for others only" for user in users if user.id not in ruled), "")
         if not lacks and users and writes >= frees:

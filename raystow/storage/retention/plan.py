@@ -12,7 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from ..catalog import Catalog
-from ..delta_chain import line, needed
+from ..delta_chain import base_chain, needed
 from ..errors import StateError
 from ..format.root import Dropped, Entry, Root
 from ..invariants import Claims, Fence
@@ -104,7 +104,7 @@ class RetentionPlan:
 
     def moved(self, entry: Entry) -> int:
         """The stored bytes that are read and written to make one of ``compacted`` whole, estimated."""
-        read = line({decision.entry.id: decision.entry for decision in self.decisions}, entry)
+        read = base_chain({decision.entry.id: decision.entry for decision in self.decisions}, entry)
         return sum(one.stored for one in read) + estimate(entry, read[-1])
 
     def drop(self, fence: Fence | None = None) -> tuple[Entry, ...]:

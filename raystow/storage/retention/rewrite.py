@@ -69,7 +69,7 @@ class Bundle:
 
 
 @dataclass(frozen=True)
-class Load:
+class PlannedPack:
     """The content of one pack, in order."""
 
     node: int
@@ -87,18 +87,18 @@ class Rewriting:
     base: Version | None
     store: ObjectStore
     fragments: tuple[tuple[FragmentInfo, Fragment], ...]
-    loads: tuple[Load, ...]
+    packs: tuple[PlannedPack, ...]
 
     @property
     def read(self) -> int:
         """Stored bytes to read."""
-        return sum(bundle.read for load in self.loads for bundle in load.bundles)
+        return sum(bundle.read for pack in self.packs for bundle in pack.bundles)
 
     @property
     def stored(self) -> int:
         """Stored bytes of the new attempt, estimated."""
         difference = self.base is not None
-        return sum(bundle.likely(difference=difference) for load in self.loads for bundle in load.bundles)
+        return sum(bundle.likely(difference=difference) for pack in self.packs for bundle in pack.bundles)
 
     def execute(
         self, attempt: str, progress: Progress = lambda nbytes: None
@@ -109,7 +109,7 @@ class Rewriting:
         rounded = defaultdict[tuple[int, str], list[Rounded]](list)  # by node and tensor
         with ThreadPoolExecutor(_AT_ONCE, "raystow-rewrite") as pool:
             try:
-                for info, written, found in pool.map(lambda load: self._write(load, attempt, progress), self.loads):
+                for info, written, found in pool.map(lambda pack: self._write(pack, attempt, progress), self.packs):
                     packs.append(info)
                     rows[info.node] += written
                     for name, one in found:
@@ -126,19 +126,21 @@ class Rewriting:
             infos.append(fragment.info(data, old.ranks, old.stall))
         return tuple(infos), tuple(packs)
 
-    def _write(self, load: Load, attempt: str, progress: Progress) -> tuple[PackInfo, list[Chunk], list[tuple[str, Rounded]]]:
+    def _write(
+        self, pack: PlannedPack, attempt: str, progress: Progress
+    ) -> tuple[PackInfo, list[Chunk], list[tuple[str, Rounded]]]:
         """The rows of a pack, and the errors of rounding by tensor name."""
         parts, rows, rounded, end = list[Buffer](), list[Chunk](), list[tuple[str, Rounded]](), 0
-        for bundle, owner, stored, found in self._coded(load.bundles):
+        for bundle, owner, stored, found in self._coded(pack.bundles):
             parts.append(stored)
             for row in bundle.rows:
-                row = replace(row, pack=load.number, start=end, coding=owner.coding, stored_digest=owner.stored_digest)
+                row = replace(row, pack=pack.number, start=end, coding=owner.coding, stored_digest=owner.stored_digest)
                 rows.append(row if found is None else replace(row, raw_digest=owner.raw_digest))
                 rounded += [] if found is None else [(row.name, found)]
             end += owner.coding.size
             progress(bundle.read)
-        self.store.put(keys.pack(self.version.id, attempt, load.node, load.group, load.number), parts)
-        return PackInfo(load.node, load.group, load.number, end), rows, rounded
+        self.store.put(keys.pack(self.version.id, attempt, pack.node, pack.group, pack.number), parts)
+        return PackInfo(pack.node, pack.group, pack.number, end), rows, rounded
 
     def _coded(self, bundles: Sequence[Bundle]) -> Iterator[tuple[Bundle, Chunk, Buffer, Rounded | None]]:
         """Each bundle with its first row as coded, the bytes to store, and the errors of rounding."""
@@ -211,14 +213,14 @@ def plan(
     def kept(name: str) -> bool:
         return not weights_only or group(name) == WEIGHTS
 
-    fragments, loads = list[tuple[FragmentInfo, Fragment]](), list[Load]()
+    fragments, packs = list[tuple[FragmentInfo, Fragment]](), list[PlannedPack]()
     for info, fragment in zip(version.record.fragments, version.fragments, strict=True):
         chunks = tuple(chunk for chunk in fragment.chunks if kept(chunk.name))
         values = tuple(value for value in fragment.values if kept(value.name))
         rounded = {name: one for name, one in fragment.rounded.items() if kept(name)}
         fragments.append((info, replace(fragment, chunks=chunks, values=values, rounded=rounded)))
-        loads += _loads(fragment.node, _bundles(chunks, anew, rounds, bits))
-    return Rewriting(version, base, store, tuple(fragments), tuple(loads))
+        packs += _packs(fragment.node, _bundles(chunks, anew, rounds, bits))
+    return Rewriting(version, base, store, tuple(fragments), tuple(packs))
 
 
 def _bundles(
@@ -256,17 +258,15 @@ def _bundle(owner: Chunk, derived: Iterable[Chunk], *, recoded: bool, bits: int 
     return Bundle(rows, owner if recoded else None, bits)
 
 
-def _loads(node: int, bundles: Iterable[Bundle]) -> Iterator[Load]:
-    """Bundles in packs of bounded size, one group each, in the order in which they are read."""
-    by_group: dict[str, list[Bundle]] = defaultdict(list)
-    for bundle in sorted(bundles, key=lambda bundle: (bundle.rows[0].pack, bundle.rows[0].start)):
-        by_group[bundle.rows[0].group].append(bundle)
-    for name, of in sorted(by_group.items()):
+def _packs(node: int, bundles: Iterable[Bundle]) -> Iterator[PlannedPack]:
+    """Packs of bounded size, one group each, with bundles in the order in which they are read."""
+    ordered = sorted(bundles, key=lambda bundle: (bundle.rows[0].group, bundle.rows[0].pack, bundle.rows[0].start))
+    for name, of in itertools.groupby(ordered, lambda bundle: bundle.rows[0].group):
         full, size, number = list[Bundle](), 0, 0
         for bundle in of:
             if full and size + bundle.nbytes > _PACK:
-                yield Load(node, name, number, tuple(full))
+                yield PlannedPack(node, name, number, tuple(full))
                 full, size, number = [], 0, number + 1
             full.append(bundle)
             size += bundle.nbytes
-        yield Load(node, name, number, tuple(full))
+        yield PlannedPack(node, name, number, tuple(full))
