@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 from ...storage.coding.dtypes import DType
+from ...storage.errors import SaveFailed
 from ..protocol.messages import ChunkInfo, DerivedChunk
 
 if TYPE_CHECKING:
@@ -87,3 +88,9 @@ class EncodeRequest:
     on_read: Callable[[], None]
     urgent: Callable[[], bool] = lambda: False
     meanwhile: Callable[[], None] = lambda: None
+
+
+def changed_too_early(name: str) -> SaveFailed:
+    """Return the error for a tensor that the training changed before it was read."""
+    remedy = "call fence() before anything changes it, or guard(optimizer)"
+    return SaveFailed("the tensor changed while it was being saved", subject=name, remedy=remedy)

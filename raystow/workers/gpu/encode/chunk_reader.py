@@ -8,9 +8,8 @@ from operator import attrgetter
 import numpy as np
 import torch
 
-from ....storage.errors import SaveFailed
 from .. import kernel_args
-from ..encode_request import EncodeRequest
+from ..encode_request import EncodeRequest, changed_too_early
 from ..kernels import copy_kernels, word_kernels
 from .batch_results import BatchResults
 from .device_memory import EncoderStreams
@@ -64,11 +63,7 @@ class ChunkReader:
         first, last = read.batch.first, read.batch.last
         changed = np.flatnonzero(read.found[1].numpy() != self._samples.numpy()[first:last])
         if len(changed):
-            raise SaveFailed(
-                "the tensor changed while it was being saved",
-                subject=self._plan.jobs[first + changed[0]].name,
-                remedy="call fence() before anything changes it, or guard(optimizer)",
-            )
+            raise changed_too_early(self._plan.jobs[first + changed[0]].name)
 
     def _take_samples(self) -> torch.Tensor:
         """Hash a part of all chunks; return int64 [jobs] in host memory."""

@@ -43,7 +43,7 @@ from ...protocol.messages import (
 from ...shm.coded_layout import Layout
 from ...shm.ring import Ring
 from ...shm.slots import Slots
-from ..encode_request import EncodeRequest
+from ..encode_request import EncodeRequest, changed_too_early
 from ..gpu_encoder import GpuEncoder
 from ..nvcomp import version
 from .device_ring import DeviceRing
@@ -248,11 +248,7 @@ class NodeEncoder:
             raise SaveFailed("it has failed already")
         for chunk in coded:
             if chunk.digest != self._digests[chunk.info]:
-                raise SaveFailed(
-                    "the tensor changed while it was being saved",
-                    subject=chunk.info.name,
-                    remedy="call fence() before anything changes it, or guard(optimizer)",
-                )
+                raise changed_too_early(chunk.info.name)
         for chunk in coded:
             parts, done = self._slots.take_over(chunk.parts)
             attempt.add_coded(self._rank, draft(chunk.info, number, chunk.coding, raw_digest=chunk.digest), parts, done)
