@@ -206,6 +206,33 @@ def test_a_rank_that_never_saves_is_named_after_the_deadline(tmp_path: Path) -> 
     assert {version.step for version in every(ranks, "result")} == {2}
 
 
+def test_ranks_that_save_different_steps_are_told_at_once(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2, timeout=600)
+    every(ranks, "set", replicated, 1, 1)
+    ray.get(ranks[0].save.remote(1))
+    ray.get(ranks[1].save.remote(2))
+    with pytest.raises(
+        raystow.SaveFailed, match=r"rank [01] saves step [12] where rank [01] saved step [12]: all ranks must save"
+    ):
+        ray.get(ranks[0].result.remote(), timeout=60)
+
+
+def test_a_closed_checkpointer_saves_no_more(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1)
+
+    def save_after_close(self: Rank) -> list[str]:
+        self.checkpointer.close()
+        told = []
+        for call in (lambda: self.checkpointer.save({"x": 1}, step=1), lambda: self.checkpointer.restore_latest({"x": 1})):
+            try:
+                call()
+            except raystow.StateError as error:
+                told.append(error.what)
+        return told
+
+    assert ray.get(rank.do.remote(save_after_close), timeout=60) == ["this Checkpointer is closed"] * 2
+
+
 def test_a_failure_is_known_before_the_coordinator_answers(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, timeout=2)
     every(ranks, "set", replicated, 1, 1)

@@ -125,8 +125,42 @@ def test_a_restarted_rank_ends_attempts_that_wait_for_it(run: CoordinatedRun) ->
     ticket = run.begin(0)
     run.core.join(1, "b1")
     assert (run.phase(ticket), run.reason(ticket)) == (Phase.ABORTED, "rank 1 was restarted")
-    with pytest.raises(SaveFailed, match="a newer process has taken up this rank"):
+    with pytest.raises(SaveFailed, match="another process has taken up this rank after another process"):
         run.begin(1, process="a")
+
+
+def test_two_processes_of_one_rank_are_named(run: CoordinatedRun) -> None:
+    run.core.join(0, "t0@process 17 on first-host")
+    run.core.join(0, "t1@process 4 on other-host")
+    told = "rank 0: process 4 on other-host has taken up this rank after process 17 on first-host"
+    with pytest.raises(SaveFailed, match=told):
+        run.core.begin(Begin(0, 1, "t0@process 17 on first-host", 1, "node-0", 1, 60.0, 7, 7))
+
+
+def test_ranks_that_save_different_steps_are_told_at_once(run: CoordinatedRun) -> None:
+    run.core.join(0, "a0", 2)
+    run.core.join(1, "a1", 2)
+    ten, twenty = run.begin(0, 10, save=1), run.begin(1, 20, save=1)
+    told = "rank 1 saves step 20 where rank 0 saved step 10: all ranks must save the same steps in the same order"
+    assert (run.phase(ten), run.reason(ten)) == (Phase.ABORTED, told)
+    assert run.begin(0, 20, save=2).attempt == twenty.attempt  # the step that both save becomes a version
+
+
+def test_a_rank_that_is_ahead_is_waited_for(run: CoordinatedRun) -> None:
+    """It begins its second save before another rank begins its first, of the same steps."""
+    run.core.join(0, "a0", 2)
+    run.core.join(1, "a1", 2)
+    first, second = run.begin(0, 10, save=1), run.begin(0, 20, save=2)
+    assert run.begin(1, 10, save=1).attempt == first.attempt
+    assert run.begin(1, 20, save=2).attempt == second.attempt
+
+
+def test_a_repeated_call_of_a_slow_rank_ends_no_later_attempt(run: CoordinatedRun) -> None:
+    run.core.join(0, "a0", 2)
+    run.core.join(1, "a1", 2)
+    later = run.begin(0, 20, save=2)
+    run.begin(1, 10, save=1)
+    assert run.phase(later) is Phase.GATHERING
 
 
 def test_a_new_generation_may_save_while_its_ranks_still_join(run: CoordinatedRun) -> None:
@@ -180,7 +214,7 @@ def test_a_process_that_left_before_saving_is_not_waited_for(run: CoordinatedRun
 
 
 def test_deadlines_name_who_is_missing(run: CoordinatedRun) -> None:
-    ticket, sealing = run.begin(0, 1), [run.begin(0, 2, save=2), run.begin(1, 2, save=2)]
+    sealing, ticket = [run.begin(0, 1), run.begin(1, 1)], run.begin(0, 2, save=2)
     for rank in range(2):
         run.core.finished(sealing[rank], rank, 7 if rank == 0 else 0)
     run.clock.time += 59
@@ -220,13 +254,13 @@ def test_shards_that_are_not_whole_make_no_version(run: CoordinatedRun, replicat
 
 def test_an_unanswered_commit_keeps_its_objects(run: CoordinatedRun) -> None:
     """And a newer epoch ends all attempts."""
-    tickets, waiting = [run.begin(0), run.begin(1)], run.begin(0, 2, save=2)
-    run.seal(tickets)
+    run.seal([run.begin(0), run.begin(1)])
     attempt = run.core.next_commit()
     assert attempt is not None
     run.core.settled(attempt, StoreUnavailable("time-out"))
     assert run.core.abandoned() == []  # it may be a version after all
     again = [run.begin(0, 3, save=3), run.begin(1, 3, save=3)]
+    waiting = run.begin(0, 4, save=4)
     run.seal(again)
     run.core.settled(run.core.attempt(again[0]), Fenced("epoch 9 has replaced epoch 1"))
     assert "epoch 9" in run.reason(waiting)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import os
+import socket
 import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
@@ -122,7 +123,7 @@ class Checkpointer:
         here(node=ray_cluster.node_here())
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
-        self._incarnation = SYSTEM.token()
+        self._incarnation = f"{SYSTEM.token()}@process {os.getpid()} on {socket.gethostname()}"
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
         self._pending: list[Pending] = []
         self._staging: Staging | None = None

@@ -84,10 +84,13 @@ class Coordinator:
         if begin.rank not in self._members:  # it joined before this coordinator was restarted
             self.join(begin.rank, begin.incarnation, begin.world_size)
         if self._members[begin.rank] != begin.incarnation:
-            raise SaveFailed("a newer process has taken up this rank", subject=f"rank {begin.rank}", remedy="end this process")
+            what = f"{_process(self._members[begin.rank])} has taken up this rank after {_process(begin.incarnation)}"
+            remedy = "run each rank once, and give each process its own rank"
+            raise SaveFailed(what, subject=f"rank {begin.rank}", remedy=remedy)
         for attempt in self._open(Phase.GATHERING):
             if attempt.world_size != begin.world_size:
                 self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
+        self._abort_skipped(begin)
         attempt = self._joinable(begin) or self._new(begin)
         if begin.rank not in attempt.ranks:
             attempt.metrics.update({name: values.loads(text) for name, text in begin.metrics.items()})
@@ -282,6 +285,16 @@ class Coordinator:
             attempt.coding["difference" if attempt.deltas else "whole"] = why
         return attempt
 
+    def _abort_skipped(self, begin: Begin) -> None:
+        """Abort the attempts for which a rank will not come, since it has gone on to another step, before their deadlines. All
+        ranks of a generation count their saves alike."""
+        for other in self._open(Phase.GATHERING):
+            skipped = begin.rank not in other.ranks and other.step != begin.step and begin.save >= min(other.saves.values())
+            if skipped and self._joined[begin.rank] == other.generation:
+                ranks = f"rank{'s' * (len(other.ranks) > 1)} {', '.join(map(str, sorted(other.ranks)[:8]))}"
+                what = f"rank {begin.rank} saves step {begin.step} where {ranks} saved step {other.step}"
+                self._abort(other, f"{what}: all ranks must save the same steps in the same order")
+
     def _of(self, ticket: Ticket, phase: Phase) -> Attempt:
         attempt = self.attempt(ticket)
         if attempt.phase is not phase:
@@ -331,3 +344,8 @@ class Coordinator:
     def _log(self, attempt: Attempt) -> Log:
         run = self._committer.catalog.uri
         return about(logger, repository=run, version=attempt.id, attempt=attempt.attempt, step=attempt.step)
+
+
+def _process(incarnation: str) -> str:
+    """The host and process id of a process, for people (see ``client.checkpointer``)."""
+    return incarnation.partition("@")[2] or "another process"

@@ -12,7 +12,8 @@ from ..codec import Column, Digest, JsonText, Message, Table, Text
 
 
 class Begin(Message, frozen=True):
-    """A rank begins its ``save``-th save. ``incarnation`` identifies its process; the node worker fills in its ``node``.
+    """A rank begins its ``save``-th save. ``incarnation`` identifies its process: a token, "@", and the process for people. The
+    node worker fills in its ``node``.
 
     Args:
         timeout: Seconds until the save is given up.
