@@ -7,9 +7,11 @@ import pickle  # noqa: TID251  # as Ray sends errors
 import re
 
 import pytest
+from botocore.exceptions import EndpointConnectionError
 
 from raystow.storage import errors
-from raystow.storage.errors import RaystowError
+from raystow.storage.errors import RaystowError, StoreUnavailable
+from raystow.storage.stores.s3_errors import boto_errors, obstore_errors
 
 TREE = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, RaystowError)]
 
@@ -31,3 +33,25 @@ def test_every_error_is_drawn_below_its_base() -> None:
         path[depth:] = [name]
         drawn[name] = path[depth - 1] if depth else "Exception"
     assert drawn == {kind.__name__: kind.__bases__[0].__name__ for kind in TREE}
+
+
+@pytest.mark.parametrize(
+    ("url", "named"),
+    [
+        ("http://10.0.0.7:9000/bucket/key?X-Amz-Signature=abc", "(http://10.0.0.7:9000 does not answer)"),
+        ("https://s3.example.org/bucket", "(https://s3.example.org does not answer)"),
+        ("http://user:secret@host:9000/bucket", ""),
+    ],
+)
+def test_an_endpoint_that_does_not_answer_is_named(url: str, named: str) -> None:
+    """Without what may be secret in its URL."""
+    with pytest.raises(StoreUnavailable) as refused, boto_errors("GET", "s3://bucket/root.json"):
+        raise EndpointConnectionError(endpoint_url=url)
+    assert str(refused.value).startswith(
+        f"s3://bucket/root.json: GET failed: EndpointConnectionError{named and ' ' + named} (check"
+    )
+    assert not any(secret in str(refused.value) for secret in ("abc", "secret"))
+    with pytest.raises(StoreUnavailable) as refused, obstore_errors("PUT", "s3://bucket/root.json"):
+        raise OSError(f"error sending request for url ({url}) kind: Connect")
+    assert named in str(refused.value)
+    assert not any(secret in str(refused.value) for secret in ("abc", "secret"))

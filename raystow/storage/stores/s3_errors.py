@@ -67,6 +67,8 @@ _SPOILT = (
 
 _STATUS = re.compile(r"status code: (\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
+_URL = re.compile(r"https?://[A-Za-z0-9.-]+(:\d+)?(?=[/?)\s\"']|$)")
+_LATER = "check the endpoint (AWS_ENDPOINT_URL) and the network, or try again later"
 _BROKEN = re.compile(r"\bkind: (Timeout|Connect|Request|Interrupted|Decode)\b")
 
 
@@ -106,8 +108,8 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
         name = type(error).__name__
         if _MISCONFIGURED.search(name):
             raise StoreError(f"{operation} could not be sent: {name}", subject=subject, remedy=_CONFIGURATION) from None
-        remedy = "set AWS_CA_BUNDLE if its certificate is your own" if "SSL" in name else "try again later"
-        raise StoreUnavailable(f"{operation} failed: {name}", subject=subject, remedy=remedy) from None
+        remedy = "set AWS_CA_BUNDLE if its certificate is your own" if "SSL" in name else _LATER
+        raise StoreUnavailable(f"{operation} failed: {name}{_endpoint(str(error))}", subject=subject, remedy=remedy) from None
 
 
 def spoilt(error: BaseError | OSError) -> bool:
@@ -135,5 +137,11 @@ def _from_obstore(error: BaseError | OSError, operation: str, subject: str) -> S
         return NotFound("there is no such object", subject=subject)
     if name in ("PermissionDeniedError", "UnauthenticatedError"):
         return StoreError(f"{operation} was refused: {name}", subject=subject, remedy=_KEYS)
-    what = f"{operation} failed: {broken[1].lower() + ' error' if broken else name}"
-    return StoreUnavailable(what, subject=subject, remedy="try again later")
+    what = f"{operation} failed: {broken[1].lower() + ' error' if broken else name}{_endpoint(text)}"
+    return StoreUnavailable(what, subject=subject, remedy=_LATER)
+
+
+def _endpoint(text: str) -> str:
+    """The server that an error is about, without credentials, path and query; "" if the error does not tell."""
+    found = _URL.search(text)
+    return f" ({found[0]} does not answer)" if found else ""
