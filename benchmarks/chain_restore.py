@@ -27,7 +27,6 @@ from rich.console import Console
 from study_models import Run, copied, gpt
 
 import raystow
-from raystow.orchestrator.restore.latest import restore
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.storage.retention.thin_policy import MOST
 
@@ -55,7 +54,7 @@ def restored(folder: Path, number: int, kept: State, groups: tuple[str, ...]) ->
     into = {group: {name: torch.zeros_like(tensor) for name, tensor in kept[group].items()} for group in groups}
     begin = time.perf_counter()
     version = raystow.open(str(folder)).versions()[number]
-    restore(version, into, RestoreOptions(strict=False))
+    version.restore(into, strict=False)
     seconds = time.perf_counter() - begin
     for group, tensors in into.items():
         for name, tensor in tensors.items():

@@ -1,7 +1,7 @@
 """Checkpoints for training on Ray. This module is the public interface.
 
-``Checkpointer`` needs a Ray cluster. Reading (``open``, ``Repository``, ``Version``, ``restore_latest``) needs neither Ray nor a
-GPU. Modules are imported when one of their names is first used.
+``Checkpointer`` needs a Ray cluster. Reading (``open``, ``Repository``, ``Version``, ``restore``) needs neither Ray nor a GPU.
+Modules are imported when one of their names is first used.
 """
 
 from __future__ import annotations
@@ -13,12 +13,14 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     import os
+    from collections.abc import Callable
 
     from .orchestrator.client.checkpointer import Checkpointer
     from .orchestrator.client.options import Compression, Memory, Replication
     from .orchestrator.client.pending import Pending
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.lossy.sqnr import Sqnr
+    from .orchestrator.save.state_tree import State
     from .orchestrator.sensitivity import sensitivity
     from .storage.errors import (
         ClusterError,
@@ -43,6 +45,7 @@ if TYPE_CHECKING:
     from .storage.retention.plan import RetentionPlan
     from .storage.retention.policy import Policy
     from .storage.version import TensorInfo, Version
+    from .storage.version_selector import VersionSelector
 
 __all__ = [
     "Blockwise",
@@ -77,6 +80,7 @@ __all__ = [
     "Version",
     "latest",
     "open",
+    "restore",
     "restore_latest",
     "sensitivity",
 ]
@@ -160,36 +164,55 @@ def latest(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] 
     return latest_version(address(uri), trusted_keys=trusted_keys)
 
 
-def restore_latest(
-    uri: str | os.PathLike[str], into: dict[str, Any], *, strict: bool = True, cast: bool = False
+def restore(
+    uri: str | os.PathLike[str],
+    into: State,
+    version: VersionSelector = "latest",
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    progress: Callable[[int], None] = lambda nbytes: None,
 ) -> Version | None:
-    """Fill ``into`` from the newest version, with or without a Ray cluster.
+    """Fill ``into`` from a version, with or without a Ray cluster.
 
-    Rank and world size come from Ray Train or torch.distributed if one is in use. One process alone falls back past a damaged
-    version, with an error in the log. Of several ranks each raises ``Damaged``: use ``Checkpointer.restore_latest`` to fall back
-    together.
+    Rank and world size come from Ray Train, torch.distributed, or ``RANK`` and ``WORLD_SIZE``. Each of several ranks looks the
+    version up by itself: pass an id, or use ``Checkpointer.restore``, with which all ranks agree.
 
     Args:
         uri: See ``open``.
         into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values are
             replaced in the dicts and lists that hold them.
+        version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``: the
+            newest one. If that is damaged and this process is alone, the newest whole one before it is restored, with an error
+            in the log.
         strict: Whether names that only one side has are an error; else they are left unchanged.
         cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
+        progress: Called with the decoded bytes of each chunk, from several threads.
+
+    Returns:
+        The version, or None if the latest one is asked for and the repository has none.
+
+    Raises:
+        StateError: Names, shapes or dtypes do not match, and ``into`` is unchanged; or ``version`` is invalid.
+        NotFound: There is no such version.
+        Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
+        NotARepository: There is no repository at ``uri``.
+    """
+    from .orchestrator.standalone.restore import restore as restore_alone
+
+    return restore_alone(open(uri), into, version, strict=strict, cast=cast, progress=progress)
+
+
+def restore_latest(uri: str | os.PathLike[str], into: State, *, strict: bool = True, cast: bool = False) -> Version | None:
+    """Fill ``into`` from the latest version: ``restore`` without ``version``.
+
+    Args:
+        uri: See ``restore``.
+        into: See ``restore``.
+        strict: See ``restore``.
+        cast: See ``restore``.
 
     Returns:
         The version, or None if the repository has none.
-
-    Raises:
-        StateError: Names, shapes or dtypes do not match. ``into`` is unchanged.
-        Damaged: No version is whole.
-        NotARepository: There is no repository at ``uri``.
     """
-    from .orchestrator.client.rank_discovery import placement
-    from .orchestrator.restore.agreement import LocalAgreement
-    from .orchestrator.restore.latest import restore_latest as restore
-    from .orchestrator.restore.planner import RestoreOptions
-
-    rank, world_size = placement()
-    repository = open(uri)
-    agreement = LocalAgreement(repository, fall_back=world_size == 1)
-    return restore(repository, into, agreement, RestoreOptions(rank, world_size, strict, cast))
+    return restore(uri, into, strict=strict, cast=cast)

@@ -62,7 +62,7 @@ STALL = _counter("raystow_stall_seconds", "Time for which save and fence have he
 STAGED = _seconds("raystow_staged_seconds", "From save until the tensors may change.", _LONG)
 DURABLE = _seconds("raystow_durable_seconds", "From save until there is a version.", _LONG)
 FAILED_SAVES = _counter("raystow_failed_saves", "Saves of a rank that became no version.")
-RESTORE = _seconds("raystow_restore_seconds", "From restore_latest until the state of a rank is filled.", _LONG)
+RESTORE = _seconds("raystow_restore_seconds", "From restore until the state of a rank is filled.", _LONG)
 RESTORED = _counter("raystow_restored_bytes", "Stored bytes that restores have read, by where from.", "source")
 
 # Node workers.

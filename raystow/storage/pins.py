@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import replace
 
+from .arguments import refused
 from .catalog import Catalog
 from .delta_chain import dependents
 from .errors import StateError
 from .format.root import Root
 from .version import Version
+from .version_selector import is_reserved
 
 
 def pin(catalog: Catalog, version: Version, name: str, *, move: bool) -> None:
     """See ``Repository.pin``."""
+    if is_reserved(name):
+        raise refused("name", name, "a name that is no number, not 'latest', and does not begin with 'step:'")
 
     def change(root: Root) -> Root:
         if all(entry.id != version.id for entry in root.versions):

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from . import pins
 from .catalog import Catalog
 from .clock import SYSTEM, Clock
-from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StateError
+from .errors import Damaged, NotARepository, NotFound, PreconditionFailed
 from .format import key_files, keys
 from .format.marker import Marker
 from .format.root import REPAIR, Root
@@ -26,6 +26,7 @@ from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
 from .verify_progress import VerifyJournal
 from .version import Version
+from .version_selector import VersionSelector, select
 
 
 class Repository(Catalog):
@@ -55,22 +56,22 @@ class Repository(Catalog):
         entries = self.root().versions
         return self.at(entries[-1], siblings=entries) if entries else None
 
-    def version(self, id: int) -> Version:
-        """Open the version with an id.
+    def version(self, which: VersionSelector) -> Version:
+        """Open a version.
 
         Args:
-            id: The id, as ``raystow ls`` shows it.
+            which: Its id, the name of a pin, ``"step:60"`` (the newest version of that step), ``"latest"``, or a ``Version``, for
+                what has become of it since.
 
         Returns:
             The version.
 
         Raises:
-            StateError: There is no such version.
+            NotFound: There is no such version.
+            StateError: ``which`` is none of these.
         """
-        for version in self.versions():
-            if version.id == id:
-                return version
-        raise StateError(f"there is no version {id}", subject=self.uri, remedy="`raystow ls` lists the versions")
+        root = self.root()
+        return self.at(select(root, which, self.uri), siblings=root.versions)
 
     def verify(
         self,
@@ -106,7 +107,8 @@ class Repository(Catalog):
             move: Whether the name may be taken from another version.
 
         Raises:
-            StateError: The version was dropped, or another one has the name.
+            StateError: The version was dropped, another one has the name, or the name is a number, ``latest`` or begins with
+                ``step:``.
         """
 
         pins.pin(self, version, name, move=move)

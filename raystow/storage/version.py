@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -75,24 +76,24 @@ class Version:
     def __init__(
         self, store: ObjectStore, entry: Entry, repository: str, trust: Trust | None = None, siblings: Sequence[Entry] = ()
     ) -> None:
-        self._store, self.entry, self._repository, self._trust, self.siblings = store, entry, repository, trust, siblings
+        self.store, self.entry, self.repository_id, self.trust, self.siblings = store, entry, repository, trust, siblings
         self.id, self.step, self.created = entry.id, entry.step, entry.created
         self.raw, self.bytes = entry.raw, entry.stored
         self._boxes: dict[int, dict[tuple[str, Box], Chunk]] = {}  # by fragment
 
     def __repr__(self) -> str:
-        return f"Version(id={self.id}, step={self.step}, bytes={self.bytes}, uri={self._store.uri!r})"
+        return f"Version(id={self.id}, step={self.step}, bytes={self.bytes}, uri={self.store.uri!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Version) and (self._repository, self.entry) == (other._repository, other.entry)
+        return isinstance(other, Version) and (self.repository_id, self.entry) == (other.repository_id, other.entry)
 
     def __hash__(self) -> int:
-        return hash((self._repository, self.entry))
+        return hash((self.repository_id, self.entry))
 
     def __reduce__(self) -> tuple[object, ...]:
         users = needed(self.siblings, [self.id])
         siblings = tuple(entry for entry in self.siblings if entry.id in users)
-        return Version, (self._store, self.entry, self._repository, self._trust, siblings)
+        return Version, (self.store, self.entry, self.repository_id, self.trust, siblings)
 
     @property
     def attempt(self) -> str:
@@ -112,10 +113,10 @@ class Version:
         """
         key = self.record_key
         data = self._checked(key, self.entry.size, self.entry.digest, MAX_RECORD)
-        trust = self._trust or key_files.trust() or Trust()
-        trust.check(self._store, self._repository, self.id, self.attempt, bytes.fromhex(self.entry.digest))
+        trust = self.trust or key_files.trust() or Trust()
+        trust.check(self.store, self.repository_id, self.id, self.attempt, bytes.fromhex(self.entry.digest))
         record = VersionRecord.load(data, key)
-        if (record.repository, record.id, record.attempt) != (self._repository, self.id, self.attempt):
+        if (record.repository, record.id, record.attempt) != (self.repository_id, self.id, self.attempt):
             raise Damaged("the record belongs to another version", subject=key)
         if (record.step, record.created) != (self.step, self.created):  # the root is not signed
             raise Damaged(f"the root says step {self.step}, the record {record.step}", subject=key)
@@ -149,10 +150,10 @@ class Version:
     def sibling(self, id: int) -> Version | None:
         """Another version of the repository, where the root says that it lies now; or where it lay when this one was found, if
         the root does not hold it any more, or this one: what this one needs may have been thinned when it was itself."""
-        entries = RootRegister(self._store, SYSTEM, repository=self._repository).read().versions
+        entries = RootRegister(self.store, SYSTEM, repository=self.repository_id).read().versions
         places = (*entries, *self.siblings) if self.entry in entries else (*self.siblings, *entries)
         found = (entry for entry in places if entry.id == id)
-        return next((Version(self._store, entry, self._repository, self._trust) for entry in found), None)
+        return next((Version(self.store, entry, self.repository_id, self.trust) for entry in found), None)
 
     def chunk(self, name: str, box: Box, *, near: int) -> Chunk | None:
         """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand."""
@@ -284,16 +285,41 @@ class Version:
         array = array[rest] if rest else array
         return array[()] if first.kind == manifest.SCALAR else array
 
+    def restore(
+        self,
+        into: dict[str, Any],
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        progress: Callable[[int], None] = lambda nbytes: None,
+    ) -> None:
+        """Fill ``into`` from this version, with or without a Ray cluster.
+
+        Args:
+            into: See ``raystow.restore``.
+            strict: See ``raystow.restore``.
+            cast: See ``raystow.restore``.
+            progress: Called with the decoded bytes of each chunk, from several threads.
+
+        Raises:
+            StateError: Names, shapes or dtypes do not match. ``into`` is unchanged.
+            NotFound: The version was dropped.
+            Damaged: The version is damaged. The content of ``into`` is undefined.
+        """
+        # Found by name, because restoring belongs to a layer above this one, which readers of tensors need not load.
+        module = importlib.import_module("raystow.orchestrator.standalone.restore")
+        module.restore_version(self, into, strict=strict, cast=cast, progress=progress)
+
     def reader(self, *, threads: int | None = None, turn: float = 0.0) -> PackReader:
         """A reader of this version's packs; see there."""
-        return PackReader(self._store, self.id, self.attempt, bases=self.bases, threads=threads, turn=turn)
+        return PackReader(self.store, self.id, self.attempt, bases=self.bases, threads=threads, turn=turn)
 
     def _checked(self, key: str, size: int, digest: str, limit: int) -> bytes:
         if size > limit:
             raise Damaged(f"claims {size} bytes, more than the format allows", subject=key)
         for _ in range(2):  # bytes changed in transit are right the second time
             try:
-                data = self._store.get(key, max_bytes=size)
+                data = self.store.get(key, max_bytes=size)
             except NotFound:
                 raise Damaged("the object is missing", subject=key) from None
             if len(data) == size and stored_digest(data).hex() == digest:

@@ -13,8 +13,8 @@ from trial_state import blank, same_bits, state_at
 from trial_store import Place, belonging
 from tripwire import Message, Point, Target
 
-from raystow.orchestrator.restore.latest import restore
-from raystow.orchestrator.restore.planner import RestoreOptions
+from raystow.orchestrator.restore.plan import silent
+from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.storage.errors import NotARepository, NotFound
 from raystow.storage.repository import Repository, open_repository
 
@@ -153,7 +153,7 @@ def _check(uri: str, known: set[int], *, keep: int) -> Repository:
                 state, wanted = blank(rank=rank), state_at(version.step, version.metrics["salt"], rank=rank)
                 if not version.resumable:
                     del state["optimizer"], wanted["optimizer"]
-                restore(version, state, RestoreOptions(rank))
+                plan_restore(version, state, RestoreOptions(rank)).execute(silent)
                 assert same_bits(state, wanted), f"other bits: {version}"
     live = {version.id for version in versions}
     lost = set(sorted(known | live)[-keep:]) - live

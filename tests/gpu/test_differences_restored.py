@@ -14,8 +14,6 @@ import torch
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.restore.latest import restore
-from raystow.orchestrator.restore.planner import RestoreOptions
 from raystow.storage.coding import kernels as host
 from raystow.storage.coding.digest import finish, raw_digest
 from raystow.storage.format import keys
@@ -70,7 +68,7 @@ def test_a_chain_is_decoded_without_the_host(id: int, caplog: pytest.LogCaptureF
     with caplog.at_level(logging.INFO):
         for names in (list(expected), ["weights"], ["weights", "few"]):
             some = {name: into[name].zero_() for name in names}
-            restore(version, some, RestoreOptions(strict=False))
+            version.restore(some, strict=False)
             assert {name: blake3.blake3(as_bytes(tensor)).hexdigest() for name, tensor in some.items()} == {
                 name: expected[name] for name in names
             }
@@ -120,7 +118,7 @@ def test_a_row_comes_back_bit_for_bit(
         told = list[int]()
         into = {name: torch.zeros_like(tensor, device="cuda") for name, tensor in state.items()}
         with caplog.at_level(logging.INFO):
-            restore(version, into, progress=told.append)
+            version.restore(into, progress=told.append)
         assert {name: as_bytes(into[name]) == as_bytes(state[name]) for name in state} == dict.fromkeys(state, True)
         assert sum(told) == sum(tensor.nbytes for tensor in state.values())
     assert "on the CPU" not in caplog.text
@@ -165,7 +163,7 @@ def test_a_damaged_base_is_named_with_what_needs_it(
         with pytest.raises(
             raystow.Damaged, match=rf"{name}'.*not match.*; '{name}' of version 3 is a difference to it"
         ) as raised:
-            restore(versions[2], into, RestoreOptions(strict=False))
+            versions[2].restore(into, strict=False)
         assert raised.value.subject == key
     finally:
         store.put(key, [data])

@@ -58,8 +58,8 @@ class Rank:
         """The version of the oldest save not yet asked for."""
         return self.pending.pop(0).result(timeout)
 
-    def restore(self) -> raystow.Version | None:
-        return self.checkpointer.restore_latest(into=self.state)
+    def restore(self, version: int | str | raystow.Version = "latest") -> raystow.Version | None:
+        return self.checkpointer.restore(self.state, version)
 
     def pid(self) -> int:
         return os.getpid()

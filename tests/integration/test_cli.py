@@ -129,11 +129,6 @@ def test_show_tells_what_a_version_holds(run_folder: Path) -> None:
     assert facts["largest"][0]["shape"] == [600, 100]
 
 
-@pytest.mark.parametrize(("which", "id"), [("1", 1), ("best", 2), ("latest", 3)])
-def test_a_version_goes_by_id_pin_or_latest(run_folder: Path, which: str, id: int) -> None:
-    assert run_json("show", run_folder, which)["id"] == id
-
-
 def test_show_for_people_fits_80_columns(run_folder: Path) -> None:
     result = run("show", run_folder, "best")
     assert result.exit_code == 0

@@ -8,6 +8,7 @@ import re
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -92,6 +93,44 @@ def test_what_only_some_tests_see_has_a_schema_too(runs: Path) -> None:
     run_json("unpin", llama, run_json("pin", llama, 1, "x")["name"])
     run_json("import", runs / "out", runs / "imported", "--step", run_json("restore", llama, "--output", runs / "out")["step"])
     assert run_json("ls", runs / "nowhere", code=4)["error"]["kind"] == "NotARepository"
+
+
+TAKING_A_VERSION = {
+    "show": (("VERSION",), ("id",)),
+    "diff": (("VERSION", "VERSION"), ("after", "version")),
+    "verify": (("VERSION",), ("versions", 0, "id")),
+    "restore": (("VERSION", "--output", "OUT"), ("version",)),
+    "plan": (("VERSION",), ("version",)),
+    "pin": (("VERSION", "again", "--move"), ("version",)),
+    "compact": (("VERSION", "--dry-run"), None),
+}
+"""The words of each command, and where its output has the version's id."""
+
+
+def test_every_command_that_takes_a_version_is_tested() -> None:
+    taking = {name for name, command in COMMANDS.items() if any(option.metavar == "VERSION" for option in command.params)}
+    assert taking == TAKING_A_VERSION.keys()
+
+
+@pytest.mark.parametrize("command", TAKING_A_VERSION)
+def test_a_version_goes_by_id_pin_step_or_latest(runs: Path, command: str) -> None:
+    llama, (words, place) = runs / "llama", TAKING_A_VERSION[command]
+    run_json("pin", llama, 2, "best")
+
+    def output(which: str, code: int = 0) -> dict[str, Any]:
+        named = {"VERSION": which, "OUT": runs / f"out-{which}"}
+        return run_json(command, llama, *(named.get(word, word) for word in words), code=code)
+
+    for which, id in (("1", 1), ("best", 2), ("step:300", 3), ("step:100", 1), ("latest", 3)):
+        found: Any = output(which)
+        for key in place or ():
+            found = found[key]
+        assert place is None or found == id
+    for which, what in (("9", "version 9"), ("bset", "pin 'bset'"), ("step:150", "version of step 150")):
+        error = output(which, code=4)["error"]
+        assert (error["kind"], error["what"]) == ("NotFound", f"there is no {what}")
+        assert error["remedy"].startswith("the newest versions are 1 (step 100), 2 (step 200), 3 (step 300), and pins are ")
+    assert output("step:x", code=2)["error"]["what"] == "version is 'step:x'"
 
 
 def test_bash_completes_commands_and_options() -> None:

@@ -74,7 +74,7 @@ def test_what_is_not_there(folder):
     assert pins(folder) == {"good": 1}
 
 
-@pytest.mark.parametrize("name", ["latest", "7", "", " ", "a\x1b[31m", "x" * 101])
+@pytest.mark.parametrize("name", ["latest", "7", "step:7", "step:x", "", " ", "a\x1b[31m", "x" * 101])
 def test_names_that_no_command_would_find_are_refused(folder, name):
     assert run("pin", folder, 1, name).exit_code == 2
     assert pins(folder) == {}

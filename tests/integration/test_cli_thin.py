@@ -16,8 +16,6 @@ from cli_runner import ran, run_json
 from local_cluster import LocalCluster
 
 import raystow
-from raystow.orchestrator.restore.latest import restore
-from raystow.orchestrator.restore.planner import RestoreOptions
 from raystow.storage.errors import StateError
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository, open_repository
@@ -69,7 +67,7 @@ def blank(step: int = 9) -> dict[str, Any]:
 def check_thin(repository: Repository, id: int) -> None:
     version = repository.version(id)
     into = blank()
-    restore(version, into)
+    version.restore(into)
     assert same(into, {"model": mixed_precision_state(id)["model"], "step": id})
     repository.verify(version)
     assert not version.resumable
@@ -94,7 +92,7 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
         check_thin(repository, id)
     for version in repository.versions()[2:]:
         into = mixed_precision_state(9)
-        restore(version, into)
+        version.restore(into)
         assert same(into, mixed_precision_state(version.step))
     assert [row["groups"] for row in run_json("ls", folder)["versions"]] == [["weights"], ["weights"], None, None]
     assert "weights only" in ran("ls", folder).stdout
@@ -125,7 +123,7 @@ def test_prune_rounds_what_it_thins(folder: Path) -> None:
     assert done["thinned"] == [1, 2, 3]
     for id in (1, 2, 3):
         into, version = blank(), repository.version(id)
-        restore(version, into)
+        version.restore(into)
         for name, wanted in mixed_precision_state(id)["model"].items():
             found = into["model"][name]
             assert same(found, wanted) if wanted.dim() == 1 else 0 < ((found - wanted) / wanted).abs().max() <= 2**-5
@@ -177,11 +175,11 @@ def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, c
     assert [entry.id for entry in plan.execute()] == [1]
     into = mixed_precision_state(9)
     with pytest.raises(StateError, match=r"optimizer\.exp_avg.*was thinned at 20.* UTC and holds its weights only") as caught:
-        restore(repository.version(2), into)
+        repository.version(2).restore(into)
     assert "newer version" in caught.value.remedy
     assert same(into, mixed_precision_state(9)), "nothing was touched"
     with caplog.at_level(logging.WARNING):
-        restore(repository.version(2), into, RestoreOptions(strict=False))
+        repository.version(2).restore(into, strict=False)
     assert "was thinned" in caplog.text
     assert same(into, {**mixed_precision_state(9), "model": mixed_precision_state(2)["model"], "step": 2})
     whole = mixed_precision_state(9)

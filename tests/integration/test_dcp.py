@@ -325,7 +325,9 @@ def test_steps_versions_and_metadata(uri: str) -> None:
     assert found["w"] == metadata.state_dict_metadata["w"]
     assert isinstance(found["w"], TensorStorageMetadata)
     assert isinstance(found["n"], BytesStorageMetadata)
-    for reader, at in ((Reader(uri), {}), (Reader(uri, version=1), {}), (Reader(uri), {"checkpoint_id": 6})):
+    raystow.open(uri).pin(writer.version, "best")
+    readers = (Reader(uri), Reader(uri, version=1), Reader(uri, version="step:5"), Reader(uri, version="best"))
+    for reader, at in (*((reader, {}) for reader in readers), (Reader(uri), {"checkpoint_id": 6})):
         into = {"w": torch.zeros(3, 2), "n": 0}
         dcp.load(into, storage_reader=reader, no_dist=True, **at)
         assert reader.version is not None

@@ -12,8 +12,8 @@ import torch
 from builders import overwrite_root
 from local_cluster import LocalCluster
 
+from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
-from raystow.orchestrator.restore.latest import restore, restore_latest
 from raystow.orchestrator.restore.planner import plan_restore
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import SaveFailed, StoreUnavailable
@@ -41,7 +41,7 @@ def training(seed: int = 0) -> Iterator[State]:
 
 def same(version: Version, state: State) -> bool:
     into = {group: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for group, of in state.items()}
-    restore(version, into)
+    version.restore(into)
     return all(torch.equal(into[group][name], tensor) for group, of in state.items() for name, tensor in of.items())
 
 
@@ -183,7 +183,7 @@ def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: 
             cluster.repository, Port(), RestoreVote(0, 1, "me", 1, 60.0), lambda: cluster.address(0), here="node-0"
         )
         into = {group: {name: torch.zeros_like(tensor) for name, tensor in of.items()} for group, of in state.items()}
-        assert restore_latest(cluster.repository, into, agreement) == newest
+        assert restore_agreed(cluster.repository, into, agreement) == newest
         assert all(torch.equal(into[group][name], tensor) for group, of in state.items() for name, tensor in of.items())
         plan = plan_restore(agreement.version(newest.entry), into, sources=agreement.sources)
         assert {(part.base, part.source) for part in plan.reads} == {(0, "memory"), (1, "memory")}

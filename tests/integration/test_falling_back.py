@@ -13,8 +13,8 @@ from polling import wait_until
 from ranks import every, start
 
 import raystow
+from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import LocalAgreement
-from raystow.orchestrator.restore.latest import restore_latest
 from raystow.storage.format import keys
 
 SIZE = 100_000
@@ -64,7 +64,7 @@ def test_without_a_cluster_too_but_not_for_one_rank_of_several(tmp_path: Path, c
     assert all(torch.equal(into[name], tensor) for name, tensor in layers(1, SIZE).items())
     assert "VERSION 2 (step 2) IS DAMAGED, falling back to version 1 (step 1)" in caplog.text
     with pytest.raises(raystow.Damaged, match="Checkpointer"):
-        restore_latest(raystow.open(tmp_path), into, LocalAgreement(raystow.open(tmp_path), fall_back=False))
+        restore_agreed(raystow.open(tmp_path), into, LocalAgreement(raystow.open(tmp_path), fall_back=False))
 
 
 @pytest.mark.parametrize("alone", [False, True])

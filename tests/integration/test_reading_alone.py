@@ -27,7 +27,8 @@ repository = raystow.open(sys.argv[1])
 version = repository.latest()
 part = version.read("model.w", index=(slice(0, 2), 3))
 into = {"model": {"w": np.zeros((6, 4), np.float32), "h": None}, "step": None, "names": [None]}
-raystow.restore_latest(sys.argv[1], into=into)
+raystow.restore(sys.argv[1], into=into)
+repository.version("step:41").restore(into)
 repository.verify(version)
 print(json.dumps({
     "versions": [v.step for v in repository.versions()],

@@ -9,7 +9,6 @@ import torch
 from local_cluster import LocalCluster
 
 from raystow.orchestrator.coordinator.delta_schedule import DEEPEST
-from raystow.orchestrator.restore.latest import restore
 from raystow.storage.clock import SYSTEM
 from raystow.storage.repair import plan_repair
 from raystow.storage.retention.policy import Policy
@@ -33,7 +32,7 @@ def lora(step: int) -> State:
 def same(version: Version, state: State) -> bool:
     into = {**{name: torch.zeros_like(value) for name, value in state.items() if name != "model"}, "model": {}}
     into["model"] = {name: torch.zeros_like(value) for name, value in state["model"].items()}
-    restore(version, into)
+    version.restore(into)
 
     def bits(of: State) -> dict[str, bytes]:
         flat = {**of["model"], **{name: value for name, value in of.items() if name != "model"}}

@@ -15,8 +15,6 @@ from local_cluster import LocalCluster
 from torch import nn
 
 from raystow.orchestrator.cli.pricing import savings
-from raystow.orchestrator.restore.latest import restore
-from raystow.orchestrator.restore.planner import RestoreOptions
 from raystow.storage.repository import open_repository
 
 SAVES, RESUMABLE, DELTA = 9, 2, 3
@@ -75,7 +73,7 @@ def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None
     assert [v.entry.bases for v in versions] == [(), (1,), (2,), (3,), (), (5,), (6,), (), ()]
     for version, wanted in zip(versions, saved, strict=True):
         into = {name: torch.zeros_like(tensor) for name, tensor in training.state()["model"].items()}
-        restore(version, {"model": into}, RestoreOptions(strict=not version.resumable))
+        version.restore({"model": into}, strict=not version.resumable)
         assert bits(into) == wanted
     assert sum(version.bytes for version in versions) < full / 3
     sizes = [version.bytes for version in versions]

@@ -13,7 +13,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from packs import flip, pack_key
 
-from raystow.orchestrator.restore.latest import restore
 from raystow.orchestrator.restore.planner import plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
 from raystow.storage import invariants
@@ -113,7 +112,7 @@ def test_a_chain_is_read_whole_in_parts_and_in_place() -> None:
     newest, state = versions[-1], states[-1]
     assert np.array_equal(newest.read("w", (slice(140, 160), slice(190, 290, 3))), state["w"][140:160, 190:290:3])
     into = {name: np.zeros_like(array) for name, array in state.items()}
-    restore(newest, into)
+    newest.restore(into)
     assert all(np.array_equal(into[name], array) for name, array in state.items())
     assert [version.record.bases for version in versions] == [(), (1,), (2,), (3,)]
     assert [entry.bases for entry in repo.root().versions] == [(), (1,), (2,), (3,)]

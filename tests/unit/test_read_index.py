@@ -69,8 +69,8 @@ def test_other_indices_are_refused(version: Version, index: Any) -> None:
 
 def test_only_the_chunks_that_overlap_are_read(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = []
-    get_range = version._store.get_range
-    monkeypatch.setattr(version._store, "get_range", lambda key, start, n: ranges.append((start, n)) or get_range(key, start, n))
+    get_range = version.store.get_range
+    monkeypatch.setattr(version.store, "get_range", lambda key, start, n: ranges.append((start, n)) or get_range(key, start, n))
     version.read("row", index=slice(5, 10))
     chunk = version.chunks["row"][1]
     assert ranges == [(chunk.start, chunk.coding.size)]

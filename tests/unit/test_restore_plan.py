@@ -14,8 +14,8 @@ import pytest
 import torch
 from local_cluster import LocalCluster
 
+from raystow.orchestrator.restore.agreed import restore_agreed
 from raystow.orchestrator.restore.agreement import ClusterAgreement
-from raystow.orchestrator.restore.latest import restore_latest
 from raystow.orchestrator.restore.plan import MEMORY, PEER, STORE, Rates, Sources
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.orchestrator.restore.what_if import plan_world
@@ -62,8 +62,8 @@ def version() -> Version:
 
 
 def fresh(version: Version) -> tuple[Version, Counting]:
-    store = Counting(version._store)
-    return Version(store, version.entry, version._repository), store  # type: ignore[arg-type]
+    store = Counting(version.store)
+    return Version(store, version.entry, version.repository_id), store  # type: ignore[arg-type]
 
 
 def test_a_plan_reads_no_pack_and_tells_what_executing_it_reads(version):
@@ -196,7 +196,7 @@ def test_a_restore_logs_its_plan_and_the_bytes_by_source(caplog):
             cluster.repository, port, RestoreVote(0, 2, "me", 1, 60.0), lambda: cluster.address(0), here="node-0"
         )
         into = two_tensors(2)
-        assert restore_latest(cluster.repository, into, agreement, RestoreOptions(world_size=2)) == saved
+        assert restore_agreed(cluster.repository, into, agreement, RestoreOptions(world_size=2)) == saved
     assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
     plan, read = (entry.getMessage() for entry in caplog.records if "MB from" in entry.getMessage())
     assert plan.startswith("restoring version 1 (step 5): ")
@@ -245,7 +245,7 @@ def test_what_is_wrong_in_memory_is_read_from_the_store(caplog):
             cluster.repository, Port(RestoreChoice(saved.entry)), RestoreVote(0, 1, "me", 1, 60.0), lambda: cluster.address(0)
         )
         into = two_tensors(2)
-        assert restore_latest(cluster.repository, into, agreement) == saved
+        assert restore_agreed(cluster.repository, into, agreement) == saved
     assert all(torch.equal(into[name], two_tensors(1)[name]) for name in "ab")
     assert "is read past the node worker" in caplog.text
 
@@ -291,7 +291,7 @@ def test_chunks_stay_for_the_slower_ranks_of_the_node(caplog):
             agreement = ClusterAgreement(
                 restarted.repository, port, RestoreVote(rank, 2, f"{rank}", 1, 60.0), lambda: restarted.address(0)
             )
-            assert restore_latest(restarted.repository, two_tensors(2), agreement, RestoreOptions(rank, 2)) == saved
+            assert restore_agreed(restarted.repository, two_tensors(2), agreement, RestoreOptions(rank, 2)) == saved
 
         quick = beside.submit(restore, 0)
         assert port.first.wait(60)

@@ -9,7 +9,7 @@ from fake_clock import FakeClock
 from raystow.orchestrator.restore.rounds import RestoreRound, RestoreRounds
 from raystow.orchestrator.restore.version_cache import VersionCache
 from raystow.storage.committer import Committer
-from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, StoreUnavailable
+from raystow.storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.format.root import Entry
 from raystow.storage.retention.policy import Policy
@@ -300,3 +300,106 @@ def test_a_restore_is_told_once_with_what_all_ranks_have_read(run):
     assert (told.version, told.step, told.ranks, told.read) == (old.id, old.step, 2, {"memory": 7, "store": 10})
     assert (told.at, told.seconds) == (run.clock.now(), 2)
     assert run.rounds.restored() == []
+
+
+def ask(run: RestoringRun, rank: int, version: str, tried: Entry | None = None, damage: str = "") -> RestoreRound:
+    return run.rounds.vote(RestoreVote(rank, 2, f"a{rank}", 1, 60.0, tried, damage, version=version))
+
+
+@pytest.mark.parametrize("version", ["2", "step:1", "good"])
+def test_all_restore_the_version_that_they_ask_for(run, version):
+    """It is leased, and no save in memory takes its place."""
+    chosen = run.commit(3)[1]
+    run.repository.pin(run.repository.version(2), "good")
+    held = in_memory(run)
+    round = run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0, version=version), held)
+    assert not round.answers(None)
+    assert ask(run, 1, version).answer(None) == round.answer(None) == chosen
+    assert run.leases() == [(chosen.id, chosen.attempt)]
+    for rank in range(2):
+        ask(run, rank, version, chosen)
+    assert round.answer(chosen) == chosen
+    assert run.leases() == []
+
+
+def test_the_same_step_is_the_same_version_for_all(run):
+    """Also if a newer version of the step comes between two ranks."""
+    (old,) = run.commit(1)
+    round = ask(run, 0, "step:0")
+    run.commit(1)
+    assert ask(run, 1, "step:0").answer(None) == round.answer(None) == old
+
+
+def test_ranks_that_ask_for_different_versions_are_all_told(run):
+    run.commit(2)
+    rounds = [ask(run, 0, "latest"), ask(run, 1, "1")]
+    for rank, round in enumerate(rounds):
+        assert round.answers(None)
+        with pytest.raises(StateError, match=r"different versions are asked for: 'latest' by ranks \[0\], '1' by ranks \[1\]"):
+            ask(run, rank, "latest").answer(None)
+    assert run.leases() == []
+    assert run.vote(0, number=2).version == "latest"
+
+
+def test_many_ranks_that_ask_for_another_version_are_counted(run):
+    run.commit(2)
+    for rank in range(20):
+        round = run.rounds.vote(RestoreVote(rank, 20, "a", 1, 60.0, version="1" if rank else "2"))
+    with pytest.raises(StateError, match=r"'2' by ranks \[0\], '1' by ranks \[1, 2, 3, 4, 5, 6, 7, 8\] and 11 more"):
+        round.answer(None)
+
+
+def test_a_version_that_does_not_exist_is_an_error_for_all(run):
+    run.commit(2)
+    first = ask(run, 0, "best")
+    assert not first.answers(None)
+    for round in (first, ask(run, 1, "best")):
+        assert round.answers(None)
+        with pytest.raises(NotFound, match=r"there is no pin 'best' .*1 \(step 0\), 2 \(step 1\)"):
+            round.answer(None)
+
+
+def test_different_versions_of_which_one_is_missing(run):
+    run.commit(1)
+    for round in [ask(run, 0, "best"), ask(run, 1, "latest")]:
+        with pytest.raises(StateError, match="'best' by ranks"):
+            round.answer(None)
+
+
+def test_an_empty_repository_has_no_version_to_ask_for(run):
+    with pytest.raises(NotFound, match=r"there is no version 1 \(the first save creates a version\)"):
+        ask(run, 0, "1").answer(None)
+
+
+def test_a_chosen_version_that_is_damaged_is_not_replaced(run, caplog):
+    chosen = run.commit(3)[1]
+    rounds = [ask(run, rank, "2") for rank in range(2)]
+    ask(run, 0, "2", chosen)
+    ask(run, 1, "2", chosen, "weights.pack: the object is cut")
+    for round in rounds:
+        with pytest.raises(Damaged, match=r"version 2 \(step 1\): rank 1: weights.pack: the object is cut \(choose another"):
+            round.answer(chosen)
+    assert "falling back" not in caplog.text
+    assert (run.leases(), len(run.damaged)) == ([], 1)
+
+
+def test_a_chosen_version_that_is_dropped_meanwhile_is_an_error(run, monkeypatch):
+    """It is not in the root any more when its lease is written."""
+    run.commit(2)
+    root = run.known.root()
+    monkeypatch.setattr(run.known, "root", lambda: root)
+    run.repository.plan_retention(Policy(keep_last=1)).execute()
+    for round in [ask(run, 0, "1"), ask(run, 1, "1")]:
+        with pytest.raises(NotFound, match="version 1 was dropped meanwhile"):
+            round.answer(None)
+
+
+def test_a_restarted_coordinator_goes_on_with_the_chosen_version(run):
+    chosen = run.commit(3)[0]
+    for rank in range(2):
+        ask(run, rank, "1")
+    run.rounds = RestoreRounds(run.repository, run.clock, run.known)
+    first = ask(run, 0, "1", chosen)
+    assert not first.answers(chosen)
+    ask(run, 1, "1", chosen)
+    assert first.answer(chosen) == chosen

@@ -10,7 +10,6 @@ import numpy as np
 import pytest
 from local_cluster import LocalCluster
 
-from raystow.orchestrator.restore.latest import restore
 from raystow.storage.clock import SYSTEM
 from raystow.storage.gc_pause import uncollected
 
@@ -63,6 +62,6 @@ def test_nothing_is_collected_before_a_restore_is_over() -> None:
     seen = list[bool]()
     with LocalCluster(f"memory://uncollected-{SYSTEM.token()}") as cluster:
         version = cluster.save({"w": np.ones(3)}, step=1)
-        restore(version, {"w": np.zeros(3)}, progress=lambda nbytes: seen.append(gc.isenabled()))
+        version.restore({"w": np.zeros(3)}, progress=lambda nbytes: seen.append(gc.isenabled()))
     assert seen == [False]
     assert gc.isenabled()

@@ -18,7 +18,7 @@ from .target import Target, open_target
 def compact(
     uri: Uri,
     version: Annotated[
-        list[str] | None, typer.Argument(metavar="VERSION", help="Only these versions: ids, pin names, or 'latest'.")
+        list[str] | None, typer.Argument(metavar="VERSION", help="Only these versions: ids, pin names, 'step:60', or 'latest'.")
     ] = None,
     dry_run: DryRun = False,
     yes: Yes = False,

@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ...storage.errors import NotFound
+from ...storage.version_selector import LATEST
 from . import options
-from .options import LATEST, Json, number, seconds
+from .options import Json, number, seconds
 from .output import billed, count, emit, out, price, say, table
 from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, monthly_bill, savings
 from .target import open_target

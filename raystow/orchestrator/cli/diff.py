@@ -8,8 +8,9 @@ from typing import Annotated
 import typer
 
 from ...storage.version import Version
+from ...storage.version_selector import LATEST
 from .exit_codes import DIFFERENT
-from .options import LATEST, Json, Uri, Which, number
+from .options import Json, Uri, Which, number
 from .output import count, emit, out, printable, ratio, size, table
 from .progress import progress_bar
 from .target import Target, open_target

@@ -9,8 +9,6 @@ from typing import Annotated
 
 import typer
 
-LATEST = "latest"
-
 _SECONDS = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 _BYTES = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
@@ -80,7 +78,7 @@ gpu_price = dollars(help="Price of one GPU hour.")
 Uri = Annotated[
     str, typer.Argument(metavar="URI", help="Repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)
 ]
-Which = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, pin name, or 'latest'.")]
+Which = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, pin name, 'step:60', or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]
 DryRun = Annotated[bool, typer.Option("--dry-run", help="Print what would change, and change nothing.")]
 Yes = Annotated[bool, typer.Option("--yes", "-y", help="Do not ask for confirmation.")]

@@ -7,7 +7,8 @@ from typing import Annotated
 import typer
 
 from ...storage.errors import NotFound
-from .options import LATEST, Json, Uri, Which
+from ...storage.version_selector import is_reserved
+from .options import Json, Uri, Which
 from .output import emit, printable, say
 from .target import open_target
 
@@ -26,11 +27,11 @@ def pin(
     """Keep a version under a name.
 
     Retention never drops a pinned version, and each command that takes a VERSION accepts the name. A name belongs to one version;
-    a version may have several names. `latest`, numbers and names that begin with `-` are refused.
+    a version may have several names. `latest`, numbers and names that begin with `-` or `step:` are refused.
 
     Example:  raystow pin s3://bucket/runs/llama 7 best
     """
-    if name.isdecimal() or name == LATEST or name.startswith("-"):
+    if is_reserved(name) or name.startswith("-"):
         raise typer.BadParameter(f"{name!r} has another meaning: choose a name such as best or release-1")
     if not name.strip() or not name.isprintable() or len(name) > _LONGEST:
         raise typer.BadParameter(f"a name has 1 to {_LONGEST} printable characters, such as best or release-1")

@@ -8,10 +8,11 @@ from typing import Annotated
 
 import typer
 
+from ...storage.version_selector import LATEST
 from ..restore.plan import Rates
 from ..restore.what_if import Reads, plan_world
 from . import options
-from .options import LATEST, Json, Uri, Which, number
+from .options import Json, Uri, Which, number
 from .output import count, emit, fields_of, out, say, size, table
 from .target import open_target
 

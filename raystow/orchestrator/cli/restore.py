@@ -8,8 +8,9 @@ from typing import Annotated
 
 import typer
 
+from ...storage.version_selector import LATEST
 from . import options, version_files
-from .options import LATEST, Json, Uri, Which
+from .options import Json, Uri, Which
 from .output import count, dimensions, emit, out, printable, size
 from .output_dir import new_folder
 from .progress import progress_bar

@@ -9,7 +9,8 @@ from ...storage.delta_chain import base_chain
 from ...storage.format import values
 from ...storage.retention.compaction_policy import estimate
 from ...storage.version import TensorInfo, Version
-from .options import LATEST, Json, Uri, Which
+from ...storage.version_selector import LATEST
+from .options import Json, Uri, Which
 from .output import age, count, dimensions, emit, moment, out, printable, ratio, ratio_text, size, table
 from .target import Target, open_target
 

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ...storage.errors import NotFound
 from ...storage.format.root import Entry, Root
 from ...storage.repository import Repository, open_repository
 from ...storage.version import Version
-from .options import LATEST
+from ...storage.version_selector import select
 from .output import age, size
 
 
@@ -44,18 +43,12 @@ class Target:
         return [self.repository.at(entry, siblings=self.root.versions) for entry in self.root.versions]
 
     def version(self, which: str) -> Version:
-        """Return the version with this id or pin.
+        """Return a version, as ``Repository.version`` does.
 
         Raises:
-            NotFound: no version has this id or pin.
+            NotFound: there is no such version.
         """
-        id = int(which) if which.isdecimal() else self.root.pins.get(which)
-        found = [v for v in self.versions() if v.id == id or which == LATEST]
-        if not found:
-            what = "there is no version yet" if which == LATEST else f"there is no version or pin {which!r}"
-            remedy = "the first save creates one" if which == LATEST else "`raystow ls` lists versions and pins"
-            raise NotFound(what, subject=self.uri, remedy=remedy)
-        return found[-1]
+        return self.repository.at(select(self.root, which, self.uri), siblings=self.root.versions)
 
     def pins(self, id: int) -> list[str]:
         """Return the names under which a version is pinned."""

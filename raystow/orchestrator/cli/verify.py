@@ -18,8 +18,9 @@ from ...storage.repository import Repository
 from ...storage.verify import Verified
 from ...storage.verify_progress import VerifyJournal, journal
 from ...storage.version import Version
+from ...storage.version_selector import LATEST
 from .exit_codes import error_report, exit_code
-from .options import LATEST, Json, Uri
+from .options import Json, Uri
 from .output import count, emit, out, printable, say, size
 from .progress import versions_bar
 from .target import open_target
@@ -35,7 +36,7 @@ BACK = 24
 def verify(
     uri: Uri,
     version: Annotated[
-        str | None, typer.Argument(metavar="VERSION", help="Version id, pin name, or 'latest' (the default).")
+        str | None, typer.Argument(metavar="VERSION", help="Version id, pin name, 'step:60', or 'latest' (the default).")
     ] = None,
     deep: Annotated[bool, typer.Option("--deep", help="Read every byte and check it against its digests.")] = False,
     all: Annotated[bool, typer.Option("--all", help="Check every version, oldest first, past damaged ones.")] = False,

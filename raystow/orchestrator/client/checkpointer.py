@@ -21,6 +21,7 @@ from ...storage.repository import Repository
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
 from ...storage.version import Version
+from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers import ray_metrics
 from ...workers.cache.host_memory import memory_limit
 from ...workers.node.actor import node_actor
@@ -34,8 +35,8 @@ from ..coordinator.delta_schedule import Delta
 from ..coordinator.housekeeping import kept_by_a_run
 from ..coordinator.ray_client import RayCoordinatorClient, coordinator_actor
 from ..lossy.profiles import Lossy
+from ..restore.agreed import restore_agreed
 from ..restore.agreement import ClusterAgreement
-from ..restore.latest import restore_latest
 from ..restore.plan import silent
 from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, SavePlan, plan_save
@@ -87,7 +88,7 @@ class Checkpointer:
     Example:
         >>> with raystow.Checkpointer("s3://bucket/run", memory=2 << 30) as checkpointer:
         ...     checkpointer.guard(optimizer)
-        ...     checkpointer.restore_latest(into=state)
+        ...     checkpointer.restore(into=state)
         ...     checkpointer.save(state, step=100)
     """
 
@@ -226,6 +227,61 @@ class Checkpointer:
         """
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
+    def restore(
+        self,
+        into: State,
+        version: VersionSelector = LATEST,
+        *,
+        strict: bool = True,
+        cast: bool = False,
+        allow_uncommitted: bool = True,
+        progress: Callable[[int], None] = silent,
+    ) -> Version | None:
+        """Fill ``into`` from a version. Every rank calls this with the same ``version``, and all restore the same one.
+
+        Bytes come from the memory of the nodes where they are cached, else from the store.
+
+        Args:
+            into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values
+                are replaced in the dicts and lists that hold them.
+            version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``:
+                the newest one. If that is damaged for one rank, all ranks restore the newest whole one before it, with an
+                error in the log.
+            strict: Whether names that only one side has are an error; else they are left unchanged.
+            cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
+            allow_uncommitted: Whether the latest version may be a save that is not durable yet, or could not be uploaded, if all
+                of it is in the memory of the nodes.
+            progress: Called with the decoded bytes of each chunk, from several threads.
+
+        Returns:
+            The version, or None if the latest one is asked for and there is none.
+
+        Raises:
+            StateError: Names, shapes or dtypes do not match, and ``into`` is unchanged; or ``version`` is invalid, or another one
+                than on another rank.
+            NotFound: There is no such version.
+            Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
+            DeadlineExceeded: Another rank did not call within ``timeout`` seconds.
+        """
+        self._check_open()
+        asked = selector_text(version, self._repository_id)
+        self.fence()
+        begun = SYSTEM.monotonic()
+        number = next(self._restores)
+        vote = RestoreVote(
+            *(self.rank, self.world_size, self._incarnation, number, self._timeout),
+            allow_uncommitted=allow_uncommitted,
+            version=asked,
+        )
+        # Not by ``open``, which reads the store: a version in memory can be restored while the store is down.
+        repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
+        agreement = ClusterAgreement(repository, self._port, vote, self._node_worker, here=ray_cluster.node_here())
+        options = RestoreOptions(self.rank, self.world_size, strict, cast)
+        restored = restore_agreed(repository, into, agreement, options, progress=progress)
+        if restored is not None:
+            record(RESTORE, SYSTEM.monotonic() - begun, repository=self.uri)
+        return restored
+
     def restore_latest(
         self,
         into: State,
@@ -235,43 +291,19 @@ class Checkpointer:
         allow_uncommitted: bool = True,
         progress: Callable[[int], None] = silent,
     ) -> Version | None:
-        """Fill ``into`` from the newest version. Every rank calls this, and all restore the same version.
-
-        Bytes come from the memory of the nodes where they are cached, else from the store. If a version is damaged for one rank,
-        the error is logged and all ranks restore the version before it.
+        """Fill ``into`` from the latest version: ``restore`` without ``version``.
 
         Args:
-            into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values
-                are replaced in the dicts and lists that hold them.
-            strict: Whether names that only one side has are an error; else they are left unchanged.
-            cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
-            allow_uncommitted: Whether to restore a save that is not durable yet, or could not be uploaded, if all of it is in
-                the memory of the nodes.
-            progress: Called with the decoded bytes of each chunk, from several threads.
+            into: See ``restore``.
+            strict: See ``restore``.
+            cast: See ``restore``.
+            allow_uncommitted: See ``restore``.
+            progress: See ``restore``.
 
         Returns:
             The version, or None if there is none.
-
-        Raises:
-            StateError: Names, shapes or dtypes do not match. ``into`` is unchanged.
-            Damaged: No version is whole.
-            DeadlineExceeded: Another rank did not call within ``timeout`` seconds.
         """
-        self._check_open()
-        self.fence()
-        begun = SYSTEM.monotonic()
-        number = next(self._restores)
-        vote = RestoreVote(
-            *(self.rank, self.world_size, self._incarnation, number, self._timeout), allow_uncommitted=allow_uncommitted
-        )
-        # Not by ``open``, which reads the store: a version in memory can be restored while the store is down.
-        repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
-        agreement = ClusterAgreement(repository, self._port, vote, self._node_worker, here=ray_cluster.node_here())
-        options = RestoreOptions(self.rank, self.world_size, strict, cast)
-        version = restore_latest(repository, into, agreement, options, progress=progress)
-        if version is not None:
-            record(RESTORE, SYSTEM.monotonic() - begun, repository=self.uri)
-        return version
+        return self.restore(into, strict=strict, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress)
 
     def close(self) -> None:
         """Wait until all saves in flight are durable or have failed, then disconnect from the node worker.

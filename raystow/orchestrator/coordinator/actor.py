@@ -78,7 +78,7 @@ class CoordinatorActor:
                 self._committer = await asyncio.to_thread(Committer, repository, f"{platform.node()}-{SYSTEM.token()}", signer)
                 writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
                 self._known = VersionCache(repository)
-                await asyncio.to_thread(self._known.versions)  # cached while the store answers
+                await asyncio.to_thread(self._known.root)  # cached while the store answers
                 count_damage = functools.partial(metrics.record, metrics.DAMAGED, repository=self._uri)
                 self._rounds = RestoreRounds(repository, SYSTEM, self._known, on_fall_back=count_damage)
                 self._housekeeping = Housekeeping(self._committer)

@@ -1,4 +1,4 @@
-"""A callback for Hugging Face's ``Trainer`` that saves a training and resumes it from the newest version."""
+"""A callback for Hugging Face's ``Trainer`` that saves a training and resumes it from a version."""
 
 from __future__ import annotations
 
@@ -16,13 +16,14 @@ import torch
 from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
 from ..save.state_tree import State
 from . import training_state
 
 
 class Checkpointing(TrainerCallback):
-    """Save every so many optimizer steps, and resume from the newest version.
+    """Save every so many optimizer steps, and resume from a version.
 
     Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and torch's random generators. The numbers that
     the Trainer logged last become the version's metrics. Pass ``save_strategy="no"`` to the arguments, or the Trainer saves files
@@ -41,28 +42,30 @@ class Checkpointing(TrainerCallback):
         self._restored: State | None = None
         self._folder: Path | None = None
 
-    def resume(self, trainer: Trainer) -> str | None:
-        """Restore the newest version into the trainer's model and optimizer.
+    def resume(self, trainer: Trainer, version: VersionSelector = LATEST) -> str | None:
+        """Restore a version into the trainer's model and optimizer.
 
         Args:
             trainer: The Trainer that this callback belongs to.
+            version: See ``raystow.Checkpointer.restore``.
 
         Returns:
-            The value for ``train(resume_from_checkpoint=...)``: None if there is no version, else a folder with weights and
+            The value for ``train(resume_from_checkpoint=...)``: None if there is no version yet, else a folder with weights and
             progress below the arguments' ``output_dir``, one for each machine. It is removed at the end of the training.
 
         Raises:
             StateError: The version does not match the trainer's model and optimizer.
+            NotFound: There is no such version.
         """
         optimizer = trainer.create_optimizer()
         for group in optimizer.param_groups:  # as the learning rate schedule does, which the Trainer makes later
             group.setdefault("initial_lr", group["lr"])
         state = {**training_state.state_of(trainer.model, [optimizer]), "trainer": ""}
-        version = self._checkpointer.restore_latest(into=state)
-        if version is None:
+        restored = self._checkpointer.restore(state, version)
+        if restored is None:
             return None
         self._restored = state
-        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{version.attempt}"
+        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{restored.attempt}"
         with trainer.args.main_process_first(local=True):
             if not self._folder.exists():
                 _write(self._folder, trainer.model, json.loads(state["trainer"])["state"])

@@ -1,4 +1,4 @@
-"""A callback for PyTorch Lightning that saves a training and resumes it from the newest version."""
+"""A callback for PyTorch Lightning that saves a training and resumes it from a version."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ import torch
 from lightning.pytorch import Callback, LightningModule, Trainer
 
 from ...storage.errors import StateError
+from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
 from ..save.state_tree import State
 from . import training_state
 
 
 class Checkpointing(Callback):
-    """Restore the newest version when ``fit`` starts, and save regularly.
+    """Restore a version when ``fit`` starts, and save regularly.
 
     Saved are weights, optimizers, learning rate schedulers, the progress of the Trainer's loops, and torch's random generators.
     ``trainer.callback_metrics`` become the version's metrics. Pass ``enable_checkpointing=False`` to the Trainer, or Lightning
@@ -27,23 +28,30 @@ class Checkpointing(Callback):
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
         every_n_steps: Save after every so many optimizer steps.
         every_n_epochs: Save after every so many epochs. At least one of the two is required.
+        version: The version to restore, as ``raystow.Checkpointer.restore`` takes it. A training that restarts by itself needs
+            the latest one, or it starts again from here.
 
     Raises:
         StateError: Neither interval is given.
     """
 
     def __init__(
-        self, checkpointer: Checkpointer, *, every_n_steps: int | None = None, every_n_epochs: int | None = None
+        self,
+        checkpointer: Checkpointer,
+        *,
+        every_n_steps: int | None = None,
+        every_n_epochs: int | None = None,
+        version: VersionSelector = LATEST,
     ) -> None:
         if every_n_steps is None and every_n_epochs is None:
             raise StateError("the callback has no interval to save at", remedy="pass every_n_steps= or every_n_epochs=")
         self._checkpointer, self._steps, self._epochs = checkpointer, every_n_steps, every_n_epochs
-        self._saved = 0
+        self._version, self._saved = version, 0
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Restore the newest version, if there is one."""
+        """Restore the version, if there is one."""
         state = self._state(trainer, pl_module)
-        if self._checkpointer.restore_latest(into=state) is not None:
+        if self._checkpointer.restore(state, self._version) is not None:
             training_state.load(pl_module, trainer.optimizers, state)
             progress = json.loads(state["trainer"])
             for config, saved in zip(trainer.lr_scheduler_configs, progress["schedulers"], strict=True):

@@ -1,8 +1,8 @@
 """Fills a training state from a version: which version, what is read from where, and where it goes.
 
-The call path from ``Checkpointer.restore_latest`` to the elements of a tensor in ``into``::
+The call path from ``Checkpointer.restore`` to the elements of a tensor in ``into``::
 
-    latest.restore_latest            choose a version with the other ranks, fall back past damaged ones
+    agreed.restore_agreed            choose a version with the other ranks, fall back past damaged ones
       planner.plan_restore           compare ``into`` with the version's manifest
         save.state_tree.flatten      ``into`` as a list of leaves (_walk)
         save.shards.shard_of         the part of each tensor that this rank has, as words in its memory (_torch_shard)

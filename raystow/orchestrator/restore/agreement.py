@@ -17,6 +17,7 @@ from ...storage.log import about
 from ...storage.metrics import RESTORED, record
 from ...storage.repository import Repository
 from ...storage.version import Bases, Version
+from ...storage.version_selector import LATEST, VersionSelector, select, selector_text
 from ...workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from ...workers.protocol.messages import RestoreChoice, RestoreVote
 from .plan import Sources, by_source
@@ -47,13 +48,14 @@ class Agreement(Protocol):
 
 
 class LocalAgreement:
-    """The newest version, leased while it is tried; with ``fall_back``, older ones after it.
+    """The version that is asked for, leased while it is tried; with ``fall_back``, older ones after the latest one.
 
     One of several ranks without a coordinator must not fall back, since the others may not.
     """
 
-    def __init__(self, repository: Repository, *, fall_back: bool) -> None:
+    def __init__(self, repository: Repository, version: VersionSelector = LATEST, *, fall_back: bool) -> None:
         self._repository, self._fall_back = repository, fall_back
+        self._version = selector_text(version, repository.id)
         self.sources = Sources()
         self._lease = contextlib.ExitStack()
         self._siblings: Sequence[Entry] = ()
@@ -62,10 +64,17 @@ class LocalAgreement:
         self._lease.close()
         if tried is not None and not damage:
             return tried
+        if tried is not None and self._version != LATEST:
+            raise none_left(self._repository.uri, self._version, tried, damage, whole=whole)
         if tried is not None and not self._fall_back:
             remedy = "restore through a Checkpointer, with which all ranks fall back together"
             raise Damaged(damage, subject=f"version {tried.id}", remedy=remedy)
-        self._siblings = self._repository.root().versions
+        root = self._repository.root()
+        self._siblings = root.versions
+        if self._version != LATEST:
+            chosen = select(root, self._version, self._repository.uri)
+            self._lease.enter_context(self._repository.lease(self._repository.at(chosen)))
+            return chosen
         older = [entry for entry in self._siblings if tried is None or entry.id < tried.id]
         while older:
             entry = older.pop()
@@ -79,7 +88,7 @@ class LocalAgreement:
             return entry
         if tried is None:
             return None
-        raise none_left(self._repository.uri, tried, damage, whole=whole)
+        raise none_left(self._repository.uri, self._version, tried, damage, whole=whole)
 
     def version(self, entry: Entry) -> Version:
         return self._repository.at(entry, siblings=self._siblings)

@@ -1,7 +1,8 @@
 """The agreement of ranks that restore together on one version.
 
 If each rank read "the newest version" by itself, a commit could come between two of them; and if one finds the newest damaged,
-all must fall back. A state made of two versions is never returned.
+all must fall back. A version that they ask for by name is looked up once, and no other is restored instead. A state made of two
+versions is never returned.
 """
 
 from __future__ import annotations
@@ -13,26 +14,31 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
 from ...storage.clock import Clock
-from ...storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError
+from ...storage.errors import ClusterError, Damaged, DeadlineExceeded, NotFound, RaystowError, StateError
 from ...storage.format.root import Entry
 from ...storage.format.version_record import RestoreInfo
 from ...storage.log import about
 from ...storage.repository import Repository
+from ...storage.version_selector import LATEST, select
 from ...workers.protocol.messages import NO_GROUP, RestoreChoice, RestoreGroup, RestoreVote
 from .version_cache import VersionCache
 
 logger = logging.getLogger(__name__)
 
+_LISTED = 8  # ranks that an error lists for each version
+
 
 @dataclass
 class RestoreRound:
-    """One restore of all ranks. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it;
+    """One restore of all ranks. ``version``: what the first rank asks for; ``asked``: what each does; ``missing``: why there is
+    no such version. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it;
     ``damaged``: that any of them has found damage, and not only that it holds too little.
     ``held``: a candidate that is no version. ``blind``: the store did not answer, and would take no lease either. ``nodes``:
     where the ranks are; once all have ``come``, that is the ``company``. ``begun``: when the first came, in monotonic seconds.
     ``read``: what each has read."""
 
     world_size: int
+    version: str
     candidates: list[Entry]
     deadline: float
     begun: float
@@ -41,6 +47,8 @@ class RestoreRound:
     come: bool = False
     company: RestoreGroup = NO_GROUP
     members: dict[int, tuple[str, int]] = field(default_factory=dict)
+    asked: dict[int, str] = field(default_factory=dict)
+    missing: NotFound | None = None
     votes: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
     held: RestoreChoice | None = None
@@ -51,10 +59,12 @@ class RestoreRound:
 
     def answers(self, tried: Entry | None) -> bool:
         """Whether a rank that has ``tried`` this version can be answered. The first answer waits for all ranks, since they share
-        reads."""
-        if tried is None and self.candidates and not self.come and self.failure is None:
+        reads and must ask for the same version."""
+        if self.done or self.failure is not None:
+            return True
+        if not self.come and (self.missing or (tried is None and self.candidates)):
             return False
-        return self.done or self.failure is not None or tried not in self.candidates[:1]
+        return tried not in self.candidates[:1]
 
     def answer(self, tried: Entry | None) -> Entry | None:
         """The answer for a rank that has ``tried`` this version: the version to restore, or the one that all have restored; None
@@ -72,11 +82,20 @@ def falling_back(tried: Entry, to: Entry, damage: str, *, whole: bool) -> str:
     return f"{version} {tried.id} (step {tried.step}) {what}, falling back to version {to.id} (step {to.step}): {damage}"
 
 
-def none_left(uri: str, last: Entry, damage: str, *, whole: bool) -> Damaged:
-    """The error when no other version is left to try."""
+def none_left(uri: str, version: str, last: Entry, damage: str, *, whole: bool) -> Damaged:
+    """The error when no other version is left to try. ``version``: the one that was asked for."""
+    if version != LATEST:
+        remedy = 'choose another version; "latest" takes the newest one that is whole'
+        return Damaged(damage, subject=f"version {last.id} (step {last.step})", remedy=remedy)
     what = "no version is whole and holds all that is asked for" if whole else "no version is whole"
     remedy = "strict=False and an `into` without the optimizer's state restore the weights of a thinned version" if whole else ""
     return Damaged(f"{what}; the last, {last.id}: {damage}", subject=uri, remedy=remedy)
+
+
+def _listed(ranks: list[int]) -> str:
+    """The first ranks, and how many more there are."""
+    more = f" and {len(ranks) - _LISTED} more" if len(ranks) > _LISTED else ""
+    return f"{ranks[:_LISTED]}{more}"
 
 
 class RestoreRounds:
@@ -102,10 +121,12 @@ class RestoreRounds:
             return failed
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
         round.members[vote.rank] = vote.incarnation, vote.number
+        round.asked[vote.rank] = vote.version
         round.nodes[vote.rank] = vote.node
         if not round.come and len(round.members) == round.world_size:
             round.come, round.company = True, RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
             self.changes += 1
+            self._check_asked(round)
         round.deadline = self._clock.monotonic() + vote.timeout
         if vote.error:
             self._fail(round, ClusterError(f"rank {vote.rank} could not restore: {vote.error}"))
@@ -151,15 +172,37 @@ class RestoreRounds:
                 return round
             else:
                 self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
-        versions, said = self._known.versions()
-        round = RestoreRound(vote.world_size, list(reversed(versions)), 0.0, self._clock.monotonic(), blind=not said)
-        if held is not None and all(held.entry.id > entry.id for entry in round.candidates):
+        root, said = self._known.root()
+        round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
+        round.blind = not said
+        if vote.version != LATEST:
+            try:
+                round.candidates = [select(root, vote.version, self._repository.uri)]
+            except NotFound as error:
+                round.candidates, round.missing = [], error
+        elif held is not None and all(held.entry.id > entry.id for entry in round.candidates):
             round.held = held
             round.candidates.insert(0, held.entry)
         self._lease(round)
-        if round.candidates:
+        if round.candidates or (round.missing and root.versions):
             self._open.append(round)
+        else:
+            round.failure = round.missing  # an empty repository: there is nothing to agree on
         return round
+
+    def _check_asked(self, round: RestoreRound) -> None:
+        """Fail a round that all ranks have come for if they ask for different versions, or for one that does not exist."""
+        ranks: dict[str, list[int]] = {}
+        for rank, version in sorted(round.asked.items()):
+            ranks.setdefault(version, []).append(rank)
+        if len(ranks) > 1:
+            round.candidates.clear()
+            what = ", ".join(f"{version!r} by ranks {_listed(of)}" for version, of in ranks.items())
+            remedy = "pass the same version on all ranks"
+            error = StateError(f"different versions are asked for: {what}", subject=self._repository.uri, remedy=remedy)
+            self._fail(round, error)
+        elif round.missing is not None:
+            self._fail(round, round.missing)
 
     def _succeed(self, round: RestoreRound, entry: Entry) -> None:
         seconds = self._clock.monotonic() - round.begun
@@ -185,7 +228,7 @@ class RestoreRounds:
             log.error("%s", falling_back(entry, round.candidates[0], texts, whole=whole))
             self._lease(round)
         if not round.candidates:
-            self._fail(round, none_left(self._repository.uri, entry, texts, whole=whole))
+            self._fail(round, none_left(self._repository.uri, round.version, entry, texts, whole=whole))
 
     def _lease(self, round: RestoreRound) -> None:
         """Lease the first candidate, so that it is not collected; skip candidates that were dropped."""
@@ -198,8 +241,9 @@ class RestoreRounds:
             try:
                 round.lease.enter_context(self._repository.lease(version))
                 return
-            except NotFound:
+            except NotFound as error:
                 round.candidates.pop(0)
+                round.missing = None if round.version == LATEST else error
 
     def _fail(self, round: RestoreRound, error: RaystowError) -> None:
         round.failure = error

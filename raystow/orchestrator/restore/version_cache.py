@@ -1,13 +1,14 @@
-"""The list of versions, also while the store does not answer: versions in memory can be restored without it."""
+"""The versions and pins of a repository, also while the store does not answer: versions in memory can be restored without it."""
 
 from __future__ import annotations
 
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
+from dataclasses import replace
 
 from ...storage.errors import StoreUnavailable
-from ...storage.format.root import Entry
+from ...storage.format.root import Entry, Root
 from ...storage.log import about
 from ...storage.repository import Repository
 
@@ -15,35 +16,35 @@ logger = logging.getLogger(__name__)
 
 
 class VersionCache:
-    """Call ``versions`` from one thread, ``committed`` from any. ``timeout``: seconds to wait for the root."""
+    """Call ``root`` from one thread, ``committed`` from any. ``timeout``: seconds to wait for the root."""
 
     def __init__(self, repository: Repository, *, timeout: float = 20.0) -> None:
         self._repository, self._timeout = repository, timeout
         self._pool = ThreadPoolExecutor(1, "raystow-root")
-        self._last: tuple[Entry, ...] | None = None
+        self._last: Root | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
         """The versions known last, oldest first."""
-        return self._last or ()
+        return self._last.versions if self._last is not None else ()
 
     @property
     def newest(self) -> Entry | None:
-        return self._last[-1] if self._last else None
+        return self.entries[-1] if self.entries else None
 
     def committed(self, entry: Entry) -> None:
         """Add a version that was committed just now."""
         if self._last is not None:
-            self._last = (*self._last, entry)
+            self._last = replace(self._last, versions=(*self._last.versions, entry))
 
-    def versions(self) -> tuple[tuple[Entry, ...], bool]:
-        """The versions, oldest first, and whether the store has answered; else they are those known last.
+    def root(self) -> tuple[Root, bool]:
+        """The root, and whether the store has answered; else it has the versions known last.
 
         Raises ``StoreUnavailable`` if the store does not answer and never did.
         """
         reading = self._pool.submit(self._repository.root)  # after a read that still waits: its result may be old
         try:
-            self._last = reading.result(self._timeout).versions
+            self._last = reading.result(self._timeout)
         except (StoreUnavailable, FuturesTimeout) as error:
             reading.cancel()
             what = str(error) or f"the store has not returned the root within {self._timeout:.0f} s"

@@ -12,7 +12,6 @@ from killed_store import Killed, KilledStore
 from training_versions import collect
 from weight_history import bases, train, weights
 
-from raystow.orchestrator.restore.latest import restore
 from raystow.orchestrator.restore.planner import plan_restore
 from raystow.storage import invariants
 from raystow.storage.committer import Committer
@@ -95,7 +94,7 @@ def test_it_is_restored_through_all_that_it_needs(repository: Repository, wanted
     into = {"model.scale": torch.zeros(2, 200), "model.w": torch.zeros(200, 200, dtype=torch.bfloat16)}
     plan = plan_restore(version, into)
     assert [part.base for part in plan.reads if part.base] == [1, 2, 3]
-    restore(version, into)
+    version.restore(into)
     assert {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in into.items()} == wanted[3]
 
 

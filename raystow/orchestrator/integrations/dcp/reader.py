@@ -20,6 +20,7 @@ from ....storage.format.manifest import Chunk
 from ....storage.reader import PackReader, Request
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
+from ....storage.version_selector import LATEST, VersionSelector
 from ...argument_checks import address
 from ...restore.fill import fill_on_gpu
 from ...save.shards import bits
@@ -38,8 +39,8 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
 
     Args:
         uri: The repository.
-        version: "latest", or the id of a version. A ``checkpoint_id`` that ends in a number selects the newest version of that
-            step instead.
+        version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``. A
+            ``checkpoint_id`` that ends in a number selects the newest version of that step instead.
         trusted_keys: See ``raystow.open``.
         threads: Requests and decoding threads at a time. None: twice the cores, at most 16.
 
@@ -56,13 +57,11 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
     def __init__(
         self,
         uri: str | os.PathLike[str],
-        version: int | str = "latest",
+        version: VersionSelector = LATEST,
         *,
         trusted_keys: str | os.PathLike[str] | None = None,
         threads: int | None = None,
     ) -> None:
-        if version != "latest" and type(version) is not int:
-            raise StateError(f"version {version!r} is neither 'latest' nor an id", subject=address(uri))
         self.uri, self._requested, self._trusted = address(uri), version, trusted_keys
         self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
         self._step: int | None = None
@@ -79,7 +78,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
     def read_metadata(self) -> Metadata:
         """Return the manifest as DCP's metadata: all chunks of all tensors, and the keys of plain values."""
         self._repository = open_repository(self.uri, trusted_keys=self._trusted)
-        self.version = self._choose(self._repository)
+        self.version = self._repository.version(self._requested if self._step is None else f"step:{self._step}")
         self._metadata = VersionMetadata(self.version)
         return self._metadata.metadata()
 
@@ -116,15 +115,6 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         return future
 
     validate_checkpoint_id = staticmethod(names_step)
-
-    def _choose(self, repository: Repository) -> Version:
-        if type(self._requested) is int:
-            return repository.version(self._requested)
-        found = [version for version in repository.versions() if self._step in (None, version.step)]
-        if not found:
-            what = "there is no version" + ("" if self._step is None else f" of step {self._step}")
-            raise StateError(what, subject=self.uri, remedy="`raystow ls` lists the versions")
-        return found[-1]
 
     def _fill(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         assert self.version is not None

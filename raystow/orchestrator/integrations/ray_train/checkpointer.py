@@ -22,6 +22,7 @@ from ....storage.format.root import Entry
 from ....storage.repository import Repository
 from ....storage.retention.policy import Policy
 from ....storage.version import Version
+from ....storage.version_selector import LATEST, VersionSelector
 from ...client import checkpointer
 from ...client.pending import Pending
 from ...save.state_tree import State
@@ -46,7 +47,7 @@ class Checkpointer(checkpointer.Checkpointer):
     version of a checkpoint. A version that Train drops by its ``CheckpointConfig`` is dropped from the repository; a version that
     Train keeps is pinned there, so that no other retention drops it.
 
-    ``save``, ``restore_latest``, ``report`` and ``close`` are barriers: every rank calls them in the same order. If
+    ``save``, ``restore``, ``report`` and ``close`` are barriers: every rank calls them in the same order. If
     a ``with`` block ends by an exception, ``close`` reports nothing, since other ranks may not call it.
 
     Args:
@@ -104,28 +105,30 @@ class Checkpointer(checkpointer.Checkpointer):
         self.report()
         return pending
 
-    def restore_latest(self, into: State, **options: Any) -> Version | None:
-        """Fill ``into`` from the newest version, then ``report`` versions that an earlier worker group could not report.
+    def restore(self, into: State, version: VersionSelector = LATEST, **options: Any) -> Version | None:
+        """Fill ``into`` from a version, then ``report`` versions that an earlier worker group could not report.
 
-        The newest version of the repository is used, which Train may not know yet.
+        The latest version is that of the repository, which Train may not know yet.
 
         Args:
-            into: See ``raystow.Checkpointer.restore_latest``.
+            into: See ``raystow.Checkpointer.restore``.
+            version: See ``raystow.Checkpointer.restore``. For a ``ray.train.Checkpoint``, pass its ``version_of``.
             options: The other options of that method.
 
         Returns:
-            The version, or None if there is none.
+            The version, or None if the latest one is asked for and there is none.
 
         Raises:
-            StateError: Names, shapes or dtypes do not match.
-            Damaged: No version is whole.
+            StateError: Names, shapes or dtypes do not match, or ``version`` is invalid.
+            NotFound: There is no such version.
+            Damaged: The version is damaged, or no version is whole.
         """
-        version = super().restore_latest(into, **options)
+        restored = super().restore(into, version, **options)
         if self._sync is not None:
             self._sync.collect()
             self._sync.wake()
         self.report()
-        return version
+        return restored
 
     def report(self) -> None:
         """Report the versions committed since the last call to Train. Takes some milliseconds.

@@ -16,9 +16,6 @@ from ....storage.format import records
 from ....storage.format.root import Entry
 from ....storage.repository import Repository, open_repository
 from ....storage.version import Version
-from ...client.rank_discovery import placement
-from ...restore.latest import restore as restore_version
-from ...restore.planner import RestoreOptions
 from ...save.state_tree import State
 
 if TYPE_CHECKING:
@@ -119,7 +116,18 @@ def version_of(checkpoint: Checkpoint, *, uri: str | os.PathLike[str] | None = N
         StateError: The checkpoint does not point to a version.
         NotARepository: There is no repository at ``uri``.
     """
-    return _find(checkpoint, uri)[1]
+    pointer = read(checkpoint)
+    repository = open_repository(os.fspath(uri or pointer.uri))
+    if repository.id != pointer.repository:
+        what = f"the pointer is into repository {pointer.repository}, but this is {repository.id}"
+        raise NotFound(what, subject=repository.uri, remedy="pass uri= if the repository was moved")
+    versions = repository.versions()
+    for version in versions:
+        if (version.id, version.entry.origin) == (pointer.version, pointer.attempt):
+            return version
+    there = ", ".join(str(version.id) for version in versions[-10:]) or "none"
+    what = f"version {pointer.version} (step {pointer.step}) does not exist any more: it was dropped"
+    raise NotFound(what, subject=repository.uri, remedy=f"the newest versions are {there}")
 
 
 def restore(
@@ -134,9 +142,9 @@ def restore(
 
     Args:
         checkpoint: A checkpoint that ``raystow.ray_train.Checkpointer`` reported.
-        into: See ``raystow.restore_latest``.
-        strict: See ``raystow.restore_latest``.
-        cast: See ``raystow.restore_latest``.
+        into: See ``raystow.restore``.
+        strict: See ``raystow.restore``.
+        cast: See ``raystow.restore``.
         uri: Where the repository is now, if it was moved.
 
     Returns:
@@ -147,23 +155,6 @@ def restore(
         StateError: The checkpoint does not point to a version, or ``into`` does not match the version.
         Damaged: The version is damaged; there is no fallback to another one.
     """
-    repository, version = _find(checkpoint, uri)
-    rank, world_size = placement()
-    with repository.lease(version):
-        restore_version(version, into, RestoreOptions(rank, world_size, strict, cast))
+    version = version_of(checkpoint, uri=uri)
+    version.restore(into, strict=strict, cast=cast)
     return version
-
-
-def _find(checkpoint: Checkpoint, uri: str | os.PathLike[str] | None) -> tuple[Repository, Version]:
-    pointer = read(checkpoint)
-    repository = open_repository(os.fspath(uri or pointer.uri))
-    if repository.id != pointer.repository:
-        what = f"the pointer is into repository {pointer.repository}, but this is {repository.id}"
-        raise NotFound(what, subject=repository.uri, remedy="pass uri= if the repository was moved")
-    versions = repository.versions()
-    for version in versions:
-        if (version.id, version.entry.origin) == (pointer.version, pointer.attempt):
-            return repository, version
-    there = ", ".join(str(version.id) for version in versions[-10:]) or "none"
-    what = f"version {pointer.version} (step {pointer.step}) does not exist any more: it was dropped"
-    raise NotFound(what, subject=repository.uri, remedy=f"the newest versions are {there}")

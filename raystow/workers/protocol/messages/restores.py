@@ -10,6 +10,7 @@ from msgspec.structs import replace
 
 from ....storage.format.root import Entry
 from ....storage.limits import MAX_RECORD
+from ....storage.version_selector import LATEST
 from ..codec import Column, Message, Table, Text
 from .reads import NO_GROUP, RestoreGroup
 
@@ -19,7 +20,8 @@ class RestoreVote(Message, frozen=True):
     None at first; ``damage``: what was wrong with it, empty if it is restored; ``whole``: it is not damaged, but holds less than
     is asked for. ``error``: why this rank gives up altogether.
     ``timeout``: the seconds it waits for others. ``allow_uncommitted``: a save that is not durable yet will do. ``node``: the one
-    it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where they came from."""
+    it runs on, if that has a node worker. ``read``: stored bytes that it has read of the version, by where they came from.
+    ``version``: the version that the rank asks for, as ``selector_text`` gives it."""
 
     rank: int
     world_size: int
@@ -33,6 +35,7 @@ class RestoreVote(Message, frozen=True):
     node: Text = ""
     read: Table[Text, int] = {}
     whole: bool = False
+    version: Text = LATEST
 
 
 class RestoreChoice(Message, frozen=True):

@@ -1,4 +1,4 @@
-"""Restores a version, or the newest one that all ranks can restore."""
+"""Restores the version that all ranks agree on."""
 
 from __future__ import annotations
 
@@ -18,17 +18,7 @@ from .planner import RestoreOptions, plan_restore
 logger = logging.getLogger(__name__)
 
 
-@uncollected()
-def restore(version: Version, into: State, options: RestoreOptions = RestoreOptions(), *, progress: Progress = silent) -> None:  # noqa: B008
-    """Fill ``into`` from ``version``, bit for bit. Each rank reads the chunks that overlap its own shards.
-
-    Raises ``StateError`` before anything is changed if ``into`` does not match the version. After ``Damaged`` or ``StoreError``
-    the content of ``into`` is undefined.
-    """
-    plan_restore(version, into, options).execute(progress)
-
-
-def restore_latest(
+def restore_agreed(
     repository: Repository,
     into: State,
     agreement: Agreement,
@@ -36,14 +26,17 @@ def restore_latest(
     *,
     progress: Progress = silent,
 ) -> Version | None:
-    """Restore the newest version that all ranks find whole; return it, or None if there is no version.
+    """Restore the version that the agreement chooses, bit for bit; return it, or None if there is no version.
+
+    Each rank reads the chunks that overlap its own shards. Raises ``StateError`` before anything is changed if ``into`` does not
+    match the version.
 
     A damaged version is logged as an error. The next one tried must hold all tensors of ``into`` that the damaged one holds, also
     with ``strict=False``: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
     no version is left.
     """
     filled = set[str]()
-    newest = entry = agreement.settle(None, "")
+    first = entry = agreement.settle(None, "")
     while entry is not None:
         damage, whole = "", True
         try:
@@ -59,7 +52,7 @@ def restore_latest(
         except Damaged as error:
             damage, whole = str(error), False
         except BaseException as error:
-            if entry == newest or not isinstance(error, Incomplete):
+            if entry == first or not isinstance(error, Incomplete):
                 agreement.give_up(str(error))
                 raise
             damage = str(error)

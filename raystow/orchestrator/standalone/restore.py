@@ -1,0 +1,35 @@
+"""Restores without a Ray cluster: each process reads from the store by itself."""
+
+from __future__ import annotations
+
+from ...storage.format import key_files
+from ...storage.repository import Repository
+from ...storage.version import Version
+from ...storage.version_selector import LATEST, VersionSelector
+from ..client.rank_discovery import placement
+from ..restore.agreed import restore_agreed
+from ..restore.agreement import LocalAgreement
+from ..restore.plan import Progress, silent
+from ..restore.planner import RestoreOptions
+from ..save.state_tree import State
+
+
+def restore(
+    repository: Repository,
+    into: State,
+    version: VersionSelector = LATEST,
+    *,
+    strict: bool = True,
+    cast: bool = False,
+    progress: Progress = silent,
+) -> Version | None:
+    """See ``raystow.restore``."""
+    rank, world_size = placement()
+    agreement = LocalAgreement(repository, version, fall_back=world_size == 1)
+    return restore_agreed(repository, into, agreement, RestoreOptions(rank, world_size, strict, cast), progress=progress)
+
+
+def restore_version(version: Version, into: State, *, strict: bool, cast: bool, progress: Progress) -> None:
+    """See ``Version.restore``."""
+    repository = Repository(version.store, version.repository_id, trust=version.trust or key_files.trust())
+    restore(repository, into, version, strict=strict, cast=cast, progress=progress)

@@ -1,0 +1,94 @@
+"""A version is asked for by its id, by a pin, by its step, as the latest one, or by itself."""
+
+from __future__ import annotations
+
+import pytest
+from builders import empty_record, memory_repository
+
+from raystow.storage.committer import Committer
+from raystow.storage.errors import NotFound, StateError
+from raystow.storage.repository import Repository
+from raystow.storage.retention.policy import Policy
+from raystow.storage.version_selector import is_reserved, select, selector_text
+
+STEPS = (10, 20, 20, 30)
+
+
+@pytest.fixture
+def repository() -> Repository:
+    """Versions 1 to 4; the second and the third are of step 20, and the second is pinned."""
+    made = memory_repository()
+    committer = Committer(made, "me")
+    for step in STEPS:
+        committer.commit(empty_record(committer, step))
+    made.pin(made.version(2), "best")
+    return made
+
+
+@pytest.mark.parametrize(
+    ("which", "id"),
+    [(1, 1), ("1", 1), ("002", 2), ("best", 2), ("latest", 4), ("step:10", 1), ("step:20", 3), ("step:0030", 4)],
+)
+def test_every_form_selects_one_version(repository, which, id):
+    assert repository.version(which).id == id
+
+
+def test_a_version_selects_itself(repository):
+    version = repository.version("best")
+    assert repository.version(version) == version
+    with pytest.raises(StateError, match=f"belongs to repository {repository.id}, not to "):
+        memory_repository().version(version)
+
+
+@pytest.mark.parametrize("which", [None, True, -1, 1.0, "", "step:", "step:x", "step:-1", b"best", ["best"]])
+def test_anything_else_is_refused(repository, which):
+    with pytest.raises(StateError, match='give an id, the name of a pin, "step:60", "latest" or a Version'):
+        repository.version(which)
+
+
+@pytest.mark.parametrize(
+    ("which", "what"),
+    [
+        (9, "there is no version 9"),
+        ("bset", "there is no pin 'bset'"),
+        ("step:25", "there is no version of step 25"),
+        ("9" * 30, f"there is no pin '{'9' * 30}'"),
+    ],
+)
+def test_the_error_says_what_is_asked_for_and_what_exists(repository, which, what):
+    with pytest.raises(NotFound) as caught:
+        repository.version(which)
+    assert (caught.value.what, caught.value.subject) == (what, repository.uri)
+    newest = "1 (step 10), 2 (step 20), 3 (step 20), 4 (step 30)"
+    assert caught.value.remedy == f"the newest versions are {newest}, and pins are best; `raystow ls` lists all"
+
+
+def test_a_dropped_version_is_said_to_be_dropped(repository):
+    gone = repository.version(1)
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    for which in (1, gone):
+        with pytest.raises(NotFound, match="version 1 was dropped"):
+            repository.version(which)
+
+
+def test_an_empty_repository_has_nothing_to_select():
+    for which, what in (("latest", "there is no version yet"), (1, "there is no version 1"), ("best", "there is no pin 'best'")):
+        with pytest.raises(NotFound, match=rf"{what} \(the first save creates a version\)"):
+            memory_repository().version(which)
+
+
+def test_equal_selectors_have_the_same_text(repository):
+    version = repository.version(2)
+    assert {selector_text(which, repository.id) for which in (2, "2", "02", version)} == {"2"}
+    assert selector_text("step:020", repository.id) == "step:20"
+    for which in (1, "best", "latest", "step:20", version):
+        text = selector_text(which, repository.id)
+        assert select(repository.root(), text, "") == select(repository.root(), which, "")
+
+
+@pytest.mark.parametrize("name", ["latest", "7", "007", "step:7", "step:x"])
+def test_a_pin_that_no_selector_would_find_is_refused(repository, name):
+    assert is_reserved(name)
+    with pytest.raises(StateError, match="give a name that is no number"):
+        repository.pin(repository.version(1), name)
+    assert repository.root().pins == {"best": 2}
