@@ -252,6 +252,20 @@ def test_shards_that_are_not_whole_make_no_version(run: CoordinatedRun, replicat
     assert says in run.reason(tickets[0])
 
 
+def test_the_first_plain_tensors_that_differ_are_named(run: CoordinatedRun) -> None:
+    """Also in a later save, in which nobody tells its tensors again."""
+    alike, rest = ("w float32 [3, 4]", "b float32 [4]"), ("w float32 [3, 4]", "b float32 [5]", "more int8 [1]")
+    for step in (1, 2):
+        told = {0: alike, 1: rest} if step == 1 else {0: (), 1: ()}
+        tickets = [
+            run.core.begin(Begin(rank, 2, f"a{rank}", step, "node", step, 60.0, 7 + rank, 7, plain_tensors=told[rank]))
+            for rank in range(2)
+        ]
+        for rank, ticket in enumerate(tickets):
+            run.core.finished(ticket, rank, 7)
+        assert "(rank 1 has b float32 [5], more int8 [1]; rank 0 has b float32 [4])" in run.reason(tickets[0])
+
+
 def test_an_unanswered_commit_keeps_its_objects(run: CoordinatedRun) -> None:
     """And a newer epoch ends all attempts."""
     run.seal([run.begin(0), run.begin(1)])

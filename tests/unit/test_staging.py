@@ -47,6 +47,7 @@ class Plan:
     pieces: list[Chunk]
     coverage: tuple[int, int] = (0, 0)
     owned_dtensors: tuple[str, ...] = ()
+    plain_tensors: tuple[str, ...] = ()
     values: tuple[Any, ...] = ()
     followers: tuple[Any, ...] = ()
 

@@ -36,6 +36,7 @@ class Coordinator:
         self._members: dict[int, str] = {}
         self._joined: dict[int, int] = {}  # rank -> generation in which its process joined
         self._missed: dict[int, dict[int, tuple[int, str]]] = {}  # step -> rank -> number of its failed save, and the reason
+        self._plain_tensors: dict[int, tuple[str, ...]] = {}  # rank -> those of its newest save
         self._generation = 0
         self._world_size: int | None = None  # of that generation, once known
         self._attempts: dict[str, Attempt] = {}
@@ -101,6 +102,8 @@ class Coordinator:
             attempt.retention = begin.retention or attempt.retention
             attempt.expected += begin.expected
             self._check_owners(attempt, begin)
+            if begin.plain_tensors:
+                self._plain_tensors[begin.rank] = begin.plain_tensors
         number = attempt.nodes.setdefault(begin.node, len(attempt.nodes))
         self._abort_if_missed(attempt)
         left = max(0.0, attempt.deadline - self._clock.monotonic())
@@ -115,7 +118,8 @@ class Coordinator:
         odd = [r for r, held in sorted(attempt.replicated.items()) if held != attempt.replicated[0]]
         if odd:
             same = "all ranks must hold the same (names, shapes and dtypes), since they are stored once"
-            self._abort(attempt, f"ranks {odd} hold other plain tensors than rank 0: {same}; shard what differs as DTensors")
+            what = f"ranks {odd} hold other plain tensors than rank 0{self._first_differences(odd[0])}"
+            self._abort(attempt, f"{what}: {same}; shard what differs as DTensors")
             return
         if (attempt.expected - sum(attempt.covered.values())) % MODULUS:
             self._abort(attempt, "the shards of all ranks do not add up to whole tensors: the ranks disagree on their placements")
@@ -309,6 +313,16 @@ class Coordinator:
                 what = f"ranks {other} and {begin.rank} both hold {name!r}, on unrelated meshes"
                 self._abort(attempt, f"{what}: cut both from one mesh, or give the tensors different names")
                 return
+
+    def _first_differences(self, rank: int) -> str:
+        """Name tensors that only ``rank`` or rank 0 has; "" if a restart has lost which they have."""
+        plain = {r: dict.fromkeys(self._plain_tensors.get(r, ())) for r in (rank, 0)}
+        told = [
+            f"rank {one} has {', '.join(only[:3])}"
+            for one, other in ((rank, 0), (0, rank))
+            if (only := [tensor for tensor in plain[one] if tensor not in plain[other]])
+        ]
+        return f" ({'; '.join(told)})" if all(plain.values()) and told else ""
 
     def _abort_if_missed(self, attempt: Attempt) -> None:
         """Abort an attempt that waits for a rank whose save of that step has failed. A retry has a higher number: all ranks count

@@ -30,13 +30,14 @@ class ChunkAssignment:
     """What one rank stores of its ``shards``. ``parts``: by the device that codes them (None: the node worker). ``sources``: by
     the number of a shard, the number of the shard that it seems to be derived from. ``coverage``: the coverage sums of the
     tensors that all ranks must have alike, and of those of which this rank is the first holder; ``owned_dtensors``: the DTensors
-    among the latter."""
+    among the latter. ``plain_tensors``: the tensors that all ranks must have alike, with dtypes and shapes."""
 
     shards: tuple[Shard, ...]
     sources: Mapping[int, int]
     parts: Mapping[int | None, DeviceChunks]
     coverage: tuple[int, int]
     owned_dtensors: tuple[str, ...]
+    plain_tensors: tuple[str, ...]
 
 
 def assign_chunks(
@@ -71,7 +72,8 @@ def assign_chunks(
     replicated = sum(weight for shard, weight in weights if not shard.holders)
     expected = sum(weight for shard, weight in weights if shard.first == rank)
     owned_dtensors = tuple(shard.leaf.name for shard in shards if shard.holders and shard.first == rank)
-    return ChunkAssignment(shards, sources, parts, (replicated % MODULUS, expected % MODULUS), owned_dtensors)
+    plain_tensors = tuple(f"{shard.leaf.name} {shard.dtype} {list(shard.shape)}" for shard in shards if not shard.holders)
+    return ChunkAssignment(shards, sources, parts, (replicated % MODULUS, expected % MODULUS), owned_dtensors, plain_tensors)
 
 
 def _is_derived(shard: Shard, source: Shard) -> bool:

@@ -106,6 +106,10 @@ class SavePlan:
         return self.division.owned_dtensors
 
     @property
+    def plain_tensors(self) -> tuple[str, ...]:
+        return self.division.plain_tensors
+
+    @property
     def pieces(self) -> tuple[PlannedChunk, ...]:
         return tuple(piece for part in self.parts.values() for piece in part.pieces)
 

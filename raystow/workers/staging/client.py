@@ -54,6 +54,7 @@ class Staging:
         self._devices = DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
         self._orders: queue.SimpleQueue[SaveOrder | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
+        self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
         self._lock = threading.Lock()
         self.lost = False
         self._threads = [
@@ -107,7 +108,15 @@ class Staging:
         choices = [self._devices.choice(device) for device in devices]
         replicated, expected = plan.coverage
         coding = {choice.codec: choice.why for choice in choices}
-        begin = replace(order.begin, replicated=replicated, expected=expected, owned_dtensors=plan.owned_dtensors, coding=coding)
+        told, self._told = self._told, plan.plain_tensors
+        begin = replace(
+            order.begin,
+            replicated=replicated,
+            expected=expected,
+            owned_dtensors=plan.owned_dtensors,
+            plain_tensors=() if told is self._told else self._told,
+            coding=coding,
+        )
         self._connection.post(BeginSave(begin, plan.values))
         post, host = functools.partial(self._post, order), plan.parts.get(None)
         for device in devices:

@@ -87,6 +87,10 @@ class StagingPlan(Protocol):
         """As in ``messages.Begin``."""
 
     @property
+    def plain_tensors(self) -> tuple[str, ...]:
+        """As in ``messages.Begin``; the same object as long as nothing changes."""
+
+    @property
     def ready(self) -> Mapping[int, CudaEvent]:
         """For each CUDA device an event, after which its tensors may be read."""
 

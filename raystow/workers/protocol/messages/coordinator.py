@@ -23,6 +23,8 @@ class Begin(Message, frozen=True):
         coding: See ``format.version_record``, as for ``lossy``.
         retention: The policy to apply once this save is a version.
         owned_dtensors: Names of the DTensors of which this rank is the first holder.
+        plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, if other ones than in the rank's
+            save before; they are used for an error only.
         delta: How many versions in a row may be stored as deltas to a whole one.
     """
 
@@ -39,6 +41,7 @@ class Begin(Message, frozen=True):
     coding: Table[Text, Text] = {}
     retention: Policy | None = None
     owned_dtensors: Column[Text] = ()
+    plain_tensors: Column[Text] = ()
     lossy: Table[Text, Text] = {}
     delta: int | Literal["auto"] = 0
 
