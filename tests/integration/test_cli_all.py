@@ -70,6 +70,7 @@ def test_what_is_printed_fits_80_columns(runs: Path) -> None:
         ("verify", llama, "--all", "--deep", "--resume", runs / "j.jsonl"),
         ("verify", llama, "--all", "--deep", "--resume", runs / "j.jsonl"),
         ("restore", llama, "--output", runs / "out"),
+        ("export", llama, "--hf", runs / "hf"),
         ("import", runs / "out", runs / "imported"),
         ("plan", llama, "--world", 48),
         ("unpin", llama, "a-name-of-some-length-for-a-pin"),

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import ml_dtypes
 import numpy as np
 import psutil
 import pytest
@@ -66,7 +67,13 @@ def test_a_large_file_goes_in_and_comes_out(tmp_path: Path, monkeypatch: pytest.
         assert run("import", tmp_path / "model.safetensors", tmp_path / "run").exit_code == 0
     with bounded(ALLOWED):
         assert run("restore", tmp_path / "run", "--output", tmp_path / "out").exit_code == 0
+    with bounded(ALLOWED):
+        assert run("export", tmp_path / "run", "--hf", tmp_path / "hf", "--dtype", "bfloat16").exit_code == 0
     files = [
         np.memmap(path, np.uint8, "r")[-STATE:] for path in (tmp_path / "model.safetensors", tmp_path / "out/weights.safetensors")
     ]
     assert all(np.array_equal(files[0][at : at + 16 * MIB], files[1][at : at + 16 * MIB]) for at in range(0, STATE, 16 * MIB))
+    converted = np.memmap(tmp_path / "hf" / "model.safetensors", np.uint8, "r")[-STATE // 2 :]
+    for at in range(0, STATE, 16 * MIB):
+        expected = files[0][at : at + 16 * MIB].view(np.float32).astype(ml_dtypes.bfloat16).view(np.uint8)
+        assert np.array_equal(converted[at // 2 : at // 2 + 8 * MIB], expected)

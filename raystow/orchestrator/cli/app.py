@@ -21,6 +21,7 @@ COMMANDS = {
         "diff": ".diff",
         "verify": ".verify",
         "restore": ".restore",
+        "export": ".export",
         "import": ".import_command",
         "plan": ".plan",
     },

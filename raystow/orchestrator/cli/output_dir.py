@@ -1,4 +1,4 @@
-"""Creates a folder that appears complete or not at all."""
+"""Creates a folder or a file that appears complete or not at all."""
 
 from __future__ import annotations
 
@@ -27,6 +27,29 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     if path.is_mount():
         what, remedy = "is a mount point, which cannot be replaced", f"use a folder inside it: {path / 'restored'}"
         raise StateError(what, subject=str(path), remedy=remedy)
+    with _moved_into_place(path, nbytes) as work:
+        work.mkdir()
+        yield work
+        _sync(work)
+
+
+@contextlib.contextmanager
+def new_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
+    """Yield a file to write about ``nbytes`` to; it becomes ``path`` if the block succeeds, and is removed if it fails.
+
+    Raises:
+        StateError: ``path`` exists, or its disk has too little free space.
+    """
+    path = path.expanduser().resolve()
+    if path.exists():
+        raise StateError("exists", subject=str(path), remedy="use a new name")
+    with _moved_into_place(path, nbytes) as work, durable_file(work) as sink:
+        yield sink
+
+
+@contextlib.contextmanager
+def _moved_into_place(path: Path, nbytes: int) -> Iterator[Path]:
+    """Yield a hidden name in the same folder for what becomes ``path``."""
     created = [parent for parent in path.parents if not parent.exists()]
     path.parent.mkdir(parents=True, exist_ok=True)
     work = path.parent / f".{path.name}.raystow-{SYSTEM.token()}"
@@ -34,13 +57,12 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
         if (free := shutil.disk_usage(path.parent).free) < nbytes:
             what = f"needs {size(nbytes)}, but {size(free)} are free"
             raise StateError(what, subject=str(path), remedy="use a folder on another disk")
-        work.mkdir()
         yield work
-        _sync(work)
         os.rename(work, path)  # atomic; fails if another process has filled the folder since
         _sync(path.parent)
     except BaseException:
         shutil.rmtree(work, ignore_errors=True)
+        work.unlink(missing_ok=True)  # a file, which rmtree leaves
         for parent in created:
             with contextlib.suppress(OSError):  # another process uses it by now
                 parent.rmdir()

@@ -85,11 +85,15 @@ def files(tensors: Mapping[str, TensorInfo], *, limit: int) -> list[SafetensorsF
         raise StateError(what, subject=_RESERVED, remedy="read it with raystow.open")
     planned = []
     for group in sorted(set(map(group_of, tensors))):  # by name: derived weights share the packs of their sources
-        parts = list(_split({name: info for name, info in tensors.items() if group_of(name) == group}, limit))
-        for number, part in enumerate(parts, 1):
-            name = f"{group}.safetensors" if len(parts) == 1 else f"{group}-{number:05d}-of-{len(parts):05d}.safetensors"
-            planned.append(_file(name, group, part))
+        planned += group_files(group, {name: info for name, info in tensors.items() if group_of(name) == group}, limit=limit)
     return planned
+
+
+def group_files(group: str, tensors: Mapping[str, TensorInfo], *, limit: int) -> list[SafetensorsFile]:
+    """Plan the file of one group, or its numbered files of at most ``limit`` bytes or a single tensor."""
+    parts = list(_split(tensors, limit))
+    names = [f"{group}-{number:05d}-of-{len(parts):05d}" for number in range(1, len(parts) + 1)] if len(parts) > 1 else [group]
+    return [_file(f"{name}.safetensors", group, part) for name, part in zip(names, parts, strict=True)]
 
 
 def _split(tensors: Mapping[str, TensorInfo], limit: int) -> Iterator[dict[str, TensorInfo]]:

@@ -7,29 +7,62 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 
+from ...storage.coding import dtypes
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import StateError
 from ...storage.format import values
 from ...storage.version import Version
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile
-from .slabs import boxes_of, in_slabs, read_slab
+from .slabs import TensorBox, boxes_of, in_slabs, read_slab
 
 SLAB = 128 << 20
 """Bytes that are decoded into memory before they are written."""
 
 
-def write_file(path: Path, file: SafetensorsFile, version: Version, progress: Callable[[int], None]) -> None:
-    """Write one safetensors file, slab by slab."""
-    reader, buffer = version.reader(), np.empty(min(SLAB, file.nbytes), np.uint8)
+def write_file(path: Path, file: SafetensorsFile, version: Version, progress: Callable[[int], None], *, prefix: str = "") -> None:
+    """Write one safetensors file, slab by slab; numbers that were saved in another dtype than the file's are converted.
+
+    Args:
+        path: The file to create.
+        file: Its layout.
+        version: The version to read.
+        progress: Is called with the decoded bytes of each chunk.
+        prefix: The version's names are the file's after this prefix.
+
+    Raises:
+        StateError: A number is too large for the dtype of the file.
+    """
+    reader, buffer = version.reader(), np.empty(SLAB, np.uint8)
     metadata = {"raystow.version": str(version.id), "raystow.step": str(version.step)}
-    boxes = (box for tensor in file.tensors for box in boxes_of(tensor.name, tensor.info, SLAB // 2))
+    targets = {prefix + tensor.name: tensor.info for tensor in file.tensors}
+    saved = {name: replace(info, dtype=version.chunks[name][0].dtype) for name, info in targets.items()}
+    boxes = (box for name, info in saved.items() for box in boxes_of(name, info, SLAB // 2))
     with durable_file(path) as sink:
         sink.write(file.header(metadata))
         for slab in in_slabs(boxes, SLAB):
-            sink.write(buffer[: read_slab(version, reader, slab, buffer, progress)].data)
+            read_slab(version, reader, slab, buffer, progress)
+            end = 0
+            for box in slab:
+                start, end = end, end + box.nbytes
+                sink.write(_converted(buffer[start:end], box, targets[box.name].dtype).data)
+
+
+def _converted(raw: Bytes, box: TensorBox, dtype: str) -> Bytes:
+    if box.dtype == dtype:
+        return raw
+    numbers = raw.view(dtypes.to_numpy(box.dtype))
+    with np.errstate(over="ignore"):  # ml_dtypes does not report it, so the result is checked
+        converted = numbers.astype(dtypes.to_numpy(dtype))
+    infinite = np.isinf(converted)
+    if infinite.any() and np.isfinite(numbers[infinite]).any():
+        raise StateError(f"has a number too large for {dtype}", subject=box.name, remedy="choose another --dtype")
+    return converted.view(np.uint8)
 
 
 def write_index(folder: Path, parts: list[SafetensorsFile]) -> None:

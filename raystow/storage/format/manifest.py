@@ -403,3 +403,18 @@ def path_text(path: tuple[str | int | tuple[str, int], ...]) -> str:
     """A path as stored: a JSON list; a string is a dict's key, an integer a dict's integer key, ``{"list": i}`` and
     ``{"tuple": i}`` an index."""
     return json.dumps([p if isinstance(p, str | int) else {p[0]: p[1]} for p in path])
+
+
+def parse_path(text: str) -> tuple[str | int | tuple[str, int], ...]:
+    """Invert ``path_text``; raise ``Damaged`` for any other text."""
+    try:
+        return tuple(part if isinstance(part, str | int) else _index(part) for part in json.loads(text))
+    except (ValueError, TypeError, AttributeError, RecursionError) as error:
+        raise Damaged(f"not a path: {text[:80]!r}") from error
+
+
+def _index(part: dict[str, int]) -> tuple[str, int]:
+    ((kind, at),) = part.items()
+    if kind not in ("list", "tuple") or type(at) is not int:
+        raise ValueError(kind)
+    return kind, at

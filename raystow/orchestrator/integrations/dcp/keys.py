@@ -4,7 +4,6 @@ tuples never: ``betas`` is one key in DCP and two names in raystow, ``betas.0`` 
 
 from __future__ import annotations
 
-import json
 import operator
 import re
 from collections.abc import Iterable, Mapping, Sequence
@@ -37,21 +36,6 @@ class Key:
 def path_of(key: str, mappings: Mapping[str, Sequence[str | int]]) -> Path:
     """Return raystow's path of a key; in ``mappings`` of DCP's planner, integers are indices of lists."""
     return tuple(("list", part) if isinstance(part, int) else part for part in mappings.get(key, (key,)))
-
-
-def parse(text: str) -> Path:
-    """Invert ``manifest.path_text``; raise ``Damaged`` for any other text."""
-    try:
-        return tuple(part if isinstance(part, str | int) else _index(part) for part in json.loads(text))
-    except (ValueError, TypeError, AttributeError, RecursionError) as error:
-        raise Damaged(f"not a path: {text[:80]!r}") from error
-
-
-def _index(part: dict[str, int]) -> tuple[str, int]:
-    ((kind, at),) = part.items()
-    if kind not in ("list", "tuple") or type(at) is not int:
-        raise ValueError(kind)
-    return kind, at
 
 
 def keys_of(leaves: Iterable[KeyLeaf]) -> dict[str, Key]:

@@ -11,7 +11,7 @@ from ....storage.format import manifest, values
 from ....storage.format.boxes import Box, tile
 from ....storage.format.manifest import Chunk, Value
 from ....storage.version import Version
-from .keys import KeyLeaf, assemble, keys_of, parse
+from .keys import KeyLeaf, assemble, keys_of
 
 
 class VersionMetadata:
@@ -28,9 +28,11 @@ class VersionMetadata:
         for fragment in version.fragments:
             for row in fragment.values:
                 self._values.setdefault(row.name, []).append(row)
-        leaves = [KeyLeaf(name, parse(of[0].path), of[0].kind == manifest.TENSOR) for name, of in version.chunks.items()]
+        leaves = [
+            KeyLeaf(name, manifest.parse_path(of[0].path), of[0].kind == manifest.TENSOR) for name, of in version.chunks.items()
+        ]
         for name, (first, *_) in self._values.items():
-            leaves.append(KeyLeaf(name, parse(first.path), is_nothing=values.loads(first.text) == {}))
+            leaves.append(KeyLeaf(name, manifest.parse_path(first.path), is_nothing=values.loads(first.text) == {}))
         self._keys = keys_of(leaves)
 
     def metadata(self) -> dcp_metadata.Metadata:

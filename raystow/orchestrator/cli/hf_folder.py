@@ -1,0 +1,112 @@
+"""Writes the weights of a version as a folder that ``from_pretrained`` of Hugging Face's libraries loads."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
+from pathlib import Path
+
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.version import Version
+from . import version_files
+from .output_dir import durable_file
+from .safetensors_file import SafetensorsFile, group_files
+from .tied_weights import tied_weights
+from .weight_prefix import weights_below
+
+_CONFIG = "config.json"
+_COPIED = ("*.json", "*.txt", "*.model", "*.jinja", "*.tiktoken", "*.py", "*.md", "LICENSE*")
+_NOT_COPIED = (".*", "*.index.json", "trainer_state.json")
+
+
+@dataclass(frozen=True)
+class HfFolder:
+    """The content of a folder.
+
+    Attributes:
+        version: The version with the weights.
+        prefix: What its names have before those in the files.
+        files: The files of weights.
+        tied: The names that are left out, each with the name of the same weight.
+        copied: Other files, such as config and tokenizer.
+        dtype: The dtype that was asked for.
+    """
+
+    version: Version
+    prefix: str
+    files: list[SafetensorsFile]
+    tied: Mapping[str, str]
+    copied: list[Path]
+    dtype: str | None
+
+    @property
+    def raw(self) -> int:
+        """The bytes of the tensors in the version."""
+        infos = self.version.tensors()
+        return sum(infos[self.prefix + tensor.name].nbytes for file in self.files for tensor in file.tensors)
+
+    def write(self, folder: Path, progress: Callable[[int], None]) -> None:
+        """Fill an empty folder. Memory is bounded by the slab of ``version_files``."""
+        for path in self.copied:
+            if path.name == _CONFIG and self.dtype is not None:
+                version_files.write_json(folder / _CONFIG, _with_dtype(path, self.dtype))
+                continue
+            with path.open("rb") as source, durable_file(folder / path.name) as sink:
+                shutil.copyfileobj(source, sink)
+        for file in self.files:
+            version_files.write_file(folder / file.name, file, self.version, progress, prefix=self.prefix)
+        if len(self.files) > 1:
+            version_files.write_index(folder, self.files)
+
+
+def plan_folder(version: Version, *, prefix: str | None, dtype: str | None, source: Path | None, limit: int) -> HfFolder:
+    """Decide what a folder contains.
+
+    Args:
+        version: The version with the weights.
+        prefix: See ``weights_below``.
+        dtype: Floating-point numbers of 16 bits and more are converted to it; None keeps them.
+        source: A folder with config and tokenizer files, if any.
+        limit: The bytes of a file; a larger tensor has a file of its own.
+
+    Raises:
+        StateError: The weights are not found, have a dtype that safetensors lacks, or ``source`` is not a folder.
+    """
+    prefix, weights = weights_below(version, prefix)
+    copied = _files_to_copy(source) if source is not None else []
+    tied = tied_weights(source / _CONFIG, version, weights, prefix) if source is not None else {}
+    weights = {name: info for name, info in weights.items() if name not in tied}
+    if dtype is not None:
+        for name, info in weights.items():
+            if info.dtype in dtypes.MANTISSA:
+                nbytes = info.nbytes // dtypes.dtype(info.dtype).itemsize * dtypes.dtype(dtype).itemsize
+                weights[name] = replace(info, dtype=dtype, nbytes=nbytes)
+    files = group_files("model", weights, limit=limit)
+    for tensor in (tensor for file in files for tensor in file.tensors if tensor.mapped):
+        what = f"safetensors has no {tensor.info.dtype}"
+        raise StateError(what, subject=prefix + tensor.name, remedy="`raystow restore` writes it as another dtype")
+    return HfFolder(version, prefix, files, tied, copied, dtype)
+
+
+def _files_to_copy(source: Path) -> list[Path]:
+    """The files of a model besides its weights: only these, because others may be private and the export may be published."""
+    if not source.is_dir():
+        raise StateError("is not a folder", subject=str(source), remedy="give the folder that has config.json")
+
+    def belongs(path: Path) -> bool:
+        return any(fnmatch(path.name, pattern) for pattern in _COPIED) and not any(fnmatch(path.name, p) for p in _NOT_COPIED)
+
+    return sorted(path for path in source.iterdir() if path.is_file() and belongs(path))
+
+
+def _with_dtype(config: Path, dtype: str) -> dict[str, object]:
+    """The fields of a config.json with the dtype of the files, if it names any: it is the one that from_pretrained loads."""
+    try:
+        fields = dict(json.loads(config.read_bytes()))
+    except (ValueError, TypeError, RecursionError) as error:
+        raise StateError("is not a JSON object", subject=str(config)) from error
+    return fields | {key: dtype for key in ("dtype", "torch_dtype") if key in fields}

@@ -1,0 +1,67 @@
+"""Finds the model's weights in a version, and the prefix that their names have in the saved state."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable
+
+from ...storage.coding import dtypes
+from ...storage.errors import StateError
+from ...storage.format.groups import WEIGHTS, group
+from ...storage.format.manifest import parse_path
+from ...storage.version import TensorInfo, Version
+from .output import size
+
+_WRAPPERS = re.compile(r"((module|_orig_mod)\.)*")
+"""What DistributedDataParallel and torch.compile put before the names of a model's weights."""
+
+_LISTED = 8  # candidates in an error
+
+
+def weights_below(version: Version, prefix: str | None) -> tuple[str, dict[str, TensorInfo]]:
+    """Return a prefix of names, and the tensors that have it, by their names without it.
+
+    Args:
+        version: The version to export.
+        prefix: The prefix of all tensors to return. None: take the tensors of the only mapping that has floating-point numbers
+            other than optimizer state; the prefix then includes the names of wrappers.
+
+    Raises:
+        StateError: No tensor has the prefix, or the version has no such mapping or several.
+    """
+    infos = version.tensors()
+    weights = {name for name, info in infos.items() if group(name) == WEIGHTS and dtypes.dtype(info.dtype).is_float}
+    if prefix is None:
+        mappings = {_prefixes(version, name)[-1] for name in weights}
+        if len(mappings) != 1:
+            what = f"{len(mappings)} mappings have weights{_candidates(version, weights)}"
+            raise StateError(what, subject=repr(version), remedy="name one with --prefix")
+        (mapping,) = mappings
+        names = [name for name in infos if _prefixes(version, name)[-1] == mapping]
+        wrappers = {found[0] for name in names if (found := _WRAPPERS.match(name.removeprefix(mapping)))}
+        prefix = mapping + (wrappers.pop() if len(wrappers) == 1 else "")
+    else:
+        names = [name for name in infos if name.startswith(prefix)]
+    if not prefix:
+        names = [name for name in names if group(name) == WEIGHTS]
+    if not names:
+        what = f"no tensor has the prefix {prefix!r}{_candidates(version, weights)}"
+        raise StateError(what, subject=repr(version), remedy="name another with --prefix")
+    return prefix, {name.removeprefix(prefix): infos[name] for name in names}
+
+
+def _prefixes(version: Version, name: str) -> list[str]:
+    """The prefixes that a tensor's name has as an element of each mapping around it, the outermost first."""
+    path = parse_path(version.chunks[name][0].path)
+    keys = [str(part[1] if isinstance(part, tuple) else part) for part in path]
+    return ["".join(f"{key}." for key in keys[:depth]) for depth in range(len(keys))]
+
+
+def _candidates(version: Version, weights: Iterable[str]) -> str:
+    """The prefixes that weights have, with the bytes of each, largest first."""
+    infos, sizes = version.tensors(), Counter[str]()
+    for name in weights:
+        sizes.update(dict.fromkeys(_prefixes(version, name), infos[name].nbytes))
+    listed = ", ".join(f"{prefix!r} ({size(nbytes)})" for prefix, nbytes in sizes.most_common(_LISTED))
+    return f": {listed}" if listed else ""
