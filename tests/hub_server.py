@@ -63,7 +63,10 @@ def hub_server() -> Iterator[Hub]:
             self._answer({})
 
         def do_GET(self) -> None:
-            self._answer({"error": self.path}, 404)
+            if self.path.startswith("/api/models/org/tiny/tree/main"):
+                self._answer([{"type": "file", "path": p, "size": len(data), "oid": "0"} for p, data in hub.files.items()])
+            else:
+                self._answer({"error": self.path}, 404)
 
         def _place(self, one: dict[str, Any]) -> dict[str, Any]:
             href = f"{hub.endpoint}/objects/{one['oid']}"
@@ -76,6 +79,8 @@ def hub_server() -> Iterator[Hub]:
                     hub.messages.append(value["summary"])
                 elif line["key"] == "file":
                     hub.files[value["path"]] = base64.b64decode(value["content"])
+                elif line["key"] == "deletedFile":
+                    del hub.files[value["path"]]
                 else:
                     hub.files[value["path"]] = hub.objects[value["oid"]]
             self._answer({"commitUrl": f"{hub.endpoint}/org/tiny/commit/1", "commitOid": "1", "success": True})

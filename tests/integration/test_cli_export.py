@@ -352,10 +352,18 @@ def push(hub: Hub, folder: Path, to: Path, *words: object, token: str = TOKEN) -
 
 
 def test_the_folder_is_pushed(run_folder: tuple[Path, Any], tmp_path: Path, hub: Hub) -> None:
+    """Older weights are deleted: Transformers would load model.safetensors instead of the numbered files."""
     folder, model = run_folder
+    hub.files = {
+        ".gitattributes": b"",
+        "README.md": b"mine",
+        "model.safetensors": b"old",
+        "model-00009-of-00009.safetensors": b"old",
+    }
     done = push(hub, folder, tmp_path / "out", "--files", config_folder(model, tmp_path / "config"), "--max-shard-size", "20kB")
     assert done.returncode == 0, done.stderr
-    assert hub.files == {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
+    others = {".gitattributes": b"", "README.md": b"mine"}
+    assert hub.files == others | {path.name: path.read_bytes() for path in (tmp_path / "out").iterdir()}
     assert {"config.json", "model.safetensors.index.json"} < hub.files.keys()
     assert hub.messages == ["raystow version 1, step 7"]
     assert [(one["name"], one["organization"], one["visibility"]) for one in hub.created] == [("tiny", "org", "private")]

@@ -11,10 +11,11 @@ from typing import Annotated
 import typer
 
 from ...storage.version import Version
+from ...storage.version_selector import LATEST
 from . import options
 from .hf_folder import HfFolder, plan_folder
 from .hub import HubRepository
-from .options import LATEST, Json, Uri, Which
+from .options import Json, Uri, Which
 from .output import count, emit, fields_of, out, printable, size
 from .output_dir import new_folder
 from .progress import progress_bar
@@ -96,7 +97,7 @@ def export(
                 hub = HubRepository(push)  # an error comes before anything is written
             done = _hf_folder(to, plan, quiet=json)
     if hub is not None:
-        done = replace(done, commit=hub.upload(to, f"raystow version {chosen.id}, step {chosen.step}"))
+        done = replace(done, commit=hub.upload(Path(done.path), f"raystow version {chosen.id}, step {chosen.step}"))
     if json:
         seconds = round(target.repository.clock.monotonic() - start, 3)
         emit({"uri": target.uri, "version": chosen.id, "step": chosen.step, **fields_of(done), "seconds": seconds})

@@ -8,6 +8,9 @@ from pathlib import Path
 
 from ...storage.errors import StoreError, Unsupported
 
+_WEIGHTS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+"""Files that a folder replaces even if it has none of the same name: from_pretrained could load them instead of its own."""
+
 
 class HubRepository:
     """A model repository on the Hub. It is created, private, if it does not exist.
@@ -31,9 +34,12 @@ class HubRepository:
             self._api.create_repo(name, private=True, exist_ok=True)
 
     def upload(self, folder: Path, message: str) -> str:
-        """Add the files of a folder as one commit, and return its URL."""
+        """Add the files of a folder as one commit, which also deletes older weights, and return its URL."""
         with self._reporting(f"the folder is complete: `hf upload {self._name} {folder}` uploads it"):
-            return str(self._api.upload_folder(repo_id=self._name, folder_path=folder, commit_message=message).commit_url)
+            commit = self._api.upload_folder(
+                repo_id=self._name, folder_path=folder, commit_message=message, delete_patterns=_WEIGHTS
+            )
+        return str(commit.commit_url)
 
     @contextlib.contextmanager
     def _reporting(self, remedy: str) -> Iterator[None]:
