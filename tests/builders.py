@@ -105,9 +105,9 @@ def live_ids(repository: Repository) -> list[int]:
 
 
 def orphans(repository: Repository) -> list[str]:
-    """The keys of objects of no live version."""
-    live = {(entry.id, entry.attempt) for entry in repository.root().versions}
-    return [info.key for info in repository.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in live]
+    """The keys of objects of no listed version."""
+    listed = {(entry.id, entry.attempt) for entry in repository.root().listed}
+    return [info.key for info in repository.store.list(keys.VERSIONS) if keys.attempt_of(info.key) not in listed]
 
 
 def empty_record(committer: Committer, step: int = 0) -> VersionRecord:

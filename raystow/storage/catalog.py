@@ -83,7 +83,7 @@ class Catalog:
                 for entry in fresh:
                     held.enter_context(Lease(self.store, entry.id, entry.attempt, self.clock))
                 leased |= fresh
-                versions = self.root().versions
+                versions = self.root().listed
                 if version.entry not in versions:
                     raise NotFound(f"version {version.id} was dropped meanwhile", subject=self.uri, remedy="take a newer one")
                 users = needed(versions, [version.id])

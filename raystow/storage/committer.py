@@ -31,6 +31,10 @@ class Committer:
 
         root = catalog.register.update(take)
         self.fence, self._next_id = Fence(root.epoch, owner), root.next_id
+        # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
+        self._noticed: tuple[tuple[int, int], ...] = ((root.rollbacks, 0),)
+        self.root = root
+        """The root when it was last read or written here."""
 
     @property
     def epoch(self) -> int:
@@ -42,6 +46,25 @@ class Committer:
         """Whether commits are signed."""
         return self._signer is not None
 
+    @property
+    def rollbacks(self) -> int:
+        """The rollbacks of the repository that were noticed."""
+        return self._noticed[-1][0]
+
+    def notice(self, root: Root) -> None:
+        """Take notice of the root, and of a rollback: attempts whose ids were reserved before cannot be committed any more."""
+        self.root = root
+        if root.rollbacks > self.rollbacks:
+            self._noticed = (*self._noticed, (root.rollbacks, self._next_id))
+
+    def rollbacks_at(self, id: int) -> int:
+        """The rollbacks that were noticed when an id was reserved."""
+        return [rollbacks for rollbacks, first in self._noticed if first <= id][-1]
+
+    def is_current(self, id: int) -> bool:
+        """Whether no rollback was noticed since an id was reserved."""
+        return self.rollbacks_at(id) == self.rollbacks
+
     def reserve(self) -> tuple[int, str]:
         """An id and attempt for the next version. Ids ascend; this epoch uses no id twice, even if its attempt fails."""
         id = self._next_id
@@ -51,23 +74,25 @@ class Committer:
     def commit(self, record: VersionRecord) -> Version:
         """Write a record, then swap the root: the attempt becomes a version. Fragments and packs are durable before.
 
-        Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if the id is spent or a base is gone, and
-        ``StoreUnavailable`` if the store gave no answer in time: the version may exist then, and another call with the same
-        record settles it.
+        Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if the id is spent, a base is gone, or there was a rollback
+        since the id was reserved, and ``StoreUnavailable`` if the store gave no answer in time: the version may exist then, and
+        another call with the same record settles it.
         """
         entry, data = put_record(self.catalog.store, record, self._signer)
         self._records = {base: data for base, data in self._records.items() if base.id in entry.bases} | {entry: data}
 
         def add(root: Root) -> Root:
             self._next_id = max(self._next_id, root.next_id)
-            if entry in root.versions:
+            self.notice(root)
+            if entry in root.listed:
                 return root  # done before; the answer was lost
             return replace(root, next_id=max(root.next_id, entry.id + 1), versions=(*root.versions, entry))
 
         try:
-            self.catalog.register.update(add, Claims(self.fence))
+            root = self.catalog.register.update(add, Claims(self.fence, rollbacks=self.rollbacks_at(entry.id)))
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
+        self.notice(root)
         return self.catalog.at(entry)
 
     def record(self, entry: Entry) -> bytes:
@@ -82,7 +107,7 @@ class Committer:
         deletes it then.
         """
         root = self.catalog.root()
-        were = [(entry.id, entry.attempt) for entry in root.versions] + [(d.id, d.attempt) for d in root.dropped]
+        were = [(entry.id, entry.attempt) for entry in root.listed] + [(d.id, d.attempt) for d in root.dropped]
         if (id, attempt) in were:
             return
         store = self.catalog.store

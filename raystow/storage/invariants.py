@@ -1,7 +1,8 @@
 """The invariants of the root: pure functions that yield what is wrong. ``RootRegister`` checks all of them before every swap.
 
-``docs/spec/format-v1.md`` lists them with the same numbers and names. ``OF_SWAP`` compares a root with the one that replaces it.
-``OF_ROOT`` judges one root; what was broken before the swap does not refuse it, so that a damaged repository can be mended.
+``docs/spec/format-v1.md`` lists them with the same numbers and names. ``OF_SWAP`` and ``OF_ROLLBACK`` compare a root with the one
+that replaces it. ``OF_ROOT`` judges one root; what was broken before the swap does not refuse it, so that a damaged repository
+can be mended.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .delta_chain import depths
 from .errors import Fenced, InvariantError
 from .format import keys
 from .format.root import Dropped, Entry, Rewrite, Root
+from .history import predecessors, remaining
 from .limits import MAX_CHAIN
 
 
@@ -31,18 +33,19 @@ class Claims:
     """What a swap relies on beyond the two roots.
 
     ``fence``: the writer's epoch. ``released``: names of pins that may go together with their versions. ``read``: the entries
-    that a new attempt was made from.
+    that a new attempt was made from. ``rollbacks``: how many there were when the attempt began that is committed.
     """
 
     fence: Fence | None = None
     released: frozenset[str] = frozenset()
     read: frozenset[Entry] = frozenset()
+    rollbacks: int | None = None
 
 
 def check(old: Root | None, new: Root, claims: Claims = Claims()) -> None:  # immutable
     """Refuse a swap of ``old`` (None: there is no root that can be read) by ``new``: ``Fenced`` if a newer coordinator is in
     charge, else ``InvariantError``, whose message begins with number and name of the invariant."""
-    for name, rule in _named(OF_SWAP, 1):
+    for name, rule in (*_named(OF_SWAP, 1), *_named(OF_ROLLBACK, 1 + len(OF_SWAP) + len(OF_ROOT))):
         if old is not None:
             _refuse(name, rule(old, new, claims))
     for name, judge in _named(OF_ROOT, 1 + len(OF_SWAP)):
@@ -52,7 +55,8 @@ def check(old: Root | None, new: Root, claims: Claims = Claims()) -> None:  # im
 
 def names() -> list[str]:
     """Number and name of each invariant."""
-    return [name for name, _ in (*_named(OF_SWAP, 1), *_named(OF_ROOT, 1 + len(OF_SWAP)))]
+    rules: tuple[Callable[..., object], ...] = (*OF_SWAP, *OF_ROOT, *OF_ROLLBACK)
+    return [name for name, _ in _named(rules, 1)]
 
 
 def writer_in_charge(old: Root, new: Root, claims: Claims) -> Iterator[str]:
@@ -79,20 +83,20 @@ def next_id_grows(old: Root, new: Root, claims: Claims) -> Iterator[str]:
 
 
 def one_commit(old: Root, new: Root, claims: Claims) -> Iterator[str]:
-    """At most one version is added, as the last, with an id that was free; nothing is removed or replaced with it."""
-    known = {entry.id for entry in old.versions}
+    """At most one version is added, as the last, with an id that was free; nothing else changes in the lists with it."""
+    known = {entry.id for entry in old.listed}
     for entry in new.versions:
         if entry.id in known:
             continue
         if entry.id < old.next_id:
             yield f"id {entry.id} is spent: the next version is {old.next_id}"
-        elif new.versions != (*old.versions, entry) or new.next_id != entry.id + 1:
+        elif (new.versions, new.rolled_back) != ((*old.versions, entry), old.rolled_back) or new.next_id != entry.id + 1:
             yield f"version {entry.id} is added together with another change"
 
 
 def removals_noted(old: Root, new: Root, claims: Claims) -> Iterator[str]:
-    """An attempt that leaves ``versions`` is noted in ``dropped``, and nothing else is."""
-    gone = _attempts(old.versions) - _attempts(new.versions)
+    """An attempt that is not listed any more is noted in ``dropped``, and nothing else is."""
+    gone = _attempts(old.listed) - _attempts(new.listed)
     noted = _attempts(new.dropped) - _attempts(old.dropped)
     for id, attempt in sorted(gone ^ noted):
         yield f"attempt {attempt} of version {id} is {'noted but not removed' if (id, attempt) in noted else 'removed unnoted'}"
@@ -100,21 +104,21 @@ def removals_noted(old: Root, new: Root, claims: Claims) -> Iterator[str]:
 
 def newest_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
     """The last version is neither removed nor replaced: a writer without an answer looks for its version there."""
-    if old.versions and old.versions[-1] not in new.versions:
+    if old.versions and old.versions[-1] not in new.listed:
         yield f"version {old.versions[-1].id} is the newest"
 
 
 def verified_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
     """The version that was verified last is neither removed nor replaced."""
-    if any(entry.id == old.verified and entry not in new.versions for entry in old.versions):
+    if any(entry.id == old.verified and entry not in new.listed for entry in old.versions):
         yield f"version {old.verified} was verified last"
 
 
 def pinned_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
     """A pinned version is not removed, unless its pins are released, and is replaced only by all of it, written whole."""
     pinned = {id: name for name, id in old.pins.items() if name not in claims.released}
-    after = {entry.id: entry for entry in new.versions}
-    for entry in old.versions:
+    after = {entry.id: entry for entry in new.listed}
+    for entry in old.listed:
         now = after.get(entry.id)
         if entry.id in pinned and now != entry and (now is None or now.groups != entry.groups or now.bases):
             yield f"version {entry.id} is pinned as {pinned[entry.id]}"
@@ -148,30 +152,32 @@ def notes_on_old_versions(old: Root, new: Root, claims: Claims) -> Iterator[str]
 
 
 def ids_ascend(root: Root) -> Iterator[str]:
-    """Ids ascend strictly from 1 on, and ``next_id`` is above them."""
+    """Ids ascend strictly from 1 on, also of live and rolled-back versions together, and ``next_id`` is above them."""
     ids = [0, *(entry.id for entry in root.versions)]
+    yield from (f"version {b} follows version {a}" for a, b in itertools.pairwise(ids) if a >= b)
+    ids = [0, *(entry.id for entry in root.listed)]
     yield from (f"version {b} follows version {a}" for a, b in itertools.pairwise(ids) if a >= b)
     if ids[-1] >= root.next_id:
         yield f"version {ids[-1]} is not below next_id"
 
 
 def attempts_once(root: Root) -> Iterator[str]:
-    """An attempt is live, dropped or noted: one of them, once."""
-    attempts = sorted((one.id, one.attempt) for all in (root.versions, root.dropped, root.rewrites) for one in all)
+    """An attempt is listed, dropped or noted: one of them, once."""
+    attempts = sorted((one.id, one.attempt) for all in (root.listed, root.dropped, root.rewrites) for one in all)
     yield from (f"attempt {b[1]} of version {b[0]} is there twice" for a, b in itertools.pairwise(attempts) if a == b)
 
 
 def bases_live(root: Root) -> Iterator[str]:
-    """Each base of a version is live, and lower."""
-    live = {entry.id for entry in root.versions}
+    """Each base of a live version is live, that of a rolled-back one is listed; and each is lower."""
+    live, listed = {entry.id for entry in root.versions}, {entry.id for entry in root.listed}
     for entry, base in _bases(root):
-        if base not in live or base >= entry.id:
+        if base not in (live if entry.id in live else listed) or base >= entry.id:
             yield f"version {entry.id} is a difference to version {base}, which is not there"
 
 
 def bases_complete(root: Root) -> Iterator[str]:
     """A version that is not thinned has no thinned base: it needs all of it."""
-    thinned = {entry.id for entry in root.versions if not entry.resumable}
+    thinned = {entry.id for entry in root.listed if not entry.resumable}
     for entry, base in _bases(root):
         if entry.resumable and base in thinned:
             yield f"version {entry.id} is a difference to version {base}, which is thinned"
@@ -179,22 +185,48 @@ def bases_complete(root: Root) -> Iterator[str]:
 
 def chains_bounded(root: Root) -> Iterator[str]:
     """No chain of differences is longer than the limit ``chain``."""
-    for id, depth in depths(root.versions).items():
+    for id, depth in depths(root.listed).items():
         if depth > MAX_CHAIN:
             yield f"version {id} is read through {depth} versions"
 
 
 def names_live(root: Root) -> Iterator[str]:
-    """Pins and ``verified`` name live versions; ``verified`` may be 0."""
-    live = {0, *(entry.id for entry in root.versions)}
-    yield from (f"pin {name!r} names version {id}" for name, id in root.pins.items() if id == 0 or id not in live)
-    if root.verified not in live:
+    """Pins name listed versions, ``verified`` a live one or 0."""
+    listed = {entry.id for entry in root.listed}
+    yield from (f"pin {name!r} names version {id}" for name, id in root.pins.items() if id not in listed)
+    if root.verified not in {0, *(entry.id for entry in root.versions)}:
         yield f"verified names version {root.verified}"
+
+
+def commit_after_rollback(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """A version is added only if its attempt began after the last rollback."""
+    if claims.rollbacks is not None and claims.rollbacks < old.rollbacks:
+        yield "the repository was rolled back since the save began"
+
+
+def only_rollbacks_move(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """A version becomes live or rolled back only if ``rollbacks`` rises by one, and then nothing is removed or replaced, and a
+    version stays live. Nothing else changes ``rollbacks``."""
+    moved = {e.id for e in old.versions} & {one.entry.id for one in new.rolled_back}
+    moved |= {one.entry.id for one in old.rolled_back} & {e.id for e in new.versions}
+    if new.rollbacks == old.rollbacks:
+        yield from (f"version {id} is moved without a rollback" for id in sorted(moved))
+    elif new.rollbacks != old.rollbacks + 1 or new.listed != old.listed or not new.versions:
+        yield f"rollback {new.rollbacks} follows {old.rollbacks} with another change"
+
+
+def history_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """A version follows the one that it followed; if that is removed, the one before that in its history."""
+    before, after = predecessors(old), predecessors(new)
+    gone = before.keys() - after.keys()
+    for id in before.keys() & after.keys():
+        if after[id] != remaining(before, before[id], gone):
+            yield f"version {id} follows version {after[id]}, not version {before[id]}"
 
 
 SwapRule = Callable[[Root, Root, Claims], Iterable[str]]
 RootRule = Callable[[Root], Iterable[str]]
-_Rule = TypeVar("_Rule", SwapRule, RootRule)
+_Rule = TypeVar("_Rule", bound=Callable[..., object])
 
 OF_SWAP: tuple[SwapRule, ...] = (
     writer_in_charge,
@@ -210,6 +242,7 @@ OF_SWAP: tuple[SwapRule, ...] = (
     notes_on_old_versions,
 )
 OF_ROOT: tuple[RootRule, ...] = (ids_ascend, attempts_once, bases_live, bases_complete, chains_bounded, names_live)
+OF_ROLLBACK: tuple[SwapRule, ...] = (commit_after_rollback, only_rollbacks_move, history_stays)
 
 
 def _named(rules: tuple[_Rule, ...], first: int) -> Iterator[tuple[str, _Rule]]:
@@ -223,12 +256,12 @@ def _attempts(entries: Iterable[Entry | Dropped | Rewrite]) -> set[tuple[int, st
 
 def _replaced(old: Root, new: Root) -> list[tuple[Entry, Entry]]:
     """Entries of one id before and after, where they differ."""
-    before = {entry.id: entry for entry in old.versions}
-    return [(before[entry.id], entry) for entry in new.versions if before.get(entry.id, entry) != entry]
+    before = {entry.id: entry for entry in old.listed}
+    return [(before[entry.id], entry) for entry in new.listed if before.get(entry.id, entry) != entry]
 
 
 def _bases(root: Root) -> Iterator[tuple[Entry, int]]:
-    return ((entry, base) for entry in root.versions for base in entry.bases)
+    return ((entry, base) for entry in root.listed for base in entry.bases)
 
 
 def _refuse(name: str, broken: Iterable[str]) -> None:

@@ -20,7 +20,7 @@ def pin(catalog: Catalog, version: Version, name: str, *, move: bool) -> None:
         raise refused("name", name, "a name that is no number, not 'latest', and does not begin with 'step:'")
 
     def change(root: Root) -> Root:
-        if all(entry.id != version.id for entry in root.versions):
+        if all(entry.id != version.id for entry in root.listed):
             remedy = "`raystow ls` lists the versions"
             raise StateError(f"there is no version {version.id} to pin", subject=catalog.uri, remedy=remedy)
         if not move and (held := root.pins.get(name, version.id)) != version.id:

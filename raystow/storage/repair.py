@@ -73,7 +73,7 @@ class RepairPlan:
     def notes(self) -> tuple[str, ...]:
         """What cannot be known any more, and what follows from it."""
         of_root = (
-            "pins are lost, and so is which version was verified last",
+            "pins are lost, and so is which version was verified last, and which ones were rolled back: roll back again",
             "saves that were complete but never committed come back as versions: all that they wrote is there",
             "dropped versions that are not collected yet come back, too, until they are dropped again, and thinned ones in full",
             "a coordinator that is at work can commit no more: restart it, or the job",

@@ -6,7 +6,7 @@ import os
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
-from . import pins
+from . import pins, rollback
 from .catalog import Catalog
 from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed
@@ -39,13 +39,22 @@ class Repository(Catalog):
         return f"Repository({self.uri!r})"
 
     def versions(self) -> list[Version]:
-        """List the versions, with one request to the store.
+        """List the versions, with one request to the store. Rolled-back ones are not among them.
 
         Returns:
             The versions, oldest first.
         """
-        entries = self.root().versions
-        return [self.at(entry, siblings=entries) for entry in entries]
+        root = self.root()
+        return [self.at(entry, siblings=root.listed) for entry in root.versions]
+
+    def rolled_back(self) -> list[Version]:
+        """List the rolled-back versions, with one request to the store.
+
+        Returns:
+            The versions, oldest first.
+        """
+        root = self.root()
+        return [self.at(one.entry, siblings=root.listed) for one in root.rolled_back]
 
     def latest(self) -> Version | None:
         """Open the newest version.
@@ -61,7 +70,7 @@ class Repository(Catalog):
 
         Args:
             which: Its id, the name of a pin, ``"step:60"`` (the newest version of that step), ``"latest"``, or a ``Version``, for
-                what has become of it since.
+                what has become of it since. Only an id, a pin or a ``Version`` can be of a rolled-back one.
 
         Returns:
             The version.
@@ -71,7 +80,7 @@ class Repository(Catalog):
             StateError: ``which`` is none of these.
         """
         root = self.root()
-        return self.at(select(root, which, self.uri), siblings=root.versions)
+        return self.at(select(root, which, self.uri), siblings=root.listed)
 
     def verify(
         self,
@@ -97,6 +106,24 @@ class Repository(Catalog):
         """
         fresh = self.at(version.entry, siblings=version.siblings)  # what the caller's has cached may be damaged by now
         return verify_bytes(fresh, self.store, progress, journal=journal) if deep else verify_sizes(fresh, self.store)
+
+    def rollback(self, which: VersionSelector) -> list[Version]:
+        """Make a version the newest again, with one swap of the root. Nothing is deleted.
+
+        The version and those that it continues are live afterwards. All others are rolled back: they stay listed until retention
+        drops them, and ``restore_latest`` never chooses them. Saves that began before fail; those that begin later are newer than
+        every version. A rollback to a rolled-back version makes it live again: this undoes a rollback.
+
+        Args:
+            which: The version, live or rolled back; see ``version``.
+
+        Returns:
+            The versions that it rolled back, oldest first.
+
+        Raises:
+            NotFound: There is no such version.
+        """
+        return rollback.rollback(self, self.version(which))
 
     def pin(self, version: Version, name: str, *, move: bool = True) -> None:
         """Give a version a name under which retention keeps it. A name has one version: the one pinned last.

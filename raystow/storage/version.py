@@ -150,7 +150,7 @@ class Version:
     def sibling(self, id: int) -> Version | None:
         """Another version of the repository, where the root says that it lies now; or where it lay when this one was found, if
         the root does not hold it any more, or this one: what this one needs may have been thinned when it was itself."""
-        entries = RootRegister(self.store, SYSTEM, repository=self.repository_id).read().versions
+        entries = RootRegister(self.store, SYSTEM, repository=self.repository_id).read().listed
         places = (*entries, *self.siblings) if self.entry in entries else (*self.siblings, *entries)
         found = (entry for entry in places if entry.id == id)
         return next((Version(self.store, entry, self.repository_id, self.trust) for entry in found), None)

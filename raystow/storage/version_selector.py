@@ -44,7 +44,8 @@ def is_reserved(name: str) -> bool:
 
 
 def select(root: Root, which: VersionSelector, uri: str) -> Entry:
-    """The entry of the version that is asked for. ``uri``: of the repository, for errors.
+    """The entry of the version that is asked for. ``uri``: of the repository, for errors. A rolled-back version is found by its
+    id or a pin only.
 
     Raises ``StateError`` as ``selector_text`` does, and ``NotFound`` if there is no such version.
     """
@@ -53,11 +54,11 @@ def select(root: Root, which: VersionSelector, uri: str) -> Entry:
     if text == LATEST:
         what, found = "version yet", list(root.versions)
     elif number is None:
-        what, found = f"pin {text!r}", [entry for entry in root.versions if entry.id == root.pins.get(text)]
+        what, found = f"pin {text!r}", [entry for entry in root.listed if entry.id == root.pins.get(text)]
     elif number[1]:
         what, found = f"version of step {number[2]}", [entry for entry in root.versions if entry.step == int(number[2])]
     else:
-        what, found = f"version {text}", [entry for entry in root.versions if entry.id == int(text)]
+        what, found = f"version {text}", [entry for entry in root.listed if entry.id == int(text)]
     if found:
         return found[-1]
     dropped = text in (str(one.id) for one in root.dropped)

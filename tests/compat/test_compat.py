@@ -160,3 +160,16 @@ def test_the_reader_finds_damage(reader, tmp_path):
                 reader.read(tmp_path / "run", 2)
         path.write_bytes(whole)
     reader.read(tmp_path / "run", 2)
+
+
+@pytest.mark.parametrize("golden", [GOLDEN, DELTAS], ids=lambda folder: folder.name)
+def test_a_reader_without_rollbacks_takes_the_chosen_version(reader, tmp_path, golden):
+    """It does not know the field, and sees the others as removed; raystow has read a root that has none of them."""
+    shutil.copytree(golden, tmp_path / "run")
+    repository = raystow.open(tmp_path / "run")
+    wanted = digests(reader.read(golden, 2))
+    assert [version.id for version in repository.rollback(2)] == [3]
+    assert digests(reader.read(tmp_path / "run")) == wanted
+    repository.verify(repository.version(3))
+    repository.rollback(3)
+    assert digests(reader.read(tmp_path / "run")) == digests(reader.read(golden))

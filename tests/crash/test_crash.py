@@ -1,9 +1,9 @@
-"""Every process is killed (SIGKILL) at every point of a save, a commit, retention, thinning, compaction, collection, and the
-making of a repository.
+"""Every process is killed (SIGKILL) at every point of a save, a commit, retention, thinning, compaction, rollback, collection,
+and the making of a repository.
 
 After each kill the last committed version has every bit, nothing half is to be seen, the next save works without help, and a
-collection leaves exactly the live versions. ``make test`` takes a spread of the points, ``make soak`` all of them; on S3 it plays
-an upload that is cut off, ``make test-s3`` everything. A trial that failed says how to run it alone:
+collection leaves exactly the listed versions. ``make test`` takes a spread of the points, ``make soak`` all of them; on S3 it
+plays an upload that is cut off, ``make test-s3`` everything. A trial that failed says how to run it alone:
 
     RAYSTOW_CRASH='save | coordinator | rename root.json #2 | coordinator' pytest tests/crash
 """
@@ -21,8 +21,8 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 
-SPREAD = {"create": 4, "save": 12, "prune": 4, "thin": 4, "compact": 1, "gc": 6}
-SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "compact": 1, "gc": 2}
+SPREAD = {"create": 4, "save": 12, "prune": 4, "thin": 4, "compact": 1, "rollback": 4, "gc": 6}
+SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "compact": 1, "rollback": 1, "gc": 2}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
 
 

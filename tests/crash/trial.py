@@ -25,12 +25,14 @@ LOST, AGAIN = 1, 2
 @dataclass(frozen=True)
 class Act:
     """What goes on when the kill comes. ``template``: the name of the repository that it begins with. ``play`` returns what the
-    training processes were told of their saves. ``keep``: the newest versions that it must leave."""
+    training processes were told of their saves. ``keep``: the newest versions that it must leave. ``rolled_back_to``: the version
+    that is the newest after it, if it is done."""
 
     name: str
     template: str
     play: Callable[[TrialCluster], list[Message]]
     keep: int = KEEP
+    rolled_back_to: int = 0
 
 
 def _create(cluster: TrialCluster) -> list[Message]:
@@ -69,6 +71,7 @@ ACTS = {
         Act("prune", "many", _command("prune", "--keep-last", "1", "--yes"), keep=1),
         Act("thin", "many", _command("prune", "--resumable", "1", "--delta", "3", "--yes"), keep=4),
         Act("compact", "many", _command("compact", "--yes"), keep=4),
+        Act("rollback", "many", _command("rollback", "2"), keep=4, rolled_back_to=2),
         Act("gc", "littered", _command("gc", "--grace", "0s", "--yes")),
     )
 }
@@ -115,12 +118,17 @@ class Stage:
                 raise Missed(target.name)
             known = before | {outcome["version"] for outcome in told if "version" in outcome}
             _check(cluster.uri, known, keep=act.keep)
+            oldest = max(before, default=0)
+            if act.rolled_back_to:
+                oldest = _newest(cluster.uri)
+                assert oldest in (act.rolled_back_to, max(before)), f"half of a rollback: {oldest}"
             cluster.start_cluster()
             again = cluster.save(11, AGAIN)
             assert len(again) == len(TRAINERS), "a training process died of itself"
             assert all("version" in outcome for outcome in again), f"the next save failed: {again}"
             for found in cluster.restored:
-                assert found["version"] >= max(before, default=0), f"restored an old version: {found}"
+                assert found["version"] >= oldest, f"restored an old version: {found}"
+                assert found["version"] == oldest or not act.rolled_back_to, f"restored a rolled-back version: {found}"
                 assert found["whole"], f"restored other bits: {found}"
             cluster.end()
             known |= {outcome["version"] for outcome in again}
@@ -136,16 +144,23 @@ class Stage:
 
 
 def _versions(uri: str) -> set[int]:
+    """The listed versions."""
     try:
-        return {version.id for version in open_repository(uri).versions()}
+        return {entry.id for entry in open_repository(uri).root().listed}
     except NotARepository:
         return set()  # it is to be made
+
+
+def _newest(uri: str) -> int:
+    newest = open_repository(uri).latest()
+    assert newest is not None
+    return newest.id
 
 
 def _check(uri: str, known: set[int], *, keep: int) -> Repository:
     """Every version there is is whole and has the bits of its step; none is missing but those that a rule has dropped."""
     repository = open_repository(uri)
-    versions = repository.versions()
+    versions = [*repository.versions(), *repository.rolled_back()]
     for version in versions:
         with suppress(NotFound), repository.lease(version):  # retention may be at work, and drop it before there is a lease
             repository.verify(version)
@@ -155,7 +170,7 @@ def _check(uri: str, known: set[int], *, keep: int) -> Repository:
                     del state["optimizer"], wanted["optimizer"]
                 plan_restore(version, state, RestoreOptions(rank)).execute(silent)
                 assert same_bits(state, wanted), f"other bits: {version}"
-    live = {version.id for version in versions}
-    lost = set(sorted(known | live)[-keep:]) - live
-    assert not lost, f"versions {sorted(lost)} are lost, there are {sorted(live)}"
+    listed = {version.id for version in versions}
+    lost = set(sorted(known | listed)[-keep:]) - listed
+    assert not lost, f"versions {sorted(lost)} are lost, there are {sorted(listed)}"
     return repository

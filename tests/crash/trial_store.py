@@ -101,12 +101,12 @@ class Prefixes:
 
 
 def belonging(repository: Repository) -> set[str]:
-    """The keys of all objects that make up the live versions, and of marker and root."""
+    """The keys of all objects that make up the listed versions, and of marker and root."""
     return {keys.MARKER, keys.ROOT, *_of_versions(repository)}
 
 
 def _of_versions(repository: Repository) -> Iterable[str]:
-    for version in repository.versions():
+    for version in (*repository.versions(), *repository.rolled_back()):
         record = version.record
         yield record.key()
         yield from (keys.fragment(record.id, record.attempt, fragment.node) for fragment in record.fragments)

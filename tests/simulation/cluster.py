@@ -50,6 +50,7 @@ class Cluster:
         self._hasty = shape.chance(0.35) and not self.rates.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
         self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
+        self._kinds += ["roller"] if root.fork("roller").chance(0.35) else []
         # A lost root is made anew from what can be read: so no read may return wrong bytes then.
         lossy = shape.chance(0.3) and not self.rates.stale and not self.rates.corrupted
         self._loss = shape.between(0.3, 0.9) * self._hours * 3600.0 if lossy else 0.0
@@ -145,7 +146,7 @@ class Cluster:
             self._hosts = [host for host in self._hosts if host.process.alive]
         self._operators = [o if o.process.alive else Operator(self, o.kind) for o in self._operators]
         if not all(node.process.alive for node in self._nodes):
-            self._restart_training()
+            self.restart_training()
         if rates.outages and rng.chance(_ROUND / 7200):
             self._outage(rng.between(20.0, 600.0))
         if rates.clock_jumps and rng.chance(_ROUND / 1800):
@@ -176,8 +177,13 @@ class Cluster:
         self.journal.note(self.scheduler.time, "world", "the root is lost")
         self._operators = [o for o in self._operators if o.kind != "gc"] + [Operator(self, "repair")]
 
-    def _restart_training(self) -> None:
-        """A rank is lost: all training processes start again, from the newest version."""
+    @property
+    def rolls_back(self) -> bool:
+        """Whether somebody rolls back now and then."""
+        return "roller" in self._kinds
+
+    def restart_training(self) -> None:
+        """A rank is lost, or a person restarts them: all training processes start again, from the newest version."""
         self._nodes = [node if node.process.alive else Node(self, node.rank) for node in self._nodes]
         versions = self.watch.root["versions"] if self.watch.root is not None else []
         self._step, self._saves = (versions[-1]["step"] if versions else 0), 0
@@ -256,8 +262,8 @@ class Cluster:
         self.watch.whole()
         root = self.watch.root
         assert root is not None
-        live = {f"{entry['id']:08d}-{entry['attempt']}" for entry in root["versions"]}
-        left = [key for key in self.model.objects if key not in ("raystow.json", "root.json") and key.split("/")[1] not in live]
+        listed = {f"{entry['id']:08d}-{entry['attempt']}" for entry in (*root["versions"], *root["rolled_back"])}
+        left = [key for key in self.model.objects if key not in ("raystow.json", "root.json") and key.split("/")[1] not in listed]
         if left or root["dropped"] or root["rewrites"] or self.model.unfinished:
             raise Violation(
                 "a collection leaves what is live",

@@ -46,6 +46,11 @@ class Host:
     def join(self, rank: int, incarnation: str, world_size: int) -> None:
         self._apply(lambda core: core.join(rank, incarnation, world_size))
 
+    def restore(self) -> None:
+        """What a round of restores does with the root."""
+        self._apply(lambda core: None)
+        self._committer.notice(self._committer.catalog.root())
+
     def begin(self, begin: Begin) -> Ticket:
         ticket: Ticket = self._apply(lambda core: core.begin(begin))
         self._tickets[ticket.attempt] = ticket

@@ -10,7 +10,6 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 from blake3 import blake3
@@ -19,19 +18,16 @@ from raystow.storage.coding.kernels import Words
 from raystow.storage.errors import Damaged
 
 from . import payload
+from .histories import Histories
 from .journal import Violation
 from .model_store import STALE, Change, ModelStore
+from .root_json import EMPTY, Attempt, Json, attempts_of, folder_of, is_as_much, listed_in, live_in
 
 LEASE = 3600.0
 _ATTEMPT = re.compile(r"versions/(\d+)-([0-9a-f]{16})/(.+)")
 _LEASE = re.compile(r"leases/(\d+)-([0-9a-f]{16})-[0-9a-f]{16}\.json")
 
-_EMPTY = {"dropped": [], "rewrites": [], "verified": 0}
-
 _REWRITERS = ("thinner", "compactor", "coordinator")
-
-Attempt = tuple[int, str]
-Json = dict[str, Any]
 
 
 @dataclass
@@ -81,6 +77,7 @@ class Watch:
     owners: dict[str, str] = field(default_factory=dict)
     left: dict[Attempt, int] = field(default_factory=dict)
     """What is no version any more -> number of the change that took it out of the root."""
+    histories: Histories = field(default_factory=Histories)
     lost: bool = False
     """Whether the root is lost at the moment, by the world's will."""
     read: dict[tuple[str, ...], Words] = field(default_factory=dict)
@@ -107,7 +104,7 @@ class Watch:
     def guards(self, who: str, attempt: Attempt, looked: int, *, written: bool) -> None:
         """A reader was told that the version it leased is live; it last looked at the root after the ``looked``-th change.
         ``written``: it knows that its lease was."""
-        if self.left.get(attempt, looked + 1) <= looked and not (self.root and attempt in _live(self.root)):
+        if self.left.get(attempt, looked + 1) <= looked and not (self.root and attempt in attempts_of(listed_in(self.root))):
             raise Violation("what is leased is live", f"{who} was told so of {attempt}, and had seen that it is not")
         for lease in self.leases.values():
             if (lease.who, lease.attempt) == (who, attempt) and self._counts(lease):
@@ -117,7 +114,7 @@ class Watch:
 
     def says_never(self, attempt: Attempt) -> None:
         """A commit was refused for good: the attempt must never be a version from now on."""
-        if self.root is not None and attempt in _live(self.root):
+        if self.root is not None and attempt in attempts_of(listed_in(self.root)):
             raise Violation("a refused commit is no version", f"attempt {attempt} was refused, and the root lists it")
         self.refused.add(attempt)
 
@@ -127,8 +124,8 @@ class Watch:
             raise Violation("a reported commit is a version", f"attempt {attempt} was never in the root")
 
     def whole(self) -> None:
-        """Every live version is complete, byte for byte."""
-        for entry in self.root["versions"] if self.root is not None else ():
+        """Every listed version is complete, byte for byte."""
+        for entry in listed_in(self.root) if self.root is not None else ():
             self._check_whole(entry)
         self._check_numbers()
 
@@ -139,7 +136,7 @@ class Watch:
         if change.new is None:
             raise Violation("the root is never deleted", change.who)
         old, new = self.root, json.loads(change.new.data)
-        new = _EMPTY | new
+        new = EMPTY | new
         self.root = new
         self._check_bases(change, new)
         if old is None:
@@ -155,15 +152,23 @@ class Watch:
             for name in ("epoch", "next_id", "pins", "versions", "dropped", "rewrites", "verified", "repository", "owner")
             if old[name] != new[name]
         }
+        moved = {name for name in ("rollbacks", "rolled_back") if old[name] != new[name]}
         role = self.roles.get(change.who, Role("nobody"))
-        before, after = _live(old), _live(new)
+        before, after = attempts_of(listed_in(old)), attempts_of(listed_in(new))
         self.left |= dict.fromkeys(before - after, self.model.changes)
-        if kinds == {"epoch", "owner"}:
+        self.histories.rolled(new, self.model.changes)
+        if "rollbacks" in moved and kinds <= {"versions", "verified"}:
+            self.histories.check_rollback(change, old, new)
+            if role.kind != "roller":
+                raise Violation("only a rollback rolls back", f"{change.who} left {new}")
+        elif {"dropped"} <= kinds <= {"versions", "dropped"} and after < before:
+            self._dropped(change, role, old, new)
+        elif moved:
+            raise Violation("only a rollback rolls back", f"{change.who} changed {sorted(kinds | moved)}")
+        elif kinds == {"epoch", "owner"}:
             self._took(change, role, old, new)
         elif kinds == {"next_id", "versions"} and new["versions"][:-1] == old["versions"]:
             self._committed(change, role, old, new)
-        elif kinds == {"versions", "dropped"} and after < before:
-            self._dropped(change, role, old, new)
         elif kinds == {"versions", "dropped", "rewrites"}:
             self._replaced(change, role, old, new)
         elif kinds == {"rewrites"} and len(new["rewrites"]) > len(old["rewrites"]):
@@ -174,7 +179,7 @@ class Watch:
         elif kinds == {"pins"}:
             self._pinned(change, old, new)
         elif kinds == {"verified"}:
-            if new["verified"] < old["verified"] or new["verified"] not in {id for id, _ in after}:
+            if new["verified"] < old["verified"] or new["verified"] not in {id for id, _ in live_in(new)}:
                 raise Violation("what is verified is live", f"{change.who} set verified to {new['verified']}")
         elif kinds == {"next_id"}:
             self._spent(change, role, old, new)
@@ -184,33 +189,37 @@ class Watch:
             raise Violation(
                 "a root write changes only what its kind of update may change", f"{change.who} changed {sorted(kinds)}"
             )
+        self.histories.check(change, new)
 
     def _repaired(self, change: Change) -> None:
         """The root is there again: it lists what it listed before, and is a root that nobody else knows."""
         assert change.new is not None
         assert self.root is not None
         old, new = self.root, json.loads(change.new.data)
-        listed = {entry["id"]: entry for entry in old["versions"]}
+        listed = {entry["id"]: entry for entry in listed_in(old)}
         # Of a thinned version perhaps all of it; of one being written whole perhaps what is complete, and not swapped in yet.
         back = {
-            e["id"] for e in new["versions"] if (e["id"], e["attempt"]) in self.committed or _is_as_much(e, listed.get(e["id"]))
+            e["id"] for e in new["versions"] if (e["id"], e["attempt"]) in self.committed or is_as_much(e, listed.get(e["id"]))
         }
-        if lost := {attempt for attempt in _live(old) - _live(new) if attempt[0] not in back}:
+        if lost := {attempt for attempt in attempts_of(listed_in(old)) - live_in(new) if attempt[0] not in back}:
             raise Violation("a repair brings back what was live", f"{lost} are lost")
         if new["owner"] in self.owners or any(id >= new["next_id"] for id, _ in self.committed):
             raise Violation("a repaired root is a new one", f"next_id {new['next_id']}, owner {new['owner']}")
         self.owners[new["owner"]] = change.who
-        self.root, self.lost = (new := _EMPTY | new), False
+        self.root, self.lost = (new := EMPTY | new), False
+        self.histories.repaired(new)
         self._check_bases(change, new)
-        for attempt in _live(new):
+        for attempt in live_in(new):
             self.committed.setdefault(attempt, self.model.changes)
-        self.refused -= _live(new)
+        self.refused -= live_in(new)
         self.whole()
 
     def _check_bases(self, change: Change, root: Json) -> None:
         ids, whole = set[int](), set[int]()
-        for entry in root["versions"]:  # ids ascend
-            if not set(entry.get("bases", ())) <= (ids if entry.get("groups") else whole):
+        live = {entry["id"] for entry in root["versions"]}
+        for entry in listed_in(root):  # ids ascend
+            there = (ids if entry.get("groups") else whole) & (live if entry["id"] in live else ids)
+            if not set(entry.get("bases", ())) <= there:
                 raise Violation(
                     "what a version is a difference to is live", f"{change.who} left version {entry['id']} without it"
                 )
@@ -226,6 +235,7 @@ class Watch:
     def _committed(self, change: Change, role: Role, old: Json, new: Json) -> None:
         entry = new["versions"][-1]
         attempt = entry["id"], entry["attempt"]
+        self.histories.committed(change, old, attempt)
         if not old["next_id"] <= entry["id"] == new["next_id"] - 1:
             raise Violation("ids never repeat", f"{change.who} committed id {entry['id']}, the next was {old['next_id']}")
         if attempt in self.committed or attempt in self.refused:
@@ -240,7 +250,7 @@ class Watch:
         self._check_numbers()
 
     def _dropped(self, change: Change, role: Role, old: Json, new: Json) -> None:
-        gone = [e for e in old["versions"] if (e["id"], e["attempt"]) not in _live(new)]
+        gone = [e for e in listed_in(old) if (e["id"], e["attempt"]) not in attempts_of(listed_in(new))]
         noted = [(d["id"], d["attempt"]) for d in new["dropped"][len(old["dropped"]) :]]
         if noted != [(e["id"], e["attempt"]) for e in gone] or new["dropped"][: len(old["dropped"])] != old["dropped"]:
             raise Violation("what is dropped is noted", f"{change.who} dropped {gone} and noted {noted}")
@@ -262,13 +272,13 @@ class Watch:
         (note,) = [rewrite for rewrite in new["rewrites"] if rewrite not in old["rewrites"]]
         if role.kind not in _REWRITERS or note["id"] not in {e["id"] for e in old["versions"][:-1]}:
             raise Violation("what is rewritten is an old version", f"{change.who} noted {note}")
-        if any(key.startswith(_folder(note)) for key in self.model.objects):
+        if any(key.startswith(folder_of(note)) for key in self.model.objects):
             raise Violation("a rewrite is noted before it is written", f"{change.who} noted {note}")
 
     def _struck_out(self, change: Change, role: Role, old: Json, new: Json) -> None:
         """Only what was idle."""
         for note in old["rewrites"]:
-            written = [held.modified for key, held in self.model.objects.items() if key.startswith(_folder(note))]
+            written = [held.modified for key, held in self.model.objects.items() if key.startswith(folder_of(note))]
             if note not in new["rewrites"] and role.asked - role.grace < max([note["at"], *written]) < role.asked - STALE:
                 raise Violation("rewrites under way keep their notes", f"{change.who} struck out {note}")
 
@@ -278,7 +288,7 @@ class Watch:
         ((before, after),) = pairs
         attempt, note = (after["id"], after["attempt"]), {"id": before["id"], "attempt": before["attempt"]}
         noted = [{"id": d["id"], "attempt": d["attempt"]} for d in new["dropped"][len(old["dropped"]) :]]
-        if noted != [note] or attempt not in _attempts(old["rewrites"]) or attempt in _attempts(new["rewrites"]):
+        if noted != [note] or attempt not in attempts_of(old["rewrites"]) or attempt in attempts_of(new["rewrites"]):
             raise Violation("what is replaced was noted, and what it was is dropped", f"{change.who} wrote {attempt}, {noted}")
         same = ("id", "step", "created")
         if attempt in self.committed or [before[name] for name in same] != [after[name] for name in same]:
@@ -323,8 +333,8 @@ class Watch:
 
     def _pinned(self, change: Change, old: Json, new: Json) -> None:
         added = {name: id for name, id in new["pins"].items() if old["pins"].get(name) != id}
-        if not set(added.values()) <= {id for id, _ in _live(new)}:
-            raise Violation("a pin names a live version", f"{change.who} pinned {added}")
+        if not set(added.values()) <= {entry["id"] for entry in listed_in(new)}:
+            raise Violation("a pin names a listed version", f"{change.who} pinned {added}")
 
     def _spent(self, change: Change, role: Role, old: Json, new: Json) -> None:
         """An attempt in flight may lose its id only if it was idle."""
@@ -342,7 +352,7 @@ class Watch:
         root, role = self.root, self.roles.get(change.who, Role("nobody"))
         if root is None:
             return
-        if attempt in _live(root) | _attempts(root["rewrites"]):
+        if attempt in attempts_of(listed_in(root)) | attempts_of(root["rewrites"]):
             raise Violation("no object of a live version is deleted", f"{change.who} deleted {change.key}")
         for lease in self.leases.values():
             if lease.guards and lease.attempt == attempt and self._counts(lease):
@@ -361,7 +371,7 @@ class Watch:
         assert change.new is not None
         if change.old is not None and change.old.data != change.new.data:
             raise Violation("objects are written once", f"{change.who} wrote other bytes to {change.key}")
-        if self.root is not None and attempt in _attempts(self.root["rewrites"]) and not change.key.endswith(".json"):
+        if self.root is not None and attempt in attempts_of(self.root["rewrites"]) and not change.key.endswith(".json"):
             self.expected[change.key] = change.new.data
 
     def _lease_changed(self, change: Change, attempt: Attempt) -> None:
@@ -380,7 +390,7 @@ class Watch:
         return self.model.now < lease.modified + LEASE
 
     def _check_whole(self, entry: Json) -> None:
-        folder = _folder(entry)
+        folder = folder_of(entry)
         record = self._bytes(folder + "version.json")
         if blake3(record).hexdigest() != entry["digest"] or len(record) != entry["size"]:
             raise Violation("a version is whole", f"{folder}version.json is not what the root says")
@@ -399,20 +409,20 @@ class Watch:
         """Every live version has the numbers that were saved, or what they become when they are rounded as its record says,
         whatever has become of what it is a difference to."""
         assert self.root is not None
-        live = {entry["id"]: entry for entry in self.root["versions"]}
+        live = {entry["id"]: entry for entry in listed_in(self.root)}
         for entry in live.values():
             for node in self._nodes(entry):
                 wanted = payload.numbers(node, entry["id"] % payload.KINDS, self._bits(entry))
                 if not np.array_equal(self._numbers(live, entry, node)[1], wanted):
-                    raise Violation("a version has its numbers", f"the part of node {node} in {_folder(entry)} has others")
+                    raise Violation("a version has its numbers", f"the part of node {node} in {folder_of(entry)} has others")
 
     def _numbers(self, live: dict[int, Json], entry: Json, node: int) -> tuple[tuple[str, ...], Words]:
         """The packs that a version's part is made of, and its numbers."""
-        pack = f"{_folder(entry)}{payload.GROUP}-{node:05d}-00000.pack"
+        pack = f"{folder_of(entry)}{payload.GROUP}-{node:05d}-00000.pack"
         beneath = {base: self._numbers(live, live[base], node) for base in entry.get("bases", ())}
         made_of = (pack, *(key for packs, _ in beneath.values() for key in packs))
         if made_of not in self.read:
-            fragment = self._bytes(f"{_folder(entry)}tensors-{node:05d}.parquet")
+            fragment = self._bytes(f"{folder_of(entry)}tensors-{node:05d}.parquet")
             try:
                 self.read[made_of] = payload.decoded(node, fragment, self._bytes(pack), lambda base: beneath[base][1])
             except Damaged as error:
@@ -430,7 +440,7 @@ class Watch:
 
     def _record(self, entry: Json) -> Json:
         """Written once."""
-        folder = _folder(entry)
+        folder = folder_of(entry)
         if folder not in self.records:
             self.records[folder] = json.loads(self._bytes(folder + "version.json"))
         return self.records[folder]
@@ -440,22 +450,3 @@ class Watch:
         if held is None:
             raise Violation("a version is whole", f"{key} is missing")
         return held.data
-
-
-def _is_as_much(entry: Json, listed: Json | None) -> bool:
-    """Whether it is a version that was listed, written anew, with all that it had then."""
-    if listed is None or (entry.get("saved") or entry["attempt"]) != (listed.get("saved") or listed["attempt"]):
-        return False
-    return not entry.get("groups") or entry["groups"] == listed.get("groups")
-
-
-def _live(root: Json) -> set[Attempt]:
-    return _attempts(root["versions"])
-
-
-def _attempts(entries: list[Json]) -> set[Attempt]:
-    return {(entry["id"], entry["attempt"]) for entry in entries}
-
-
-def _folder(entry: Json) -> str:
-    return f"versions/{entry['id']:08d}-{entry['attempt']}/"

@@ -50,6 +50,9 @@ class SimPort:
     def join(self, rank: int, incarnation: str, world_size: int) -> None:
         self._call("join", _ANSWER, rank, incarnation, world_size)
 
+    def restore(self) -> None:
+        self._call("restore", _ANSWER)
+
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
         self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
 

@@ -40,6 +40,8 @@ class Node:
                 if former:
                     port.rank_disconnected(self.rank, former, "it went away before it saved")
                 port.join(self.rank, incarnation, self._cluster.ranks)
+                if self._cluster.rolls_back:
+                    port.restore()
             except RaystowError:
                 pass  # the coordinator learns it with the first save
 
@@ -91,6 +93,7 @@ class Node:
         pack = keys.pack(ticket.id, ticket.attempt, ticket.node, GROUP, 0)
         fragment = keys.fragment(ticket.id, ticket.attempt, ticket.node)
         self._cluster.watch.expected |= {pack: part.pack, fragment: part.fragment}
+        self._cluster.watch.histories.begins((ticket.id, ticket.attempt), self._cluster.watch.root)
         uploads: list[RaystowError | None] = []
 
         def upload() -> None:

@@ -1,4 +1,4 @@
-"""Operators that prune, thin, compact, collect, pin, verify or read under a lease while the coordinator commits."""
+"""Operators that prune, thin, compact, collect, roll back, pin, verify or read under a lease while the coordinator commits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,15 @@ from .invariants import Role
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-_INTERVALS = {"prune": 1000.0, "thinner": 1200.0, "compactor": 1100.0, "gc": 1500.0, "keeper": 900.0, "reader": 400.0}
+_INTERVALS = {
+    "prune": 1000.0,
+    "thinner": 1200.0,
+    "compactor": 1100.0,
+    "gc": 1500.0,
+    "keeper": 900.0,
+    "roller": 1800.0,
+    "reader": 400.0,
+}
 
 
 class Operator:
@@ -96,6 +104,22 @@ class Operator:
         if deed == "unpin":
             repository.unpin(name)
 
+    def _roller(self, repository: Repository) -> None:
+        """A person rolls back, mostly by a few versions, or undoes it; then the training is perhaps started again."""
+        live, rolled_back = repository.versions(), repository.rolled_back()
+        choices = rolled_back if rolled_back and self._rng.chance(0.4) else live[-4:]
+        if not choices:
+            return
+        version = self._rng.choice(choices)
+        self._think()
+        try:
+            left = [one.id for one in repository.rollback(version)]
+        except NotFound:
+            return  # dropped meanwhile
+        self._cluster.note(self.process, f"rolled back to {version.id}, from {left}")
+        if self._rng.chance(0.5):
+            self._cluster.restart_training()
+
     def _mend(self) -> None:
         """Make the lost root anew, however often that takes."""
         while True:
@@ -134,9 +158,10 @@ class Operator:
 
     def _settled(self, alone: LocalAgreement, tried: Entry | None, damage: str) -> Entry | None:
         """The version to read next, under a lease."""
-        failed = self.store.failed_leases
+        failed, before = self.store.failed_leases, self._cluster.model.changes
         entry = alone.settle(tried, damage)
         if entry is not None:
+            self._cluster.watch.histories.chosen(self.process.name, (entry.id, entry.attempt), before)
             self._leased(entry, failed)
         return entry
 

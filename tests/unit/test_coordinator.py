@@ -455,3 +455,38 @@ def test_after_a_commit_that_failed_the_next_save_is_whole(run: CoordinatedRun) 
     run.seal(tickets, (1,))
     run.core.settled(run.core.next_commit(), SaveFailed("what it is a difference to is gone"))
     assert run.both(3, delta=5)[0].base is None
+
+
+def test_after_a_rollback_saves_under_way_fail(run: CoordinatedRun) -> None:
+    """The first of them notices it. No chunk refers to what was rolled back."""
+    catalog = run.committer.catalog
+    for step in (1, 2):
+        run.seal(run.both(step))
+        run.commit()
+    run.seal(run.both(3, delta=5))
+    run.commit()
+    under_way, next_one = run.both(4, delta=5), run.both(5, delta=5)
+    catalog.rollback(catalog.version(2))
+    for tickets in (under_way, next_one):
+        run.seal(tickets, (3,))
+        attempt = run.core.next_commit()
+        with pytest.raises(SaveFailed, match="rolled back since the save began") as refused:
+            run.committer.commit(run.core.record(attempt))
+        run.core.settled(attempt, refused.value)
+        assert run.phase(tickets[0]) is Phase.ABORTED
+    tickets = run.both(6, delta=5)
+    assert tickets[0].base is None
+    run.seal(tickets)
+    run.commit()
+    assert [version.step for version in catalog.versions()] == [1, 2, 6]
+    assert run.both(7, delta=5)[0].base.id == 6
+
+
+def test_a_rollback_noticed_by_a_restore_ends_the_deltas(run: CoordinatedRun) -> None:
+    catalog = run.committer.catalog
+    for step in (1, 2):
+        run.seal(run.both(step, delta=5))
+        run.commit()
+    catalog.rollback(catalog.version(1))
+    run.committer.notice(catalog.root())
+    assert run.both(3, delta=5)[0].base is None

@@ -11,7 +11,8 @@ import pytest
 from raystow.storage import invariants
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import Damaged, Fenced, InvariantError
-from raystow.storage.format.root import Dropped, Entry, Rewrite, Root
+from raystow.storage.format.root import Dropped, Entry, Rewrite, RolledBack, Root
+from raystow.storage.history import roll_back, without
 from raystow.storage.invariants import Claims, Fence
 from raystow.storage.limits import MAX_CHAIN
 from raystow.storage.repository import create_repository
@@ -53,6 +54,16 @@ def with_versions(*versions: Entry, **changes: object) -> Root:
 def commit(*added: Entry, **changes: object) -> Root:
     return with_versions(*OLD.versions, *added, **{"next_id": 7, **changes})
 
+
+def rolled_back(*entries: Entry, after: int = 5) -> tuple[RolledBack, ...]:
+    """These versions, each after the one before it."""
+    ids = [after, *(one.id for one in entries)]
+    return tuple(RolledBack(one, before, 8.0) for one, before in zip(entries, ids, strict=False))
+
+
+SIX, SEVEN, EIGHT = entry(6), entry(7, 6), entry(8)
+FORKED = replace(OLD, next_id=9, versions=(*OLD.versions, EIGHT), rolled_back=rolled_back(SIX, SEVEN), rollbacks=1)
+"""Versions 6 and 7 were rolled back, then 8 was committed."""
 
 FOURTH = anew(FOUR)
 THIRD = anew(THREE, bases=())
@@ -139,13 +150,68 @@ BROKEN = {
         (replace(OLD, pins={"good": 2, "bad": 0}), Claims()),
         (with_versions(ONE, FOUR, FIVE), Claims(released=frozenset({"good"}))),
     ],
+    "I18 commit_after_rollback": [(replace(FORKED, next_id=10, versions=(*FORKED.versions, entry(9))), Claims(rollbacks=0))],
+    "I19 only_rollbacks_move": [
+        (replace(roll_back(FORKED, 5, 9.0), rollbacks=1), Claims()),
+        (replace(roll_back(FORKED, 7, 9.0), rollbacks=1), Claims()),
+        (replace(roll_back(FORKED, 7, 9.0), rollbacks=3), Claims()),
+        (replace(FORKED, rollbacks=0), Claims()),
+        (without(roll_back(FORKED, 7, 9.0), {1}), Claims()),
+        (replace(FORKED, rollbacks=2, versions=(), rolled_back=rolled_back(*FORKED.listed, after=0)), Claims()),
+    ],
+    "I20 history_stays": [
+        (replace(FORKED, rolled_back=rolled_back(SIX, SEVEN, after=4)), Claims()),
+        (replace(roll_back(FORKED, 7, 9.0), versions=FORKED.listed, rolled_back=()), Claims()),
+        (replace(without(FORKED, {5, 8}), rolled_back=FORKED.rolled_back), Claims()),
+    ],
 }
+
+
+ALLOWED_AFTER_ROLLBACK = {
+    "a commit": (replace(FORKED, next_id=10, versions=(*FORKED.versions, entry(9))), Claims(rollbacks=1)),
+    "a rollback": (roll_back(FORKED, 4, 9.0), Claims()),
+    "the way back": (roll_back(FORKED, 7, 9.0), Claims()),
+    "to the newest": (roll_back(FORKED, 8, 9.0), Claims()),
+    "a pin": (replace(FORKED, pins={"good": 2, "evidence": 7}), Claims()),
+    "a drop": (replace(without(FORKED, {7}), dropped=(*OLD.dropped, Dropped(7, "a7", 9.0))), Claims()),
+    "a drop of what it follows": (
+        replace(without(FORKED, {5}), dropped=(*OLD.dropped, Dropped(5, "a5", 9.0))),
+        Claims(),
+    ),
+}
+
+
+def old_of(name: str) -> Root:
+    """The root that the swaps of an invariant begin with."""
+    return FORKED if name[:3] in ("I18", "I19", "I20") else OLD
 
 
 @pytest.mark.parametrize("name", ALLOWED)
 def test_a_sound_swap_is_made(name: str) -> None:
     new, claims = ALLOWED[name]
     invariants.check(OLD, new, claims)
+
+
+@pytest.mark.parametrize("name", ALLOWED_AFTER_ROLLBACK)
+def test_a_sound_swap_is_made_after_a_rollback(name: str) -> None:
+    new, claims = ALLOWED_AFTER_ROLLBACK[name]
+    invariants.check(FORKED, new, claims)
+
+
+def test_a_rolled_back_version_keeps_what_it_needs() -> None:
+    """Pins, bases and notes of removals count for rolled-back versions as for live ones; ``verified`` names live ones only."""
+    pinned = replace(FORKED, pins={"evidence": 7})
+    gone = (*OLD.dropped, Dropped(7, "a7", 9.0))
+    with pytest.raises(InvariantError, match="I8 pinned_stays"):
+        invariants.check(pinned, replace(without(pinned, {7}), pins={}, dropped=gone))
+    with pytest.raises(InvariantError, match="I14 bases_live"):
+        invariants.check(FORKED, replace(without(FORKED, {6}), dropped=(*OLD.dropped, Dropped(6, "a6", 9.0))))
+    with pytest.raises(InvariantError, match="I14 bases_live"):
+        invariants.check(FORKED, replace(FORKED, next_id=10, versions=(*FORKED.versions, entry(9, 6))))
+    with pytest.raises(InvariantError, match="I5 removals_noted"):
+        invariants.check(FORKED, without(FORKED, {7}))
+    with pytest.raises(InvariantError, match="I17 names_live"):
+        invariants.check(FORKED, replace(FORKED, verified=7))
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in BROKEN.items() for case in range(len(cases))])
@@ -157,21 +223,26 @@ def test_a_swap_that_breaks_it_is_refused(name: str, case: int) -> None:
             invariants.check(OLD, new, claims)
         return
     with pytest.raises(InvariantError):
-        invariants.check(OLD, new, claims)
-    assert name in broken(OLD, new, claims)
+        invariants.check(old_of(name), new, claims)
+    assert name in broken(old_of(name), new, claims)
 
 
 def broken(old: Root, new: Root, claims: Claims) -> list[str]:
-    rules = [*invariants.OF_SWAP, *(lambda old, new, claims, of=of: set(of(new)) - set(of(old)) for of in invariants.OF_ROOT)]
-    return [name for name, rule in zip(invariants.names(), rules, strict=True) if list(rule(old, new, claims))]  # type: ignore[operator]
+    """Names, in the order in which they are checked."""
+    of_root = [lambda old, new, claims, of=of: set(of(new)) - set(of(old)) for of in invariants.OF_ROOT]
+    rules = [*invariants.OF_SWAP, *invariants.OF_ROLLBACK, *of_root]
+    numbered = invariants.names()
+    ends = len(invariants.OF_SWAP), len(invariants.OF_SWAP) + len(of_root)
+    names = [*numbered[: ends[0]], *numbered[ends[1] :], *numbered[ends[0] : ends[1]]]
+    return [name for name, rule in zip(names, rules, strict=True) if list(rule(old, new, claims))]  # type: ignore[operator]
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, 0) for name, cases in BROKEN.items() if cases and name[:3] != "I1 "])
 def test_the_message_begins_with_the_name(name: str, case: int) -> None:
     new, claims = BROKEN[name][case]
-    first = broken(OLD, new, claims)[0]
+    first = broken(old_of(name), new, claims)[0]
     with pytest.raises(InvariantError, match=rf"root\.json: {first}: "):
-        invariants.check(OLD, new, claims)
+        invariants.check(old_of(name), new, claims)
 
 
 def test_a_chain_beyond_the_limit_is_refused() -> None:

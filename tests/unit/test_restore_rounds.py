@@ -25,8 +25,9 @@ class RestoringRun:
         self.repository = memory_repository(self.clock)
         self.committer = Committer(self.repository, "me")
         self.damaged: list[int] = []
-        self.known = VersionCache(self.repository)
-        self.rounds = RestoreRounds(self.repository, self.clock, self.known, on_fall_back=lambda: self.damaged.append(1))
+        self.known = VersionCache(self.repository, on_read=self.committer.notice)
+        is_current, on_fall_back = self.committer.is_current, lambda: self.damaged.append(1)
+        self.rounds = RestoreRounds(self.repository, self.clock, self.known, is_current=is_current, on_fall_back=on_fall_back)
 
     def commit(self, steps: int) -> list[Entry]:
         return [self.committer.commit(empty_record(self.committer, step)).entry for step in range(steps)]
@@ -262,12 +263,48 @@ def test_only_for_who_wants_it_and_only_if_it_is_newer(run):
     assert run.rounds.vote(RestoreVote(0, 2, "a0", 3, 60.0), held).answer(None) == held.entry
 
 
+def test_after_a_rollback_nothing_that_it_left_is_restored(run):
+    """Neither a rolled-back version nor a save in memory that began before; a save that began after it is."""
+    chosen, _ = run.commit(2)
+    held = in_memory(run)
+    run.repository.rollback(run.repository.at(chosen))
+    assert run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held).candidates == [chosen]
+    assert run.vote(1).answer(None) == chosen
+    run.vote(0, chosen)
+    assert run.vote(1, chosen).answer(chosen) == chosen
+    held = in_memory(run)
+    assert run.rounds.vote(RestoreVote(0, 2, "a0", 2, 60.0), held).candidates == [held.entry, chosen]
+
+
+def test_a_rollback_during_a_restore_does_not_part_the_ranks(run):
+    """The ranks agreed on it before, and some may have restored it."""
+    _, newest = run.commit(2)
+    run.vote(0)
+    run.repository.rollback(run.repository.version(1))
+    assert run.vote(1).answer(None) == newest
+    run.vote(0, newest)
+    assert run.vote(1, newest).answer(newest) == newest
+    assert run.vote(0, number=2).answer(None).id == 1
+
+
+def test_without_the_store_a_noticed_rollback_counts(run, monkeypatch):
+    run.commit(2)
+    run.repository.rollback(run.repository.version(1))
+    run.known.root()
+
+    def down(*_: object, **__: object) -> None:
+        raise StoreUnavailable("503", subject="root.json")
+
+    monkeypatch.setattr(MemoryStore, "get_tagged", down)
+    assert [entry.id for entry in run.vote(0).candidates] == [1]
+
+
 def test_without_the_store_known_versions_are_restored(run, monkeypatch):
     """They are not leased."""
     (old,) = run.commit(1)
     assert run.vote(0).answer(None) == old
     (new,) = run.commit(1)
-    run.known.committed(new)
+    run.known.committed(run.committer.root)
 
     def down(*_: object, **__: object) -> None:
         raise StoreUnavailable("503", subject="root.json")

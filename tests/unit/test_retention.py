@@ -86,6 +86,60 @@ def test_steps_that_go_back_leave_one_version_for_each_run() -> None:
     assert kept(entries, Policy(keep_every=1000)) == [2, 3, 4]
 
 
+def kept_of(policy: Policy, rolled_back: set[int], **more: Any) -> tuple[list[int], list[int]]:
+    """The live and the rolled-back versions of nine that are kept."""
+    made = plan(NINE, policy, metrics=LOSSES, rolled_back=rolled_back, **{"pins": {}, **more})
+    ids = [decision.entry.id for decision in made if decision.keep]
+    return [id for id in ids if id not in rolled_back], [id for id in ids if id in rolled_back]
+
+
+@pytest.mark.parametrize(
+    ("policy", "rolled_back", "ids"),
+    [
+        (Policy(), {7, 8, 9}, ([1, 2, 3, 4, 5, 6], [7, 8, 9])),
+        (Policy(keep_last=2), {7, 8, 9}, ([5, 6], [8, 9])),
+        (Policy(keep_last=2), {5, 6, 7}, ([8, 9], [])),  # two versions were committed since
+        (Policy(keep_last=3), {6, 7, 8}, ([4, 5, 9], [7, 8])),
+        (Policy(keep_every=300), {7, 8, 9}, ([2, 5, 6], [8, 9])),
+        (Policy(keep_every=300), {7}, ([2, 5, 8, 9], [])),  # another one has come as far
+        (Policy(keep_best=("loss", "min", 1)), {7}, ([3, 9], [7])),
+        (Policy(max_bytes=35), {7, 8, 9}, ([4, 5, 6], [])),
+        (Policy(max_bytes=75), {7, 8, 9}, ([1, 2, 3, 4, 5, 6], [9])),
+        (Policy(drop_rolled_back=True), {7, 8}, ([1, 2, 3, 4, 5, 6, 9], [])),
+        (Policy(keep_last=3, drop_rolled_back=True), {7, 8}, ([5, 6, 9], [])),
+    ],
+)
+def test_a_rolled_back_version_takes_no_other_ones_place(
+    policy: Policy, rolled_back: set[int], ids: tuple[list[int], list[int]]
+) -> None:
+    assert kept_of(policy, rolled_back) == ids
+
+
+def test_pins_leases_and_deltas_keep_rolled_back_versions() -> None:
+    policy, leased = Policy(keep_last=1, drop_rolled_back=True), {(7, NINE[6].attempt)}
+    assert kept_of(policy, {5, 6, 7, 8}, pins={"evidence": 5}, leased=leased) == ([9], [5, 7])
+    entries = [*NINE[:6], difference(7, 6), difference(8, 7), entry(9)]
+    made = plan(entries, policy, pins={"evidence": 8}, metrics={}, rolled_back={7, 8})
+    assert [decision.entry.id for decision in made if decision.keep] == [6, 7, 8, 9]
+
+
+def test_a_rolled_back_version_is_not_written_again() -> None:
+    assert [d.entry.id for d in plan(NINE, Policy(resumable=2), pins={}, metrics={}, rolled_back={6, 8}) if d.thin] == [
+        1,
+        2,
+        3,
+        4,
+        5,
+    ]
+    thinned = [replace(one, groups=("weights",)) if one.id == 4 else one for one in NINE]
+    made = plan(thinned, Policy(resumable=2, delta=6), pins={}, metrics={}, rolled_back={4})
+    assert {d.entry.id: d.base for d in made if d.thin} == {1: None, 2: 1, 3: 2, 5: 3, 6: 5, 7: 6}
+    entries = [entry(1), difference(2, 1, stored=1), entry(3), entry(4)]
+    first, second, *_ = plan(entries, Policy(keep_last=1), pins={"a": 2}, metrics={}, rolled_back={2}, compact=True)
+    assert first.why == "base of version 2: version 2 is rolled back"
+    assert second.verdict == "keep"
+
+
 def test_a_decision_says_why() -> None:
     first, second, third = plan(NINE[:3], Policy(keep_last=2, keep_every=1000, max_bytes=10), pins={"a": 1, "b": 1}, metrics={})
     assert first.rules == ("pinned as a", "pinned as b")

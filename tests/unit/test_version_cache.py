@@ -33,7 +33,7 @@ def test_a_store_that_is_down_is_not_needed_for_what_was_known(committer, monkey
     known = VersionCache(committer.catalog)
     known.root()
     entry = committer.commit(empty_record(committer, 1)).entry
-    known.committed(entry)
+    known.committed(committer.root)
     monkeypatch.setattr(MemoryStore, "get_tagged", down)
     assert versions(known) == ((entry,), False)
     monkeypatch.undo()

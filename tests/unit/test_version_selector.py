@@ -92,3 +92,17 @@ def test_a_pin_that_no_selector_would_find_is_refused(repository, name):
     with pytest.raises(StateError, match="give a name that is no number"):
         repository.pin(repository.version(1), name)
     assert repository.root().pins == {"best": 2}
+
+
+def test_a_rolled_back_version_is_found_by_id_and_pin_only(committer):
+    repository = committer.catalog
+    for step in (10, 20, 20):
+        committer.commit(empty_record(committer, step))
+    repository.pin(repository.version(3), "evidence")
+    repository.rollback(2)
+    assert [repository.version(which).id for which in (3, "3", "evidence", "latest", "step:20")] == [3, 3, 3, 2, 2]
+    repository.rollback("step:10")
+    with pytest.raises(NotFound, match="no version of step 20"):
+        repository.version("step:20")
+    repository.rollback("evidence")
+    assert repository.version("latest").id == 3

@@ -28,6 +28,7 @@ COMMANDS = {
     "Keep, drop and repair versions": {
         "pin": ".pin",
         "unpin": ".pin",
+        "rollback": ".rollback",
         "prune": ".prune",
         "compact": ".compact",
         "gc": ".gc",

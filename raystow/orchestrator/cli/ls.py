@@ -20,21 +20,24 @@ def ls(
 ) -> None:
     """List the versions of a repository, oldest first.
 
-    RATIO is stored bytes divided by raw bytes: smaller is better. A thinned version names the groups that it still has. Reads two
-    small objects, whatever the size of the checkpoints.
+    RATIO is stored bytes divided by raw bytes: smaller is better. A thinned version names the groups that it still has. A
+    rolled-back version is marked: no restore of the latest version chooses it. Reads two small objects, whatever the size of the
+    checkpoints.
 
     Example:  raystow ls s3://bucket/runs/llama
     """
     target = open_target(uri)
-    versions = target.versions()
+    versions = target.listed()
     if json:
-        rows = []
+        rows: dict[str, list[object]] = {"versions": [], "rolled_back": []}
         for version in versions:
             sizes = {"raw": version.raw, "ratio": ratio(version.bytes, version.raw)}
             rest = {"groups": version.entry.groups or None, "pins": target.pins(version.id)}
             ranks = {"world_size": version.world_size} if long else {}
-            rows.append({**fields_of(target.row(version.entry)), **ranks, **sizes, **rest})
-        emit({"uri": target.uri, "repository": target.repository.id, "versions": rows})
+            row = {**fields_of(target.row(version.entry)), **ranks, **sizes, **rest}
+            at = target.rolled_back(version.id)
+            rows["versions" if at is None else "rolled_back"].append(row | ({"at": at} if at is not None else {}))
+        emit({"uri": target.uri, "repository": target.repository.id, **rows})
         return
     if not versions:
         out.print(f"no version yet in {target.uri}")
@@ -43,9 +46,10 @@ def ls(
     for version in versions:
         *first, stored = target.row(version.entry).cells()
         ranks_cell = [str(version.world_size)] if long else []
-        groups = f"{' and '.join(version.entry.groups)} only" if version.entry.groups else ""
+        notes = [f"{' and '.join(version.entry.groups)} only"] if version.entry.groups else []
+        notes += ["rolled back"] if target.rolled_back(version.id) is not None else []
         sizes_cells = [size(version.raw), stored, ratio_text(version.bytes, version.raw)]
-        cells.append([*first, *ranks_cell, *sizes_cells, ", ".join(target.pins(version.id)), groups])
+        cells.append([*first, *ranks_cell, *sizes_cells, ", ".join(target.pins(version.id)), ", ".join(notes)])
     headers = [">ID", ">STEP", ">CREATED", *([">WORLD"] if long else []), ">RAW", ">STORED", ">RATIO", "PINS", ""]
     out.print(table("", headers, cells))
     out.print(count(len(versions), "version") + f", {size(sum(version.bytes for version in versions))} stored", style="dim")

@@ -43,6 +43,9 @@ def prune(
     compact: Annotated[
         bool, typer.Option("--compact", help="Store deltas whole where that lets their bases go and frees more than it writes.")
     ] = False,
+    drop_rolled_back: Annotated[
+        bool, typer.Option("--drop-rolled-back", help="Drop rolled-back versions, whatever the --keep rules say.")
+    ] = False,
     dry_run: DryRun = False,
     yes: Yes = False,
     json: Json = False,
@@ -50,7 +53,8 @@ def prune(
     """Drop the versions that no rule keeps, and thin old ones.
 
     A version is kept if any --keep rule keeps it. The newest version, the newest verified one, pinned versions, those being
-    restored, and the bases of their deltas are always kept and never thinned. Thinning (--resumable) removes the optimizer state
+    restored, and the bases of their deltas are always kept and never thinned. Rolled-back versions take the place of no other:
+    one is kept if a rule would keep it had nothing been rolled back. Thinning (--resumable) removes the optimizer state
     and keeps the weights bit for bit; --delta and --mantissa-bits shrink them further. Thinned versions cannot resume a training,
     and thinning cannot be undone. A delta is read through the versions before it and is lost with them. Prints the plan and asks
     first, unless --yes or --json is given. Dropped versions cannot be read, but use space until `raystow gc` runs.
@@ -71,11 +75,12 @@ def prune(
         resumable=resumable,
         delta=delta,
         mantissa_bits=mantissa_bits,
+        drop_rolled_back=drop_rolled_back,
     )
     if not (policy.drops or policy.resumable):
         raise typer.BadParameter(
-            "give a rule: --keep-last 3, --keep-every 1000 (steps), --keep-interval 6h, --keep-best loss:min:1, --max-bytes 2TB "
-            "or --resumable 3; rules add up, and --dry-run shows the effect on each version"
+            "give a rule: --keep-last 3, --keep-every 1000 (steps), --keep-interval 6h, --keep-best loss:min:1, --max-bytes 2TB, "
+            "--resumable 3 or --drop-rolled-back; rules add up, and --dry-run shows the effect on each version"
         )
     target = open_target(uri)
     plan = target.repository.plan_retention(policy, compact=compact)

@@ -115,6 +115,7 @@ def _facts(
         "stored": version.bytes,
         "ratio": ratio(version.bytes, version.raw),
         "thinned": record.thinned,
+        "rolled_back": target.rolled_back(version.id),
         "coding": record.coding,
         "bases": record.bases,
         "metrics": {name: values.encode(value) for name, value in record.metrics.items()},
@@ -152,6 +153,8 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
     if (thinned := record.thinned) is not None:
         rounded = "" if thinned.mantissa_bits is None else f", with {thinned.mantissa_bits} bits of mantissa"
         yield "thinned", f"{moment(thinned.at)}: {' and '.join(thinned.groups)} only{rounded}"
+    if (at := target.rolled_back(version.id)) is not None:
+        yield "state", f"rolled back, {moment(at)}"
     for codec, why in sorted(record.coding.items()):
         yield "coded with", f"{codec}: {why}"
     yield from (("lossy", text) for text in _lossy(version))
@@ -163,7 +166,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
 def _needs(target: Target, version: Version) -> str:
     """The bases of its deltas, and the estimated size without them."""
     bases = ", ".join(f"version {id}" for id in version.entry.bases)
-    _, *chain = base_chain({entry.id: entry for entry in target.root.versions}, version.entry)
+    _, *chain = base_chain({entry.id: entry for entry in target.root.listed}, version.entry)
     if chain[1:]:
         bases += f", and {count(len(chain) - 1, 'version')} that it needs"
     return f"{bases} (stored whole it would take about {size(estimate(version.entry, chain[-1]))})" if chain else bases

@@ -39,8 +39,16 @@ class Target:
         return self.repository.uri
 
     def versions(self) -> list[Version]:
-        """Return all versions, oldest first."""
+        """Return all live versions, oldest first."""
         return [self.repository.at(entry, siblings=self.root.versions) for entry in self.root.versions]
+
+    def listed(self) -> list[Version]:
+        """Return all versions and the rolled-back ones, oldest first."""
+        return [self.repository.at(entry, siblings=self.root.listed) for entry in self.root.listed]
+
+    def rolled_back(self, id: int) -> float | None:
+        """Return when a version was rolled back, in seconds since 1970; None if it is live."""
+        return next((one.at for one in self.root.rolled_back if one.entry.id == id), None)
 
     def version(self, which: str) -> Version:
         """Return a version, as ``Repository.version`` does.
@@ -48,7 +56,7 @@ class Target:
         Raises:
             NotFound: there is no such version.
         """
-        return self.repository.at(select(self.root, which, self.uri), siblings=self.root.versions)
+        return self.repository.at(select(self.root, which, self.uri), siblings=self.root.listed)
 
     def pins(self, id: int) -> list[str]:
         """Return the names under which a version is pinned."""

@@ -64,7 +64,7 @@ def verify(
     repository = target.repository
     start = repository.clock.monotonic()
     check = partial(_verdicts, repository, deep=deep, resume=resume, quiet=json)
-    versions = target.versions() if all else [target.version(version or LATEST)]
+    versions = target.listed() if all else [target.version(version or LATEST)]
     back = deep and not all and version in (None, LATEST)
     verdicts = _until_whole(target.versions(), check) if back else check(versions)
     recorded, refused = _record(repository, verdicts) if deep else (None, None)
@@ -204,7 +204,7 @@ def _verdict(
             found = repository.verify(version, progress if deep else lambda done: None, deep=deep, journal=notes)
             return Verdict(version, deep, WHOLE, seconds(), found=found)
         except (Damaged, Untrusted) as error:
-            entries = repository.root().versions
+            entries = repository.root().listed
             if all(entry.attempt != version.attempt for entry in entries):
                 return Verdict(version, deep, REMOVED, seconds())
             outcome, lost = DAMAGED if isinstance(error, Damaged) else UNTRUSTED, dependents(entries, version.id)

@@ -77,10 +77,12 @@ class CoordinatorActor:
                 repository = await asyncio.to_thread(create_repository, self._uri, signer=signer)
                 self._committer = await asyncio.to_thread(Committer, repository, f"{platform.node()}-{SYSTEM.token()}", signer)
                 writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
-                self._known = VersionCache(repository)
+                self._known = VersionCache(repository, on_read=self._committer.notice)
                 await asyncio.to_thread(self._known.root)  # cached while the store answers
                 count_damage = functools.partial(metrics.record, metrics.DAMAGED, repository=self._uri)
-                self._rounds = RestoreRounds(repository, SYSTEM, self._known, on_fall_back=count_damage)
+                self._rounds = RestoreRounds(
+                    repository, SYSTEM, self._known, is_current=self._committer.is_current, on_fall_back=count_damage
+                )
                 self._housekeeping = Housekeeping(self._committer)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep(self._core))
@@ -253,8 +255,7 @@ class CoordinatorActor:
                 while (attempt := core.next_commit()) is not None:
                     core.settled(attempt, await asyncio.to_thread(self._commit, core.record(attempt)))
                     await self._tell()
-                    if attempt.entry is not None:
-                        self._known.committed(attempt.entry)
+                    self._known.committed(self._committer.root)
                     if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
                         self._apply_retention(attempt.retention, core.bases)
                 core.tick()

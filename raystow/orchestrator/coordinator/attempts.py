@@ -280,6 +280,8 @@ class Coordinator:
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
         attempt.generation = self._generation
+        if self._row is not None and not self._committer.is_current(self._row.whole.id):
+            self._row = None  # its versions may be rolled back: the next one is whole
         if begin.delta and self._row is not None:
             attempt.deltas, why = self._row.goes_on(begin.delta)
             attempt.base = self._row.base

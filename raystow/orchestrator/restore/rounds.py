@@ -99,12 +99,20 @@ def _listed(ranks: list[int]) -> str:
 
 
 class RestoreRounds:
-    """The rounds of one repository. Not thread-safe; waits for the store as long as ``known`` does."""
+    """The rounds of one repository. Not thread-safe; waits for the store as long as ``known`` does. ``is_current``: whether there
+    was no rollback since the save with an id began."""
 
     def __init__(
-        self, repository: Repository, clock: Clock, known: VersionCache, *, on_fall_back: Callable[[], None] = lambda: None
+        self,
+        repository: Repository,
+        clock: Clock,
+        known: VersionCache,
+        *,
+        is_current: Callable[[int], bool] = lambda save: True,
+        on_fall_back: Callable[[], None] = lambda: None,
     ) -> None:
-        self._repository, self._clock, self._known, self._on_fall_back = repository, clock, known, on_fall_back
+        self._repository, self._clock, self._known = repository, clock, known
+        self._is_current, self._on_fall_back = is_current, on_fall_back
         self._open: list[RestoreRound] = []
         self._failed: dict[int, tuple[tuple[str, int], RestoreRound]] = {}  # rank -> the last failed round, and its member
         self.changes = 0
@@ -175,12 +183,13 @@ class RestoreRounds:
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
         round.blind = not said
+        newest = root.versions[-1].id if root.versions else 0
         if vote.version != LATEST:
             try:
                 round.candidates = [select(root, vote.version, self._repository.uri)]
             except NotFound as error:
                 round.candidates, round.missing = [], error
-        elif held is not None and all(held.entry.id > entry.id for entry in round.candidates):
+        elif held is not None and held.entry.id > newest and self._is_current(held.entry.id):
             round.held = held
             round.candidates.insert(0, held.entry)
         self._lease(round)

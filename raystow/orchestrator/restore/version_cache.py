@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as FuturesTimeout
-from dataclasses import replace
 
 from ...storage.errors import StoreUnavailable
 from ...storage.format.root import Entry, Root
@@ -16,26 +16,28 @@ logger = logging.getLogger(__name__)
 
 
 class VersionCache:
-    """Call ``root`` from one thread, ``committed`` from any. ``timeout``: seconds to wait for the root."""
+    """Call ``root`` from one thread, ``committed`` from any. ``on_read``: called with each root that is read. ``timeout``:
+    seconds to wait for the root."""
 
-    def __init__(self, repository: Repository, *, timeout: float = 20.0) -> None:
-        self._repository, self._timeout = repository, timeout
+    def __init__(
+        self, repository: Repository, *, on_read: Callable[[Root], None] = lambda root: None, timeout: float = 20.0
+    ) -> None:
+        self._repository, self._on_read, self._timeout = repository, on_read, timeout
         self._pool = ThreadPoolExecutor(1, "raystow-root")
         self._last: Root | None = None
 
     @property
     def entries(self) -> tuple[Entry, ...]:
-        """The versions known last, oldest first."""
-        return self._last.versions if self._last is not None else ()
+        """The versions known last, oldest first, rolled-back ones included."""
+        return self._last.listed if self._last is not None else ()
 
     @property
     def newest(self) -> Entry | None:
-        return self.entries[-1] if self.entries else None
+        return self._last.versions[-1] if self._last is not None and self._last.versions else None
 
-    def committed(self, entry: Entry) -> None:
-        """Add a version that was committed just now."""
-        if self._last is not None:
-            self._last = replace(self._last, versions=(*self._last.versions, entry))
+    def committed(self, root: Root) -> None:
+        """Take the root that a commit has left or, if it was refused, found."""
+        self._last = root
 
     def root(self) -> tuple[Root, bool]:
         """The root, and whether the store has answered; else it has the versions known last.
@@ -45,6 +47,7 @@ class VersionCache:
         reading = self._pool.submit(self._repository.root)  # after a read that still waits: its result may be old
         try:
             self._last = reading.result(self._timeout)
+            self._on_read(self._last)
         except (StoreUnavailable, FuturesTimeout) as error:
             reading.cancel()
             what = str(error) or f"the store has not returned the root within {self._timeout:.0f} s"

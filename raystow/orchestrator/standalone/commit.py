@@ -45,8 +45,9 @@ class StandaloneCommit:
     def __init__(self, uri: str, step: int | None) -> None:
         self._committer = committer_of(uri)
         self.repository = self._committer.catalog
+        self._committer.notice(self.repository.root())
         if step is None:
-            versions = self.repository.root().versions
+            versions = self._committer.root.versions
             step = versions[-1].step + 1 if versions else 0
         self.step = step
         with _lock:

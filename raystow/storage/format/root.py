@@ -14,7 +14,7 @@ REPAIR = "`raystow repair URI` makes it anew from the version records"
 
 @dataclass(frozen=True)
 class Entry:
-    """A live version. ``digest`` and ``size``: BLAKE3 (hexadecimal) and bytes of its record.
+    """A listed version. ``digest`` and ``size``: BLAKE3 (hexadecimal) and bytes of its record.
 
     ``step``, ``created`` (seconds since 1970), ``raw`` and ``stored`` (bytes) are copies from the record, so that a listing is
     one read. ``bases``: ids of the versions that it needs. ``groups``: those that a thinned version keeps; empty for a complete
@@ -45,6 +45,16 @@ class Entry:
 
 
 @dataclass(frozen=True)
+class RolledBack:
+    """A version that a rollback took out of ``versions``. ``after``: the id of the version before it in its history, 0 for none.
+    ``at``: when, in seconds since 1970."""
+
+    entry: Entry
+    after: int
+    at: float
+
+
+@dataclass(frozen=True)
 class Dropped:
     """An attempt that was dropped or replaced and whose objects may still be there. ``at``: when, by the store's clock."""
 
@@ -65,8 +75,9 @@ class Rewrite:
 @dataclass(frozen=True)
 class Root:
     """The root. ``epoch``: the fencing token of the coordinator in charge, ``owner``: its name. ``next_id``: above every id ever
-    committed. ``verified``: the newest live version that was found whole, or 0. ``rewrites``: attempts that may replace live
-    versions."""
+    committed. ``versions``: the live ones. ``verified``: the newest live version that was found whole, or 0. ``rewrites``:
+    attempts that may replace live versions. ``rollbacks``: how many there were. ``rolled_back``: versions that are listed but not
+    live."""
 
     repository: str
     epoch: int = 0
@@ -78,6 +89,14 @@ class Root:
     dropped: tuple[Dropped, ...] = ()
     verified: int = 0
     rewrites: tuple[Rewrite, ...] = ()
+    rollbacks: int = 0
+    rolled_back: tuple[RolledBack, ...] = ()
+
+    @property
+    def listed(self) -> tuple[Entry, ...]:
+        """The live and the rolled-back versions, ids ascending."""
+        rolled_back = (one.entry for one in self.rolled_back)
+        return tuple(sorted((*self.versions, *rolled_back), key=lambda entry: entry.id)) if self.rolled_back else self.versions
 
     def stamped(self, write_id: str) -> Root:
         """The same root with another write id."""
@@ -85,9 +104,9 @@ class Root:
 
     def dump(self) -> bytes:
         """The bytes of ``root.json``."""
-        versions = [{name: value for name, value in vars(entry).items() if value not in ((), "")} for entry in self.versions]
         parts = {
-            "versions": versions,
+            "versions": [_dumped(entry) for entry in self.versions],
+            "rolled_back": [{**_dumped(one.entry), "after": one.after, "at": one.at} for one in self.rolled_back],
             "dropped": [vars(d) for d in self.dropped],
             "rewrites": [vars(r) for r in self.rewrites],
         }
@@ -98,16 +117,29 @@ class Root:
         """Parse and check ``root.json``."""
         fields = records.load(data, keys.ROOT)
 
-        versions = tuple(
-            records.parse(Entry, entry, keys.ROOT, optional=("bases", "groups", "saved"))
-            for entry in records.objects(fields, "versions", keys.ROOT)
+        versions = tuple(_entry(entry) for entry in records.objects(fields, "versions", keys.ROOT))
+        rolled_back = tuple(
+            records.parse(RolledBack, one, keys.ROOT, entry=_entry(one))
+            for one in (records.objects(fields, "rolled_back", keys.ROOT) if "rolled_back" in fields else ())
         )
-        if any(a.id >= b.id for a, b in itertools.pairwise(versions)):
-            raise Damaged("version ids are not ascending", subject=keys.ROOT)
+        for entries in (versions, [one.entry for one in rolled_back]):
+            if any(a.id >= b.id for a, b in itertools.pairwise(entries)):
+                raise Damaged("version ids are not ascending", subject=keys.ROOT)
+        if any(one.after >= one.entry.id for one in rolled_back):
+            raise Damaged("a rolled-back version follows a newer one", subject=keys.ROOT)
         notes = {"dropped": Dropped, "rewrites": Rewrite}
         parsed = {
             name: tuple(records.parse(kind, note, keys.ROOT) for note in records.objects(fields, name, keys.ROOT))
             for name, kind in notes.items()
             if name in fields
         }
-        return records.parse(Root, fields, keys.ROOT, optional=("verified",), versions=versions, **parsed)
+        optional = ("verified", "rollbacks")
+        return records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
+
+
+def _dumped(entry: Entry) -> dict[str, object]:
+    return {name: value for name, value in vars(entry).items() if value not in ((), "")}
+
+
+def _entry(fields: records.Json) -> Entry:
+    return records.parse(Entry, fields, keys.ROOT, optional=("bases", "groups", "saved"))

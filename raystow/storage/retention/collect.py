@@ -137,8 +137,8 @@ class CollectionPlan:
             return root if spent else replace(root, next_id=max(root.next_id, past), rewrites=rewrites)
 
         root = self.catalog.register.update(spend)
-        live = {(entry.id, entry.attempt) for entry in root.versions}
-        return [g for g in due if (g.id, g.attempt) not in live]  # one may have been committed since the plan was made
+        listed = {(entry.id, entry.attempt) for entry in root.listed}
+        return [g for g in due if (g.id, g.attempt) not in listed]  # one may have been committed since the plan was made
 
     def _forget(self, gone: set[tuple[int, str]]) -> None:
         def change(root: Root) -> Root:
@@ -162,10 +162,10 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     # The root is read after the listing, so what is committed meanwhile is not taken for garbage.
     found = {attempt: list(infos) for attempt, infos in scan.attempts(store)}
     root = catalog.root()
-    live = {(entry.id, entry.attempt) for entry in root.versions}
+    listed = {(entry.id, entry.attempt) for entry in root.listed}
     # An attempt may be noted and have no objects: the last collection died before its end.
     noted = {(d.id, d.attempt) for d in root.dropped} | {(r.id, r.attempt) for r in root.rewrites}
-    garbage = [_judged(root, now, *attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - live)]
+    garbage = [_judged(root, now, *attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - listed)]
     scraps = leases.ended(store, now) + [info.key for info in store.list(probe.PREFIX) if now - info.modified >= grace]
     unfinished = tuple(write for write in store.unfinished() if now - write.started >= grace)
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)

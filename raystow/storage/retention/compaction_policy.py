@@ -63,11 +63,14 @@ def freeings(entries: Sequence[Entry], ruled: set[int], kept: set[int], as_it_is
     return tuple(reversed(found))
 
 
-def as_it_is(entries: Sequence[Entry], verified: int, leased: Collection[tuple[int, str]]) -> dict[int, str]:
-    """Ids of the versions that are not written whole, each with the reason: the newest, the one verified last, and those under a
-    lease."""
+def as_it_is(
+    entries: Sequence[Entry], verified: int, leased: Collection[tuple[int, str]], rolled_back: Collection[int]
+) -> dict[int, str]:
+    """Ids of the versions that are not written whole, each with the reason: the newest of the live ``entries``, the one verified
+    last, those under a lease, and rolled-back ones."""
     reasons = {entry.id: "is being read under a lease" for entry in entries if (entry.id, entry.attempt) in leased}
-    return reasons | {verified: "was verified last"} | {entry.id: "is the newest" for entry in entries[-1:]}
+    reasons |= {verified: "was verified last"} | {entry.id: "is the newest" for entry in entries[-1:]}
+    return reasons | dict.fromkeys(rolled_back, "is rolled back")
 
 
 def estimate(user: Entry, base: Entry) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
+from .. import history
 from ..catalog import Catalog
 from ..delta_chain import base_chain, needed
 from ..errors import StateError
@@ -129,21 +130,21 @@ class RetentionPlan:
 
         def drop(root: Root) -> Root:
             kept = {root.verified, *(id for name, id in root.pins.items() if name not in self.released)}
-            going = {entry for entry in root.versions[:-1] if entry in doomed and entry.id not in kept}
-            users = needed(root.versions, [entry.id for entry in root.versions if entry not in going])
+            kept |= {entry.id for entry in root.versions[-1:]}
+            going = {entry for entry in root.listed if entry in doomed and entry.id not in kept}
+            users = needed(root.listed, [entry.id for entry in root.listed if entry not in going])
             going = {entry for entry in going if entry.id not in users}
             if not going:
                 return root
             ids = {entry.id for entry in going}
             return replace(
-                root,
-                versions=tuple(entry for entry in root.versions if entry not in going),
-                dropped=(*root.dropped, *(Dropped(entry.id, entry.attempt, at) for entry in root.versions if entry in going)),
+                history.without(root, ids),
+                dropped=(*root.dropped, *(Dropped(entry.id, entry.attempt, at) for entry in root.listed if entry in going)),
                 pins={name: id for name, id in root.pins.items() if id not in ids},
             )
 
-        live = {entry.id for entry in self.catalog.register.update(drop, Claims(fence, self.released)).versions}
-        return tuple(entry for entry in self.dropped if entry.id not in live)
+        listed = {entry.id for entry in self.catalog.register.update(drop, Claims(fence, self.released)).listed}
+        return tuple(entry for entry in self.dropped if entry.id not in listed)
 
 
 @dataclass(frozen=True)
@@ -202,15 +203,16 @@ def plan_policy(
     """See ``Repository.plan_retention``."""
     root, known = catalog.root(), {} if known is None else known
     if policy.keep_best is not None:
-        versions = [catalog.at(entry) for entry in root.versions if entry.attempt not in known]
+        versions = [catalog.at(entry) for entry in root.listed if entry.attempt not in known]
         with ThreadPoolExecutor(_RECORDS_AT_ONCE) as pool:
             known.update(pool.map(lambda version: (version.attempt, version.metrics), versions))
     decide = functools.partial(
         policies.plan,
-        root.versions,
+        root.listed,
         policy,
+        rolled_back={one.entry.id for one in root.rolled_back},
         pins=root.pins,
-        metrics={entry.id: known.get(entry.attempt, {}) for entry in root.versions},
+        metrics={entry.id: known.get(entry.attempt, {}) for entry in root.listed},
         verified=root.verified,
         bases=bases,
         compact=compact,
@@ -227,13 +229,13 @@ def plan_release(catalog: Catalog, names: Collection[str]) -> RetentionPlan:
     released = frozenset(names)
     doomed = {id for name, id in root.pins.items() if name in released}
     leased = catalog.leased() if doomed else set()
-    held = {entry.id for entry in root.versions if entry.id not in doomed or (entry.id, entry.attempt) in leased}
-    users = needed(root.versions, held)
+    held = {entry.id for entry in root.listed if entry.id not in doomed or (entry.id, entry.attempt) in leased}
+    users = needed(root.listed, held)
     decisions = tuple(
         Decision(entry, False, ("released",))
         if entry.id not in held and entry.id not in users
         else Decision(entry, True, ("leased" if entry.id in doomed & held else "needed or not released",))
-        for entry in root.versions
+        for entry in root.listed
     )
     return RetentionPlan(catalog, decisions, released)
 
@@ -241,9 +243,9 @@ def plan_release(catalog: Catalog, names: Collection[str]) -> RetentionPlan:
 def plan_compaction(catalog: Catalog, ids: Collection[int] | None) -> CompactionPlan:
     """See ``Repository.plan_compaction``."""
     root = catalog.root()
-    if lost := set(ids or ()) - {entry.id for entry in root.versions}:
+    if lost := set(ids or ()) - {entry.id for entry in root.listed}:
         raise StateError(f"there is no version {min(lost)}", subject=catalog.uri, remedy="`raystow ls` lists what there is")
-    reasons = as_it_is(root.versions, root.verified, catalog.leased())
-    deltas = [entry for entry in root.versions if entry.bases and (ids is None or entry.id in ids)]
+    reasons = as_it_is(root.versions, root.verified, catalog.leased(), {one.entry.id for one in root.rolled_back})
+    deltas = [entry for entry in root.listed if entry.bases and (ids is None or entry.id in ids)]
     kept = {entry: reasons[entry.id] for entry in deltas if entry.id in reasons}
-    return CompactionPlan(catalog, tuple(entry for entry in deltas if entry not in kept), kept, root.versions)
+    return CompactionPlan(catalog, tuple(entry for entry in deltas if entry not in kept), kept, root.listed)

@@ -31,6 +31,9 @@ class Policy:
     newest one that a deep verification found whole, pinned versions, versions that are being restored, and the versions that a
     kept one is a delta to. *Newer* means committed later, whatever the steps and clocks.
 
+    The rules count live versions only. A rolled-back version is kept if a rule would keep it had nothing been rolled back. It
+    takes the place of no live version, is never thinned, and is dropped first for ``max_bytes``.
+
     Args:
         keep_last: Keep so many of the newest versions.
         keep_every: Of all versions with the same ``step // keep_every``, keep the newest.
@@ -49,6 +52,7 @@ class Policy:
         mantissa_bits: With ``resumable``: the weights of thinned versions are rounded to so many bits of mantissa (bfloat16 has
             7; 4 are within 3.2 %). Applies to tensors with two dimensions or more and at least 4 KiB that were not rounded before
             and are not the base of a delta.
+        drop_rolled_back: No rule keeps rolled-back versions. Pinned ones, those being restored and bases of kept versions stay.
 
     Raises:
         StateError: A rule is invalid.
@@ -62,6 +66,7 @@ class Policy:
     resumable: int | None = None
     delta: int | None = None
     mantissa_bits: int | None = None
+    drop_rolled_back: bool = False
 
     def __post_init__(self) -> None:
         for name in ("keep_last", "keep_every", "max_bytes", "resumable", "delta", "mantissa_bits"):
@@ -87,7 +92,7 @@ class Policy:
     @property
     def drops(self) -> bool:
         """Whether there is any rule at all; without one nothing is ever dropped."""
-        return self.keeps or self.max_bytes is not None
+        return self.keeps or self.max_bytes is not None or self.drop_rolled_back
 
 
 @dataclass(frozen=True)
@@ -124,16 +129,21 @@ def plan(
     *,
     pins: Mapping[str, int],
     metrics: Mapping[int, Mapping[str, object]],
+    rolled_back: Collection[int] = (),
     verified: int = 0,
     leased: Collection[tuple[int, str]] = (),
     bases: Collection[int] = (),
     compact: bool = False,
 ) -> tuple[Decision, ...]:
-    """Decide what becomes of each of ``entries`` (of the root, ids ascending). ``metrics``: by id, for ``keep_best``.
-    ``verified``: the newest version verified. ``leased``: (id, attempt) under a lease. ``bases``: ids that saves under way may be
-    deltas to. ``compact``: write deltas whole where that frees more bytes than it writes, and drop their bases."""
+    """Decide what becomes of each of ``entries`` (listed by the root, ids ascending).
+
+    ``metrics``: by id, for ``keep_best``. ``rolled_back``: ids of the versions that are not live. ``verified``: the newest
+    version verified. ``leased``: (id, attempt) under a lease. ``bases``: ids that saves under way may be deltas to. ``compact``:
+    write deltas whole where that frees more bytes than it writes, and drop their bases.
+    """
     kept: dict[int, list[str]] = {entry.id: [] for entry in entries}
-    for entry in entries[-1:]:
+    live = [entry for entry in entries if entry.id not in rolled_back]
+    for entry in live[-1:]:
         kept[entry.id].append("newest")
     for name, id in sorted(pins.items()):
         if id in kept:
@@ -147,18 +157,22 @@ def plan(
             kept[entry.id].append("base of a save under way")
     safe = {id for id, rules in kept.items() if rules}
     if policy.keeps:
-        for id, rule in _ruled(entries, policy, metrics):
+        for id, rule in _ruled(live, policy, metrics):
             kept[id].append(rule)
+        for id, rule in _ruled(entries, policy, metrics):  # as if nothing had been rolled back
+            if id in rolled_back and not policy.drop_rolled_back:
+                kept[id].append(f"{rule}, rolled back")
     else:
         for id in kept.keys() - safe:
-            kept[id].append("no rule drops it")
-    thin = _thin(entries, policy, kept, safe)
-    over = _over(entries, policy, kept, safe, thin)
+            if id not in rolled_back or not policy.drop_rolled_back:
+                kept[id].append("no rule drops it")
+    thin = _thin(entries, policy, kept, safe, rolled_back)
+    over = _over(sorted(entries, key=lambda entry: entry.id not in rolled_back), policy, kept, safe, thin)
     ruled = {id for id, rules in kept.items() if rules and id not in over}
     users = needed(entries, ruled)
     remaining = ruled | users.keys()
     thinned = remaining & thin.keys()
-    delta_bases = chained(entries, thinned, ruled, policy.delta) if policy.delta is not None else {}
+    delta_bases = chained(entries, thinned, ruled.difference(rolled_back), policy.delta) if policy.delta is not None else {}
     exact = {base for entry in entries if not entry.resumable and entry.id in remaining for base in entry.bases}
     bits = dict.fromkeys(thinned - exact, policy.mantissa_bits)
     decisions = dict[int, Decision]()
@@ -183,7 +197,7 @@ def plan(
     if compact:
         last = f"last {policy.keep_last}"
         unchanged = {id: f"is kept as one of the {last} only" for id, rules in kept.items() if rules == [last]}  # and goes soon
-        unchanged |= as_it_is(entries, verified, leased) | dict.fromkeys(thin, "is thinned first")
+        unchanged |= as_it_is(live, verified, leased, rolled_back) | dict.fromkeys(thin, "is thinned first")
         for freeing in freeings(entries, ruled, remaining, unchanged):
             decisions |= _freed(freeing, decisions)
     return tuple(decisions.values())
@@ -233,28 +247,32 @@ def _best(ids: Sequence[int], best: Best, metrics: Mapping[int, Mapping[str, obj
 def _over(
     entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int], thin: Collection[int]
 ) -> set[int]:
-    """Ids that ``max_bytes`` drops of those that the rules keep."""
+    """Ids that ``max_bytes`` drops of those that the rules keep, in the order of ``entries``."""
     over = set[int]()
     if policy.max_bytes is None:
         return over
     left = {id for id, rules in kept.items() if rules}
     size = {entry.id: 0 if entry.id in thin else entry.stored for entry in entries}
+    ascending = sorted(entries, key=lambda entry: entry.id)
     for entry in entries:
-        if sum(size[id] for id in {*left, *needed(entries, left)}) <= policy.max_bytes:
+        if sum(size[id] for id in {*left, *needed(ascending, left)}) <= policy.max_bytes:
             break
         over |= {entry.id} & left - safe
         left -= over
     return over
 
 
-def _thin(entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int]) -> dict[int, str]:
-    """Ids to thin, and why. No base of a version that stays complete is among them."""
+def _thin(
+    entries: Sequence[Entry], policy: Policy, kept: Mapping[int, Sequence[str]], safe: set[int], rolled_back: Collection[int]
+) -> dict[int, str]:
+    """Ids to thin, and why. No base of a version that stays complete is among them, and no rolled-back version."""
     if (resumable := policy.resumable) is None:
         return {}
     ruled = [id for id, rules in kept.items() if rules]
     held = {*ruled, *needed(entries, ruled)}
     whole = [entry for entry in entries if entry.resumable]  # what is thinned needs no more than weights
-    older = {entry.id for entry in [entry for entry in whole if entry.id in held][:-resumable]} - safe
+    live = [entry.id for entry in whole if entry.id in held and entry.id not in rolled_back]
+    older = set(live[:-resumable]) - safe
     users = needed(whole, held - older)
     return dict.fromkeys(sorted(older - users.keys()), f"older than the last {resumable} resumable")
 

@@ -69,7 +69,7 @@ class Goal:
             return False
         if sum(newer.resumable for newer in root.versions if newer.id > id) < self.resumable:
             return False
-        users = [user for user in root.versions if id in user.bases]  # a thinned one needs each bit of the weights
+        users = [user for user in root.listed if id in user.bases]  # a thinned one needs each bit of the weights
         return not (self.weights_only and any(user.resumable or self.bits is not None for user in users))
 
 

@@ -122,7 +122,7 @@ def version_of(checkpoint: Checkpoint, *, uri: str | os.PathLike[str] | None = N
         what = f"the pointer is into repository {pointer.repository}, but this is {repository.id}"
         raise NotFound(what, subject=repository.uri, remedy="pass uri= if the repository was moved")
     versions = repository.versions()
-    for version in versions:
+    for version in (*versions, *repository.rolled_back()):
         if (version.id, version.entry.origin) == (pointer.version, pointer.attempt):
             return version
     there = ", ".join(str(version.id) for version in versions[-10:]) or "none"

@@ -119,7 +119,7 @@ def drop_unlisted(repository: Repository, run: str, listed: Collection[Identity]
     """
     root = repository.root()
     newest = _newest(root, listed)
-    pins = {_pin(run, e.id) for e in root.versions if e.id < newest and (e.id, e.origin) not in listed} & root.pins.keys()
+    pins = {_pin(run, e.id) for e in root.listed if e.id < newest and (e.id, e.origin) not in listed} & root.pins.keys()
     if not pins:
         return
     for entry in repository.plan_release(pins).execute():
@@ -136,7 +136,7 @@ def _newest_reported(root: Root, run: str, listed: Collection[Identity]) -> int:
 
 
 def _newest(root: Root, listed: Collection[Identity]) -> int:
-    return max((entry.id for entry in root.versions if (entry.id, entry.origin) in listed), default=0)
+    return max((entry.id for entry in root.listed if (entry.id, entry.origin) in listed), default=0)
 
 
 def _pin(run: str, id: int) -> str:
