@@ -231,7 +231,7 @@ BUGS = (
     ),
     _bug(
         "a reader takes a rolled-back version for the newest",
-        ("LocalAgreement.settle", "$repository.root().versions", "$repository.root().listed"),
+        ("LocalAgreement.settle", "$siblings = $root.versions", "$siblings = $root.listed"),
     ),
     _bug("ages are judged by the machine's own clock", ("store_clock:now", "^", "return clock.now()")),
 )
