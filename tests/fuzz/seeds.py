@@ -13,7 +13,7 @@ from raystow.storage.coding.digest import raw_digest, stored_digest
 from raystow.storage.coding.dtypes import dtype
 from raystow.storage.format import keys, records, values
 from raystow.storage.format.manifest import Chunk, Fragment, Value
-from raystow.storage.format.root import Dropped, Entry, Root
+from raystow.storage.format.root import Dropped, Entry, RolledBack, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
 
 from .targets import ATTEMPT, ID, PACK, body, described
@@ -21,6 +21,7 @@ from .targets import ATTEMPT, ID, PACK, body, described
 MARKER = records.dump({"repository": ID, "created": 1.5}, keys.MARKER)
 ENTRY = Entry(1, ATTEMPT, "ab" * 32, 663, 100, 1.25, 24, 20)
 ROOT = Root(ID, 3, "me", 9, "w", {"best": 1}, (ENTRY,), (Dropped(2, ATTEMPT, 2.5),), 1)
+FORKED = replace(ROOT, rollbacks=2, rolled_back=(RolledBack(replace(ENTRY, id=3), 1, 3.5),))
 RECORD = VersionRecord(
     ID,
     1,
@@ -111,7 +112,7 @@ def seeds() -> dict[str, list[bytes]]:
     return {
         "any_record": [MARKER],
         "marker": [body(MARKER), body(records.dump({"repository": ID, "signed_by": ["ab" * 32]}, keys.MARKER))],
-        "root": [body(ROOT.dump()), body(Root(ID).dump())],
+        "root": [body(ROOT.dump()), body(Root(ID).dump()), body(FORKED.dump())],
         "record": [body(RECORD.dump())],
         "fragment": fragments(),
         "value": [values.dumps(value).encode() for value in plain],

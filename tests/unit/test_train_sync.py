@@ -121,6 +121,29 @@ def test_what_train_drops_is_dropped_and_nothing_else(repository: Repository, tr
     assert set(repository.root().pins.values()) == {3, 4}
 
 
+def test_what_train_lists_may_be_rolled_back(repository: Repository, train: Train) -> None:
+    """Its pointer leads to it, and it is dropped when Train drops it."""
+    sync, committer = new_process(repository, train), Committer(repository, "me")
+
+    def commit(*steps: int) -> list[Entry]:
+        committer.notice(repository.root())
+        return [committer.commit(empty_record(committer, step)).entry for step in steps]
+
+    *_, third = commit(1, 2, 3)
+    sync.collect()
+    train.hear(sync)
+    repository.rollback(1)
+    assert ray_train.version_of(train.checkpoint(third)).entry == third
+    repository.plan_retention(Policy(keep_last=1)).execute()
+    commit(4)
+    sync.collect()
+    assert [version.id for version in repository.rolled_back()] == [2, 3]
+    train.hear(sync)
+    train.drop(2)
+    sync.drop()
+    assert (live_ids(repository), [version.id for version in repository.rolled_back()]) == ([1, 4], [3])
+
+
 def test_no_other_retention_takes_what_train_lists(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     for step in (1, 2, 3):
