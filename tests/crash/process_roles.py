@@ -88,7 +88,7 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
 
     async def serve() -> None:
         actor, loop = coordinator_actor.CoordinatorActor(request["uri"]), asyncio.get_running_loop()
-        control.send(ready={"repository": await actor.start()})
+        control.send(ready={"repository": (await actor.start()).repository})
         PortServer(Blocking(actor, loop), request["port"])
         await asyncio.Event().wait()
 
