@@ -61,8 +61,10 @@ def select(root: Root, which: VersionSelector, uri: str) -> Entry:
         what, found = f"version {text}", [entry for entry in root.listed if entry.id == int(text)]
     if found:
         return found[-1]
-    dropped = text in (str(one.id) for one in root.dropped)
-    raise NotFound(f"version {text} was dropped" if dropped else f"there is no {what}", subject=uri, remedy=_existing(root))
+    missing = f"version {text} was dropped" if text in (str(one.id) for one in root.dropped) else f"there is no {what}"
+    if rolled_back := [str(one.entry.id) for one in root.rolled_back if text == f"{_STEP}{one.entry.step}"]:
+        missing += f"; rolled-back ones are found by their ids: {', '.join(rolled_back)}"
+    raise NotFound(missing, subject=uri, remedy=_existing(root))
 
 
 def _existing(root: Root) -> str:

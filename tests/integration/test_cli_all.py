@@ -101,7 +101,9 @@ TAKING_A_VERSION = {
     "diff": (("VERSION", "VERSION"), ("after", "version")),
     "verify": (("VERSION",), ("versions", 0, "id")),
     "restore": (("VERSION", "--output", "OUT"), ("version",)),
+    "export": (("VERSION", "--torch", "OUT"), ("version",)),
     "plan": (("VERSION",), ("version",)),
+    "rollback": (("VERSION",), ("version",)),
     "pin": (("VERSION", "again", "--move"), ("version",)),
     "compact": (("VERSION", "--dry-run"), None),
 }
@@ -122,16 +124,17 @@ def test_a_version_goes_by_id_pin_step_or_latest(runs: Path, command: str) -> No
         named = {"VERSION": which, "OUT": runs / f"out-{which}"}
         return run_json(command, llama, *(named.get(word, word) for word in words), code=code)
 
-    for which, id in (("1", 1), ("best", 2), ("step:300", 3), ("step:100", 1), ("latest", 3)):
-        found: Any = output(which)
-        for key in place or ():
-            found = found[key]
-        assert place is None or found == id
     for which, what in (("9", "version 9"), ("bset", "pin 'bset'"), ("step:150", "version of step 150")):
         error = output(which, code=4)["error"]
         assert (error["kind"], error["what"]) == ("NotFound", f"there is no {what}")
         assert error["remedy"].startswith("the newest versions are 1 (step 100), 2 (step 200), 3 (step 300), and pins are ")
     assert output("step:x", code=2)["error"]["what"] == "version is 'step:x'"
+    # Newest first, because a version that is rolled back is not found by its step.
+    for which, id in (("latest", 3), ("step:300", 3), ("best", 2), ("step:100", 1), ("1", 1)):
+        found: Any = output(which)
+        for key in place or ():
+            found = found[key]
+        assert place is None or found == id
 
 
 def test_bash_completes_commands_and_options() -> None:

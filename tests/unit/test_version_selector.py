@@ -71,6 +71,14 @@ def test_a_dropped_version_is_said_to_be_dropped(repository):
             repository.version(which)
 
 
+def test_a_rolled_back_version_is_found_by_its_id_and_pin_only(repository):
+    repository.pin(repository.version(4), "diverged")
+    repository.rollback(1)
+    assert [repository.version(which).id for which in (3, "best", "diverged", "latest")] == [3, 2, 4, 1]
+    with pytest.raises(NotFound, match="there is no version of step 20; rolled-back ones are found by their ids: 2, 3"):
+        repository.version("step:20")
+
+
 def test_an_empty_repository_has_nothing_to_select():
     for which, what in (("latest", "there is no version yet"), (1, "there is no version 1"), ("best", "there is no pin 'best'")):
         with pytest.raises(NotFound, match=rf"{what} \(the first save creates a version\)"):
