@@ -67,7 +67,13 @@ def _is_dense(local: Elements) -> bool:
 
 
 def _copy(local: Elements) -> Elements:
-    return np.array(local) if isinstance(local, np.ndarray) else local.detach().clone()
+    if isinstance(local, np.ndarray):
+        return np.array(local)
+    if local.element_size() == 1:  # torch copies no integers of less than eight bits
+        import torch
+
+        return local.detach().view(torch.uint8).clone().view(local.dtype)
+    return local.detach().clone()
 
 
 def _version(local: Elements) -> int | None:
