@@ -88,7 +88,7 @@ def test_an_invalid_message_is_refused(wrong: Message) -> None:
 
 
 def test_fields_are_neither_missing_nor_added() -> None:
-    fields = ["Begin", 0, 1, "i", 1, "n", 1, 1.0, 0, 0, {}, {}, None, [], {}, 0]
+    fields = ["Begin", 0, 1, "i", 1, "n", 1, 1.0, 0, 0, {}, {}, None, [], [], {}, 0]
     assert decode(msgspec.msgpack.encode(fields), Begin) == Begin(0, 1, "i", 1, "n", 1, 1.0, 0, 0)
     for wrong in (fields[:9], [*fields, 0], fields[1:], ["Unknown", *fields[1:]], [], {}, {"rank": 0}, None):
         with pytest.raises(ProtocolError, match="where Begin was expected"):
