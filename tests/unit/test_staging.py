@@ -185,3 +185,23 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
         *("fence", "looked at", "looked for relations", "staged", "slept 3600", "staged")
     ]
     made.close(patience=0.1)
+
+
+@pytest.mark.parametrize(("before", "after"), [("", "w"), ("w", "")])
+def test_a_gpu_tensor_may_change_only_once_all_was_read(
+    frozen: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """``before``, ``after``: what has changed when the tensors were read, and later, when the training may change them."""
+    monkeypatch.setattr(gpu, "HEAD_START", 0.0)
+    plan, outcomes, released = OnGpu([]), queue.SimpleQueue[Any](), threading.Event()
+    monkeypatch.setattr(plan, "changed", lambda: after if released.is_set() else before, raising=False)
+    made = Staging(frozen, OPENING)
+    made._devices._encoder = Bench()
+    made.submit(SaveOrder(BEGIN, plan, on_staged=released.set, on_end=outcomes.put))
+    assert released.wait(5)
+    if before:
+        assert str(outcomes.get(timeout=5)).startswith("w: the tensor changed while it was being saved")
+    else:
+        with pytest.raises(queue.Empty):
+            outcomes.get(timeout=0.5)
+    made.close(patience=0.1)
