@@ -298,7 +298,8 @@ class PackReader:
                 progress(chunk.nbytes)
             return run
 
-        if not runs:
+        if len(runs) < 2:
+            yield from map(decode_one, runs)
             return
         with ThreadPoolExecutor(min(threads, len(runs)), "raystow-read") as pool:
             try:

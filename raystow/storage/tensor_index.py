@@ -98,20 +98,30 @@ class Finder:
     def _read(self, wave: set[int]) -> None:
         self._unread -= wave
         places, found = sorted(wave), self.found
+        for place, part in zip(places, self._parts(places), strict=True):
+            found.names |= part.names
+            for chunk in part.chunks:
+                same = found.chunks[chunk.name]
+                if same and (same[0].shape, same[0].dtype, same[0].kind) != (chunk.shape, chunk.dtype, chunk.kind):
+                    raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=chunk.name)
+                same.append(chunk)
+            for value in part.values:
+                self._take(value)
+            if self._unread:
+                for name, held in part.spans.items():
+                    self._spans[name][place] = held
+
+    def _parts(self, places: Sequence[int]) -> Iterator[Selection]:
+        """What the fragments at ``places`` have, in order; several are read in parallel."""
+
+        def read(place: int) -> Selection:
+            return self._read_one(self._fragments[place], self._open)
+
+        if len(places) < 2:
+            yield from map(read, places)
+            return
         with ThreadPoolExecutor(_AT_ONCE, "raystow-find") as pool:
-            parts = pool.map(lambda place: self._read_one(self._fragments[place], self._open), places)
-            for place, part in zip(places, parts, strict=True):
-                found.names |= part.names
-                for chunk in part.chunks:
-                    same = found.chunks[chunk.name]
-                    if same and (same[0].shape, same[0].dtype, same[0].kind) != (chunk.shape, chunk.dtype, chunk.kind):
-                        raise Damaged(f"rows of {chunk.name!r} disagree on shape, dtype or kind", subject=chunk.name)
-                    same.append(chunk)
-                for value in part.values:
-                    self._take(value)
-                if self._unread:
-                    for name, held in part.spans.items():
-                        self._spans[name][place] = held
+            yield from pool.map(read, places)
 
     def _take(self, value: Value) -> None:
         """Of a rank that took part in the save keep its own value, else that of the lowest rank."""

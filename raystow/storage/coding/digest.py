@@ -16,6 +16,7 @@ import functools
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 from blake3 import blake3
 
 from . import kernels
@@ -41,11 +42,18 @@ def _key(i: int) -> int:
     return int(_mix(((i + 1) * _GOLDEN) & _MASK)) | 1
 
 
-WORD_KEYS = np.array([_key(i) for i in range(BLOCK)], dtype=np.uint64)
+def _word_keys(first: int) -> npt.NDArray[np.uint64]:
+    """``_key`` of a block's words, the first of them ``first``."""
+    mixed: npt.NDArray[np.uint64] = _mix(np.arange(first + 1, first + 1 + BLOCK, dtype=np.uint64) * np.uint64(_GOLDEN))
+    mixed |= np.uint64(1)
+    return mixed
+
+
+WORD_KEYS = _word_keys(0)
 """The multipliers of the words in a block."""
 
 
-SECOND_WORD_KEYS = np.array([_key((1 << 40) + i) for i in range(BLOCK)], dtype=np.uint64)
+SECOND_WORD_KEYS = _word_keys(1 << 40)
 """The same for the second digest of ``digest_pair``."""
 
 _PAIR = np.stack([WORD_KEYS, SECOND_WORD_KEYS])

@@ -7,9 +7,10 @@ read, and what exceeds the limits is refused. Texts are read as dictionaries, an
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.compute as pc
 import pyarrow.parquet as pq
@@ -25,6 +26,18 @@ _OWN = {_DATA: 5, _DICTIONARY: 7, _DATA_V2: 8}  # the field with the header of t
 _ENCODING = {_DATA: 2, _DICTIONARY: 2, _DATA_V2: 4}
 
 
+def texts(values: Collection[str]) -> pa.StringArray:
+    """An array of texts. ``pa.array`` would import pandas, where it is installed, which takes longer than to read a manifest."""
+    encoded = [value.encode() for value in values]
+    ends = np.cumsum([0, *map(len, encoded)], dtype=np.int32)
+    return pa.Array.from_buffers(pa.string(), len(encoded), [None, pa.py_buffer(ends), pa.py_buffer(b"".join(encoded))])
+
+
+def integers(values: Sequence[int]) -> pa.Int64Array:
+    """An array of int64; see ``texts``."""
+    return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.array(values, np.int64))])
+
+
 def read(data: bytes, schema: pa.Schema) -> Iterator[list[dict[str, Any]]]:
     """The rows of ``tables``, some thousands at a time."""
     for table in tables(data, schema):
@@ -38,8 +51,8 @@ def tables(data: bytes, schema: pa.Schema) -> Iterator[pa.Table]:
     Raises ``Damaged``, ``Unsupported``, what pyarrow raises, and ``ValueError`` for texts that are not UTF-8. Takes a few times
     ``MAX_TEXT`` and 8 bytes for each of ``MAX_CELLS``, whatever the file says.
     """
-    texts = [leaf.path for leaf in check(data, schema) if leaf.physical_type == "BYTE_ARRAY"]
-    file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=texts, pre_buffer=False)
+    dictionaries = [leaf.path for leaf in check(data, schema) if leaf.physical_type == "BYTE_ARRAY"]
+    file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=dictionaries, pre_buffer=False)
     text = 0
     for group in range(file.num_row_groups):  # pyarrow cannot read lists of dictionaries of several at once
         table = file.read_row_group(group, schema.names, use_threads=False).select(schema.names)

@@ -42,14 +42,14 @@ class Selection:
 def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Selection:
     """What is sought, and all plain values. Of a tensor of which nothing overlaps, or that has another shape, at most one row.
     Raises as ``Fragment.load``; other rows are not checked."""
-    selection, names = Selection(), pa.array(sought, pa.string())
+    selection, names = Selection(), parquet.texts(sought)
     with parsing(key):
         for table in parquet.tables(data, SCHEMA):
-            plain = pc.equal(table["kind"], VALUE)
+            plain = pc.equal(table["kind"], parquet.texts([VALUE])[0])
             selection.names.update(table["name"].filter(pc.invert(plain)).unique().to_pylist())
             rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=names)))
             kept = _kept(rows, sought, selection.spans)
-            made = Fragment.of(rows_of(rows.take(pa.array(kept, pa.int64())) if len(kept) < len(rows) else rows), node)
+            made = Fragment.of(rows_of(rows.take(parquet.integers(kept)) if len(kept) < len(rows) else rows), node)
             selection.chunks += made.chunks
             selection.values += made.values
     return selection
