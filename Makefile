@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training picture docs cli-docs chromium clean
+.PHONY: help venv demo test lint test-s3 s3-suite decode-loops test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -55,6 +55,9 @@ s3-suite: $(READY)
 	$(BIN)/raystow demo --store s3://raystow-tests/demo
 
 SEEDS ?= 2
+
+decode-loops:  ## compile raystow/storage/coding/decode_loops.c (needs gcc)
+	tools/build_decode_loops.sh
 
 test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 orders (three minutes; installs Triton, 0.3 GB)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"

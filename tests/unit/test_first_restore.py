@@ -11,7 +11,7 @@ import pytest
 import torch
 from local_cluster import LocalCluster
 
-UNWANTED = ["IPython", "jinja2", "matplotlib", "pandas", "pyarrow.dataset", "ray", "rich", "scipy", "typer"]
+UNWANTED = ["IPython", "jinja2", "matplotlib", "numba", "pandas", "pyarrow.dataset", "ray", "rich", "scipy", "typer"]
 
 CHILD = """
 import json, sys, threading

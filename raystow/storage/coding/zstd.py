@@ -13,26 +13,15 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-from llvmlite import binding  # type: ignore[import-untyped]
-from numba import types
 from zstandard import backend_cffi
 
 from ..errors import Damaged
-from .kernels import Bytes, Words, compiled
+from . import kernels
+from .kernels import Bytes, Words
 
 _ffi: Any = backend_cffi.ffi
 _lib: Any = backend_cffi.lib
 
-
-def _external(name: str) -> Any:
-    """A function of the library for compiled code to call by name, so that the code can be cached on disk. It takes (context,
-    target, its size, source, its size), pointers as integers, and gives a size or an error code beyond all sizes."""
-    symbol = f"raystow_{name}"
-    binding.add_symbol(symbol, int(_ffi.cast("uintptr_t", _ffi.addressof(_lib, name))))
-    return types.ExternalFunction(symbol, types.uint64(*[types.uint64] * 5))
-
-
-_compress, _decompress = _external("ZSTD_compress2"), _external("ZSTD_decompressDCtx")
 
 # ZSTD_cParameter numbers, from zstd.h.
 _LEVEL, _WINDOW_LOG, _HASH_LOG, _MIN_MATCH, _TARGET_LENGTH, _STRATEGY, _LITERALS = 100, 101, 102, 105, 106, 107, 1002
@@ -58,23 +47,11 @@ class ZstdEncoder:
 
         ``out`` must be 0.5 % and 512 bytes larger than ``plane``.
         """
+        from . import zstd_loops
+
         sizes = np.empty(-(-plane.size // stream), np.uint64)
-        _check(_encode(_address(self._context), plane, stream, out, sizes))
+        _check(zstd_loops.encode(_address(self._context), plane, stream, out, sizes))
         return [int(size) for size in sizes]
-
-
-@compiled
-def _encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -> Any:
-    """Fills ``sizes``; 0 or an error code."""
-    end = 0
-    for i in range(sizes.size):
-        source = plane[i * stream : (i + 1) * stream]
-        size = _compress(context, out.ctypes.data + end, out.size - end, source.ctypes.data, source.size)
-        if size > np.uint64(out.size):
-            return size
-        sizes[i] = size
-        end += np.int64(size)
-    return np.uint64(0)
 
 
 _local = threading.local()
@@ -95,17 +72,23 @@ def decode(coded: Bytes, sizes: Sequence[int] | Words, stream: int, plane: Bytes
         raise Damaged(f"zstd: a stream does not decode to the {stream} bytes that were expected, or to the rest of its plane")
 
 
-@compiled
-def _decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> Any:
+def _decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> int:
     """The number of bytes decoded until all were or one frame had the wrong size, or an error code."""
-    end = 0
-    for i in range(sizes.size):
-        target, size = plane[i * stream : (i + 1) * stream], np.int64(sizes[i])
-        got = _decompress(context, target.ctypes.data, target.size, coded.ctypes.data + end, size)
-        if got != np.uint64(target.size):
-            return got if got > np.uint64(plane.size) else np.uint64(i * stream)
-        end += size
-    return np.uint64(plane.size)
+    found = kernels.library()
+    if found is None:
+        from . import zstd_loops
+
+        return int(zstd_loops.decode(context, coded, sizes, stream, plane))
+    if int(sizes.sum()) > coded.size:
+        raise ValueError("frames of more bytes than there are")
+    where, one = kernels.address, function("ZSTD_decompressDCtx")
+    got = found.zstd_decode(one, context, where(coded), where(sizes), sizes.size, stream, where(plane), plane.size)
+    return int(got)
+
+
+def function(name: str) -> int:
+    """The address of a function of the library."""
+    return _address(_ffi.addressof(_lib, name))
 
 
 def _address(pointer: Any) -> int:

@@ -1,0 +1,14 @@
+"""The arrays that loops over bytes take."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[Any]
+
+WORDS = {1: np.uint8, 2: np.uint16, 4: np.uint32, 8: np.uint64}
+"""Element width in bytes -> the unsigned word type that the loops see."""
