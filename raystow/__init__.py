@@ -13,7 +13,7 @@ __version__ = "0.1.0"
 
 if TYPE_CHECKING:
     import os
-    from collections.abc import Callable
+    from collections.abc import Callable, Iterable
 
     from .orchestrator.client.checkpointer import Checkpointer
     from .orchestrator.client.options import Compression, Memory, Replication
@@ -78,6 +78,7 @@ __all__ = [
     "Unsupported",
     "Untrusted",
     "Version",
+    "copy",
     "latest",
     "open",
     "restore",
@@ -162,6 +163,45 @@ def latest(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] 
     from .storage.repository import latest_version
 
     return latest_version(address(uri), trusted_keys=trusted_keys)
+
+
+def copy(
+    source: str | os.PathLike[str],
+    destination: str | os.PathLike[str],
+    versions: Iterable[VersionSelector] = (),
+    *,
+    sign: bool = False,
+    memory: int = 256 << 20,
+    progress: Callable[[int], None] = lambda nbytes: None,
+) -> list[Version]:
+    """Copy versions to another store, which becomes a replica: versions keep their ids, bytes and signatures.
+
+    Every digest is checked. A version is listed at the destination when all of it is there; an interrupted copy is continued by
+    another call. See ``raystow cp --help``.
+
+    Args:
+        source: The repository to copy from; see ``open``.
+        destination: The replica. It is created if nothing is there.
+        versions: The versions to copy, with their bases; see ``restore``. By default all that are newer than the replica's.
+        sign: Whether to sign the copies with the key that ``RAYSTOW_SIGNING_KEY`` names; else signatures are kept.
+        memory: Bytes of packs in memory at a time. A larger pack is copied alone; packs have 64 MiB.
+        progress: Called with the bytes of each pack that is at the destination, from several threads.
+
+    Returns:
+        The versions that were added to the replica, oldest first.
+
+    Raises:
+        StateError: ``destination`` is another repository or was saved to by a training, a version is rolled back or older than
+            what the replica has seen, or there is no key to sign with.
+        NotARepository: There is none at ``source``.
+        NotFound: There is no such version.
+        Damaged: Names the object of the source. Its version is not added, those before it are.
+        StoreError: A store failed.
+    """
+    from .orchestrator.argument_checks import address
+    from .storage.copies.copy import plan_copy
+
+    return plan_copy(address(source), address(destination), versions, sign=sign, memory=memory).execute(progress)
 
 
 def restore(

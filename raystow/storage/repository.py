@@ -270,10 +270,18 @@ class _TrustOfMarker(Trust):
         opened.trust.check(store, repository, id, attempt, digest)
 
 
-def create_repository(uri: str, *, clock: Clock = SYSTEM, signer: Signer | None = None) -> Repository:
+def create_repository(
+    uri: str,
+    *,
+    clock: Clock = SYSTEM,
+    signer: Signer | None = None,
+    first: Root | None = None,
+    signed_by: tuple[PublicKey, ...] = (),
+) -> Repository:
     """Open a repository, and create it if there is none. Several callers at once get the same one.
 
-    ``signer``: a new repository requires signatures by its key, or by one that this process trusts. Raises ``UnsafeStore`` if the
+    ``signer``: a new repository requires signatures by its key, or by one that this process trusts. ``first``: the root of a new
+    repository that is a copy of another, which requires signatures by ``signed_by``. Raises ``UnsafeStore`` if the
     store, which is probed before its first use, lets two conditional writes win.
     """
     store = open_store(uri)
@@ -282,7 +290,8 @@ def create_repository(uri: str, *, clock: Clock = SYSTEM, signer: Signer | None 
     except NotFound:
         _refuse_lost_marker(store)
         probe_conditional_writes(store, clock)
-        marker = Marker(clock.token() + clock.token(), clock.now(), _signed_by(signer))
+        id = first.repository if first is not None else clock.token() + clock.token()
+        marker = Marker(id, clock.now(), signed_by or _signed_by(signer))
         try:
             store.put_if(keys.MARKER, marker.dump(), None)
         except PreconditionFailed:
@@ -294,7 +303,8 @@ def create_repository(uri: str, *, clock: Clock = SYSTEM, signer: Signer | None 
         # A creator died between marker and root; or, if there are versions, a root was lost.
         if next(iter(store.list(keys.VERSIONS)), None) is not None:
             raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT, remedy=REPAIR) from None
-        repository.register.create(Root(repository=repository.id))
+        copied = first is not None and first.repository == repository.id
+        repository.register.create(first if first is not None and copied else Root(repository=repository.id))
     return repository
 
 

@@ -49,6 +49,11 @@ def verify_sizes(version: Version, store: ObjectStore) -> Verified:
     return _verify_sizes(version, store)[0]
 
 
+def checked_packs(version: Version, store: ObjectStore) -> Packs:
+    """As ``verify_sizes``; returns the chunks of each pack."""
+    return _verify_sizes(version, store)[1]
+
+
 def verify_bytes(
     version: Version,
     store: ObjectStore,

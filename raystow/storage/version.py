@@ -111,8 +111,7 @@ class Version:
 
         Everything else that a version tells of itself, but for what the root's entry says, goes through here.
         """
-        key = self.record_key
-        data = self._checked(key, self.entry.size, self.entry.digest, MAX_RECORD)
+        key, data = self.record_key, self.record_bytes()
         trust = self.trust or key_files.trust() or Trust()
         trust.check(self.store, self.repository_id, self.id, self.attempt, bytes.fromhex(self.entry.digest))
         record = VersionRecord.load(data, key)
@@ -121,6 +120,14 @@ class Version:
         if (record.step, record.created) != (self.step, self.created):  # the root is not signed
             raise Damaged(f"the root says step {self.step}, the record {record.step}", subject=key)
         return record
+
+    def record_bytes(self) -> bytes:
+        """The bytes of the record, checked against the digest in the root only."""
+        return self._checked(self.record_key, self.entry.size, self.entry.digest, MAX_RECORD)
+
+    def fragment_bytes(self, info: FragmentInfo) -> bytes:
+        """The bytes of a fragment of the record, checked against their digest."""
+        return self._fragment(info)[0]
 
     @property
     def resumable(self) -> bool:

@@ -69,6 +69,8 @@ def test_a_large_file_goes_in_and_comes_out(tmp_path: Path, monkeypatch: pytest.
         assert run("restore", tmp_path / "run", "--output", tmp_path / "out").exit_code == 0
     with bounded(ALLOWED):
         assert run("export", tmp_path / "run", "--hf", tmp_path / "hf", "--dtype", "bfloat16").exit_code == 0
+    with bounded(ALLOWED):
+        assert run("cp", tmp_path / "run", tmp_path / "replica", "--memory", "64MiB").exit_code == 0
     files = [
         np.memmap(path, np.uint8, "r")[-STATE:] for path in (tmp_path / "model.safetensors", tmp_path / "out/weights.safetensors")
     ]

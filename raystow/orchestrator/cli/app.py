@@ -23,6 +23,7 @@ COMMANDS = {
         "restore": ".restore",
         "export": ".export",
         "import": ".import_command",
+        "cp": ".cp",
         "plan": ".plan",
     },
     "Keep, drop and repair versions": {

@@ -1,0 +1,1 @@
+"""Copies of versions in other stores, and standing replicas of repositories."""

@@ -1,0 +1,207 @@
+"""Copies versions into another store, which becomes or is a replica: a repository with the same id, whose versions keep theirs.
+
+A replica is saved to by copies only. Its root names a copy as owner; once a training has saved there, copies refuse to go on,
+because ids would then mean different versions. Versions are added as commits add them: in the order of ids, each by one swap of
+the root, with the version's objects complete before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+
+from ..arguments import integer
+from ..catalog import Catalog
+from ..clock import SYSTEM, Clock
+from ..delta_chain import needed
+from ..errors import StateError
+from ..format import key_files
+from ..format.root import Entry, Root
+from ..format.signature import Signer
+from ..invariants import Claims, Fence
+from ..repository import Repository, create_repository, open_repository
+from ..verify import verify_sizes
+from ..version import Version
+from ..version_selector import VersionSelector, select
+from .transfer import MEMORY, Transfer
+
+_OWNER = "copy-"
+_OWNERS = (_OWNER, "repair-")
+_EMPTY = "copy to an empty folder or prefix"
+
+
+@dataclass(frozen=True)
+class CopyPlan:
+    """What is copied. ``source_root``, ``root``: of both repositories when the plan was made. ``due``: the versions to copy, and
+    their bases, oldest first. ``older``: ids of live versions that can be added no more, since the replica is past their ids.
+    ``rollback``: the id of the version to make the newest again at the replica, because the source was rolled back; else 0."""
+
+    source: Repository
+    replica: Repository
+    source_root: Root
+    root: Root
+    due: tuple[Entry, ...]
+    older: tuple[int, ...] = ()
+    rollback: int = 0
+    signer: Signer | None = None
+    memory: int = MEMORY
+
+    @property
+    def stored(self) -> int:
+        """Bytes in packs to copy."""
+        return sum(entry.stored for entry in self.due)
+
+    def execute(self, progress: Callable[[int], None] = lambda nbytes: None) -> list[Version]:
+        """Copy the versions and add each to the replica's root.
+
+        Args:
+            progress: Called with the bytes of each pack that is at the replica.
+
+        Returns:
+            The versions of the replica that were added, oldest first.
+
+        Raises:
+            Damaged: Names the object of the source; its version is not added, those before it are.
+            NotFound: A version was dropped meanwhile.
+            Fenced: A training has saved to the replica meanwhile.
+            StoreError: A store failed.
+        """
+        if self.rollback:
+            self.replica.rollback(self.rollback)
+        return [self._copy(entry, progress) for entry in self.due]
+
+    def _copy(self, entry: Entry, progress: Callable[[int], None]) -> Version:
+        version = self.source.at(entry, siblings=self.source_root.listed)
+        with self.source.lease(version):
+            _check_bases(version, self.source_root, self.replica)
+            Transfer(version, self.replica.store, self.memory, self.signer).execute(progress)
+        copied = self.replica.at(entry, siblings=self.replica.root().listed)
+        verify_sizes(copied, self.replica.store)  # with its bases and its signature, as readers there see them
+
+        def add(root: Root) -> Root:
+            if entry in root.listed:
+                return root  # done before; the answer was lost
+            return replace(root, next_id=max(root.next_id, entry.id + 1), versions=(*root.versions, entry))
+
+        fence = Fence(self.root.epoch, self.root.owner)
+        self.replica.register.update(add, Claims(fence))
+        return copied
+
+
+def plan_copy(
+    source_uri: str,
+    uri: str,
+    versions: Iterable[VersionSelector] = (),
+    *,
+    sign: bool = False,
+    memory: int = MEMORY,
+    clock: Clock = SYSTEM,
+) -> CopyPlan:
+    """Plan a copy. Creates the replica if there is nothing at ``uri``.
+
+    Args:
+        source_uri: The repository to copy from.
+        uri: The replica, or where to create it.
+        versions: The versions to copy; their bases are copied, too. By default all live ones that are newer than the replica's.
+        sign: Whether to sign the copies with the key that ``RAYSTOW_SIGNING_KEY`` names; else signatures are kept.
+        memory: Bytes of packs in memory at a time.
+        clock: The time.
+
+    Returns:
+        The plan.
+
+    Raises:
+        StateError: ``uri`` is another repository or was saved to by a training; a version is rolled back, or older than what the
+            replica has seen; or there is no key to sign with.
+        NotARepository: There is none at ``source_uri``.
+        NotFound: There is no such version.
+    """
+    integer("memory", memory, least=1)
+    source = open_repository(source_uri, clock=clock)
+    source_root = source.root()
+    chosen = _chosen(source, source_root, versions)
+    replica, signer = _replica(source, source_root, uri, _signer() if sign else None, clock)
+    root = replica.root()
+    present = {entry.id: entry for entry in root.listed}
+    _check_same(source_root, present, replica)
+    if chosen is None:
+        due = tuple(entry for entry in source_root.versions if entry.id >= root.next_id)
+        older = tuple(e.id for e in source_root.versions if e.id < root.next_id and e.id not in present)
+        return CopyPlan(source, replica, source_root, root, due, older, _rollback(source_root, root), signer, memory)
+    due = tuple(entry for entry in chosen if entry.id not in present)
+    for entry in due:
+        if entry.id < root.next_id:
+            what = f"version {entry.id} is older than what was copied here: versions are added in the order of their ids"
+            raise StateError(what, subject=replica.uri, remedy=_EMPTY)
+    return CopyPlan(source, replica, source_root, root, due, signer=signer, memory=memory)
+
+
+def _chosen(source: Catalog, root: Root, versions: Iterable[VersionSelector]) -> tuple[Entry, ...] | None:
+    """The entries to copy with their bases, ids ascending; None for all."""
+    chosen = [select(root, which, source.uri) for which in versions]
+    live = set(root.versions)
+    for entry in chosen:
+        if entry not in live:
+            remedy = f"`raystow rollback URI {entry.id}` makes it live again; a copy of it would be"
+            raise StateError(f"version {entry.id} is rolled back", subject=source.uri, remedy=remedy)
+    ids = {entry.id for entry in chosen}
+    users = needed(root.listed, ids)
+    return tuple(entry for entry in root.listed if entry.id in ids or entry.id in users) if chosen else None
+
+
+def _signer() -> Signer:
+    signer = key_files.signer()
+    if signer is None:
+        remedy = f"let {key_files.SIGNING_KEY} name a private key; `raystow keygen FILE` makes one"
+        raise StateError("no signing key is set here", subject="--sign", remedy=remedy)
+    return signer
+
+
+def _replica(source: Repository, root: Root, uri: str, signer: Signer | None, clock: Clock) -> tuple[Repository, Signer | None]:
+    first = Root(repository=source.id, epoch=root.epoch, owner=f"{_OWNER}{clock.token()}")
+    signed_by = source.signed_by if signer is None else (signer.public,)
+    replica = create_repository(uri, clock=clock, first=first, signed_by=signed_by)
+    if replica.store.uri == source.store.uri:
+        raise StateError("source and destination are the same", subject=source.uri, remedy=_EMPTY)
+    if replica.id != source.id:
+        raise StateError("another repository is there", subject=replica.uri, remedy=_EMPTY)
+    owner = replica.root().owner
+    if not owner.startswith(_OWNERS):
+        what = f"it is no replica, or none any more: {owner or 'somebody else'} has saved there"
+        raise StateError(what, subject=replica.uri, remedy=_EMPTY)
+    if signer is not None:
+        replica.admit(signer)
+    return replica, signer
+
+
+def _check_same(source_root: Root, present: dict[int, Entry], replica: Catalog) -> None:
+    for entry in source_root.listed:
+        other = present.get(entry.id)
+        if other is not None and other.origin != entry.origin:
+            raise StateError(f"version {entry.id} there is another than at the source", subject=replica.uri, remedy=_EMPTY)
+
+
+def _rollback(source_root: Root, root: Root) -> int:
+    """The id of the version that a rollback at the source makes the newest one at the replica, too; 0 if there was none."""
+    live, listed = [entry.id for entry in source_root.versions], {entry.id for entry in root.listed}
+    target = max((id for id in live if id in listed), default=0)
+    if not target or not root.versions:
+        return 0
+    newest = root.versions[-1].id
+    gone = {one.entry.id for one in source_root.rolled_back}
+    lost = newest in gone or newest > live[-1]
+    return target if lost or target not in {entry.id for entry in root.versions} else 0
+
+
+def _check_bases(version: Version, source_root: Root, replica: Catalog) -> None:
+    """Check that the replica has the bases of a version, with the bits that it is a difference to."""
+    there = {entry.id: entry for entry in replica.root().listed}
+    for entry in source_root.listed:
+        if entry.id not in version.entry.bases:
+            continue
+        if entry.id not in there:
+            what = f"version {version.id} is a difference to version {entry.id}, which was dropped there"
+            raise StateError(what, subject=replica.uri, remedy=f"`raystow compact URI {version.id}` at the source, or {_EMPTY}")
+        if there[entry.id] != entry and replica.at(there[entry.id]).record.bits != version.record.base_bits:
+            what = f"version {version.id} is a difference to version {entry.id} as it was rounded since"
+            raise StateError(what, subject=replica.uri, remedy=_EMPTY)

@@ -1,0 +1,109 @@
+"""Copies the objects of one version between stores, bit for bit. Never touches a root.
+
+Every chunk is checked against its digest on the way. Objects that are at the destination are read there and stay, if they are
+right: so an interrupted copy goes on where it ended. The record is written last, since a whole record claims a whole version.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+from ..coding.digest import stored_digest
+from ..errors import Damaged, NotFound
+from ..format import keys
+from ..format.manifest import Chunk
+from ..format.signature import Signer
+from ..format.version_record import PackInfo
+from ..limits import MAX_SIGNATURE
+from ..object_store import Buffer, ObjectStore
+from ..verify import checked_packs
+from ..version import Version
+
+MEMORY = 256 << 20
+"""Bytes of packs in memory by default."""
+_AT_ONCE = 8  # packs
+
+Progress = Callable[[int], None]
+
+
+@dataclass(frozen=True)
+class Transfer:
+    """The copy of ``version`` to ``store``. ``memory``: bytes of packs in memory at a time; a larger pack is copied alone.
+    ``signer``: signs the copy; None keeps the signature, if there is one."""
+
+    version: Version
+    store: ObjectStore
+    memory: int = MEMORY
+    signer: Signer | None = None
+
+    def execute(self, progress: Progress = lambda nbytes: None) -> None:
+        """Copy packs, fragments, signature and record. Takes memory for the manifest and ``memory`` bytes.
+
+        Raises:
+            Damaged: An object of the source is not what was written; names it. The copy has no record then.
+            StoreError: A store failed.
+        """
+        version = self.version
+        chunks = checked_packs(version, version.store)
+        there = {info.key: info.size for info in self.store.list(keys.prefix(version.id, version.attempt))}
+        packs = list(version.record.packs)
+        fitting = self.memory // max((pack.size for pack in packs), default=1) if packs else 1
+        with ThreadPoolExecutor(max(1, min(_AT_ONCE, fitting)), "raystow-copy") as pool:
+
+            def copy_one(pack: PackInfo) -> None:
+                key = keys.pack(version.id, version.attempt, *pack.place)
+                self._copy_pack(key, pack.size, chunks.get(key, ()), there=there.get(key) == pack.size)
+                progress(pack.size)
+
+            try:
+                for _ in pool.map(copy_one, packs):
+                    pass
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+        for info in version.record.fragments:
+            key = keys.fragment(version.id, version.attempt, info.node)
+            if there.get(key) != info.size or stored_digest(self.store.get(key, max_bytes=info.size)).hex() != info.digest:
+                self.store.put(key, [version.fragment_bytes(info)])
+        self._put_signature()
+        self.store.put(version.record_key, [version.record_bytes()])
+
+    def _copy_pack(self, key: str, size: int, chunks: Sequence[Chunk], *, there: bool) -> None:
+        if there and not _wrong(self.store.get_range(key, 0, size), chunks):
+            return
+        for last in (False, True):  # bytes changed in transit are right the second time
+            try:
+                data = self.version.store.get_range(key, 0, size)
+            except NotFound:
+                raise Damaged("the pack is missing", subject=key) from None
+            wrong = _wrong(data, chunks)
+            if wrong is None:
+                self.store.put(key, [data])
+                return
+            if last:
+                where = f"tensor {wrong.name!r}, bytes {wrong.start} + {wrong.coding.size}"
+                raise Damaged(f"{where}: the stored bytes do not match their digest", subject=key)
+
+    def _put_signature(self) -> None:
+        version = self.version
+        key = keys.signature(version.id, version.attempt)
+        if self.signer is not None:
+            digest = bytes.fromhex(version.entry.digest)
+            self.store.put(key, [self.signer.sign(version.repository_id, version.id, version.attempt, digest)])
+            return
+        try:
+            signature = version.store.get(key, max_bytes=MAX_SIGNATURE)
+        except NotFound:
+            return
+        self.store.put(key, [signature])
+
+
+def _wrong(data: Buffer, chunks: Sequence[Chunk]) -> Chunk | None:
+    """The first chunk whose bytes in the pack do not match their digest."""
+    view = memoryview(data)
+    for chunk in chunks:
+        if stored_digest(view[chunk.start : chunk.start + chunk.coding.size]) != chunk.stored_digest:
+            return chunk
+    return None

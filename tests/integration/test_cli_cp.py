@@ -1,0 +1,59 @@
+"""``raystow cp`` as a user types it."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from cli_runner import ran, run_json
+from local_cluster import LocalCluster
+from polling import wait_until
+
+import raystow
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    with LocalCluster(str(tmp_path / "run")) as local:
+        for step in (100, 200):
+            local.save({"w": torch.full((10,), float(step))}, step=step)
+    return tmp_path / "run"
+
+
+def test_a_copy_says_what_it_did(folder: Path, tmp_path: Path) -> None:
+    there = tmp_path / "replica"
+    facts = run_json("cp", folder, there, "--versions", "step:200")
+    assert (facts["copied"], facts["older"], facts["rollback"]) == ([2], [], None)
+    assert run_json("cp", folder, there)["older"] == [1]
+    assert ran("cp", folder, tmp_path / "all").stdout.startswith("copied 2 versions (1, 2), ")
+    assert ran("cp", folder, tmp_path / "all").stdout == "nothing to copy\n"
+    assert run_json("verify", tmp_path / "all", "--all", "--deep")["versions"]
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_standing_replica_follows_until_it_is_stopped(folder: Path, tmp_path: Path, number: int) -> None:
+    there = tmp_path / "replica"
+    words = [sys.executable, "-m", "raystow", "cp", str(folder), str(there), "--watch", "--interval", "0.05s"]
+
+    def newest() -> int:
+        try:
+            version = raystow.latest(there)
+        except (raystow.NotARepository, raystow.Damaged):  # it is being made
+            return 0
+        return version.id if version is not None else 0
+
+    with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as watching:
+        try:
+            wait_until(lambda: newest() == 2, "the versions are copied")
+            with LocalCluster(str(folder)) as local:
+                local.save({"w": torch.full((10,), 300.0)}, step=300)
+            wait_until(lambda: newest() == 3, "the new version is copied")
+        finally:
+            watching.send_signal(number)
+        _, errors = watching.communicate(timeout=60)
+    assert (watching.returncode, errors) == (0, "")
+    assert float(raystow.open(there).version(3).read("w")[0]) == 300
