@@ -4,8 +4,8 @@
 saved once to a local folder with raystow, ``torch.save`` and ``torch.distributed.checkpoint`` (no process group), and with
 raystow to the S3 server of RAYSTOW_TEST_S3 if that is set.
 
-*Method.* Each measurement is a new process that imports its libraries and creates the target tensors (both are measured apart),
-then restores once in place; every tensor is compared bit for bit afterwards. Cases take turns in every round; a cell is the
+*Method.* Each measurement is a new process with torch loaded that creates the target tensors, imports what the case needs, and then
+restores once in place; every tensor is compared bit for bit afterwards. Cases take turns in every round; a cell is the
 median. ``open`` is ``raystow.open(uri).latest().restore(into)``, ``restore_latest`` is ``raystow.restore_latest(uri, into)``.
 Files are in the page cache. ``boto3`` downloads the stored bytes of raystow's packs in ranges of 16 MiB on eight threads, without
 a digest and without decoding.
@@ -122,6 +122,13 @@ def prepared(way: str, folder: Path, bucket: str, into: dict[str, Any]) -> Calla
 
     if way == IMPORT:
         return lambda: (raystow.Checkpointer, raystow.Repository)
+    import raystow.orchestrator.standalone.restore  # else the call would import it
+    import raystow.storage.repository
+    import raystow.storage.stores.local  # noqa: F401
+
+    if way.endswith("S3"):
+        import raystow.storage.stores.s3  # noqa: F401
+
     if way == "raystow: open":
         return lambda: raystow.open(folder / "raystow").latest().restore(into)  # type: ignore[union-attr]
     return lambda: raystow.restore_latest(bucket if way == "raystow: restore_latest, S3" else folder / "raystow", into)
@@ -174,10 +181,11 @@ def measure(ways: tuple[str, ...], folder: Path, bucket: str, rounds: int) -> di
 
 def claims(ways: dict[str, Any]) -> dict[str, bool | None]:
     """Return the goals, and whether this run meets them."""
-    local = min(ways[way]["seconds"] for way in LOCAL[:2]), max(ways[way]["seconds"] for way in LOCAL[:2])
-    remote = [ways[way]["with import"] for way in REMOTE if way in ways]
+    local, both = (max(ways[way][key] for way in LOCAL[:2]) for key in ("seconds", "with import"))
+    remote = [ways[way]["seconds"] for way in REMOTE if way in ways]
     return {
-        "a restore from a local folder takes at most 1.3 times dcp.load": local[1] <= 1.3 * ways["dcp.load"]["seconds"],
+        "a restore from a local folder takes at most 1.3 times dcp.load": local <= 1.3 * ways["dcp.load"]["seconds"],
+        "with imports, at most 1.3 times dcp.load": both <= 1.3 * ways["dcp.load"]["with import"],
         "a restore from S3 takes at most 1.2 times boto3's download": remote[0] <= 1.2 * remote[1] if remote else None,
         "raystow is imported in 0.3 s": ways[IMPORT]["with import"] <= 0.3,
     }

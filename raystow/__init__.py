@@ -114,8 +114,9 @@ def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module 'raystow' has no attribute {name!r}")
     from .storage import extras
+    from .storage.gc_pause import uncollected
 
-    with extras.named():
+    with uncollected(), extras.named():
         return getattr(importlib.import_module(f".{_MODULES.get(name, 'storage.errors')}", __name__), name)
 
 
@@ -238,9 +239,13 @@ def restore(
         Damaged: The version is damaged, or with ``"latest"`` no version is whole. The content of ``into`` is undefined.
         NotARepository: There is no repository at ``uri``.
     """
-    from .orchestrator.standalone.restore import restore as restore_alone
+    from .storage.gc_pause import uncollected
 
-    return restore_alone(open(uri), into, version, strict=strict, cast=cast, progress=progress)
+    with uncollected():  # imports and the set-up of a store allocate much
+        from .orchestrator.standalone.restore import restore as restore_alone
+
+        repository = open(uri)
+    return restore_alone(repository, into, version, strict=strict, cast=cast, progress=progress)
 
 
 def restore_latest(uri: str | os.PathLike[str], into: State, *, strict: bool = True, cast: bool = False) -> Version | None:

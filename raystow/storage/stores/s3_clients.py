@@ -22,6 +22,7 @@ from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import S3Store as ObstoreS3
 
 from ..errors import StoreError
+from ..gc_pause import uncollected
 from .s3_errors import boto_errors
 
 _MIB = 1 << 20
@@ -80,6 +81,7 @@ class _Place:
         return self.endpoint.startswith("http://")
 
 
+@uncollected()
 def connect(bucket: str, limits: S3Limits) -> S3Clients:
     """Make the clients. Nothing is sent yet, but a role's credentials may be fetched. Raises ``StoreError`` if there are none."""
     global _first_process
