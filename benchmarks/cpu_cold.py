@@ -4,8 +4,8 @@
 saved once to a local folder with raystow, ``torch.save`` and ``torch.distributed.checkpoint`` (no process group), and with
 raystow to the S3 server of RAYSTOW_TEST_S3 if that is set.
 
-*Method.* Each measurement is a new process with torch loaded that creates the target tensors, imports what the case needs, and then
-restores once in place; every tensor is compared bit for bit afterwards. Cases take turns in every round; a cell is the
+*Method.* Each measurement is a new process with torch loaded that creates the target tensors, imports what the case needs, and
+then restores once in place; every tensor is compared bit for bit afterwards. Cases take turns in every round; a cell is the
 median. ``open`` is ``raystow.open(uri).latest().restore(into)``, ``restore_latest`` is ``raystow.restore_latest(uri, into)``.
 Files are in the page cache. ``boto3`` downloads the stored bytes of raystow's packs in ranges of 16 MiB on eight threads, without
 a digest and without decoding.
@@ -124,10 +124,10 @@ def prepared(way: str, folder: Path, bucket: str, into: dict[str, Any]) -> Calla
         return lambda: (raystow.Checkpointer, raystow.Repository)
     import raystow.orchestrator.standalone.restore  # else the call would import it
     import raystow.storage.repository
-    import raystow.storage.stores.local  # noqa: F401
+    import raystow.storage.stores.local
 
     if way.endswith("S3"):
-        import raystow.storage.stores.s3  # noqa: F401
+        import raystow.storage.stores.s3
 
     if way == "raystow: open":
         return lambda: raystow.open(folder / "raystow").latest().restore(into)  # type: ignore[union-attr]

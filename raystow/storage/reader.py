@@ -197,6 +197,10 @@ class PackReader:
         Raises ``Damaged`` naming pack and tensor, or the store's error; then the content of the targets is undefined. Takes 16
         MiB of stored bytes and one chunk for each thread.
         """
+        # Of a file, smaller ranges: each takes new memory, and its pages cost more than a request does.
+        most: int = getattr(self._store, "range_bytes", _RUN)
+        if most < _RUN:
+            runs = [part for run in runs for part in _coalesced(run.key, run.pieces, most)]
         for _ in self._decode(runs, progress, self.threads):
             pass
 
@@ -317,15 +321,18 @@ class PackReader:
         return raw
 
 
-def _coalesced(key: str, pieces: list[Piece]) -> Iterator[Run]:
-    """The pieces of one pack in runs of one request each. A run is one thread's work, so the bytes of bases count as well."""
+def _coalesced(key: str, pieces: Sequence[Piece], most: int = _RUN) -> Iterator[Run]:
+    """The pieces of one pack in runs of one request each, of ``most`` bytes unless one chunk is larger.
+
+    A run is one thread's work, so the bytes of bases count as well.
+    """
     run, begin, end, beneath = list[Piece](), 0, 0, 0
     chunks = ((piece.chunk, piece) for piece in pieces)
     places = (((chunk.start, chunk.coding.size, chunk.derivation is not None), piece) for chunk, piece in chunks)
     for (start, size, _), piece in sorted(places, key=operator.itemgetter(0)):
         again = bool(run) and start == run[-1].chunk.start  # the same bytes: of what is derived from another piece
         more = 0 if again or piece.base is None else piece.base.nbytes
-        if run and not again and (start > end + _GAP or start + size - begin + beneath + more > _RUN):
+        if run and not again and (start > end + _GAP or start + size - begin + beneath + more > most):
             yield Run(key, begin, end - begin, tuple(run))
             run = []
         if not run:

@@ -55,6 +55,9 @@ class LocalStore:
         self._locks_hold = False
         self._writers = threading.BoundedSemaphore(WRITERS)
 
+    range_bytes = 4 << 20
+    """Bytes of a read above which larger reads are not faster."""
+
     @property
     def uri(self) -> str:
         """The folder as an absolute ``file://`` address."""
