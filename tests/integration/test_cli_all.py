@@ -79,6 +79,7 @@ def test_what_is_printed_fits_80_columns(runs: Path) -> None:
         ("gc", llama, "--grace", "0s", "--yes"),
         ("repair", llama, "--yes"),
         ("cost", llama, *PRICES),
+        ("advise", llama, "--mtbf", "12h", "--budget", "0.5"),
         ("keygen", key),
         ("doctor", llama),
         ("ls", runs / "nowhere"),

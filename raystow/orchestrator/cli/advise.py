@@ -1,0 +1,124 @@
+"""``raystow advise``."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from statistics import median
+from typing import Annotated
+
+import typer
+
+from ...storage.errors import NotFound
+from ..save_interval import best_interval, lost_share
+from . import options
+from .options import Json, Uri, number, seconds
+from .output import count, emit, say
+from .run_history import RunHistory, read_history
+from .target import open_target
+
+
+@dataclass(frozen=True)
+class Figure:
+    """A number of seconds, and where it comes from."""
+
+    seconds: float
+    source: str
+
+
+def advise(
+    uri: Uri,
+    mtbf: Annotated[float | None, options.time(help="Mean time between failures: 6h, 2d; by default observed.")] = None,
+    stall: Annotated[float | None, seconds(help="Delay of the training by a save; by default the recorded median.")] = None,
+    budget: Annotated[
+        float | None, typer.Option(metavar="PERCENT", help="The largest part of the time that saves may take: 0.5.")
+    ] = None,
+    newest: Annotated[int, number(help="Read the records of the newest N versions.")] = 500,
+    json: Json = False,
+) -> None:
+    """Recommend how often to save, and say where the numbers come from.
+
+    Frequent saves delay the training; rare ones lose more work in a failure. The loss is least at sqrt(2 x stall x mean time
+    between failures) (Young 1974, Daly 2006). Stalls are those that saves have recorded. The time between failures is observed
+    as the time of the run divided by its recorded restores, planned restarts included: give --mtbf if you know better. A longer
+    time until a save is durable adds to the loss of each failure, but does not change the best interval.
+
+    Example:  raystow advise s3://bucket/runs/llama --mtbf 12h --budget 0.5
+    """
+    for option, value in (("--mtbf", mtbf), ("--stall", stall), ("--budget", budget)):
+        if value is not None and not 0 < value < float("inf"):
+            raise typer.BadParameter(f"{option} must be above 0")
+    history = read_history(open_target(uri), newest=newest)
+    cost = Figure(stall, "as given") if stall is not None else _stall(history)
+    failures = Figure(mtbf, "as given") if mtbf is not None else _mtbf(history)
+    interval = best_interval(cost.seconds, failures.seconds, budget / 100 if budget is not None else None)
+    if not interval:
+        raise typer.BadParameter("saves have recorded no stall: give --stall")
+    step, present = _per_step(history), _present(history)
+    now = lost_share(present, cost.seconds, failures.seconds) if present else None
+    lost = lost_share(interval, cost.seconds, failures.seconds)
+    if json:
+        emit(
+            {
+                "uri": history.uri,
+                "interval": interval,
+                "steps": max(1, round(interval / step)) if step else None,
+                "lost": lost,
+                "present": {"interval": present, "lost": now} if present else None,
+                "stall": cost,
+                "mtbf": failures,
+                "seconds_per_step": step,
+            }
+        )
+        return
+    steps = f" ({count(max(1, round(interval / step)), 'step')})" if step else ""
+    say(f"save every {_duration(interval)}{steps}: {100 * lost:.2f} % of the time is lost to saves and failures")
+    if present and now is not None:
+        say(f"at present every {_duration(present)}: {100 * now:.2f} %")
+    say(f"- stall of a save {_duration(cost.seconds)}: {cost.source}")
+    say(f"- time between failures {_duration(failures.seconds)}: {failures.source}")
+    if step:
+        say(f"- a step takes {_duration(step)}: median between versions")
+    if budget is not None:
+        say(f"- saves may take {budget:g} % of the time: an interval of at least {_duration(cost.seconds * 100 / budget)}")
+
+
+def _stall(history: RunHistory) -> Figure:
+    if history.median_stall is None:
+        raise NotFound("no stall of a save is recorded", subject=history.uri, remedy="give --stall SECONDS")
+    return Figure(history.median_stall, f"median of {count(len(history.stalls), 'recorded save')}")
+
+
+def _mtbf(history: RunHistory) -> Figure:
+    created = [saved.created for saved in history.versions]
+    span = created[-1] - created[0] if created else 0.0
+    within = [restore for restore in history.restores if restore.at > created[0]]
+    if not within or span <= 0:
+        remedy = "give --mtbf, such as --mtbf 12h"
+        raise NotFound("no restore is recorded since the oldest version", subject=history.uri, remedy=remedy)
+    return Figure(span / len(within), f"observed: {count(len(within), 'restore')} in {_duration(span)}")
+
+
+def _gaps(history: RunHistory) -> list[tuple[float, int]]:
+    """Seconds and steps from each version to the next one, where both grow."""
+    pairs = itertools.pairwise(history.versions)
+    gaps = ((after.created - before.created, after.step - before.step) for before, after in pairs)
+    return [(time, steps) for time, steps in gaps if time > 0 and steps > 0]
+
+
+def _per_step(history: RunHistory) -> float | None:
+    gaps = _gaps(history)
+    return median(time / steps for time, steps in gaps) if gaps else None
+
+
+def _present(history: RunHistory) -> float | None:
+    gaps = _gaps(history)
+    return median(time for time, _ in gaps) if gaps else None
+
+
+def _duration(seconds: float) -> str:
+    """Seconds with three digits in the unit that fits."""
+    for unit, name in ((86400, "days"), (3600, "h"), (60, "min"), (1, "s")):
+        if seconds >= 2 * unit:
+            return f"{seconds / unit:.3g} {name}"
+    return f"{seconds * 1000:.3g} ms"

@@ -1,0 +1,31 @@
+"""How often to save: the interval at which saves and failures together cost the least time. Pure arithmetic.
+
+J. W. Young, "A first order approximation to the optimum checkpoint interval", Communications of the ACM 17 (9), 1974; J. T. Daly,
+"A higher order estimate of the optimum checkpoint interval for restart dumps", Future Generation Computer Systems 22 (3), 2006.
+With an interval T, a save that costs C seconds and failures every M seconds, saves take C / T of the time and failures lose
+T / (2 M) of it. The sum is least at T = sqrt(2 C M). Restarts cost the same at every T.
+"""
+
+from __future__ import annotations
+
+import math
+
+
+def best_interval(cost: float, mtbf: float, budget: float | None = None) -> float:
+    """The seconds from save to save that lose the least time.
+
+    Args:
+        cost: Seconds by which a save delays the training, at least 0.
+        mtbf: Mean seconds between failures, above 0.
+        budget: The largest share of the time that saves may take, above 0; None for no limit.
+
+    Returns:
+        The interval; at most ``mtbf``, unless the budget asks for more.
+    """
+    interval = min(math.sqrt(2 * cost * mtbf), mtbf)  # the approximation is for intervals well below the time between failures
+    return interval if budget is None else max(interval, cost / budget)
+
+
+def lost_share(interval: float, cost: float, mtbf: float) -> float:
+    """The share of the time that is lost to saves and to work that failures undo; times in seconds, ``interval`` above 0."""
+    return cost / interval + interval / (2 * mtbf)
