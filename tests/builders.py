@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -16,7 +17,7 @@ from raystow.storage.coding.rounded import Rounded
 from raystow.storage.committer import Committer
 from raystow.storage.format import keys
 from raystow.storage.format.manifest import Box, Chunk, Fragment, Value, path_text
-from raystow.storage.format.root import Root
+from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.signature import Signer
 from raystow.storage.format.version_record import PackInfo, VersionRecord
 from raystow.storage.register import Register
@@ -141,3 +142,13 @@ def write_rows(
     store.put(keys.fragment(record.id, record.attempt, 0), [data])
     fields = {**vars(record), "fragments": (fragment.info(data, [0]),), "packs": (PackInfo(0, "weights", 0, len(pack)),)}
     return committer.commit(VersionRecord(**fields))
+
+
+def entry(id: int, step: int | None = None, created: float = 0.0, stored: int = 10) -> Entry:
+    """The entry of a version in the root; its step is 100 times its id by default."""
+    return Entry(id, f"{id:016x}", "00", 1, 100 * id if step is None else step, created, 20, stored)
+
+
+def difference(id: int, *bases: int, stored: int = 10) -> Entry:
+    """The entry of a version that is stored as a delta to others."""
+    return replace(entry(id, stored=stored), bases=bases)
