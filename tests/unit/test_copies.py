@@ -179,3 +179,30 @@ def test_a_spoilt_leftover_is_copied_again(source: Repository, there: str) -> No
     open_repository(there).store.put(key, [bytes(len(objects(source)[key]))])
     raystow.copy(source.uri, there)
     assert objects(open_repository(there)) == objects(source)
+
+
+def test_a_replica_keeps_what_the_source_writes_again(committer: Committer, source: Repository, there: str) -> None:
+    raystow.copy(source.uri, there)
+    save(committer, 5.0)
+    source.plan_compaction([3]).execute()
+    assert source.version(3).attempt != open_repository(there).version(3).attempt
+    committer.notice(source.root())
+    save(committer, 1.0 + 2e-12, base=3, of_base=1.0 + 1e-12)
+    assert [version.id for version in raystow.copy(source.uri, there)] == [4, 5]
+    replica = open_repository(there)
+    assert replica.version(3).entry.bases == (2,)
+    for version in replica.versions():
+        replica.verify(version)
+
+
+def test_a_base_that_the_replica_dropped_is_named(committer: Committer, source: Repository, there: str) -> None:
+    raystow.copy(source.uri, there)
+    save(committer, 5.0)
+    raystow.copy(source.uri, there)
+    replica = open_repository(there)
+    replica.plan_retention(raystow.Policy(keep_last=1)).execute()
+    assert live_ids(replica) == [4]
+    save(committer, 1.0 + 2e-12, base=3, of_base=1.0 + 1e-12)
+    with pytest.raises(StateError, match="a difference to version 3, which was dropped there"):
+        raystow.copy(source.uri, there)
+    assert live_ids(replica) == [4]
