@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import queue
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,6 +22,7 @@ from torch.distributed.checkpoint.state_dict_loader import _load_state_dict_from
 
 import raystow
 from raystow.dcp import Reader, Writer
+from raystow.orchestrator.integrations.dcp.checkpoint_id import parse_id
 from raystow.orchestrator.save.planner import plan_save
 from raystow.storage.errors import RaystowError
 from raystow.storage.format.root import Entry
@@ -327,13 +329,81 @@ def test_steps_versions_and_metadata(uri: str) -> None:
     assert isinstance(found["n"], BytesStorageMetadata)
     raystow.open(uri).pin(writer.version, "best")
     readers = (Reader(uri), Reader(uri, version=1), Reader(uri, version="step:5"), Reader(uri, version="best"))
-    for reader, at in (*((reader, {}) for reader in readers), (Reader(uri), {"checkpoint_id": 6})):
+    for reader, at in (*((reader, {}) for reader in readers), (Reader(uri), {"checkpoint_id": "step_6"})):
         into = {"w": torch.zeros(3, 2), "n": 0}
         dcp.load(into, storage_reader=reader, no_dist=True, **at)
         assert reader.version is not None
         assert {1: 5, 2: None, 3: 9}[reader.version.id] == into["n"]
     with pytest.raises(dcp.api.CheckpointException, match="there is no version of step 7"):
-        dcp.load({"n": 0}, storage_reader=Reader(uri), checkpoint_id="7", no_dist=True)
+        dcp.load({"n": 0}, storage_reader=Reader(uri), checkpoint_id="step-7", no_dist=True)
+
+
+def test_the_documented_forms_of_a_checkpoint_id() -> None:
+    steps = ("step-7", "a/step_7/", "checkpoint-7", "epoch=1-step=7.ckpt", Path("b/step-7"))
+    assert [parse_id(one) for one in steps] == [7] * 5
+    assert [parse_id(one) for one in ("best", "run/v2", "step-7-b", "epoch=3")] == ["best", "v2", "step-7-b", "epoch=3"]
+    for wrong in ("7", "run/60", "", "latest", "step:7"):
+        with pytest.raises(raystow.StateError, match="neither a step nor a name"):
+            parse_id(wrong)
+
+
+def test_a_checkpoint_id_may_be_a_name(uri: str) -> None:
+    for number, name in enumerate(("best-v2", None, "last")):
+        dcp.save({"n": number}, storage_writer=Writer(uri), checkpoint_id=name, no_dist=True)
+    found = [{"n": -1}, {"n": -1}]
+    dcp.load(found[0], storage_reader=Reader(uri, version="best-v2"), no_dist=True)
+    dcp.load(found[1], storage_reader=Reader(uri), checkpoint_id="last", no_dist=True)
+    assert found == [{"n": 0}, {"n": 2}]
+
+
+def test_a_copy_in_another_process_saves(uri: str) -> None:
+    """A process-based executor pickles the Writer."""
+    writer = Writer(uri)
+    for _ in range(2):
+        dcp.save({"n": 1}, storage_writer=(sent := copy.copy(writer)), no_dist=True)
+        assert writer.version == sent.version == raystow.open(uri).latest()
+    writer = Writer(uri)
+    copy.copy(writer)
+    assert writer.version is None
+
+
+def test_unflattened_states_and_parts_of_any_version(uri: str) -> None:
+    state = {"model": {"w": torch.arange(6.0), "inner": {"1": "one"}}, "list": [1, (2, {"b": 3, "a": 4})], "n": 5}
+    dcp.save(state, storage_writer=Writer(uri), planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
+    dcp.save(state, storage_writer=Writer(uri), no_dist=True)
+    for version in (1, 2):
+        into: dict[str, Any] = {"model": None, "list": None, "n": None}
+        whole_values = DefaultLoadPlanner(flatten_state_dict=False)
+        dcp.load(into, storage_reader=Reader(uri, version=version), planner=whole_values, no_dist=True)
+        assert same(into, state), into
+        flat = {"model": {"w": torch.zeros(6), "inner": {"1": ""}}, "list": [0, (0, {})], "n": 0}
+        dcp.load(flat, storage_reader=Reader(uri, version=version), no_dist=True)
+        assert same(flat, state), flat
+    with pytest.raises(dcp.api.CheckpointException, match="model: version 2 has a dict or list under this name"):
+        dcp.load({"model": None}, storage_reader=Reader(uri), no_dist=True)
+
+
+def failure(into: dict[str, Any], reader: Reader) -> BaseException:
+    with pytest.raises(dcp.api.CheckpointException) as error:
+        dcp.load(into, storage_reader=reader, no_dist=True)
+    return error.value.failures[0][0]
+
+
+def test_errors_of_metadata_keep_their_type(uri: str, tmp_path: Path) -> None:
+    assert type(failure({"n": 0}, Reader(uri))) is raystow.NotARepository
+    with pytest.raises(dcp.api.CheckpointException, match="NotARepository"):
+        _load_state_dict_from_keys(storage_reader=Reader(uri))
+    dcp.save({"n": 1}, storage_writer=Writer(uri), no_dist=True)
+    Path(uri, "root.json").write_bytes(b"{}")
+    assert type(failure({"n": 0}, Reader(uri))) is raystow.Damaged
+    files = str(tmp_path / "files")
+    dcp.save({"w": torch.ones(3)}, checkpoint_id=files, no_dist=True)
+    told = failure({"w": torch.ones(3)}, Reader(files))
+    assert type(told) is raystow.NotARepository
+    assert "FileSystemReader" in str(told)
+    with pytest.raises(dcp.api.CheckpointException, match="files of torch's FileSystemWriter"):
+        dcp.save({"w": torch.ones(3)}, storage_writer=Writer(files), no_dist=True)
+    assert not Path(files, "raystow.json").exists()
 
 
 class Own(DefaultLoadPlanner):

@@ -40,9 +40,10 @@ def committer_of(uri: str) -> Committer:
 
 
 class StandaloneCommit:
-    """One attempt to make a version. ``step``: None for one more than that of the newest version."""
+    """One attempt to make a version. ``step``: None for one more than that of the newest version. ``attempt``: its name, 16
+    random hexadecimal digits; None chooses one."""
 
-    def __init__(self, uri: str, step: int | None) -> None:
+    def __init__(self, uri: str, step: int | None, attempt: str | None = None) -> None:
         self._committer = committer_of(uri)
         self.repository = self._committer.catalog
         self._committer.notice(self.repository.root())
@@ -51,7 +52,8 @@ class StandaloneCommit:
             step = versions[-1].step + 1 if versions else 0
         self.step = step
         with _lock:
-            self.id, self.attempt = self._committer.reserve()
+            self.id, reserved = self._committer.reserve()
+        self.attempt = attempt or reserved
 
     def commit(
         self, parts: Sequence[StoredPart], expected: int, metrics: Mapping[str, object], writer: Mapping[str, str] | None = None

@@ -5,14 +5,11 @@ tuples never: ``betas`` is one key in DCP and two names in raystow, ``betas.0`` 
 from __future__ import annotations
 
 import operator
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ....storage.errors import Damaged, StateError
+from ....storage.errors import Damaged
 from ...save.state_tree import Path, PathPart
-
-_STEP = re.compile(r"(?:.*\D)?(\d{1,18})/?")
 
 
 @dataclass(frozen=True)
@@ -78,17 +75,3 @@ def assemble(parts: Sequence[tuple[Path, object]]) -> object:
         return {key: assemble(below) for key, below in inner.items()}
     items = [assemble(below) for _, below in sorted(inner.items(), key=operator.itemgetter(0))]
     return items if kinds == {"list"} else tuple(items)
-
-
-def step_of(checkpoint_id: object) -> int:
-    """Return the step in a ``checkpoint_id`` of DCP: a number, or a text that ends in one, such as ``step-100``."""
-    match = _STEP.fullmatch(str(checkpoint_id))
-    if match is None:
-        remedy = "end it in the step, as in 'step-100', or pass none: Writer and Reader have the repository"
-        raise StateError("names no step", subject=f"checkpoint_id {str(checkpoint_id)!r}", remedy=remedy)
-    return int(match[1])
-
-
-def names_step(checkpoint_id: object) -> bool:
-    """Whether ``step_of`` finds one."""
-    return _STEP.fullmatch(str(checkpoint_id)) is not None

@@ -14,7 +14,7 @@ from torch.distributed.checkpoint.storage import StorageReader
 from torch.futures import Future
 
 from ....storage.arguments import integer
-from ....storage.errors import StateError
+from ....storage.errors import NotARepository, RaystowError, StateError
 from ....storage.format.boxes import Box
 from ....storage.format.manifest import Chunk
 from ....storage.reader import PackReader, Request
@@ -24,9 +24,10 @@ from ....storage.version_selector import LATEST, VersionSelector
 from ...argument_checks import address
 from ...restore.fill import fill_on_gpu
 from ...save.shards import bits
+from .checkpoint_id import is_id, parse_id
 from .dtensor_check import check_placed
-from .keys import names_step, step_of
-from .version_metadata import VersionMetadata
+from .torch_files import refuse_torch_files
+from .version_metadata import UnreadMetadata, VersionMetadata
 
 _AT_ONCE = 64  # boxes that are converted or copied to another device together
 
@@ -40,7 +41,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
     Args:
         uri: The repository.
         version: An id, the name of a pin, ``"step:60"`` (the newest version of that step), a ``Version``, or ``"latest"``. A
-            ``checkpoint_id`` that ends in a number selects the newest version of that step instead.
+            ``checkpoint_id`` selects another one: see ``Writer``.
         trusted_keys: See ``raystow.open``.
         threads: Requests and decoding threads at a time. None: twice the cores, at most 16.
 
@@ -64,26 +65,41 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
     ) -> None:
         self.uri, self._requested, self._trusted = address(uri), version, trusted_keys
         self._threads = None if threads is None else integer("threads", threads, least=1, instead="None")
-        self._step: int | None = None
+        self._named: str | None = None
         self._rank = 0
         self._repository: Repository | None = None
         self._metadata: VersionMetadata | None = None
         self.version: Version | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a new load; ``checkpoint_id`` may name the step."""
-        self._step = None if checkpoint_id is None else step_of(checkpoint_id)
+        """Start a new load; ``checkpoint_id`` may select the version."""
+        found = None if checkpoint_id is None else parse_id(checkpoint_id)
+        self._named = f"step:{found}" if isinstance(found, int) else found
         self._metadata = self.version = None
 
     def read_metadata(self) -> Metadata:
-        """Return the manifest as DCP's metadata: all chunks of all tensors, and the keys of plain values."""
-        self._repository = open_repository(self.uri, trusted_keys=self._trusted)
-        self.version = self._repository.version(self._requested if self._step is None else f"step:{self._step}")
-        self._metadata = VersionMetadata(self.version)
-        return self._metadata.metadata()
+        """Return the manifest as DCP's metadata: all chunks of all tensors, and the keys of plain values.
+
+        An error is raised when the metadata is first used.
+        """
+        try:
+            self._repository = open_repository(self.uri, trusted_keys=self._trusted)
+            self.version = self._repository.version(self._requested if self._named is None else self._named)
+            self._metadata = VersionMetadata(self.version)
+            return self._metadata.metadata()
+        except NotARepository as error:
+            try:
+                refuse_torch_files(self.uri)
+            except RaystowError as better:
+                return UnreadMetadata(better)
+            return UnreadMetadata(error)
+        except RaystowError as error:
+            return UnreadMetadata(error)
 
     def set_up_storage_reader(self, metadata: Metadata, is_coordinator: bool, *args: object, **kwargs: object) -> None:
-        """Learn the rank, whose plain values are loaded."""
+        """Learn the rank, whose plain values are loaded. Raises what ``read_metadata`` found."""
+        if isinstance(metadata, UnreadMetadata):
+            raise metadata.error
         rank = kwargs.get("rank")  # DCP passes it only to a parameter with the name ``kwargs``
         self._rank = rank if isinstance(rank, int) else 0
 
@@ -114,7 +130,7 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         future.set_result(None)
         return future
 
-    validate_checkpoint_id = staticmethod(names_step)
+    validate_checkpoint_id = staticmethod(is_id)
 
     def _fill(self, items: list[ReadItem], planner: LoadPlanner) -> None:
         assert self.version is not None
@@ -151,11 +167,14 @@ class Reader(StorageReader):  # type: ignore[misc]  # torch is not typed here
         if not isinstance(planner, DefaultLoadPlanner) or type(planner).load_bytes is not DefaultLoadPlanner.load_bytes:
             what = f"planner {type(planner).__name__} accepts values as pickles only, which raystow never reads"
             raise StateError(what, subject=key, remedy="use a planner that does not override load_bytes of DefaultLoadPlanner")
+        if planner.flatten_state_dict and self._metadata.is_flattened(key):
+            what = f"version {self.version.id if self.version else ''} has a dict or list under this name"
+            raise StateError(what, subject=key, remedy="pass one with the same keys, or use flatten_state_dict=False")
         value = self._metadata.value(item.storage_index.fqn, self._rank)
         if planner.flatten_state_dict:
             set_element(planner.original_state_dict, planner.mappings[key], value)
-        else:
-            planner.state_dict[key] = value
+        else:  # state_dict is another dict than the caller's by default: flatten_sharded_tensors copies it
+            planner.state_dict[key] = planner.original_state_dict[key] = value
 
 
 def _convert(reader: PackReader, boxes: list[tuple[Chunk, Box, torch.Tensor]]) -> None:

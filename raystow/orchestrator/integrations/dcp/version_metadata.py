@@ -2,16 +2,49 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Mapping
+
 import torch
 from torch.distributed.checkpoint import metadata as dcp_metadata
 from torch.distributed.checkpoint.planner import ReadItem
 
-from ....storage.errors import Damaged, StateError, Unsupported
+from ....storage.errors import Damaged, RaystowError, StateError, Unsupported
 from ....storage.format import manifest, values
 from ....storage.format.boxes import Box, tile
 from ....storage.format.manifest import Chunk, Value
 from ....storage.version import Version
+from ...save.state_tree import Path
 from .keys import KeyLeaf, assemble, keys_of
+
+
+class UnreadMetadata(dcp_metadata.Metadata):  # type: ignore[misc]  # torch is not typed here
+    """Stands for metadata that could not be read. Raises the error when it is used, because DCP replaces an error of
+    ``read_metadata`` by an ``AssertionError``."""
+
+    def __init__(self, error: RaystowError) -> None:
+        self.error = error
+
+    @property
+    def state_dict_metadata(self) -> object:
+        """Raise the error."""
+        raise self.error
+
+
+class KeyMetadata(dict[str, "dcp_metadata.STORAGE_TYPES"]):
+    """The metadata of each key. Keys of the outermost dict are found too, but not listed: planners with
+    ``flatten_state_dict=False`` ask for them."""
+
+    def __init__(self, of_keys: Mapping[str, dcp_metadata.STORAGE_TYPES], outermost: Collection[str]) -> None:
+        super().__init__(of_keys)
+        self._outermost = outermost
+
+    def __contains__(self, key: object) -> bool:
+        return super().__contains__(key) or key in self._outermost
+
+    def __missing__(self, key: str) -> dcp_metadata.STORAGE_TYPES:
+        if key in self._outermost:
+            return dcp_metadata.BytesStorageMetadata()
+        raise KeyError(key)
 
 
 class VersionMetadata:
@@ -34,6 +67,9 @@ class VersionMetadata:
         for name, (first, *_) in self._values.items():
             leaves.append(KeyLeaf(name, manifest.parse_path(first.path), is_nothing=values.loads(first.text) == {}))
         self._keys = keys_of(leaves)
+        self._outermost: dict[str, list[tuple[str, Path]]] = {}
+        for leaf in leaves:
+            self._outermost.setdefault(str(leaf.path[0]), []).append((leaf.name, leaf.path[1:]))
 
     def metadata(self) -> dcp_metadata.Metadata:
         """Return the metadata from which DCP plans a load."""
@@ -42,7 +78,8 @@ class VersionMetadata:
             rows = self._version.chunks.get(name)
             single = key.parts == [(name, ())] and rows is not None and rows[0].kind == manifest.TENSOR
             found[name] = _tensor(rows) if single and rows is not None else dcp_metadata.BytesStorageMetadata()
-        return dcp_metadata.Metadata(found, planner_data={name: key.path for name, key in self._keys.items()})
+        of_keys = KeyMetadata(found, self._outermost)
+        return dcp_metadata.Metadata(of_keys, planner_data={name: key.path for name, key in self._keys.items()})
 
     def box(self, item: ReadItem) -> tuple[Chunk, Box]:
         """Return the chunk that DCP reads from, and the box to read in the coordinates of the tensor."""
@@ -50,9 +87,13 @@ class VersionMetadata:
         offset = tuple(a + b for a, b in zip(chunk.offset, item.storage_offsets, strict=True))
         return chunk, (offset, tuple(item.lengths))
 
+    def is_flattened(self, key: str) -> bool:
+        """Whether DCP's planners split this key into several, unless ``flatten_state_dict=False``."""
+        return key not in self._keys
+
     def value(self, key: str, rank: int) -> object:
         """Return a value as ``rank`` saved it; if that rank had none of this name, as the lowest rank that had one."""
-        parts = self._keys[key].parts
+        parts = self._keys[key].parts if key in self._keys else self._outermost[key]
         holders = {holder for name, _ in parts for row in self._values.get(name, ()) for holder in row.ranks}
         source = rank if rank in holders else min(holders, default=0)
         found = []

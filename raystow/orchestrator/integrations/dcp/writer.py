@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 from collections import defaultdict
@@ -16,7 +17,8 @@ from torch.distributed.checkpoint.storage import StorageWriter, WriteResult
 from torch.futures import Future
 
 from ....storage.arguments import integer
-from ....storage.errors import SaveFailed, StateError
+from ....storage.clock import SYSTEM
+from ....storage.errors import NotARepository, SaveFailed, StateError
 from ....storage.repository import open_repository
 from ....storage.retention.policy import Policy
 from ....storage.stores import open_store
@@ -29,8 +31,10 @@ from ...save.shards import Shard, dtype_name, shard_of
 from ...save.state_tree import Leaf, flatten
 from ...standalone.commit import StandaloneCommit
 from ...standalone.writer import StandaloneWriter, StoredPart, cores
+from .checkpoint_id import is_id, parse_id
 from .dtensor_check import check_placed
-from .keys import names_step, path_of, step_of
+from .keys import path_of
+from .torch_files import refuse_torch_files
 
 _WHAT = "state_dict"
 _MEMORY = 512 << 20
@@ -53,8 +57,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
 
     Args:
         uri: The repository; it is created if it does not exist.
-        step: The training step. None: the number at the end of ``checkpoint_id`` if there is one, else one more than the newest
-            version's.
+        step: The training step. None: that of ``checkpoint_id``, or one more than the newest version's. The last part of a
+            ``checkpoint_id`` is a step if it is ``step-7``, ``step_7``, ``checkpoint-7`` or ``epoch=1-step=7.ckpt``. Any other is
+            a name: the version is pinned under it, and ``version=`` accepts it.
         metrics: Plain values by name; those of the coordinator rank are stored.
         retention: The versions to keep; applied after the save.
         timeout: Seconds that the upload of a rank may take.
@@ -62,7 +67,8 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         threads: Threads that encode on each rank. None: the rank's share of the machine's cores.
 
     Attributes:
-        version: The version that was saved, on the coordinator rank.
+        version: The version that was saved, on the coordinator rank; None if there is none yet. After a save by a process-based
+            executor, it is looked up in the repository.
 
     Raises:
         StateError: An argument is invalid.
@@ -83,7 +89,9 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         threads: int | None = None,
     ) -> None:
         self.uri, self.step = argument_checks.address(uri), None if step is None else integer("step", step, least=0)
-        self.version: Version | None = None
+        self._name: str | None = None
+        self._attempt: str | None = None  # of the copy in another process
+        self._version: Version | None = None
         self._metrics, self._retention = argument_checks.metrics_of(metrics), kept_by_a_run(retention, self.uri)
         self._timeout = argument_checks.positive("timeout", timeout, most=argument_checks.LONGEST)
         self._memory = argument_checks.memory_of_a_rank(memory, least=1)  # a larger chunk is processed alone
@@ -91,10 +99,27 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         self._committing: StandaloneCommit | None = None
 
     def reset(self, checkpoint_id: str | os.PathLike[str] | None = None) -> None:
-        """Start a new save; ``checkpoint_id`` may name its step."""
-        if checkpoint_id is not None:
-            self.step = step_of(checkpoint_id)
-        self._committing = self.version = None
+        """Start a new save; ``checkpoint_id`` is its step or its name."""
+        found = None if checkpoint_id is None else parse_id(checkpoint_id)
+        if isinstance(found, int):
+            self.step = found
+        self._name = found if isinstance(found, str) else None
+        self._committing = self._version = None
+
+    @property
+    def version(self) -> Version | None:
+        """The version that was saved; None if there is none yet, and on ranks that do not commit."""
+        if self._version is None and self._attempt is not None:
+            with contextlib.suppress(NotARepository):  # nothing was saved yet
+                for version in open_repository(self.uri).versions():
+                    if self._attempt in (version.attempt, version.entry.saved):
+                        self._version = version
+        return self._version
+
+    def __getstate__(self) -> dict[str, object]:
+        """Choose the attempt of the copy: a process-based executor commits with the copy, and this Writer finds its version."""
+        self._attempt, self._version = SYSTEM.token(), None
+        return {**self.__dict__, "_committing": None}
 
     def set_up_storage_writer(self, is_coordinator: bool, *args: object, **kwargs: object) -> None:
         """Refuse to save without the other ranks."""
@@ -107,7 +132,12 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
 
     def prepare_global_plan(self, plans: list[SavePlan]) -> list[SavePlan]:
         """Open an attempt on the coordinator rank, and send it to each rank with its plan."""
-        self._committing = attempt = StandaloneCommit(self.uri, self.step)
+        try:
+            open_repository(self.uri)
+        except NotARepository:
+            refuse_torch_files(self.uri)
+        chosen, self._attempt = self._attempt, None
+        self._committing = attempt = StandaloneCommit(self.uri, self.step, chosen)
         found: dict[str, list[int]] = defaultdict(list)
         for rank, plan in enumerate(plans):
             for key in plan.storage_data or ():
@@ -156,11 +186,13 @@ class Writer(StorageWriter):  # type: ignore[misc]  # torch is not typed here
         if self._committing is None:
             raise SaveFailed("DCP has planned nothing with this Writer", subject=self.uri)
         parts: Sequence[StoredPart] = [result.storage_data for of_rank in results for result in of_rank]
-        self.version = self._committing.commit(parts, _expected(metadata), self._metrics, {"torch": str(torch.__version__)})
+        self._version = self._committing.commit(parts, _expected(metadata), self._metrics, {"torch": str(torch.__version__)})
+        if self._name is not None:
+            open_repository(self.uri).pin(self._version, self._name)
         if self._retention is not None:
             self._committing.apply_retention(self._retention)
 
-    validate_checkpoint_id = staticmethod(names_step)
+    validate_checkpoint_id = staticmethod(is_id)
 
 
 def _of_values(plan: SavePlan) -> list[WriteItem]:
@@ -184,10 +216,11 @@ def _leaves(item: WriteItem, planner: DefaultSavePlanner, mappings: Mapping[str,
 
 
 def _whole(leaf: Leaf) -> Shard:
-    """An array, or a tensor within a tuple, which DCP treats as a value."""
+    """An array, or a tensor within a tuple or an unflattened dict, which DCP treats as a value."""
     shard = _named(leaf)
     if shard.holders:
-        raise StateError("a DTensor in a tuple cannot be stored by DCP", subject=leaf.name, remedy="use a list or a dict")
+        remedy = "use dicts and lists, and flatten_state_dict=True"
+        raise StateError("a DTensor in a value that DCP does not flatten", subject=leaf.name, remedy=remedy)
     return shard
 
 
