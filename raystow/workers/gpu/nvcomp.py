@@ -14,7 +14,7 @@ import os
 import torch
 
 from ...storage.coding.chunk import ANS, DEFLATE, ZSTD
-from ...storage.errors import Unsupported
+from ...storage.errors import MissingDependency, Unsupported
 from .kernel_args import Addressed, Table
 
 MAJOR = 6
@@ -42,7 +42,7 @@ class _Properties(ctypes.Structure):
 def _library() -> ctypes.CDLL:
     found = importlib.util.find_spec("nvidia.libnvcomp") if importlib.util.find_spec("nvidia") else None
     if found is None:
-        raise Unsupported("nvCOMP is not installed", remedy=f"pip install 'nvidia-libnvcomp-cu12=={MAJOR}.*'")
+        raise MissingDependency("nvCOMP is not installed", remedy='pip install "raystow[gpu]"')
     folder = next(iter(found.submodule_search_locations or []))
     try:
         library = ctypes.CDLL(os.path.join(folder, "lib64", f"libnvcomp.so.{MAJOR}"))
