@@ -35,7 +35,7 @@ COMMANDS = {
         "gc": ".gc",
         "repair": ".repair",
     },
-    "Measure and report": {"advise": ".advise", "cost": ".cost", "sensitivity": ".sensitivity", "report": ".report"},
+    "Measure and report": {"advise": ".advise", "cost": ".cost", "report": ".report"},
     "Watch and drain a cluster": {"top": ".top", "drain": ".drain"},
 }
 """Help panel -> command -> the module with the function of that name (``import_`` for the keyword), in the order of the help."""
