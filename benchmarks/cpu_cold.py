@@ -194,7 +194,6 @@ def claims(ways: dict[str, Any]) -> dict[str, bool | None]:
 def main(
     out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
     rounds: Annotated[int, typer.Option(min=1, help="rounds that count")] = 5,
-    label: Annotated[str, typer.Option(help="ends the file's name")] = "",
     note: Annotated[str, typer.Option(help="recorded: what else ran on the machine")] = "",
     one: Annotated[str, typer.Option(hidden=True)] = "",
     folder: Annotated[Path | None, typer.Option(hidden=True)] = None,
@@ -226,8 +225,7 @@ def main(
         grid.add_row(way, *(f"{told[key]:.3f}" for key in ("import", "seconds", "cpu", "with import")))
     report.show(console, [grid], held)
     about["load after"] = os.getloadavg()[0]
-    name = f"cpu_cold{f'_{label}' if label else ''}"
-    report.write(console, out, name, {**about, "server": server, "rounds": rounds, "ways": ways, "claims": held})
+    report.write(console, out, "cpu_cold", {**about, "server": server, "rounds": rounds, "ways": ways, "claims": held})
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", 
 SAVES, FIRST = "gpu_save-2026-11-23", "gpu_save-2026-11-21"
 PEERS, OLD_PEERS, COLD = "peers-2026-11-23", "peers-2026-11", "cold_start-2026-11-23"
 LOADS, FIRST_LOADS, PAIR = "gpu_restore-2026-11-22-last", "gpu_restore-2026-11-21", "gpu_pair-2026-11-22-saving"
-CPU, CONTROL = "restore-2026-11-22", "control_plane-2026-11-23"
+CPU, CONTROL, CPU_COLD = "restore-2026-11-22", "control_plane-2026-11-23", "cpu_cold-2026-11-24"
 DEFAULT, PEER, PINNED = "raystow deflate auto", "torch_checkpointing", "DCP async pinned"
 CACHED = "kernels in Triton's cache"
 
@@ -184,6 +184,8 @@ def cpu() -> str:
     commit = [at(CONTROL, *path, "commit ms", key) for path in (local, s3) for key in ("p50", "p99")]
     read = at(CPU, "restoring", 1, "ways", "apart", "store/needed")
     cpu, peak = at(CONTROL, *most, "cpu"), at(CONTROL, *most, "peak") / 2**20
+    ways = ("raystow: restore_latest", "dcp.load", "torch.load", "raystow: restore_latest, S3", "boto3 download, S3")
+    cold = [at(CPU_COLD, "ways", way, part) for way in ways for part in ("import", "seconds")]
     rows = (
         ("Coordinator, one save of 2,048 nodes x 8 ranks: CPU, memory", f"{cpu:.1f} s, {peak:.0f} MiB", CONTROL),
         ("Commit with 1,000 versions, local folder: p50, p99", "{:.0f}, {:.0f} ms".format(*commit[:2]), CONTROL),
@@ -193,6 +195,9 @@ def cpu() -> str:
         ("Bytes read from the store / bytes needed, 4 nodes", f"{read:.4f}", CPU),
         ("Restore 193 MB on a CPU: folder, node's memory", "{:.2f}, {:.2f} GB/s".format(*folder[:2]), CPU),
         ("... `dcp.load`, `torch.load` from a folder", "{:.2f}, {:.2f} GB/s".format(*folder[2:]), CPU),
+        ("First restore of 193 MB in a process, imports + call: folder", "{:.2f} + {:.2f} s".format(*cold[:2]), CPU_COLD),
+        ("... `dcp.load`, `torch.load`", "{:.2f} + {:.2f} s, {:.2f} + {:.2f} s".format(*cold[2:6]), CPU_COLD),
+        ("... S3 (Ceph); download by boto3", "{:.2f} + {:.2f} s; {:.2f} + {:.2f} s".format(*cold[6:]), CPU_COLD),
     )
     return _with_files(("", "measured"), rows)
 
