@@ -243,7 +243,7 @@ def test_a_rank_reads_what_overlaps(uri: str, tmp_path: Path) -> None:
         reader.close()
     stored = version.tensors()["rows"].stored
     assert all(read <= 0.8 * stored for read, _ in reads)  # half of it, and the chunk across the middle
-    assert [len(keys) for _, keys in reads] == [1, 1]  # neighbours are read together
+    assert all(len(keys) <= 3 for _, keys in reads)  # half of the four chunks, and the one across the middle
 
 
 ODD = {
