@@ -27,7 +27,7 @@ from raystow.orchestrator.coordinator.attempt import Attempt, Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.orchestrator.coordinator.delta_schedule import Delta
 from raystow.orchestrator.lossy.profiles import Lossy
-from raystow.orchestrator.lossy.rules import Rule
+from raystow.orchestrator.lossy.rules import RuleSelector
 from raystow.orchestrator.save.planner import Planner, plan_save
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
@@ -125,7 +125,7 @@ class LocalCluster:
         memory: int = 64 << 20,
         codec: str = "auto",
         compress_in: Literal["training", "node"] = "training",
-        lossy: Mapping[str, Rule] | str | None = None,
+        lossy: Mapping[str, RuleSelector] | str | None = None,
         delta: Delta = 0,
         clock: Clock = SYSTEM,
     ) -> None:

@@ -37,6 +37,7 @@ class PortServer:
         with caller:
             try:
                 method, args = caller.recv()
+                answer: tuple[Any, RaystowError | None]
                 try:
                     answer = getattr(self._port, method)(*args), None
                 except RaystowError as error:
