@@ -7,7 +7,14 @@ from collections.abc import Iterator
 
 from .errors import MissingDependency
 
-_EXTRAS = {"ray": "train", "torch": "train", "psutil": "train", "jinja2": "report", "matplotlib": "report"}
+_EXTRAS = {
+    "ray": "train",
+    "torch": "train",
+    "psutil": "train",
+    "jinja2": "report",
+    "matplotlib": "report",
+    "cryptography": "signatures",
+}
 _LIBRARIES = ("lightning", "transformers", "safetensors")
 
 

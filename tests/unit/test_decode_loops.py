@@ -1,4 +1,4 @@
-"""The loops that were compiled ahead of time do what those that numba compiles do."""
+"""The loops that were compiled ahead of time do what those that numba compiles do, and what numpy does without numba."""
 
 from __future__ import annotations
 
@@ -53,11 +53,33 @@ def results(seed: int, count: int) -> Iterator[bytes]:
         yield decoded.tobytes()
 
 
+def encoded(seed: int, count: int) -> Iterator[bytes]:
+    """What each loop that is not compiled ahead of time makes of random bytes."""
+    random = np.random.default_rng(seed)
+    for width, word in kernels.WORDS.items():
+        words, base, out = (random.integers(0, 256, count * width, np.uint8).view(word) for _ in range(3))
+        for rotate in (False, True) if width > 1 else ():
+            planes = tuple(np.empty(count, np.uint8) for _ in range(width))
+            kernels.split(words, rotate, planes)
+            yield from (plane.tobytes() for plane in planes)
+        kernels.subtract(words, base, out)
+        yield out.tobytes()
+    packed = np.zeros(7 * count, np.uint8)
+    kernels.pack7(random.integers(0, 256, 8 * count, np.uint8), packed)
+    yield packed.tobytes()
+    for size in (0, 3, 40 * count + 2, 4 * digest.BLOCK + 1):
+        raw = random.integers(0, 256, size, np.uint8)
+        yield repr((digest.raw_digest(raw), digest.digest_pair(raw))).encode()
+
+
 @pytest.mark.parametrize("count", [1, 33, 1013])
-def test_both_ways_give_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    ahead = list(results(count, count))
+def test_all_ways_give_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert kernels.with_numba()
+    ahead = [*results(count, count), *encoded(count, count)]
     monkeypatch.setattr(kernels, "library", lambda: None)
-    assert ahead == list(results(count, count))
+    assert ahead == [*results(count, count), *encoded(count, count)]
+    monkeypatch.setattr(kernels, "with_numba", lambda: False)
+    assert ahead == [*results(count, count), *encoded(count, count)]
 
 
 @pytest.mark.parametrize(

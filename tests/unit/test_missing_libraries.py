@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+GOLDEN = Path(__file__).parents[1] / "compat" / "golden"
+
 WITHOUT = """
 import contextlib, importlib, io, json, sys
 
@@ -58,6 +60,11 @@ def told(missing: list[str], cases: list[str | list[str]]) -> list[str]:
         ),
         ("torch", ["import raystow.dcp", "import raystow; raystow.dcp"], 'pip install "raystow[train]"'),
         ("lightning", ["import raystow.lightning"], 'pip install "lightning"'),
+        (
+            "cryptography",
+            [f"import raystow; raystow.open({str(GOLDEN)!r}, trusted_keys='pyproject.toml')"],
+            'pip install "raystow[signatures]"',
+        ),
         ("transformers", ["import raystow.huggingface"], 'pip install "transformers"'),
     ],
 )
@@ -67,9 +74,43 @@ def test_python_names_the_extra(missing: str, cases: list[str | list[str]], reme
 
 
 def test_a_command_names_the_extra(tmp_path: Path) -> None:
-    commands = {"demo": "train", "drain": "train", "top --once": "train", f"report {tmp_path}": "report"}
-    texts = told(["ray", "torch", "psutil", "jinja2", "matplotlib"], [command.split() for command in commands])
+    commands = {
+        f"keygen {tmp_path / 'key'}": "signatures",
+        "demo": "train",
+        "drain": "train",
+        "top --once": "train",
+        f"report {tmp_path}": "report",
+    }
+    texts = told(["ray", "torch", "psutil", "jinja2", "matplotlib", "cryptography"], [command.split() for command in commands])
     for (command, extra), text in zip(commands.items(), texts, strict=True):
         assert text.startswith("1: error: "), (command, text)
         assert f'try: pip install "raystow[{extra}]"' in text, (command, text)
         assert "Traceback" not in text
+
+
+READ = """
+import json, sys
+for library in ("numba", "llvmlite", "torch", "ray", "cryptography"):
+    sys.modules[library] = None
+import raystow
+from blake3 import blake3
+from raystow.storage.coding import kernels
+assert not kernels.with_numba()
+digests = []
+for compiled in (kernels.library, lambda: None):
+    kernels.library = compiled
+    for folder, version in (("golden", 1), ("golden", 2), ("golden", 3), ("golden-deltas", 3)):
+        read = raystow.open(f"{sys.argv[1]}/{folder}").version(version)
+        digests.append({name: blake3(read.read(name).tobytes()).hexdigest() for name in read.tensors()})
+print(json.dumps(digests))
+"""
+
+
+def test_versions_are_read_without_numba() -> None:
+    """By the compiled library, and by numpy alone: every codec, transform and dtype, and differences."""
+    command = [sys.executable, "-c", READ, str(GOLDEN.parent)]
+    compiled_and_plain = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
+    golden = json.loads((GOLDEN / "expected.json").read_text())
+    wanted = [{name: row[2] for name, row in golden[version]["tensors"].items()} for version in ("1", "2", "3")]
+    wanted.append(json.loads((GOLDEN.parent / "golden-deltas" / "expected.json").read_text())["3"])
+    assert compiled_and_plain == [*wanted, *wanted]

@@ -1,8 +1,8 @@
 """The loops over bytes that numpy would take in a dozen passes, free of the GIL.
 
 Those of a restore are a library that was compiled ahead of time (``decode_loops.c``), on x86-64 with AVX2; all others, and all on
-other machines, are compiled by numba (``loops``). Each has a numpy equivalent of a few lines in ``docs/spec/format-v1.md``,
-against which the tests hold it. On the GPU their place is taken by Triton kernels of the same contract.
+other machines, are compiled by numba (``loops``) or, without it, take several passes of numpy (``numpy_loops``). On the GPU their
+place is taken by Triton kernels of the same contract.
 """
 
 from __future__ import annotations
@@ -24,6 +24,7 @@ __all__ = [
     "Bytes",
     "Words",
     "add",
+    "frame_loops",
     "join",
     "mixed",
     "pack7",
@@ -32,6 +33,7 @@ __all__ = [
     "unpack7",
     "weighted_sum_pairs",
     "weighted_sums",
+    "with_numba",
 ]
 
 LIBRARY = Path(__file__).with_name("decode_loops.x86_64.so")
@@ -70,10 +72,35 @@ def address(array: Words) -> int:
     return array.ctypes.data
 
 
-def _loops() -> ModuleType:
-    from . import loops
+@functools.cache
+def with_numba() -> bool:
+    """Whether numba compiles loops in this process; else numpy takes its place, which gives the same bytes."""
+    try:
+        from . import loops  # noqa: F401
+    except ImportError:  # not installed, or of another numpy
+        return False
+    return True
 
-    return loops
+
+def _loops() -> ModuleType:
+    if with_numba():
+        from . import loops
+
+        return loops
+    from . import numpy_loops
+
+    return numpy_loops
+
+
+def frame_loops() -> ModuleType:
+    """The module with ``encode`` and ``decode`` for the frames of a plane."""
+    if with_numba():
+        from . import zstd_loops
+
+        return zstd_loops
+    from . import numpy_loops
+
+    return numpy_loops
 
 
 def _same(what: str, sizes: Iterable[int], size: int) -> None:

@@ -47,10 +47,8 @@ class ZstdEncoder:
 
         ``out`` must be 0.5 % and 512 bytes larger than ``plane``.
         """
-        from . import zstd_loops
-
         sizes = np.empty(-(-plane.size // stream), np.uint64)
-        _check(zstd_loops.encode(_address(self._context), plane, stream, out, sizes))
+        _check(kernels.frame_loops().encode(_address(self._context), plane, stream, out, sizes))
         return [int(size) for size in sizes]
 
 
@@ -76,9 +74,7 @@ def _decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes)
     """The number of bytes decoded until all were or one frame had the wrong size, or an error code."""
     found = kernels.library()
     if found is None:
-        from . import zstd_loops
-
-        return int(zstd_loops.decode(context, coded, sizes, stream, plane))
+        return int(kernels.frame_loops().decode(context, coded, sizes, stream, plane))
     if int(sizes.sum()) > coded.size:
         raise ValueError("frames of more bytes than there are")
     where, one = kernels.address, function("ZSTD_decompressDCtx")

@@ -11,6 +11,7 @@ import re
 import stat
 from pathlib import Path
 
+from .. import extras
 from ..errors import StateError
 from .signature import PublicKey, Signer, Trust
 
@@ -31,9 +32,10 @@ def signer() -> Signer | None:
     path = _named(SIGNING_KEY)
     if path is None:
         return None
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import load_pem_private_key
+    with extras.named():
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import load_pem_private_key
 
     data = _read(path, forbidden=0o077)
     try:
@@ -66,8 +68,9 @@ def write_pair(path: Path) -> PublicKey:
 
     ``StateError`` if one of them is there.
     """
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-    from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+    with extras.named():
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
     private = Ed25519PrivateKey.generate()  # from the operating system's randomness
     public = private.public_key()
@@ -93,9 +96,10 @@ def _named(variable: str) -> Path | None:
 
 
 def _public_keys(path: Path) -> list[PublicKey]:
-    from cryptography.exceptions import UnsupportedAlgorithm
-    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
-    from cryptography.hazmat.primitives.serialization import load_pem_public_key
+    with extras.named():
+        from cryptography.exceptions import UnsupportedAlgorithm
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        from cryptography.hazmat.primitives.serialization import load_pem_public_key
 
     keys = []
     for block in _PEM.finditer(_read(path)):

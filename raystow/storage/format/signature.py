@@ -12,6 +12,7 @@ import re
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
+from .. import extras
 from ..coding.digest import stored_digest
 from ..errors import NotFound, Unsupported, Untrusted
 from ..limits import MAX_SIGNATURE
@@ -39,8 +40,9 @@ class PublicKey:
 
     def verifies(self, signature: bytes, message: bytes) -> bool:
         """Whether ``signature`` is this key's over ``message``."""
-        from cryptography.exceptions import InvalidSignature
-        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+        with extras.named():
+            from cryptography.exceptions import InvalidSignature
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
         try:
             Ed25519PublicKey.from_public_bytes(self.raw).verify(signature, message)

@@ -36,9 +36,16 @@ def python() -> Finding:
 
 
 def numba() -> Finding:
-    """Check that the compiled loops run, which all coding and decoding needs."""
+    """Check that the compiled loops run, which encoding needs, and decoding without AVX2."""
     kernels.split(np.arange(64, dtype=np.uint16), True, (np.empty(64, np.uint8), np.empty(64, np.uint8)))
-    return ok(f"numba {importlib.metadata.version('numba')}, the compiled loops run")
+    if kernels.with_numba():
+        return ok(f"numba {importlib.metadata.version('numba')}, the compiled loops run")
+    remedy = 'for speed, pip install "raystow[numba]"'
+    if importlib.util.find_spec("numba") is not None:
+        return warning("numba cannot be imported; numpy takes its place, more slowly", "try: python -c 'import numba'")
+    if kernels.library() is None:
+        return warning("not installed: numpy decodes and encodes, more slowly", remedy)
+    return ok("not installed: decoding is compiled, numpy encodes, more slowly", remedy)
 
 
 def torch() -> Finding:
