@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite decode-loops test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training picture docs cli-docs chromium clean
+.PHONY: help venv demo test lint test-s3 s3-suite decode-loops test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -99,6 +99,9 @@ bench-gpu: $(READY)  ## cost of saves for training on a GPU, and restore speed
 bench-training: $(READY)  ## bytes saved by each compression option, and its effect on resumed training (needs a GPU)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[bench]"
 	$(BIN)/python benchmarks/training_study.py run
+
+package:  ## build sdist and wheel, check them, and read with the wheel in fresh environments of PYTHONS="python3.12 ..."
+	tools/check_package.sh
 
 picture: $(READY)  ## record the demo for the README
 	$(BIN)/python tools/record_demo.py docs/images/demo.svg
