@@ -10,6 +10,7 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+import yaml
 from retired_words import RETIRED
 
 ROOT = Path(__file__).parents[2]
@@ -63,6 +64,15 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert target.is_relative_to(ROOT), link
         if anchor and target.suffix == ".md":
             assert anchor in anchors(target), link
+
+
+def test_each_alert_has_a_runbook() -> None:
+    """A page of the site, with an anchor."""
+    (group,) = yaml.safe_load((ROOT / "monitoring" / "prometheus" / "raystow.rules.yaml").read_text())["groups"]
+    for rule in group["rules"]:
+        found = re.fullmatch(r"https://raystow\.example\.com/([\w/-]+)/#([\w-]+)", rule["annotations"].get("runbook_url", ""))
+        assert found, rule["alert"]
+        assert found[2] in anchors(ROOT / "docs" / f"{found[1]}.md"), rule["alert"]
 
 
 def test_the_site_has_every_page() -> None:
