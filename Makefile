@@ -110,7 +110,7 @@ docs: $(READY)  ## build the documentation in site/, strictly
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[docs]"
 	$(BIN)/mkdocs build --strict
 
-cli-docs: $(READY)  ## write docs/cli.md from the commands' help texts and docs/schemas
+cli-docs: $(READY)  ## write docs/cli.md from the commands' help texts
 	$(BIN)/python tools/cli_docs.py
 
 chromium: $(READY)  ## install Chromium for tests of reports: Debian's as root, else Playwright's

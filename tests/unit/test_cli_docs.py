@@ -1,4 +1,4 @@
-"""docs/cli.md is what tools/cli_docs.py generates from the commands and the schemas."""
+"""docs/cli.md is what tools/cli_docs.py generates from the commands."""
 
 from __future__ import annotations
 
