@@ -2,11 +2,12 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-s3 s3-suite decode-loops test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
+.PHONY: help venv demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
+FRAMEWORKS := .venv-frameworks
 # A free port for S3, and one for Ceph's monitor, which also uses the port 1,000 above.
 PORTS := import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]; a, b = (x.getsockname()[1] for x in s); \
 	print(a, b - 1000); socket.create_server(("127.0.0.1", b - 1000)).close()
@@ -62,6 +63,18 @@ decode-loops:  ## compile raystow/storage/coding/decode_loops.c (needs gcc)
 test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 orders (three minutes; installs Triton, 0.3 GB)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
 	SEEDS=$(SEEDS) $(BIN)/pytest tests/streams
+
+test-frameworks: $(FRAMEWORKS)/ready  ## tests with training frameworks, in an environment of their own (some minutes)
+	$(FRAMEWORKS)/bin/python -m pytest -m "not slow" tests/integration/test_torchtitan.py
+
+# An environment on top of .venv: what these frameworks pin stays out of it, and torch and Ray are not installed twice.
+$(FRAMEWORKS)/ready: $(READY) pyproject.toml
+	rm -rf $(FRAMEWORKS)
+	$(BIN)/python -m venv $(FRAMEWORKS)
+	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
+		> $$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -e ".[torchtitan]"
+	touch $@
 
 test-gpu: $(READY)  ## tests that need an NVIDIA GPU
 	$(BIN)/pytest -m gpu

@@ -104,7 +104,7 @@ _MODULES = {
     "sensitivity": "orchestrator.sensitivity",
 }
 
-_SUBMODULES = ("dcp", "huggingface", "lightning", "ray_train")
+_SUBMODULES = ("dcp", "huggingface", "lightning", "ray_train", "torchtitan")
 """Integrations: each needs the library that it integrates with."""
 
 

@@ -1,11 +1,14 @@
-"""Says which extra of raystow installs a library that is missing, where one is imported at first use."""
+"""Says which extra of raystow installs a library that is missing, where one is imported at first use, and which version of a
+library an integration was tried with, where its interface has changed.
+"""
 
 from __future__ import annotations
 
 import contextlib
 from collections.abc import Iterator
+from importlib import metadata
 
-from .errors import MissingDependency
+from .errors import MissingDependency, Unsupported
 
 _EXTRAS = {
     "ray": "train",
@@ -14,6 +17,8 @@ _EXTRAS = {
     "jinja2": "report",
     "matplotlib": "report",
     "cryptography": "signatures",
+    "deepspeed": "deepspeed",
+    "torchtitan": "torchtitan",
 }
 _LIBRARIES = ("lightning", "transformers", "safetensors")
 
@@ -31,3 +36,24 @@ def named() -> Iterator[None]:
         raise MissingDependency(
             "this needs a library that is not installed", subject=library, remedy=f'pip install "{what}"'
         ) from error
+
+
+@contextlib.contextmanager
+def tried(library: str, version: str) -> Iterator[None]:
+    """Raise ``Unsupported`` if the installed library lacks something. ``version``: of its last release that has it all."""
+    try:
+        yield
+    except (AttributeError, ImportError) as error:
+        if isinstance(error, MissingDependency) or (
+            isinstance(error, ModuleNotFoundError) and not (error.name or "").startswith(f"{library}.")
+        ):
+            raise  # it, or what it needs, is not installed
+        what = f"{library} {metadata.version(library)} has changed: {error}"
+        raise Unsupported(what, remedy=f'tried with {library} {version}: pip install "{library}=={version}.*"') from error
+
+
+def check_methods(owner: type, names: tuple[str, ...]) -> None:
+    """Raise ``AttributeError`` if a class of a library lacks one of these methods."""
+    for name in names:
+        if not callable(getattr(owner, name, None)):
+            raise AttributeError(f"{owner.__name__} has no method {name}")

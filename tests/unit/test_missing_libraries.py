@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+from raystow.storage import extras
+from raystow.storage.errors import Unsupported
 
 GOLDEN = Path(__file__).parents[1] / "compat" / "golden"
 
@@ -86,6 +91,19 @@ def test_a_command_names_the_extra(tmp_path: Path) -> None:
         assert text.startswith("1: error: "), (command, text)
         assert f'try: pip install "raystow[{extra}]"' in text, (command, text)
         assert "Traceback" not in text
+
+
+def test_a_library_that_has_changed_names_the_tried_version() -> None:
+    named = re.escape('(tried with numpy 0.9: pip install "numpy==0.9.*")')
+    with (
+        pytest.raises(Unsupported, match=f"^numpy .* has changed: .*absent.*{named}"),
+        extras.tried("numpy", "0.9"),
+    ):
+        import numpy.absent  # noqa: F401
+    with pytest.raises(Unsupported, match=f"ndarray has no method absent {named}"), extras.tried("numpy", "0.9"):
+        extras.check_methods(np.ndarray, ("sum", "absent"))
+    with pytest.raises(ModuleNotFoundError, match="absent"), extras.tried("numpy", "0.9"):
+        import absent  # noqa: F401
 
 
 READ = """
