@@ -26,6 +26,9 @@ _STARTS_RAY = re.compile(
 # How wide the terminal is, tests say themselves; pytest, which imports readline, would tell the processes that it starts.
 os.environ.pop("COLUMNS", None)
 
+# torch's threads wait for each other in loops: with more threads than free cores, small operations take ten times as long.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 # Nothing is asserted of time, also not by Hypothesis: a busy machine is no fault of the code.
 settings.register_profile("raystow", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("raystow")
