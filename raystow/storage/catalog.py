@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from . import leases, store_clock
 from .clock import SYSTEM, Clock
@@ -16,6 +18,8 @@ from .leases import Lease
 from .object_store import ObjectStore
 from .root_register import RootRegister
 from .version import Version
+
+_Catalog = TypeVar("_Catalog", bound="Catalog")
 
 
 class Catalog:
@@ -33,6 +37,7 @@ class Catalog:
     ) -> None:
         self.store, self.id, self.clock = store, id, clock
         self.trust, self.signed_by = trust or Trust(signed_by), signed_by
+        self._own_keys = trust is not None
         self.register = RootRegister(store, clock, repository=id)
 
     @property
@@ -55,6 +60,18 @@ class Catalog:
         """Raise ``Untrusted`` unless its readers and this process take what ``signer`` signs; None: it is unsigned."""
         for trust in (Trust(self.signed_by), self.trust):
             trust.admit(signer)
+
+    def trusting(self: _Catalog, signer: Signer | None) -> _Catalog:
+        """Return the repository for a process that rewrites or copies versions and signs the result with ``signer``.
+
+        Versions must be signed with one of its own trusted keys, or without these with its signing key. The marker's keys do not
+        suffice: each writer of the store can add one.
+        """
+        if signer is None or self._own_keys:
+            return self
+        catalog = copy.copy(self)
+        catalog.trust, catalog._own_keys = Trust((signer.public,)), True
+        return catalog
 
     def now(self) -> float:
         """Seconds since 1970 by the store's clock."""

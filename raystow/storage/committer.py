@@ -23,7 +23,7 @@ class Committer:
         """Take the next epoch. ``owner``: a name that no other committer has ever had. ``signer`` signs commits. ``Untrusted``,
         and no epoch is taken, if readers of the repository or this process would refuse the signature."""
         catalog.admit(signer)
-        self.catalog, self._signer = catalog, signer
+        self.catalog, self._signer = catalog.trusting(signer), signer
         self._records: dict[Entry, bytes] = {}
 
         def take(root: Root) -> Root:

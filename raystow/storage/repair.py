@@ -78,7 +78,9 @@ class RepairPlan:
             "dropped versions that are not collected yet come back, too, until they are dropped again, and thinned ones in full",
             "a coordinator that is at work can commit no more: restart it, or the job",
         )
-        of_marker = ("if the repository asked for signatures, it does so again only if RAYSTOW_TRUSTED_KEYS is set now",)
+        of_marker = (
+            "if the repository required signatures, set RAYSTOW_TRUSTED_KEYS or RAYSTOW_SIGNING_KEY, or the new one does not",
+        )
         return (of_root if self.new_root is not None else ()) + (of_marker if self.new_marker is not None else ())
 
     def explain(self) -> list[str]:

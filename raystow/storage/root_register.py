@@ -14,19 +14,25 @@ from .invariants import Claims
 from .limits import MAX_ROOT
 from .object_store import ObjectStore
 from .register import Register
+from .seen_roots import SeenRoot
 
 
 class RootRegister:
     """Reads and swaps the root of one repository. ``deadline``: seconds after which an update gives up."""
 
     def __init__(self, store: ObjectStore, clock: Clock, *, repository: str, deadline: float = 60.0) -> None:
-        self._repository = repository
+        self._uri, self._repository = store.uri, repository
         self._register = Register(store, keys.ROOT, self._load, clock, max_bytes=MAX_ROOT, deadline=deadline)
 
     def read(self) -> Root:
-        """The root now. Raises ``NotFound``, or ``Damaged`` if it cannot be read or is of another repository."""
+        """The root now. Raises ``NotFound``, or ``Damaged`` if it cannot be read, is of another repository, or older than one
+        that this machine remembers (``seen_roots``)."""
         with _remedy():
-            return self._register.read()
+            seen = SeenRoot(self._uri, self._repository)
+            root = self._register.read()
+            seen.check(root)
+            seen.note(root)
+            return root
 
     def create(self, root: Root) -> Root:
         """Write the first root, or return the one that another writer created first."""
@@ -41,14 +47,19 @@ class RootRegister:
         was written.
         """
 
+        seen = SeenRoot(self._uri, self._repository)
+
         def checked(old: Root) -> Root:
+            seen.check(old)
             new = change(old)
             if new is not old:
                 invariants.check(old, new, claims)
             return new
 
         with _remedy():
-            return self._register.update(checked)
+            root = self._register.update(checked)
+        seen.note(root)
+        return root
 
     def _load(self, data: bytes) -> Root:
         root = Root.load(data)

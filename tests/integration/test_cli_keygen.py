@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import os
 import subprocess
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import pytest
 import ray
+from builders import whole, write
 from cli_runner import run, run_json
 
 import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
+from raystow.storage.committer import Committer
+from raystow.storage.format import key_files, keys, records
 from raystow.storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS
 
 
@@ -67,9 +71,15 @@ def save_one_array(uri: str) -> int:
         return checkpointer.save({"w": np.arange(5.0)}, step=1, metrics={"loss": 0.5}).result(120).id
 
 
-def in_cluster(uri: str, key: Path) -> int:
-    """Save once from a job with this signing key; the version's id."""
-    task = ray.remote(save_one_array).options(runtime_env={"env_vars": {SIGNING_KEY: str(key)}})
+def restore_one_array(uri: str) -> int:
+    with raystow.Checkpointer(uri, rank=0, world_size=1) as checkpointer:
+        restored = checkpointer.restore_latest(into={"w": np.zeros(5)})
+    return 0 if restored is None else restored.id
+
+
+def in_cluster(uri: str, key: Path, job: Callable[[str], int] = save_one_array) -> int:
+    """Save or restore once in a job with this signing key; the version's id."""
+    task = ray.remote(job).options(runtime_env={"env_vars": {SIGNING_KEY: str(key)}})
     try:
         id: int = ray.get(task.remote(uri), timeout=180)
     finally:
@@ -102,6 +112,26 @@ def test_a_run_that_signs_is_read_by_whom_has_the_key(tmp_path: Path) -> None:
     finally:
         del os.environ[TRUSTED_KEYS]
     assert not state["w"].any()
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("cluster")
+def test_a_run_that_signs_restores_nothing_forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    ours, theirs = run_json("keygen", tmp_path / "ours"), run_json("keygen", tmp_path / "theirs")
+    uri = (tmp_path / "run").as_uri()
+    assert in_cluster(uri, Path(ours["private"])) == 1
+    assert in_cluster(uri, Path(ours["private"]), restore_one_array) == 1
+    with monkeypatch.context() as patch:
+        patch.setenv(SIGNING_KEY, theirs["private"])
+        signer = key_files.signer()
+    assert signer is not None
+    repository = raystow.open(uri)
+    both = [key.raw.hex() for key in (signer.public, *repository.signed_by)]
+    marker = {"repository": repository.id, "created": 0, "signed_by": both}
+    repository.store.put(keys.MARKER, [records.dump(marker, keys.MARKER)])
+    assert write(Committer(raystow.open(uri), "attacker", signer), {"w": whole(np.ones(5))}).id == 2
+    with pytest.raises(raystow.Untrusted, match=theirs["key"]):
+        in_cluster(uri, Path(ours["private"]), restore_one_array)
 
 
 @pytest.mark.usefixtures("cluster")

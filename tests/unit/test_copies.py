@@ -15,7 +15,7 @@ from builders import live_ids, whole, write
 import raystow
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Damaged, StateError
+from raystow.storage.errors import Damaged, StateError, Untrusted
 from raystow.storage.format import key_files, keys
 from raystow.storage.repository import Repository, create_repository, open_repository
 from raystow.storage.version import Version
@@ -134,6 +134,9 @@ def test_signatures_are_kept_or_renewed(tmp_path: Path, there: str, monkeypatch:
     with pytest.raises(StateError, match="no signing key"):
         raystow.copy(source.uri, f"{there}-2", sign=True)
     monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "new"))
+    with pytest.raises(Untrusted, match="signed with key"):
+        raystow.copy(source.uri, f"{there}-2", sign=True)
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # holds both public halves
     raystow.copy(source.uri, f"{there}-2", sign=True)
     version = open_repository(f"{there}-2", trusted_keys=tmp_path / "new.pub").latest()
     assert version is not None

@@ -21,7 +21,7 @@ def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = Fal
     Example:  raystow repair s3://bucket/runs/llama --dry-run
     """
     store = open_store(uri)
-    plan = plan_repair(store, trust=key_files.trust())
+    plan = plan_repair(store, trust=key_files.writer_trust())
     if not json:
         _print_plan(store.uri, plan)
     write = plan.needed and not dry_run and (yes or (not json and confirmed(_question(plan), "nothing was written")))

@@ -86,7 +86,7 @@ class CoordinatorActor:
                 self._housekeeping = Housekeeping(self._committer)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep(self._core))
-        return CoordinatorStarted(self._committer.catalog.id, self._committer.catalog.signed_by)
+        return CoordinatorStarted(self._committer.catalog.id, self._committer.catalog.trust.keys)
 
     async def overview(self) -> CoordinatorStatus | None:
         """The status; None before ``start``."""

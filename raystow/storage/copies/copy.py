@@ -103,7 +103,8 @@ def plan_copy(
         source_uri: The repository to copy from.
         uri: The replica, or where to create it.
         versions: The versions to copy; their bases are copied, too. By default all live ones that are newer than the replica's.
-        sign: Whether to sign the copies with the key that ``RAYSTOW_SIGNING_KEY`` names; else signatures are kept.
+        sign: Whether to sign the copies with the key that ``RAYSTOW_SIGNING_KEY`` names; else signatures are kept. The source
+            must be signed with one of this process's trusted keys, or without these with the signing key.
         memory: Bytes of packs in memory at a time.
         clock: The time.
 
@@ -117,10 +118,11 @@ def plan_copy(
         NotFound: There is no such version.
     """
     integer("memory", memory, least=1)
-    source = open_repository(source_uri, clock=clock)
+    signer = _signer() if sign else None
+    source = open_repository(source_uri, clock=clock).trusting(signer)
     source_root = source.root()
     chosen = _chosen(source, source_root, versions)
-    replica, signer = _replica(source, source_root, uri, _signer() if sign else None, clock)
+    replica = _replica(source, source_root, uri, signer, clock)
     root = replica.root()
     present = {entry.id: entry for entry in root.listed}
     _check_same(source_root, present, replica)
@@ -157,7 +159,7 @@ def _signer() -> Signer:
     return signer
 
 
-def _replica(source: Repository, root: Root, uri: str, signer: Signer | None, clock: Clock) -> tuple[Repository, Signer | None]:
+def _replica(source: Repository, root: Root, uri: str, signer: Signer | None, clock: Clock) -> Repository:
     first = Root(repository=source.id, epoch=root.epoch, owner=f"{_OWNER}{clock.token()}")
     signed_by = source.signed_by if signer is None else (signer.public,)
     replica = create_repository(uri, clock=clock, first=first, signed_by=signed_by)
@@ -171,7 +173,7 @@ def _replica(source: Repository, root: Root, uri: str, signer: Signer | None, cl
         raise StateError(what, subject=replica.uri, remedy=_EMPTY)
     if signer is not None:
         replica.admit(signer)
-    return replica, signer
+    return replica.trusting(signer)
 
 
 def _check_same(source_root: Root, present: dict[int, Entry], replica: Catalog) -> None:

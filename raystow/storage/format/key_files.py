@@ -63,6 +63,12 @@ def trust(path: str | os.PathLike[str] | None = None) -> Trust | None:
     return Trust(tuple(keys))
 
 
+def writer_trust() -> Trust | None:
+    """The public keys by which a process judges versions that it writes again: as ``trust``, else that of its signing key."""
+    own, signing = trust(), signer()
+    return Trust((signing.public,)) if own is None and signing is not None else own
+
+
 def write_pair(path: Path) -> PublicKey:
     """Make a key: the private half in ``path``, which its owner alone can read, the public one in ``path`` + ``.pub``.
 

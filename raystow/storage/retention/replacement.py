@@ -25,7 +25,7 @@ from ..errors import Damaged, InvariantError, NotFound, Untrusted
 from ..format import key_files, keys
 from ..format.groups import WEIGHTS
 from ..format.root import Dropped, Entry, Rewrite, Root
-from ..format.signature import Signer, Trust
+from ..format.signature import Signer
 from ..format.version_record import Thinned, VersionRecord
 from ..invariants import Claims, Fence
 from ..log import about
@@ -197,29 +197,30 @@ class Replacement:
 
 
 def plan(catalog: Catalog, entry: Entry, goal: Goal, *, siblings: Sequence[Entry] = ()) -> Replacement:
-    """Plan one replacement. Reads the version's record and manifest. ``Untrusted`` if the version is signed, or must be, and no
-    key is here to sign what takes its place."""
+    """Plan one replacement. Reads the version's record and manifest.
+
+    With a signing key, what takes the version's place is signed, so the version and its bases must be signed with a key of this
+    process: see ``Catalog.trusting``. Without one, the version must not be signed. Else ``Untrusted``.
+    """
+    signer = key_files.signer()
+    catalog.admit(signer)
+    catalog = catalog.trusting(signer)
     version = catalog.at(entry, siblings=siblings)
     base = catalog.at(goal.base, siblings=siblings) if goal.base is not None else None
+    if signer is None:
+        _check_unsigned(catalog, version)
+    if entry.origin != (version.record.saved or entry.attempt):  # the root is not signed, and the new record repeats it
+        what = f"the root says that attempt {entry.origin} was saved, the record does not"
+        raise Damaged(what, subject=version.record_key)
     if not goal.recode and len(bases := version.record.bases) == 1:
         base = version.bases.version(bases[0])
     rewriting = rewrite.plan(version, catalog.store, base, weights_only=goal.weights_only, recode=goal.recode, bits=goal.bits)
-    return Replacement(catalog, version, goal, rewriting, _signer(catalog, version))
+    return Replacement(catalog, version, goal, rewriting, signer)
 
 
-def _signer(catalog: Catalog, version: Version) -> Signer | None:
-    """Who signs what takes the place of a version. What was signed stays signed, by a key that readers here trust; nothing else
-    becomes signed."""
-    signer = key_files.signer()
-    catalog.admit(signer)
-    if catalog.signed_by or catalog.trust.keys:  # the version was read because of its signature
-        return signer
+def _check_unsigned(catalog: Catalog, version: Version) -> None:
+    """Raise ``Untrusted`` if a version is signed: what takes its place would not be."""
     key = keys.signature(version.id, version.attempt)
-    if not any(info.key == key for info in catalog.store.list(key)):
-        return None
-    if signer is None:
+    if any(info.key == key for info in catalog.store.list(key)):
         remedy = f"set {key_files.SIGNING_KEY} to the key that it was signed with"
         raise Untrusted(f"version {version.id} is signed, and no signing key is set here", subject=key, remedy=remedy)
-    digest = bytes.fromhex(version.entry.digest)
-    Trust((signer.public,)).check(catalog.store, catalog.id, version.id, version.attempt, digest)
-    return signer

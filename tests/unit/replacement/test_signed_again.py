@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from builders import overwrite_root
 from training_versions import mixed, thin
 
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Untrusted
+from raystow.storage.errors import Damaged, Untrusted
 from raystow.storage.format import key_files, keys
 from raystow.storage.format.signature import Signer, Trust
 from raystow.storage.repository import Repository
@@ -47,7 +49,23 @@ def test_what_was_signed_stays_signed(
     assert reader.version(1).record.thinned is not None
 
 
-def test_what_nobody_has_signed_does_not_become_so(repository: Repository, committer: Committer, signer: Signer) -> None:
+def test_what_nobody_has_signed_does_not_become_so(
+    repository: Repository, committer: Committer, signer: Signer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(Untrusted, match="is not signed"):
+        thin(repository)
+    monkeypatch.delenv(key_files.SIGNING_KEY)
     assert thin(repository)
     version = repository.version(1)
     assert not list(repository.store.list(keys.signature(1, version.attempt)))
+
+
+def test_a_forged_origin_is_not_signed(repository: Repository, signer: Signer) -> None:
+    committer = Committer(repository, "me", signer)
+    for step in (1, 2, 3):
+        mixed(committer, step)
+    overwrite_root(
+        repository, lambda root: replace(root, versions=(replace(root.versions[0], saved="0" * 16), *root.versions[1:]))
+    )
+    with pytest.raises(Damaged, match="the record does not"):
+        thin(repository)

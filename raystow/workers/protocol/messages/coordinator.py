@@ -66,7 +66,7 @@ class Ticket(Message, frozen=True):
 
 
 class CoordinatorStarted(Message, frozen=True):
-    """The repository of a coordinator. ``signed_by``: whose signatures it asks for."""
+    """The repository of a coordinator. ``signed_by``: the keys with which it takes versions to be signed."""
 
     repository: Text
     signed_by: Column[PublicKey]

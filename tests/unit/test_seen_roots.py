@@ -1,0 +1,115 @@
+"""An older root that was put back is noticed by a machine that has seen a newer one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import whole, write
+
+import raystow
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Damaged, StateError
+from raystow.storage.format import keys
+from raystow.storage.repository import Repository, create_repository
+from raystow.storage.seen_roots import SEEN_ROOTS
+
+
+@pytest.fixture
+def repository() -> Repository:
+    """With one version."""
+    made = create_repository(f"memory://seen-{SYSTEM.token()}")
+    save(made)
+    return made
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv(SEEN_ROOTS, str(tmp_path / "seen"))
+    return tmp_path / "seen"
+
+
+def save(repository: Repository) -> None:
+    write(Committer(repository, SYSTEM.token()), {"w": whole(np.arange(5.0))})
+
+
+def root(repository: Repository) -> bytes:
+    return repository.store.get(keys.ROOT, max_bytes=1 << 20)
+
+
+READS: list[Callable[[Repository], object]] = [
+    lambda repository: repository.versions(),
+    lambda repository: raystow.latest(repository.uri),
+    lambda repository: repository.pin(raystow.open(repository.uri).version(1), "old"),
+    save,
+]
+
+
+@pytest.mark.parametrize("access", READS)
+@pytest.mark.parametrize("newer", [save, lambda repository: repository.rollback(1)], ids=["saved", "rolled_back"])
+def test_an_older_root_is_refused(
+    repository: Repository, folder: Path, newer: Callable[[Repository], object], access: Callable[[Repository], object]
+) -> None:
+    old = root(repository)
+    newer(repository)
+    new = root(repository)
+    repository.store.put(keys.ROOT, [old])
+    with pytest.raises(Damaged, match="an older root was put back") as caught:
+        access(repository)
+    assert root(repository) == old  # nothing was written on top of it
+    repository.store.put(keys.ROOT, [new])
+    access(repository)
+    repository.store.put(keys.ROOT, [old])
+    (path,) = folder.glob("*.json")
+    assert str(path) in caught.value.remedy
+    path.unlink()
+    access(repository)
+
+
+def test_without_the_variable_nothing_is_remembered(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(SEEN_ROOTS, raising=False)
+    old = root(repository)
+    save(repository)
+    repository.store.put(keys.ROOT, [old])
+    assert [version.id for version in repository.versions()] == [1]
+
+
+def test_a_root_read_before_a_newer_one_is_no_rollback(
+    repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process reads slowly while another one commits."""
+    get = repository.store.get_tagged
+
+    def slow(key: str, *, max_bytes: int) -> object:
+        found = get(key, max_bytes=max_bytes)
+        monkeypatch.setattr(repository.store, "get_tagged", get)
+        save(repository)
+        return found
+
+    repository.root()
+    monkeypatch.setattr(repository.store, "get_tagged", slow)
+    assert len(repository.root().versions) == 1
+    assert len(repository.root().versions) == 2
+
+
+@pytest.mark.parametrize("text", ["", "[]", '{"epoch": "x"}'])
+def test_a_damaged_note_is_an_error(repository: Repository, folder: Path, text: str) -> None:
+    repository.root()
+    (path,) = folder.glob("*.json")
+    path.write_text(text)
+    with pytest.raises(StateError, match="cannot be read") as caught:
+        repository.root()
+    assert caught.value.subject == str(path)
+
+
+def test_a_folder_that_cannot_be_used_is_an_error(
+    repository: Repository, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").write_text("")
+    for value, what in (("", "is set, but empty"), (str(tmp_path / "file" / "folder"), "cannot be")):
+        monkeypatch.setenv(SEEN_ROOTS, value)
+        with pytest.raises(StateError, match=what):
+            repository.root()
