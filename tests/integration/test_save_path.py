@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import itertools
+import logging
 import os
 import signal
 import threading
@@ -195,6 +198,25 @@ def test_ranks_that_hold_different_plain_tensors_are_told(tmp_path: Path) -> Non
     with pytest.raises(raystow.SaveFailed, match=told):
         every(ranks, "result")
     assert raystow.open(tmp_path).latest() is None
+
+
+def test_a_failed_save_is_logged_by_one_rank(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 2)
+    ray.get([rank.set.remote(lambda n: {f"only{n}": torch.ones(3)}, n) for n, rank in enumerate(ranks)])
+
+    def save_and_listen(self: Rank) -> list[str]:
+        lines = list[str]()
+        handler = logging.Handler(logging.WARNING)
+        handler.emit = lambda line: lines.append(line.getMessage())  # type: ignore[method-assign]
+        logging.getLogger("raystow").addHandler(handler)
+        with contextlib.suppress(raystow.SaveFailed):
+            self.checkpointer.save(self.state, step=1).result(60)
+        self.checkpointer.close()
+        logging.getLogger("raystow").removeHandler(handler)
+        return lines
+
+    lines = every(ranks, "do", save_and_listen)
+    assert [line.split(":")[0] for line in itertools.chain(*lines)] == ["the save of step 1 failed (1 in a row, 1 in total)"]
 
 
 def test_a_rank_that_never_saves_is_named_after_the_deadline(tmp_path: Path) -> None:

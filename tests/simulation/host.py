@@ -72,8 +72,8 @@ class Host:
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
-        self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+        return self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
         self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))

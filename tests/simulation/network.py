@@ -53,8 +53,8 @@ class SimPort:
     def restore(self) -> None:
         self._call("restore", _ANSWER)
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
-        self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+        return self._call("save_failed", _ANSWER, rank, incarnation, save, step, reason)
 
     def _call(self, method: str, timeout: float, *args: object) -> Any:
         cluster, caller, answers = self._cluster, self._caller, list[Any]()

@@ -306,6 +306,16 @@ def test_a_step_can_be_saved_again_after_a_rank_has_failed_to(run: CoordinatedRu
     assert run.phase(again[0]) is Phase.COMMITTED
 
 
+def test_one_rank_logs_a_failed_save_for_all(run: CoordinatedRun) -> None:
+    report = (5, "rank 1: its node worker died")
+    assert run.core.save_failed(1, "a1", 1, *report)
+    assert not run.core.save_failed(0, "a0", 1, *report)
+    assert run.core.save_failed(1, "a1", 1, *report)  # again, since the answer was lost
+    assert run.core.save_failed(0, "a0", 2, *report)  # the step is saved again
+    run.core.join(1, "b1")
+    assert run.core.save_failed(1, "a1", 1, *report)  # a replaced process, about itself
+
+
 def test_a_failed_save_of_a_former_process_holds_up_nobody(run: CoordinatedRun) -> None:
     run.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
     run.core.join(1, "b1")

@@ -1,9 +1,11 @@
 from __future__ import annotations
 
 import logging
+import threading
 
 import pytest
 
+from raystow.orchestrator.client.failure_reports import FailureReports
 from raystow.orchestrator.client.failures import Failures
 from raystow.storage.errors import ClusterError, SaveFailed, StateError
 
@@ -13,14 +15,48 @@ def failures(on_failure: str | int = 3, counted: list[None] | None = None) -> Fa
     return Failures(on_failure, count=lambda: counts.append(None))
 
 
-def test_a_failure_is_counted_and_logged_and_raises_nothing(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failure_is_counted_and_raises_nothing() -> None:
     counted: list[None] = []
     watch = failures(counted=counted)
-    with caplog.at_level(logging.WARNING):
-        watch.failed(7, SaveFailed("no room", subject="s3://b/k"))
+    text = watch.failed(7, SaveFailed("no space", subject="s3://b/k"))
     watch.check()
     assert (watch.total, watch.in_a_row, len(counted)) == (1, 1, 1)
-    assert caplog.messages == ["the save of step 7 failed (1 in a row, 1 in total): s3://b/k: no room"]
+    assert text == "the save of step 7 failed (1 in a row, 1 in total): s3://b/k: no space"
+
+
+@pytest.mark.parametrize(
+    ("answer", "lines"),
+    [
+        (True, ["it failed"]),
+        (False, []),
+        (ClusterError("no answer"), ["the failure could not be reported to the coordinator: no answer", "it failed"]),
+    ],
+)
+def test_the_rank_that_reports_first_logs(
+    answer: bool | ClusterError, lines: list[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    def send(number: int, step: int, reason: str) -> bool:
+        assert (number, step, reason) == (3, 7, "why")
+        if isinstance(answer, ClusterError):
+            raise answer
+        return answer
+
+    reports = FailureReports(send, logging.getLogger("raystow"))
+    with caplog.at_level(logging.WARNING):
+        reports.report(3, 7, "why", "it failed")
+        reports.flush(60)
+    assert caplog.messages == lines
+
+
+def test_a_failure_is_logged_at_the_end_without_an_answer(caplog: pytest.LogCaptureFixture) -> None:
+    answer = threading.Event()
+    reports = FailureReports(lambda *_: answer.wait(60), logging.getLogger("raystow"))
+    with caplog.at_level(logging.WARNING):
+        reports.report(1, 7, "why", "it failed")
+        reports.flush(0)
+        answer.set()
+        reports.flush(60)
+    assert caplog.messages == ["it failed"]
 
 
 def test_raise_raises_each_failure_once() -> None:

@@ -6,7 +6,6 @@ import itertools
 import logging
 import os
 import socket
-import threading
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
@@ -41,6 +40,7 @@ from ..restore.plan import silent
 from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, SavePlan, plan_save
 from ..save.state_tree import State
+from .failure_reports import FailureReports
 from .failures import Failures
 from .options import Compression, Memory, Replication, default_staging, memory_option, option_group, usable_codec
 from .pending import Pending
@@ -53,6 +53,7 @@ logger = logging.getLogger(__name__)
 
 _START = 120.0  # seconds that an actor may take to start
 _LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
+_REPORTS = 5.0  # seconds that ``close`` waits for the coordinator to note failed saves
 
 
 class Checkpointer:
@@ -111,7 +112,7 @@ class Checkpointer:
         self.uri = self._store.uri
         self.rank, self.world_size = placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
-        self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri), log=self._log)
+        self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri))
         self._timeout = positive("timeout", timeout, most=LONGEST)
         self._max_in_flight = integer("max_in_flight", max_in_flight, least=1)
         self._memory = memory_option(memory)
@@ -134,6 +135,7 @@ class Checkpointer:
         self._repository_id, self._signed_by = started.repository, started.signed_by
         self._port = RayCoordinatorClient(self.uri)
         node_actor(RayCoordinatorClient)  # starts in the background and is ready when the first save connects to it
+        self._reports = FailureReports(self._report_failure, self._log)
         self._port.join(self.rank, self._incarnation, self.world_size)
 
     def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
@@ -164,7 +166,7 @@ class Checkpointer:
         number, on_gpu = next(self._saves), self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._wait_for_oldest()
-        pending = Pending(step, self._log)
+        pending = Pending(step, self._log, number=number)
         begin = Begin(
             rank=self.rank,
             world_size=self.world_size,
@@ -184,7 +186,7 @@ class Checkpointer:
             begin,
             plan,
             on_staged=lambda: self._staged(pending),
-            on_end=lambda outcome: self._ended(pending, number, outcome),
+            on_end=lambda outcome: self._ended(pending, outcome),
             on_warning=pending._warn,
             urgent=pending._urgent,
             stall=lambda: pending.stall,
@@ -194,7 +196,7 @@ class Checkpointer:
                 self._attached(plan).submit(order)
                 self._pending.append(pending)
             except RaystowError as error:
-                self._ended(pending, number, error)
+                self._conclude(pending, error)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
         return pending
 
@@ -315,6 +317,7 @@ class Checkpointer:
         for pending in self._pending:
             self._await(pending)
         self._detach()
+        self._reports.flush(_REPORTS)
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -350,7 +353,8 @@ class Checkpointer:
         if not pending._set_outcome(outcome):
             return
         if isinstance(outcome, RaystowError):
-            self.failures.failed(pending.step, outcome)
+            text = self.failures.failed(pending.step, outcome)
+            self._reports.report(pending.number, pending.step, f"rank {self.rank}: {outcome.what}", text)
         else:
             self.failures.succeeded()
             record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
@@ -399,18 +403,9 @@ class Checkpointer:
             self._staging.close(patience=patience)
             self._staging = None
 
-    def _ended(self, pending: Pending, number: int, outcome: Entry | RaystowError) -> None:
-        if isinstance(outcome, RaystowError):
-            self._conclude(pending, outcome)
-            # In a thread of its own: a frozen coordinator blocks the call for as long as an answer may take.
-            report = (pending.step, number, outcome)
-            threading.Thread(target=self._report_failure, args=report, name="raystow-report", daemon=True).start()
-        else:
-            self._conclude(pending, Version(self._store, outcome, self._repository_id))
+    def _ended(self, pending: Pending, outcome: Entry | RaystowError) -> None:
+        version = Version(self._store, outcome, self._repository_id) if isinstance(outcome, Entry) else outcome
+        self._conclude(pending, version)
 
-    def _report_failure(self, step: int, number: int, error: RaystowError) -> None:
-        """Tell the coordinator, so that other ranks do not wait for this one. It may know already."""
-        try:
-            self._port.save_failed(self.rank, self._incarnation, number, step, f"rank {self.rank}: {error.what}")
-        except RaystowError as unreachable:
-            self._log.warning("the failure could not be reported to the coordinator: %s", unreachable, extra={"step": step})
+    def _report_failure(self, number: int, step: int, reason: str) -> bool:
+        return self._port.save_failed(self.rank, self._incarnation, number, step, reason)

@@ -2,16 +2,12 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 from collections.abc import Callable
 
 from ...storage.arguments import integer
 from ...storage.errors import RaystowError, SaveFailed
-from ...storage.log import Log
 from ..argument_checks import one_of
-
-logger = logging.getLogger(__name__)
 
 
 class Failures:
@@ -22,14 +18,14 @@ class Failures:
         in_a_row: Failed saves since the last one that became durable.
     """
 
-    def __init__(self, on_failure: str | int, *, count: Callable[[], None], log: logging.Logger | Log = logger) -> None:
+    def __init__(self, on_failure: str | int, *, count: Callable[[], None]) -> None:
         """``on_failure``: see ``Checkpointer``. ``count`` is called for each failure."""
         if isinstance(on_failure, str):
             one_of("on_failure", on_failure, ("raise", "warn"))
         else:
             integer("on_failure", on_failure, least=1, instead='"raise" or "warn"')
         self.total = self.in_a_row = 0
-        self._on_failure, self._count, self._log = on_failure, count, log
+        self._on_failure, self._count = on_failure, count
         self._due: SaveFailed | None = None
         self._lock = threading.Lock()
 
@@ -43,8 +39,8 @@ class Failures:
             if self._on_failure != "raise":
                 self._due = None
 
-    def failed(self, step: int, error: RaystowError) -> None:
-        """Note that a save has failed."""
+    def failed(self, step: int, error: RaystowError) -> str:
+        """Note that a save has failed. Returns what to log."""
         with self._lock:
             self.total += 1
             self.in_a_row += 1
@@ -55,9 +51,8 @@ class Failures:
             elif self._on_failure != "warn" and in_a_row >= int(self._on_failure):
                 remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
                 self._due = SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {error}", remedy=remedy)
-        what = "the save of step %d failed (%d in a row, %d in total): %s"
-        self._log.warning(what, step, in_a_row, total, error, extra={"step": step})
         self._count()
+        return f"the save of step {step} failed ({in_a_row} in a row, {total} in total): {error}"
 
     def check(self) -> None:
         """Raise ``SaveFailed`` once if ``on_failure`` asks for it."""

@@ -21,12 +21,14 @@ class Pending:
 
     Attributes:
         step: The step given to ``save``.
+        number: How many saves this rank has begun, with this one.
         begun: When ``save`` was called, in monotonic seconds.
         warnings: Problems that the node worker found in the state; complete when the save is done, and also logged.
     """
 
-    def __init__(self, step: int, log: logging.Logger | Log = logger) -> None:
+    def __init__(self, step: int, log: logging.Logger | Log = logger, *, number: int = 0) -> None:
         self.step, self._log = step, log
+        self.number = number
         self.begun = SYSTEM.monotonic()
         self.warnings: tuple[str, ...] = ()
         self._blocked: tuple[float, float | None] = 0.0, None  # seconds so far, and since when the caller waits

@@ -126,8 +126,8 @@ class CoordinatorActor:
     async def failed(self, ticket: Ticket, reason: str) -> None:
         await self._apply(lambda core: core.failed(ticket, reason))
 
-    async def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
-        await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
+    async def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+        return await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
 
     async def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
         await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
@@ -157,7 +157,7 @@ class CoordinatorActor:
             case messages.PartFailed(ticket, reason):
                 await self.failed(ticket, reason)
             case messages.RankSaveFailed(rank, incarnation, save, step, reason):
-                await self.save_failed(rank, incarnation, save, step, reason)
+                return messages.FailureNoted(await self.save_failed(rank, incarnation, save, step, reason))
             case messages.RankDisconnected(rank, incarnation, reason):
                 await self.rank_disconnected(rank, incarnation, reason)
         return messages.Acknowledged()

@@ -161,14 +161,18 @@ class Coordinator:
         if attempt is not None and not attempt.phase.over:
             self._abort(attempt, reason)
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         """A save of a rank has failed. Its attempt is aborted, and any other attempt that would wait for it until its deadline,
-        also one that another rank opens later."""
+        also one that another rank opens later. Returns whether this rank reports it first, and so logs it for all."""
         if rank not in self._members:
             self.join(rank, incarnation)
         if self._members[rank] != incarnation:
-            return
-        self._missed.setdefault(step, {})[rank] = save, reason
+            return True
+        reports = self._missed.setdefault(step, {})
+        if reports.get(rank, (0, ""))[0] != save:
+            reports.pop(rank, None)  # reports have the order in which they came
+            reports[rank] = save, reason
+        first = next(other for other, (number, _) in reports.items() if number == save) == rank
         if len(self._missed) > _MISSED:
             del self._missed[next(iter(self._missed))]
         for attempt in self._open(Phase.GATHERING, Phase.SEALING):
@@ -176,6 +180,7 @@ class Coordinator:
                 self._abort(attempt, reason)
             else:
                 self._abort_if_missed(attempt)
+        return first
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
         """The process of a rank has ended. Data that it had delivered still counts."""
@@ -355,7 +360,8 @@ class Coordinator:
         self._enter(attempt, Phase.ABORTED)
         self.aborted_in_a_row += 1
         record(ABORTED, repository=self._committer.catalog.uri)
-        self._log(attempt).warning("the save of step %d was given up: %s", attempt.step, reason)
+        # Not a warning: the first rank that reports the failed save logs that, where the user of the training sees it.
+        self._log(attempt).info("the save of step %d was given up: %s", attempt.step, reason)
 
     def _log(self, attempt: Attempt) -> Log:
         run = self._committer.catalog.uri

@@ -70,8 +70,9 @@ class RayCoordinatorClient:
             return answer
         return answer.with_records(call(records, _ANSWER, f"coordinator of {self._uri}"))
 
-    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> None:
-        self._tell(messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason)))
+    def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
+        report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))
+        return self._ask(report, messages.FailureNoted).first
 
     def _tell(self, report: messages.Message, timeout: float = _ANSWER) -> None:
         self._ask(report, messages.Acknowledged, timeout)

@@ -118,13 +118,19 @@ class PartFailed(Message, frozen=True):
 
 
 class RankSaveFailed(Message, frozen=True):
-    """The training process of a rank has lost its ``save``-th save."""
+    """The training process of a rank has lost its ``save``-th save. The answer is ``FailureNoted``."""
 
     rank: int
     incarnation: Text
     save: int
     step: int
     reason: Text
+
+
+class FailureNoted(Message, frozen=True):
+    """The answer to ``RankSaveFailed``. ``first``: no other rank has reported this save, so that this rank logs it for all."""
+
+    first: bool
 
 
 class RankDisconnected(Message, frozen=True):
