@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .catalog import Catalog
 from .coding.digest import stored_digest
-from .errors import InvariantError, SaveFailed
+from .errors import Damaged, InvariantError, SaveFailed, Unsupported
 from .format import keys
 from .format.root import Entry, Root
 from .format.signature import Signer
@@ -115,8 +115,15 @@ class Committer:
 
 
 def put_record(store: ObjectStore, record: VersionRecord, signer: Signer | None) -> tuple[Entry, bytes]:
-    """Write a version's record and, with a ``signer``, its signature. Returns its entry for the root, and the record's bytes."""
+    """Write a version's record and, with a ``signer``, its signature. Returns its entry for the root, and the record's bytes.
+
+    Raises ``SaveFailed``, and writes nothing, if readers would refuse the record.
+    """
     data = record.dump()
+    try:
+        VersionRecord.load(data, record.key())
+    except (Damaged, Unsupported) as error:
+        raise SaveFailed(f"readers would refuse the record: {error.what}", subject=error.subject) from error
     digest = stored_digest(data)
     store.put(record.key(), [data])
     if signer is not None:

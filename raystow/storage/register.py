@@ -10,7 +10,7 @@ from collections.abc import Callable
 from typing import Generic, Protocol, TypeVar
 
 from .clock import Clock
-from .errors import NotFound, PreconditionFailed, StoreUnavailable
+from .errors import Damaged, InvariantError, NotFound, PreconditionFailed, StoreUnavailable, Unsupported
 from .object_store import ObjectStore
 
 
@@ -56,10 +56,14 @@ class Register(Generic[T]):
         return self._load(tagged.data), tagged.tag
 
     def create(self, value: T) -> T:
-        """Write the first value, or return the one that another writer created first."""
+        """Write the first value, or return the one that another writer created first.
+
+        Raises ``InvariantError`` if readers would refuse the value.
+        """
         value = value.stamped(self._clock.token())
+        data = self._readable(value)
         try:
-            self._store.put_if(self._key, value.dump(), None)
+            self._store.put_if(self._key, data, None)
         except PreconditionFailed:
             return self.read()
         except StoreUnavailable:
@@ -69,12 +73,21 @@ class Register(Generic[T]):
                 raise StoreUnavailable("the object could not be created", subject=self._key) from None
         return value
 
+    def _readable(self, value: T) -> bytes:
+        """The bytes of a value, which a reader must be able to parse. Raises ``InvariantError`` if it would not."""
+        data = value.dump()
+        try:
+            self._load(data)
+        except (Damaged, Unsupported) as error:
+            raise InvariantError(f"readers would refuse what is to be written: {error.what}", subject=self._key) from error
+        return data
+
     def update(self, change: Callable[[T], T]) -> T:
         """Replace the value by ``change(value)``; the value that contains the change.
 
         ``change`` may be called several times, each time with a newer value. It must return its argument itself if nothing is
         left to change (an own write had no answer, and others have written since), and may raise to give up. ``StoreUnavailable``
-        after the deadline: then the change may or may not have been made.
+        after the deadline: then the change may or may not have been made. ``InvariantError`` if readers would refuse the value.
         """
         give_up = self._clock.monotonic() + self._deadline
         ours: set[str] = set()
@@ -89,7 +102,7 @@ class Register(Generic[T]):
                     return old
                 new = new.stamped(self._clock.token())
                 ours.add(new.write_id)
-                self._store.put_if(self._key, new.dump(), tag)
+                self._store.put_if(self._key, self._readable(new), tag)
                 return new
             except (PreconditionFailed, StoreUnavailable) as error:
                 # Lost, or won with a lost answer: reading again tells. A write that is still under way carries the old tag: of

@@ -5,9 +5,10 @@ from dataclasses import replace
 import pytest
 from builders import empty_record, memory_repository, whole, write
 
+from raystow.storage import invariants
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
+from raystow.storage.errors import Fenced, InvariantError, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository
@@ -40,6 +41,35 @@ def test_a_commit_makes_a_version(repository):
     assert repository.latest() == version
     assert (version.id, version.step, version.record) == (1, 7, record)
     assert repository.root().next_id == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"step": -1},
+        {"step": True},
+        {"created": 1e300},
+        {"world_size": 1 << 63},
+        {"writer": None},
+        {"metrics": {"loss": {"a": 1, "b": 2}}, "coding": 5},
+        {"created": float("nan")},
+    ],
+)
+def test_what_a_reader_refuses_is_not_written(repository, change):
+    committer = Committer(repository, "me")
+    before = repository.store.get(keys.ROOT, max_bytes=1 << 20)
+    with pytest.raises((SaveFailed, StateError)):
+        committer.commit(replace(empty_record(committer), **change))
+    assert (objects(repository), repository.store.get(keys.ROOT, max_bytes=1 << 20)) == ([], before)
+
+
+@pytest.mark.parametrize("change", [{"pins": {"a": True}}, {"epoch": 1 << 63}, {"owner": 5}, {"verified": -1}])
+def test_a_root_that_a_reader_refuses_is_not_written(repository, change, monkeypatch):
+    monkeypatch.setattr(invariants, "check", lambda old, new, claims=None: None)  # an invariant that is missing
+    before = repository.store.get(keys.ROOT, max_bytes=1 << 20)
+    with pytest.raises(InvariantError, match="readers would refuse"):
+        repository.register.update(lambda root: replace(root, **change))
+    assert repository.store.get(keys.ROOT, max_bytes=1 << 20) == before
 
 
 def test_committing_again_changes_nothing(repository):

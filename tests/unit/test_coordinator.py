@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 from builders import memory_repository
@@ -12,8 +12,13 @@ from raystow.orchestrator.coordinator.attempt import Phase
 from raystow.orchestrator.coordinator.attempts import Coordinator
 from raystow.storage.committer import Committer
 from raystow.storage.errors import Fenced, SaveFailed, StoreUnavailable
-from raystow.storage.format.version_record import FragmentInfo, RestoreInfo
+from raystow.storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo
 from raystow.workers.protocol.messages import Begin, Ticket
+
+
+def part(node: int, bases: tuple[int, ...] = ()) -> FragmentInfo:
+    """What a node reports that has stored nothing."""
+    return FragmentInfo(node, 0, "00" * 32, (node,), 0, 0, 0, bases=bases)
 
 
 @dataclass
@@ -47,7 +52,7 @@ class CoordinatedRun:
         for rank, ticket in enumerate(tickets):
             self.core.finished(ticket, rank, 7 if rank == 0 else 0)
         for ticket in tickets:
-            self.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0, bases=bases), [])
+            self.core.fragment(ticket, part(ticket.node, bases), [])
 
     def both(self, step: int, *, delta: int = 0) -> list[Ticket]:
         return [self.begin(rank, step, save=step, delta=delta) for rank in range(2)]
@@ -98,7 +103,7 @@ def test_a_call_made_twice_counts_once(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     assert run.begin(0) == tickets[0]
     run.seal(tickets)
-    run.core.fragment(tickets[0], FragmentInfo(0, 0, "", (0,), 0, 0, 0), [])
+    run.core.fragment(tickets[0], part(0), [])
     run.commit()
     assert len(run.committer.catalog.versions()) == 1
 
@@ -107,7 +112,7 @@ def test_a_fragment_told_again_after_the_commit_is_no_error(run: CoordinatedRun)
     tickets = [run.begin(0), run.begin(1)]
     run.seal(tickets)
     run.commit()
-    run.core.fragment(tickets[0], FragmentInfo(0, 0, "", (0,), 0, 0, 0), [])
+    run.core.fragment(tickets[0], part(0), [])
     assert run.phase(tickets[0]) is Phase.COMMITTED
 
 
@@ -117,7 +122,7 @@ def test_only_what_someone_may_wait_for_counts_as_a_change(run: CoordinatedRun) 
     assert run.core.changes == 0
     run.core.finished(tickets[1], 1, 0)
     assert (run.core.changes, run.phase(tickets[0])) == (1, Phase.SEALING)
-    run.core.fragment(tickets[0], FragmentInfo(0, 0, "", (0,), 0, 0, 0), [])
+    run.core.fragment(tickets[0], part(0), [])
     assert run.core.changes == 1
 
 
@@ -335,11 +340,59 @@ def test_a_restarted_coordinator_hears_of_a_failed_save_first(run: CoordinatedRu
     assert fresh.phase(fresh.begin(0, 5)) is Phase.ABORTED
 
 
+@pytest.mark.parametrize(
+    ("change", "packs"),
+    [
+        ({"node": 1}, []),
+        ({"digest": "AB" * 32}, []),
+        ({"size": -1}, []),
+        ({"size": 1 << 40}, []),
+        ({"raw": -1}, []),
+        ({"stored": 1 << 63}, []),
+        ({"ranks": (-1,)}, []),
+        ({"stall": float("nan")}, []),
+        ({"bases": (2, 1)}, []),
+        ({}, [PackInfo(1, "weights", 0, 1)]),
+        ({}, [PackInfo(0, "../weights", 0, 1)]),
+        ({}, [PackInfo(0, "weights", 10**9, 1)]),
+        ({}, [PackInfo(0, "weights", 0, -1)]),
+        ({}, [PackInfo(0, "weights", 0, 1), PackInfo(0, "weights", 0, 1)]),
+    ],
+)
+@pytest.mark.parametrize("durable", [False, True])
+def test_a_part_that_no_reader_takes_ends_the_save(
+    run: CoordinatedRun, change: dict[str, object], packs: list[PackInfo], *, durable: bool
+) -> None:
+    tickets = [run.begin(0), run.begin(1)]
+    for rank, ticket in enumerate(tickets):
+        run.core.finished(ticket, rank, 7 if rank == 0 else 0)
+    report = run.core.fragment if durable else run.core.staged
+    with pytest.raises(SaveFailed, match="node 0 reported a part that no reader would take"):
+        report(tickets[0], replace(part(0), **change), packs)
+    assert run.phase(tickets[0]) is Phase.ABORTED
+    run.seal(run.both(2))
+    run.commit()
+    assert [version.step for version in run.committer.catalog.versions()] == [2]
+
+
+def test_an_impossible_restore_fails_no_save(run: CoordinatedRun) -> None:
+    good = RestoreInfo(1, 10, 0.0, 2, 1.5, {"store": 5})
+    run.core.restored([replace(good, read={"store": -1}), good, replace(good, seconds=float("inf"))])
+    tickets = run.both(1)
+    for rank, ticket in enumerate(tickets):
+        run.core.finished(ticket, rank, 7 if rank == 0 else 0)
+    for report in (run.core.staged, run.core.fragment):
+        for ticket in tickets:
+            report(ticket, part(ticket.node), [])
+    run.commit()
+    assert run.committer.catalog.latest().record.restores == (good,)
+
+
 def test_what_is_staged_everywhere_is_held_until_it_is_a_version(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
-    infos = [FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0) for ticket in tickets]
+    infos = [part(ticket.node) for ticket in tickets]
     run.core.staged(tickets[0], infos[0], [])
     assert run.core.held() == []
     run.clock.time += 5
@@ -364,7 +417,7 @@ def stage(run: CoordinatedRun, step: int, *, nodes: int = 2) -> list[Ticket]:
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
     run.clock.time += 1
     for ticket in tickets[:nodes]:
-        run.core.staged(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+        run.core.staged(ticket, part(ticket.node), [])
     return tickets
 
 
@@ -398,7 +451,7 @@ def test_a_version_ends_the_holding_of_what_was_given_up_before(run: Coordinated
     assert [record.step for record in run.core.held()] == [1]
     tickets = stage(run, 2)
     for ticket in tickets:
-        run.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+        run.core.fragment(ticket, part(ticket.node), [])
     run.commit()
     assert run.core.held() == []
 
@@ -412,7 +465,7 @@ def test_the_next_version_tells_what_was_restored(run: CoordinatedRun) -> None:
     run.core.restored([late])  # what is held has a digest by now
     for of in (tickets, stage(run, 3)):
         for ticket in of:
-            run.core.fragment(ticket, FragmentInfo(ticket.node, 0, "", (ticket.node,), 0, 0, 0), [])
+            run.core.fragment(ticket, part(ticket.node), [])
     run.commit()
     records = [version.record for version in run.committer.catalog.versions()]
     assert [record.restores for record in records] == [(before,), (late,)]

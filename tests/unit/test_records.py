@@ -7,7 +7,7 @@ import pytest
 
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import Damaged, Unsupported
-from raystow.storage.format import keys, records
+from raystow.storage.format import keys, records, values
 from raystow.storage.format.root import Entry, Root
 from raystow.storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 
@@ -18,7 +18,7 @@ ROOT = Root("cafe", epoch=3, owner="me", next_id=9, write_id="w", pins={"best": 
 
 def sealed(fields: dict) -> bytes:
     """A record with a right first line, whatever is in it."""
-    body = json.dumps(fields)[1:].encode()
+    body = json.dumps({name: value for name, value in fields.items() if name != "digest"})[1:].encode()
     return f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body
 
 
@@ -99,6 +99,21 @@ def test_another_format_is_refused():
     for key in (keys.MARKER, keys.ROOT, keys.record(1, "0" * 16)):
         with pytest.raises(Unsupported, match=key):
             records.load(sealed({"format": 2, "record": "?"}), key)
+
+
+@pytest.mark.parametrize("number", [1.0, True, "1", None])
+def test_a_format_that_is_no_integer_is_damage(number):
+    with pytest.raises(Damaged, match="'format'"):
+        records.load(sealed({**json.loads(ROOT.dump()), "format": number}), keys.ROOT)
+
+
+@pytest.mark.parametrize("text", ['"epoch": 3', '"digest": "00"', '"future": {"a": 1, "a": 1}', '"pins": {"x": 1, "\\u0078": 1}'])
+def test_a_name_twice_is_damage(text):
+    body = ROOT.dump().split(b"\n", 1)[1].rstrip().removesuffix(b"}") + f", {text}}}".encode()
+    with pytest.raises(Damaged, match="occurs twice"):
+        Root.load(f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body)
+    with pytest.raises(Damaged):
+        values.loads('{"empty": "dict", "empty": "list"}')
 
 
 def test_a_record_in_another_ones_place_is_damage():

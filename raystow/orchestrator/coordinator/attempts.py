@@ -11,10 +11,10 @@ from collections.abc import Sequence
 
 from ...storage.clock import Clock
 from ...storage.committer import Committer
-from ...storage.errors import Fenced, RaystowError, SaveFailed
+from ...storage.errors import Damaged, Fenced, RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.root import Entry
-from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
+from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord, check_part, check_restore
 from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...workers.protocol.coordinator_client import MODULUS
@@ -129,6 +129,7 @@ class Coordinator:
     def staged(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
         """A node's packs and fragment are complete in memory, and being uploaded."""
         attempt = self._of(ticket, Phase.SEALING)
+        self._check_part(attempt, ticket, info, packs)
         attempt.staged[ticket.node] = info, tuple(packs)
         if len(attempt.staged) == len(attempt.nodes):
             attempt.created = self._clock.now()
@@ -136,7 +137,12 @@ class Coordinator:
 
     def restored(self, restores: Sequence[RestoreInfo]) -> None:
         """The run has restored versions; its next version reports them."""
-        self._restores = (*self._restores, *restores)[-_RESTORES:]
+        for restore in restores:
+            try:
+                check_restore(restore)
+                self._restores = (*self._restores, restore)[-_RESTORES:]
+            except RaystowError as error:  # in a record it would fail this and each later save
+                logger.warning("no version will report a restore of version %d: %s", restore.version, error)
 
     def held(self) -> list[VersionRecord]:
         """The records of attempts that are not versions but were staged completely, so they may be in memory. Newest first; of
@@ -151,6 +157,7 @@ class Coordinator:
         if attempt.phase is Phase.COMMITTED or ticket.node in attempt.stored:
             return  # reported before; the answer was lost
         attempt = self._of(ticket, Phase.SEALING)
+        self._check_part(attempt, ticket, info, packs)
         attempt.stored[ticket.node] = info, tuple(packs)
         if len(attempt.stored) == len(attempt.nodes):
             self._enter(attempt, Phase.READY)
@@ -311,6 +318,16 @@ class Coordinator:
         if attempt.phase is not phase:
             raise SaveFailed(attempt.reason or f"the attempt is {attempt.phase.value}", subject=f"save of step {attempt.step}")
         return attempt
+
+    def _check_part(self, attempt: Attempt, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
+        """Abort the attempt, and raise, if readers would refuse what a node reports."""
+        try:
+            if ticket.node not in attempt.nodes.values():
+                raise Damaged("the attempt has no such node")
+            check_part(info, packs, ticket.node)
+        except RaystowError as error:
+            self._abort(attempt, f"node {ticket.node} reported a part that no reader would take: {error.what}")
+            raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}") from error
 
     def _check_owners(self, attempt: Attempt, begin: Begin) -> None:
         """Check that each DTensor has one mesh: two unrelated meshes would both store all of it."""

@@ -29,7 +29,7 @@ from ..errors import Damaged, StateError, Unsupported
 from ..limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_INTEGER, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
 from . import parquet
 from .boxes import Box
-from .records import shown
+from .records import shown, strict_json
 from .version_record import FragmentInfo
 
 TENSOR, ARRAY, SCALAR, VALUE = "tensor", "array", "scalar", "value"
@@ -408,7 +408,7 @@ def path_text(path: tuple[str | int | tuple[str, int], ...]) -> str:
 def parse_path(text: str) -> tuple[str | int | tuple[str, int], ...]:
     """Invert ``path_text``; raise ``Damaged`` for any other text."""
     try:
-        return tuple(part if isinstance(part, str | int) else _index(part) for part in json.loads(text))
+        return tuple(part if isinstance(part, str | int) else _index(part) for part in strict_json(text))
     except (ValueError, TypeError, AttributeError, RecursionError) as error:
         raise Damaged(f"not a path: {text[:80]!r}") from error
 

@@ -13,6 +13,7 @@ import functools
 import json
 import math
 import reprlib
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NoReturn, TypeVar, get_type_hints
 
@@ -31,8 +32,11 @@ _LINE = len('{"digest": "') + 64 + len('",\n')
 
 
 def dump(fields: Mapping[str, object], key: str) -> bytes:
-    """The bytes of a record for ``key``. Raises ``StateError`` if they exceed the limit."""
-    text = json.dumps({"format": FORMAT, "record": _name(key), **fields}, indent=1, allow_nan=False)
+    """The bytes of a record for ``key``. Raises ``StateError`` if they exceed the limit or are no JSON."""
+    try:
+        text = json.dumps({"format": FORMAT, "record": _name(key), **fields}, indent=1, allow_nan=False)
+    except (ValueError, TypeError) as error:
+        raise StateError(f"the record cannot be written: {error}", subject=key) from error
     body = text[text.index("{") + 1 :].lstrip("\n").encode()
     if _LINE + len(body) > LIMITS[_name(key)]:
         what = f"the record would take {_LINE + len(body)} bytes, and readers take {LIMITS[_name(key)]}"
@@ -46,17 +50,25 @@ def load(data: bytes, key: str) -> Json:
     if line != f'{{"digest": "{stored_digest(body).hex()}",\n'.encode():
         raise Damaged("the record does not match its own digest", subject=key)
     try:
-        fields = json.loads(data.decode(), parse_constant=_no_number)
+        fields = strict_json(data.decode())
     except (ValueError, RecursionError) as error:
         raise Damaged(f"not JSON: {error}", subject=key) from error
     if not isinstance(fields, dict):
         raise Damaged("not a record", subject=key)
-    if fields.get("format") != FORMAT:
-        what = f"format {shown(fields.get('format'))}; this raystow reads {FORMAT}"
+    if type(number := fields.get("format")) is not int:  # 1.0 and true are equal to 1
+        raise Damaged(f"field 'format' is {shown(number)}", subject=key)
+    if number != FORMAT:
+        what = f"format {shown(number)}; this raystow reads {FORMAT}"
         raise Unsupported(what, subject=key, remedy="upgrade raystow")
     if fields.get("record") != _name(key):
         raise Damaged(f"the object is another record: {shown(fields.get('record'))}", subject=key)
     return fields
+
+
+def strict_json(text: str) -> Any:
+    """Parse JSON. Raises ``ValueError`` for other texts, for NaN and infinities, and for an object with a name twice: parsers
+    differ in which of the two they take."""
+    return json.loads(text, parse_constant=_no_number, object_pairs_hook=_unique)
 
 
 def field(fields: Json, name: str, kind: type[T], key: str) -> T:
@@ -153,6 +165,14 @@ _CHECKS: dict[object, Callable[[Json, str, str], object]] = {
 def _checks(kind: Callable[..., object]) -> dict[str, Callable[[Json, str, str], object]]:
     """The check of each field of a dataclass."""
     return {name: _CHECKS[hint] for name, hint in get_type_hints(kind).items() if hint in _CHECKS}
+
+
+def _unique(pairs: list[tuple[str, object]]) -> Json:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        twice = next(name for name, count in Counter(name for name, _ in pairs).items() if count > 1)
+        raise ValueError(f"the name {shown(twice)} occurs twice in an object")
+    return found
 
 
 def _no_number(word: str) -> NoReturn:

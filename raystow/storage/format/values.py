@@ -15,7 +15,7 @@ import struct
 
 from ..errors import Damaged, StateError
 from ..limits import MAX_DIGITS
-from .records import shown
+from .records import shown, strict_json
 
 Value = None | bool | int | float | complex | str | bytes | dict[object, object] | list[object] | tuple[object, ...]
 PLAIN = (type(None), bool, int, float, complex, str, bytes)
@@ -88,6 +88,6 @@ def loads(text: str) -> Value:
     if text.lstrip()[:1] != '"' and text.count("{") + text.count("[") > _BRACKETS:
         raise Damaged(f"not a stored value: {text[:40]!r}")  # parsing may take 32 times the memory of the text
     try:
-        return decode(json.loads(text))
+        return decode(strict_json(text))
     except ValueError as error:
         raise Damaged(f"not JSON: {text[:40]!r}") from error

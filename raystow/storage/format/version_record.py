@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Collection, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from ..errors import Damaged
-from ..limits import MAX_NUMBER
+from ..limits import MAX_FRAGMENT, MAX_NUMBER
 from . import keys, records, values
 from .root import Entry
+
+_DIGEST = re.compile(r"[0-9a-f]{64}")
 
 
 @dataclass(frozen=True)
@@ -210,6 +213,27 @@ class VersionRecord:
     def key(self) -> str:
         """The key of the record."""
         return keys.record(self.id, self.attempt)
+
+
+def check_part(info: FragmentInfo, packs: Sequence[PackInfo], node: int) -> None:
+    """Raise ``Damaged`` if readers would refuse what node number ``node`` reports of its part of a version."""
+    if {info.node, *(pack.node for pack in packs)} != {node}:
+        raise Damaged("the part is that of another node")
+    if not _DIGEST.fullmatch(info.digest) or not 0 <= info.size <= MAX_FRAGMENT:
+        raise Damaged(f"a fragment of {info.size} bytes with digest {records.shown(info.digest)} cannot be")
+    part = replace(_EMPTY, fragments=(info,), packs=tuple(packs))
+    VersionRecord.load(part.dump(), part.key())
+    if len({keys.pack(part.id, part.attempt, *pack.place) for pack in packs}) < len(packs):
+        raise Damaged("a pack is reported twice")
+
+
+def check_restore(info: RestoreInfo) -> None:
+    """Raise ``Damaged`` if readers would refuse what is reported of a restore."""
+    record = replace(_EMPTY, restores=(info,))
+    VersionRecord.load(record.dump(), record.key())
+
+
+_EMPTY = VersionRecord("", 1, "0" * 16, 0, 0, 0.0, 1)
 
 
 def _known(part: FragmentInfo | Thinned) -> dict[str, object]:

@@ -53,7 +53,7 @@ class Pointer:
     def load(data: bytes, path: str) -> Pointer:
         """Parse and check the bytes of the file at ``path``; raise ``Damaged`` if they are invalid."""
         try:
-            fields = json.loads(data)["raystow"]
+            fields = records.strict_json(data.decode())["raystow"]
         except (ValueError, LookupError, TypeError, RecursionError) as error:
             raise Damaged("not a pointer to a version", subject=path) from error
         if not isinstance(fields, dict):
