@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterable
 
     from .orchestrator.client.checkpointer import Checkpointer
-    from .orchestrator.client.options import Compression, Memory, Replication
+    from .orchestrator.client.options import Compression, Interval, Memory, Replication
     from .orchestrator.client.pending import Pending
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.lossy.sqnr import Sqnr
@@ -56,6 +56,7 @@ __all__ = [
     "Damaged",
     "DeadlineExceeded",
     "Fenced",
+    "Interval",
     "MantissaBits",
     "Memory",
     "MissingDependency",
@@ -92,6 +93,7 @@ _MODULES = {
     "CollectionPlan": "storage.retention.collect",
     "Compression": "orchestrator.client.options",
     "MantissaBits": "orchestrator.lossy.rules",
+    "Interval": "orchestrator.client.options",
     "Memory": "orchestrator.client.options",
     "Pending": "orchestrator.client.pending",
     "Policy": "storage.retention.policy",

@@ -10,20 +10,41 @@ from __future__ import annotations
 
 import math
 
+_NODE_FAILURES = 6.5e-3  # a day and node of eight GPUs: A. Kokolis et al., "Revisiting Reliability in Large-Scale Machine
+# Learning Research Clusters", HPCA 2025, arXiv:2410.21680
+_NODE_RANKS = 8
 
-def best_interval(cost: float, mtbf: float, budget: float | None = None) -> float:
+
+def best_interval(cost: float, mtbf: float, budget: float | None = None, *, durable: float = 0.0) -> float:
     """The seconds from save to save that lose the least time.
 
     Args:
         cost: Seconds by which a save delays the training, at least 0.
         mtbf: Mean seconds between failures, above 0.
         budget: The largest share of the time that saves may take, above 0; None for no limit.
+        durable: Seconds until a save is durable. Saves that follow faster would wait for each other.
 
     Returns:
-        The interval; at most ``mtbf``, unless the budget asks for more.
+        The interval; at most ``mtbf``, unless budget or ``durable`` asks for more.
     """
     interval = min(math.sqrt(2 * cost * mtbf), mtbf)  # the approximation is for intervals well below the time between failures
-    return interval if budget is None else max(interval, cost / budget)
+    return max(interval, durable, cost / budget if budget is not None else 0.0)
+
+
+def time_between_failures(span: float, failures: int, ranks: int) -> float:
+    """The mean time between failures of a run.
+
+    Args:
+        span: Seconds for which the run has been observed.
+        failures: The failures in that time.
+        ranks: The number of ranks, at least 1.
+
+    Returns:
+        Seconds: as observed. Without a failure that which a large study of clusters found, or ``span`` if that is longer.
+    """
+    if failures:
+        return span / failures
+    return max(span, 86400 * _NODE_RANKS / (_NODE_FAILURES * ranks))
 
 
 def lost_share(interval: float, cost: float, mtbf: float) -> float:

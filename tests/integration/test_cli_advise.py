@@ -53,9 +53,13 @@ def test_given_numbers_replace_recorded_ones(tmp_path: Path) -> None:
     )
 
 
-def test_what_is_not_recorded_must_be_given(tmp_path: Path) -> None:
-    error = run_json("advise", make(tmp_path / "run"), code=4)["error"]
-    assert error["remedy"] == "give --mtbf, such as --mtbf 12h"
+def test_without_a_restore_the_rate_of_a_study_counts(tmp_path: Path) -> None:
+    mtbf = run_json("advise", make(tmp_path / "run"))["mtbf"]
+    assert mtbf["seconds"] == pytest.approx(86400 * 8 / 6.5e-3)
+    assert mtbf["source"] == "no restore is recorded, so that of a study, for 1 rank"
+
+
+def test_a_stall_that_is_not_recorded_must_be_given(tmp_path: Path) -> None:
     create_repository(str(tmp_path / "empty"))
     assert run_json("advise", tmp_path / "empty", "--mtbf", "1h", code=4)["error"]["remedy"] == "give --stall SECONDS"
     facts = run_json("advise", tmp_path / "empty", "--mtbf", "1h", "--stall", "0.5")

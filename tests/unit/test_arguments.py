@@ -39,6 +39,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("retention", [{"keep_last": 1}, 3]),
         ("compression", ["zstd", None, {"codec": "auto"}]),
         ("replication", [1, None]),
+        ("interval", ["auto", 100, None]),
     ],
 )
 def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: list[object]) -> None:
@@ -60,6 +61,10 @@ def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: l
         (raystow.Compression, "lossy", [0.5, ["weights"], "resume"]),
         (raystow.Compression, "delta", ["all", 1.5, True, 0, 1 << 63]),
         (raystow.Replication, "replicas", ["1", None, 1.5, True, -1]),
+        (raystow.Interval, "steps", ["1", 1.5, True, 0]),
+        (raystow.Interval, "seconds", ["1", True, 0, -1.0, float("nan"), 1e10]),
+        (raystow.Interval, "mtbf", ["6h", True, 0]),
+        (raystow.Interval, "budget", ["1%", True, 0, 1.1]),
         (raystow.Replication, "rate", ["1", True, 0, -1.0, float("nan")]),
     ],
 )
@@ -82,6 +87,7 @@ def test_a_group_refuses_an_invalid_value(group: Callable[..., object], name: st
             "replication": raystow.Replication(0, rate=1),
             "timeout": 1,
             "on_failure": "raise",
+            "interval": raystow.Interval(mtbf=3600, budget=0.005),
         },
         {"memory": memory_limit(), "timeout": 0.5, "retention": raystow.Policy(), "on_failure": 1},
     ],

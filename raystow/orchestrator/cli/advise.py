@@ -10,7 +10,7 @@ from typing import Annotated
 import typer
 
 from ...storage.errors import NotFound
-from ..save_interval import best_interval, lost_share
+from ..save_interval import best_interval, lost_share, time_between_failures
 from . import options
 from .options import Json, Uri, number, seconds
 from .output import count, emit, say
@@ -40,8 +40,9 @@ def advise(
 
     Frequent saves delay the training; rare ones lose more work in a failure. The loss is least at sqrt(2 x stall x mean time
     between failures) (Young 1974, Daly 2006). Stalls are those that saves have recorded. The time between failures is observed
-    as the time of the run divided by its recorded restores, planned restarts included: give --mtbf if you know better. A longer
-    time until a save is durable adds to the loss of each failure, but does not change the best interval.
+    as the time of the run divided by its recorded restores, planned restarts included: give --mtbf if you know better. Without a
+    restore it is that of a study of large clusters (Kokolis et al. 2024). A longer time until a save is durable adds to the loss
+    of each failure, but does not change the best interval. Checkpointer.due computes the same, and waits until a save is durable.
 
     Example:  raystow advise s3://bucket/runs/llama --mtbf 12h --budget 0.5
     """
@@ -92,11 +93,11 @@ def _stall(history: RunHistory) -> Figure:
 def _mtbf(history: RunHistory) -> Figure:
     created = [saved.created for saved in history.versions]
     span = created[-1] - created[0] if created else 0.0
-    within = [restore for restore in history.restores if restore.at > created[0]]
-    if not within or span <= 0:
-        remedy = "give --mtbf, such as --mtbf 12h"
-        raise NotFound("no restore is recorded since the oldest version", subject=history.uri, remedy=remedy)
-    return Figure(span / len(within), f"observed: {count(len(within), 'restore')} in {_duration(span)}")
+    restores = sum(restore.at > created[0] for restore in history.restores) if span > 0 else 0
+    ranks = max((saved.world_size or 1 for saved in history.versions), default=1)
+    assumed = f"no restore is recorded, so that of a study, for {count(ranks, 'rank')}"
+    source = f"observed: {count(restores, 'restore')} in {_duration(span)}" if restores else assumed
+    return Figure(time_between_failures(span, restores, ranks), source)
 
 
 def _gaps(history: RunHistory) -> list[tuple[float, int]]:

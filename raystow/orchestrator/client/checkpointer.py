@@ -24,7 +24,7 @@ from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers import ray_metrics
 from ...workers.cache.host_memory import memory_limit
 from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import PROTOCOL, Begin, CoordinatorStarted, OpenSession, RestoreVote
+from ...workers.protocol.messages import PROTOCOL, AskNextSave, Begin, CoordinatorStarted, NextSave, OpenSession, RestoreVote
 from ...workers.shm.ring import slot_size
 from ...workers.staging.client import Staging
 from ...workers.staging.plan import SaveOrder
@@ -40,9 +40,10 @@ from ..restore.plan import silent
 from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, SavePlan, plan_save
 from ..save.state_tree import State
+from .due_steps import DueSteps
 from .failure_reports import FailureReports
 from .failures import Failures
-from .options import Compression, Memory, Replication, default_staging, memory_option, option_group, usable_codec
+from .options import Compression, Interval, Memory, Replication, default_staging, memory_option, option_group, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
 
@@ -73,6 +74,7 @@ class Checkpointer:
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
         compression: How tensors are encoded.
         replication: How many other nodes hold a copy of the newest version in memory.
+        interval: When ``due`` tells to save. By default at the interval that loses the least time.
 
     Attributes:
         uri: The address of the repository.
@@ -106,6 +108,7 @@ class Checkpointer:
         memory: int | Memory = Memory(),  # noqa: B008 (frozen)
         compression: Compression = Compression(),  # noqa: B008
         replication: Replication = Replication(),  # noqa: B008
+        interval: Interval = Interval(),  # noqa: B008
     ) -> None:
         address = argument_checks.address(uri)
         self._store, self._retention = open_store(address), kept_by_a_run(retention, address)
@@ -118,6 +121,7 @@ class Checkpointer:
         self._memory = memory_option(memory)
         self._compression = option_group("compression", compression, Compression)
         self._replication = option_group("replication", replication, Replication)
+        self._interval = option_group("interval", interval, Interval)
         self._delta: Delta = compression.delta or 0
         self._lossy, self._codec = Lossy.of(compression.lossy), usable_codec(compression.codec)
         ray_cluster.connect()
@@ -136,7 +140,30 @@ class Checkpointer:
         self._port = RayCoordinatorClient(self.uri)
         node_actor(RayCoordinatorClient)  # starts in the background and is ready when the first save connects to it
         self._reports = FailureReports(self._report_failure, self._log)
+        self._due_steps = DueSteps(self._next_save, self._log)
         self._port.join(self.rank, self._incarnation, self.world_size)
+
+    def due(self, step: int) -> bool:
+        """Tell whether to save this step, as ``interval`` asks for. All ranks get the same answer.
+
+        Call it on every rank with the same steps, in ascending order; after a restore they may begin anew. By steps, the answer
+        is computed; else the coordinator chooses steps ahead of time, so that a call rarely waits. If the coordinator cannot be
+        reached, no step is due, since no save could become durable.
+
+        Args:
+            step: The step, as it would be given to ``save``.
+
+        Returns:
+            Whether to save.
+
+        Raises:
+            StateError: ``step`` is not an integer of at least 0, or this ``Checkpointer`` is closed.
+        """
+        self._check_open()
+        step = integer("step", step, least=0)
+        if self._interval.steps is not None:
+            return step > 0 and step % self._interval.steps == 0
+        return self._due_steps.due(step)
 
     def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Start to save ``state``. Every rank saves the same steps in the same order.
@@ -406,6 +433,10 @@ class Checkpointer:
     def _ended(self, pending: Pending, outcome: Entry | RaystowError) -> None:
         version = Version(self._store, outcome, self._repository_id) if isinstance(outcome, Entry) else outcome
         self._conclude(pending, version)
+
+    def _next_save(self, first: int) -> NextSave:
+        who, asked = (self.rank, self._incarnation, self.world_size), self._interval
+        return self._port.next_save(AskNextSave(*who, first, asked.seconds, asked.mtbf, asked.budget))
 
     def _report_failure(self, number: int, step: int, reason: str) -> bool:
         return self._port.save_failed(self.rank, self._incarnation, number, step, reason)

@@ -11,7 +11,7 @@ from typing import TypeVar
 from ...storage.arguments import integer, refused
 from ...storage.errors import StateError
 from ...workers.staging.plan import CODECS, PROCESSES
-from ..argument_checks import memory_of_a_rank, one_of, positive
+from ..argument_checks import LONGEST, memory_of_a_rank, one_of, positive
 from ..coordinator.delta_schedule import AUTO, Delta
 from ..lossy.profiles import Lossy
 from ..lossy.rules import RuleSelector
@@ -98,6 +98,41 @@ class Replication:
         integer("Replication.replicas", self.replicas, least=0)
         if self.rate is not None:
             positive("Replication.rate", self.rate, instead="None")
+
+
+@dataclass(frozen=True)
+class Interval:
+    """Choose at which steps ``Checkpointer.due`` tells to save.
+
+    Without ``steps`` and ``seconds`` the interval is the one that loses the least time to saves and failures (Young and Daly),
+    from measured stalls, but never shorter than the time until a save is durable. ``docs/tuning.md`` explains it.
+
+    Args:
+        steps: Save every so many steps.
+        seconds: Save every so many seconds.
+        mtbf: The mean seconds between failures. None: as the run's restores show; until there is one, 6.5 failures per 1,000
+            days of eight ranks.
+        budget: The largest share of the time by which saves may delay the training, such as 0.005.
+
+    Raises:
+        StateError: A value is out of range, or one excludes another.
+    """
+
+    steps: int | None = None
+    seconds: float | None = None
+    mtbf: float | None = None
+    budget: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.steps is not None:
+            integer("Interval.steps", self.steps, least=1, instead="None")
+        for name, most in (("seconds", LONGEST), ("mtbf", float("inf")), ("budget", 1)):
+            if (value := getattr(self, name)) is not None:
+                positive(f"Interval.{name}", value, most=most, instead="None")
+        given = [name for name in ("steps", "seconds") if getattr(self, name) is not None]
+        given += ["mtbf and budget"] if self.mtbf is not None or self.budget is not None else []
+        if len(given) > 1:
+            raise StateError(f"Interval has {' and '.join(given)}", remedy="give steps, or seconds, or mtbf and budget")
 
 
 def memory_option(memory: int | Memory) -> Memory:

@@ -42,6 +42,7 @@ from ..restore.version_cache import VersionCache
 from .attempt import Attempt, Phase
 from .attempts import Coordinator
 from .housekeeping import Housekeeping
+from .save_costs import newest_records
 from .status import failed_attempts, open_attempts
 
 logger = logging.getLogger(__name__)
@@ -62,7 +63,7 @@ class CoordinatorActor:
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
         self._reported = (0, 0)
-        self._restoring = asyncio.Lock()
+        self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
         self._offers: tuple[int, dict[str, RestoreChoice]] = (0, {})
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
@@ -129,6 +130,16 @@ class CoordinatorActor:
     async def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         return await self._apply(lambda core: core.save_failed(rank, incarnation, save, step, reason))
 
+    async def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
+        """See ``save_schedule``. The records of earlier versions are read before the first answer that needs them."""
+        await self.start()
+        assert self._core is not None
+        if ask.seconds is None:
+            async with self._recalling:
+                if not self._core.costs.recalled:
+                    self._core.costs.recall(await asyncio.to_thread(newest_records, self._committer.catalog))
+        return await self._apply(lambda core: core.next_save(ask))
+
     async def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
         await self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
 
@@ -158,6 +169,8 @@ class CoordinatorActor:
                 await self.failed(ticket, reason)
             case messages.RankSaveFailed(rank, incarnation, save, step, reason):
                 return messages.FailureNoted(await self.save_failed(rank, incarnation, save, step, reason))
+            case messages.AskNextSave():
+                return await self.next_save(request)
             case messages.RankDisconnected(rank, incarnation, reason):
                 await self.rank_disconnected(rank, incarnation, reason)
         return messages.Acknowledged()

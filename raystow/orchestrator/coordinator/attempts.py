@@ -18,9 +18,11 @@ from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo
 from ...storage.log import Log, about
 from ...storage.metrics import ABORTED, RAW, STORED, VERSIONS, record
 from ...workers.protocol.coordinator_client import MODULUS
-from ...workers.protocol.messages import Begin, Ticket
+from ...workers.protocol.messages import AskNextSave, Begin, NextSave, Ticket
 from .attempt import Attempt, Phase, version_record
 from .delta_schedule import DeltaGroup, after
+from .save_costs import SaveCosts
+from .save_schedule import SaveSchedule
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +45,7 @@ class Coordinator:
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
         self._row: DeltaGroup | None = None  # of the newest whole version
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
+        self._schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
         """The number of phase changes of all attempts."""
         self.aborted_in_a_row = 0
@@ -80,14 +83,14 @@ class Coordinator:
             if rank in attempt.ranks or (previous is not None and attempt.generation < self._generation):
                 self._abort(attempt, f"rank {rank} was restarted")
 
+    def next_save(self, ask: AskNextSave) -> NextSave:
+        """A rank asks when to save. All ranks that ask for the same step get the same answer."""
+        self._check_member(ask)
+        return self._schedule.next(ask.first, self.costs.interval(ask, ask.world_size, self._clock.now()))
+
     def begin(self, begin: Begin) -> Ticket:
         """A rank starts to save a step. Returns the ticket of its attempt, which the first rank opens."""
-        if begin.rank not in self._members:  # it joined before this coordinator was restarted
-            self.join(begin.rank, begin.incarnation, begin.world_size)
-        if self._members[begin.rank] != begin.incarnation:
-            what = f"{_process(self._members[begin.rank])} has taken up this rank after {_process(begin.incarnation)}"
-            remedy = "run each rank once, and give each process its own rank"
-            raise SaveFailed(what, subject=f"rank {begin.rank}", remedy=remedy)
+        self._check_member(begin)
         for attempt in self._open(Phase.GATHERING):
             if attempt.world_size != begin.world_size:
                 self._abort(attempt, f"the world size changed from {attempt.world_size} to {begin.world_size}")
@@ -143,6 +146,7 @@ class Coordinator:
                 self._restores = (*self._restores, restore)[-_RESTORES:]
             except RaystowError as error:  # in a record it would fail this and each later save
                 logger.warning("no version will report a restore of version %d: %s", restore.version, error)
+        self.costs.restored(restores)
 
     def held(self) -> list[VersionRecord]:
         """The records of attempts that are not versions but were staged completely, so they may be in memory. Newest first; of
@@ -234,6 +238,9 @@ class Coordinator:
         """Note the result of a commit: the root's entry, or the error."""
         if isinstance(outcome, Entry):
             attempt.entry = outcome
+            stalls = [info.stall for info, _ in attempt.stored.values() if info.stall is not None]
+            took = self._clock.monotonic() - attempt.opened
+            self.costs.saved(max(stalls, default=None), took, cold=1 in attempt.saves.values())
             if not (attempt.deltas and outcome.bases):
                 self._row = after(self._row, outcome, attempt.base if attempt.deltas else None)
             elif self._row is not None:
@@ -278,6 +285,15 @@ class Coordinator:
 
     def _open(self, *phases: Phase) -> list[Attempt]:
         return [a for a in self._attempts.values() if a.phase in phases and not a.phase.over]
+
+    def _check_member(self, message: Begin | AskNextSave) -> None:
+        rank, incarnation = message.rank, message.incarnation
+        if rank not in self._members:  # it joined before this coordinator was restarted
+            self.join(rank, incarnation, message.world_size)
+        if self._members[rank] != incarnation:
+            what = f"{_process(self._members[rank])} has taken up this rank after {_process(incarnation)}"
+            remedy = "run each rank once, and give each process its own rank"
+            raise SaveFailed(what, subject=f"rank {rank}", remedy=remedy)
 
     def _joinable(self, begin: Begin) -> Attempt | None:
         """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the

@@ -74,6 +74,10 @@ class RayCoordinatorClient:
         report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))
         return self._ask(report, messages.FailureNoted).first
 
+    def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
+        """See ``save_schedule``."""
+        return self._ask(ask, messages.NextSave)
+
     def _tell(self, report: messages.Message, timeout: float = _ANSWER) -> None:
         self._ask(report, messages.Acknowledged, timeout)
 

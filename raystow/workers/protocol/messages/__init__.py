@@ -39,7 +39,7 @@ STAGING_ANSWERS = (
 
 COORDINATOR_REQUESTS = (
     *(JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
-    *(PartFailed, RankSaveFailed, RankDisconnected),
+    *(PartFailed, RankSaveFailed, RankDisconnected, AskNextSave),
 )
 """What ranks and node workers ask the coordinator during saves."""
 

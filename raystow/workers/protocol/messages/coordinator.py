@@ -133,6 +133,31 @@ class FailureNoted(Message, frozen=True):
     first: bool
 
 
+class AskNextSave(Message, frozen=True):
+    """A rank asks for the next step, from ``first`` on, at which it saves or asks again. The answer is ``NextSave``.
+
+    Args:
+        seconds: From save to save; None: the interval that loses the least time.
+        mtbf: Mean seconds between failures; None: as observed.
+        budget: The largest share of the time that saves may take.
+    """
+
+    rank: int
+    incarnation: Text
+    world_size: int
+    first: int
+    seconds: float | None = None
+    mtbf: float | None = None
+    budget: float | None = None
+
+
+class NextSave(Message, frozen=True):
+    """At ``step`` all ranks save, or ask again. Before it no step is saved."""
+
+    step: int
+    save: bool
+
+
 class RankDisconnected(Message, frozen=True):
     """The process of a rank has ended."""
 

@@ -1,0 +1,76 @@
+"""Asks the coordinator ahead at which step to save, so that ``Checkpointer.due`` rarely waits."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import logging
+import threading
+from collections.abc import Callable
+
+from ...storage.errors import RaystowError
+from ...storage.log import Log
+from ...workers.protocol.messages import NextSave
+
+_PATIENCE = 20.0  # seconds that the training waits for a coordinator that does not answer, once
+
+
+def _on_a_thread(run: Callable[[], None]) -> None:
+    threading.Thread(target=run, name="raystow-due", daemon=True).start()
+
+
+class DueSteps:
+    """The due steps of one rank. ``ask(first)`` returns the coordinator's decision for the steps from ``first`` on."""
+
+    def __init__(
+        self,
+        ask: Callable[[int], NextSave],
+        log: logging.Logger | Log,
+        *,
+        patience: float = _PATIENCE,
+        start: Callable[[Callable[[], None]], None] = _on_a_thread,
+    ) -> None:
+        """``patience``: seconds to wait for an answer. ``start``: runs a function in the background."""
+        self._ask, self._log, self._patience, self._start = ask, log, patience, start
+        self._answer: concurrent.futures.Future[NextSave] | None = None
+        self._told = -1, False
+        self._lost = False
+
+    def due(self, step: int) -> bool:
+        """Whether to save this step."""
+        if step == self._told[0]:
+            return self._told[1]
+        if self._answer is None or step < self._told[0]:  # the first question, or the training went back
+            self._ask_ahead(step)
+        decision, due = self._decision(step), False
+        if decision is not None and decision.step <= step:
+            due = decision.save
+            self._ask_ahead(step + 1)
+        self._told = step, due
+        return due
+
+    def _decision(self, step: int) -> NextSave | None:
+        """The answer to the newest question; None, with one warning, while the coordinator cannot be reached."""
+        assert self._answer is not None
+        try:
+            decision = self._answer.result(0 if self._lost else self._patience)
+        except (RaystowError, concurrent.futures.TimeoutError) as error:
+            if not self._lost:
+                why = str(error) or f"no answer within {self._patience:.0f} s"
+                self._log.warning("no step is due until the coordinator says when to save: %s", why)
+            self._lost = True
+            if self._answer.done():
+                self._ask_ahead(step + 1)
+            return None
+        self._lost = False
+        return decision
+
+    def _ask_ahead(self, first: int) -> None:
+        answer = self._answer = concurrent.futures.Future()
+
+        def run() -> None:
+            try:
+                answer.set_result(self._ask(first))
+            except RaystowError as error:
+                answer.set_exception(error)
+
+        self._start(run)

@@ -1,0 +1,52 @@
+"""``Checkpointer.due`` with several ranks: all save the same steps, chosen by time."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from ranks import Rank, every, start
+
+import raystow
+from raystow.storage.clock import SYSTEM
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def save_what_is_due(self: Rank, number: int, first: int) -> list[int]:
+    """Train until so many steps were due."""
+    checkpointer, due, step = self.checkpointer, list[int](), first
+    while len(due) < number:
+        SYSTEM.sleep(0.002 * (checkpointer.rank + 1))  # ranks run at different rates
+        if checkpointer.due(step):
+            checkpointer.save({"w": torch.full((64,), float(step))}, step=step).result(60)
+            due.append(step)
+        step += 1
+    return due
+
+
+def test_all_ranks_save_the_steps_that_are_due(tmp_path: Path) -> None:
+    ranks = start(str(tmp_path), 3, interval=raystow.Interval(seconds=0.2))
+    by_time = every(ranks, "do", save_what_is_due, 3, 0)
+    assert by_time[0] == by_time[1] == by_time[2]
+    every(ranks, "leave")
+    every(ranks, "do", _begin, str(tmp_path))
+    chosen = every(ranks, "do", save_what_is_due, 2, by_time[0][-1] + 1)
+    assert chosen[0] == chosen[1] == chosen[2]
+    assert [version.step for version in raystow.open(tmp_path).versions()] == by_time[0] + chosen[0]
+
+
+def _begin(self: Rank, uri: str) -> None:
+    """Be the same rank, with a time between failures so short that the best interval is one step."""
+    made = self.checkpointer
+    self.begin(uri, made.rank, made.world_size, {"interval": raystow.Interval(mtbf=1e-3)})
+
+
+def test_steps_are_due_without_the_coordinator(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1, interval=raystow.Interval(steps=3))
+
+    def due(self: Rank) -> list[int]:
+        return [step for step in range(10) if self.checkpointer.due(step)]
+
+    assert every([rank], "do", due) == [[3, 6, 9]]
