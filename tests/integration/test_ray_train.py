@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from functools import partialmethod
 from pathlib import Path
 
 import pytest
+from ray.train.v2._internal.callbacks.placement_group_callback import PlacementGroupCleanerCallback
 from ray_train_runs import Run, check, score, trainer
 
 import raystow
@@ -14,6 +16,10 @@ from raystow import ray_train
 @pytest.mark.usefixtures("cluster")
 def test_a_worker_dies_and_its_group_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's looks at its workers, instead of 2
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor for each group; there is no notice in this run
+    # Train's cleaner asks the dashboard, which this cluster lacks, and ``fit`` waits 12 s for it at the end.
+    impatient = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
+    monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", impatient)
     result = trainer(tmp_path, {"steps": 4, "die": 2}, num_to_keep=2).fit()
     assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2]
     repository = raystow.open(tmp_path / "ray" / "run" / "raystow")
