@@ -6,11 +6,15 @@ import datetime
 import multiprocessing
 import os
 import signal
+import sys
 import traceback
 from collections.abc import Callable
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
+
+import pytest
 
 PATIENCE = datetime.timedelta(seconds=60)
 _METHODS = multiprocessing.get_context("forkserver")
@@ -19,6 +23,13 @@ _METHODS.set_forkserver_preload(["gloo_preload"])
 
 class RankFailed(Exception):
     """What a rank raised, as text; or that it died."""
+
+
+def _start_server() -> None:
+    """Start the process from which ranks are forked. Python 3.11 gives it no path, and it skips modules that it does not find."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
+        forkserver.ensure_running()
 
 
 def _serve(pipe: Connection) -> None:
@@ -44,6 +55,7 @@ class Ranks:
     """Processes, of which the first n form a group for as long as a call takes. A call starts those that it lacks."""
 
     def __init__(self, folder: Path) -> None:
+        _start_server()
         self._folder, self._calls = folder, 0
         self._members: list[tuple[Any, Connection]] = []
 
