@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
+.PHONY: help venv demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -75,6 +75,10 @@ $(FRAMEWORKS)/ready: $(READY) pyproject.toml
 		> $$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -e ".[torchtitan]"
 	touch $@
+
+test-trackers: $(READY)  ## versions in W&B, MLflow and TensorBoard (installs them, 0.1 GB)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[trackers]"
+	$(BIN)/pytest tests/trackers
 
 test-gpu: $(READY)  ## tests that need an NVIDIA GPU
 	$(BIN)/pytest -m gpu

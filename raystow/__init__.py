@@ -106,7 +106,7 @@ _MODULES = {
     "sensitivity": "orchestrator.sensitivity",
 }
 
-_SUBMODULES = ("dcp", "huggingface", "lightning", "ray_train", "torchtitan")
+_SUBMODULES = ("dcp", "huggingface", "lightning", "ray_train", "torchtitan", "trackers")
 """Integrations: each needs the library that it integrates with."""
 
 

@@ -19,6 +19,8 @@ _EXTRAS = {
     "cryptography": "signatures",
     "deepspeed": "deepspeed",
     "torchtitan": "torchtitan",
+    "mlflow": "trackers",
+    "wandb": "trackers",
 }
 _LIBRARIES = ("lightning", "transformers", "safetensors")
 

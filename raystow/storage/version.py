@@ -140,6 +140,11 @@ class Version:
         return self.record.metrics
 
     @property
+    def stall(self) -> float | None:
+        """The seconds for which the save held up the training, on the rank that waited longest; None if unknown."""
+        return self.record.stall
+
+    @property
     def world_size(self) -> int:
         """The number of ranks that saved the version."""
         return self.record.world_size

@@ -14,6 +14,17 @@ from raystow.storage.clock import SYSTEM
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
+class VersionFile:
+    """Appends the step of each version to a file."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+
+    def on_version(self, version: raystow.Version) -> None:
+        with open(self.path, "a") as file:
+            file.write(f"{version.step}\n")
+
+
 def save_what_is_due(self: Rank, number: int, first: int) -> list[int]:
     """Train until so many steps were due."""
     checkpointer, due, step = self.checkpointer, list[int](), first
@@ -27,10 +38,12 @@ def save_what_is_due(self: Rank, number: int, first: int) -> list[int]:
 
 
 def test_all_ranks_save_the_steps_that_are_due(tmp_path: Path) -> None:
-    ranks = start(str(tmp_path), 3, interval=raystow.Interval(seconds=0.2))
+    log = tmp_path / "log"
+    ranks = start(str(tmp_path), 3, interval=raystow.Interval(seconds=0.2), callbacks=[VersionFile(str(log))])
     by_time = every(ranks, "do", save_what_is_due, 3, 0)
     assert by_time[0] == by_time[1] == by_time[2]
     every(ranks, "leave")
+    assert log.read_text().split() == [str(step) for step in by_time[0]]  # rank 0 told its callback, until close had ended
     every(ranks, "do", _begin, str(tmp_path))
     chosen = every(ranks, "do", save_what_is_due, 2, by_time[0][-1] + 1)
     assert chosen[0] == chosen[1] == chosen[2]

@@ -40,6 +40,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("compression", ["zstd", None, {"codec": "auto"}]),
         ("replication", [1, None]),
         ("interval", ["auto", 100, None]),
+        ("callbacks", [[None], ["wandb"]]),
     ],
 )
 def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: list[object]) -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import yaml
 
-MODULES = ("raystow", "raystow.dcp", "raystow.huggingface", "raystow.lightning", "raystow.ray_train")
+MODULES = ("raystow", "raystow.dcp", "raystow.huggingface", "raystow.lightning", "raystow.ray_train", "raystow.trackers")
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md"))
 
 

@@ -6,7 +6,7 @@ import itertools
 import logging
 import os
 import socket
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from ...storage.arguments import integer
@@ -46,6 +46,7 @@ from .failures import Failures
 from .options import Compression, Interval, Memory, Replication, default_staging, memory_option, option_group, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
+from .version_callbacks import VersionCallback, VersionCallbacks
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +75,7 @@ class Checkpointer:
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
         compression: How tensors are encoded.
         replication: How many other nodes hold a copy of the newest version in memory.
+        callbacks: Rank 0 tells each of them of every durable version, in the background; see ``raystow.trackers``.
         interval: When ``due`` tells to save. By default at the interval that loses the least time.
 
     Attributes:
@@ -109,6 +111,7 @@ class Checkpointer:
         compression: Compression = Compression(),  # noqa: B008
         replication: Replication = Replication(),  # noqa: B008
         interval: Interval = Interval(),  # noqa: B008
+        callbacks: Sequence[VersionCallback] = (),
     ) -> None:
         address = argument_checks.address(uri)
         self._store, self._retention = open_store(address), kept_by_a_run(retention, address)
@@ -124,6 +127,7 @@ class Checkpointer:
         self._interval = option_group("interval", interval, Interval)
         self._delta: Delta = compression.delta or 0
         self._lossy, self._codec = Lossy.of(compression.lossy), usable_codec(compression.codec)
+        self._callbacks = VersionCallbacks(callbacks if self.rank == 0 else (), self._log)
         ray_cluster.connect()
         ray_metrics.export()
         here(node=ray_cluster.node_here())
@@ -345,6 +349,7 @@ class Checkpointer:
             self._await(pending)
         self._detach()
         self._reports.flush(_REPORTS)
+        self._callbacks.close()
 
     def __enter__(self) -> Checkpointer:
         return self
@@ -384,6 +389,7 @@ class Checkpointer:
             self._reports.report(pending.number, pending.step, f"rank {self.rank}: {outcome.what}", text)
         else:
             self.failures.succeeded()
+            self._callbacks.tell(outcome)
             record(DURABLE, SYSTEM.monotonic() - pending.begun, repository=self.uri)
 
     def _staged(self, pending: Pending) -> None:
