@@ -6,17 +6,21 @@ import errno
 import fcntl
 import multiprocessing
 import os
+import shutil
 import signal
+import socket
+import stat
 import subprocess
 import sys
+import tempfile
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from raystow.storage.errors import NotFound, PreconditionFailed, StateError, StoreError, StoreUnavailable, UnsafeStore
+from raystow.storage.errors import Damaged, PreconditionFailed, StateError, StoreError, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores import durable, local, open_store
 from raystow.storage.stores.local import LOCK, LocalStore
@@ -302,11 +306,45 @@ assert not {{"boto3", "botocore", "obstore"}} & set(sys.modules)
     subprocess.run([sys.executable, "-c", script], check=True, timeout=60)
 
 
-def test_a_pipe_in_the_place_of_an_object_is_not_waited_for(store: LocalStore, root: Path) -> None:
+def special_file(kind: str, path: Path) -> None:
+    match kind:
+        case "pipe":
+            os.mkfifo(path)
+        case "socket":
+            with socket.socket(socket.AF_UNIX) as made, tempfile.TemporaryDirectory() as short:  # the path may be too long for it
+                made.bind(f"{short}/socket")
+                shutil.move(f"{short}/socket", path)
+        case "symbolic link":
+            path.symlink_to("/dev/zero")
+        case "device":
+            try:
+                os.mknod(path, 0o600 | stat.S_IFCHR, os.makedev(1, 5))  # /dev/zero
+            except PermissionError:
+                pytest.skip("only root can make a device")
+
+
+@pytest.mark.parametrize("kind", ["pipe", "socket", "symbolic link", "device"])
+def test_special_files_are_no_objects(store: LocalStore, root: Path, kind: str) -> None:
     store.put(KEY, [b"x"])
     (root / KEY).unlink()
-    os.mkfifo(root / KEY)
-    with pytest.raises(NotFound):
-        store.get(KEY, max_bytes=10)
-    with pytest.raises(NotFound):
-        store.get_range(KEY, 0, 1)
+    special_file(kind, root / KEY)
+    accesses: list[Callable[[], object]] = [
+        lambda: store.get(KEY, max_bytes=10),
+        lambda: store.get_range(KEY, 0, 1),
+        lambda: store.get_range_into(KEY, 0, memoryview(bytearray(1))),
+        lambda: store.put_if(KEY, b"y", None),
+    ]
+    for access in accesses:
+        with pytest.raises(Damaged, match=f"no regular file, but a {kind}") as caught:
+            access()
+        assert caught.value.subject == str(root / KEY)
+    assert list(store.list("")) == []
+    store.put(KEY, [b"x"])  # takes its place
+    assert store.get(KEY, max_bytes=10) == b"x"
+
+
+def test_a_huge_file_is_not_read_for_a_swap(store: LocalStore, root: Path) -> None:
+    store.put(KEY, [b"x"])
+    os.truncate(root / KEY, 1 << 42)
+    with pytest.raises(PreconditionFailed):
+        store.put_if(KEY, b"y", "0" * 64)

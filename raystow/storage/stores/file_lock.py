@@ -36,7 +36,7 @@ def exclusive(path: Path, *, timeout: float, clock: Clock) -> Iterator[None]:
     if not thread_lock.acquire(timeout=timeout):
         raise _busy(path, timeout)
     try:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o666)
         try:
             wait = _FIRST_WAIT
             while not _try(descriptor, path):

@@ -17,7 +17,8 @@ from pathlib import Path
 from blake3 import blake3
 
 from ..clock import SYSTEM, Clock
-from ..errors import StoreError, StoreUnavailable
+from ..errors import Damaged, NotFound, StoreError, StoreUnavailable
+from ..limits import MAX_ROOT
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks, durable, mounts
 from .file_lock import exclusive
@@ -37,6 +38,13 @@ _REFUSED = {
     errno.EEXIST: "there is a file where a folder is needed: use another folder",
     errno.ENAMETOOLONG: "use a folder with a shorter path",
     errno.ELOOP: "the path leads in a circle of symbolic links",
+}
+_KINDS = {
+    stat.S_IFIFO: "pipe",
+    stat.S_IFLNK: "symbolic link",
+    stat.S_IFSOCK: "socket",
+    stat.S_IFBLK: "device",
+    stat.S_IFCHR: "device",
 }
 _LATER = {
     errno.ENOSPC: "free space on this file system, then try again",
@@ -109,7 +117,7 @@ class LocalStore:
         with self._errors(key):
             durable.make_folder(self._root)
             with exclusive(self._root / LOCK, timeout=self._lock_timeout, clock=self._clock):
-                if _tag_of_file(path) != tag:
+                if self._tag_of(key) != tag:
                     raise checks.stale(str(path))
                 durable.write(self._root, key, [data], self._clock)
                 return _tag(data)
@@ -171,19 +179,36 @@ class LocalStore:
 
     @contextlib.contextmanager
     def _open(self, key: str) -> Iterator[tuple[int, int]]:
+        path = self._path(key)
         try:
-            descriptor = os.open(self._path(key), os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+            self._check_kind(key, path.lstat().st_mode)  # before it is opened: a device may act on that
+            descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
         except OSError as error:
             if error.errno in _GONE:
                 raise checks.missing(self._subject(key)) from error
             raise
         try:
             status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):  # a folder, or a pipe that would be waited for
-                raise checks.missing(self._subject(key))
+            self._check_kind(key, status.st_mode)
             yield descriptor, status.st_size
         finally:
             os.close(descriptor)
+
+    def _check_kind(self, key: str, mode: int) -> None:
+        """Raise unless the mode is that of a regular file."""
+        if stat.S_ISDIR(mode):
+            raise checks.missing(self._subject(key))
+        if not stat.S_ISREG(mode):
+            what = f"the object is no regular file, but a {_KINDS.get(stat.S_IFMT(mode), 'special file')}"
+            raise Damaged(what, subject=self._subject(key), remedy="this is not what was written: use another version")
+
+    def _tag_of(self, key: str) -> str | None:
+        """The tag of an object; None if there is none."""
+        try:
+            with self._open(key) as (descriptor, size):
+                return _tag(self._read(descriptor, key, 0, size)) if size <= MAX_ROOT else "too large to have been read"
+        except NotFound:
+            return None
 
     def _read(self, descriptor: int, key: str, start: int, length: int) -> bytes:
         # One call moves 2 GiB at most, and a signal may cut it short.
@@ -229,10 +254,3 @@ class LocalStore:
 
 def _tag(data: bytes) -> str:
     return blake3(data).hexdigest()
-
-
-def _tag_of_file(path: Path) -> str | None:
-    try:
-        return _tag(path.read_bytes())
-    except FileNotFoundError:
-        return None

@@ -16,10 +16,10 @@ from typing import Any
 import obstore
 from obstore.exceptions import BaseError
 
-from ..errors import NotFound, StoreUnavailable
+from ..errors import NotFound, StoreError, StoreUnavailable
 from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
-from . import checks
+from . import bounded_http, checks
 from .s3_clients import DEFAULT_LIMITS, S3Clients, S3Limits, connect, refuse_forked
 from .s3_errors import CONDITIONAL_PUT, boto_errors, from_answer, obstore_errors, spoilt
 
@@ -53,15 +53,22 @@ class S3Store:
         if length == 0:
             # HTTP has no empty range.
             with boto_errors("HEAD", subject):
-                size = self._clients.decide.head_object(Bucket=self._bucket, Key=self._below + key)["ContentLength"]
+                size = int(self._clients.decide.head_object(Bucket=self._bucket, Key=self._below + key)["ContentLength"])
             data = memoryview(b"")
         else:
             with obstore_errors("GET of a range", subject):
-                data = memoryview(obstore.get_range(self._clients.fetch, self._below + key, start=start, length=length))
+                data = self._fetch(self._below + key, start, length)
             size = start + data.nbytes
+            if data.nbytes > length:
+                raise checks.too_large(subject, f"at least {data.nbytes}", length)
         if size < start + length:
             raise checks.ends_early(subject, start, length)
         return data
+
+    def _fetch(self, path: str, start: int, length: int) -> memoryview:
+        """The bytes of a range, or a few more if the server goes on: the rest is not read."""
+        answer = obstore.get(self._clients.fetch, path, options={"range": (start, start + length)})
+        return memoryview(next(iter(answer.stream(min_chunk_size=length)), b""))
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
         target[:] = self.get_range(key, start, target.nbytes)
@@ -102,15 +109,16 @@ class S3Store:
         """As the protocol says; the tag is the ETag."""
         subject = self._subject(key)
         for left in reversed(range(self._limits.attempts)):
-            with boto_errors("GET", subject):
+            with boto_errors("GET", subject), bounded_http.at_most(max_bytes):
                 answer = self._clients.decide.get_object(Bucket=self._bucket, Key=self._below + key)
+                size, tag = int(answer["ContentLength"]), str(answer["ETag"])
             # Not ``with body``: that would hand out the raw stream, without botocore's check of length and checksum.
             with contextlib.closing(answer["Body"]) as body:
-                if answer["ContentLength"] > max_bytes:
-                    raise checks.too_large(subject, answer["ContentLength"], max_bytes)
+                if size > max_bytes:
+                    raise checks.too_large(subject, size, max_bytes)
                 try:
                     with boto_errors("GET", subject):
-                        return Tagged(body.read(), answer["ETag"])
+                        return Tagged(body.read(), tag)
                 except StoreUnavailable:  # boto3 tries again by itself only as long as there is no body
                     if not left:
                         raise
@@ -124,18 +132,21 @@ class S3Store:
         try:
             with boto_errors(CONDITIONAL_PUT, subject):
                 answer = self._clients.swap.put_object(Bucket=self._bucket, Key=self._below + key, Body=data, **condition)
+                return str(answer["ETag"])
         except NotFound:
             # The object that carried the tag is gone.
             raise checks.stale(subject) from None
-        return str(answer["ETag"])
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         subject = f"{self.uri}/{checks.checked_prefix(prefix)}"
         with boto_errors("LIST", subject):
-            pages = self._clients.decide.get_paginator("list_objects_v2")
+            pages, last = self._clients.decide.get_paginator("list_objects_v2"), ""
             for page in pages.paginate(Bucket=self._bucket, Prefix=self._below + prefix):
                 for entry in page.get("Contents", ()):
-                    key = entry["Key"][len(self._below) :]
+                    if entry["Key"] <= last:  # it would also let a listing go on for ever
+                        raise StoreError("LIST does not give keys in their order", subject=subject, remedy="use another store")
+                    last = entry["Key"]
+                    key = last[len(self._below) :]
                     # Objects of others (the "folders" of web consoles) are neither read nor deleted.
                     if checks.is_key(key):
                         yield ObjectInfo(key, entry["Size"], entry["LastModified"].timestamp())

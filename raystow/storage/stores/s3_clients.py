@@ -23,6 +23,7 @@ from obstore.store import S3Store as ObstoreS3
 
 from ..errors import StoreError
 from ..gc_pause import uncollected
+from . import bounded_http
 from .s3_errors import boto_errors
 
 _MIB = 1 << 20
@@ -36,8 +37,9 @@ _first_process: int | None = None
 class S3Limits:
     """Time-outs in seconds, numbers of attempts, and sizes in bytes.
 
-    Every call ends: a small one after ``attempts`` times ``connect_seconds`` + ``stall_seconds`` and the pauses between, one
-    request of a large one (a part, a range) after ``retry_seconds`` + ``request_seconds``: it is retried until ``retry_seconds``
+    Every call ends: a small one after ``attempts`` times ``connect_seconds`` + ``request_seconds`` and the pauses between, and an
+    attempt ends sooner if no byte comes for ``stall_seconds``. One request of a large one (a part, a range) ends after
+    ``retry_seconds`` + ``request_seconds``: it is retried until ``retry_seconds``
     are over. ``request_seconds`` is below ``retry_seconds``, so that a stalled request gets a second try.
     """
 
@@ -150,7 +152,9 @@ def _boto_client(session: Any, place: _Place, limits: S3Limits, attempts: int) -
         max_pool_connections=limits.connections,
         s3={"addressing_style": "virtual" if place.virtual else "path", **signing},
     )
-    return session.client("s3", config=config)
+    client = session.client("s3", config=config)
+    bounded_http.bound(client, limits.request_seconds)
+    return client
 
 
 def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dict[str, timedelta]) -> ObstoreS3:

@@ -110,6 +110,11 @@ def boto_errors(operation: str, subject: str) -> Iterator[None]:
             raise StoreError(f"{operation} could not be sent: {name}", subject=subject, remedy=_CONFIGURATION) from None
         remedy = "set AWS_CA_BUNDLE if its certificate is your own" if "SSL" in name else _LATER
         raise StoreUnavailable(f"{operation} failed: {name}{_endpoint(str(error))}", subject=subject, remedy=remedy) from None
+    # The answer is not one of S3; and botocore follows redirects without a limit.
+    except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+        missing = f": there is no {error} in the answer" if isinstance(error, KeyError) else ""
+        what = f"{operation} failed: {type(error).__name__}{missing}"
+        raise StoreUnavailable(what, subject=subject, remedy=_LATER) from None
 
 
 def spoilt(error: BaseError | OSError) -> bool:
