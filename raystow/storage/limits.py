@@ -39,6 +39,18 @@ MAX_TEXT = 1 << 30
 MAX_NAME = 64 << 10
 """Characters of a tensor's name, and of its path."""
 
+
+def most_cells(chunks: int, size: int) -> int:
+    """The entries of all columns of a fragment of ``size`` bytes with ``chunks`` chunks: so a few bytes that repeat do not take
+    memory for what the version cannot have. A chunk of 256 MiB has 16,384 streams."""
+    return min(MAX_CELLS, (1 << 20) + (chunks << 15) + 64 * size)
+
+
+def most_text(chunks: int, size: int) -> int:
+    """The bytes of such a fragment's pages after decompression, and of its texts."""
+    return min(MAX_TEXT, (64 << 20) + (chunks << 12) + 64 * size)
+
+
 MAX_DIMENSIONS = 64
 """Dimensions of a tensor: as many as torch and numpy have."""
 

@@ -25,10 +25,11 @@ from .format import key_files, keys, manifest, values
 from .format.boxes import Box
 from .format.manifest import Chunk, Fragment
 from .format.root import Entry
-from .format.selection import select
+from .format.selection import Selection, Sought, select
 from .format.signature import Trust
 from .format.version_record import FragmentInfo, VersionRecord
-from .limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD
+from .limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD, most_cells, most_text
+from .memory_budget import MemoryBudget
 from .object_store import ObjectStore
 from .reader import PackReader, Request, Run
 from .root_register import RootRegister
@@ -152,7 +153,7 @@ class Version:
     @functools.cached_property
     def fragments(self) -> tuple[Fragment, ...]:
         """The manifest, each fragment checked against its digest in the record."""
-        return tuple(Fragment.load(*self._fragment(info)) for info in self.record.fragments)
+        return tuple(self._load(info) for info in self.record.fragments)
 
     @functools.cached_property
     def bases(self) -> Bases:
@@ -171,7 +172,7 @@ class Version:
         """The chunk of a tensor that has just this box; ``near``: the node in whose fragment it should stand."""
         for info in sorted(self.record.fragments, key=lambda info: info.node != near):
             if info.node not in self._boxes:
-                chunks = Fragment.load(*self._fragment(info)).chunks
+                chunks = self._load(info).chunks
                 self._boxes[info.node] = {(chunk.name, chunk.box): chunk for chunk in chunks}
             if (found := self._boxes[info.node].get((name, box))) is not None:
                 return found
@@ -179,7 +180,16 @@ class Version:
 
     def finder(self, seeker: Seeker) -> Finder:
         """Finds the rows of the manifest that a rank needs, with as little of the manifest read as will do."""
-        return Finder(self.record.fragments, lambda info, of: select(*self._fragment(info), of), seeker)
+
+        def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
+            with _parsed.taking(_memory(info)):
+                return select(*self._fragment(info), sought, info.chunks)
+
+        return Finder(self.record.fragments, rows, seeker)
+
+    def _load(self, info: FragmentInfo) -> Fragment:
+        with _parsed.taking(_memory(info)):
+            return Fragment.load(*self._fragment(info), info.chunks)
 
     def _fragment(self, info: FragmentInfo) -> tuple[bytes, int, str]:
         key = keys.fragment(self.id, self.attempt, info.node)
@@ -337,6 +347,14 @@ class Version:
             if len(data) == size and stored_digest(data).hex() == digest:
                 return data
         raise Damaged("the object does not match its digest", subject=key)
+
+
+def _memory(info: FragmentInfo) -> int:
+    """Bytes that a fragment may take while it is read and parsed."""
+    return info.size + 2 * most_text(info.chunks, info.size) + 4 * most_cells(info.chunks, info.size)
+
+
+_parsed = MemoryBudget(2 << 30)  # bytes of fragments that all threads of this process parse at a time
 
 
 class Bases:

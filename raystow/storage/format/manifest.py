@@ -26,7 +26,17 @@ from ..coding.digest import stored_digest
 from ..coding.kernels import Words
 from ..coding.rounded import Rounded
 from ..errors import Damaged, StateError, Unsupported
-from ..limits import MAX_CHUNK, MAX_DIMENSIONS, MAX_INTEGER, MAX_NAME, MAX_NUMBER, MAX_STORED_CHUNK, MAX_TENSOR, MAX_TEXT
+from ..limits import (
+    MAX_CHUNK,
+    MAX_DIMENSIONS,
+    MAX_INTEGER,
+    MAX_NAME,
+    MAX_NUMBER,
+    MAX_ROWS,
+    MAX_STORED_CHUNK,
+    MAX_TENSOR,
+    most_text,
+)
 from . import parquet
 from .boxes import Box
 from .records import shown, strict_json
@@ -200,15 +210,16 @@ class Fragment:
         rows += [{"name": v.name, "path": v.path, "kind": VALUE, "value": v.text, "ranks": v.ranks} for v in values]
         rows.sort(key=lambda row: str(row["name"]))
         schema = pa.unify_schemas([SCHEMA, ROUNDED]) if self.rounded else SCHEMA
-        table, sink = pa.Table.from_pylist(rows, schema), pa.BufferOutputStream()
-        pq.write_table(table, sink, compression="zstd")
-        data = bytes(sink.getvalue())
+        table = pa.Table.from_pylist(rows, schema)
+        data = _parquet(table, "zstd")
+        if table.nbytes > most_text(len(chunks), len(data)):  # readers take so much text only from a file of some size
+            data = _parquet(table, "none")
         try:
-            parquet.check(data, schema)
+            parquet.check(data, schema, len(chunks))
             for one in itertools.chain[Chunk | Value](chunks, values):
                 _short(one.name, one.path)
-            if table.nbytes > MAX_TEXT:
-                raise Damaged(f"{table.nbytes} bytes, more than {MAX_TEXT}")
+            if table.nbytes > (most := most_text(len(chunks), len(data))):
+                raise Damaged(f"{table.nbytes} bytes, more than {most}")
         except Damaged as error:
             raise StateError(f"the manifest of one node would be too large: {error.what}", remedy="save less in one") from error
         return data
@@ -228,11 +239,14 @@ class Fragment:
         )
 
     @staticmethod
-    def load(data: bytes, node: int, key: str) -> Fragment:
-        """Parse and check a fragment whose digest the caller has checked; ``Damaged`` naming ``key`` if a row makes no sense."""
+    def load(data: bytes, node: int, key: str, chunks: int = MAX_ROWS) -> Fragment:
+        """Parse and check a fragment whose digest the caller has checked; ``Damaged`` naming ``key`` if a row makes no sense.
+
+        ``chunks``: how many the version record promises. The memory taken is limited in proportion.
+        """
         with parsing(key):
-            made = Fragment.of(itertools.chain.from_iterable(map(rows_of, parquet.tables(data, SCHEMA))), node)
-            return replace(made, rounded=_rounded(data))
+            made = Fragment.of(itertools.chain.from_iterable(map(rows_of, parquet.tables(data, SCHEMA, chunks))), node)
+            return replace(made, rounded=_rounded(data, chunks))
 
     @staticmethod
     def of(rows: Iterable[Row], node: int) -> Fragment:
@@ -315,12 +329,18 @@ def _derivation(row: Row) -> Derivation | None:
     return found
 
 
-def _rounded(data: bytes) -> dict[str, Rounded]:
+def _parquet(table: pa.Table, compression: str) -> bytes:
+    sink = pa.BufferOutputStream()
+    pq.write_table(table, sink, compression=compression)
+    return bytes(sink.getvalue())
+
+
+def _rounded(data: bytes, chunks: int) -> dict[str, Rounded]:
     """What the further columns say, if they are all there."""
     schema = pa.unify_schemas([pa.schema([SCHEMA.field("name")]), ROUNDED])
     if not {*ROUNDED.names} <= {*pq.read_schema(pa.BufferReader(data)).names}:
         return {}
-    rows = (row for rows in parquet.read(data, schema) for row in rows if None not in row.values())
+    rows = (row for rows in parquet.read(data, schema, chunks) for row in rows if None not in row.values())
     found = {_text(row["name"]): Rounded(*(row[name] for name in ROUNDED.names)) for row in rows}
     if not all(math.isfinite(one.error) and math.isfinite(one.relative) for one in found.values()):
         raise Damaged("an error of rounding that is no number")

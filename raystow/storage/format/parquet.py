@@ -16,7 +16,7 @@ import pyarrow.compute as pc
 import pyarrow.parquet as pq
 
 from ..errors import Damaged, Unsupported
-from ..limits import MAX_CELLS, MAX_FOOTER, MAX_FRAGMENT, MAX_PAGES, MAX_ROWS, MAX_TEXT
+from ..limits import MAX_FOOTER, MAX_FRAGMENT, MAX_PAGES, MAX_ROWS, most_cells, most_text
 from .thrift import I32, I64, Scanner, Struct, count, integer, structs, substruct
 
 # Numbers of parquet.thrift.
@@ -38,33 +38,36 @@ def integers(values: Sequence[int]) -> pa.Int64Array:
     return pa.Array.from_buffers(pa.int64(), len(values), [None, pa.py_buffer(np.array(values, np.int64))])
 
 
-def read(data: bytes, schema: pa.Schema) -> Iterator[list[dict[str, Any]]]:
+def read(data: bytes, schema: pa.Schema, chunks: int) -> Iterator[list[dict[str, Any]]]:
     """The rows of ``tables``, some thousands at a time."""
-    for table in tables(data, schema):
+    for table in tables(data, schema, chunks):
         for batch in table.to_batches(max_chunksize=8192):
             yield batch.to_pylist()
 
 
-def tables(data: bytes, schema: pa.Schema) -> Iterator[pa.Table]:
-    """The columns of ``schema``, one row group at a time; other columns are ignored.
+def tables(data: bytes, schema: pa.Schema, chunks: int) -> Iterator[pa.Table]:
+    """The columns of ``schema``, one row group at a time; other columns are ignored. ``chunks``: see ``check``.
 
     Raises ``Damaged``, ``Unsupported``, what pyarrow raises, and ``ValueError`` for texts that are not UTF-8. Takes a few times
-    ``MAX_TEXT`` and 8 bytes for each of ``MAX_CELLS``, whatever the file says.
+    ``most_text`` and 8 bytes for each of ``most_cells``, whatever the file says.
     """
-    dictionaries = [leaf.path for leaf in check(data, schema) if leaf.physical_type == "BYTE_ARRAY"]
+    most = most_text(chunks, len(data))
+    dictionaries = [leaf.path for leaf in check(data, schema, chunks) if leaf.physical_type == "BYTE_ARRAY"]
     file = pq.ParquetFile(pa.BufferReader(data), read_dictionary=dictionaries, pre_buffer=False)
     text = 0
     for group in range(file.num_row_groups):  # pyarrow cannot read lists of dictionaries of several at once
         table = file.read_row_group(group, schema.names, use_threads=False).select(schema.names)
         text += sum(_text(chunk) for column in table.columns for chunk in column.chunks)
-        if text > MAX_TEXT:
-            raise Damaged(f"the texts of all rows take more than {MAX_TEXT} bytes")
+        if text > most:
+            raise Damaged(f"the texts of all rows take more than {most} bytes")
         yield table.cast(schema)
 
 
-def check(data: bytes, schema: pa.Schema) -> list[pq.ColumnSchema]:
+def check(data: bytes, schema: pa.Schema, chunks: int) -> list[pq.ColumnSchema]:
     """The columns, each element of a nested one by itself. Raises ``Damaged`` if the file exceeds the limits. The footer is
-    parsed here, since invalid metadata of a column ends the process in pyarrow."""
+    parsed here, since invalid metadata of a column ends the process in pyarrow. ``chunks``: how many the version record promises;
+    their number limits the columns, too."""
+    most_values, most_bytes = most_cells(chunks, len(data)), most_text(chunks, len(data))
     size = int.from_bytes(data[-8:-4], "little")
     if len(data) > MAX_FRAGMENT or len(data) < size + 12 or size > MAX_FOOTER or data[-4:] != b"PAR1":
         raise Damaged(f"not a Parquet file, or one of more than {MAX_FRAGMENT} bytes or with a footer of more than {MAX_FOOTER}")
@@ -82,7 +85,7 @@ def check(data: bytes, schema: pa.Schema) -> list[pq.ColumnSchema]:
             pages += 1  # a column without pages costs time, too
             for size, values in _pages(data, substruct(parts[i], 3)):
                 pages, cells, nbytes = pages + 1, cells + values, nbytes + size + values * (leaf.length or 0)
-                if pages > MAX_PAGES or cells > MAX_CELLS or nbytes > MAX_TEXT:
+                if pages > MAX_PAGES or cells > most_values or nbytes > most_bytes:
                     raise Damaged(f"with column {leaf.path!r:.60} there are more pages, values or bytes than the limits allow")
     return leaves
 

@@ -9,7 +9,7 @@ import pyarrow as pa
 import pyarrow.compute as pc
 
 from ..errors import Damaged
-from ..limits import MAX_DIMENSIONS
+from ..limits import MAX_DIMENSIONS, MAX_ROWS
 from . import parquet
 from .boxes import Box, overlap, span
 from .manifest import SCHEMA, VALUE, Chunk, Fragment, Value, parsing, rows_of
@@ -39,12 +39,12 @@ class Selection:
     spans: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
-def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought]) -> Selection:
+def select(data: bytes, node: int, key: str, sought: Mapping[str, Sought], chunks: int = MAX_ROWS) -> Selection:
     """What is sought, and all plain values. Of a tensor of which nothing overlaps, or that has another shape, at most one row.
-    Raises as ``Fragment.load``; other rows are not checked."""
+    ``chunks`` and errors as of ``Fragment.load``; other rows are not checked."""
     selection, names = Selection(), parquet.texts(sought)
     with parsing(key):
-        for table in parquet.tables(data, SCHEMA):
+        for table in parquet.tables(data, SCHEMA, chunks):
             plain = pc.equal(table["kind"], parquet.texts([VALUE])[0])
             selection.names.update(table["name"].filter(pc.invert(plain)).unique().to_pylist())
             rows = table.filter(pc.or_(plain, pc.is_in(table["name"], value_set=names)))
