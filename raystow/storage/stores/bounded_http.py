@@ -35,21 +35,21 @@ def at_most(body: int) -> Iterator[None]:
 def bound(client: Any, seconds: float) -> None:
     """Bound the answers that a boto3 client reads; each ends within so many seconds."""
 
-    class Connection(_BoundedConnection, AWSHTTPConnection):  # type: ignore[misc]
+    class PlainConnection(_BoundedConnection, AWSHTTPConnection):  # type: ignore[misc]
         limit = seconds
 
     class TlsConnection(_BoundedConnection, AWSHTTPSConnection):  # type: ignore[misc]
         limit = seconds
 
-    class Pool(AWSHTTPConnectionPool):  # type: ignore[misc]
-        ConnectionCls = Connection
+    class PlainPool(AWSHTTPConnectionPool):  # type: ignore[misc]
+        ConnectionCls = PlainConnection
 
     class TlsPool(AWSHTTPSConnectionPool):  # type: ignore[misc]
         ConnectionCls = TlsConnection
 
     # botocore has no public way to replace its connections. The names have been the same since 2018, and a hostile server in the
     # tests shows that it works.
-    client._endpoint.http_session._pool_classes_by_scheme.update(http=Pool, https=TlsPool)
+    client._endpoint.http_session._pool_classes_by_scheme.update(http=PlainPool, https=TlsPool)
 
 
 class _BoundedConnection:
