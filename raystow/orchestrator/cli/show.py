@@ -7,7 +7,7 @@ from dataclasses import asdict, dataclass
 
 from ...storage.delta_chain import base_chain
 from ...storage.format import values
-from ...storage.retention.compaction_policy import estimate
+from ...storage.retention import rewrite
 from ...storage.version import TensorInfo, Version
 from ...storage.version_selector import LATEST
 from .options import Json, Uri, Which
@@ -37,9 +37,9 @@ class Share:
 def show(uri: Uri, version: Which = LATEST, json: Json = False) -> None:
     """Show one version: metrics, tensors, sizes and codecs.
 
-    Reads the version's record and manifest, and none of its packs. RATIO is stored bytes divided by raw bytes. Where rounding
-    was used, ERROR is the largest relative error of a number and SQNR the lowest signal-to-noise ratio of a tensor. A chunk of
-    floats is split into byte planes, each of which has its own codec.
+    Reads the version's record and manifest; of a delta also some chunks, to estimate its size as a whole version. RATIO is
+    stored bytes divided by raw bytes. Where rounding was used, ERROR is the largest relative error of a number and SQNR the
+    lowest signal-to-noise ratio of a tensor. A chunk of floats is split into byte planes, each of which has its own codec.
 
     Example:  raystow show s3://bucket/runs/llama 7
     """
@@ -169,7 +169,9 @@ def _needs(target: Target, version: Version) -> str:
     _, *chain = base_chain({entry.id: entry for entry in target.root.listed}, version.entry)
     if chain[1:]:
         bases += f", and {count(len(chain) - 1, 'version')} that it needs"
-    return f"{bases} (stored whole it would take about {size(estimate(version.entry, chain[-1]))})" if chain else bases
+    if not chain:
+        return bases
+    return f"{bases} (stored whole it would take about {size(rewrite.plan(version, version.store, None).sampled())})"
 
 
 def _lossy(version: Version) -> list[str]:

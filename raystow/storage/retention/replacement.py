@@ -14,6 +14,7 @@ A replacement that is killed leaves an attempt that is no version, for a collect
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -31,7 +32,6 @@ from ..invariants import Claims, Fence
 from ..log import about
 from ..version import Version
 from . import rewrite
-from .compaction_policy import estimate
 from .rewrite import Progress, Rewriting
 
 logger = logging.getLogger(__name__)
@@ -109,12 +109,10 @@ class Replacement:
         """Whether the version is not yet what it becomes."""
         return self.goal.changes(self.version.entry)
 
-    @property
+    @functools.cached_property
     def stored(self) -> int:
-        """The stored bytes of the new attempt, estimated."""
-        if self.goal.weights_only or self.goal.base is not None:
-            return self.rewriting.stored
-        return max((estimate(self.version.entry, base.entry) for base in self.version.bases.all()), default=self.version.bytes)
+        """The stored bytes of the new attempt, estimated; for a version that is written whole, from a sample of its chunks."""
+        return self.rewriting.stored if self.goal.weights_only or self.goal.base is not None else self.rewriting.sampled()
 
     def execute(self, fence: Fence | None = None, progress: Progress = lambda nbytes: None) -> Entry | None:
         """Write the version again and replace it; the new entry. None if the version stays as it is: it was dropped, leased or

@@ -34,6 +34,8 @@ from ..version import Version
 _PACK = 64 << 20  # bytes
 _AT_ONCE = 4  # packs
 
+_SAMPLE = 4  # chunks of each group and dtype that an estimate reads
+
 _LEAST = 4096  # bytes of a tensor that is rounded
 
 Progress = Callable[[int], None]
@@ -100,6 +102,24 @@ class Rewriting:
         difference = self.base is not None
         return sum(bundle.likely(difference=difference) for pack in self.packs for bundle in pack.bundles)
 
+    def sampled(self) -> int:
+        """Stored bytes of the new attempt, estimated by coding some chunks of each group and dtype, which are read for it.
+        ``Damaged`` as for ``execute``."""
+        alike = defaultdict[tuple[object, ...], list[Bundle]](list)
+        size = 0
+        for bundle in (bundle for pack in self.packs for bundle in pack.bundles):
+            if (source := bundle.source) is None:
+                size += bundle.nbytes
+            else:
+                alike[source.group, source.dtype, source.is_reference].append(bundle)
+        for bundles in alike.values():
+            some = bundles[:: -(-len(bundles) // _SAMPLE)]
+            encoder = ChunkEncoder(max(bundle.nbytes for bundle in some))
+            coded = sum(owner.coding.size for owner in (self._recoded(encoder, *_recoding(bundle))[1] for bundle in some))
+            read = sum(bundle.nbytes for bundle in some)
+            size += round(coded * sum(bundle.nbytes for bundle in bundles) / read) if read else 0
+        return size
+
     def execute(
         self, attempt: str, progress: Progress = lambda nbytes: None
     ) -> tuple[tuple[FragmentInfo, ...], tuple[PackInfo, ...]]:
@@ -154,8 +174,8 @@ class Rewriting:
                 yield copied[id(piece.chunk)], piece.chunk, run.stored(piece, data), None
         encoder = ChunkEncoder(max((bundle.nbytes for bundle in bundles if bundle.source is not None), default=0))
         for bundle in bundles:
-            if (source := bundle.source) is not None:
-                stored, owner, found = self._recoded(encoder, source, bundle.rows[0], bundle.bits)
+            if bundle.source is not None:
+                stored, owner, found = self._recoded(encoder, *_recoding(bundle))
                 yield bundle, owner, stored.data, found
 
     def _recoded(self, encoder: ChunkEncoder, source: Chunk, row: Chunk, bits: int | None) -> tuple[Bytes, Chunk, Rounded | None]:
@@ -176,6 +196,11 @@ class Rewriting:
         if self.base is None or (same := self.base.chunk(chunk.name, chunk.box, near=chunk.node)) is None:
             return None
         return _elements(self.base, same) if (same.shape, same.dtype) == (chunk.shape, chunk.dtype) else None
+
+
+def _recoding(bundle: Bundle) -> tuple[Chunk, Chunk, int | None]:
+    assert bundle.source is not None
+    return bundle.source, bundle.rows[0], bundle.bits
 
 
 def _elements(version: Version, chunk: Chunk) -> Bytes:

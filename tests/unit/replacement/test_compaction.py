@@ -66,6 +66,28 @@ def test_who_had_found_it_before_reads_it_until_it_is_collected(repository: Repo
         bits(found[1])
 
 
+def test_the_size_as_a_whole_version_is_not_that_of_the_base(repository: Repository) -> None:
+    """The base has moments of zero, as at the first step; the delta has others, and several chunks of each kind."""
+    import numpy as np
+    from builders import whole, write
+    from delta_versions import WORDS
+
+    def arrays(step: int) -> dict[str, np.ndarray]:
+        moments = {f"optimizer.m{i}": WORDS[i % 4] * min(step, 1) ^ i for i in range(4)}
+        return {**{f"model.w{i}": (WORDS[i % 4] >> i) + step for i in range(12)}, **moments}
+
+    committer = Committer(repository, "me")
+    for step in range(3):
+        base = (1, arrays(0)) if step == 1 else None
+        write(committer, {name: whole(array) for name, array in arrays(step).items()}, base=base)
+    (entry,) = repository.plan_compaction([2]).entries
+    estimated, first = repository.plan_compaction([2]).replacement(entry).stored, repository.version(1).bytes
+    assert compact(repository, 2)
+    written = repository.version(2).bytes
+    assert abs(estimated - written) < 0.05 * written
+    assert first < 0.9 * written
+
+
 def test_a_base_may_be_a_delta_itself(repository: Repository) -> None:
     """raystow does not write that; the format allows it."""
     import numpy as np
