@@ -109,6 +109,21 @@ def test_state_ratio_and_versions_come_from_a_repository(tmp_path: Path) -> None
     assert (own["without"]["kept"], own["with"]["kept"]) == (1e9, 5e8)
 
 
+def test_a_repository_gives_all_but_the_prices(tmp_path: Path) -> None:
+    with LocalCluster(str(tmp_path)) as local:
+        for step in (1, 2):
+            local.save({"w": torch.randn(100, 100).bfloat16()}, step=step, stall=1e-6 * step)
+    first, newest = open_repository(str(tmp_path)).versions()
+    facts = run_json("cost", tmp_path)
+    saves = 30 * 86400 / (newest.created - first.created)
+    assert facts["with"]["stall"] == facts["without"]["stall"] == pytest.approx(1.5e-6, abs=1e-6)
+    assert facts["with"]["written"] == pytest.approx(saves * newest.raw * (first.bytes + newest.bytes) / (first.raw + newest.raw))
+    assert facts["with"]["kept"] == first.bytes + newest.bytes
+    assumed = " ".join(facts["assumptions"])
+    for words in ("the median of those recorded", "1 GPU at $4.40 an hour", "costs $0.023 a month"):
+        assert words in assumed
+
+
 def test_what_each_technique_has_saved(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path), delta=2) as local:
         for step, state in enumerate(itertools.islice(training(), 6)):

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 from dataclasses import dataclass
-from statistics import median
 from typing import Annotated
 
 import typer
@@ -55,7 +53,7 @@ def advise(
     interval = best_interval(cost.seconds, failures.seconds, budget / 100 if budget is not None else None)
     if not interval:
         raise typer.BadParameter("saves have recorded no stall: give --stall")
-    step, present = _per_step(history), _present(history)
+    step, present = history.seconds_per_step, history.interval
     now = lost_share(present, cost.seconds, failures.seconds) if present else None
     lost = lost_share(interval, cost.seconds, failures.seconds)
     if json:
@@ -98,23 +96,6 @@ def _mtbf(history: RunHistory) -> Figure:
     assumed = f"no restore is recorded, so that of a study, for {count(ranks, 'rank')}"
     source = f"observed: {count(restores, 'restore')} in {_duration(span)}" if restores else assumed
     return Figure(time_between_failures(span, restores, ranks), source)
-
-
-def _gaps(history: RunHistory) -> list[tuple[float, int]]:
-    """Seconds and steps from each version to the next one, where both grow."""
-    pairs = itertools.pairwise(history.versions)
-    gaps = ((after.created - before.created, after.step - before.step) for before, after in pairs)
-    return [(time, steps) for time, steps in gaps if time > 0 and steps > 0]
-
-
-def _per_step(history: RunHistory) -> float | None:
-    gaps = _gaps(history)
-    return median(time / steps for time, steps in gaps) if gaps else None
-
-
-def _present(history: RunHistory) -> float | None:
-    gaps = _gaps(history)
-    return median(time for time, _ in gaps) if gaps else None
 
 
 def _duration(seconds: float) -> str:

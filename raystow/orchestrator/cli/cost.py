@@ -13,7 +13,10 @@ from . import options
 from .options import Json, number, seconds
 from .output import billed, count, emit, out, price, say, table
 from .pricing import DAYS, Bill, Prices, Saving, Schedule, break_even, monthly_bill, savings
+from .run_history import read_history
 from .target import open_target
+
+_RECORDS = 100  # versions whose records are read
 
 _STALLS = (
     "give the stall of a save: --stall 0.06 --stall-compressed 0.07 (measured seconds); or, for a loop that waits until "
@@ -22,11 +25,11 @@ _STALLS = (
 
 
 def cost(
-    gpus: Annotated[int, number(min=0, help="GPUs that wait during a stall.")],
-    gpu_price: Annotated[float, options.gpu_price],
-    store_price: Annotated[float, options.store_price],
-    every: Annotated[float, options.time(help="Time between saves: 90s, 30m, 6h.")],
-    uri: Annotated[str | None, typer.Argument(metavar="URI", help="Repository that gives --state, --ratio and --keep.")] = None,
+    uri: Annotated[str | None, typer.Argument(metavar="URI", help="Repository that gives all but the prices.")] = None,
+    gpus: Annotated[int | None, number(min=0, help="GPUs that wait during a stall; by default one per rank of URI.")] = None,
+    gpu_price: Annotated[float, options.gpu_price] = "4.40",  # type: ignore[assignment]
+    store_price: Annotated[float, options.store_price] = "0.023",  # type: ignore[assignment]
+    every: Annotated[float | None, options.time(help="Time between saves: 90s, 30m, 6h; by default as in URI.")] = None,
     state: Annotated[int | None, options.size(help="Raw bytes of a version: 782GB.")] = None,
     ratio: Annotated[float | None, options.ratio(help="Stored bytes divided by raw bytes: 0.8, or its inverse: 1.25x.")] = None,
     keep: Annotated[int | None, number(help="Versions in the store; by default those in URI, or 1.")] = None,
@@ -41,16 +44,25 @@ def cost(
     """Compute what checkpoints cost per month, with and without compression.
 
     Counts stored bytes at the store's price and waiting GPUs at theirs, and prints all assumptions. Where compression does not
-    pay, the output says so. With a URI it also prints what each technique saves there, and when to do without it. raystow does
-    not wait for the store during a save: give its measured stalls.
+    pay, the output says so. A URI gives sizes, the interval, the recorded stalls, and what each technique saves there, and when
+    to do without it. raystow does not wait for the store during a save, so that its stalls are the same without compression; for
+    a loop that does wait, give --write-rate. The default prices are those of S3 Standard and of NVIDIA's example of 2026.
 
-    Example:  raystow cost s3://bucket/runs/llama --every 30m --gpus 8 --gpu-price 4.40 --store-price 0.023 --write-rate 5GB
+    Example:  raystow cost s3://bucket/runs/llama --gpu-price 2.50
     """
     known = _read(uri) if uri is not None else RepositoryCost()
+    gpus = known.ranks if gpus is None else gpus
+    every = known.every if every is None else every
+    if gpus is None or every is None:
+        raise typer.BadParameter("give --gpus and --every, or the URI of a repository with two versions")
     raw, part = known.state if state is None else state, ratio or known.ratio
     if not raw or part is None:
         raise typer.BadParameter("give the size of a version: --state 782GB --ratio 0.8, or the URI of a repository")
-    stalls, how = _stalls(raw, part, (stall, stall_compressed), write_rate, code_rate)
+    given = (stall, stall_compressed), write_rate, code_rate
+    if known.stall is not None and given == ((None, None), None, None):
+        stalls, how = (known.stall, known.stall), "stalls are the median of those recorded, the same without compression"
+    else:
+        stalls, how = _stalls(raw, part, *given)
     if max(stalls) >= every:
         what = f"a save takes {max(stalls):,.1f} s, but the next one begins after {every:,.0f} s"
         raise typer.BadParameter(f"{what}: save less often (--every)")
@@ -61,7 +73,7 @@ def cost(
     even = break_even(schedule, prices, plain.store_dollars - coded.store_dollars)
     rounded = f"; {billed(known.spared)} of the saving are due to rounding, which cannot be undone" if known.spared else ""
     assumptions = [
-        f"a month of {DAYS} days with a save every {every / 60:,g} minutes: {schedule.saves:,.0f} saves",
+        f"a month of {DAYS} days with a save every {every / 60:,.3g} minutes: {schedule.saves:,.0f} saves",
         f"a version has {billed(raw)}, compressed {part:.3f} of that; {count(schedule.keep, 'version')} kept{rounded}",
         how,
         f"{count(gpus, 'GPU')} at {price(gpu_price)} an hour; all wait during a stall",
@@ -94,7 +106,8 @@ def cost(
 
 @dataclass(frozen=True)
 class RepositoryCost:
-    """What a repository says: sizes of its versions, ``held`` bytes in total, and ``spared`` bytes by rounding."""
+    """What a repository says: sizes of its versions, ``held`` bytes in total, ``spared`` bytes by rounding; seconds from save to
+    save (``every``), and the median recorded ``stall``."""
 
     uri: str | None = None
     version: int | None = None
@@ -104,6 +117,9 @@ class RepositoryCost:
     held: int | None = None
     savings: tuple[Saving, ...] = ()
     spared: int = 0
+    ranks: int | None = None
+    every: float | None = None
+    stall: float | None = None
 
 
 def _read(uri: str) -> RepositoryCost:
@@ -113,6 +129,7 @@ def _read(uri: str) -> RepositoryCost:
         raise NotFound(f"version {newest.id} has no bytes", subject=target.uri, remedy="give --state and --ratio")
     full = [entry for entry in entries if entry.resumable] or entries
     derived = sum(row.nbytes for rows in newest.chunks.values() for row in rows if row.derivation is not None)
+    history = read_history(target, newest=_RECORDS)
     return RepositoryCost(
         uri=target.uri,
         version=newest.id,
@@ -122,6 +139,9 @@ def _read(uri: str) -> RepositoryCost:
         held=sum(entry.stored for entry in entries),
         savings=tuple(savings(entries, derived)),
         spared=sum(one.spared for one in newest.rounded().values()) if newest.record.lossy else 0,
+        ranks=newest.world_size,
+        every=history.interval,
+        stall=history.median_stall,
     )
 
 

@@ -3,6 +3,7 @@ records."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
@@ -97,6 +98,23 @@ class RunHistory:
     def median_stall(self) -> float | None:
         """In seconds; None if no stall is known."""
         return median(self.stalls) if self.stalls else None
+
+    @property
+    def interval(self) -> float | None:
+        """The median seconds from a version to the next one; None without two versions."""
+        return median(time for time, _ in self._gaps) if self._gaps else None
+
+    @property
+    def seconds_per_step(self) -> float | None:
+        """The median between versions; None without two versions."""
+        return median(time / steps for time, steps in self._gaps) if self._gaps else None
+
+    @cached_property
+    def _gaps(self) -> list[tuple[float, int]]:
+        """Seconds and steps from each version to the next one, where both grow."""
+        pairs = itertools.pairwise(self.versions)
+        gaps = ((after.created - before.created, after.step - before.step) for before, after in pairs)
+        return [(time, steps) for time, steps in gaps if time > 0 and steps > 0]
 
 
 def read_history(target: Target, *, newest: int, tariff: Tariff | None = None) -> RunHistory:
