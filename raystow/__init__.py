@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from .orchestrator.client.checkpointer import Checkpointer
     from .orchestrator.client.options import Compression, Interval, Memory, Replication
     from .orchestrator.client.pending import Pending
+    from .orchestrator.journal.journal import Journal
     from .orchestrator.lossy.rules import Blockwise, MantissaBits
     from .orchestrator.lossy.sqnr import Sqnr
     from .orchestrator.save.state_tree import State
@@ -57,6 +58,7 @@ __all__ = [
     "DeadlineExceeded",
     "Fenced",
     "Interval",
+    "Journal",
     "MantissaBits",
     "Memory",
     "MissingDependency",
@@ -92,6 +94,7 @@ _MODULES = {
     "Checkpointer": "orchestrator.client.checkpointer",
     "CollectionPlan": "storage.retention.collect",
     "Compression": "orchestrator.client.options",
+    "Journal": "orchestrator.journal.journal",
     "MantissaBits": "orchestrator.lossy.rules",
     "Interval": "orchestrator.client.options",
     "Memory": "orchestrator.client.options",

@@ -64,6 +64,8 @@ DURABLE = _seconds("raystow_durable_seconds", "From save until there is a versio
 FAILED_SAVES = _counter("raystow_failed_saves", "Saves of a rank that became no version.")
 RESTORE = _seconds("raystow_restore_seconds", "From restore until the state of a rank is filled.", _LONG)
 RESTORED = _counter("raystow_restored_bytes", "Stored bytes that restores have read, by where from.", "source")
+JOURNALED = _counter("raystow_journaled_bytes", "Bytes of the entries of recorded steps.")
+UNRECORDED = _counter("raystow_unrecorded_steps", "Steps that could not be recorded.")
 
 # Node workers.
 UPLOADED = _counter("raystow_uploaded_bytes", "Bytes that the store has taken from a node.")
@@ -74,6 +76,7 @@ QUEUE = _gauge("raystow_queue_bytes", "Bytes being coded, or coded and not uploa
 QUEUE_LIMIT = _gauge("raystow_queue_limit_bytes", "What the queue may grow to; then saves wait.", "node")
 MEMORY_TIER = _gauge("raystow_memory_tier_bytes", "Bytes kept in a node's memory to restore from.", "node")
 MEMORY_TIER_LIMIT = _gauge("raystow_memory_tier_limit_bytes", "What keep_in_memory allows.", "node")
+JOURNAL_MEMORY = _gauge("raystow_journal_memory_bytes", "Bytes of entries of recorded steps in a node's memory.", "node")
 REPLICAS_WANTED = _gauge(
     "raystow_replicas_wanted_bytes", "Copies on other nodes that a node sees to: what there should be.", "node"
 )

@@ -45,11 +45,25 @@ def train(uri: str, proxy: FaultProxy) -> raystow.Checkpointer:
     saver.close()
     with raystow.Checkpointer(uri, rank=0, world_size=2, timeout=1) as alone:
         alone.save(model_and_moments(3), step=3)  # nobody is rank 1
-    last = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30, memory=raystow.Memory(cache=0))
+    last = raystow.Checkpointer(uri, rank=0, world_size=1, timeout=30, memory=raystow.Memory(cache=0, journal=5_000))
     last.save(model_and_moments(4), step=4).result(60)
     cut_a_pack(uri)
     last.restore_latest(into=model_and_moments(0))
+    record_steps(last)
     return last
+
+
+def record_steps(saver: raystow.Checkpointer) -> None:
+    """Until the memory for them is full."""
+    model = torch.nn.Linear(32, 32)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    journal = saver.journal(model, optimizer)
+    journal.replay()
+    for step in range(10, 20):
+        model(torch.randn(4, 32)).square().sum().backward()
+        optimizer.step()
+        journal.record(step)
+    wait_until(lambda: journal.save_advised, "the memory is full")
 
 
 def cut_a_pack(uri: str) -> None:

@@ -16,11 +16,26 @@ from fake_clock import FakeClock
 from msgspec.structs import replace
 
 from raystow.storage.errors import ClusterError, StoreUnavailable
+from raystow.storage.object_store import Buffer
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.journal.entry_memory import EntryMemory
+from raystow.workers.journal.node_journal import NodeJournal
+from raystow.workers.node.node import NoNodePeers
 from raystow.workers.protocol import tcp_channel
-from raystow.workers.protocol.messages import GREETING, AttemptKey, Contact, ReadCached, Replica, RestoreGroup
+from raystow.workers.protocol.messages import (
+    GREETING,
+    AttemptKey,
+    Contact,
+    EntryInfo,
+    EntryKept,
+    Generation,
+    PutEntry,
+    ReadCached,
+    Replica,
+    RestoreGroup,
+)
 from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.replication import peer_server, peers
 from raystow.workers.replication.peer_server import PeerServer
@@ -31,6 +46,16 @@ DATA = os.urandom(3_000_000)
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
 
 
+class PeersOnly(NoNodePeers):
+    """Other nodes that are reached, but not listed."""
+
+    def __init__(self, others: Peers) -> None:
+        self._others = others
+
+    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+        return self._others.put_entry(node, put, data)
+
+
 class Worker:
     """What a node worker is to others, and others to it."""
 
@@ -38,13 +63,15 @@ class Worker:
         self.tier = MemoryTier(1 << 30)
         self.peers = Peers(find, clock)
         self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
-        self.peer_server = PeerServer("127.0.0.1", self.fetcher, ReplicaStore(self.tier))
+        self.journal = NodeJournal(name, 1 << 20, self.peers, PeersOnly(self.peers), clock)
+        self.peer_server = PeerServer("127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal)
         self._visit = self.fetcher.visit()
         self._visit.__enter__()
 
     def close(self) -> None:
         self._visit.__exit__(None, None, None)
         self.peer_server.close()
+        self.journal.close()
         self.peers.close()
 
 
@@ -272,3 +299,20 @@ def test_a_node_of_another_version_is_told_so(cluster, monkeypatch):
     monkeypatch.setattr(tcp_channel, "GREETING", b"1.0123456789abcdef".ljust(32, b"\0"))
     with pytest.raises(ClusterError, match="speaks protocol"):
         read(cluster, "b", "a", "pack", 0, 10)
+
+
+def test_an_entry_of_the_journal_is_kept_and_read(cluster: Cluster) -> None:
+    """What does not fit is refused before its bytes are sent."""
+    cluster.start("a", "b")
+    info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 100_000)
+    data = DATA[: info.size]
+    kept = cluster["a"].peers.put_entry("b", PutEntry(info, 4), data)
+    assert (kept.problem, kept.copies) == ("", 1)
+    target = bytearray(info.size)
+    assert cluster["a"].peers.read("b", "r", info.key, 0, memoryview(target))
+    assert target == data
+    large = replace(info, step=5, previous=4, size=2 << 20)
+    assert "is full" in cluster["a"].peers.put_entry("b", PutEntry(large, 4), bytes(2 << 20)).problem
+    assert cluster["b"].journal.store.holdings("r") == (info,)
+    cluster["b"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
+    assert cluster["b"].journal.store.own() == [info]

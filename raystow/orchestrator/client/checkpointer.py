@@ -24,7 +24,17 @@ from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers import ray_metrics
 from ...workers.cache.host_memory import memory_limit
 from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import PROTOCOL, AskNextSave, Begin, CoordinatorStarted, NextSave, OpenSession, RestoreVote
+from ...workers.protocol.messages import (
+    PROTOCOL,
+    START,
+    AskNextSave,
+    Begin,
+    CoordinatorStarted,
+    NextSave,
+    OpenJournal,
+    OpenSession,
+    RestoreVote,
+)
 from ...workers.shm.ring import slot_size
 from ...workers.staging.client import Staging
 from ...workers.staging.plan import SaveOrder
@@ -50,6 +60,8 @@ from .version_callbacks import VersionCallback, VersionCallbacks
 
 if TYPE_CHECKING:
     import torch
+
+    from ..journal.journal import Journal
 
 logger = logging.getLogger(__name__)
 
@@ -137,6 +149,8 @@ class Checkpointer:
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
         self._pending: list[Pending] = []
         self._staging: Staging | None = None
+        self._journal: Journal | None = None
+        self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         self._closed = False
         coordinator = coordinator_actor(self.uri).start.remote(PROTOCOL)
         started: CoordinatorStarted = ray_cluster.call(coordinator, _START, f"coordinator of {self.uri}")
@@ -228,6 +242,8 @@ class Checkpointer:
                 self._pending.append(pending)
             except RaystowError as error:
                 self._conclude(pending, error)
+        if self._journal is not None:
+            self._journal.saved(step)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
         return pending
 
@@ -259,6 +275,35 @@ class Checkpointer:
             optimizer: A ``torch.optim.Optimizer``.
         """
         optimizer.register_step_pre_hook(lambda *_: self.fence())
+
+    def journal(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Journal:
+        """Record every optimizer step from now on, so that a failure loses one step at most. See ``docs/journal.md``.
+
+        Every rank calls it once, and then ``replay``. The entries are in the memory of this node (``Memory(journal=...)``) and
+        of as many other nodes as have copies of the newest version (``Replication``).
+
+        Args:
+            model: The model, whose parameters are checked after each replayed step, and whose buffers are recorded.
+            optimizers: The optimizers that change it.
+
+        Returns:
+            The journal. ``close`` of this Checkpointer closes it.
+
+        Raises:
+            StateError: There is a journal already, or there are no optimizers.
+        """
+        self._check_open()
+        if self._journal is not None or not optimizers:
+            what = "there is a journal already" if optimizers else "there are no optimizers"
+            raise StateError(what, subject=self.uri, remedy="make one journal, with all optimizers")
+        from ..journal.cluster_port import cluster_journal
+        from ..journal.journal import JournalIdentity
+
+        who = JournalIdentity(self.uri, self._repository_id, self.rank, self.world_size, self._incarnation, self._timeout)
+        opening = OpenJournal(self.uri, who.repository, self.rank, self._replication.replicas, self._memory.journal)
+        self._journal = cluster_journal(model, optimizers, who, opening, self._node_worker, self._port)
+        self._journal.restored(*self._restored)
+        return self._journal
 
     def restore(
         self,
@@ -311,6 +356,9 @@ class Checkpointer:
         agreement = ClusterAgreement(repository, self._port, vote, self._node_worker, here=ray_cluster.node_here())
         options = RestoreOptions(self.rank, self.world_size, strict, cast)
         restored = restore_agreed(repository, into, agreement, options, progress=progress)
+        self._restored = (START if restored is None else restored.step), asked == LATEST
+        if self._journal is not None:
+            self._journal.restored(*self._restored)
         if restored is not None:
             record(RESTORE, SYSTEM.monotonic() - begun, repository=self.uri)
         return restored
@@ -345,6 +393,8 @@ class Checkpointer:
         ``restore_latest`` raise ``StateError``.
         """
         self._closed = True
+        if self._journal is not None:
+            self._journal.close()
         for pending in self._pending:
             self._await(pending)
         self._detach()

@@ -33,6 +33,7 @@ class Memory:
             for one whole save, but at most this rank's share of half of the machine's memory.
         cache: Bytes per node (not per rank) for its part of the newest version, which restores read first. A part that does not
             fit is not cached; 0 turns the cache off. None: a quarter of the machine's memory.
+        journal: Bytes per node for recorded steps; see ``Checkpointer.journal``. None: an eighth of the machine's memory.
 
     Raises:
         StateError: A value is not a number of bytes in the allowed range.
@@ -40,12 +41,15 @@ class Memory:
 
     staging: int | None = None
     cache: int | None = None
+    journal: int | None = None
 
     def __post_init__(self) -> None:
         if self.staging is not None:
             memory_of_a_rank(self.staging, name="Memory.staging", instead="None")
         if self.cache is not None:
             integer("Memory.cache", self.cache, least=0, instead="None")
+        if self.journal is not None:
+            integer("Memory.journal", self.journal, least=0, instead="None")
 
 
 @dataclass(frozen=True)

@@ -26,17 +26,19 @@ from ...storage.log import about, here
 from ...storage.repository import create_repository
 from ...storage.retention.policy import Policy
 from ...workers import ray_metrics
-from ...workers.node.actor import holders
+from ...workers.node.actor import holders, journal_entries
 from ...workers.protocol import messages
 from ...workers.protocol.messages import (
     PROTOCOL,
     Begin,
     CoordinatorStarted,
     CoordinatorStatus,
+    JournalVote,
     RestoreChoice,
     RestoreVote,
     Ticket,
 )
+from ..journal.rounds import JournalRounds
 from ..restore.rounds import RestoreRounds
 from ..restore.version_cache import VersionCache
 from .attempt import Attempt, Phase
@@ -62,8 +64,9 @@ class CoordinatorActor:
         self._core: Coordinator | None = None
         self._starting = asyncio.Lock()
         self._changed = asyncio.Condition()
-        self._reported = (0, 0)
+        self._reported = (0, 0, 0)
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
+        self._replays = JournalRounds(SYSTEM)
         self._offers: tuple[int, dict[str, RestoreChoice]] = (0, {})
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
@@ -103,6 +106,8 @@ class CoordinatorActor:
         await self._apply(lambda core: core.join(rank, incarnation, world_size))
         async with self._restoring:
             self._rounds.left(rank, incarnation)
+            self._replays.left(rank, incarnation)
+        await self._tell()
 
     async def begin(self, begin: Begin) -> Ticket:
         return await self._apply(lambda core: core.begin(begin))
@@ -209,6 +214,19 @@ class CoordinatorActor:
             choice = await self._offer(entry.attempt, lambda: (entry, b""))
             return replace(choice, company=round.company)
 
+    async def handle_journal(self, protocol: str, data: bytes) -> bytes:
+        """Take a rank's vote on the step to replay to, and answer when all ranks have voted."""
+        self._check(protocol)
+        await self.start()
+        vote = messages.decode(data, JournalVote)
+        async with self._restoring:
+            held = await journal_entries(self._committer.catalog.id) if self._replays.chooses(vote) else {}
+            round = self._replays.vote(vote, lambda: held)
+        await self._tell()
+        async with self._changed:
+            await self._changed.wait_for(lambda: round.answers(vote))
+        return messages.encode(round.answer(vote))
+
     async def _offer(self, attempt: str, describe: Callable[[], tuple[Entry, bytes]]) -> RestoreChoice:
         """The restore choice of an attempt. ``describe``: its entry, and its record if it is not a version yet. The contents of
         node memories are requested once for all ranks, and again after a change of any round."""
@@ -245,7 +263,7 @@ class CoordinatorActor:
         """Wake the waiting calls if anything has changed: waking thousands of them at each of ten thousands of calls takes
         minutes."""
         assert self._core is not None
-        news = self._core.changes, self._rounds.changes
+        news = self._core.changes, self._rounds.changes, self._replays.changes
         if news != self._reported:
             self._reported = news
             async with self._changed:
@@ -274,6 +292,7 @@ class CoordinatorActor:
                 core.tick()
                 async with self._restoring:
                     await asyncio.to_thread(self._rounds.tick)
+                    self._replays.tick()
                 core.nodes_alive({node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]})
                 await self._tell()
                 for id, token in core.abandoned():

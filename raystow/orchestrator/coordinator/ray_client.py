@@ -13,7 +13,7 @@ from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol import messages
-from ...workers.protocol.messages import PROTOCOL, Begin, RestoreChoice, RestoreVote, Ticket
+from ...workers.protocol.messages import PROTOCOL, Begin, JournalChoice, JournalVote, RestoreChoice, RestoreVote, Ticket
 from ..ray_cluster import call
 from .actor import CoordinatorActor
 
@@ -73,6 +73,11 @@ class RayCoordinatorClient:
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
         report = messages.RankSaveFailed(rank, incarnation, save, step, messages.shortened(reason))
         return self._ask(report, messages.FailureNoted).first
+
+    def settle_journal(self, vote: JournalVote) -> JournalChoice:
+        """See ``journal.rounds``. Waits for the other ranks."""
+        data = self._call("handle_journal", vote, vote.timeout + 2 * _ANSWER)
+        return messages.decode(data, JournalChoice)
 
     def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
         """See ``save_schedule``."""

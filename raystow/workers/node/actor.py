@@ -22,9 +22,12 @@ from ..protocol.messages import (
     PROTOCOL,
     AttemptKey,
     Contact,
+    EntryInfo,
+    EntryKept,
     Holding,
     NodePart,
     NodeStatus,
+    PutEntry,
     Replica,
     ReplicationProgress,
     Saves,
@@ -72,6 +75,10 @@ class NodeActor:
         """See ``Node.holdings``."""
         return self._node.holdings(repository)
 
+    def journal_entries(self, repository: str) -> list[EntryInfo]:
+        """The entries of recorded steps of a repository."""
+        return list(self._node.journal.store.holdings(repository))
+
     def committed(self, attempt: AttemptKey) -> None:
         """See ``ReplicaStore.committed``."""
         self._node.replicas.committed(attempt)
@@ -115,6 +122,10 @@ class RayReplicationPeers:
     def accept(self, node: str, copy: Replica, data: Buffer) -> NodePart:
         """See ``replication.ReplicationPeers``."""
         return self._peers.accept(node, copy, data)
+
+    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+        """See ``journal.EntryPeers``."""
+        return self._peers.put_entry(node, put, data)
 
     def committed(self, node: str, attempt: AttemptKey) -> None:
         """See ``replication.ReplicationPeers``."""
@@ -185,6 +196,21 @@ async def holders(repository: str) -> dict[str, dict[int, tuple[str, ...]]]:
             for number in holding.whole:
                 found[holding.attempt.token][number].append(node)
     return {token: {number: tuple(nodes) for number, nodes in of.items()} for token, of in found.items()}
+
+
+async def journal_entries(repository: str) -> dict[str, list[EntryInfo]]:
+    """The entries of recorded steps that nodes have in memory, by node, as far as they answer in time."""
+    alive = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
+    return dict(zip(alive, await asyncio.gather(*(_journal_entries(node, repository) for node in alive)), strict=True))
+
+
+async def _journal_entries(node: str, repository: str) -> list[EntryInfo]:
+    try:
+        worker = await asyncio.to_thread(_worker, node)
+        held: list[EntryInfo] = await asyncio.wait_for(worker.journal_entries.remote(repository), _SURVEY)
+        return held
+    except (ValueError, RayError, asyncio.TimeoutError):
+        return []  # it has no worker, or one that is dead or frozen
 
 
 async def _holdings(node: str, repository: str) -> list[Holding]:

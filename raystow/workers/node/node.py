@@ -10,10 +10,12 @@ from collections import defaultdict, deque
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Protocol
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
+from ...storage.object_store import Buffer
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
 from ..cache.base_version import BaseVersion, KnownChunks
@@ -22,13 +24,28 @@ from ..cache.fetcher import Fetcher, NoPeers, PeerReader
 from ..cache.host_memory import memory_limit
 from ..cache.pack_cache import keeper
 from ..cache.tier import MemoryTier
+from ..journal.entry_replicator import EntryPeers
+from ..journal.node_journal import NodeJournal
 from ..packing.attempt import Executors, NodeAttempt, Outcome
 from ..packing.budget import Budget
 from ..packing.chunk_writer import warm_up
 from ..packing.metered_store import Metered
 from ..packing.stale_state import OptimizerWatch
 from ..protocol.coordinator_client import CoordinatorClient
-from ..protocol.messages import AttemptKey, Begin, Contact, Holding, NodeStatus, OpenSession, ReadCached, Saves, Ticket
+from ..protocol.messages import (
+    AttemptKey,
+    Begin,
+    Contact,
+    EntryKept,
+    Holding,
+    NodeStatus,
+    OpenJournal,
+    OpenSession,
+    PutEntry,
+    ReadCached,
+    Saves,
+    Ticket,
+)
 from ..protocol.unix_channel import Connection, Listener
 from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
@@ -44,6 +61,17 @@ _UPLOADS = max(4, min(32, os.cpu_count() or 1))
 _SEALERS = max(4, (os.cpu_count() or 1) // 4)  # a few cores saturate memory: more would only slow the training
 _KNOWN = 2  # versions of a repository whose rows are kept: the base of the saves under way, and that of the next
 _MEASURE = 5.0  # seconds from one value of a gauge to the next
+
+
+class NodePeers(ReplicationPeers, EntryPeers, Protocol):
+    """The workers of other nodes."""
+
+
+class NoNodePeers(NoReplicationPeers):
+    """A node without peers."""
+
+    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+        return EntryKept(put.info.step, 0, "there is no such node")
 
 
 @dataclass(frozen=True)
@@ -78,7 +106,7 @@ class Node:
         connect: Callable[[str], CoordinatorClient],
         *,
         peers: PeerReader | None = None,
-        replication_peers: ReplicationPeers | None = None,
+        replication_peers: NodePeers | None = None,
         host: str = "127.0.0.1",
         threads: int | None = None,
         when_warm: Callable[[], None] = lambda: None,
@@ -88,8 +116,10 @@ class Node:
         self._tier = MemoryTier(self._keep)
         self._fetcher = Fetcher(self._tier, peers or NoPeers(), budget=self._keep // 4, node=node)
         self.replicas = ReplicaStore(self._tier)
-        self.replicator = Replicator(node, self._tier, replication_peers or NoReplicationPeers(), SYSTEM)
-        self._peer_server = PeerServer(host, self._fetcher, self.replicas)
+        others, reader = replication_peers or NoNodePeers(), peers or NoPeers()
+        self.replicator = Replicator(node, self._tier, others, SYSTEM)
+        self.journal = NodeJournal(node, memory_limit() // 8, reader, others, SYSTEM)
+        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal)
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
@@ -128,6 +158,7 @@ class Node:
         self._listener.close()
         self._peer_server.close()
         self.replicator.close()
+        self.journal.close()
         self._executors.coders.shutdown(wait=False)
         self._executors.sealers.shutdown(wait=False)
         self._executors.uploads.shutdown(wait=False)
@@ -141,11 +172,13 @@ class Node:
         with contextlib.closing(connection):
             try:
                 connection.handshake("a process of this node")
-                received = connection.receive(OpenSession, ReadCached)
+                received = connection.receive(OpenSession, ReadCached, OpenJournal)
                 match received and received[0]:
                     case OpenSession() as opening:
                         with self._saves.rank(opening.uri):
                             Session(connection, self, self._node, opening).serve()
+                    case OpenJournal() as journal:
+                        self.journal.serve(connection, journal)
                     case ReadCached() as first:
                         with self._fetcher.visit():
                             serve_reads(connection, first, self._fetcher, lambda uri: self._repository(uri).store)
@@ -266,4 +299,5 @@ class Node:
             if not (ticket.deltas and outcome.bases):  # the coordinator may name it as a base
                 self._known[key.repository].append(known)
             self._tier.committed(key, alone=not outcome.bases)
+            self.journal.committed(key.repository, outcome.step)
             self.replicator.wake()

@@ -7,11 +7,23 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
+from typing import Protocol
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import DeadlineExceeded, ProtocolError
 from ..cache.fetcher import Fetcher
-from ..protocol.messages import ClaimSpan, Contact, ObjectState, PutReplica, ReadObject, SpanClaims
+from ..protocol.messages import (
+    JOURNAL,
+    ClaimSpan,
+    Contact,
+    EntryKept,
+    ObjectState,
+    PutEntry,
+    PutReplica,
+    ReadObject,
+    SpanClaims,
+)
 from ..protocol.tcp_channel import TcpChannel
 from .replica_store import ReplicaStore
 
@@ -23,11 +35,24 @@ _PAUSE = 0.1  # seconds after a failed accept: the caller has closed at once, or
 _MAX_REPLICA = 1 << 30  # bytes
 
 
+class EntryHost(Protocol):
+    """The step journal of this node: see ``journal.node_journal``."""
+
+    def receive(self, put: PutEntry, fill: Callable[[memoryview], None]) -> EntryKept:
+        """Keep a copy of another node's entry, whose bytes ``fill`` writes."""
+
+    def room(self, put: PutEntry) -> str:
+        """Return why a copy cannot be kept; empty if it can."""
+
+    def lend(self, repository: str, key: str) -> int | None:
+        """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
+
+
 class PeerServer:
     """Listens at ``host``, an address of this node, until ``close``."""
 
-    def __init__(self, host: str, fetcher: Fetcher, replicas: ReplicaStore) -> None:
-        self._fetcher, self._replicas = fetcher, replicas
+    def __init__(self, host: str, fetcher: Fetcher, replicas: ReplicaStore, journal: EntryHost) -> None:
+        self._fetcher, self._replicas, self._journal = fetcher, replicas, journal
         self._channels = set[TcpChannel]()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=512)
@@ -62,7 +87,7 @@ class PeerServer:
         try:
             channel.accept(self.contact.secret)
             while True:
-                self._answer(channel, channel.receive(ReadObject, ClaimSpan, PutReplica, timeout=None))
+                self._answer(channel, channel.receive(ReadObject, ClaimSpan, PutReplica, PutEntry, timeout=None))
         except OSError as error:
             logger.debug("a connection from another node has ended: %r", error)
         except ProtocolError as error:
@@ -86,11 +111,22 @@ class PeerServer:
                 data = bytearray(length)
                 channel.receive_into(memoryview(data))
                 channel.send(self._replicas.accept(replica, data))
+            case PutEntry():
+                self._accept_entry(channel, request)
+
+    def _accept_entry(self, channel: TcpChannel, put: PutEntry) -> None:
+        problem = self._journal.room(put)
+        channel.send(EntryKept(put.info.step, 0, problem))
+        if not problem:
+            channel.send(self._journal.receive(put, channel.receive_into))
 
     def _send(self, channel: TcpChannel, request: ReadObject) -> None:
         start, length = request.start, request.length
         try:
-            descriptor = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
+            if request.key.startswith(JOURNAL):
+                descriptor = self._journal.lend(request.repository, request.key)
+            else:
+                descriptor = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
         except DeadlineExceeded:
             channel.send(ObjectState("pending"))
             return

@@ -15,8 +15,10 @@ from ..protocol.messages import (
     Claim,
     ClaimSpan,
     Contact,
+    EntryKept,
     NodePart,
     ObjectState,
+    PutEntry,
     PutReplica,
     ReadObject,
     Replica,
@@ -77,6 +79,19 @@ class Peers:
             channel.send(PutReplica(replica, memoryview(data).nbytes))
             channel.send_bytes(data)
             return channel.receive(NodePart)
+
+        return self._talk(node, ask)
+
+    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+        """Give a node a copy of an entry of the step journal."""
+
+        def ask(channel: TcpChannel) -> EntryKept:
+            channel.send(put)
+            answer = channel.receive(EntryKept)
+            if not answer.problem:
+                channel.send_bytes(data)
+                answer = channel.receive(EntryKept)
+            return answer
 
         return self._talk(node, ask)
 

@@ -15,6 +15,7 @@ from ..codec import encode as encode
 from ..codec import fingerprint
 from .coordinator import *
 from .devices import *
+from .journal import *
 from .reads import *
 from .replicas import *
 from .restores import *

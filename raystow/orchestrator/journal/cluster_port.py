@@ -1,0 +1,69 @@
+"""The journal's connections in a Ray cluster: to this node's worker and to the coordinator."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+from ...storage.object_store import Buffer
+from ...workers.journal.client import JournalClient
+from ...workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote, OpenJournal
+from .journal import Journal, JournalIdentity
+from .tracked_state import TrackedState
+
+
+def cluster_journal(
+    model: torch.nn.Module,
+    optimizers: Sequence[torch.optim.Optimizer],
+    who: JournalIdentity,
+    opening: OpenJournal,
+    address: Callable[[], str],
+    coordinator: JournalCoordinator,
+) -> Journal:
+    """The journal of one rank in a cluster; for the other arguments see ``ClusterPort``."""
+    return Journal(TrackedState(model, optimizers), ClusterPort(opening, address, coordinator), who)
+
+
+class JournalCoordinator(Protocol):
+    """The part of the coordinator that replays use: see ``rounds``."""
+
+    def settle_journal(self, vote: JournalVote) -> JournalChoice: ...
+
+
+class ClusterPort:
+    """A ``JournalPort``. ``address``: returns that of this node's worker, which is asked for again if the worker has died."""
+
+    def __init__(self, opening: OpenJournal, address: Callable[[], str], coordinator: JournalCoordinator) -> None:
+        self._opening, self._address, self._coordinator = opening, address, coordinator
+        self._lock = threading.Lock()
+        self._client: JournalClient | None = None
+
+    def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
+        self._connected().keep(info, parts, on_kept)
+
+    def save_begun(self, step: int) -> None:
+        self._connected().save_begun(step)
+
+    def fetch(self, place: EntryPlace) -> memoryview:
+        return self._connected().fetch(place)
+
+    def settle(self, vote: JournalVote) -> JournalChoice:
+        return self._coordinator.settle_journal(vote)
+
+    def close(self) -> None:
+        with self._lock:
+            if self._client is not None:
+                self._client.close()
+                self._client = None
+
+    def _connected(self) -> JournalClient:
+        with self._lock:
+            if self._client is not None and self._client.lost:
+                self._client.close()
+                self._client = None
+            if self._client is None:
+                self._client = JournalClient(self._address(), self._opening)
+            return self._client

@@ -1,0 +1,156 @@
+"""Encodes captured steps into entries, in one thread."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import torch
+
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import StateError
+from ...storage.object_store import Buffer
+from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep
+from . import entry_file, value_tree
+from .gradient_coding import Recorded, TensorEncoder
+from .state_digests import StateDigests
+from .step_hooks import CapturedStep
+
+
+@dataclass
+class CapturedEntry:
+    """All that belongs to one step of the training. ``before``: digests of the state that the entry starts from, if they are
+    recorded. ``fresh``: all hyper-parameters are recorded, and not only those that have changed."""
+
+    steps: list[CapturedStep] = field(default_factory=list)
+    before: StateDigests | None = None
+    after: StateDigests | None = None
+    whole: bool = False
+    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    values: str = ""
+    buffers: dict[str, torch.Tensor] = field(default_factory=dict)
+    fresh: bool = True
+    ready: dict[int, torch.cuda.Event] = field(default_factory=dict)
+
+    def mark_ready(self) -> None:
+        """Note that all of it has been launched on the current streams; ``ready`` gets an event for each GPU."""
+        tensors = [gradient for step in self.steps for gradient in step.gradients if gradient is not None]
+        tensors += self.buffers.values()
+        for device in {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}:
+            self.ready[device] = torch.cuda.current_stream(device).record_event()
+
+
+class GradientEncoder(Protocol):
+    """Encodes tensors of one device."""
+
+    def encode(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event) -> list[Recorded]:
+        """Return the records of tensors that nobody changes meanwhile; they are there after the event ``ready``."""
+
+    def close(self) -> None:
+        """Free all memory."""
+
+
+class EntryEncoder:
+    """``encode`` is called by one thread. Digests of headers chain the entries."""
+
+    def __init__(self) -> None:
+        self._host = TensorEncoder()
+        self._devices: dict[int, GradientEncoder] = {}
+        self._groups: dict[tuple[int, int], str] = {}
+        self._buffers: dict[str, torch.Tensor] = {}
+        self.parent = b""
+
+    def encode(self, captured: CapturedEntry, info: EntryInfo) -> tuple[EntryInfo, list[Buffer]]:
+        """Return the description of an entry and its bytes in parts."""
+        if captured.fresh:
+            self._groups.clear()
+            self._buffers.clear()
+        buffers = self._changed_buffers(captured)
+        gradients = [gradient for step in captured.steps for gradient in step.gradients]
+        recorded = self._encode([*gradients, *(buffer for _, buffer in buffers)], captured.ready)
+        records = iter([one.tensor for one in recorded])
+        steps = tuple(
+            OptimizerStep(
+                step.optimizer,
+                self._changed(step.optimizer, step.groups),
+                tuple(next(records) for _ in step.gradients),
+                value_tree.dumps(step.scale) if step.scale else "",
+            )
+            for step in captured.steps
+        )
+        header = EntryHeader(
+            info=info,
+            parent=self.parent,
+            steps=steps,
+            groups=tuple(self._changed(number, groups) for number, groups in enumerate(captured.groups)),
+            values=captured.values,
+            buffers=tuple((name, next(records)) for name, _ in buffers),
+            before=captured.before.packed() if captured.before is not None else b"",
+            after=captured.after.packed() if captured.after is not None else b"",
+            whole=captured.whole,
+            data=b"",
+        )
+        stored: list[Bytes] = [part for one in recorded for part in one.stored]
+        described, self.parent, parts = entry_file.pack(header, stored)
+        return described, parts
+
+    def close(self) -> None:
+        """Free the memory of the devices' encoders."""
+        for encoder in self._devices.values():
+            encoder.close()
+        self._devices.clear()
+
+    def _encode(self, tensors: Sequence[torch.Tensor | None], ready: Mapping[int, torch.cuda.Event]) -> list[Recorded]:
+        found: list[Recorded | None] = [None] * len(tensors)
+        devices = dict[int, list[int]]()
+        for place, tensor in enumerate(tensors):
+            if tensor is not None and tensor.device.index in ready:
+                devices.setdefault(tensor.device.index, []).append(place)
+            else:
+                found[place] = self._host.encode(None if tensor is None else tensor.cpu())
+        for device, places in devices.items():
+            here = [tensor for place in places if (tensor := tensors[place]) is not None]
+            for place, one in zip(places, self._of_device(device).encode(here, ready[device]), strict=True):
+                found[place] = one
+        return [one for one in found if one is not None]
+
+    def _of_device(self, device: int) -> GradientEncoder:
+        if device not in self._devices:
+            from .gpu_gradients import GpuGradientEncoder
+
+            self._devices[device] = GpuGradientEncoder(device)
+        return self._devices[device]
+
+    def _changed_buffers(self, captured: CapturedEntry) -> list[tuple[str, torch.Tensor]]:
+        """The buffers that are not those of the entry before; their version counters do not tell, as batch norm ignores them."""
+        before, self._buffers = self._buffers, captured.buffers
+        return [(name, buffer) for name, buffer in captured.buffers.items() if not _same(buffer, before.get(name))]
+
+    def _changed(self, optimizer: int, groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+        """The texts of groups' hyper-parameters; empty for those that are as they were recorded last."""
+        found = []
+        for number, group in enumerate(groups):
+            text = value_tree.dumps(recordable(group), what=f"group {number}")
+            found.append("" if self._groups.get((optimizer, number)) == text else text)
+            self._groups[optimizer, number] = text
+        return tuple(found)
+
+
+def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
+    """Whether two tensors are alike, bit for bit."""
+    if other is None or other.shape != one.shape or other.dtype != one.dtype:
+        return False
+    return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))
+
+
+def recordable(group: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters that are values. Functions and other objects stay as the training has made them."""
+    found = {}
+    for name, value in group.items():
+        try:
+            value_tree.dumps(value)
+        except StateError:
+            continue
+        found[name] = value
+    return found

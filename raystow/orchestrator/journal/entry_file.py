@@ -1,0 +1,82 @@
+"""The bytes of an entry: the size and the digest of its header, the header, and the stored bytes of its tensors.
+
+Nothing of an entry is used before the digests of its header and of its data were checked.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from msgspec.structs import replace
+
+from ...storage.coding.digest import stored_digest
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import Damaged, ProtocolError
+from ...storage.object_store import Buffer
+from ...workers.protocol.messages import EntryHeader, EntryInfo, RecordedTensor, decode, encode
+
+_HEAD = struct.Struct("<Q32s")
+_MOST_HEADER = 256 << 20
+
+
+@dataclass(frozen=True)
+class JournalEntry:
+    """An entry whose digests were checked. ``digest``: of its header. ``data``: uint8."""
+
+    info: EntryInfo
+    header: EntryHeader
+    digest: bytes
+    data: Bytes
+
+    def stored(self) -> Iterator[Bytes]:
+        """Yield the stored bytes of all parts of all tensors, in order."""
+        at = 0
+        for tensor in tensors_of(self.header):
+            for part in tensor.parts:
+                size = sum(part.stored)
+                yield self.data[at : at + size]
+                at += size
+
+
+def tensors_of(header: EntryHeader) -> list[RecordedTensor]:
+    """All tensors of an entry in the order of their bytes."""
+    gradients = [gradient for step in header.steps for gradient in step.gradients]
+    return [*gradients, *(buffer for _, buffer in header.buffers)]
+
+
+def pack(header: EntryHeader, stored: Sequence[Bytes]) -> tuple[EntryInfo, bytes, list[Buffer]]:
+    """Return what is known of an entry, the digest of its header, and its bytes in parts."""
+    header = replace(header, data=stored_digest(*stored))
+    body = encode(header, most=_MOST_HEADER)
+    digest = stored_digest(body)
+    parts: list[Buffer] = [_HEAD.pack(len(body), digest) + body, *(part.data for part in stored)]
+    size = sum(memoryview(part).nbytes for part in parts)
+    return replace(header.info, size=size), digest, parts
+
+
+def parse(info: EntryInfo, content: memoryview) -> JournalEntry:
+    """Return the entry in these bytes. Raises ``Damaged`` unless they are all of the entry that ``info`` describes."""
+    subject = f"journal entry of step {info.step}, rank {info.rank}"
+    if content.nbytes != info.size or content.nbytes < _HEAD.size:
+        raise Damaged(f"{content.nbytes} bytes where {info.size} were expected", subject=subject)
+    length, digest = _HEAD.unpack(content[: _HEAD.size])
+    if length > min(_MOST_HEADER, content.nbytes - _HEAD.size):
+        raise Damaged("the header is longer than the entry", subject=subject)
+    body = bytes(content[_HEAD.size : _HEAD.size + length])
+    data = np.frombuffer(content[_HEAD.size + length :], np.uint8)
+    if stored_digest(body) != digest:
+        raise Damaged("the header does not have its digest", subject=subject)
+    try:
+        header = decode(body, EntryHeader)
+    except ProtocolError as error:
+        raise Damaged(f"not a header of this version of raystow: {error}", subject=subject) from error
+    if replace(info, size=0) != header.info:
+        raise Damaged("the bytes are another entry", subject=subject)
+    if stored_digest(data) != header.data:
+        raise Damaged("the tensors do not have their digest", subject=subject)
+    if sum(sum(part.stored) for tensor in tensors_of(header) for part in tensor.parts) != data.size:
+        raise Damaged("the tensors do not add up to the entry", subject=subject)
+    return JournalEntry(info, header, digest, data)

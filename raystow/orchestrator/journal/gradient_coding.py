@@ -1,0 +1,171 @@
+"""Encodes recorded tensors without loss, on the CPU, and decodes them.
+
+Gradients of mixed-precision trainings are float32 tensors whose values are bfloat16 values, or these times one number (the
+coefficient of gradient clipping, or the inverse of a loss scale). Both are recognized exactly: the product is computed again and
+compared bit for bit. They take the bytes of bfloat16 values.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from ...storage.coding import chunk, dtypes
+from ...storage.coding.digest import raw_digest
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import Damaged
+from ...workers.protocol.messages import CodedPart, RecordedTensor
+
+PART = 4 << 20
+"""Raw bytes of a part of a tensor."""
+
+NONE = RecordedTensor("none")
+
+_SAMPLE = 4096  # elements from which a factor is found
+_MOST = 128  # bfloat16 values have so many mantissas: a tensor of their multiples has no more
+_MANTISSA = (1 << 23) - 1
+_ONE = 127 << 23  # the exponent of values from 1 to 2
+
+
+class Recorded(NamedTuple):
+    """A tensor in an entry, and its stored bytes."""
+
+    tensor: RecordedTensor
+    stored: list[Bytes]
+
+
+class TensorEncoder:
+    """Encodes tensors in host memory. For one thread. Factors that were found are tried first for the next tensors."""
+
+    def __init__(self) -> None:
+        self._chunks = chunk.ChunkEncoder(PART)
+        self._factors: list[float] = []
+
+    def encode(self, tensor: torch.Tensor | None) -> Recorded:
+        """Return the record of a tensor that nobody changes meanwhile."""
+        if tensor is None:
+            return Recorded(NONE, [])
+        tensor = tensor.contiguous()
+        name, shape = dtype_name(tensor.dtype), tuple(tensor.shape)
+        raw = tensor.reshape(-1).view(torch.uint8).numpy()
+        if not raw.any():
+            return Recorded(RecordedTensor("zero", name, shape), [])
+        if tensor.dtype == torch.float32:
+            found = self._as_bfloat16(tensor.reshape(-1))
+            if found is not None:
+                factor, values = found
+                kind = "scaled" if factor != 1.0 else "bfloat16"
+                parts, stored = self._parts(values.view(torch.uint8).numpy(), "bfloat16")
+                return Recorded(RecordedTensor(kind, name, shape, factor, parts), stored)  # type: ignore[arg-type]
+        parts, stored = self._parts(raw, name)
+        return Recorded(RecordedTensor("plain", name, shape, 1.0, parts), stored)
+
+    def _parts(self, raw: Bytes, name: str) -> tuple[tuple[CodedPart, ...], list[Bytes]]:
+        parts, stored, dtype = list[CodedPart](), list[Bytes](), dtypes.dtype(name)
+        for start in range(0, raw.size, PART):
+            piece = raw[start : start + PART]
+            out, coding = self._chunks.encode(piece, dtype)
+            parts.append(coded_part(coding, piece.size, raw_digest(piece)))
+            stored.append(out)
+        return tuple(parts), stored
+
+    def _as_bfloat16(self, values: torch.Tensor) -> tuple[float, torch.Tensor] | None:
+        """A factor and the bfloat16 values that give float32 ``values`` by multiplication, bit for bit; None if none do."""
+        words = values.view(torch.int32)
+        sample = sampled(words)
+        if not int((sample & 0xFFFF).count_nonzero()) and not int((words & 0xFFFF).count_nonzero()):
+            return 1.0, (words >> 16).to(torch.int16).view(torch.bfloat16)
+        for factor in (*self._factors, *factors(sample)):
+            if factor == 1.0 or divided(sample.view(torch.float32), factor) is None:
+                continue
+            quotients = divided(values, factor)
+            if quotients is not None:
+                self._factors = [factor, *(known for known in self._factors if known != factor)][:4]
+                return factor, quotients
+        return None
+
+
+def sampled(words: torch.Tensor) -> torch.Tensor:
+    """Up to 4,096 elements, evenly spread."""
+    return words[:: max(1, words.numel() // _SAMPLE)][:_SAMPLE].contiguous()
+
+
+def factors(sample: torch.Tensor) -> list[float]:
+    """Numbers in [1, 2) of which the float32 values with these bits (int32) may be multiples by bfloat16 values.
+
+    A hundredth of random bfloat16 values are powers of two, so that their products have the factor's mantissa.
+    """
+    words = sample.numpy()
+    words = words[(words & 0x7FFFFFFF) != 0]
+    mantissas = np.unique(words & _MANTISSA)
+    if not 0 < mantissas.size <= _MOST:
+        return []
+    return [float(value) for value in (mantissas | _ONE).astype(np.int32).view(np.float32)]
+
+
+def divided(values: torch.Tensor, factor: float) -> torch.Tensor | None:
+    """The bfloat16 values that give float32 ``values`` when multiplied by ``factor``; None if there are none."""
+    quotients = (values / factor).to(torch.bfloat16)
+    same = bool((multiplied(quotients, factor).view(torch.int32) == values.view(torch.int32)).all())
+    return quotients if same else None
+
+
+def multiplied(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """The float32 products of bfloat16 values with a number that float32 can hold."""
+    return values.to(torch.float32) * factor
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """The name of an element type; raises ``Unsupported`` if the format has none."""
+    return dtypes.dtype(str(dtype).removeprefix("torch.")).name
+
+
+def coded_part(coding: chunk.Coding, nbytes: int, digest: int) -> CodedPart:
+    """The description of a part."""
+    return CodedPart(nbytes, digest, coding.planes, coding.rotated, coding.codecs, coding.stored, coding.streams, coding.stream)
+
+
+def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | None:
+    """Return the recorded tensor in host memory. ``stored``: the bytes of its parts, which are taken from it.
+
+    Raises ``Damaged`` if the bytes do not have their digests, or do not fit the description.
+    """
+    if tensor.kind == "none":
+        return None
+    dtype = getattr(torch, dtypes.dtype(tensor.dtype).name)
+    if tensor.kind == "zero":
+        return torch.zeros(tensor.shape, dtype=dtype)
+    direct = tensor.kind == "plain"
+    if not direct and tensor.dtype != "float32":
+        raise Damaged(f"values of {tensor.dtype} recorded as bfloat16")
+    name = tensor.dtype if direct else "bfloat16"
+    nbytes = math.prod(tensor.shape) * dtypes.dtype(name).itemsize
+    if sum(part.nbytes for part in tensor.parts) != nbytes:
+        raise Damaged("the parts of a recorded tensor do not add up to it")
+    raw = np.empty(nbytes, np.uint8)
+    at = 0
+    for part in tensor.parts:
+        piece = raw[at : at + part.nbytes]
+        decode_part(part, name, next(stored), piece)
+        at += part.nbytes
+    values = torch.from_numpy(raw).view(dtype if direct else torch.bfloat16)
+    if not direct:
+        values = multiplied(values, tensor.factor) if tensor.kind == "scaled" else values.to(torch.float32)
+    return values.reshape(tensor.shape)
+
+
+def decode_part(part: CodedPart, name: str, stored: Bytes, raw: Bytes) -> None:
+    """Decode a part into ``raw``; ``Damaged`` if that does not have its digest."""
+    coding = chunk.Coding(part.planes, part.rotated, part.codecs, part.stored, part.streams, part.stream)
+    chunk.decode(coding, dtypes.dtype(name), stored, raw)
+    if raw_digest(raw) != part.digest:
+        raise Damaged("a recorded tensor does not have its digest")
+
+
+def stored_sizes(tensors: Sequence[RecordedTensor]) -> list[int]:
+    """The stored bytes of all parts of these tensors, in order."""
+    return [sum(part.stored) for tensor in tensors for part in tensor.parts]

@@ -1,0 +1,247 @@
+"""``Journal``: records the steps of a training, and replays them after a restart."""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from msgspec.structs import replace
+
+from ...storage.arguments import integer
+from ...storage.clock import SYSTEM
+from ...storage.errors import RaystowError, StateError
+from ...storage.log import about
+from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
+from ...workers.protocol.messages import START, EntryInfo, EntryKept, Generation, JournalVote
+from . import value_tree
+from .entry_encoder import CapturedEntry, EntryEncoder
+from .port import JournalPort
+from .replay import Replayer, ReplayResult
+from .state_digests import digests
+from .step_hooks import GradientBuffers, StepHooks, hyper_parameters
+from .tracked_state import TrackedState
+
+logger = logging.getLogger(__name__)
+
+_WHOLE = 16  # steps from one digest of all bytes to the next
+_LAG = 10.0  # seconds that a step waits for the copies of the step before
+
+
+@dataclass(frozen=True)
+class JournalIdentity:
+    """Whose steps a journal records. ``uri``: of the repository, for logs and metrics. ``timeout``: of agreements, in seconds."""
+
+    uri: str
+    repository: str
+    rank: int
+    world_size: int
+    incarnation: str
+    timeout: float = 600.0
+
+
+class Journal:
+    """Record every optimizer step of one rank, and replay the steps after a version. ``Checkpointer.journal`` makes it.
+
+    An entry holds the gradients of a step, the hyper-parameters that have changed, the model's buffers that have changed, the
+    caller's values, and a digest of the state after the step. It is kept in the memory of this node and of partner nodes until
+    a version of the same step or a later one is durable. Recording never fails the training: if an entry cannot be kept, an error
+    is logged, and steps are recorded again from the next save on.
+
+    Attributes:
+        save_advised: Whether steps are not being recorded until the next save: the memory for entries is full, or an entry was
+            lost.
+    """
+
+    def __init__(self, state: TrackedState, port: JournalPort, identity: JournalIdentity) -> None:
+        self._state, self._port, self._identity = state, port, identity
+        self._log = about(logger, repository=identity.uri, rank=identity.rank)
+        self._hooks = StepHooks(state, self._capture)
+        self._buffers, self._encoder = GradientBuffers(), EntryEncoder()
+        self._lineage: tuple[Generation, ...] = ()
+        self._base, self._replayable, self._replays = START, True, 0
+        self._last, self._first, self._saved, self._count = START, START, START, 0
+        self._entry, self._chained, self._fresh = CapturedEntry(), True, True
+        self._work: queue.SimpleQueue[tuple[CapturedEntry, EntryInfo] | None] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._encoding, self._in_flight = 0, dict[int, None]()
+        self._closed = self.save_advised = False
+        self._thread = threading.Thread(target=self._run, name="raystow-journal", daemon=True)
+        self._thread.start()
+
+    def record(self, step: int, values: object = None) -> None:
+        """End the entry of a step. Call it on every rank after ``optimizer.step()`` and all that changes weights after it.
+
+        Returns when the entry of the step before has its copies, so that a failure loses at most one complete step. A step
+        that a ``GradScaler`` has skipped is recorded, too.
+
+        Args:
+            step: Number of the step, as ``save`` gets it: larger than that of the call before.
+            values: What the training needs to go on after this step: plain values, small tensors, and dicts, lists and tuples
+                of these. ``replay`` returns it.
+
+        Raises:
+            StateError: ``replay`` was not called before, the step is not larger, or a value cannot be stored.
+        """
+        start = SYSTEM.monotonic()
+        step = integer("step", step, least=0)
+        if not self._lineage:
+            raise StateError("the journal does not know what its steps follow", remedy="call replay() before the first record()")
+        if step <= self._last:
+            raise StateError(f"step {step} is recorded after step {self._last}", remedy="number the steps ascending")
+        text = value_tree.dumps(values)
+        entry, self._entry = self._entry, CapturedEntry()
+        previous, self._last = self._last, step
+        if previous < self._saved < step:
+            what = "a save of step %d is no base for entries: the steps recorded next to it are %d and %d"
+            self._log.warning(what, self._saved, previous, step, extra={"step": step})
+        if self._chained:
+            self._finish(entry, step, previous, text)
+        if self._saved == step:  # the save came first
+            self._restart_chain(step)
+        record(STALL, SYSTEM.monotonic() - start, repository=self._identity.uri, call="journal")
+
+    def replay(self, after_step: Callable[[], None] | None = None) -> object:
+        """Replay the recorded steps after the version that was restored.
+
+        Every rank calls it once, after the restored state was loaded into model and optimizers, also if there was no version.
+        All ranks go to the newest step that all of them can reach. Each step is checked; at a difference the replay ends with the
+        exact state of the step before, and a warning names step and tensor. Nothing is replayed after a version that was
+        restored by name.
+
+        Args:
+            after_step: What the training does between ``optimizer.step()`` and ``record``, such as copying master weights.
+
+        Returns:
+            The values that were recorded with the last replayed step; None if no step was replayed.
+
+        Raises:
+            ClusterError: The node worker or the coordinator does not answer.
+            DeadlineExceeded: Another rank did not call within the ``timeout`` of the Checkpointer.
+        """
+        self._entry = CapturedEntry()
+        self._replays += 1
+        identity = self._identity
+        vote = JournalVote(
+            *(identity.rank, identity.world_size, identity.incarnation, self._replays, identity.timeout),
+            base=self._base,
+            nothing=not self._replayable,
+        )
+        choice = self._port.settle(vote)
+        fetch = self._port.fetch
+        replayer = Replayer(self._state, self._hooks, fetch, after_step=after_step, base=self._base, log=self._log)
+        result = ReplayResult(self._base)
+        if choice.entries:
+            result = replayer.go_to(choice.step, choice.entries)
+        while not (answer := self._port.settle(replace(vote, reached=result.step))).agreed:
+            if answer.step < result.step:
+                result = replayer.go_to(answer.step, choice.entries)
+        if result.step > self._base:
+            self._log.info("replayed the steps %d to %d", self._base + 1, result.step, extra={"step": result.step})
+        self._last, self._lineage = result.step, answer.lineage
+        self._restart_chain(result.step)
+        self._encoder.parent = result.digest
+        return result.values
+
+    def restored(self, step: int, latest: bool) -> None:
+        """Note the version that ``replay`` starts from. ``latest``: no other version was asked for."""
+        self._base, self._replayable = step, latest
+
+    def saved(self, step: int) -> None:
+        """Note that a save of the current state begins."""
+        self._saved = step
+        if not self._lineage:
+            return
+        try:
+            self._port.save_begun(step)
+        except RaystowError as error:
+            self._log.warning("the node worker was not told of a save: %s", error)
+        if self._last == step:
+            self._restart_chain(step)
+
+    def close(self) -> None:
+        """Hand over the last entries, and remove the hooks."""
+        if self._closed:
+            return
+        self._closed = True
+        self._hooks.close()
+        self._work.put(None)
+        self._thread.join()
+        with self._changed:
+            self._changed.wait_for(lambda: not self._in_flight, _LAG)
+        self._port.close()
+        self._encoder.close()
+
+    def _restart_chain(self, step: int) -> None:
+        """The next entry starts from the state after ``step``, which a version may hold."""
+        self._chained = self._fresh = True
+        self._first, self.save_advised = step, False
+
+    def _capture(self, number: int) -> None:
+        """Copy what the coming step of an optimizer depends on."""
+        if not self._lineage or not self._chained or self._closed:
+            return
+        entry = self._entry
+        try:
+            if not entry.steps:
+                with self._changed:
+                    self._changed.wait_for(lambda: not self._encoding)
+                self._buffers.begin()
+                if self._fresh:
+                    entry.before = digests(self._state, whole=True)
+            entry.steps.append(self._buffers.capture(self._state, number))
+        except RaystowError as error:
+            self._lose("step after", self._last, str(error))
+
+    def _finish(self, entry: CapturedEntry, step: int, previous: int, text: str) -> None:
+        """Take the digests of the state, and give the entry to the thread that encodes it."""
+        identity = self._identity
+        self._count += 1
+        entry.fresh, self._fresh = self._fresh, False
+        entry.whole = self._count % _WHOLE == 0
+        entry.after, entry.values = digests(self._state, whole=entry.whole), text
+        entry.groups = [hyper_parameters(optimizer) for optimizer in self._state.optimizers]
+        entry.buffers = {name: buffer.clone() for name, buffer in self._state.buffers().items()}
+        entry.mark_ready()
+        info = EntryInfo(identity.repository, identity.rank, identity.world_size, step, previous, self._lineage)
+        with self._changed:
+            self._encoding += 1
+            self._in_flight[step] = None
+        self._work.put((entry, info))
+        with self._changed:
+            if not self._changed.wait_for(lambda: not any(other < step for other in self._in_flight), _LAG):
+                self._log.warning("the entry of the step before has no copies after %.0f s", _LAG, extra={"step": step})
+
+    def _run(self) -> None:
+        while (work := self._work.get()) is not None:
+            entry, info = work
+            try:
+                try:
+                    described, parts = self._encoder.encode(entry, info)
+                finally:
+                    with self._changed:
+                        self._encoding -= 1
+                        self._changed.notify_all()
+                record(JOURNALED, described.size, repository=self._identity.uri)
+                self._port.keep(described, parts, self._kept)
+            except RaystowError as error:
+                self._kept(EntryKept(info.step, 0, str(error)))
+            except Exception as error:
+                self._log.exception("an entry could not be recorded", extra={"step": info.step})
+                self._kept(EntryKept(info.step, 0, repr(error)))
+
+    def _kept(self, kept: EntryKept) -> None:
+        if kept.problem and kept.step > self._first:  # else a save has made it unnecessary
+            self._lose("entry of step", kept.step, kept.problem)
+        with self._changed:
+            self._in_flight.pop(kept.step, None)
+            self._changed.notify_all()
+
+    def _lose(self, what: str, step: int, problem: str) -> None:
+        """Record nothing more until the next save: entries after a gap cannot be replayed."""
+        record(UNRECORDED, repository=self._identity.uri)
+        if self._chained:
+            self._log.error("the %s %d is not recorded, nor are later ones until the next save: %s", what, step, problem)
+        self._chained, self.save_advised = False, True

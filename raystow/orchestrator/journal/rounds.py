@@ -1,0 +1,131 @@
+"""The agreement of all ranks on the step to replay to. A state of which ranks have different steps is never left."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from ...storage.clock import Clock
+from ...storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
+from ...workers.protocol.messages import EntryInfo, Generation, JournalChoice, JournalVote
+from .entry_plan import EntryPlan, continued, plan_entries
+
+Survey = Callable[[], Mapping[str, Sequence[EntryInfo]]]
+"""Asks all nodes for the entries that they have in memory."""
+
+
+@dataclass
+class JournalRound:
+    """One replay of all ranks.
+
+    Args:
+        votes: What each rank has said last.
+        plan: How far to go; None until all ranks have come.
+        lineage: Of the entries that follow.
+        agreed: All have reached the step of the plan.
+    """
+
+    world_size: int
+    deadline: float
+    votes: dict[int, JournalVote] = field(default_factory=dict)
+    plan: EntryPlan | None = None
+    lineage: tuple[Generation, ...] = ()
+    agreed: bool = False
+    failure: RaystowError | None = None
+
+    def answers(self, vote: JournalVote) -> bool:
+        """Whether a rank can be answered: all have come, and all have told how far they are if this rank has."""
+        if self.failure is not None or self.agreed:
+            return True
+        return self.plan is not None and (vote.reached is None or vote.reached > self.plan.step)
+
+    def answer(self, vote: JournalVote) -> JournalChoice:
+        """The answer for a rank; raises why the round has failed."""
+        if self.failure is not None:
+            raise self.failure
+        assert self.plan is not None
+        entries = self.plan.entries.get(vote.rank, ()) if vote.reached is None else ()
+        return JournalChoice(self.plan.step, self.lineage, entries, self.agreed)
+
+
+class JournalRounds:
+    """The rounds of one repository. Not thread-safe."""
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._open: JournalRound | None = None
+        self.changes = 0
+        """The number of changes of all rounds."""
+
+    def vote(self, vote: JournalVote, survey: Survey) -> JournalRound:
+        """Take a rank's vote, and look for entries when all ranks have come."""
+        round = self._round_of(vote)
+        round.votes[vote.rank] = vote
+        round.deadline = self._clock.monotonic() + vote.timeout
+        if len(round.votes) < round.world_size:
+            return round
+        if round.plan is None:
+            self._choose(round, survey)
+        elif all(one.reached is not None for one in round.votes.values()):
+            self._compare(round, round.plan, vote.base)
+        return round
+
+    def chooses(self, vote: JournalVote) -> bool:
+        """Whether a vote is the last one before entries are looked for."""
+        round = self._open
+        others = {} if round is None or round.plan is not None else round.votes
+        return vote.reached is None and len(others.keys() | {vote.rank}) >= vote.world_size
+
+    def left(self, rank: int, incarnation: str) -> None:
+        """A new process has taken a rank: the round of its previous process fails."""
+        round = self._open
+        if round is not None and rank in round.votes and round.votes[rank].incarnation != incarnation:
+            self._fail(round, ClusterError(f"rank {rank} was restarted during the replay", remedy="restore again"))
+
+    def tick(self) -> None:
+        """Fail the round if it is past its deadline."""
+        round = self._open
+        if round is not None and self._clock.monotonic() > round.deadline:
+            missing = sorted({*range(round.world_size)} - round.votes.keys())
+            what = f"ranks {missing[:8]} did not call replay" if missing else "a rank did not end its replay"
+            self._fail(round, DeadlineExceeded(what, subject="replay of the journal"))
+
+    def _round_of(self, vote: JournalVote) -> JournalRound:
+        round = self._open
+        if round is not None and vote.rank in round.votes:
+            known = round.votes[vote.rank]
+            if (known.incarnation, known.number) != (vote.incarnation, vote.number):
+                self._fail(round, ClusterError(f"rank {vote.rank} was restarted during the replay", remedy="restore again"))
+                round = None
+        if round is None or round.failure is not None or round.world_size != vote.world_size:
+            if vote.reached is not None:
+                failed = JournalRound(vote.world_size, 0.0)
+                failed.failure = ClusterError("another rank has given the replay up", remedy="restore again")
+                return failed
+            self._open = round = JournalRound(vote.world_size, 0.0)
+        return round
+
+    def _choose(self, round: JournalRound, survey: Survey) -> None:
+        bases = {vote.base for vote in round.votes.values()}
+        if len(bases) > 1:
+            what = f"ranks have restored different steps: {sorted(bases)}"
+            self._fail(round, StateError(what, subject="replay of the journal", remedy="restore with one Checkpointer each"))
+            return
+        (base,) = bases
+        nothing = any(vote.nothing for vote in round.votes.values())
+        round.plan = plan_entries(base, round.world_size, {} if nothing else survey())
+        self.changes += 1
+
+    def _compare(self, round: JournalRound, plan: EntryPlan, base: int) -> None:
+        """All have told how far they are: agree, or go back to the step that all have reached."""
+        reached = {vote.reached for vote in round.votes.values() if vote.reached is not None}
+        step = min(reached)
+        round.agreed = reached == {step}
+        round.plan = plan._replace(step=step)
+        self.changes += 1
+        if round.agreed:
+            round.lineage, self._open = continued(plan.lineage, base, step, self._clock), None
+
+    def _fail(self, round: JournalRound, error: RaystowError) -> None:
+        round.failure, self._open = error, None
+        self.changes += 1

@@ -1,0 +1,153 @@
+"""The state that a journal keeps track of: the parameters and buffers of a model, and its optimizers with their state."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
+
+import torch
+
+from ...storage.errors import StateError
+
+
+class NamedTensor(NamedTuple):
+    """This rank's part of a tensor of the state."""
+
+    name: str
+    tensor: torch.Tensor
+
+
+class TrackedState:
+    """All that a step of the optimizers changes, or depends on.
+
+    References to the parameters are taken once: during a forward pass, FSDP2 puts other tensors into the model.
+    """
+
+    def __init__(self, model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]) -> None:
+        self.optimizers = tuple(optimizers)
+        self._model = model
+        self._weights = dict(model.named_parameters())
+        self._names = {id(parameter): name for name, parameter in self._weights.items()}
+
+    def parameters(self, optimizer: int) -> list[torch.Tensor]:
+        """The parameters of an optimizer, in the order of its groups."""
+        return [parameter for group in self.optimizers[optimizer].param_groups for parameter in group["params"]]
+
+    def tensors(self) -> list[NamedTensor]:
+        """The parameters of the model and of the optimizers, and the optimizers' state, without the model's buffers."""
+        found = [NamedTensor(name, local(parameter)) for name, parameter in self._weights.items()]
+        for name, parameter, state in self._states():
+            if id(parameter) not in self._names:
+                found.append(NamedTensor(name, local(parameter)))
+            found += [
+                NamedTensor(f"{name}.{key}", local(value)) for key, value in state.items() if isinstance(value, torch.Tensor)
+            ]
+        return found
+
+    def plain_values(self) -> str:
+        """The parts of the optimizers' state that are no tensors, as text."""
+        return repr(
+            [
+                (name, key, value)
+                for name, _, state in self._states()
+                for key, value in state.items()
+                if not isinstance(value, torch.Tensor)
+            ]
+        )
+
+    def buffers(self) -> dict[str, torch.Tensor]:
+        """The model's buffers: a forward pass may change them, which a replay does not repeat."""
+        return {name: local(buffer) for name, buffer in self._model.named_buffers()}
+
+    def host_copy(self) -> StateCopy:
+        """Copy all of it to host memory."""
+        tensors = {id(parameter): local(parameter).detach().to("cpu", copy=True) for parameter in self._all_parameters()}
+        states = [
+            {parameter: {key: _copied(value) for key, value in state.items()} for parameter, state in optimizer.state.items()}
+            for optimizer in self.optimizers
+        ]
+        groups = [
+            [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            for optimizer in self.optimizers
+        ]
+        return StateCopy(tensors, states, groups, {name: buffer.to("cpu", copy=True) for name, buffer in self.buffers().items()})
+
+    def restore(self, kept: StateCopy) -> None:
+        """Set everything to what ``host_copy`` has returned, in place where tensors are there."""
+        with torch.no_grad():
+            for parameter in self._all_parameters():
+                local(parameter).copy_(kept.tensors[id(parameter)])
+            for optimizer, states, groups in zip(self.optimizers, kept.states, kept.groups, strict=True):
+                for parameter in [parameter for parameter in optimizer.state if parameter not in states]:
+                    del optimizer.state[parameter]
+                for parameter, state in states.items():
+                    _put(optimizer.state[parameter], state)
+                for group, values in zip(optimizer.param_groups, groups, strict=True):
+                    _put(group, values)
+            for name, buffer in self.buffers().items():
+                buffer.copy_(kept.buffers[name])
+
+    def _all_parameters(self) -> list[torch.Tensor]:
+        others = [one for number in range(len(self.optimizers)) for one in self.parameters(number)]
+        return list({id(one): one for one in (*self._weights.values(), *others)}.values())
+
+    def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
+        """The name and the state of each parameter of the optimizers."""
+        for number, optimizer in enumerate(self.optimizers):
+            for place, parameter in enumerate(self.parameters(number)):
+                name = self._names.get(id(parameter), f"optimizer {number}, parameter {place}")
+                yield name, parameter, optimizer.state.get(parameter, {})
+
+
+class StateCopy(NamedTuple):
+    """A ``TrackedState`` in host memory: parameters by identity, and states, groups and buffers."""
+
+    tensors: Mapping[int, torch.Tensor]
+    states: Sequence[Mapping[torch.Tensor, Mapping[str, Any]]]
+    groups: Sequence[Sequence[Mapping[str, Any]]]
+    buffers: Mapping[str, torch.Tensor]
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's part of a tensor, on which changes are made in place."""
+    part = getattr(tensor, "_local_tensor", None)  # of a DTensor; ``to_local`` would record a gradient
+    return tensor.detach() if part is None else part.detach()
+
+
+def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+    """A gradient for ``parameter`` from this rank's part of it."""
+    from torch.distributed.tensor import DTensor
+
+    if not isinstance(parameter, DTensor):
+        return part
+    return DTensor.from_local(
+        part, parameter.device_mesh, parameter.placements, run_check=False, shape=parameter.shape, stride=parameter.stride()
+    )
+
+
+def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
+    """This rank's part of a parameter's gradient; ``StateError`` if the gradient is sparse or not placed as the parameter."""
+    gradient = parameter.grad
+    if gradient is None:
+        return None
+    if gradient.is_sparse:
+        raise StateError("gradients that are sparse tensors cannot be recorded", remedy="use dense gradients, or no journal")
+    if getattr(gradient, "placements", None) != getattr(parameter, "placements", None):
+        raise StateError("a gradient is not placed as its parameter is", remedy="redistribute it before the step")
+    return local(gradient)
+
+
+def _copied(value: Any) -> Any:
+    """A copy in host memory; the kind of tensor is kept by ``_put``."""
+    return local(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+
+def _put(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+    for key in [key for key in target if key not in values and key != "params"]:
+        del target[key]
+    for key, value in values.items():
+        if isinstance(value, torch.Tensor) and isinstance(target.get(key), torch.Tensor):
+            local(target[key]).copy_(value)
+        else:
+            target[key] = copy.deepcopy(value)

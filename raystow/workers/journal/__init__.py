@@ -1,0 +1,1 @@
+"""Entries of the step journal in the memory of nodes."""

@@ -1,0 +1,153 @@
+"""The entries in this node's memory: those of its own ranks, and copies of those of other nodes.
+
+The budget is hard. A new entry that does not fit is refused, since entries are useful only without gaps after a version: dropping
+the oldest would make all later ones useless. Only entries that a save under way makes unnecessary are dropped for new ones.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from dataclasses import dataclass
+
+from ..protocol.messages import START, EntryInfo
+from .entry_memory import EntryMemory
+
+logger = logging.getLogger(__name__)
+
+Line = tuple[str, int, int]
+"""Repository, number of ranks, rank."""
+
+
+@dataclass
+class KeptEntry:
+    """``own``: a rank of this node has recorded or fetched it, so that this node sees to its copies."""
+
+    info: EntryInfo
+    memory: EntryMemory
+    own: bool
+
+
+class EntryStore:
+    """Thread-safe. ``budget``: bytes."""
+
+    def __init__(self, budget: int) -> None:
+        self.budget, self.used = budget, 0
+        self._lock = threading.Lock()
+        self._lines: dict[Line, dict[str, KeptEntry]] = {}
+        self._saving: dict[str, int] = {}  # repository -> step of the newest save that has begun
+
+    def add(self, info: EntryInfo, memory: EntryMemory, *, own: bool) -> str:
+        """Keep an entry; return why it is not kept, else an empty text. The memory belongs to the store then, or is closed."""
+        with self._lock:
+            line = self._lines.setdefault(_line(info), {})
+            if info.key in line:
+                line[info.key].own |= own
+                memory.close()
+                return ""
+            self._drop([kept for kept in line.values() if info.replaces(kept.info)])
+            problem = self._problem(info)
+            if problem:
+                memory.close()
+                return problem
+            line = self._lines.setdefault(_line(info), {})
+            line[info.key] = KeptEntry(info, memory, own)
+            self.used += info.size
+            return ""
+
+    def claim(self, info: EntryInfo) -> None:
+        """Let this node see to the copies of an entry that is here."""
+        with self._lock:
+            kept = self._lines.get(_line(info), {}).get(info.key)
+            if kept is not None:
+                kept.own = True
+
+    def problem(self, info: EntryInfo) -> str:
+        """Make place for an entry; return why it cannot be kept, else an empty text."""
+        with self._lock:
+            return self._problem(info)
+
+    def save_begun(self, repository: str, step: int) -> None:
+        """Note that a save of the state after a step is under way."""
+        with self._lock:
+            self._saving[repository] = step
+
+    def committed(self, repository: str, step: int) -> None:
+        """Drop the entries up to the step of a version that is durable now."""
+        with self._lock:
+            self._drop([kept for kept in self._of(repository) if kept.info.step <= step])
+
+    def drop_before(self, info: EntryInfo, oldest: int) -> None:
+        """Drop the copies of a rank's entries that the node that recorded them has dropped: those before step ``oldest``."""
+        with self._lock:
+            line = self._lines.get(_line(info), {})
+            self._drop([kept for kept in line.values() if kept.info.step < oldest and not kept.own])
+
+    def holdings(self, repository: str) -> tuple[EntryInfo, ...]:
+        """All entries of a repository."""
+        with self._lock:
+            return tuple(kept.info for kept in self._of(repository))
+
+    def own(self) -> list[EntryInfo]:
+        """The entries to whose copies this node sees, those of each rank oldest first."""
+        with self._lock:
+            found = [kept.info for line in self._lines.values() for kept in line.values() if kept.own]
+        return sorted(found, key=lambda info: info.step)
+
+    def count(self, info: EntryInfo) -> int:
+        """The number of entries of the same rank."""
+        with self._lock:
+            return len(self._lines.get(_line(info), {}))
+
+    def oldest(self, info: EntryInfo) -> int:
+        """The oldest step of the same rank."""
+        with self._lock:
+            return min((kept.info.step for kept in self._lines.get(_line(info), {}).values()), default=START)
+
+    def view(self, info: EntryInfo) -> memoryview | None:
+        """The bytes of an entry; None if it is not here."""
+        with self._lock:
+            kept = self._lines.get(_line(info), {}).get(info.key)
+            return None if kept is None else kept.memory.content
+
+    def lend(self, repository: str, key: str) -> int | None:
+        """A descriptor of an entry's memory, for the caller to close; None if it is not here."""
+        with self._lock:
+            found = (kept for kept in self._of(repository) if kept.info.key == key)
+            kept = next(found, None)
+            return None if kept is None else kept.memory.lend()
+
+    def close(self) -> None:
+        """Let go of everything."""
+        with self._lock:
+            self._drop([kept for line in self._lines.values() for kept in line.values()])
+
+    def _problem(self, info: EntryInfo) -> str:
+        if self.used + info.size > self.budget:
+            unneeded = [kept for kept in self._all() if kept.info.step <= self._saving.get(kept.info.repository, START)]
+            others = [kept for kept in self._all() if kept.info.repository != info.repository]
+            for kept in (*unneeded, *others):
+                if self.used + info.size > self.budget:
+                    self._drop([kept])
+        if self.used + info.size <= self.budget:
+            return ""
+        return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
+
+    def _all(self) -> list[KeptEntry]:
+        return sorted((kept for line in self._lines.values() for kept in line.values()), key=lambda kept: kept.info.step)
+
+    def _of(self, repository: str) -> list[KeptEntry]:
+        return [kept for (of, _, _), line in self._lines.items() if of == repository for kept in line.values()]
+
+    def _drop(self, entries: list[KeptEntry]) -> None:
+        for kept in entries:
+            line = self._lines.get(_line(kept.info), {})
+            if line.pop(kept.info.key, None) is not None:
+                self.used -= kept.info.size
+                kept.memory.close()
+            if not line:
+                self._lines.pop(_line(kept.info), None)
+
+
+def _line(info: EntryInfo) -> Line:
+    return info.repository, info.world_size, info.rank

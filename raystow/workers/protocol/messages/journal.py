@@ -1,0 +1,261 @@
+"""The step journal: entries, and the messages between a training process, its node worker, other node workers and the
+coordinator."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Annotated, Literal
+
+from msgspec import Meta
+
+from ....storage.limits import MAX_ROWS
+from ..codec import Column, Digest, JsonText, Message, MessagePart, Packed, Shape, Text
+
+START = -1
+"""The step before the first one: the state that a training has built itself."""
+
+JOURNAL = "journal/"
+"""What the names of entries begin with; no object of a store has such a name."""
+
+MAX_ENTRY = 1 << 38
+"""Bytes of an entry."""
+
+DigestBytes = Annotated[bytes, Meta(max_length=32)]
+"""BLAKE3, or empty."""
+
+EntrySize = Annotated[int, Meta(ge=0, le=MAX_ENTRY)]
+"""Bytes of an entry."""
+
+
+class Generation(MessagePart, frozen=True):
+    """The entries that all ranks have recorded between two agreements on where to continue.
+
+    Args:
+        token: The same on all ranks.
+        first: All steps from this one on are of this generation, or of a later one.
+    """
+
+    token: Text
+    first: int
+
+
+class EntryInfo(MessagePart, frozen=True):
+    """What is known of an entry without reading it.
+
+    Args:
+        step: Number of the step that it records.
+        previous: The step whose state the entry starts from; ``START`` if there is none.
+        lineage: The generations that the state comes from, oldest first; the last one is the entry's own.
+        size: Bytes of the entry.
+    """
+
+    repository: Text
+    rank: int
+    world_size: int
+    step: int
+    previous: int
+    lineage: Column[Generation]
+    size: EntrySize = 0
+
+    @property
+    def key(self) -> str:
+        """Name of the entry in its repository's journal."""
+        return f"{JOURNAL}{self.world_size}/{self.rank}/{self.step}-{self.generation}"
+
+    @property
+    def generation(self) -> str:
+        """Token of the generation that has recorded it."""
+        return self.lineage[-1].token if self.lineage else ""
+
+    def replaces(self, other: EntryInfo) -> bool:
+        """Whether another entry of the rank was recorded by an attempt whose steps this one's generation has repeated."""
+        newer = self.generation > other.generation and other.step > self.previous
+        return newer and generation_of(self.lineage, other.step) != other.generation
+
+
+def generation_of(lineage: Sequence[Generation], step: int) -> str:
+    """The token of the generation that recorded a step; empty if the lineage does not reach back so far."""
+    return next((generation.token for generation in reversed(lineage) if generation.first <= step), "")
+
+
+class CodedPart(MessagePart, frozen=True):
+    """A piece of a recorded tensor: the fields of its ``Coding``, and the digest of its ``nbytes`` raw bytes."""
+
+    nbytes: int
+    digest: Digest
+    planes: bool
+    rotated: bool
+    codecs: Annotated[tuple[Text, ...], Meta(max_length=16)]
+    stored: Annotated[tuple[int, ...], Meta(max_length=16)]
+    streams: Packed
+    stream: int
+
+
+class RecordedTensor(MessagePart, frozen=True):
+    """A tensor in an entry.
+
+    Args:
+        kind: "none": there is no tensor. "zero": all its bytes are zero. "plain": ``parts`` are its bytes. "bfloat16": its
+            float32 values are those bfloat16 values. "scaled": each float32 value is a bfloat16 value times ``factor``.
+        dtype: Element type of the tensor.
+    """
+
+    kind: Literal["none", "zero", "plain", "bfloat16", "scaled"]
+    dtype: Text = ""
+    shape: Shape = ()
+    factor: float = 1.0
+    parts: Column[CodedPart] = ()
+
+
+class OptimizerStep(MessagePart, frozen=True):
+    """One call of an optimizer's ``step``.
+
+    Args:
+        optimizer: Number of the optimizer.
+        groups: Hyper-parameters of each parameter group; empty for a group that has not changed since the step before.
+        gradients: In the order of the parameters of all groups.
+        scale: What a gradient scaler has told a fused optimizer.
+    """
+
+    optimizer: int
+    groups: Column[JsonText]
+    gradients: Column[RecordedTensor]
+    scale: JsonText = ""
+
+
+class EntryHeader(Message, frozen=True):
+    """The beginning of an entry; the bytes of its tensors follow.
+
+    Args:
+        parent: Digest of the header of the entry before, if the same process has recorded it.
+        groups: Hyper-parameters of the parameter groups of each optimizer after the step, as in ``OptimizerStep``: a scheduler
+            may have set those of the next step.
+        values: What the caller adds.
+        buffers: Names and tensors of the model's buffers that have changed.
+        before: Digests of all tensors of the state before the step; only in the first entry after a version.
+        after: Digests of the state after the step.
+        whole: Whether ``after`` covers every byte, and not only a sample.
+        data: Digest of the bytes that follow.
+    """
+
+    info: EntryInfo
+    parent: DigestBytes
+    steps: Column[OptimizerStep]
+    groups: Column[Column[JsonText]]
+    values: JsonText
+    buffers: Column[tuple[Text, RecordedTensor]]
+    before: Packed
+    after: Packed
+    whole: bool
+    data: DigestBytes
+
+
+class OpenJournal(Message, frozen=True):
+    """The first message of a training process that records steps.
+
+    Args:
+        budget: Bytes of the node's memory for entries; None leaves that to the node.
+        replicas: Other nodes that keep a copy of each entry.
+    """
+
+    uri: Text
+    repository: Text
+    rank: int
+    replicas: int
+    budget: int | None = None
+
+
+class KeepEntry(Message, frozen=True):
+    """Hands an entry over, with a descriptor of its memory. The answer is ``EntryKept``."""
+
+    info: EntryInfo
+
+
+class EntryKept(Message, frozen=True):
+    """What has become of an entry.
+
+    Args:
+        copies: Other nodes that have it.
+        problem: Why it is not kept; empty if it is.
+    """
+
+    step: int
+    copies: int
+    problem: Text = ""
+
+
+class SaveBegun(Message, frozen=True):
+    """A save of the state after ``step`` is under way: a budget that is full may drop entries up to this step."""
+
+    step: int
+
+
+class FetchEntry(Message, frozen=True):
+    """Asks for an entry, which the node keeps from then on. The answer is ``FetchedEntry``, with a descriptor if it is found."""
+
+    info: EntryInfo
+    nodes: Column[Text]
+
+
+class FetchedEntry(Message, frozen=True):
+    """``problem``: why the entry could not be fetched; empty if its memory comes with the message."""
+
+    problem: Text = ""
+
+
+class PutEntry(Message, frozen=True):
+    """Hands a copy of an entry to another node. The answers are ``EntryKept``, first whether it can be kept, and again after the
+    bytes, with the number of entries of the rank as ``copies``. ``oldest``: entries before this step are not needed any more."""
+
+    info: EntryInfo
+    oldest: int
+
+
+class JournalHoldings(Message, frozen=True):
+    """The entries of a repository that a node has in memory."""
+
+    entries: Annotated[tuple[EntryInfo, ...], Meta(max_length=MAX_ROWS)]
+
+
+class JournalVote(Message, frozen=True):
+    """A rank asks how far to replay.
+
+    Args:
+        number: How many replays its process has begun.
+        base: The step that the rank has restored; ``START`` without a version.
+        reached: The last step that the rank has replayed, if it has been told how far to go.
+        timeout: Seconds to wait for the other ranks.
+        nothing: Nothing is to be replayed: the version was asked for by name.
+    """
+
+    rank: int
+    world_size: int
+    incarnation: Text
+    number: int
+    timeout: float
+    base: int
+    reached: int | None = None
+    nothing: bool = False
+
+
+class EntryPlace(MessagePart, frozen=True):
+    """An entry to replay, and the nodes that have it."""
+
+    info: EntryInfo
+    nodes: Column[Text]
+
+
+class JournalChoice(Message, frozen=True):
+    """How far to replay.
+
+    Args:
+        step: The step that all ranks go to; the base if there is nothing to replay.
+        lineage: Generations of the entries that are recorded from then on.
+        entries: Of the rank that asks, oldest first.
+        agreed: All ranks have reached ``step``.
+    """
+
+    step: int
+    lineage: Column[Generation]
+    entries: Column[EntryPlace] = ()
+    agreed: bool = False

@@ -1,0 +1,136 @@
+"""The step journal on a cluster: entries survive processes and nodes, and all ranks continue at the same step."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from journal_port import snapshot
+from polling import wait_until
+from ranks import Rank, every, start
+from torch import nn
+from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+
+import raystow
+from raystow.workers.node.actor import NAMESPACE
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def build(self: Any) -> None:
+    """A model and its optimizer, the same on all ranks."""
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    self.model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 8))
+    self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+    self.scheduler = torch.optim.lr_scheduler.ExponentialLR(self.optimizer, 0.97)
+
+
+def step(self: Any, number: int) -> None:
+    self.optimizer.zero_grad()
+    x = torch.randn(16, 64, generator=torch.Generator().manual_seed(number))
+    self.model(x).square().mean().backward()
+    self.optimizer.step()
+    self.scheduler.step()
+
+
+def resume(self: Rank) -> tuple[int, int]:
+    """Build, restore and replay; the step of the version, and the step that was reached."""
+    build(self)
+    weights, moments = get_state_dict(self.model, self.optimizer)
+    state = {"model": weights, "optim": moments, "scheduler": self.scheduler.state_dict(), "step": 0}
+    self.journal = self.checkpointer.journal(self.model, self.optimizer)
+    self.checkpointer.guard(self.optimizer)
+    version = self.checkpointer.restore_latest(into=state)
+    if version is not None:
+        set_state_dict(self.model, self.optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
+        self.scheduler.load_state_dict(state["scheduler"])
+    replayed: Any = self.journal.replay()
+    if replayed is not None:
+        self.scheduler.load_state_dict(replayed["scheduler"])
+        state["step"] = replayed["step"]
+    self.reached = state["step"]
+    return -1 if version is None else version.step, self.reached
+
+
+def train(self: Rank, last: int, save_at: int = 0) -> None:
+    for number in range(self.reached + 1, last + 1):
+        step(self, number)
+        self.journal.record(number, values={"step": number, "scheduler": self.scheduler.state_dict()})
+        if number == save_at:
+            weights, moments = get_state_dict(self.model, self.optimizer)
+            state = {"model": weights, "optim": moments, "scheduler": self.scheduler.state_dict(), "step": number}
+            self.pending.append(self.checkpointer.save(state, step=number))
+    self.reached = last
+
+
+def bits(self: Rank) -> list[bytes]:
+    return snapshot(self.model, self.optimizer)
+
+
+def advised(self: Rank) -> bool:
+    return self.journal.save_advised
+
+
+def undisturbed(last: int) -> list[bytes]:
+    class Alone:
+        pass
+
+    here: Any = Alone()
+    build(here)
+    get_state_dict(here.model, here.optimizer)
+    for number in range(1, last + 1):
+        step(here, number)
+    return snapshot(here.model, here.optimizer)
+
+
+def entries(node: str) -> list[tuple[int, int]]:
+    """Rank and step of the entries in a node's memory."""
+    worker = ray.get_actor(f"node-{node}", NAMESPACE)
+    held = ray.get(worker.journal_entries.remote(REPOSITORY[0]), timeout=30)
+    return sorted((info.rank, info.step) for info in held)
+
+
+REPOSITORY = [""]
+
+
+def kill_node_worker(self: Rank) -> None:
+    for pid in self.node_worker_pids():
+        os.kill(pid, signal.SIGKILL)
+
+
+def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
+    """After processes and one node's worker have died, on other nodes; the entries of the dead are copied again."""
+    alive = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
+    ranks = start(str(tmp_path), 2)
+    assert every(ranks, "do", resume) == [(-1, 0)] * 2
+    every(ranks, "do", train, 4, 2)
+    every(ranks, "result")
+    every(ranks, "do", train, 6)
+    REPOSITORY[0] = raystow.open(tmp_path).id
+    steps = [(rank, number) for rank in (0, 1) for number in (3, 4, 5, 6)]
+    for node in alive:
+        wait_until(lambda node=node: entries(node) == steps, "copies")  # type: ignore[misc]
+    ray.get(ranks[0].do.remote(kill_node_worker), timeout=30)
+    for rank in ranks:
+        ray.kill(rank)
+
+    ranks = start(str(tmp_path), 2, nodes=("node_b", "node_a"))
+    assert every(ranks, "do", resume) == [(2, 6)] * 2
+    for node in alive:
+        wait_until(lambda node=node: entries(node) == steps, "copies again")  # type: ignore[misc]
+    every(ranks, "do", train, 8)
+    assert every(ranks, "do", bits) == [undisturbed(8)] * 2
+
+
+def test_without_memory_the_training_goes_on(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1, memory=raystow.Memory(journal=0))
+    assert every([rank], "do", resume) == [(-1, 0)]
+    every([rank], "do", train, 3)
+    assert every([rank], "do", advised) == [True]
+    assert every([rank], "do", bits) == [undisturbed(3)]

@@ -1,0 +1,96 @@
+"""Journals without a cluster: entries in a dict, and the coordinator's agreement as a plain class of this process."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from raystow.orchestrator.journal.journal import Journal, JournalIdentity
+from raystow.orchestrator.journal.rounds import JournalRounds
+from raystow.orchestrator.journal.tracked_state import TrackedState
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import ClusterError
+from raystow.storage.object_store import Buffer
+from raystow.workers.protocol.messages import EntryInfo, EntryKept, EntryPlace, JournalChoice, JournalVote
+
+
+class EntryBox:
+    """The entries of all ranks, as node workers have them. ``refuse``: the steps that are not kept."""
+
+    def __init__(self) -> None:
+        self.entries: dict[EntryInfo, bytes] = {}
+        self.refuse: set[int] = set()
+        self.rounds = JournalRounds(SYSTEM)
+        self.changed = threading.Condition()
+
+    def journal(
+        self,
+        model: torch.nn.Module,
+        *optimizers: torch.optim.Optimizer,
+        rank: int = 0,
+        world_size: int = 1,
+        timeout: float = 30.0,
+    ) -> Journal:
+        """A journal of a new process of a rank."""
+        identity = JournalIdentity("memory://box", "box", rank, world_size, SYSTEM.token(), timeout)
+        return Journal(TrackedState(model, optimizers), BoxPort(self), identity)
+
+    def steps(self, rank: int = 0) -> list[int]:
+        """The steps of a rank, in the order in which they were recorded."""
+        return [info.step for info in self.entries if info.rank == rank]
+
+    def info(self, step: int, rank: int = 0) -> EntryInfo:
+        """The newest entry of a step."""
+        return [info for info in self.entries if (info.step, info.rank) == (step, rank)][-1]
+
+
+class BoxPort:
+    """A ``JournalPort``."""
+
+    def __init__(self, box: EntryBox) -> None:
+        self._box = box
+
+    def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
+        if info.step in self._box.refuse:
+            on_kept(EntryKept(info.step, 0, "the memory for entries is full"))
+            return
+        self._box.entries[info] = b"".join(bytes(part) for part in parts)
+        on_kept(EntryKept(info.step, 1))
+
+    def save_begun(self, step: int) -> None:
+        pass
+
+    def fetch(self, place: EntryPlace) -> memoryview:
+        if place.info not in self._box.entries:
+            raise ClusterError("no node has the entry")
+        return memoryview(self._box.entries[place.info])
+
+    def settle(self, vote: JournalVote) -> JournalChoice:
+        box = self._box
+        with box.changed:
+            round = box.rounds.vote(vote, lambda: {"node": tuple(box.entries)})
+            box.changed.notify_all()
+            assert box.changed.wait_for(lambda: round.answers(vote), vote.timeout)
+            return round.answer(vote)
+
+    def close(self) -> None:
+        pass
+
+
+def snapshot(model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> list[bytes]:
+    """All bits of a training state."""
+    tensors: list[Any] = [*model.parameters(), *model.buffers()]
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            tensors.append({key: value for key, value in group.items() if key != "params"})
+            for parameter in group["params"]:
+                tensors += [parameter, *(optimizer.state[parameter][key] for key in sorted(optimizer.state.get(parameter, {})))]
+    return [
+        one.detach().contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+        if isinstance(one, torch.Tensor)
+        else repr(one).encode()
+        for one in tensors
+    ]

@@ -1,0 +1,397 @@
+"""A journal replays the steps of many optimizers bit for bit, or ends at the last step that agrees, with its exact state."""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from journal_port import EntryBox, snapshot
+from msgspec.structs import replace
+from torch import nn
+
+OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
+    "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
+    "sgd-momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True, weight_decay=0.01),
+    "adam": lambda p: torch.optim.Adam(p, lr=0.01, amsgrad=True),
+    "adamw-loop": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=False),
+    "adamw-foreach": lambda p: torch.optim.AdamW(p, lr=0.01, foreach=True),
+    "adamw-fused": lambda p: torch.optim.AdamW(p, lr=0.01, fused=True),
+    "adamw-tensor-lr": lambda p: torch.optim.AdamW(p, lr=torch.tensor(0.01), foreach=False),
+    "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.05, lr_decay=0.01),
+    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.01, momentum=0.5, centered=True),
+    "nadam": lambda p: torch.optim.NAdam(p, lr=0.01),
+    "radam": lambda p: torch.optim.RAdam(p, lr=0.01),
+    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.01),
+    "adadelta": lambda p: torch.optim.Adadelta(p),
+    "adamax": lambda p: torch.optim.Adamax(p),
+    "asgd": lambda p: torch.optim.ASGD(p),
+    "rprop": lambda p: torch.optim.Rprop(p),
+    "muon": lambda p: torch.optim.Muon(p, lr=0.01),
+}
+
+
+class Net(nn.Module):
+    """Matrices, a vector unless there are ``only_matrices``, a buffer that forward passes change, an unused parameter."""
+
+    def __init__(self, *, only_matrices: bool = False, dtype: torch.dtype = torch.float32) -> None:
+        super().__init__()
+        self.first = nn.Linear(40, 120, bias=not only_matrices, dtype=dtype)
+        self.norm = nn.BatchNorm1d(120, affine=not only_matrices, dtype=dtype)
+        self.second = nn.Linear(120, 3, bias=False, dtype=dtype)
+        self.unused = nn.Parameter(torch.ones(4, 4, dtype=dtype))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.second(torch.relu(self.norm(self.first(x))))
+
+
+@dataclasses.dataclass
+class Run:
+    """A training of one process."""
+
+    optimizer: str = "adamw-foreach"
+    dtype: torch.dtype = torch.float32
+    data: int = 0
+
+    def __post_init__(self) -> None:
+        torch.manual_seed(0)
+        self.model = Net(only_matrices=self.optimizer == "muon", dtype=self.dtype)
+        self.opt = OPTIMIZERS[self.optimizer]([{"params": list(self.model.first.parameters())}, {"params": self.rest()}])
+        self.rate = 1.0
+
+    def rest(self) -> list[nn.Parameter]:
+        first = {id(one) for one in self.model.first.parameters()}
+        return [one for one in self.model.parameters() if id(one) not in first]
+
+    def step(self, number: int, *, nan: bool = False, clip: bool = False) -> None:
+        generator = torch.Generator().manual_seed(1000 * self.data + number)
+        x = torch.randn(16, 40, generator=generator).to(self.dtype)
+        self.opt.zero_grad()
+        loss = self.model(x).float().square().mean()
+        (loss * float("nan") if nan else loss).backward()
+        if clip:
+            nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
+        self.opt.step()
+        group = self.opt.param_groups[number % 2]  # as a scheduler does
+        if not isinstance(group["lr"], torch.Tensor):
+            group["lr"] *= 0.97
+
+    def snapshot(self) -> list[bytes]:
+        return snapshot(self.model, self.opt)
+
+    def load(self, other: Run) -> None:
+        """Not by ``Optimizer.load_state_dict``, which casts values such as NAdam's ``mu_product`` to bfloat16."""
+        self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
+        for mine, theirs in zip(self.opt.param_groups, other.opt.param_groups, strict=True):
+            mine.update({key: copy.deepcopy(value) for key, value in theirs.items() if key != "params"})
+            for parameter, source in zip(mine["params"], theirs["params"], strict=True):
+                if source in other.opt.state:
+                    self.opt.state[parameter] = copy.deepcopy(other.opt.state[source])
+
+
+def recorded(box: EntryBox, run: Run, steps: int, *, first: int = 1, **how: Any) -> list[list[bytes]]:
+    """Record steps; the states after each, with the one before them first."""
+    journal = box.journal(run.model, run.opt)
+    journal.replay()
+    states = [run.snapshot()]
+    for number in range(first, first + steps):
+        run.step(number, **how)
+        journal.record(number, values={"step": number, "rng": torch.get_rng_state()})
+        states.append(run.snapshot())
+    journal.close()
+    return states
+
+
+def replayed(box: EntryBox, run: Run, *, base: int = -1) -> object:
+    journal = box.journal(run.model, run.opt)
+    journal.restored(base, True)
+    try:
+        return journal.replay()
+    finally:
+        journal.close()
+
+
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_steps_are_replayed_bit_for_bit(optimizer: str) -> None:
+    box = EntryBox()
+    states = recorded(box, Run(optimizer), 5)
+    again = Run(optimizer)
+    values = replayed(box, again)
+    assert isinstance(values, dict)
+    assert values["step"] == 5
+    assert torch.equal(values["rng"], torch.get_rng_state())
+    assert again.snapshot() == states[-1]
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["sgd-momentum", "adamw-foreach", "adamw-fused", "nadam", "adafactor"]),
+    st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
+    st.integers(1, 20),
+    st.integers(0, 3),
+    st.booleans(),
+    st.booleans(),
+)
+def test_a_replay_continues_a_version(optimizer: str, dtype: torch.dtype, steps: int, base: int, nan: bool, clip: bool) -> None:
+    """Also with NaN gradients, with clipping, and from a state in the midst of the entries."""
+    base = min(base, steps - 1)
+    box, run, kept = EntryBox(), Run(optimizer, dtype), Run(optimizer, dtype)
+    journal = box.journal(run.model, run.opt)
+    journal.replay()
+    for number in range(1, steps + 1):
+        run.step(number, nan=nan and number == steps - 1, clip=clip)
+        journal.record(number, values=number)
+        if number == base:
+            journal.saved(number)
+            kept.load(run)
+    journal.close()
+    assert replayed(box, kept, base=base if base else -1) == steps
+    assert kept.snapshot() == run.snapshot()
+
+
+def flip(box: EntryBox, step: int, at: int) -> None:
+    """Change one bit of an entry."""
+    info = box.info(step)
+    data = bytearray(box.entries[info])
+    data[at % len(data)] ^= 1 << at % 8
+    box.entries[info] = bytes(data)
+
+
+@settings(max_examples=30)
+@given(st.integers(1, 6), st.integers(0, 1 << 30))
+def test_a_flipped_bit_ends_the_replay_before_it(step: int, at: int) -> None:
+    damaged, states = made()
+    flip(damaged, step, at)
+    again = Run()
+    values = replayed(damaged, again)
+    assert (values["step"] if isinstance(values, dict) else 0) == step - 1
+    assert again.snapshot() == states[step - 1]
+
+
+def made() -> tuple[EntryBox, list[list[bytes]]]:
+    """Six recorded steps, and the states after each; recorded once."""
+    box, states = recorded_once()
+    copied = EntryBox()
+    copied.entries = dict(box.entries)
+    return copied, states
+
+
+@functools.cache
+def recorded_once() -> tuple[EntryBox, list[list[bytes]]]:
+    box = EntryBox()
+    return box, recorded(box, Run(), 6)
+
+
+def test_a_missing_entry_ends_the_replay_before_it() -> None:
+    box, states = made()
+    del box.entries[box.info(4)]
+    again = Run()
+    replayed(box, again)
+    assert again.snapshot() == states[3]
+
+
+def test_entries_of_another_run_are_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    """They have the same numbers, but start from another state."""
+    box, other = EntryBox(), EntryBox()
+    recorded(box, Run(), 3)
+    theirs = Run()
+    with torch.no_grad():
+        theirs.model.first.weight[0, 0] += 1
+    recorded(other, theirs, 3)
+    again = Run()
+    before = again.snapshot()
+    with caplog.at_level(logging.WARNING):
+        assert replayed(other, again) is None
+    assert again.snapshot() == before
+    assert "is not the one that the entry starts from: first.weight differs" in caplog.text
+
+
+@pytest.mark.parametrize("forged", [False, True])
+def test_mixed_entries_end_the_replay(forged: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two runs from the same state; also if their lineages are forged to be the same."""
+    (box, states), other = made(), EntryBox()
+    recorded(other, Run(data=1), 6)
+    theirs = other.info(4)
+    del box.entries[box.info(4)]
+    box.entries[replace(theirs, lineage=box.info(3).lineage) if forged else theirs] = other.entries[theirs]
+    again = Run()
+    with caplog.at_level(logging.WARNING):
+        replayed(box, again)
+    assert again.snapshot() == states[3]
+    assert ("another entry" in caplog.text) == forged
+
+
+def test_a_step_that_computes_otherwise_is_undone(caplog: pytest.LogCaptureFixture) -> None:
+    """The optimizer of the restart is another one; the state is that of the version again, and the warning names the tensor."""
+    box, _ = made()
+    again = Run()
+    again.opt.register_step_post_hook(lambda *_: again.model.second.weight.data.mul_(1.0 + 1e-6))
+    before = again.snapshot()
+    with caplog.at_level(logging.WARNING):
+        assert replayed(box, again) is None
+    assert again.snapshot() == before
+    assert "the replay ends before step 1: the state differs from the recorded one in second.weight" in caplog.text
+
+
+def test_a_difference_in_a_later_step_leaves_the_step_before() -> None:
+    box, states = made()
+    again, calls = Run(), 0
+
+    def disturb(*_: object) -> None:
+        nonlocal calls
+        calls += 1
+        if calls == 4:
+            again.model.unused.data[0, 0] += 1
+
+    again.opt.register_step_post_hook(disturb)
+    assert isinstance(values := replayed(box, again), dict)
+    assert values["step"] == 3
+    assert again.snapshot() == states[3]
+
+
+def test_a_repeated_step_replaces_the_one_before() -> None:
+    """A run restarts at step 3, repeats step 4 with other data, and restarts again: the first step 4 is not replayed."""
+    box, _ = made()
+    for step in (5, 6):
+        del box.entries[box.info(step)]
+    hidden = box.entries.pop(first := box.info(4))
+    second = Run(data=1)
+    states = recorded_after_replay(box, second, [4])
+    box.entries[first] = hidden
+    third = Run(data=1)
+    replayed(box, third)
+    assert third.snapshot() == states[-1]
+    assert [info.step for info in box.entries].count(4) == 2
+
+
+def recorded_after_replay(box: EntryBox, run: Run, steps: list[int]) -> list[list[bytes]]:
+    journal = box.journal(run.model, run.opt)
+    journal.replay()
+    states = []
+    for number in steps:
+        run.step(number)
+        journal.record(number)
+        states.append(run.snapshot())
+    journal.close()
+    return states
+
+
+def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture) -> None:
+    """Until the next save; the training goes on."""
+    box, run = EntryBox(), Run()
+    box.refuse = {3}
+    journal = box.journal(run.model, run.opt)
+    journal.replay()
+    for number in range(1, 8):
+        run.step(number)
+        journal.record(number)
+        if number == 6:
+            assert journal.save_advised
+            journal.saved(6)
+            at_six = Run()
+            at_six.load(run)
+    journal.close()
+    assert not journal.save_advised
+    assert "step 3 is not recorded" in caplog.text
+    steps = box.steps()
+    assert steps[:2] == [1, 2]
+    assert steps[-1] == 7
+    assert not {3, 6} & {*steps}
+    replayed(box, at_six, base=6)
+    assert at_six.snapshot() == run.snapshot()
+
+
+def test_a_skipped_step_of_a_scaler_is_replayed() -> None:
+    """Of fused optimizers, which get the scale and decide themselves, and of others, which are not called."""
+    for name in ("adamw-fused", "adamw-loop"):
+        box, run = EntryBox(), Run(name)
+        journal = box.journal(run.model, run.opt)
+        scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+        journal.replay()
+        for number in range(1, 6):
+            run.opt.zero_grad()
+            loss = run.model(torch.randn(16, 40)).square().mean() * (float("inf") if number == 3 else 1.0)
+            scaler.scale(loss).backward()
+            scaler.step(run.opt)
+            scaler.update()
+            journal.record(number, values=scaler.state_dict())
+        journal.close()
+        again = Run(name)
+        assert replayed(box, again) == scaler.state_dict()
+        assert again.snapshot() == run.snapshot(), name
+
+
+def test_closures_and_two_optimizers() -> None:
+    """Gradients are those that the closure has computed; two optimizers step between two records."""
+    box = EntryBox()
+
+    def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
+        torch.manual_seed(0)
+        model = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8))
+        return model, [torch.optim.Adam(model[0].parameters()), torch.optim.SGD(model[1].parameters(), lr=0.1)]
+
+    model, optimizers = build()
+    journal = box.journal(model, *optimizers)
+    journal.replay()
+    for number in range(1, 4):
+
+        def closure() -> torch.Tensor:
+            model.zero_grad()
+            loss = model(torch.randn(4, 8)).square().mean()
+            loss.backward()
+            return loss
+
+        for optimizer in optimizers:
+            optimizer.step(closure)
+        journal.record(number)
+    journal.close()
+    again, theirs = build()
+    other = box.journal(again, *theirs)
+    other.replay()
+    other.close()
+    assert snapshot(again, *theirs) == snapshot(model, *optimizers)
+
+
+def test_master_weights_are_copied_after_each_step() -> None:
+    """Custom mixed precision: the optimizer has a float32 copy of bfloat16 weights; gradients take half their bytes."""
+    box = EntryBox()
+
+    def build() -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimizer, Callable[[], None]]:
+        torch.manual_seed(0)
+        model = nn.Linear(200, 300, dtype=torch.bfloat16)
+        master = [nn.Parameter(one.detach().float()) for one in model.parameters()]
+
+        def sync() -> None:
+            with torch.no_grad():
+                for weight, copied in zip(model.parameters(), master, strict=True):
+                    weight.copy_(copied)
+
+        return model, master, torch.optim.AdamW(master, lr=0.01), sync
+
+    model, master, optimizer, sync = build()
+    journal = box.journal(model, optimizer)
+    journal.replay()
+    for number in range(1, 5):
+        model.zero_grad()
+        model(torch.randn(8, 200, dtype=torch.bfloat16)).float().square().mean().backward()
+        for copied, weight in zip(master, model.parameters(), strict=True):
+            copied.grad = weight.grad.float()
+        nn.utils.clip_grad_norm_(master, 1e-3)
+        optimizer.step()
+        sync()
+        journal.record(number)
+    journal.close()
+    again, _, theirs, sync_again = build()
+    other = box.journal(again, theirs)
+    other.replay(after_step=sync_again)
+    other.close()
+    assert snapshot(again, theirs) == snapshot(model, optimizer)
+    state = 14 * sum(one.numel() for one in master)
+    assert box.info(4).size < 0.2 * state  # few elements: headers count

@@ -1,0 +1,148 @@
+"""Entries of the journal in a node's memory, and their copies on partner nodes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from fake_clock import FakeClock
+from msgspec.structs import replace
+
+from raystow.storage.errors import ClusterError
+from raystow.storage.object_store import Buffer
+from raystow.workers.journal.entry_memory import EntryMemory
+from raystow.workers.journal.entry_replicator import EntryReplicator
+from raystow.workers.journal.entry_store import EntryStore
+from raystow.workers.protocol.messages import EntryInfo, EntryKept, Generation, PutEntry
+
+SIZE = 100
+FIRST = (Generation("1", 0),)
+
+
+def entry(step: int, rank: int = 0, lineage: tuple[Generation, ...] = FIRST) -> EntryInfo:
+    return EntryInfo("r", rank, 2, step, step - 1, lineage, SIZE)
+
+
+def add(store: EntryStore, info: EntryInfo, *, own: bool = True) -> str:
+    return store.add(info, EntryMemory.of([bytes(info.size)], info.size), own=own)
+
+
+def steps(store: EntryStore) -> list[int]:
+    return [info.step for info in store.own()]
+
+
+def test_a_full_memory_refuses_new_entries_until_a_save() -> None:
+    store = EntryStore(3 * SIZE)
+    assert [add(store, entry(step)) for step in (1, 2, 3)] == ["", "", ""]
+    assert "is full" in add(store, entry(4))
+    assert steps(store) == [1, 2, 3]
+    store.save_begun("r", 4)
+    assert add(store, entry(5)) == ""
+    assert steps(store) == [2, 3, 5]
+    store.committed("r", 4)
+    assert steps(store) == [5]
+    assert store.used == SIZE
+
+
+def test_entries_of_other_repositories_make_way() -> None:
+    store = EntryStore(2 * SIZE)
+    add(store, replace(entry(1), repository="old"))
+    add(store, entry(1))
+    assert add(store, entry(2)) == ""
+    assert store.holdings("old") == ()
+
+
+def test_repeated_steps_replace_those_of_the_attempt_before() -> None:
+    store = EntryStore(10 * SIZE)
+    for step in (1, 2, 3, 4):
+        add(store, entry(step))
+    add(store, entry(3, lineage=(*FIRST, Generation("2", 3))))
+    assert [(info.step, info.generation) for info in store.own()] == [(1, "1"), (2, "1"), (3, "2")]
+    add(store, entry(4))  # arrives late
+    assert sorted((info.step, info.generation) for info in store.own())[:2] == [(1, "1"), (2, "1")]
+
+
+class OtherNodes:
+    """The memories of other nodes by name; ``down`` ones do not answer."""
+
+    def __init__(self, *names: str) -> None:
+        self.stores = {name: EntryStore(10 * SIZE) for name in names}
+        self.down: set[str] = set()
+
+    def nodes(self) -> Mapping[str, str]:
+        return {"here": "here", **{name: name for name in self.stores if name not in self.down}}
+
+    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+        if node in self.down:
+            raise ClusterError("does not answer", subject=node)
+        self.stores[node].drop_before(put.info, put.oldest)
+        problem = self.stores[node].add(put.info, EntryMemory.of([data], put.info.size), own=False)
+        return EntryKept(put.info.step, self.stores[node].count(put.info), problem)
+
+    def steps(self, node: str) -> list[int]:
+        return sorted(info.step for info in self.stores[node].holdings("r"))
+
+
+def replicator(store: EntryStore, peers: OtherNodes) -> tuple[EntryReplicator, FakeClock]:
+    clock = FakeClock()
+    made = EntryReplicator("here", store, peers, clock)
+    made.want("r", 1)
+    return made, clock
+
+
+def settle(made: EntryReplicator) -> None:
+    for _ in range(100):
+        if made.step() > 0:
+            return
+    raise AssertionError("it goes on for ever")
+
+
+def test_a_new_entry_is_acknowledged_when_it_has_its_copy() -> None:
+    store, peers = EntryStore(10 * SIZE), OtherNodes("a", "b")
+    made, _ = replicator(store, peers)
+    done = list[EntryKept]()
+    for step in (1, 2):
+        add(store, entry(step))
+        made.submit(entry(step), done.append)
+    settle(made)
+    assert done == [EntryKept(1, 1), EntryKept(2, 1)]
+    (partner,) = [node for node in ("a", "b") if peers.steps(node)]
+    assert peers.steps(partner) == [1, 2]
+    store.committed("r", 1)
+    add(store, entry(3))
+    made.submit(entry(3), done.append)
+    settle(made)
+    assert peers.steps(partner) == [2, 3]
+
+
+def test_another_partner_gets_all_entries_when_one_dies() -> None:
+    store, peers = EntryStore(10 * SIZE), OtherNodes("a", "b")
+    made, _ = replicator(store, peers)
+    done = list[EntryKept]()
+    for step in (1, 2):
+        add(store, entry(step))
+        made.submit(entry(step), done.append)
+    settle(made)
+    (partner,) = [node for node in ("a", "b") if peers.steps(node)]
+    peers.down.add(partner)
+    add(store, entry(3))
+    made.submit(entry(3), done.append)
+    settle(made)
+    (other,) = {"a", "b"} - {partner}
+    assert peers.steps(other) == [1, 2, 3]
+    peers.down.add(other)
+    add(store, entry(4))
+    made.submit(entry(4), done.append)
+    settle(made)
+    assert done[-1] == EntryKept(4, 0), "an entry is not waited for if there is no partner"
+
+
+def test_a_restarted_partner_gets_all_entries_again() -> None:
+    store, peers = EntryStore(10 * SIZE), OtherNodes("a")
+    made, _ = replicator(store, peers)
+    for step in (1, 2, 3):
+        add(store, entry(step))
+        if step == 3:
+            peers.stores["a"] = EntryStore(10 * SIZE)
+        made.submit(entry(step), lambda _: None)
+        settle(made)
+    assert peers.steps("a") == [1, 2, 3]
