@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 
 import torch
 
@@ -27,7 +27,7 @@ class CapturedEntry:
     before: StateDigests | None = None
     after: StateDigests | None = None
     whole: bool = False
-    groups: list[list[dict[str, Any]]] = field(default_factory=list)
+    groups: list[list[dict[str, object]]] = field(default_factory=list)
     values: str = ""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     fresh: bool = True
@@ -127,7 +127,7 @@ class EntryEncoder:
         before, self._buffers = self._buffers, captured.buffers
         return [(name, buffer) for name, buffer in captured.buffers.items() if not _same(buffer, before.get(name))]
 
-    def _changed(self, optimizer: int, groups: Sequence[dict[str, Any]]) -> tuple[str, ...]:
+    def _changed(self, optimizer: int, groups: Sequence[dict[str, object]]) -> tuple[str, ...]:
         """The texts of groups' hyper-parameters; empty for those that are as they were recorded last."""
         found = []
         for number, group in enumerate(groups):
@@ -144,7 +144,7 @@ def _same(one: torch.Tensor, other: torch.Tensor | None) -> bool:
     return bool(torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8)))
 
 
-def recordable(group: dict[str, Any]) -> dict[str, Any]:
+def recordable(group: dict[str, object]) -> dict[str, object]:
     """The hyper-parameters that are values. Functions and other objects stay as the training has made them."""
     found = {}
     for name, value in group.items():

@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -24,7 +23,7 @@ class CapturedStep:
     """What one call of ``step`` depends on, besides the state. ``groups``: hyper-parameters without the parameters."""
 
     optimizer: int
-    groups: list[dict[str, Any]]
+    groups: list[dict[str, object]]
     gradients: list[torch.Tensor | None]
     scale: dict[str, torch.Tensor]
 
@@ -34,7 +33,7 @@ class StepInputs:
     """What one replayed call of ``step`` is given. Tensors may be in host memory."""
 
     optimizer: int
-    groups: Sequence[Mapping[str, Any] | None]
+    groups: Sequence[Mapping[str, object] | None]
     gradients: Sequence[torch.Tensor | None]
     scale: Mapping[str, torch.Tensor] = field(default_factory=dict)
 
@@ -59,7 +58,7 @@ class StepHooks:
         for handle in self._handles:
             handle.remove()
 
-    def set_groups(self, number: int, groups: Sequence[Mapping[str, Any] | None]) -> None:
+    def set_groups(self, number: int, groups: Sequence[Mapping[str, object] | None]) -> None:
         """Set the recorded hyper-parameters of an optimizer; None leaves those of a group as they are."""
         there = self._state.optimizers[number].param_groups
         if len(groups) != len(there):
@@ -85,16 +84,18 @@ class StepHooks:
             for parameter in self._state.parameters(inputs.optimizer):
                 parameter.grad = None
 
-    def _before_step(self, number: int, optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> Any:
+    def _before_step(
+        self, number: int, optimizer: torch.optim.Optimizer, args: tuple[object, ...], kwargs: dict[str, object]
+    ) -> object:
         if self._replayed is not None:
             self._give(self._replayed)
             return None
         closure = args[1] if len(args) > 1 else kwargs.get("closure")
-        if closure is None:
+        if not callable(closure):
             self._on_step(number)
             return None
 
-        def observed() -> Any:
+        def observed() -> object:
             loss = closure()
             self._on_step(number)
             return loss
@@ -172,16 +173,16 @@ def _allocate(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | N
     ]
 
 
-def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
+def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:
     """Copies of the parameter groups without the parameters; tensors on their device."""
     return [{key: _kept(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
 
 
-def _kept(value: Any) -> Any:
+def _kept(value: object) -> object:
     return local(value).clone() if isinstance(value, torch.Tensor) else value
 
 
-def _set(group: dict[str, Any], name: str, value: Any) -> None:
+def _set(group: dict[str, object], name: str, value: object) -> None:
     """Set a hyper-parameter; a tensor in place, since the optimizer may have captured its address."""
     if isinstance(value, torch.Tensor) and isinstance(group.get(name), torch.Tensor):
         local(group[name]).copy_(value)

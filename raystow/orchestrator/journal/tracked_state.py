@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -92,7 +92,7 @@ class TrackedState:
         others = [one for number in range(len(self.optimizers)) for one in self.parameters(number)]
         return list({id(one): one for one in (*self._weights.values(), *others)}.values())
 
-    def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, Any]]]:
+    def _states(self) -> Iterator[tuple[str, torch.Tensor, Mapping[str, object]]]:
         """The name and the state of each parameter of the optimizers."""
         for number, optimizer in enumerate(self.optimizers):
             for place, parameter in enumerate(self.parameters(number)):
@@ -104,8 +104,8 @@ class StateCopy(NamedTuple):
     """A ``TrackedState`` in host memory: parameters by identity, and states, groups and buffers."""
 
     tensors: Mapping[int, torch.Tensor]
-    states: Sequence[Mapping[torch.Tensor, Mapping[str, Any]]]
-    groups: Sequence[Sequence[Mapping[str, Any]]]
+    states: Sequence[Mapping[torch.Tensor, Mapping[str, object]]]
+    groups: Sequence[Sequence[Mapping[str, object]]]
     buffers: Mapping[str, torch.Tensor]
 
 
@@ -138,12 +138,12 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return local(gradient)
 
 
-def _copied(value: Any) -> Any:
+def _copied(value: object) -> object:
     """A copy in host memory; the kind of tensor is kept by ``_put``."""
     return local(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
 
 
-def _put(target: dict[str, Any], values: Mapping[str, Any]) -> None:
+def _put(target: dict[str, object], values: Mapping[str, object]) -> None:
     for key in [key for key in target if key not in values and key != "params"]:
         del target[key]
     for key, value in values.items():
