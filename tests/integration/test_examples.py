@@ -15,6 +15,7 @@ import psutil
 import pytest
 import torch
 from polling import wait_until
+from ray.cluster_utils import Cluster
 
 import raystow
 
@@ -54,10 +55,10 @@ def _kill_a_worker(driver: int, uri: str) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The repository that ``save_and_restore.py`` makes, and what it prints."""
+def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
+    """The repository that ``save_and_restore.py`` makes on the shared cluster, and what it prints."""
     folder = tmp_path_factory.mktemp("saved")
-    return folder / "run", _run("save_and_restore.py", folder / "run", cwd=folder)
+    return folder / "run", _run("save_and_restore.py", folder / "run", cwd=folder, RAY_ADDRESS=cluster.address)
 
 
 def test_save_and_restore_gets_every_bit_back(saved: tuple[Path, str]) -> None:

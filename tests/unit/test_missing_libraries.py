@@ -55,27 +55,29 @@ def told(missing: list[str], cases: list[str | list[str]]) -> list[str]:
     return texts
 
 
-@pytest.mark.parametrize(
-    ("missing", "cases", "remedy"),
-    [
-        (
-            "ray",
-            ["import raystow; raystow.Checkpointer", "from raystow import Checkpointer", "import raystow.ray_train"],
-            'pip install "raystow[train]"',
-        ),
-        ("torch", ["import raystow.dcp", "import raystow; raystow.dcp"], 'pip install "raystow[train]"'),
-        ("lightning", ["import raystow.lightning"], 'pip install "lightning"'),
-        (
-            "cryptography",
-            [f"import raystow; raystow.open({str(GOLDEN)!r}, trusted_keys='pyproject.toml')"],
-            'pip install "raystow[signatures]"',
-        ),
-        ("transformers", ["import raystow.huggingface"], 'pip install "transformers"'),
-    ],
+RAY = (
+    "ray",
+    ["import raystow; raystow.Checkpointer", "from raystow import Checkpointer", "import raystow.ray_train"],
+    'pip install "raystow[train]"',
 )
-def test_python_names_the_extra(missing: str, cases: list[str | list[str]], remedy: str) -> None:
-    wanted = f"MissingDependency: {missing}: this needs a library that is not installed ({remedy})"
-    assert told([missing], cases) == [wanted] * len(cases)
+TORCH = "torch", ["import raystow.dcp", "import raystow; raystow.dcp"], 'pip install "raystow[train]"'
+SIGNATURES = (
+    "cryptography",
+    [f"import raystow; raystow.open({str(GOLDEN)!r}, trusted_keys='pyproject.toml')"],
+    'pip install "raystow[signatures]"',
+)
+LIGHTNING = "lightning", ["import raystow.lightning"], 'pip install "lightning"'
+TRANSFORMERS = "transformers", ["import raystow.huggingface"], 'pip install "transformers"'
+
+
+@pytest.mark.parametrize("together", [[TORCH, SIGNATURES], [RAY], [LIGHTNING, TRANSFORMERS]])
+def test_python_names_the_extra(together: list[tuple[str, list[str | list[str]], str]]) -> None:
+    texts = told([missing for missing, _, _ in together], [case for _, cases, _ in together for case in cases])
+    assert texts == [
+        f"MissingDependency: {missing}: this needs a library that is not installed ({remedy})"
+        for missing, cases, remedy in together
+        for _ in cases
+    ]
 
 
 def test_a_command_names_the_extra(tmp_path: Path) -> None:
