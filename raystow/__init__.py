@@ -217,7 +217,7 @@ def restore(
     *,
     strict: bool = True,
     cast: bool = False,
-    progress: Callable[[int], None] = lambda nbytes: None,
+    progress: Callable[[int], None] | None = None,
 ) -> Version | None:
     """Fill ``into`` from a version, with or without a Ray cluster.
 
@@ -233,7 +233,8 @@ def restore(
             in the log.
         strict: Whether names that only one side has are an error; else they are left unchanged.
         cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
-        progress: Called with the decoded bytes of each chunk, from several threads.
+        progress: Called with the decoded bytes of each chunk, from several threads. None: a progress bar in a terminal or
+            notebook, after two seconds.
 
     Returns:
         The version, or None if the latest one is asked for and the repository has none.

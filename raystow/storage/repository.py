@@ -9,12 +9,13 @@ from dataclasses import dataclass
 from . import pins, rollback
 from .catalog import Catalog
 from .clock import SYSTEM, Clock
-from .errors import Damaged, NotARepository, NotFound, PreconditionFailed
+from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreError
 from .format import key_files, keys
 from .format.marker import Marker
 from .format.root import REPAIR, Root
 from .format.signature import PublicKey, Signer, Trust
 from .limits import MAX_MARKER, MAX_ROOT
+from .notebook import facts_table, moment, rows_table, size
 from .object_store import ObjectStore
 from .probe import probe_conditional_writes
 from .retention import collect
@@ -29,6 +30,8 @@ from .verify_progress import VerifyJournal
 from .version import Version
 from .version_selector import VersionSelector, select
 
+_SHOWN = 20  # versions in a notebook
+
 
 class Repository(Catalog):
     """A repository: lists, opens, verifies and pins versions, and plans what is kept.
@@ -38,6 +41,15 @@ class Repository(Catalog):
 
     def __repr__(self) -> str:
         return f"Repository({self.uri!r})"
+
+    def _repr_html_(self) -> str:
+        try:
+            versions = self.versions()
+        except StoreError as error:
+            return facts_table(self.uri, {"problem": error})
+        shown = f"{len(versions)} versions" + (f", the newest {_SHOWN}" if len(versions) > _SHOWN else "")
+        rows = ([one.id, one.step, moment(one.created), size(one.raw), size(one.bytes)] for one in versions[-_SHOWN:])
+        return rows_table(f"{self.uri}: {shown}", ["id", "step", "created", "raw", "stored"], rows)
 
     def versions(self) -> list[Version]:
         """List the versions, with one request to the store. Rolled-back ones are not among them.

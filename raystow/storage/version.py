@@ -30,6 +30,7 @@ from .format.signature import Trust
 from .format.version_record import FragmentInfo, VersionRecord
 from .limits import MAX_CHAIN, MAX_FRAGMENT, MAX_RECORD, most_cells, most_text
 from .memory_budget import MemoryBudget
+from .notebook import facts_table, moment, size
 from .object_store import ObjectStore
 from .reader import PackReader, Request, Run
 from .root_register import RootRegister
@@ -84,6 +85,18 @@ class Version:
 
     def __repr__(self) -> str:
         return f"Version(id={self.id}, step={self.step}, bytes={self.bytes}, uri={self.store.uri!r})"
+
+    def _repr_html_(self) -> str:
+        facts = {
+            "repository": self.store.uri,
+            "step": self.step,
+            "created": moment(self.created),
+            "raw": size(self.raw),
+            "stored": f"{size(self.bytes)} ({self.bytes / self.raw:.3f})" if self.raw else size(self.bytes),
+            "needs": ", ".join(f"version {id}" for id in self.entry.bases),
+            "groups": ", ".join(self.entry.groups),
+        }
+        return facts_table(f"version {self.id}", facts)
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Version) and (self.repository_id, self.entry) == (other.repository_id, other.entry)
@@ -313,7 +326,7 @@ class Version:
         *,
         strict: bool = True,
         cast: bool = False,
-        progress: Callable[[int], None] = lambda nbytes: None,
+        progress: Callable[[int], None] | None = None,
     ) -> None:
         """Fill ``into`` from this version, with or without a Ray cluster.
 
@@ -321,7 +334,7 @@ class Version:
             into: See ``raystow.restore``.
             strict: See ``raystow.restore``.
             cast: See ``raystow.restore``.
-            progress: Called with the decoded bytes of each chunk, from several threads.
+            progress: See ``raystow.restore``.
 
         Raises:
             StateError: Names, shapes or dtypes do not match. ``into`` is unchanged.
@@ -453,11 +466,11 @@ def _resolve(
     extent: list[int] = []
     rest: list[int | slice] = []
     keep: int | slice
-    for part, size in zip(parts, shape, strict=True):
+    for part, length in zip(parts, shape, strict=True):
         try:
-            selected = range(size)[part]
+            selected = range(length)[part]
         except IndexError:
-            raise StateError(f"index {part} is out of range for size {size}", subject=name) from None
+            raise StateError(f"index {part} is out of range for size {length}", subject=name) from None
         except (TypeError, ValueError) as error:
             raise StateError(f"{part!r} is not a slice of integers: {error}", subject=name) from error
         if isinstance(selected, int):

@@ -6,7 +6,6 @@ import json
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import fields
-from datetime import datetime, timezone
 from typing import Literal
 
 import msgspec
@@ -15,6 +14,9 @@ from rich.console import Console
 from rich.table import Table
 
 from ...storage.errors import StateError
+from ...storage.notebook import in_units
+from ...storage.notebook import moment as moment
+from ...storage.notebook import size as size
 
 # Lines are not wrapped, so that a long name or path can be copied; ``say`` wraps prose, and a table its cells.
 out = Console(markup=False, highlight=False, soft_wrap=True)
@@ -23,24 +25,9 @@ err = Console(stderr=True, markup=False, highlight=False, soft_wrap=True)
 _AGES = ((60, 1, "s"), (3600, 60, "min"), (48 * 3600, 3600, "h"), (float("inf"), 86400, "days"))
 
 
-def size(nbytes: float) -> str:
-    """Format bytes in binary units with three digits: ``1.25 GiB``."""
-    return _in_units(nbytes, 1024, ("KiB", "MiB", "GiB", "TiB", "PiB"))
-
-
 def billed(nbytes: float) -> str:
     """Format bytes in decimal units with three digits, as stores bill them: ``782 GB``."""
-    return _in_units(nbytes, 1000, ("kB", "MB", "GB", "TB", "PB"))
-
-
-def _in_units(nbytes: float, step: int, units: Sequence[str]) -> str:
-    if nbytes < 1000:
-        return f"{nbytes:.0f} B"
-    for unit in units:
-        nbytes /= step
-        if nbytes < 999.5 or unit == units[-1]:
-            break
-    return f"{nbytes:.{2 if nbytes < 9.995 else 1 if nbytes < 99.95 else 0}f} {unit}"
+    return in_units(nbytes, 1000, ("kB", "MB", "GB", "TB", "PB"))
 
 
 def ratio(stored: float, raw: float) -> float | None:
@@ -57,11 +44,6 @@ def age(seconds: float) -> str:
     """Format a duration: ``3 min``. Negative values, of a clock that runs behind, give ``0 s``."""
     unit, name = next((unit, name) for limit, unit, name in _AGES if seconds < limit)
     return f"{max(0, int(seconds // unit))} {name}"
-
-
-def moment(created: float) -> str:
-    """Format seconds since 1970 as date and time in UTC."""
-    return datetime.fromtimestamp(created, timezone.utc).strftime("%Y-%m-%d %H:%M:%S UTC")
 
 
 def price(dollars: float) -> str:

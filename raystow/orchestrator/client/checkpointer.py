@@ -16,13 +16,13 @@ from ...storage.format import key_files, values
 from ...storage.format.root import Entry
 from ...storage.log import about, here
 from ...storage.metrics import DURABLE, FAILED_SAVES, RESTORE, STAGED, STALL, record
+from ...storage.notebook import facts_table
 from ...storage.repository import Repository
 from ...storage.retention.policy import Policy
 from ...storage.stores import open_store
 from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers import ray_metrics
-from ...workers.cache.host_memory import memory_limit
 from ...workers.node.actor import node_actor
 from ...workers.protocol.messages import (
     PROTOCOL,
@@ -30,12 +30,11 @@ from ...workers.protocol.messages import (
     AskNextSave,
     Begin,
     CoordinatorStarted,
+    JoinRun,
     NextSave,
     OpenJournal,
-    OpenSession,
     RestoreVote,
 )
-from ...workers.shm.ring import slot_size
 from ...workers.staging.client import Staging
 from ...workers.staging.plan import SaveOrder
 from .. import argument_checks, ray_cluster
@@ -46,14 +45,14 @@ from ..coordinator.ray_client import RayCoordinatorClient, coordinator_actor
 from ..lossy.profiles import Lossy
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import ClusterAgreement
-from ..restore.plan import silent
 from ..restore.planner import RestoreOptions
 from ..save.planner import Planner, SavePlan, plan_save
 from ..save.state_tree import State
 from .due_steps import DueSteps
 from .failure_reports import FailureReports
 from .failures import Failures
-from .options import Compression, Interval, Memory, Replication, default_staging, memory_option, option_group, usable_codec
+from .open_session import open_session
+from .options import Compression, Interval, Memory, Replication, memory_option, option_group, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
 from .version_callbacks import VersionCallback, VersionCallbacks
@@ -160,6 +159,17 @@ class Checkpointer:
         self._reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
         self._port.join(self.rank, self._incarnation, self.world_size)
+
+    def __repr__(self) -> str:
+        return f"Checkpointer({self.uri!r}, {', '.join(f'{name} {value}' for name, value in self._facts().items())})"
+
+    def _repr_html_(self) -> str:
+        return facts_table(f"Checkpointer of {self.uri}", self._facts())
+
+    def _facts(self) -> dict[str, object]:
+        open_saves = [pending.step for pending in self._pending if not pending.done()]
+        facts = {"rank": f"{self.rank} of {self.world_size}", "steps in flight": open_saves or "none"}
+        return {**facts, "failed saves": self.failures.total, **({"state": "closed"} if self._closed else {})}
 
     def due(self, step: int) -> bool:
         """Tell whether to save this step, as ``interval`` asks for. All ranks get the same answer.
@@ -313,7 +323,7 @@ class Checkpointer:
         strict: bool = True,
         cast: bool = False,
         allow_uncommitted: bool = True,
-        progress: Callable[[int], None] = silent,
+        progress: Callable[[int], None] | None = None,
     ) -> Version | None:
         """Fill ``into`` from a version. Every rank calls this with the same ``version``, and all restore the same one.
 
@@ -329,7 +339,8 @@ class Checkpointer:
             cast: Whether to convert to the dtypes of ``into``; else another dtype is an error.
             allow_uncommitted: Whether the latest version may be a save that is not durable yet, or could not be uploaded, if all
                 of it is in the memory of the nodes.
-            progress: Called with the decoded bytes of each chunk, from several threads.
+            progress: Called with the decoded bytes of each chunk, from several threads. None: rank 0 shows a progress bar in a
+                terminal or notebook, after two seconds.
 
         Returns:
             The version, or None if the latest one is asked for and there is none.
@@ -370,7 +381,7 @@ class Checkpointer:
         strict: bool = True,
         cast: bool = False,
         allow_uncommitted: bool = True,
-        progress: Callable[[int], None] = silent,
+        progress: Callable[[int], None] | None = None,
     ) -> Version | None:
         """Fill ``into`` from the latest version: ``restore`` without ``version``.
 
@@ -452,23 +463,9 @@ class Checkpointer:
         if self._staging is not None and self._staging.lost:
             self._detach()
         if self._staging is None:
-            memory = self._memory.staging or self._default_staging(plan)
-            coded = memory // 8 if plan.ready else memory // 2  # what a GPU has coded stays in the ring until it is uploaded
-            opening = OpenSession(
-                uri=self.uri,
-                repository=self._repository_id,
-                rank=self.rank,
-                world_size=self.world_size,
-                incarnation=self._incarnation,
-                pid=os.getpid(),
-                ring=memory - coded,
-                slot=slot_size(memory - coded, gpu=bool(plan.ready)),
-                coded=coded,
-                cache=self._memory.cache,
-                replicas=self._replication.replicas,
-                replication_rate=self._replication.rate,
-                process="node" if self._compression.process == "node" else "training",
-            )
+            options = self._memory, self._compression, self._replication
+            member = JoinRun(self.rank, self._incarnation, self.world_size)
+            opening = open_session(self.uri, self._repository_id, member, plan, options)
             self._staging = Staging(self._node_worker(), opening, codec=self._codec)
         return self._staging
 
@@ -476,10 +473,6 @@ class Checkpointer:
         """The address of this node's worker, started if there is none."""
         address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), _START, "node worker")
         return address
-
-    def _default_staging(self, plan: SavePlan) -> int:
-        gpus = max(1, ray_cluster.gpus_here()) if plan.ready else 0
-        return default_staging(plan.nbytes if plan.ready else 0, gpus=gpus, machine=memory_limit())
 
     def _detach(self, *, patience: float = 10.0) -> None:
         if self._staging is not None:

@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from ...storage.clock import SYSTEM
 from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.log import Log
+from ...storage.notebook import facts_table
 from ...storage.version import Version
 
 logger = logging.getLogger(__name__)
@@ -37,8 +38,17 @@ class Pending:
         self._outcome: concurrent.futures.Future[Version] = concurrent.futures.Future()
 
     def __repr__(self) -> str:
-        state = "failed" if self.done() and self._outcome.exception() else "durable" if self.done() else "in flight"
-        return f"Pending(step={self.step}, {state})"
+        return f"Pending(step={self.step}, {self._state()})"
+
+    def _repr_html_(self) -> str:
+        error = self._outcome.exception() if self.done() else None
+        facts = {"state": self._state(), "training waited": f"{self.stall:.3f} s", "error": error or ""}
+        return facts_table(f"save of step {self.step}", {**facts, "warnings": "; ".join(self.warnings)})
+
+    def _state(self) -> str:
+        if self.done():
+            return "failed" if self._outcome.exception() else "durable"
+        return "in flight, staged" if self._staged.is_set() else "in flight"
 
     @property
     def stall(self) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 
 from ...storage.errors import Damaged
@@ -10,9 +11,10 @@ from ...storage.log import about
 from ...storage.repository import Repository
 from ...storage.version import Version
 from ..save.state_tree import State
+from . import progress_bar
 from .agreement import Agreement
 from .name_check import Incomplete
-from .plan import Progress, silent
+from .plan import Progress
 from .planner import RestoreOptions, plan_restore
 
 logger = logging.getLogger(__name__)
@@ -24,12 +26,14 @@ def restore_agreed(
     agreement: Agreement,
     options: RestoreOptions = RestoreOptions(),  # noqa: B008
     *,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Version | None:
     """Restore the version that the agreement chooses, bit for bit; return it, or None if there is no version.
 
     Each rank reads the chunks that overlap its own shards. Raises ``StateError`` before anything is changed if ``into`` does not
     match the version.
+
+    ``progress``: called with the decoded bytes of each chunk; None shows a bar where a person sees it.
 
     A damaged version is logged as an error. The next one tried must hold all tensors of ``into`` that the damaged one holds, also
     with ``strict=False``: they may be filled already, and a state made of two versions is never returned. Raises ``Damaged`` if
@@ -47,7 +51,9 @@ def restore_agreed(
                 fields = {"version": version.id, "attempt": version.attempt, "step": version.step, "rank": options.rank}
                 log = about(logger, repository=repository.uri, **fields)
                 log.info("restoring version %d (step %d): %s", version.id, version.step, plan.summary())
-                plan.execute(progress)
+                with contextlib.ExitStack() as bar:
+                    title = f"restoring version {version.id}"
+                    plan.execute(progress or bar.enter_context(progress_bar.shown(title, plan.raw, rank=options.rank)))
                 del plan
         except Damaged as error:
             damage, whole = str(error), False

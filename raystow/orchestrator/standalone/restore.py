@@ -9,7 +9,7 @@ from ...storage.version_selector import LATEST, VersionSelector
 from ..client.rank_discovery import placement
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import LocalAgreement
-from ..restore.plan import Progress, silent
+from ..restore.plan import Progress
 from ..restore.planner import RestoreOptions
 from ..save.state_tree import State
 
@@ -21,7 +21,7 @@ def restore(
     *,
     strict: bool = True,
     cast: bool = False,
-    progress: Progress = silent,
+    progress: Progress | None = None,
 ) -> Version | None:
     """See ``raystow.restore``."""
     rank, world_size = placement()
@@ -29,7 +29,7 @@ def restore(
     return restore_agreed(repository, into, agreement, RestoreOptions(rank, world_size, strict, cast), progress=progress)
 
 
-def restore_version(version: Version, into: State, *, strict: bool, cast: bool, progress: Progress) -> None:
+def restore_version(version: Version, into: State, *, strict: bool, cast: bool, progress: Progress | None) -> None:
     """See ``Version.restore``."""
     repository = Repository(version.store, version.repository_id, trust=version.trust or key_files.trust())
     restore(repository, into, version, strict=strict, cast=cast, progress=progress)
