@@ -32,6 +32,8 @@ def demo(
 ) -> None:
     """Train on a Ray cluster, kill a node during a save, and compare the results bit for bit.
 
+    No step is lost: steps after the last version are replayed from the journal.
+
     Starts two Ray nodes on this machine and trains a GPT of 6.5 million parameters with FSDP2 twice, the second time killing a
     node during a save. Exits with 1 if the final weights or the losses after the restore differ. Takes about two minutes on two
     cores. The folder keeps logs and versions until the next demo. Ctrl-C ends all processes and deletes unfinished saves.
@@ -124,8 +126,8 @@ class _Screen:
                 self._print(f"  killed a node during the save of step {step}", style="bold red")
             case {"event": "detected"}:
                 self._print("  Ray Train detected the failure and restarts the workers", style="yellow")
-            case {"event": "restored", "version": version, "step": step}:
-                self._print(f"  restored from version {version}, step {step}", style="green")
+            case {"event": "restored", "version": version, "step": step, "reached": reached}:
+                self._print(f"  restored version {version}, step {step}; replayed the journal to step {reached}", style="green")
 
 
 def _delete_unfinished(uri: str) -> None:

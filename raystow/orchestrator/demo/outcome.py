@@ -61,7 +61,8 @@ def _equal(first: Opaque, second: Opaque) -> bool:
 
 @dataclass(frozen=True)
 class Failure:
-    """The failure: times in seconds after the kill; steps after ``restored_step`` up to ``step`` were lost."""
+    """The failure: times in seconds after the kill. Steps after ``restored_step`` were replayed up to ``reached``; those after
+    that up to ``step`` were lost."""
 
     step: int
     processes: int
@@ -69,6 +70,7 @@ class Failure:
     restored: float
     version: int
     restored_step: int
+    reached: int
     durable: float
 
 
@@ -84,6 +86,7 @@ def failure(events: list[Event]) -> Failure:
         restored=last["time"] - killed["time"],
         version=last["version"],
         restored_step=last["step"],
+        reached=last["reached"],
         durable=next(e["time"] for e in select(after, "durable") if e["time"] > last["time"]) - killed["time"],
     )
 

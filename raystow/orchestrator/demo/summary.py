@@ -47,11 +47,12 @@ def _versions(repository: Repository, events: list[Event]) -> RenderableType:
 
 
 def _course(fail: Failure) -> RenderableType:
-    lost = fail.step - fail.restored_step
+    lost, replayed = fail.step - fail.reached, fail.reached - fail.restored_step
     rows = [
         ("0.0", f"node killed during the save of step {fail.step}: raylet and workers", f"{fail.processes} processes"),
         (f"{fail.detected:.1f}", "failure detected by Ray Train, which restarts the workers", ""),
-        (f"{fail.restored:.1f}", f"restored from version {fail.version}, step {fail.restored_step}", f"{lost} steps lost"),
+        (f"{fail.restored:.1f}", f"restored from version {fail.version}, step {fail.restored_step}", ""),
+        ("", f"replayed {replayed} recorded steps, up to step {fail.reached}", f"lost: {lost} steps"),
         (f"{fail.durable:.1f}", "next version durable", ""),
     ]
     return table("The failure", (">after s", "event", ""), rows)
@@ -61,7 +62,7 @@ def _verdict(fail: Failure, result: Comparison) -> Text:
     if result.same:
         return Text(
             f"Bit for bit the same as without the failure: all {result.tensors} final tensors and all {result.losses} losses "
-            f"from step {fail.restored_step + 1} on.",
+            f"from step {fail.reached + 1} on.",
             style="bold green",
         )
     return Text(

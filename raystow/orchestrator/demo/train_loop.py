@@ -32,7 +32,7 @@ def train(config: dict[str, Any]) -> None:
     run, strike = config["run"], config["strike"]
     context = ray.train.get_context()
     rank, world = context.get_world_rank(), context.get_world_size()
-    journal = EventLog(settings.events)
+    events = EventLog(settings.events)
     torch.set_num_threads(1)
     torch.manual_seed(0)
     mesh = init_device_mesh("cpu", (world,))
@@ -46,42 +46,48 @@ def train(config: dict[str, Any]) -> None:
     checkpointer = Checkpointer(settings.stores[run])
     weights, moments = get_state_dict(model, optimizer)
     state = {"model": weights, "optim": moments, "step": 0}
+    journal = checkpointer.journal(model, optimizer)
     version = checkpointer.restore_latest(into=state)
     if version is not None:
         set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optim"])
-        journal.write("restored", run=run, rank=rank, version=version.id, step=version.step)
+    reached = journal.replay() or state["step"]
+    if version is not None:
+        events.write("restored", run=run, rank=rank, version=version.id, step=version.step, reached=reached)
     first_try = version is None
     checkpointer.guard(optimizer)
 
     under_way: list[Pending] = []
-    for step in range(state["step"] + 1, settings.steps + 1):
+    for step in range(reached + 1, settings.steps + 1):
         loss = loss_of(model, batch(data, step=step, rank=rank, size=BATCH))
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        journal.write("step", run=run, rank=rank, step=step, loss=loss.item())
+        journal.record(step, values=step)
+        events.write("step", run=run, rank=rank, step=step, loss=loss.item())
         if step % settings.every == 0 or step == settings.steps:
             weights, moments = get_state_dict(model, optimizer)
             doomed = this_node() if first_try and step == strike and rank == world - 1 else []
+            if doomed:
+                journal.flush()  # the failure is one of the save
             pending = checkpointer.save(
                 {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()}
             )
             under_way.append(pending)
             if doomed:
-                kill(doomed, journal, run=run, step=step)
-        under_way = [pending for pending in under_way if not _recorded(pending, journal, run, rank)]
+                kill(doomed, events, run=run, step=step)
+        under_way = [pending for pending in under_way if not _settled(pending, events, run, rank)]
     checkpointer.close()
     for pending in under_way:
-        _recorded(pending, journal, run, rank)
+        _settled(pending, events, run, rank)
 
 
-def _recorded(pending: Pending, journal: EventLog, run: str, rank: int) -> bool:
+def _settled(pending: Pending, events: EventLog, run: str, rank: int) -> bool:
     if not pending.done():
         return False
     try:
-        journal.write("durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
+        events.write("durable", run=run, rank=rank, step=pending.step, version=pending.result().id, stall=pending.stall)
     except RaystowError as error:  # the next save may succeed
-        journal.write("failed", run=run, rank=rank, step=pending.step, reason=str(error))
+        events.write("failed", run=run, rank=rank, step=pending.step, reason=str(error))
     return True
 
 
@@ -91,9 +97,9 @@ def this_node() -> list[psutil.Process]:
     return [*(child for child in raylet.children(recursive=True) if child.pid != os.getpid()), raylet]
 
 
-def kill(doomed: list[psutil.Process], journal: EventLog, *, run: str, step: int) -> None:
+def kill(doomed: list[psutil.Process], events: EventLog, *, run: str, step: int) -> None:
     """Kill all processes of this Ray node with SIGKILL: node worker, agents, raylet, and this worker last."""
-    journal.write("killed", run=run, step=step, processes=len(doomed) + 1, node=ray.get_runtime_context().get_node_id())
+    events.write("killed", run=run, step=step, processes=len(doomed) + 1, node=ray.get_runtime_context().get_node_id())
     for process in doomed:
         process.kill()
     os.kill(os.getpid(), signal.SIGKILL)

@@ -7,6 +7,7 @@ import queue
 import threading
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from msgspec.structs import replace
 
@@ -103,7 +104,7 @@ class Journal:
             self._restart_chain(step)
         record(STALL, SYSTEM.monotonic() - start, repository=self._identity.uri, call="journal")
 
-    def replay(self, after_step: Callable[[], None] | None = None) -> object:
+    def replay(self, after_step: Callable[[], None] | None = None) -> Any:
         """Replay the recorded steps after the version that was restored.
 
         Every rank calls it once, after the restored state was loaded into model and optimizers, also if there was no version.
@@ -145,6 +146,18 @@ class Journal:
         self._encoder.parent = result.digest
         return result.values
 
+    def flush(self, timeout: float = 60.0) -> bool:
+        """Wait until all recorded steps have their copies, for example before a node is taken away.
+
+        Args:
+            timeout: Seconds to wait.
+
+        Returns:
+            Whether they have them.
+        """
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._in_flight, timeout)
+
     def restored(self, step: int, latest: bool) -> None:
         """Note the version that ``replay`` starts from. ``latest``: no other version was asked for."""
         self._base, self._replayable = step, latest
@@ -169,8 +182,7 @@ class Journal:
         self._hooks.close()
         self._work.put(None)
         self._thread.join()
-        with self._changed:
-            self._changed.wait_for(lambda: not self._in_flight, _LAG)
+        self.flush(_LAG)
         self._port.close()
         self._encoder.close()
 
