@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterator
 
 import pytest
@@ -52,7 +51,7 @@ def build(layout: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def check(rank: int, world: int, layout: str) -> list[int]:
-    """Record three steps with gradient accumulation and clipping; replay them in a new model. Returns the sizes of the entries."""
+    """Record three steps with gradient accumulation and clipping; replay them in a new model. Return the sizes of the entries."""
     box = EntryBox()
     model, optimizer = build(layout, world)
     journal = box.journal(model, optimizer)
@@ -72,7 +71,7 @@ def check(rank: int, world: int, layout: str) -> list[int]:
     assert other.replay() == 3
     other.close()
     assert local(again, theirs) == local(model, optimizer)
-    return [info.size for info in copy.copy(box.entries)]
+    return [info.size for info in box.entries]
 
 
 def local(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:

@@ -18,6 +18,7 @@ from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState,
 
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
+from ..journal.journal import Journal
 from ..save.state_tree import State
 from . import training_state
 
@@ -32,13 +33,16 @@ class Checkpointing(TrainerCallback):
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
         every_n_steps: Save after every so many optimizer steps.
+        journal: Whether to record every step, so that a failure loses one at most. ``resume`` must be called then, also in a new
+            run. See ``docs/journal.md``.
 
     Example:
         >>> trainer.train(resume_from_checkpoint=checkpointing.resume(trainer))
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int) -> None:
-        self._checkpointer, self._steps = checkpointer, every_n_steps
+    def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int, journal: bool = False) -> None:
+        self._checkpointer, self._steps, self._journaled = checkpointer, every_n_steps, journal
+        self._journal: Journal | None = None
         self._restored: State | None = None
         self._folder: Path | None = None
 
@@ -62,10 +66,13 @@ class Checkpointing(TrainerCallback):
             group.setdefault("initial_lr", group["lr"])
         state = {**training_state.state_of(trainer.model, [optimizer]), "trainer": ""}
         restored = self._checkpointer.restore(state, version)
-        if restored is None:
+        replayed = self._replay(trainer.model, optimizer, None if restored is None else state) if self._journaled else None
+        if restored is None and replayed is None:
             return None
-        self._restored = state
-        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{restored.attempt}"
+        self._restored = state if replayed is None else replayed
+        state = self._restored
+        attempt = "start" if restored is None else restored.attempt
+        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
         with trainer.args.main_process_first(local=True):
             if not self._folder.exists():
                 _write(self._folder, trainer.model, json.loads(state["trainer"])["state"])
@@ -89,14 +96,24 @@ class Checkpointing(TrainerCallback):
         self._checkpointer.fence()
 
     def on_step_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
-        """Save at the interval of steps."""
-        if state.global_step % self._steps:
-            return
+        """Record the step, and save at the interval of steps."""
         scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
         progress = {"state": dataclasses.asdict(state), "scheduler": scheduler.state_dict()}
+        if self._journal is not None:
+            self._journal.record(state.global_step, values={"trainer": json.dumps(progress), **training_state.rng()})
+        if state.global_step % self._steps:
+            return
         logged = {name: value for logs in state.log_history for name, value in logs.items() if isinstance(value, int | float)}
         held = training_state.state_of(parts["model"], [_unwrapped(parts["optimizer"])])
         self._checkpointer.save({**held, "trainer": json.dumps(progress)}, step=state.global_step, metrics=logged)
+
+    def _replay(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None) -> State | None:
+        """Replay the journal; return the state that was reached, or None if nothing was replayed."""
+        if restored is not None:
+            training_state.load(model, [optimizer], restored)
+        self._journal = self._checkpointer.journal(model, optimizer)
+        values = self._journal.replay()
+        return None if values is None else {**training_state.state_of(model, [optimizer]), **values}
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **_: object) -> None:
         """Remove the folder that ``resume`` has made."""

@@ -10,6 +10,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from ...storage.errors import StateError
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
+from ..journal.journal import Journal
 from ..save.state_tree import State
 from . import training_state
 
@@ -30,6 +31,8 @@ class Checkpointing(Callback):
         every_n_epochs: Save after every so many epochs. At least one of the two is required.
         version: The version to restore, as ``raystow.Checkpointer.restore`` takes it. A training that restarts by itself needs
             the latest one, or it starts again from here.
+        journal: Whether to record every step, so that a failure loses one at most; needs a stateful data loader, or epochs of
+            one batch. See ``docs/journal.md``.
 
     Raises:
         StateError: Neither interval is given.
@@ -42,30 +45,35 @@ class Checkpointing(Callback):
         every_n_steps: int | None = None,
         every_n_epochs: int | None = None,
         version: VersionSelector = LATEST,
+        journal: bool = False,
     ) -> None:
         if every_n_steps is None and every_n_epochs is None:
             raise StateError("the callback has no interval to save at", remedy="pass every_n_steps= or every_n_epochs=")
         self._checkpointer, self._steps, self._epochs = checkpointer, every_n_steps, every_n_epochs
-        self._version, self._saved = version, 0
+        self._version, self._saved, self._recorded, self._journaled = version, 0, 0, journal
+        self._journal: Journal | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Restore the version, if there is one."""
         state = self._state(trainer, pl_module)
         if self._checkpointer.restore(state, self._version) is not None:
             training_state.load(pl_module, trainer.optimizers, state)
-            progress = json.loads(state["trainer"])
-            for config, saved in zip(trainer.lr_scheduler_configs, progress["schedulers"], strict=True):
-                config.scheduler.load_state_dict(saved)
-            trainer.fit_loop.load_state_dict(progress["loops"])
-            training_state.load_rng(state)
-        self._saved = trainer.global_step
+            _load_progress(trainer, state)
+        if self._journaled:
+            self._journal = self._checkpointer.journal(pl_module, *trainer.optimizers)
+            if (values := self._journal.replay()) is not None:
+                _load_progress(trainer, values)
+        self._saved = self._recorded = trainer.global_step
 
     def on_before_optimizer_step(self, trainer: Trainer, pl_module: LightningModule, optimizer: torch.optim.Optimizer) -> None:
         """Wait until the tensors of the saves in flight have been read."""
         self._checkpointer.fence()
 
     def on_train_batch_end(self, trainer: Trainer, pl_module: LightningModule, *_: object) -> None:
-        """Save at the interval of steps."""
+        """Record the step, and save at the interval of steps."""
+        if self._journal is not None and trainer.global_step > self._recorded:
+            self._recorded = trainer.global_step
+            self._journal.record(trainer.global_step, values={"trainer": _progress(trainer), **training_state.rng()})
         if self._steps is not None and trainer.global_step % self._steps == 0:
             self._save(trainer, pl_module)
 
@@ -82,10 +90,23 @@ class Checkpointing(Callback):
         self._checkpointer.save(self._state(trainer, pl_module), step=trainer.global_step, metrics=metrics)
 
     def _state(self, trainer: Trainer, pl_module: LightningModule) -> State:
-        schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
-        try:  # one text, since its names vary
-            progress = json.dumps({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers})
-        except (TypeError, ValueError) as error:
-            what = f"the state of loops or learning rate schedulers is not JSON: {error}"
-            raise StateError(what, remedy="give the data loader or scheduler a state of plain values") from error
-        return {**training_state.state_of(pl_module, trainer.optimizers), "trainer": progress}
+        return {**training_state.state_of(pl_module, trainer.optimizers), "trainer": _progress(trainer)}
+
+
+def _progress(trainer: Trainer) -> str:
+    """The state of loops and schedulers as one text, since its names vary."""
+    schedulers = [config.scheduler.state_dict() for config in trainer.lr_scheduler_configs]
+    try:
+        return json.dumps({"loops": trainer.fit_loop.state_dict(), "schedulers": schedulers})
+    except (TypeError, ValueError) as error:
+        what = f"the state of loops or learning rate schedulers is not JSON: {error}"
+        raise StateError(what, remedy="give the data loader or scheduler a state of plain values") from error
+
+
+def _load_progress(trainer: Trainer, state: State) -> None:
+    """Load loops, schedulers and random generators."""
+    progress = json.loads(state["trainer"])
+    for config, saved in zip(trainer.lr_scheduler_configs, progress["schedulers"], strict=True):
+        config.scheduler.load_state_dict(saved)
+    trainer.fit_loop.load_state_dict(progress["loops"])
+    training_state.load_rng(state)

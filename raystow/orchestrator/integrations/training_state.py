@@ -18,8 +18,13 @@ def state_of(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer]
     weights, moments = get_state_dict(model, list(optimizers))
     buffers = {name for name, _ in model.named_buffers()}
     weights = {name: value.clone() if name in buffers else value for name, value in weights.items()}
+    return {"model": weights, "optim": moments, **rng()}
+
+
+def rng() -> dict[str, bytes]:
+    """Return the states of torch's random generators, as in ``state_of``."""
     on_gpu = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""
-    return {"model": weights, "optim": moments, "rng": torch.get_rng_state().numpy().tobytes(), "rng_cuda": on_gpu}
+    return {"rng": torch.get_rng_state().numpy().tobytes(), "rng_cuda": on_gpu}
 
 
 def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State) -> None:

@@ -1,0 +1,132 @@
+"""The callbacks of trainers with ``journal=True``: a training that ends early goes on at its last step, without any version."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning.pytorch as pl
+import pytest
+import torch
+import transformers
+from journal_port import EntryBox
+from torch import nn
+from torch.utils.data import DataLoader, Dataset, TensorDataset
+
+import raystow
+from raystow.orchestrator.journal.journal import Journal
+
+STEPS = 6
+
+
+class NoVersions:
+    """A Checkpointer of a run without versions, whose steps are recorded in a box."""
+
+    def __init__(self, box: EntryBox) -> None:
+        self._box = box
+        self.journals: list[Journal] = []
+
+    def restore(self, into: dict[str, Any], version: Any = "latest") -> None:
+        pass
+
+    def fence(self) -> None:
+        pass
+
+    def journal(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Journal:
+        self.journals.append(self._box.journal(model, *optimizers))
+        return self.journals[-1]
+
+
+class Module(pl.LightningModule):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 1))
+
+    def training_step(self, batch: list[torch.Tensor], number: int) -> torch.Tensor:
+        return self.net(batch[0]).square().mean()
+
+    def configure_optimizers(self) -> Any:
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.01)
+        scheduler = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.9)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+def fit(box: EntryBox, steps: int, folder: Path) -> dict[str, torch.Tensor]:
+    """Epochs of one batch: the data loader need not be stateful."""
+    torch.manual_seed(0)
+    module, run = Module(), NoVersions(box)
+    callback = raystow.lightning.Checkpointing(run, every_n_steps=100, journal=True)
+    quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
+    trainer = pl.Trainer(
+        max_steps=steps, accelerator="cpu", callbacks=[callback], gradient_clip_val=0.1, default_root_dir=folder, **quiet
+    )
+    trainer.fit(module, DataLoader(TensorDataset(torch.randn(16, 8)), batch_size=16, shuffle=False))
+    for journal in run.journals:
+        journal.close()
+    assert trainer.global_step == steps
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_lightning_goes_on_at_the_last_step(tmp_path: Path) -> None:
+    undisturbed = fit(EntryBox(), STEPS, tmp_path)
+    box = EntryBox()
+    fit(box, 4, tmp_path)
+    assert box.steps() == [1, 2, 3, 4]
+    resumed = fit(box, STEPS, tmp_path)
+    assert box.steps() == [1, 2, 3, 4, 5, 6]
+    assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    def __len__(self) -> int:
+        return 64
+
+    def __getitem__(self, at: int) -> dict[str, torch.Tensor]:
+        return {"x": torch.randn(8, generator=torch.Generator().manual_seed(at))}
+
+
+class Loss(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Dropout(0.2), nn.Linear(16, 1))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        return {"loss": self.net(x).square().mean()}
+
+
+def train(box: EntryBox, steps: int, folder: Path, total: int = STEPS) -> dict[str, torch.Tensor]:
+    transformers.set_seed(0)
+    run = NoVersions(box)
+    callback = raystow.huggingface.Checkpointing(run, every_n_steps=100, journal=True)
+    arguments = transformers.TrainingArguments(
+        output_dir=str(folder), max_steps=total, per_device_train_batch_size=8, save_strategy="no", report_to=[], use_cpu=True,
+        logging_strategy="no", disable_tqdm=True,
+    )  # fmt: skip
+    trainer = transformers.Trainer(Loss(), arguments, train_dataset=Rows(), callbacks=[callback, End(steps)])
+    trainer.train(resume_from_checkpoint=callback.resume(trainer))
+    for journal in run.journals:
+        journal.close()
+    return {name: value.clone() for name, value in trainer.model.state_dict().items()}
+
+
+class End(transformers.TrainerCallback):
+    """Ends a training early, as a failure does."""
+
+    def __init__(self, steps: int) -> None:
+        self._steps = steps
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+        control.should_training_stop = state.global_step >= self._steps
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+def test_hugging_face_goes_on_at_the_last_step(tmp_path: Path) -> None:
+    undisturbed = train(EntryBox(), STEPS, tmp_path)
+    box = EntryBox()
+    train(box, 4, tmp_path)
+    assert box.steps() == [1, 2, 3, 4]
+    resumed = train(box, STEPS, tmp_path)
+    assert box.steps() == [1, 2, 3, 4, 5, 6]
+    assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())
