@@ -59,12 +59,14 @@ class PeersOnly(NoNodePeers):
 class Worker:
     """What a node worker is to others, and others to it."""
 
-    def __init__(self, name: str, find: Callable[[str], Contact], clock: FakeClock, *, budget: int = 1 << 30) -> None:
+    def __init__(
+        self, name: str, find: Callable[[str], Contact], clock: FakeClock, *, budget: int = 1 << 30, tls: bool = False
+    ) -> None:
         self.tier = MemoryTier(1 << 30)
         self.peers = Peers(find, clock)
         self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
         self.journal = NodeJournal(name, 1 << 20, self.peers, PeersOnly(self.peers), clock)
-        self.peer_server = PeerServer("127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal)
+        self.peer_server = PeerServer("127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal, tls=tls)
         self._visit = self.fetcher.visit()
         self._visit.__enter__()
 
@@ -78,8 +80,8 @@ class Worker:
 class Cluster:
     """Node workers by name; ``find`` is Ray."""
 
-    def __init__(self) -> None:
-        self.clock, self.workers = FakeClock(), dict[str, Worker]()
+    def __init__(self, *, tls: bool = False) -> None:
+        self.clock, self.workers, self.tls = FakeClock(), dict[str, Worker](), tls
         self.asked = Counter[str]()
 
     def find(self, node: str) -> Contact:
@@ -90,7 +92,7 @@ class Cluster:
 
     def start(self, *names: str, budget: int = 1 << 30) -> None:
         for name in names:
-            self.workers[name] = Worker(name, self.find, self.clock, budget=budget)
+            self.workers[name] = Worker(name, self.find, self.clock, budget=budget, tls=self.tls)
 
     def kill(self, name: str) -> None:
         self.workers.pop(name).close()
@@ -99,9 +101,9 @@ class Cluster:
         return self.workers[name]
 
 
-@pytest.fixture
-def cluster() -> Iterator[Cluster]:
-    cluster = Cluster()
+@pytest.fixture(params=[False, True], ids=["plain", "tls"])
+def cluster(request: pytest.FixtureRequest) -> Iterator[Cluster]:
+    cluster = Cluster(tls=request.param)
     cluster.start("a", "b", "c")
     yield cluster
     for name in list(cluster.workers):
@@ -144,6 +146,8 @@ def test_who_does_not_know_the_secret_is_sent_nothing(cluster):
     wrong = replace(cluster["a"].peer_server.contact, secret="00" * 32)
     with pytest.raises(OSError, match="does not know the secret"):
         TcpChannel.connect(wrong)
+    if cluster.tls:
+        return
     with socket.create_connection((wrong.host, wrong.port), 10) as caller:
         caller.settimeout(10)
         caller.sendall(GREETING + bytes(16))

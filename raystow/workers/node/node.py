@@ -31,6 +31,7 @@ from ..packing.budget import Budget
 from ..packing.chunk_writer import warm_up
 from ..packing.metered_store import Metered
 from ..packing.stale_state import OptimizerWatch
+from ..protocol import peer_tls
 from ..protocol.coordinator_client import CoordinatorClient
 from ..protocol.messages import (
     AttemptKey,
@@ -119,7 +120,7 @@ class Node:
         others, reader = replication_peers or NoNodePeers(), peers or NoPeers()
         self.replicator = Replicator(node, self._tier, others, SYSTEM)
         self.journal = NodeJournal(node, memory_limit() // 8, reader, others, SYSTEM)
-        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal)
+        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, tls=peer_tls.wanted())
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),

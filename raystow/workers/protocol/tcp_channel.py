@@ -1,21 +1,26 @@
 """A TCP connection between two node workers: messages, each preceded by its length, and raw bytes after some of them.
 
-The handshake compares protocol versions, and both sides prove that they know the secret of the node that was called, without
-sending it. The traffic is not encrypted: receivers check stored bytes against their digests. Every wait has a time limit.
+The called node worker has a TLS certificate that the caller knows, so nobody on the path can read, change or add anything. Within
+TLS the handshake compares protocol versions, and both sides prove that they know the secret of the node that was called. Every
+wait has a time limit. Without TLS (``peer_tls.PEER_TLS``) the traffic can be read and changed on the path.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hmac
+import os
 import socket
+import ssl
 import struct
+from collections.abc import Iterator
 from typing import TypeVar
 
 from ...storage.clock import SYSTEM
 from ...storage.errors import ProtocolError
 from ...storage.object_store import Buffer
 from .messages import GREETING, Contact, Message, check_greeting, decode, encode
+from .peer_tls import client_context
 
 MAX_MESSAGE = 1 << 20
 """Bytes of a message; the raw bytes after it do not count."""
@@ -24,6 +29,8 @@ _Message = TypeVar("_Message", bound=Message)
 _LENGTH = struct.Struct("<I")
 _STALL = 15.0  # seconds within which some bytes must move
 _TRANSFER = 60.0  # seconds within which all bytes after a message must be transferred
+_PROOF_SECONDS = 5.0  # within which a caller must have proved that it knows the secret
+_BLOCK = 1 << 20  # bytes
 _KEEPALIVE = (socket.TCP_KEEPIDLE, 30), (socket.TCP_KEEPINTVL, 10), (socket.TCP_KEEPCNT, 3)  # detects a peer without power
 _NONCE, _PROOF = 16, 32  # bytes
 
@@ -46,50 +53,67 @@ class TcpChannel:
     @staticmethod
     def connect(contact: Contact) -> TcpChannel:
         """Connect to the node worker that listens at ``contact``."""
+        where = f"{contact.host}:{contact.port}"
         channel = TcpChannel(socket.create_connection((contact.host, contact.port), _STALL))
         try:
+            if contact.certificate:
+                channel._encrypt(client_context(contact.certificate), server=False)
             mine = _nonce()
-            channel._socket.sendall(GREETING + mine)
-            check_greeting(channel._exactly(len(GREETING)), f"{contact.host}:{contact.port}")
+            channel._send(GREETING + mine, _STALL)
+            check_greeting(channel._exactly(len(GREETING)), where)
             theirs = channel._exactly(_NONCE)
             if not hmac.compare_digest(channel._exactly(_PROOF), _proof(contact.secret, b"answers", mine, theirs)):
-                raise ConnectionRefusedError(f"{contact.host}:{contact.port} does not know the secret of the node worker")
-            channel._socket.sendall(_proof(contact.secret, b"calls", mine, theirs))
+                raise ConnectionRefusedError(f"{where} does not know the secret of the node worker")
+            channel._send(_proof(contact.secret, b"calls", mine, theirs), _STALL)
         except BaseException:
             channel.close()
             raise
         return channel
 
-    def accept(self, secret: str) -> None:
-        """Do the handshake of the side that was called. Raises ``ConnectionRefusedError`` if the caller lacks the secret."""
-        self._socket.sendall(GREETING)
-        check_greeting(self._exactly(len(GREETING)), "the caller")
-        theirs, mine = self._exactly(_NONCE), _nonce()
-        self._socket.sendall(mine + _proof(secret, b"answers", theirs, mine))
-        if not hmac.compare_digest(self._exactly(_PROOF), _proof(secret, b"calls", theirs, mine)):
+    def accept(self, secret: str, context: ssl.SSLContext | None) -> None:
+        """Do the handshake of the side that was called, with TLS if it has a ``context``, within some seconds. Raises
+        ``ConnectionRefusedError`` if the caller lacks the secret."""
+        end = SYSTEM.monotonic() + _PROOF_SECONDS
+        self._socket.settimeout(_PROOF_SECONDS)
+        if context is not None:
+            self._encrypt(context, server=True)
+        self._send(GREETING, _PROOF_SECONDS)
+        check_greeting(self._exactly(len(GREETING), end), "the caller")
+        theirs, mine = self._exactly(_NONCE, end), _nonce()
+        self._send(mine + _proof(secret, b"answers", theirs, mine), _PROOF_SECONDS)
+        if not hmac.compare_digest(self._exactly(_PROOF, end), _proof(secret, b"calls", theirs, mine)):
             raise ConnectionRefusedError("the caller does not know the secret of this node worker")
+        self._socket.settimeout(_STALL)
 
     def send(self, message: Message) -> None:
         """Send a message."""
         body = encode(message, most=MAX_MESSAGE)
-        self._socket.sendall(_LENGTH.pack(len(body)) + body)
+        self._send(_LENGTH.pack(len(body)) + body, _STALL)
 
     def send_bytes(self, data: Buffer) -> None:
         """Send the raw bytes after a message."""
-        self._socket.settimeout(_TRANSFER)  # for all of them: sendall counts so
-        self._socket.sendall(data)
-        self._socket.settimeout(_STALL)
+        self._send(data, _TRANSFER)
 
     def send_file(self, descriptor: int, start: int, length: int) -> None:
-        """Send the raw bytes after a message from a file, without copying them."""
-        with open(descriptor, "rb", closefd=False) as file:
-            if self._socket.sendfile(file, start, length) != length:
+        """Send the raw bytes after a message from a file; without TLS, without copying them."""
+        if not isinstance(self._socket, ssl.SSLSocket):
+            with open(descriptor, "rb", closefd=False) as file:
+                if self._socket.sendfile(file, start, length) != length:
+                    raise ConnectionError("the file ended")
+            return
+        end, block = SYSTEM.monotonic() + _TRANSFER, memoryview(bytearray(min(length, _BLOCK)))
+        while length:
+            count = os.preadv(descriptor, [block[:length]], start)
+            if not count:
                 raise ConnectionError("the file ended")
+            self._send(block[:count], end - SYSTEM.monotonic())
+            start, length = start + count, length - count
 
     def receive(self, *expected: type[_Message], timeout: float | None = _STALL) -> _Message:
         """Return the next message, of one of these classes, which must begin within ``timeout`` seconds."""
         self._socket.settimeout(timeout)
-        head = self._socket.recv(_LENGTH.size)
+        with _broken():
+            head = self._socket.recv(_LENGTH.size)
         self._socket.settimeout(_STALL)
         if not head:
             raise ConnectionError("the peer closed the connection")
@@ -100,25 +124,53 @@ class TcpChannel:
 
     def receive_into(self, target: memoryview) -> None:
         """Receive the raw bytes after a message."""
-        end, got = SYSTEM.monotonic() + _TRANSFER, 0
-        while got < target.nbytes:
-            if SYSTEM.monotonic() > end:
-                raise TimeoutError(f"{got} of {target.nbytes} bytes in {_TRANSFER:.0f} s")
-            part = self._socket.recv_into(target[got:])
-            if not part:
-                raise ConnectionError("the peer closed the connection")
-            got += part
+        self._fill(target, SYSTEM.monotonic() + _TRANSFER)
 
     def close(self) -> None:
         """Close the connection; a thread that waits for a message gets a ``ConnectionError``."""
         with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
+            # Not that of ``SSLSocket``, after which another thread would send without TLS.
+            socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
         self._socket.close()
 
-    def _exactly(self, length: int) -> bytes:
+    def _encrypt(self, context: ssl.SSLContext, *, server: bool) -> None:
+        with _broken():
+            # Not while it is wrapped: ``close`` could not end a handshake then.
+            self._socket = encrypted = context.wrap_socket(self._socket, server_side=server, do_handshake_on_connect=False)
+            encrypted.do_handshake()
+
+    def _send(self, data: Buffer, seconds: float) -> None:
+        end, left = SYSTEM.monotonic() + seconds, memoryview(data).cast("B")
+        with _broken():
+            while left:
+                if SYSTEM.monotonic() > end:
+                    raise TimeoutError(f"{left.nbytes} bytes were not sent in time")
+                left = left[self._socket.send(left[:_BLOCK]) :]
+
+    def _fill(self, target: memoryview, end: float) -> None:
+        got = 0
+        with _broken():
+            while got < target.nbytes:
+                if SYSTEM.monotonic() > end:
+                    raise TimeoutError(f"{target.nbytes - got} bytes did not come in time")
+                part = self._socket.recv_into(target[got:])
+                if not part:
+                    raise ConnectionError("the peer closed the connection")
+                got += part
+
+    def _exactly(self, length: int, end: float | None = None) -> bytes:
         data = bytearray(length)
-        self.receive_into(memoryview(data))
+        self._fill(memoryview(data), SYSTEM.monotonic() + _TRANSFER if end is None else end)
         return bytes(data)
+
+
+@contextlib.contextmanager
+def _broken() -> Iterator[None]:
+    """Raise ``ConnectionError`` for what TLS finds: a certificate of another worker, changed bytes, an end without notice."""
+    try:
+        yield
+    except ssl.SSLError as error:
+        raise ConnectionAbortedError(f"TLS: {error.reason or error}") from error
 
 
 def _nonce() -> bytes:

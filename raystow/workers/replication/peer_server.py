@@ -6,6 +6,7 @@ import contextlib
 import logging
 import os
 import socket
+import ssl
 import threading
 from collections.abc import Callable
 from typing import Protocol
@@ -24,12 +25,14 @@ from ..protocol.messages import (
     ReadObject,
     SpanClaims,
 )
+from ..protocol.peer_tls import server_context
 from ..protocol.tcp_channel import TcpChannel
 from .replica_store import ReplicaStore
 
 logger = logging.getLogger(__name__)
 
 _CALLERS = 1024  # connections at a time, each on a thread
+_UNPROVEN = 64  # of them without a proof; one more ends the oldest, so that nobody can lock out the others
 _WAIT = 5.0  # seconds after which a caller is told that its bytes are still being read
 _PAUSE = 0.1  # seconds after a failed accept: the caller has closed at once, or this process has too many open files
 _MAX_REPLICA = 1 << 30  # bytes
@@ -49,15 +52,21 @@ class EntryHost(Protocol):
 
 
 class PeerServer:
-    """Listens at ``host``, an address of this node, until ``close``."""
+    """Listens at ``host``, an address of this node, until ``close``. ``tls``: whether the traffic is encrypted."""
 
-    def __init__(self, host: str, fetcher: Fetcher, replicas: ReplicaStore, journal: EntryHost) -> None:
+    def __init__(self, host: str, fetcher: Fetcher, replicas: ReplicaStore, journal: EntryHost, *, tls: bool = True) -> None:
         self._fetcher, self._replicas, self._journal = fetcher, replicas, journal
         self._channels = set[TcpChannel]()
+        self._unproven = dict[TcpChannel, None]()  # oldest first
+        self._lock = threading.Lock()
+        self._context: ssl.SSLContext | None = None
+        certificate = ""
+        if tls:
+            self._context, certificate = server_context()
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._socket = socket.create_server((host, 0), family=family, backlog=512)
         secret = "".join(SYSTEM.token() for _ in range(4))
-        self.contact = Contact(host, self._socket.getsockname()[1], secret)
+        self.contact = Contact(host, self._socket.getsockname()[1], secret, certificate)
         threading.Thread(target=self._accept, name="raystow-peer_server", daemon=True).start()
 
     def close(self) -> None:
@@ -77,15 +86,28 @@ class PeerServer:
                     return
                 SYSTEM.sleep(_PAUSE)
                 continue
-            self._channels.add(channel)
-            if len(self._channels) <= _CALLERS:
+            if self._admit(channel):
                 threading.Thread(target=self._serve, args=(channel,), name="raystow-peer", daemon=True).start()
             else:
                 self._close(channel)  # the caller reads from the store
 
+    def _admit(self, channel: TcpChannel) -> bool:
+        """Note a connection, and close the oldest one without a proof if there are too many. False if there are too many callers
+        with one."""
+        with self._lock:
+            admitted = len(self._channels) - len(self._unproven) < _CALLERS
+            self._channels.add(channel)
+            self._unproven[channel] = None
+            oldest = next(iter(self._unproven)) if len(self._unproven) > _UNPROVEN else None
+        if oldest is not None:
+            self._close(oldest)
+        return admitted
+
     def _serve(self, channel: TcpChannel) -> None:
         try:
-            channel.accept(self.contact.secret)
+            channel.accept(self.contact.secret, self._context)
+            with self._lock:
+                self._unproven.pop(channel, None)
             while True:
                 self._answer(channel, channel.receive(ReadObject, ClaimSpan, PutReplica, PutEntry, timeout=None))
         except OSError as error:
@@ -97,7 +119,9 @@ class PeerServer:
 
     def _close(self, channel: TcpChannel) -> None:
         channel.close()
-        self._channels.discard(channel)
+        with self._lock:
+            self._channels.discard(channel)
+            self._unproven.pop(channel, None)
 
     def _answer(self, channel: TcpChannel, request: object) -> None:
         match request:
@@ -106,7 +130,7 @@ class PeerServer:
             case ClaimSpan(round, key, span, node, lost):
                 channel.send(SpanClaims(tuple(self._fetcher.claims.claim(round, key, span, node, lost=lost))))
             case PutReplica(replica, length):
-                if not 0 <= length <= _MAX_REPLICA:
+                if not 0 <= length <= min(_MAX_REPLICA, self._replicas.most):
                     raise ProtocolError(f"a replica of {length} bytes")
                 data = bytearray(length)
                 channel.receive_into(memoryview(data))

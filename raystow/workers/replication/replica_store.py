@@ -13,6 +13,11 @@ class ReplicaStore:
     def __init__(self, tier: MemoryTier) -> None:
         self._tier = tier
 
+    @property
+    def most(self) -> int:
+        """Bytes of the largest object that could fit."""
+        return self._tier.budget
+
     def accept(self, replica: Replica, data: Buffer) -> NodePart:
         """Keep an object if it fits; return what is kept of its part now."""
         newer = [other for other in self._tier.holdings(replica.attempt.repository) if other.attempt.id > replica.attempt.id]

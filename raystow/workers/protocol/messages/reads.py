@@ -55,11 +55,13 @@ class ReadFailed(Message, frozen=True):
 
 
 class Contact(Message, frozen=True):
-    """Where a node worker listens, and the secret that a caller must prove to know: hexadecimal."""
+    """Where a node worker listens, the secret that a caller must prove to know (hexadecimal), and the certificate of its TLS
+    (PEM); without one it does not use TLS."""
 
     host: Text
     port: int
     secret: Text
+    certificate: Text = ""
 
 
 class ReadObject(Message, frozen=True):
