@@ -15,7 +15,7 @@ _EXTRAS = {
     "torch": "train",
     "psutil": "train",
     "jinja2": "report",
-    "matplotlib": "report",
+    "plotly": "report",
     "cryptography": "signatures",
     "deepspeed": "deepspeed",
     "torchtitan": "torchtitan",

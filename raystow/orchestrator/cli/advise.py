@@ -49,7 +49,7 @@ def advise(
             raise typer.BadParameter(f"{option} must be above 0")
     history = read_history(open_target(uri), newest=newest)
     cost = Figure(stall, "as given") if stall is not None else _stall(history)
-    failures = Figure(mtbf, "as given") if mtbf is not None else _mtbf(history)
+    failures = Figure(mtbf, "as given") if mtbf is not None else observed_mtbf(history)
     interval = best_interval(cost.seconds, failures.seconds, budget / 100 if budget is not None else None)
     if not interval:
         raise typer.BadParameter("saves have recorded no stall: give --stall")
@@ -88,7 +88,8 @@ def _stall(history: RunHistory) -> Figure:
     return Figure(history.median_stall, f"median of {count(len(history.stalls), 'recorded save')}")
 
 
-def _mtbf(history: RunHistory) -> Figure:
+def observed_mtbf(history: RunHistory) -> Figure:
+    """The mean time between failures of a run."""
     created = [saved.created for saved in history.versions]
     span = created[-1] - created[0] if created else 0.0
     restores = sum(restore.at > created[0] for restore in history.restores) if span > 0 else 0

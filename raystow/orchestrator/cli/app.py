@@ -1,4 +1,4 @@
-"""Builds the command line. Only the commands that need Ray, torch, matplotlib or Jinja import them, when they run."""
+"""Builds the command line. Only the commands that need Ray, torch, plotly or Jinja import them, when they run."""
 
 from __future__ import annotations
 

@@ -7,12 +7,17 @@ from dataclasses import dataclass
 from itertools import accumulate
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
+from plotly.offline import get_plotlyjs
 
 from ... import __version__
+from ..save_interval import best_interval, lost_share
 from . import report_plots as plots
+from .advise import observed_mtbf
 from .output import age, count, moment, price, printable, size
+from .report_plots import Plot
 from .run_history import RunHistory, SavedVersion
 
+_METRICS = 6  # which are drawn
 _BARS = 12  # the latest restores, which are drawn
 _UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SOURCES = {
@@ -25,11 +30,12 @@ _SOURCES = {
 
 @dataclass(frozen=True)
 class Section:
-    """A plot with its title. ``note``: what it shows and omits; without ``plot``, why there is none."""
+    """A plot with its title. ``note``: what it shows and omits; without ``plot``, why there is none: this stands below the
+    others."""
 
     title: str
     note: str
-    plot: str = ""
+    plot: Plot | None = None
 
 
 def render(facts: RunHistory) -> str:
@@ -39,12 +45,16 @@ def render(facts: RunHistory) -> str:
     )
     environment.filters.update(size=size, moment=moment, printable=printable, seconds=_seconds, dollars=_dollars)
     template = environment.get_template("report_page.html.j2")
+    made = (_bytes, _ratio, _stall, _interval, _restores, _cost)
+    sections = [*(make(facts) for make in made), *_metrics(facts)] if facts.versions else []
     return template.render(
         facts=facts,
         tiles=_tiles(facts),
-        sections=[_bytes(facts), _ratio(facts), _stall(facts), _restores(facts), _cost(facts)] if facts.versions else [],
+        sections=[section for section in sections if section.plot is not None],
+        omitted=[section for section in sections if section.plot is None],
         sources=_SOURCES,
         software=f"raystow {__version__}",
+        plotly=get_plotlyjs(),
     )
 
 
@@ -74,7 +84,7 @@ def _ratio(facts: RunHistory) -> Section:
     ratios = [saved.ratio or 0.0 for saved in sized]
     note = "Stored bytes divided by raw bytes: smaller is better."
     if not sized:
-        return Section("Ratio", f"{note} No version has any bytes.")
+        return Section("Ratio", "No version has any bytes.")
     alt = f"{_span(sized)}: ratio {_range(ratios, _fraction)}."
     return Section("Ratio", note, plots.lines("ratio", alt, _steps(sized), {"ratio": ratios}, unit="", top=1))
 
@@ -88,10 +98,44 @@ def _stall(facts: RunHistory) -> Section:
     if missing := len(facts.versions) - len(known):
         note += f" Unknown for {missing:,} of {count(len(facts.versions), 'version')}."
     if not known:
-        return Section("Stall of each save", note)
+        return Section("Stall of each save", "No save has recorded it.")
+    if plots.flattened(facts.stalls):
+        note += " The axis is logarithmic: the first save of a process takes longer."
     alt = f"{_span(known)}: stall {_range(facts.stalls, _seconds)}, median {_seconds(facts.median_stall)}."
     plot = plots.dots("stall", alt, _steps(known), [1000 * stall for stall in facts.stalls], unit="milliseconds")
     return Section("Stall of each save", note, plot)
+
+
+def _interval(facts: RunHistory) -> Section:
+    title = "Time lost, by interval"
+    if not facts.median_stall:
+        return Section(title, "No save has recorded a stall.")
+    stall, failures = facts.median_stall, observed_mtbf(facts)
+    best, present = best_interval(stall, failures.seconds), facts.interval
+    marks = {"best": best, **({"at present": present} if present else {})}
+    low, high = min(marks.values()) / 10, max(marks.values()) * 10
+    points = [low * (high / low) ** (number / 100) for number in range(101)]
+    lost = {x: 100 * lost_share(x, stall, failures.seconds) for x in (*points, *marks.values())}
+    note = (
+        f"Saves and the work that failures undo, at a stall of {_seconds(stall)} and a failure every "
+        f"{_seconds(failures.seconds)} ({failures.source}). Least at {_seconds(best)}: {lost[best]:.2g} %. See raystow advise."
+    )
+    alt = f"Time lost by interval: {', '.join(f'{name} {_seconds(x)}, {lost[x]:.2g} %' for name, x in marks.items())}."
+    drawn = {name: (x, lost[x]) for name, x in marks.items()}
+    return Section(title, note, plots.curve("interval", alt, [(x, lost[x]) for x in points], drawn, unit="% of the time"))
+
+
+def _metrics(facts: RunHistory) -> list[Section]:
+    """A plot of each metric that several versions have, up to a number."""
+    found = list[Section]()
+    for name in sorted({name for saved in facts.versions for name in saved.metrics}):
+        having = [saved for saved in facts.versions if name in saved.metrics]
+        if len(having) > 1 and len(found) < _METRICS:
+            values = [saved.metrics[name] for saved in having]
+            alt = f"{_span(having)}: {printable(name)} {_range(values, '{:.4g}'.format)}."
+            plot = plots.lines(f"metric-{len(found)}", alt, _steps(having), {printable(name): values}, unit=printable(name))
+            found.append(Section(printable(name), "A metric of the versions, as given to save.", plot))
+    return found
 
 
 def _restores(facts: RunHistory) -> Section:
@@ -101,7 +145,7 @@ def _restores(facts: RunHistory) -> Section:
     )
     drawn = facts.restores[-_BARS:]
     if not any(restore.read for restore in drawn):
-        return Section("Restores", f"{note} No version records what a restore read.")
+        return Section("Restores", "No version records what a restore read.")
     if len(drawn) < len(facts.restores):
         note += f" The latest {_BARS} of {len(facts.restores):,} are drawn."
     labels = [f"{number}: step {restore.step}" for number, restore in enumerate(facts.restores, 1)][-_BARS:]
@@ -115,9 +159,8 @@ def _restores(facts: RunHistory) -> Section:
 
 def _cost(facts: RunHistory) -> Section:
     if facts.tariff is None:
-        return Section(
-            "Cost", "No prices were given: --store-price (of a GB for a month) and --gpu-price (of a GPU for an hour)."
-        )
+        given = "--store-price (of a GB for a month) and --gpu-price (of a GPU for an hour)"
+        return Section("Cost", f"No prices were given: {given}.")
     prices, gpus = facts.tariff.prices, facts.tariff.gpus
     gpus_text = "for each rank" if gpus is None else f"for each of {count(gpus, 'GPU')}"
     note = (

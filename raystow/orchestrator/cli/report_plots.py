@@ -1,131 +1,110 @@
-"""The plots of a report: SVG by matplotlib, embedded in an HTML page that defines their colours.
+"""The plots of a report, for plotly.js: data and layout as JSON, without colours.
 
-Plots are drawn in placeholder colours (ink, grid, series), which become CSS variables of the page, so that one picture suits
-light, dark and print. Text stays text, and the SVG refers to no other file.
+The page draws them, in the colours of its theme: a trace has the number of its colour in ``meta``.
 """
 
 from __future__ import annotations
 
-import io
-import re
+import json
 from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
-from html import escape
+from dataclasses import dataclass
 
-import matplotlib
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
-from matplotlib.ticker import MaxNLocator
-
-_INK, _MUTED, _LINE = "#000001", "#000002", "#000003"
-_SERIES = ("#000011", "#000012", "#000013", "#000014")
-_VARIABLES = {_INK: "ink", _MUTED: "muted", _LINE: "line"} | {color: f"series-{i}" for i, color in enumerate(_SERIES, 1)}
-_MARKERS = ("o", "s", "^", "D")  # in addition to colours, for colour-blind readers
-_SIZE = (4.8, 2.9)  # inches; small, so that text stays readable on a phone
-_STYLE = {
-    "font.family": "sans-serif",
-    "font.sans-serif": ["DejaVu Sans"],
-    "font.size": 9.5,
-    "svg.fonttype": "none",
-    "text.color": _INK,
-    "axes.edgecolor": _LINE,
-    "axes.labelcolor": _MUTED,
-    "axes.spines.top": False,
-    "axes.spines.right": False,
-    "axes.axisbelow": True,
-    "axes.grid": True,
-    "axes.formatter.useoffset": False,
-    "grid.color": _LINE,
-    "xtick.color": _MUTED,
-    "ytick.color": _MUTED,
-    "legend.frameon": False,
-    "lines.linewidth": 1.6,
-    "lines.markersize": 4,
-    "path.simplify_threshold": 0.5,
-}
+_MARKERS = ("circle", "square", "triangle-up", "diamond")  # in addition to colours, for colour-blind readers
 _MARKED = 60  # points; above this, markers would hide the line
+_FLATTENED = 10  # a largest value above so many medians hides the others: the axis becomes logarithmic
 
 
-def lines(name: str, alt: str, steps: Sequence[int], series: Mapping[str, Sequence[float]], *, unit: str, top: float = 0) -> str:
-    """Draw series over steps, from zero to at least ``top``.
+@dataclass(frozen=True)
+class Plot:
+    """A plot. ``name``: its id within the page. ``alt``: the plot described in words."""
 
-    Args:
-        name: The id of the plot within the page.
-        alt: The plot described in words.
-        steps: The values of the x axis.
-        series: The values of each series by its label.
-        unit: The unit of the values.
-        top: The smallest upper limit of the y axis.
+    name: str
+    alt: str
+    figure: Mapping[str, object]
 
-    Returns:
-        The SVG element.
-    """
-    with _drawing(name):
-        figure, axes = _over_steps(unit)
-        for (label, ys), color, marker in zip(series.items(), _SERIES, _MARKERS, strict=False):
-            axes.plot(steps, ys, color=color, marker=marker if len(steps) <= _MARKED else None, label=label)
-        axes.set_ylim(0, max([top, *(y for ys in series.values() for y in ys)]) * 1.08 or 1)
-        if len(series) > 1:
-            _legend(axes)
-        return _svg(figure, name, alt)
+    @property
+    def data(self) -> str:
+        """The figure as JSON that cannot end a script element."""
+        return json.dumps(self.figure, allow_nan=False).replace("<", "\\u003c")
 
 
-def dots(name: str, alt: str, steps: Sequence[int], ys: Sequence[float], *, unit: str) -> str:
-    """Draw one value per step, each on a stem since neighbours are independent."""
-    with _drawing(name):
-        figure, axes = _over_steps(unit)
-        axes.vlines(steps, 0, ys, color=_SERIES[0], linewidth=1)
-        axes.plot(steps, ys, _MARKERS[0], color=_SERIES[0])
-        axes.set_ylim(0, max(ys, default=0) * 1.08 or 1)
-        return _svg(figure, name, alt)
+def lines(name: str, alt: str, steps: Sequence[int], series: Mapping[str, Sequence[float]], *, unit: str, top: float = 0) -> Plot:
+    """Draw series over steps, from zero to at least ``top``; from the smallest value if one is negative."""
+    mode = "lines+markers" if len(steps) <= _MARKED else "lines"
+    traces = [
+        {
+            "type": "scatter",
+            "mode": mode,
+            "name": label,
+            "x": list(steps),
+            "y": list(ys),
+            "meta": number,
+            "marker": {"symbol": marker},
+        }
+        for number, ((label, ys), marker) in enumerate(zip(series.items(), _MARKERS, strict=False), 1)
+    ]
+    least = min((y for ys in series.values() for y in ys), default=0.0)
+    limits = {"rangemode": "tozero" if least >= 0 else "normal"}
+    if top:
+        limits = {"range": [0, max([top, *(y for ys in series.values() for y in ys)]) * 1.08]}  # type: ignore[dict-item]
+    return Plot(name, alt, {"data": traces, "layout": _layout("step", unit, limits, legend=len(series) > 1)})
 
 
-def stacks(name: str, alt: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str) -> str:
+def dots(name: str, alt: str, steps: Sequence[int], ys: Sequence[float], *, unit: str) -> Plot:
+    """Draw one value per step. The axis is logarithmic if one value would flatten the others."""
+    trace = {"type": "scatter", "mode": "markers", "name": unit, "x": list(steps), "y": list(ys), "meta": 1}
+    limits = {"type": "log", "dtick": 1} if flattened(ys) else {"rangemode": "tozero"}
+    return Plot(name, alt, {"data": [trace], "layout": _layout("step", unit, limits)})
+
+
+def flattened(ys: Sequence[float]) -> bool:
+    """Whether one value is so much larger than the median that it would hide the others."""
+    return bool(ys) and min(ys) > 0 and max(ys) > _FLATTENED * sorted(ys)[len(ys) // 2]
+
+
+def curve(
+    name: str, alt: str, points: Sequence[tuple[float, float]], marks: Mapping[str, tuple[float, float]], *, unit: str
+) -> Plot:
+    """Draw a curve over seconds with marked points, on logarithmic axes."""
+    xs, ys = zip(*points, strict=True)
+    traces = [{"type": "scatter", "mode": "lines", "name": unit, "x": xs, "y": ys, "meta": 1, "showlegend": False}]
+    traces += [
+        {
+            "type": "scatter",
+            "mode": "markers",
+            "name": label,
+            "x": [x],
+            "y": [y],
+            "meta": number,
+            "marker": {"symbol": marker, "size": 11},
+        }
+        for number, ((label, (x, y)), marker) in enumerate(zip(marks.items(), _MARKERS[1:], strict=False), 2)
+    ]
+    layout = _layout("seconds from save to save", unit, {"type": "log", "dtick": 1}, legend=True)
+    return Plot(
+        name,
+        alt,
+        {
+            "data": traces,
+            "layout": {**layout, "xaxis": {"title": {"text": "seconds from save to save"}, "type": "log", "dtick": 1}},
+        },
+    )
+
+
+def stacks(name: str, alt: str, labels: Sequence[str], parts: Mapping[str, Sequence[float]], *, unit: str) -> Plot:
     """Draw a horizontal bar per label, the first at the top, stacked of parts."""
-    with _drawing(name):
-        figure, axes = _axes(unit)
-        left = [0.0] * len(labels)
-        for (part, widths), color in zip(parts.items(), _SERIES, strict=False):
-            axes.barh(labels, widths, left=left, color=color, edgecolor="none", height=0.6, label=part)
-            left = [a + b for a, b in zip(left, widths, strict=True)]
-        axes.grid(visible=False, axis="y")
-        axes.invert_yaxis()
-        _legend(axes)
-        return _svg(figure, name, alt)
+    traces = [
+        {"type": "bar", "orientation": "h", "name": part, "y": list(labels), "x": list(widths), "meta": number}
+        for number, (part, widths) in enumerate(parts.items(), 1)
+    ]
+    layout = _layout(unit, "", {"autorange": "reversed", "type": "category", "automargin": True}, legend=True)
+    return Plot(name, alt, {"data": traces, "layout": {**layout, "barmode": "stack"}})
 
 
-def _drawing(name: str) -> AbstractContextManager[None]:
-    # Salted by name: ids differ between the plots of a page, and are the same each time.
-    return matplotlib.rc_context({**_STYLE, "svg.hashsalt": name})
-
-
-def _axes(label: str) -> tuple[Figure, Axes]:
-    figure = Figure(figsize=_SIZE, layout="constrained")
-    axes = figure.add_subplot()
-    axes.set_xlabel(label)
-    return figure, axes
-
-
-def _over_steps(unit: str) -> tuple[Figure, Axes]:
-    figure, axes = _axes("step")
-    axes.set_ylabel(unit)
-    axes.grid(visible=False, axis="x")
-    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
-    return figure, axes
-
-
-def _legend(axes: Axes) -> None:
-    axes.legend(loc="lower left", bbox_to_anchor=(0, 1), ncols=2, borderaxespad=0.2, columnspacing=1.2, handlelength=1.4)
-
-
-def _svg(figure: Figure, name: str, alt: str) -> str:
-    buffer = io.StringIO()
-    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
-    drawn = buffer.getvalue()
-    drawn = drawn[drawn.index("<svg") :]
-    drawn = re.sub(r"\s*<metadata>.*?</metadata>", "", drawn, flags=re.DOTALL)
-    drawn = re.sub(r'<g id="[^"]*"', "<g", drawn)  # "axes_1" would occur in each plot of the page
-    drawn = re.sub(r' (width|height)="[\d.]+pt"', "", drawn, count=2)
-    for color, variable in _VARIABLES.items():
-        drawn = drawn.replace(color, f"var(--{variable})")
-    return drawn.replace("<svg ", f'<svg id="plot-{name}" role="img" aria-label="{escape(alt)}" ', 1)
+def _layout(x: str, y: str, limits: Mapping[str, object], *, legend: bool = False) -> dict[str, object]:
+    return {
+        "xaxis": {"title": {"text": x}, "nticks": 7},
+        "yaxis": {"title": {"text": y}, **limits},
+        "showlegend": legend,
+        "hovermode": "closest",
+    }

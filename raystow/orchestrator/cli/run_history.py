@@ -4,9 +4,10 @@ records."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+import math
+from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import median
 
@@ -30,8 +31,8 @@ class CostSoFar:
 
 @dataclass(frozen=True)
 class SavedVersion:
-    """A version. ``stall``: seconds, None if unknown; ``dollars``: its cost so far, None without prices; ``problem``: why its
-    record cannot be read; then it has only the root's facts."""
+    """A version. ``stall``: seconds, None if unknown; ``metrics``: those that are finite numbers; ``problem``: why its record
+    cannot be read; then it has only the root's facts; ``dollars``: its cost so far, None without prices."""
 
     id: int
     step: int
@@ -42,6 +43,7 @@ class SavedVersion:
     world_size: int | None = None
     stall: float | None = None
     restores: tuple[RestoreInfo, ...] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
     problem: str = ""
     dollars: CostSoFar | None = None
 
@@ -140,4 +142,12 @@ def _saved(target: Target, version: Version) -> SavedVersion:
         record = version.record
     except (Damaged, NotFound, Unsupported, Untrusted) as error:
         return replace(saved, problem=f"{type(error).__name__}: {error}")
-    return replace(saved, world_size=record.world_size, stall=record.stall, restores=record.restores)
+    return replace(
+        saved, world_size=record.world_size, stall=record.stall, restores=record.restores, metrics=_numbers(record.metrics)
+    )
+
+
+def _numbers(metrics: Mapping[str, object]) -> dict[str, float]:
+    """The metrics that can be drawn."""
+    numbers = {name: value for name, value in metrics.items() if isinstance(value, int | float) and not isinstance(value, bool)}
+    return {name: float(value) for name, value in numbers.items() if math.isfinite(value) and abs(value) < 1e300}
