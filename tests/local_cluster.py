@@ -31,7 +31,7 @@ from raystow.orchestrator.lossy.rules import RuleSelector
 from raystow.orchestrator.save.planner import Planner, plan_save
 from raystow.storage.clock import SYSTEM, Clock
 from raystow.storage.committer import Committer
-from raystow.storage.errors import RaystowError, SaveFailed
+from raystow.storage.errors import RaystowError
 from raystow.storage.format import values
 from raystow.storage.format.root import Entry
 from raystow.storage.format.version_record import FragmentInfo, PackInfo
@@ -72,9 +72,7 @@ class LocalPort:
 
     def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         self._apply(lambda core: core.fragment(ticket, info, packs))
-        entry = self._until(ticket, lambda attempt: attempt.phase.over).entry
-        assert entry is not None
-        return entry
+        return self._until(ticket, lambda attempt: attempt.phase.over).result()
 
     def failed(self, ticket: Ticket, reason: str) -> None:
         self._apply(lambda core: core.failed(ticket, reason))
@@ -95,7 +93,7 @@ class LocalPort:
             while not self._changed.wait_for(lambda: reached(attempt), _TICK):
                 self._keep()
         if attempt.phase is Phase.ABORTED:
-            raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}")
+            attempt.result()
         return attempt
 
     def _keep(self) -> None:

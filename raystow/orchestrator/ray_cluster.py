@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import socket
+from datetime import datetime, timezone
 from typing import Any
 
 import ray
@@ -54,6 +56,17 @@ def call(ref: ray.ObjectRef, timeout: float, who: str) -> Any:
 def node_here() -> str:
     """Ray's id of this node."""
     return str(ray.get_runtime_context().get_node_id())
+
+
+def job_here() -> str:
+    """Ray's id of the job of this process."""
+    return str(ray.get_runtime_context().get_job_id())
+
+
+def run_here(role: str = "process") -> str:
+    """This process for people: its role, host and job, and the time now."""
+    now = datetime.fromtimestamp(SYSTEM.now(), timezone.utc)
+    return f"{role} {os.getpid()} on {socket.gethostname()}, job {job_here()}, since {now:%Y-%m-%d %H:%M:%S} UTC"
 
 
 def gpus_here() -> int:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from .catalog import Catalog
 from .coding.digest import stored_digest
-from .errors import Damaged, InvariantError, SaveFailed, Unsupported
+from .errors import Damaged, InvariantError, NotFound, OutcomeUnknown, SaveFailed, StoreError, Unsupported
 from .format import keys
 from .format.root import Entry, Root
 from .format.signature import Signer
@@ -14,6 +14,9 @@ from .format.version_record import VersionRecord
 from .invariants import Claims, Fence
 from .object_store import ObjectStore
 from .version import Version
+
+UNKNOWN = "call result() again, or look for its step with `raystow ls URI`"
+"""The remedy for an unknown outcome."""
 
 
 class Committer:
@@ -25,16 +28,23 @@ class Committer:
         catalog.admit(signer)
         self.catalog, self._signer = catalog.trusting(signer), signer
         self._records: dict[Entry, bytes] = {}
+        self._next_id = 0
+        # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
+        self._noticed: tuple[tuple[int, int], ...] = ((0, 0),)
+        self.take_over(owner)
+        self._noticed = ((self.root.rollbacks, 0),)
+
+    def take_over(self, owner: str) -> None:
+        """Take the next epoch, again if another committer has taken one. What was reserved before must not be committed."""
 
         def take(root: Root) -> Root:
             return root if root.owner == owner else replace(root, epoch=root.epoch + 1, owner=owner)
 
-        root = catalog.register.update(take)
-        self.fence, self._next_id = Fence(root.epoch, owner), root.next_id
-        # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
-        self._noticed: tuple[tuple[int, int], ...] = ((root.rollbacks, 0),)
+        root = self.catalog.register.update(take)
+        self.fence, self._next_id = Fence(root.epoch, owner), max(self._next_id, root.next_id)
         self.root = root
         """The root when it was last read or written here."""
+        self.notice(root)
 
     @property
     def epoch(self) -> int:
@@ -75,8 +85,8 @@ class Committer:
         """Write a record, then swap the root: the attempt becomes a version. Fragments and packs are durable before.
 
         Raises ``Fenced`` if a newer epoch was taken, ``SaveFailed`` if the id is spent, a base is gone, or there was a rollback
-        since the id was reserved, and ``StoreUnavailable`` if the store gave no answer in time: the version may exist then, and
-        another call with the same record settles it.
+        since the id was reserved, ``StoreError`` if the record could not be stored, and ``OutcomeUnknown`` if the store did not
+        confirm the swap: the version may exist then, and another call with the same record settles it.
         """
         entry, data = put_record(self.catalog.store, record, self._signer)
         self._records = {base: data for base, data in self._records.items() if base.id in entry.bases} | {entry: data}
@@ -92,6 +102,9 @@ class Committer:
             root = self.catalog.register.update(add, Claims(self.fence, rollbacks=self.rollbacks_at(entry.id)))
         except InvariantError as error:
             raise SaveFailed(error.what, subject=error.subject) from error
+        except StoreError as error:
+            what = f"the store did not confirm the commit: {error}"
+            raise OutcomeUnknown(what, subject=f"version {entry.id}", remedy=UNKNOWN) from error
         self.notice(root)
         return self.catalog.at(entry)
 
@@ -112,6 +125,23 @@ class Committer:
             return
         store = self.catalog.store
         store.delete([info.key for info in store.list(keys.prefix(id, attempt))])
+
+
+def outcome_in(root: Root, id: int, attempt: str, *, over: bool = False) -> Entry:
+    """Return the entry of the version that an attempt has become.
+
+    Raises ``SaveFailed`` if it cannot become a version any more, ``NotFound`` if its version was dropped since, and
+    ``OutcomeUnknown`` if its commit may still be under way. ``over``: whether nobody writes it any more.
+    """
+    for entry in root.listed:
+        if entry.id == id and attempt in (entry.attempt, entry.saved):
+            return entry
+    subject = f"version {id}"
+    if any((gone.id, gone.attempt) == (id, attempt) for gone in root.dropped):
+        raise NotFound("the save became a version, which has been dropped since", subject=subject)
+    if over or root.next_id > id:  # an id below next_id is spent: no pending write can commit it
+        raise SaveFailed("the save became no version", subject=subject)
+    raise OutcomeUnknown("the save is not a version yet", subject=subject, remedy=UNKNOWN)
 
 
 def put_record(store: ObjectStore, record: VersionRecord, signer: Signer | None) -> tuple[Entry, bytes]:

@@ -12,9 +12,10 @@
     ├── Untrusted              a required signature is missing: find out who wrote the version, or fix the keys
     ├── Unsupported            written by a newer raystow
     │   └── MissingDependency  an optional library is not installed: install it; also an ImportError
-    ├── Fenced                 a newer coordinator has taken over: stop
+    ├── Fenced                 another run writes to the repository: stop one of the two
     ├── InvariantError         a change of the root would break one of its invariants, and was not made: plan again
     ├── SaveFailed             this attempt becomes no version; training and later saves go on
+    ├── OutcomeUnknown         a save may or may not have become a version: call ``result()`` again, or list the versions
     ├── DeadlineExceeded       the wait ended before the operation did; also a TimeoutError
     └── ClusterError           Ray, a node worker or the coordinator cannot be reached
         └── ProtocolError      two processes do not speak the same protocol: restart what runs another version of raystow
@@ -89,7 +90,7 @@ class MissingDependency(Unsupported, ImportError):
 
 
 class Fenced(RaystowError):
-    """Another coordinator holds a newer epoch; this one must not write."""
+    """Another run has taken over the repository; this one must not write."""
 
 
 class InvariantError(RaystowError):
@@ -98,6 +99,10 @@ class InvariantError(RaystowError):
 
 class SaveFailed(RaystowError):
     """An attempt to make a version was given up; nothing of it is visible."""
+
+
+class OutcomeUnknown(RaystowError):
+    """A save has ended without an answer: it may or may not have become a version."""
 
 
 class DeadlineExceeded(RaystowError, TimeoutError):

@@ -13,6 +13,7 @@ import platform
 import threading
 from types import TracebackType
 
+from . import background
 from .clock import Clock
 from .errors import StoreError
 from .format import keys
@@ -46,16 +47,18 @@ class Lease:
 
     def __enter__(self) -> Lease:
         self._try_to_renew()
-        threading.Thread(target=self._keep, name="raystow-lease", daemon=True).start()
+        background.repeat("raystow-lease", self._keep)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._done.set()
         self.release()
 
-    def _keep(self) -> None:
-        while not self._done.wait(_RENEW):
-            self._try_to_renew()
+    def _keep(self) -> bool:
+        if self._done.wait(_RENEW):
+            return False
+        self._try_to_renew()
+        return True
 
     def _try_to_renew(self) -> None:
         try:

@@ -57,6 +57,9 @@ def _seconds(name: str, what: str, bounds: tuple[float, ...]) -> Metric:
     return Metric(name, MetricKind.HISTOGRAM, what, bounds=bounds)
 
 
+# Every process.
+THREAD_ERRORS = Metric("raystow_thread_errors", MetricKind.COUNTER, "Unexpected errors in background threads.", ("thread",))
+
 # Training processes.
 STALL = _counter("raystow_stall_seconds", "Time for which save and fence have held up the training loop.", "call")
 STAGED = _seconds("raystow_staged_seconds", "From save until the tensors may change.", _LONG)

@@ -31,7 +31,7 @@ from raystow.orchestrator.coordinator import actor as coordinator_actor
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import RaystowError
+from raystow.storage.errors import RaystowError, SaveFailed
 from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 from raystow.workers.node import actor as node_actor
@@ -55,7 +55,7 @@ def play(request: Message, end: socket.socket) -> None:
         crash_points.watch_folder(place.path, trip)
     ray.init = _no_ray
     ray.nodes = lambda: [{"NodeID": node, "Alive": True, "Labels": {}} for node in request["nodes"]]
-    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: request["node"])
+    ray.get_runtime_context = lambda: SimpleNamespace(get_node_id=lambda: request["node"], get_job_id=lambda: "1")
     threading.excepthook = lambda failure: control.send(error="".join(traceback.format_exception(failure.exc_value)))
     try:
         _ROLES[request["role"]](request, control, trip)
@@ -132,7 +132,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
         try:
             control.send(outcome={"version": pending.result().id})
         except RaystowError as error:
-            control.send(outcome={"error": str(error)})
+            control.send(outcome={"error": str(error), "failed": isinstance(error, SaveFailed)})
 
 
 def _actor(name: str, method: Callable[[], Any]) -> Callable[..., Any]:

@@ -22,6 +22,9 @@ class CoordinatorPort(RemotePort):
         super().__init__(address)
         self._trip = trip
 
+    def outcome(self, id: int, attempt: str, timeout: float) -> Any:
+        return self.__getattr__("outcome")(id, attempt)
+
     def __getattr__(self, method: str) -> Any:
         once = super().__getattr__(method)
 

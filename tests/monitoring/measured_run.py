@@ -23,6 +23,7 @@ from s3_faults.faults import Fault
 from s3_faults.proxy import FaultProxy
 
 import raystow
+from raystow.storage import background
 from raystow.storage.format import keys
 from raystow.storage.metrics import METRICS
 from raystow.storage.stores import open_store
@@ -50,6 +51,7 @@ def train(uri: str, proxy: FaultProxy) -> raystow.Checkpointer:
     cut_a_pack(uri)
     last.restore_latest(into=model_and_moments(0))
     record_steps(last)
+    background.ErrorLog("raystow-measured").note(RuntimeError("what nobody has thought of"))
     return last
 
 

@@ -143,7 +143,7 @@ class Host:
         attempt: Attempt = self._apply(lambda core: core.attempt(ticket))
         self.process.wait(lambda: reached(attempt), _FOR_EVER)
         if attempt.phase is Phase.ABORTED:
-            raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}")
+            attempt.result()
         return attempt
 
     def _keep_house(self, policy: Policy) -> None:

@@ -70,7 +70,7 @@ BUGS = (
     ),
     _bug(
         "a coordinator takes charge without a new epoch",
-        ("Committer.__init__", "replace($root, epoch=$root.epoch + 1, owner=$owner)", "replace($root, owner=$owner)"),
+        ("Committer.take_over", "replace($root, epoch=$root.epoch + 1, owner=$owner)", "replace($root, owner=$owner)"),
         _without("epoch_rises"),
     ),
     _bug(

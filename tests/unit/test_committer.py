@@ -8,7 +8,7 @@ from builders import empty_record, memory_repository, whole, write
 from raystow.storage import invariants
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
-from raystow.storage.errors import Fenced, InvariantError, SaveFailed, StateError, StoreUnavailable
+from raystow.storage.errors import Fenced, InvariantError, OutcomeUnknown, SaveFailed, StateError, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.object_store import ObjectInfo
 from raystow.storage.repository import Repository
@@ -161,7 +161,7 @@ def test_an_unknown_outcome_is_settled_by_committing_again(repository, monkeypat
 
     monkeypatch.setattr(repository.register._register, "_clock", Patience())
     monkeypatch.setattr(store, "put_if", lost)
-    with pytest.raises(StoreUnavailable, match=r"root\.json"):
+    with pytest.raises(OutcomeUnknown, match=r"root\.json"):
         committer.commit(record)
     monkeypatch.undo()
     assert len(repository.versions()) == applied

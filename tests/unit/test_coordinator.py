@@ -130,15 +130,15 @@ def test_a_restarted_rank_ends_attempts_that_wait_for_it(run: CoordinatedRun) ->
     ticket = run.begin(0)
     run.core.join(1, "b1")
     assert (run.phase(ticket), run.reason(ticket)) == (Phase.ABORTED, "rank 1 was restarted")
-    with pytest.raises(SaveFailed, match="another process has taken up this rank after another process"):
+    with pytest.raises(Fenced, match="another process has taken up this rank after another process"):
         run.begin(1, process="a")
 
 
 def test_two_processes_of_one_rank_are_named(run: CoordinatedRun) -> None:
     run.core.join(0, "t0@process 17 on first-host")
     run.core.join(0, "t1@process 4 on other-host")
-    told = "rank 0: process 4 on other-host has taken up this rank after process 17 on first-host"
-    with pytest.raises(SaveFailed, match=told):
+    told = "rank 0 of memory://.*: process 4 on other-host has taken up this rank after process 17 on first-host .*on_fenced"
+    with pytest.raises(Fenced, match=told):
         run.core.begin(Begin(0, 1, "t0@process 17 on first-host", 1, "node-0", 1, 60.0, 7, 7))
 
 

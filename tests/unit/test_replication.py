@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 import pytest
 from fake_clock import FakeClock
 
+from raystow.storage import background
 from raystow.storage.errors import ClusterError
 from raystow.storage.format import keys
 from raystow.storage.object_store import Buffer
@@ -393,8 +394,9 @@ def test_an_error_nobody_thought_of_does_not_end_it(caplog):
         raise ZeroDivisionError
 
     world.nodes = failing  # type: ignore[method-assign]
-    replicator.run()
-    assert "copying to other nodes failed" in caplog.text
+    background.repeat("raystow-copies", replicator.run).join(30)
+    assert "an error in the thread raystow-copies, which goes on" in caplog.text
+    assert not replicator.run()
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])

@@ -82,6 +82,8 @@ class FakeAttempt:
 
     over: bool = False
     base: Any = None
+    id: int = 3
+    name: str = "0123456789abcdef"
     noted: list[tuple[str, int]] = field(default_factory=list)
     referred: list[tuple[str, int, int, Any]] = field(default_factory=list)
     done: dict[str, Callable[[], None]] = field(default_factory=dict)

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
-import socket
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
+from ...storage import background
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
-from ...storage.errors import ClusterError, DeadlineExceeded, RaystowError, StateError
+from ...storage.errors import OutcomeUnknown, RaystowError, StateError
 from ...storage.format import key_files, values
 from ...storage.format.root import Entry
 from ...storage.log import about, here
@@ -24,21 +25,12 @@ from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers import ray_metrics
 from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import (
-    PROTOCOL,
-    START,
-    AskNextSave,
-    Begin,
-    CoordinatorStarted,
-    JoinRun,
-    NextSave,
-    OpenJournal,
-    RestoreVote,
-)
+from ...workers.protocol import messages
+from ...workers.protocol.messages import PROTOCOL, START, Begin, CoordinatorStarted, JoinRun, OpenJournal, RestoreVote
 from ...workers.staging.client import Staging
 from ...workers.staging.plan import SaveOrder
 from .. import argument_checks, ray_cluster
-from ..argument_checks import LONGEST, positive
+from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import Delta
 from ..coordinator.housekeeping import kept_by_a_run
 from ..coordinator.ray_client import RayCoordinatorClient, coordinator_actor
@@ -55,6 +47,8 @@ from .open_session import open_session
 from .options import Compression, Interval, Memory, Replication, memory_option, option_group, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
+from .save_outcome import find_outcome
+from .saves_in_flight import SOON, SavesInFlight
 from .version_callbacks import VersionCallback, VersionCallbacks
 
 if TYPE_CHECKING:
@@ -65,7 +59,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _START = 120.0  # seconds that an actor may take to start
-_LATE = 10.0  # seconds after the deadline of a save in which its outcome may still arrive
 _REPORTS = 5.0  # seconds that ``close`` waits for the coordinator to note failed saves
 
 
@@ -83,6 +76,8 @@ class Checkpointer:
         max_in_flight: Saves that may be in flight. A further ``save`` waits for the oldest one.
         on_failure: "raise": the next ``save`` or ``fence`` raises ``SaveFailed`` for the first failed save. "warn": failed saves
             are only logged and counted in ``failures``. An integer n: ``SaveFailed`` is raised after n failures in a row.
+        on_fenced: When another run has taken over the repository or a rank. "raise": the next ``save`` or ``fence`` raises
+            ``Fenced``, which names the other run. "takeover": the next save takes the repository over from it.
         memory: Host memory for saves and for cached versions. An integer is ``Memory(staging=...)``, in bytes.
         compression: How tensors are encoded.
         replication: How many other nodes hold a copy of the newest version in memory.
@@ -118,6 +113,7 @@ class Checkpointer:
         timeout: float = 600.0,
         max_in_flight: int = 2,
         on_failure: str | int = 10,
+        on_fenced: messages.OnFenced = "raise",
         memory: int | Memory = Memory(),  # noqa: B008 (frozen)
         compression: Compression = Compression(),  # noqa: B008
         replication: Replication = Replication(),  # noqa: B008
@@ -130,8 +126,11 @@ class Checkpointer:
         self.rank, self.world_size = placement(rank, world_size)
         self._log = about(logger, repository=self.uri, rank=self.rank)
         self.failures = Failures(on_failure, count=lambda: record(FAILED_SAVES, repository=self.uri))
+        one_of("on_fenced", on_fenced, ("raise", "takeover"))
+        self._on_fenced = on_fenced
         self._timeout = positive("timeout", timeout, most=LONGEST)
-        self._max_in_flight = integer("max_in_flight", max_in_flight, least=1)
+        limit = integer("max_in_flight", max_in_flight, least=1)
+        self._in_flight = SavesInFlight(limit, self._timeout, lambda pending, error: self._conclude(pending, error), self._log)
         self._memory = memory_option(memory)
         self._compression = option_group("compression", compression, Compression)
         self._replication = option_group("replication", replication, Replication)
@@ -144,14 +143,14 @@ class Checkpointer:
         here(node=ray_cluster.node_here())
         if self._lossy.rules and self.rank == 0:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
-        self._incarnation = f"{SYSTEM.token()}@process {os.getpid()} on {socket.gethostname()}"
+        self._incarnation = f"{SYSTEM.token()}@{ray_cluster.run_here()}"
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
-        self._pending: list[Pending] = []
         self._staging: Staging | None = None
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         self._closed = False
-        coordinator = coordinator_actor(self.uri).start.remote(PROTOCOL)
+        run = messages.StartRun(ray_cluster.job_here(), self._on_fenced)
+        coordinator = coordinator_actor(self.uri).start.remote(PROTOCOL, run)
         started: CoordinatorStarted = ray_cluster.call(coordinator, _START, f"coordinator of {self.uri}")
         self._repository_id, self._signed_by = started.repository, started.signed_by
         self._port = RayCoordinatorClient(self.uri)
@@ -167,7 +166,7 @@ class Checkpointer:
         return facts_table(f"Checkpointer of {self.uri}", self._facts())
 
     def _facts(self) -> dict[str, object]:
-        open_saves = [pending.step for pending in self._pending if not pending.done()]
+        open_saves = self._in_flight.steps()
         facts = {"rank": f"{self.rank} of {self.world_size}", "steps in flight": open_saves or "none"}
         return {**facts, "failed saves": self.failures.total, **({"state": "closed"} if self._closed else {})}
 
@@ -186,6 +185,7 @@ class Checkpointer:
 
         Raises:
             StateError: ``step`` is not an integer of at least 0, or this ``Checkpointer`` is closed.
+            Fenced: Another run has taken over the repository.
         """
         self._check_open()
         step = integer("step", step, least=0)
@@ -213,6 +213,8 @@ class Checkpointer:
         Raises:
             StateError: The state holds something that cannot be stored; the message names its path. Nothing is written.
             SaveFailed: Earlier saves failed and ``on_failure`` asks to raise. Nothing is saved by this call; the next call saves.
+            OutcomeUnknown: The same, for a save that may or may not be a version.
+            Fenced: Another run has taken over the repository. Every further call raises it, too.
         """
         start = SYSTEM.monotonic()
         self.failures.check()
@@ -220,7 +222,7 @@ class Checkpointer:
         self._check_open()
         number, on_gpu = next(self._saves), self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
-        self._wait_for_oldest()
+        self._in_flight.wait_for_oldest()
         pending = Pending(step, self._log, number=number)
         begin = Begin(
             rank=self.rank,
@@ -236,22 +238,24 @@ class Checkpointer:
             lossy=self._lossy.texts(),
             retention=self._retention,
             delta=self._delta,
+            on_fenced=self._on_fenced,
         )
         order = SaveOrder(
             begin,
             plan,
             on_staged=lambda: self._staged(pending),
-            on_end=lambda outcome: self._ended(pending, outcome),
+            on_end=lambda outcome: self._ended(pending, order, outcome),
             on_warning=pending._warn,
             urgent=pending._urgent,
             stall=lambda: pending.stall,
         )
+        pending._find = lambda unknown: self._find(pending, order, unknown)
         with pending._blocking(start):
             try:
                 self._attached(plan).submit(order)
-                self._pending.append(pending)
+                self._in_flight.add(pending)
             except RaystowError as error:
-                self._conclude(pending, error)
+                self._ended(pending, order, error)
         if self._journal is not None:
             self._journal.saved(step)
         record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="save")
@@ -264,16 +268,17 @@ class Checkpointer:
 
         Raises:
             SaveFailed: Saves failed and ``on_failure`` asks to raise. The tensors may change then, too.
+            OutcomeUnknown: The same, for a save that may or may not be a version.
+            Fenced: Another run has taken over the repository.
         """
         start = SYSTEM.monotonic()
-        waited = [p for p in self._pending if not p.staged(0)]
+        waited = self._in_flight.unstaged()
         for pending in waited:
             left = max(0.0, start + self._timeout - SYSTEM.monotonic())
             with pending._blocking(start):
                 if not pending.staged(left):
-                    what = f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data"
-                    self._conclude(pending, ClusterError(what, subject=f"save of step {pending.step}"))
-                    self._detach(patience=0)
+                    # Ends the save, unless the node worker has got all of it by now.
+                    self._detach(patience=0, why=f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data")
         if waited:
             record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
         self.failures.check()
@@ -362,8 +367,7 @@ class Checkpointer:
             allow_uncommitted=allow_uncommitted,
             version=asked,
         )
-        # Not by ``open``, which reads the store: a version in memory can be restored while the store is down.
-        repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
+        repository = self._repository()
         agreement = ClusterAgreement(repository, self._port, vote, self._node_worker, here=ray_cluster.node_here())
         options = RestoreOptions(self.rank, self.world_size, strict, cast)
         restored = restore_agreed(repository, into, agreement, options, progress=progress)
@@ -406,8 +410,7 @@ class Checkpointer:
         self._closed = True
         if self._journal is not None:
             self._journal.close()
-        for pending in self._pending:
-            self._await(pending)
+        self._in_flight.wait_for_all()
         self._detach()
         self._reports.flush(_REPORTS)
         self._callbacks.close()
@@ -422,28 +425,12 @@ class Checkpointer:
         if self._closed:
             raise StateError("this Checkpointer is closed", subject=self.uri, remedy="make another one")
 
-    def _wait_for_oldest(self) -> None:
-        self._pending = [p for p in self._pending if not p.done()]
-        while len(self._pending) >= self._max_in_flight:
-            oldest = self._pending[0]
-            what = "%d saves are in flight: waiting for that of step %d"
-            self._log.warning(what, len(self._pending), oldest.step, extra={"step": oldest.step})
-            self._await(oldest)
-            self._pending = self._pending[1:]
-
-    def _await(self, pending: Pending) -> None:
-        """Wait until a save has ended, but not past its deadline; then it counts as failed."""
-        left = pending.begun + self._timeout + _LATE - SYSTEM.monotonic()
-        try:
-            pending.result(max(0.0, left))
-        except DeadlineExceeded:
-            what = f"not durable after {self._timeout:.0f} s, for an unknown reason; it may still become a version"
-            self._conclude(pending, DeadlineExceeded(what, subject=f"save of step {pending.step}"))
-        except RaystowError:
-            pass  # counted and logged when it was reported
-
     def _conclude(self, pending: Pending, outcome: Version | RaystowError) -> None:
-        if not pending._set_outcome(outcome):
+        before = pending._set_outcome(outcome)
+        if isinstance(before, OutcomeUnknown) and isinstance(outcome, Version):
+            self.failures.found_durable(before)
+            self._callbacks.tell(outcome)
+        if before is not None:
             return
         if isinstance(outcome, RaystowError):
             text = self.failures.failed(pending.step, outcome)
@@ -474,18 +461,33 @@ class Checkpointer:
         address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), _START, "node worker")
         return address
 
-    def _detach(self, *, patience: float = 10.0) -> None:
+    def _detach(self, *, patience: float = 10.0, why: str = "") -> None:
         if self._staging is not None:
-            self._staging.close(patience=patience)
+            self._staging.close(patience=patience, why=why)
             self._staging = None
 
-    def _ended(self, pending: Pending, outcome: Entry | RaystowError) -> None:
-        version = Version(self._store, outcome, self._repository_id) if isinstance(outcome, Entry) else outcome
-        self._conclude(pending, version)
+    def _ended(self, pending: Pending, order: SaveOrder, outcome: Entry | RaystowError) -> None:
+        if isinstance(outcome, OutcomeUnknown):  # to ask may take as long as a frozen coordinator does
+            background.start("raystow-outcome", self._learn, pending, order, outcome)
+            return
+        self._conclude(pending, Version(self._store, outcome, self._repository_id) if isinstance(outcome, Entry) else outcome)
 
-    def _next_save(self, first: int) -> NextSave:
+    def _find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, timeout: float = SOON) -> None:
+        self._conclude(pending, find_outcome(self._repository(), self._port, order.attempt, unknown, timeout=timeout))
+
+    def _learn(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown) -> None:
+        """Let the coordinator give the save up if it waits for this rank, and learn the outcome."""
+        with contextlib.suppress(RaystowError):
+            self._report_failure(pending.number, pending.step, f"rank {self.rank}: {unknown.what}")
+        self._find(pending, order, unknown, self._in_flight.left(pending))
+
+    def _next_save(self, first: int) -> messages.NextSave:
         who, asked = (self.rank, self._incarnation, self.world_size), self._interval
-        return self._port.next_save(AskNextSave(*who, first, asked.seconds, asked.mtbf, asked.budget))
+        return self._port.next_save(messages.AskNextSave(*who, first, asked.seconds, asked.mtbf, asked.budget, self._on_fenced))
 
     def _report_failure(self, number: int, step: int, reason: str) -> bool:
         return self._port.save_failed(self.rank, self._incarnation, number, step, reason)
+
+    def _repository(self) -> Repository:
+        """Not by ``open``, which reads the store: a version in memory can be restored while the store is down."""
+        return Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import concurrent.futures
 import logging
-import threading
 from collections.abc import Callable
 
-from ...storage.errors import RaystowError
+from ...storage import background
+from ...storage.errors import Fenced, RaystowError
 from ...storage.log import Log
 from ...workers.protocol.messages import NextSave
 
@@ -15,7 +15,7 @@ _PATIENCE = 20.0  # seconds that the training waits for a coordinator that does 
 
 
 def _on_a_thread(run: Callable[[], None]) -> None:
-    threading.Thread(target=run, name="raystow-due", daemon=True).start()
+    background.start("raystow-due", run)
 
 
 class DueSteps:
@@ -53,6 +53,8 @@ class DueSteps:
         assert self._answer is not None
         try:
             decision = self._answer.result(0 if self._lost else self._patience)
+        except Fenced:
+            raise  # no step would ever be due
         except (RaystowError, concurrent.futures.TimeoutError) as error:
             if not self._lost:
                 why = str(error) or f"no answer within {self._patience:.0f} s"
@@ -70,7 +72,7 @@ class DueSteps:
         def run() -> None:
             try:
                 answer.set_result(self._ask(first))
-            except RaystowError as error:
+            except Exception as error:
                 answer.set_exception(error)
 
         self._start(run)

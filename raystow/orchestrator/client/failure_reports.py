@@ -6,6 +6,7 @@ import logging
 import threading
 from collections.abc import Callable
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError
 from ...storage.log import Log
@@ -23,9 +24,8 @@ class FailureReports:
         """Report the ``number``-th save of this rank, so that other ranks do not wait for it. ``text``: what to log."""
         self._unlogged[number] = step, text
         # In a thread of its own: a frozen coordinator blocks the call for as long as an answer may take.
-        thread = threading.Thread(target=self._report, args=(number, step, reason), name="raystow-report", daemon=True)
+        thread = background.start("raystow-report", self._report, number, step, reason)
         self._threads = [*(thread for thread in self._threads if thread.is_alive()), thread]
-        thread.start()
 
     def flush(self, patience: float) -> None:
         """Wait up to ``patience`` seconds for answers; then log what is not logged, since the process may end."""

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable
 
 from ...storage.arguments import integer
-from ...storage.errors import RaystowError, SaveFailed
+from ...storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ..argument_checks import one_of
 
 
@@ -14,8 +14,8 @@ class Failures:
     """The failed saves of one rank.
 
     Attributes:
-        total: Failed saves since the ``Checkpointer`` was made.
-        in_a_row: Failed saves since the last one that became durable.
+        total: Failed saves since the ``Checkpointer`` was made, including those whose outcome is unknown.
+        in_a_row: Those since the last save that became durable.
     """
 
     def __init__(self, on_failure: str | int, *, count: Callable[[], None]) -> None:
@@ -26,7 +26,8 @@ class Failures:
             integer("on_failure", on_failure, least=1, instead='"raise" or "warn"')
         self.total = self.in_a_row = 0
         self._on_failure, self._count = on_failure, count
-        self._due: SaveFailed | None = None
+        self._due: RaystowError | None = None
+        self._fenced: Fenced | None = None
         self._lock = threading.Lock()
 
     def __repr__(self) -> str:
@@ -39,24 +40,36 @@ class Failures:
             if self._on_failure != "raise":
                 self._due = None
 
-    def failed(self, step: int, error: RaystowError) -> str:
-        """Note that a save has failed. Returns what to log."""
+    def found_durable(self, error: RaystowError) -> None:
+        """Note that a save that ``failed`` was told of with ``error``, an unknown outcome, is a version."""
         with self._lock:
+            self.total -= 1
+            self.in_a_row = max(0, self.in_a_row - 1)
+            self._due = None if self._due is error else self._due
+
+    def failed(self, step: int, error: RaystowError) -> str:
+        """Note that a save has failed, or has ended with an unknown outcome. Returns what to log."""
+        with self._lock:
+            if isinstance(error, Fenced):
+                self._fenced = error
             self.total += 1
             self.in_a_row += 1
             total, in_a_row = self.total, self.in_a_row
             if self._on_failure == "raise":
-                as_failure = error if isinstance(error, SaveFailed) else SaveFailed(str(error), subject=f"save of step {step}")
-                self._due = self._due or as_failure
+                told = isinstance(error, SaveFailed | OutcomeUnknown)
+                self._due = self._due or (error if told else SaveFailed(str(error), subject=f"save of step {step}"))
             elif self._on_failure != "warn" and in_a_row >= int(self._on_failure):
                 remedy = 'remove the cause, or pass on_failure="warn" to train on without checkpoints'
                 self._due = SaveFailed(f"{in_a_row} saves in a row have failed, the last one: {error}", remedy=remedy)
         self._count()
-        return f"the save of step {step} failed ({in_a_row} in a row, {total} in total): {error}"
+        ended = "has an unknown outcome" if isinstance(error, OutcomeUnknown) else "failed"
+        return f"the save of step {step} {ended} ({in_a_row} in a row, {total} in total): {error}"
 
     def check(self) -> None:
-        """Raise ``SaveFailed`` once if ``on_failure`` asks for it."""
+        """Raise ``SaveFailed`` or ``OutcomeUnknown`` once if ``on_failure`` asks for it, and ``Fenced`` from then on always."""
         with self._lock:
+            if self._fenced is not None:
+                raise self._fenced
             due, self._due = self._due, None
         if due is not None:
             raise due

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import concurrent.futures
 import contextlib
 import logging
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from ...storage.clock import SYSTEM
-from ...storage.errors import DeadlineExceeded, RaystowError
+from ...storage.errors import DeadlineExceeded, OutcomeUnknown, RaystowError
 from ...storage.log import Log
 from ...storage.notebook import facts_table
 from ...storage.version import Version
@@ -35,20 +34,22 @@ class Pending:
         self._blocked: tuple[float, float | None] = 0.0, None  # seconds so far, and since when the caller waits
         self._staged = threading.Event()
         self._urgent = threading.Event()
-        self._outcome: concurrent.futures.Future[Version] = concurrent.futures.Future()
+        self._ended, self._lock = threading.Event(), threading.Lock()
+        self._outcome: Version | RaystowError | None = None
+        self._find: Callable[[OutcomeUnknown], object] = lambda unknown: None  # asks for it again
 
     def __repr__(self) -> str:
         return f"Pending(step={self.step}, {self._state()})"
 
     def _repr_html_(self) -> str:
-        error = self._outcome.exception() if self.done() else None
-        facts = {"state": self._state(), "training waited": f"{self.stall:.3f} s", "error": error or ""}
+        error = self._outcome if isinstance(self._outcome, RaystowError) else ""
+        facts = {"state": self._state(), "training waited": f"{self.stall:.3f} s", "error": error}
         return facts_table(f"save of step {self.step}", {**facts, "warnings": "; ".join(self.warnings)})
 
     def _state(self) -> str:
-        if self.done():
-            return "failed" if self._outcome.exception() else "durable"
-        return "in flight, staged" if self._staged.is_set() else "in flight"
+        if self._outcome is None:
+            return "in flight, staged" if self._staged.is_set() else "in flight"
+        return {OutcomeUnknown: "outcome unknown", Version: "durable"}.get(type(self._outcome), "failed")
 
     @property
     def stall(self) -> float:
@@ -60,9 +61,9 @@ class Pending:
         """Tell whether the save has ended.
 
         Returns:
-            True once it is durable or has failed.
+            True once it is durable, has failed, or has ended with an unknown outcome.
         """
-        return self._outcome.done()
+        return self._ended.is_set()
 
     def staged(self, timeout: float | None = None) -> bool:
         """Wait until the tensors of the save may change.
@@ -82,6 +83,8 @@ class Pending:
     def result(self, timeout: float | None = None) -> Version:
         """Wait for the version.
 
+        If the outcome is unknown, each call asks the store and the coordinator again, for up to some seconds.
+
         Args:
             timeout: Seconds to wait. None: no limit.
 
@@ -89,13 +92,19 @@ class Pending:
             The committed version.
 
         Raises:
-            SaveFailed: The save has failed.
+            SaveFailed: The save has failed. It is no version, and will not become one.
+            OutcomeUnknown: The save has ended, and neither the store nor the coordinator can say yet whether it is a version.
+            Fenced: Another run has taken over the repository.
             DeadlineExceeded: The save has not ended after ``timeout`` seconds.
         """
-        try:
-            return self._outcome.result(timeout)
-        except concurrent.futures.TimeoutError:
-            raise DeadlineExceeded(f"not durable after {timeout:g} s", subject=f"save of step {self.step}") from None
+        if not self._ended.wait(timeout):
+            raise DeadlineExceeded(f"not durable after {timeout:g} s", subject=f"save of step {self.step}")
+        if isinstance(self._outcome, OutcomeUnknown):
+            self._find(self._outcome)
+        if isinstance(self._outcome, Version):
+            return self._outcome
+        assert self._outcome is not None
+        raise self._outcome
 
     @contextlib.contextmanager
     def _blocking(self, since: float) -> Iterator[None]:
@@ -114,14 +123,12 @@ class Pending:
         self._log.warning("save of step %d: %s", self.step, text, extra={"step": self.step})
         self.warnings += (text,)
 
-    def _set_outcome(self, outcome: Version | RaystowError) -> bool:
-        """End the save; False if it had ended before."""
-        try:
-            if isinstance(outcome, RaystowError):
-                self._outcome.set_exception(outcome)
-            else:
-                self._outcome.set_result(outcome)
-        except concurrent.futures.InvalidStateError:
-            return False
+    def _set_outcome(self, outcome: Version | RaystowError) -> Version | RaystowError | None:
+        """End the save, or replace an unknown outcome. Returns the outcome before, which stays if it is known."""
+        with self._lock:
+            before = self._outcome
+            if before is None or isinstance(before, OutcomeUnknown):
+                self._outcome = outcome
+        self._ended.set()
         self._staged.set()
-        return True
+        return before

@@ -14,11 +14,11 @@ import ray
 from msgspec.structs import replace
 
 from ... import __version__
-from ...storage import metrics
+from ...storage import background, metrics
 from ...storage.clock import SYSTEM
 from ...storage.coding.digest import stored_digest
-from ...storage.committer import Committer
-from ...storage.errors import RaystowError, SaveFailed
+from ...storage.committer import Committer, outcome_in
+from ...storage.errors import Fenced, OutcomeUnknown, RaystowError
 from ...storage.format import key_files
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, VersionRecord
@@ -36,13 +36,15 @@ from ...workers.protocol.messages import (
     JournalVote,
     RestoreChoice,
     RestoreVote,
+    StartRun,
     Ticket,
 )
+from .. import ray_cluster
 from ..journal.rounds import JournalRounds
 from ..restore.rounds import RestoreRounds
 from ..restore.version_cache import VersionCache
 from .attempt import Attempt, Phase
-from .attempts import Coordinator
+from .attempts import ANOTHER_RUN, Coordinator
 from .housekeeping import Housekeeping
 from .save_costs import newest_records
 from .status import failed_attempts, open_attempts
@@ -71,15 +73,26 @@ class CoordinatorActor:
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
         self._chores: asyncio.Task[None] | None = None
+        self._chore_errors = background.ErrorLog("housekeeping")
+        self._fenced: tuple[Fenced, str] | None = None  # by another run, with the job that was fenced
+        self._job = ""
 
-    async def start(self, protocol: str = PROTOCOL) -> CoordinatorStarted:
-        """Make or open the repository and take the next epoch. Only the first call does anything."""
+    async def start(self, protocol: str = PROTOCOL, run: StartRun | None = None) -> CoordinatorStarted:
+        """Make or open the repository and take the next epoch. Only the first call does anything, and that of a ``run`` that
+        begins after another run took over: a training that is started later is the one that is meant."""
         self._check(protocol)
         async with self._starting:
+            if run is not None:
+                if self._fenced is not None:
+                    error, job = self._fenced
+                    if job == run.job and run.on_fenced == "raise":  # the same training, restarted: both would alternate
+                        raise error
+                    await self._take_over()
+                self._job = run.job
             if self._core is None:
                 signer = key_files.signer()
                 repository = await asyncio.to_thread(create_repository, self._uri, signer=signer)
-                self._committer = await asyncio.to_thread(Committer, repository, f"{platform.node()}-{SYSTEM.token()}", signer)
+                self._committer = await asyncio.to_thread(Committer, repository, self._owner(), signer)
                 writer = {"raystow": __version__, "ray": ray.__version__, "python": platform.python_version()}
                 self._known = VersionCache(repository, on_read=self._committer.notice)
                 await asyncio.to_thread(self._known.root)  # cached while the store answers
@@ -110,6 +123,8 @@ class CoordinatorActor:
         await self._tell()
 
     async def begin(self, begin: Begin) -> Ticket:
+        if self._fenced is not None and begin.on_fenced == "raise":
+            raise self._fenced[0]
         return await self._apply(lambda core: core.begin(begin))
 
     async def finished(self, ticket: Ticket, rank: int, covered: int) -> None:
@@ -124,10 +139,26 @@ class CoordinatorActor:
 
     async def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         """Take a node's fragment, and return when the attempt is a version."""
+        await self.start()
+        assert self._core is not None
+        if self._core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
+            return await self.outcome(ticket.id, ticket.attempt)
         await self._apply(lambda core: core.fragment(ticket, info, packs))
-        attempt = await self._until(ticket, lambda attempt: attempt.phase.over)
-        assert attempt.entry is not None
-        return attempt.entry
+        return (await self._until(ticket, lambda attempt: attempt.phase.over)).result()
+
+    async def outcome(self, id: int, name: str) -> Entry:
+        """Return the entry of the version that an attempt has become, once it is over. Raises what ``outcome_in`` raises."""
+        await self.start()
+        assert self._core is not None
+        attempt = self._core.find(name)
+        if attempt is not None:
+            async with self._changed:
+                await self._changed.wait_for(lambda: attempt.phase.over)
+            if not isinstance(attempt.failure, OutcomeUnknown):
+                return attempt.result()
+            return outcome_in(await asyncio.to_thread(self._committer.catalog.root), id, name)
+        # This coordinator's epoch has replaced the one that the attempt belongs to: no write of that is under way any more.
+        return outcome_in(await asyncio.to_thread(self._committer.catalog.root), id, name, over=True)
 
     async def failed(self, ticket: Ticket, reason: str) -> None:
         await self._apply(lambda core: core.failed(ticket, reason))
@@ -176,6 +207,8 @@ class CoordinatorActor:
                 return messages.FailureNoted(await self.save_failed(rank, incarnation, save, step, reason))
             case messages.AskNextSave():
                 return await self.next_save(request)
+            case messages.FindOutcome(id, attempt):
+                return messages.Committed(await self.outcome(id, attempt))
             case messages.RankDisconnected(rank, incarnation, reason):
                 await self.rank_disconnected(rank, incarnation, reason)
         return messages.Acknowledged()
@@ -276,15 +309,19 @@ class CoordinatorActor:
         async with self._changed:
             await self._changed.wait_for(lambda: reached(attempt))
         if attempt.phase is Phase.ABORTED:
-            raise SaveFailed(attempt.reason, subject=f"save of step {attempt.step}")
+            attempt.result()
         return attempt
 
     async def _keep(self, core: Coordinator) -> None:
         """Commit complete attempts at once; check deadlines and nodes periodically."""
+        errors = background.ErrorLog("coordinator")
         while True:
             try:
                 while (attempt := core.next_commit()) is not None:
-                    core.settled(attempt, await asyncio.to_thread(self._commit, core.record(attempt)))
+                    outcome = await asyncio.to_thread(self._commit, core.record(attempt))
+                    core.settled(attempt, outcome)
+                    if isinstance(outcome, Fenced):
+                        await self._fenced_by(outcome, takes_over=attempt.takes_over)
                     await self._tell()
                     self._known.committed(self._committer.root)
                     if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
@@ -298,18 +335,39 @@ class CoordinatorActor:
                 for id, token in core.abandoned():
                     await asyncio.to_thread(self._discard, id, token)
                 self._measure(core)
-            except Exception:
-                logger.exception("a periodic task of the coordinator failed; it continues")
+            except Exception as error:
+                errors.note(error)
             async with self._changed:
                 try:
                     await asyncio.wait_for(self._changed.wait_for(lambda: core.next_commit() is not None), _TICK)
                 except asyncio.TimeoutError:
                     pass
 
+    async def _fenced_by(self, outcome: Fenced, *, takes_over: bool) -> None:
+        self._fenced = Fenced(outcome.what, subject=self._uri, remedy=ANOTHER_RUN), self._job
+        if takes_over:
+            await self._take_over()
+
+    async def _take_over(self) -> None:
+        """Take the next epoch again, although another run has taken one meanwhile."""
+        await asyncio.to_thread(self._committer.take_over, self._owner())
+        about(logger, repository=self._uri).warning("this run has taken the repository over, epoch %d", self._committer.epoch)
+        self._fenced = None
+
+    def _owner(self) -> str:
+        """A name that no other coordinator has, for messages about two runs with one repository."""
+        return f"{ray_cluster.run_here('coordinator')} ({SYSTEM.token()})"
+
     def _apply_retention(self, policy: Policy, bases: Collection[int]) -> None:
         """Run retention in a thread. A policy that comes during a run waits for the next commit."""
         if self._chores is None or self._chores.done():
-            self._chores = asyncio.create_task(asyncio.to_thread(self._housekeeping.run, policy, bases))
+            self._chores = asyncio.create_task(asyncio.to_thread(self._keep_house, policy, bases))
+
+    def _keep_house(self, policy: Policy, bases: Collection[int]) -> None:
+        try:
+            self._housekeeping.run(policy, bases)
+        except Exception as error:
+            self._chore_errors.note(error)
 
     def _measure(self, core: Coordinator) -> None:
         """Set the gauges again: Ray drops them after some seconds."""

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from ...storage.committer import Committer
+from ...storage.errors import RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord
 from ...storage.retention.policy import Policy
@@ -36,8 +37,9 @@ class Attempt:
 
     ``ranks``: rank -> its node. ``saves``: rank -> the number of its save. ``owned_dtensors``: DTensor -> the first rank of its
     mesh. ``nodes``: node -> its number in the attempt. ``staged`` and ``stored``: results by node number, complete in memory and
-    durable. ``created``: when all was staged. ``promised``: the record that it will have. ``restores``: restores that its record
-    reports. ``base``: the version that it is compared with; ``deltas``: whether changed chunks may be deltas to that. ``opened``,
+    durable. ``failure``: why it was aborted. ``created``: when all was staged. ``promised``: the record that it will have.
+    ``restores``: restores that its record reports. ``base``: the version that it is compared with; ``deltas``: whether changed
+    chunks may be deltas to that. ``takes_over``: whether a rank asks to take the repository over from another run. ``opened``,
     ``deadline``, ``ended``: monotonic seconds.
     """
 
@@ -48,7 +50,7 @@ class Attempt:
     opened: float = 0.0
     deadline: float = 0.0
     phase: Phase = Phase.GATHERING
-    reason: str = ""
+    failure: RaystowError | None = None
     metrics: dict[str, object] = field(default_factory=dict)
     coding: dict[str, str] = field(default_factory=dict)
     lossy: dict[str, str] = field(default_factory=dict)
@@ -71,6 +73,29 @@ class Attempt:
     base: Entry | None = None
     deltas: bool = False
     ended: float = 0.0
+    takes_over: bool = False
+
+    @property
+    def subject(self) -> str:
+        """Names the save in errors."""
+        return f"save of step {self.step}"
+
+    @property
+    def reason(self) -> str:
+        """Why it was aborted; "" if it was not."""
+        return self.failure.what if self.failure is not None else ""
+
+    def result(self) -> Entry:
+        """The entry of the version, once the attempt is over. Raises the failure if there is none."""
+        if self.failure is not None:
+            raise self.failure
+        if self.entry is None:
+            raise SaveFailed(f"the attempt is {self.phase.value}", subject=self.subject)
+        return self.entry
+
+    def needs(self, node: int) -> bool:
+        """Whether it cannot become a version without more work of a node, by number."""
+        return self.phase in (Phase.GATHERING, Phase.SEALING) and node not in self.stored
 
     def forget_parts(self) -> None:
         """Drop the data of ranks and nodes: 100 MB for thousands of nodes, and the newest attempts are kept."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from ...storage.clock import Clock
 from ...storage.committer import Committer
-from ...storage.errors import Damaged, Fenced, RaystowError, SaveFailed
+from ...storage.errors import Damaged, Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ...storage.format import values
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo, RestoreInfo, VersionRecord, check_part, check_restore
@@ -28,6 +28,10 @@ logger = logging.getLogger(__name__)
 
 _MISSED = 16  # steps of which failed saves are remembered
 _RESTORES = 16  # restores that the next version reports
+
+
+ANOTHER_RUN = 'if another run writes here, stop it or give it a URI of its own; on_fenced="takeover" takes the repository over'
+"""The remedy for two runs with one repository."""
 
 
 class Coordinator:
@@ -103,6 +107,7 @@ class Coordinator:
             attempt.coding.update(begin.coding)
             attempt.lossy.update(begin.lossy)
             attempt.retention = begin.retention or attempt.retention
+            attempt.takes_over = attempt.takes_over or begin.on_fenced == "takeover"
             attempt.expected += begin.expected
             self._check_owners(attempt, begin)
             if begin.plain_tensors:
@@ -169,7 +174,7 @@ class Coordinator:
     def failed(self, ticket: Ticket, reason: str) -> None:
         """A node cannot complete its part."""
         attempt = self._attempts.get(ticket.attempt)
-        if attempt is not None and not attempt.phase.over:
+        if attempt is not None and attempt.needs(ticket.node):  # else it may be a version by now
             self._abort(attempt, reason)
 
     def save_failed(self, rank: int, incarnation: str, save: int, step: int, reason: str) -> bool:
@@ -188,7 +193,8 @@ class Coordinator:
             del self._missed[next(iter(self._missed))]
         for attempt in self._open(Phase.GATHERING, Phase.SEALING):
             if attempt.step == step and attempt.saves.get(rank) == save:
-                self._abort(attempt, reason)
+                if attempt.needs(attempt.nodes[attempt.ranks[rank]]):
+                    self._abort(attempt, reason)
             else:
                 self._abort_if_missed(attempt)
         return first
@@ -255,19 +261,33 @@ class Coordinator:
             self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *told)
             return
         if isinstance(outcome, Fenced):
+            self._row = None
             for other in self._open(*Phase):
-                self._abort(other, str(outcome))
+                self._abort(other, self._fenced(attempt, outcome))
             return
-        self._abort(attempt, f"the commit failed: {outcome}")
+        if isinstance(outcome, OutcomeUnknown):
+            self._abort(attempt, OutcomeUnknown(outcome.what, subject=attempt.subject, remedy=outcome.remedy))
+        else:
+            self._abort(attempt, f"the commit failed: {outcome}")
         if self._row is not None and attempt.base == self._row.whole:  # the base may be dropped: the next save is whole
             self._row = None
         # Unless the root refused it, a pending write may still make it a version: its objects must stay until a collection has
         # spent the id.
         attempt.swept = not isinstance(outcome, SaveFailed)
 
+    def _fenced(self, attempt: Attempt, outcome: Fenced) -> RaystowError:
+        uri = self._committer.catalog.uri
+        if attempt.takes_over:
+            return SaveFailed(f"{outcome.what}; this run takes over again", subject=uri, remedy="nothing; later saves go on")
+        return Fenced(outcome.what, subject=uri, remedy=ANOTHER_RUN)
+
+    def find(self, attempt: str) -> Attempt | None:
+        """The attempt of this name; None if it was before this coordinator started, or is over for long."""
+        return self._attempts.get(attempt)
+
     def attempt(self, ticket: Ticket) -> Attempt:
         """The attempt of a ticket; ``SaveFailed`` if the coordinator was restarted since."""
-        attempt = self._attempts.get(ticket.attempt)
+        attempt = self.find(ticket.attempt)
         if attempt is None:
             raise SaveFailed("the coordinator was restarted during this save", subject=f"attempt {ticket.id}")
         return attempt
@@ -290,10 +310,12 @@ class Coordinator:
         rank, incarnation = message.rank, message.incarnation
         if rank not in self._members:  # it joined before this coordinator was restarted
             self.join(rank, incarnation, message.world_size)
+        if self._members[rank] != incarnation and message.on_fenced == "takeover":
+            self.join(rank, incarnation, message.world_size)
         if self._members[rank] != incarnation:
             what = f"{_process(self._members[rank])} has taken up this rank after {_process(incarnation)}"
-            remedy = "run each rank once, and give each process its own rank"
-            raise SaveFailed(what, subject=f"rank {rank}", remedy=remedy)
+            remedy = f"run each rank once, and give each process its own rank; {ANOTHER_RUN}"
+            raise Fenced(what, subject=f"rank {rank} of {self._committer.catalog.uri}", remedy=remedy)
 
     def _joinable(self, begin: Begin) -> Attempt | None:
         """The oldest attempt for the step that this rank is not part of, so that the saves of all ranks match in order; or the
@@ -332,7 +354,7 @@ class Coordinator:
     def _of(self, ticket: Ticket, phase: Phase) -> Attempt:
         attempt = self.attempt(ticket)
         if attempt.phase is not phase:
-            raise SaveFailed(attempt.reason or f"the attempt is {attempt.phase.value}", subject=f"save of step {attempt.step}")
+            raise attempt.failure or SaveFailed(f"the attempt is {attempt.phase.value}", subject=attempt.subject)
         return attempt
 
     def _check_part(self, attempt: Attempt, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> None:
@@ -385,8 +407,8 @@ class Coordinator:
             attempt.ended = self._clock.monotonic()
             attempt.forget_parts()
 
-    def _abort(self, attempt: Attempt, reason: str) -> None:
-        attempt.reason = reason
+    def _abort(self, attempt: Attempt, why: str | RaystowError) -> None:
+        attempt.failure = SaveFailed(why, subject=attempt.subject) if isinstance(why, str) else why
         if attempt.created and (self._lost is None or self._lost.id < attempt.id):
             self._lost = self._promise(attempt)
         self._restores = (*attempt.restores, *self._restores)[-_RESTORES:]
@@ -394,7 +416,7 @@ class Coordinator:
         self.aborted_in_a_row += 1
         record(ABORTED, repository=self._committer.catalog.uri)
         # Not a warning: the first rank that reports the failed save logs that, where the user of the training sees it.
-        self._log(attempt).info("the save of step %d was given up: %s", attempt.step, reason)
+        self._log(attempt).info("the save of step %d was given up: %s", attempt.step, attempt.reason)
 
     def _log(self, attempt: Attempt) -> Log:
         run = self._committer.catalog.uri

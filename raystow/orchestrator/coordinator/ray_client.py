@@ -83,6 +83,10 @@ class RayCoordinatorClient:
         """See ``save_schedule``."""
         return self._ask(ask, messages.NextSave)
 
+    def outcome(self, id: int, attempt: str, timeout: float = _ANSWER) -> Entry:
+        """The entry of the version that an attempt has become, once it is over. Raises ``SaveFailed`` if it has become none."""
+        return self._ask(messages.FindOutcome(id, attempt), messages.Committed, timeout).entry
+
     def _tell(self, report: messages.Message, timeout: float = _ANSWER) -> None:
         self._ask(report, messages.Acknowledged, timeout)
 

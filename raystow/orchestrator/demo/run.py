@@ -6,7 +6,6 @@ import json
 import os
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import ray
@@ -14,6 +13,7 @@ import ray.train
 from ray.cluster_utils import Cluster
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from .events import EventLog, EventReader
 from .settings import DISTURBED, WORKERS, DemoSettings
@@ -38,7 +38,7 @@ def main(settings: DemoSettings) -> None:
         cluster.add_node(num_cpus=1)
     ray.init(address=cluster.address, log_to_driver=False, logging_level="warning")
     journal.write("cluster")
-    threading.Thread(target=replace_dead_node, args=(cluster.address, settings.events), daemon=True).start()
+    background.start("raystow-demo", replace_dead_node, cluster.address, settings.events)
     for run in settings.stores:
         journal.write("run", run=run)
         TorchTrainer(

@@ -11,6 +11,7 @@ from typing import Any
 
 from msgspec.structs import replace
 
+from ...storage import background
 from ...storage.arguments import integer
 from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError, StateError
@@ -69,8 +70,7 @@ class Journal:
         self._changed = threading.Condition()
         self._encoding, self._in_flight = 0, dict[int, None]()
         self._closed = self.save_advised = False
-        self._thread = threading.Thread(target=self._run, name="raystow-journal", daemon=True)
-        self._thread.start()
+        self._thread = background.start("raystow-journal", self._run)
 
     def record(self, step: int, values: object = None) -> None:
         """End the entry of a step. Call it on every rank after ``optimizer.step()`` and all that changes weights after it.

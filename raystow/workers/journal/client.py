@@ -8,6 +8,7 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 
+from ...storage import background
 from ...storage.errors import ClusterError, ProtocolError
 from ...storage.log import about
 from ...storage.object_store import Buffer
@@ -40,8 +41,7 @@ class JournalClient:
         self._waiting: dict[int, Callable[[EntryKept], None]] = {}
         self._fetched: queue.SimpleQueue[tuple[FetchedEntry, int | None] | None] = queue.SimpleQueue()
         self.lost = False
-        self._thread = threading.Thread(target=self._listen, name="raystow-journal-answers", daemon=True)
-        self._thread.start()
+        self._thread = background.start("raystow-journal-answers", self._listen)
 
     def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
         """Copy an entry to shared memory, and hand that over. ``on_kept`` is called from another thread."""
@@ -102,8 +102,10 @@ class JournalClient:
                         on_kept = self._waiting.pop(message.step, None)
                     if on_kept is not None:
                         on_kept(message)
-        except ProtocolError as error:
-            self._log.error("the connection to the node's journal is closed: %s", error)
+        except Exception as error:
+            trace = not isinstance(error, ProtocolError)
+            self._log.error("the connection to the node's journal is closed: %s", error, exc_info=trace)
+            self._connection.shut()
         with self._lock:
             self.lost = True
             waiting, self._waiting = dict(self._waiting), {}

@@ -71,16 +71,15 @@ class EntryReplicator:
         self._closed = True
         self._woken.set()
 
-    def run(self) -> None:
-        """Call ``step`` until ``close``."""
-        while not self._closed:
-            try:
-                pause = self.step()
-            except Exception:
-                logger.exception("copying entries to other nodes failed; it goes on")
-                pause = _LOOK
+    def run(self) -> bool:
+        """Call ``step``, and wait until there may be something to do again. Returns False after ``close``."""
+        pause = _LOOK
+        try:
+            pause = self.step() if not self._closed else 0.0
+        finally:
             if self._woken.wait(pause):
                 self._woken.clear()
+        return not self._closed
 
     def step(self) -> float:
         """Send one entry; the seconds after which to look again, if nothing changes before."""

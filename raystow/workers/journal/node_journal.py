@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from ...storage import background
 from ...storage.clock import Clock
 from ...storage.errors import ClusterError, RaystowError
 from ...storage.metrics import JOURNAL_MEMORY, record
@@ -44,7 +44,7 @@ class NodeJournal:
         self._node, self._budget, self._reader = node, budget, reader
         self.store = EntryStore(budget)
         self._replicator = EntryReplicator(node, self.store, peers, clock)
-        threading.Thread(target=self._replicator.run, name="raystow-entries", daemon=True).start()
+        background.repeat("raystow-entries", self._replicator.run)
 
     def committed(self, repository: str, step: int) -> None:
         """Drop the entries up to the step of a version that is durable now."""

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Protocol
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
@@ -137,11 +138,12 @@ class Node:
         self._shared: set[tuple[str, str]] = set()  # repositories by URI and id that this node sees as the coordinator does
         self._listener = Listener(f"raystow-{os.getpid()}-{SYSTEM.token()}")
         for _ in range(threads or os.cpu_count() or 1):
-            self._executors.coders.submit(warm_up)
-        self._executors.coders.submit(when_warm)  # runs when the first of them is done: everything is loaded then
-        threading.Thread(target=self._accept, name="raystow-accept", daemon=True).start()
-        threading.Thread(target=self.replicator.run, name="raystow-copies", daemon=True).start()
-        threading.Thread(target=self._measure, name="raystow-measure", daemon=True).start()
+            background.submit(self._executors.coders, "raystow-code", warm_up)
+        # Runs when the first of them is done: everything is loaded then.
+        background.submit(self._executors.coders, "raystow-code", when_warm)
+        background.repeat("raystow-accept", self._accept)
+        background.repeat("raystow-copies", self.replicator.run)
+        background.repeat("raystow-measure", self._measure)
 
     @property
     def address(self) -> str:
@@ -165,9 +167,15 @@ class Node:
         self._executors.uploads.shutdown(wait=False)
         self._tier.close()
 
-    def _accept(self) -> None:
-        while (connection := self._listener.accept()) is not None:
-            threading.Thread(target=self._serve, args=(connection,), name="raystow-session", daemon=True).start()
+    def _accept(self) -> bool:
+        if (connection := self._listener.accept()) is None:
+            return False
+        try:
+            background.start("raystow-session", self._serve, connection)
+        except RuntimeError:  # no more threads
+            connection.close()
+            raise
+        return True
 
     def _serve(self, connection: Connection) -> None:
         with contextlib.closing(connection):
@@ -208,9 +216,11 @@ class Node:
             attempts=tuple(attempt.status() for attempt in attempts if not attempt.over),
         )
 
-    def _measure(self) -> None:
-        while not self._closed.wait(_MEASURE):
-            measure(self.status())
+    def _measure(self) -> bool:
+        if self._closed.wait(_MEASURE):
+            return False
+        measure(self.status())
+        return True
 
     def limit_cache(self, nbytes: int | None) -> None:
         """See ``session.SessionHost``."""

@@ -18,6 +18,7 @@ from ..packing.attempt import NodeAttempt, Outcome, draft
 from ..protocol.messages import (
     STAGING,
     AbortSave,
+    AttemptJoined,
     BaseDigests,
     Begin,
     BeginSave,
@@ -42,7 +43,6 @@ from ..protocol.messages import (
     StageDerived,
     StageOnDevice,
     StageRaw,
-    shortened,
 )
 from ..protocol.unix_channel import Connection
 from ..shm.coded_layout import Layout
@@ -195,8 +195,10 @@ class Session:
             self._attempt = None
             self._tell(begin.save, error)
             return
-        attempt.join(begin.rank, message.values, functools.partial(self._tell, begin.save))
+        # Sent before the rank can be complete: a process that has not received it knows that its save is no version.
         self._attempt = attempt
+        self._connection.send(AttemptJoined(begin.save, attempt.id, attempt.name))
+        attempt.join(begin.rank, message.values, functools.partial(self._tell, begin.save))
         self._offer()
 
     def _note_digests(self, attempt: NodeAttempt, message: ChunkDigests) -> None:
@@ -263,7 +265,7 @@ class Session:
         """Report what became of a save."""
         try:
             if isinstance(outcome, RaystowError):
-                self._connection.send(SaveLost(save, *map(shortened, (outcome.what, outcome.subject, outcome.remedy))))
+                self._connection.send(SaveLost.of(save, outcome))
             else:
                 self._connection.send(SaveDone(save, outcome, tuple(warnings)))
         except RaystowError:

@@ -12,12 +12,14 @@ from concurrent.futures import Executor
 from concurrent.futures import TimeoutError as FuturesTimeout
 from dataclasses import dataclass
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.coding.chunk import Coding
 from ...storage.coding.derived import Derivation
 from ...storage.coding.kernels import Bytes
 from ...storage.coding.rounded import Rounded
-from ...storage.errors import DeadlineExceeded, RaystowError, SaveFailed, StoreError
+from ...storage.committer import UNKNOWN
+from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowError, SaveFailed, StoreError
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
 from ...storage.log import about
@@ -65,6 +67,7 @@ class NodeAttempt:
         base: BaseVersion | None = None,
     ) -> None:
         self._store, self._port, self._ticket, self._executors = store, port, ticket, executors
+        self.id, self.name = ticket.id, ticket.attempt
         self._watch, self._keep, self.base = watch, keep, base
         self._log = about(logger, repository=store.uri, version=ticket.id, attempt=ticket.attempt, step=ticket.step)
         self._packer = Packer(store, ticket, uploads=executors.uploads, on_error=self._upload_failed, keep=keep)
@@ -86,10 +89,8 @@ class NodeAttempt:
         self.over = False
         timeout = ticket.timeout - min(_SOONER, ticket.timeout / 10)
         self._until = SYSTEM.monotonic() + timeout
-        self._alarm = threading.Timer(timeout, self._too_late)
-        self._alarm.daemon = True
-        self._alarm.start()
-        threading.Thread(target=self._drive, name=f"raystow-attempt-{ticket.id}", daemon=True).start()
+        self._alarm = background.after(timeout, "raystow-alarm", self._too_late)
+        background.start("raystow-attempt", self._drive)
 
     def join(self, rank: int, values: Iterable[tuple[str, str, str]], on_end: Listener) -> None:
         """Add a rank with its value rows (name, path, JSON text)."""
@@ -119,7 +120,7 @@ class NodeAttempt:
             return
         with self._lock:
             self._coding[rank] += 1
-        self._executors.coders.submit(self._code, rank, chunk, raw, done)
+        background.submit(self._executors.coders, "raystow-code", self._code, rank, chunk, raw, done)
 
     def _relieve(self) -> None:
         """Upload open packs, so that their bytes are released. Raises ``SaveFailed`` if the attempt has ended meanwhile."""
@@ -134,7 +135,7 @@ class NodeAttempt:
             return
         with self._lock:
             self._coding[rank] += 1
-        self._executors.sealers.submit(self._seal, rank, chunk, parts, done)
+        background.submit(self._executors.sealers, "raystow-seal", self._seal, rank, chunk, parts, done)
 
     def add_derived(self, rank: int, chunk: Chunk) -> None:
         """Add a chunk that is derived from another chunk of this rank, which is also added, before or after."""
@@ -271,13 +272,10 @@ class NodeAttempt:
             self._store_fragment(key, data)
             self._reported = True
             outcome: Outcome = self._port.fragment(self._ticket, info, packs)
-        except (StoreError, DeadlineExceeded) as error:
-            outcome = SaveFailed(self._not_stored(error), subject=f"attempt {self._ticket.id}")
-        except RaystowError as error:
+        except (Fenced, SaveFailed) as error:  # of the coordinator, which decides
             outcome = error
         except Exception as error:
-            self._log.exception("attempt %d failed on this node", self._ticket.id)
-            outcome = SaveFailed(f"the node worker failed: {error}", subject=f"attempt {self._ticket.id}")
+            outcome = self._failure(error)
         self.over = True
         self._alarm.cancel()
         warnings = () if isinstance(outcome, RaystowError) else self._watch.saved(outcome.step, self._writer.stored)
@@ -285,12 +283,28 @@ class NodeAttempt:
             self._ended = outcome, warnings
             listeners = list(self._listeners)
         for listener in listeners:  # before the cleanup, which waits for uploads that may hang
-            listener(outcome, warnings)
+            try:
+                listener(outcome, warnings)
+            except Exception:
+                self._log.exception("the outcome of attempt %d could not be passed on", self._ticket.id)
         if isinstance(outcome, RaystowError):
-            self._tell_failed(str(outcome))
+            if not self._reported:
+                self._tell_failed(str(outcome))
             # Once the fragment is reported the attempt may have become a version although we were told otherwise (a lost
             # answer): from then on only the coordinator, which looks at the root, may delete.
             self._packer.discard(delete=not self._reported)
+
+    def _failure(self, error: Exception) -> RaystowError:
+        """What an error of this node or of a call means for the save."""
+        subject = f"attempt {self._ticket.id}"
+        if not isinstance(error, RaystowError):
+            self._log.exception("attempt %d failed on this node", self._ticket.id)
+        if self._reported:
+            what = f"this node's part is complete, but the coordinator has not confirmed the commit: {error}"
+            return OutcomeUnknown(what, subject=subject, remedy=UNKNOWN)
+        if isinstance(error, StoreError | DeadlineExceeded):
+            return SaveFailed(self._not_stored(error), subject=subject)
+        return error if isinstance(error, RaystowError) else SaveFailed(f"the node worker failed: {error}", subject=subject)
 
     def _store_fragment(self, key: str, data: bytes) -> None:
         try:

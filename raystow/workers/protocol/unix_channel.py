@@ -16,7 +16,7 @@ import struct
 import threading
 from typing import TypeVar
 
-from ...storage.clock import SYSTEM
+from ...storage import background
 from ...storage.errors import ClusterError, ProtocolError
 from .messages import GREETING, Message, check_greeting, decode, encode
 
@@ -25,7 +25,6 @@ logger = logging.getLogger(__name__)
 _Message = TypeVar("_Message", bound=Message)
 _HANDSHAKE = 60.0  # seconds
 _DRAIN = 10.0  # seconds that ``close`` waits for the peer to read the last messages
-_PAUSE = 0.1  # seconds after a failed accept
 _LENGTH = struct.Struct("<I")
 
 MAX_MESSAGE = 256 << 20
@@ -48,18 +47,24 @@ class Listener:
         self._socket.listen(256)
 
     def accept(self) -> Connection | None:
-        """Return the next connection, before its handshake; None after ``close``."""
+        """Return the next connection, before its handshake; None after ``close``.
+
+        Raises:
+            OSError: A connection could not be accepted: there are too many open files, or the peer has closed already. The next
+                call may succeed.
+        """
         while not self._closed:
             try:
                 peer, _ = self._socket.accept()
-            except OSError as error:  # too many open files, or the peer has closed already: later ones may succeed
-                if not self._closed:
-                    logger.warning("a connection could not be accepted: %s", error)
-                    SYSTEM.sleep(_PAUSE)
-                continue
-            if _is_ours(peer):
-                return Connection(peer)
-            peer.close()
+            except OSError:
+                if self._closed:
+                    return None
+                raise
+            with contextlib.ExitStack() as refused:
+                refused.enter_context(peer)
+                if _is_ours(peer):
+                    refused.pop_all()
+                    return Connection(peer)
         return None
 
     def close(self) -> None:
@@ -131,8 +136,7 @@ class Connection:
         """Send a message after all that were posted before, on a thread of the connection. If sending fails, the connection is
         shut down, and ``receive`` returns None."""
         if self._sender is None:
-            self._sender = threading.Thread(target=self._send_posted, name="raystow-post", daemon=True)
-            self._sender.start()
+            self._sender = background.start("raystow-post", self._send_posted)
         self._posted.put(message)
 
     def _send_posted(self) -> None:
@@ -183,6 +187,10 @@ class Connection:
             self._sender.join(_DRAIN)
         self._shut()
         self._socket.close()
+
+    def shut(self) -> None:
+        """End the connection at once; ``close`` still has to be called."""
+        self._shut()
 
     def _shut(self) -> None:
         with contextlib.suppress(OSError):  # the peer was faster

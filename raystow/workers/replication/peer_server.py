@@ -11,6 +11,7 @@ import threading
 from collections.abc import Callable
 from typing import Protocol
 
+from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import DeadlineExceeded, ProtocolError
 from ..cache.fetcher import Fetcher
@@ -34,7 +35,6 @@ logger = logging.getLogger(__name__)
 _CALLERS = 1024  # connections at a time, each on a thread
 _UNPROVEN = 64  # of them without a proof; one more ends the oldest, so that nobody can lock out the others
 _WAIT = 5.0  # seconds after which a caller is told that its bytes are still being read
-_PAUSE = 0.1  # seconds after a failed accept: the caller has closed at once, or this process has too many open files
 _MAX_REPLICA = 1 << 30  # bytes
 
 
@@ -55,7 +55,7 @@ class PeerServer:
     """Listens at ``host``, an address of this node, until ``close``. ``tls``: whether the traffic is encrypted."""
 
     def __init__(self, host: str, fetcher: Fetcher, replicas: ReplicaStore, journal: EntryHost, *, tls: bool = True) -> None:
-        self._fetcher, self._replicas, self._journal = fetcher, replicas, journal
+        self._fetcher, self._replicas, self._journal, self._closed = fetcher, replicas, journal, False
         self._channels = set[TcpChannel]()
         self._unproven = dict[TcpChannel, None]()  # oldest first
         self._lock = threading.Lock()
@@ -67,29 +67,32 @@ class PeerServer:
         self._socket = socket.create_server((host, 0), family=family, backlog=512)
         secret = "".join(SYSTEM.token() for _ in range(4))
         self.contact = Contact(host, self._socket.getsockname()[1], secret, certificate)
-        threading.Thread(target=self._accept, name="raystow-peer_server", daemon=True).start()
+        background.repeat("raystow-peer_server", self._accept)
 
     def close(self) -> None:
         """Accept no more connections, and close those that are open."""
+        self._closed = True
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         for channel in list(self._channels):
             channel.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                channel = TcpChannel(self._socket.accept()[0])
-            except OSError:
-                if self._socket.fileno() < 0:
-                    return
-                SYSTEM.sleep(_PAUSE)
-                continue
-            if self._admit(channel):
-                threading.Thread(target=self._serve, args=(channel,), name="raystow-peer", daemon=True).start()
-            else:
-                self._close(channel)  # the caller reads from the store
+    def _accept(self) -> bool:
+        try:
+            channel = TcpChannel(self._socket.accept()[0])
+        except OSError:  # the caller has closed at once, or this process has too many open files
+            if self._closed:
+                return False
+            raise
+        try:
+            if not self._admit(channel):
+                raise RuntimeError(f"more than {_CALLERS} connections from other nodes")
+            background.start("raystow-peer", self._serve, channel)
+        except RuntimeError:
+            self._close(channel)  # the caller reads from the store
+            raise
+        return True
 
     def _admit(self, channel: TcpChannel) -> bool:
         """Note a connection, and close the oldest one without a proof if there are too many. False if there are too many callers

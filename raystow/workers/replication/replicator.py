@@ -110,16 +110,15 @@ class Replicator:
         self._closed = True
         self.wake()
 
-    def run(self) -> None:
-        """Call ``step`` until ``close``."""
-        while not self._closed:
-            try:
-                pause = self.step()
-            except Exception:
-                logger.exception("copying to other nodes failed; it goes on")
-                pause = _LOOK
+    def run(self) -> bool:
+        """Call ``step``, and wait until there may be something to do again. Returns False after ``close``."""
+        pause = _LOOK
+        try:
+            pause = self.step() if not self._closed else 0.0
+        finally:
             if self._woken.wait(pause):
                 self._woken.clear()
+        return not self._closed
 
     def step(self) -> float:
         """Do the next thing; the seconds after which there is something to do again, if nothing changes here before."""

@@ -10,12 +10,15 @@ from collections.abc import Sequence
 
 from msgspec.structs import replace
 
-from ...storage.errors import ClusterError, ProtocolError, RaystowError, SaveFailed
+from ...storage import background
+from ...storage.committer import UNKNOWN
+from ...storage.errors import ClusterError, OutcomeUnknown, ProtocolError, RaystowError, SaveFailed
 from ...storage.format.root import Entry
 from ...storage.log import about
 from ..protocol.messages import (
     STAGING_ANSWERS,
     AbortSave,
+    AttemptJoined,
     BaseDigests,
     BeginSave,
     DeviceAnswer,
@@ -38,6 +41,9 @@ from .plan import SaveOrder, StagingPlan
 logger = logging.getLogger(__name__)
 
 
+_DIED = "the node worker of this rank died"
+
+
 class Staging:
     """``submit`` returns at once; saves are staged one after the other, on one thread."""
 
@@ -56,24 +62,28 @@ class Staging:
         self._open: dict[int, SaveOrder] = {}
         self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
         self._lock = threading.Lock()
-        self.lost = False
+        self.lost, self._why = False, _DIED
         self._threads = [
-            threading.Thread(target=run, name=f"raystow-{run.__name__}", daemon=True) for run in (self._stage, self._listen)
+            background.start("raystow-stage", self._stage),
+            background.start("raystow-listen", self._listen),
         ]
-        for thread in self._threads:
-            thread.start()
 
     def submit(self, order: SaveOrder) -> None:
         """Stage a save in the background."""
         with self._lock:
-            self._open[order.begin.save] = order
-        self._orders.put(order)
+            if not self.lost:
+                self._open[order.begin.save] = order
+                self._orders.put(order)
+                return
+        order.on_staged()  # the node worker died after the caller has looked, and nobody else would end this save
+        order.on_end(SaveFailed(self._why, subject=order.subject))
 
-    def close(self, *, patience: float = 10.0) -> None:
+    def close(self, *, patience: float = 10.0, why: str = "") -> None:
         """Close the connection. The node worker completes saves that are staged, but their outcomes are not reported here.
 
-        Saves that are not staged within ``patience`` seconds fail.
+        Saves that are not staged within ``patience`` seconds fail, for the reason ``why``.
         """
+        self._why = why or _DIED
         self._orders.put(None)
         self._threads[0].join(patience)
         if self._threads[0].is_alive():
@@ -131,6 +141,7 @@ class Staging:
         if order.changed:
             remedy = "call fence() before tensors change, or guard(optimizer) once"
             raise SaveFailed("the tensor changed while it was being saved", subject=order.changed, remedy=remedy)
+        order.complete = True
         self._connection.post(EndSave(begin.save, order.stall(), dict(plan.rounded())))
 
     def _post(self, order: SaveOrder, message: Message) -> None:
@@ -143,7 +154,7 @@ class Staging:
         self._end(order.begin.save, error)
 
     def _listen(self) -> None:
-        received: tuple[SlotFree | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
+        received: tuple[SlotFree | AttemptJoined | SaveDone | SaveLost | BaseDigests | DeviceAnswer, int | None] | None
         try:
             while (received := self._connection.receive(*STAGING_ANSWERS)) is not None:
                 match received[0]:
@@ -151,21 +162,35 @@ class Staging:
                         self._slots.freed(slot)
                     case SaveDone(save, entry, warnings):
                         self._end(save, entry, warnings)
-                    case SaveLost(save, what, subject, remedy):
-                        self._end(save, SaveFailed(what, subject=subject, remedy=remedy))
+                    case AttemptJoined(save, id, attempt):
+                        self._begun(save, id, attempt)
+                    case SaveLost(save) as lost:
+                        self._end(save, lost.error)
                     case BaseDigests(device) as digests:
                         self._devices.bases[device] = digests
                     case answer:
                         self._devices.answers.put(answer)
-        except ProtocolError as error:
-            self._log.error("the connection to the node worker is closed: %s", error)
-        self.lost = True
+            ended = True
+        except Exception as broken:
+            trace = not isinstance(broken, ProtocolError)
+            self._log.error("the connection to the node worker is closed: %s", broken, exc_info=trace)
+            self._connection.shut()
+            ended = False
+        with self._lock:
+            self.lost = True
+            orders = list(self._open.values())
         self._slots.close()
         self._devices.answers.put(None)
-        with self._lock:
-            orders = list(self._open.values())
         for order in orders:
-            self._end(order.begin.save, SaveFailed("the node worker of this rank died", subject=order.subject))
+            error: RaystowError = SaveFailed(self._why, subject=order.subject)
+            if order.complete and (order.attempt is not None or not ended):
+                error = OutcomeUnknown(f"{self._why}, after it had received everything", subject=order.subject, remedy=UNKNOWN)
+            self._end(order.begin.save, error)
+
+    def _begun(self, save: int, id: int, attempt: str) -> None:
+        with self._lock:
+            if save in self._open:
+                self._open[save].attempt = id, attempt
 
     def _end(self, save: int, outcome: Entry | RaystowError, warnings: Sequence[str] = ()) -> None:
         with self._lock:

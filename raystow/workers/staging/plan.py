@@ -122,6 +122,8 @@ class SaveOrder:
         stall: Returns for how many seconds the training has waited; None if unknown.
         failed: Whether the save has failed.
         changed: The name of a tensor that the training changed before it was staged; "" if none has. None before it is known.
+        complete: Whether the node worker may have all that it needs; before that the save cannot become a version.
+        attempt: The id and the name of its attempt, once known.
     """
 
     begin: Begin
@@ -133,6 +135,8 @@ class SaveOrder:
     stall: Callable[[], float | None] = lambda: None
     failed: bool = False
     changed: str | None = None
+    complete: bool = False
+    attempt: tuple[int, str] | None = None
 
     @property
     def subject(self) -> str:

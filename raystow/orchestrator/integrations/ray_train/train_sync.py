@@ -13,6 +13,7 @@ from collections import deque
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 
+from ....storage import background
 from ....storage.errors import Damaged, RaystowError, StateError, Untrusted
 from ....storage.format.root import Entry, Root
 from ....storage.repository import Repository
@@ -45,7 +46,7 @@ class TrainSync:
         self._reported: int | None = None  # the newest version that is reported or among the reports
         self._lock = threading.Lock()
         self._work, self._closed = threading.Event(), False
-        threading.Thread(target=self._run_in_background, name="raystow-train", daemon=True).start()
+        background.repeat("raystow-train", self._run_in_background)
 
     def wake(self) -> None:
         """Run ``collect`` and ``drop`` on a background thread, since there may be a new version."""
@@ -80,11 +81,13 @@ class TrainSync:
         self._closed = True
         self._work.set()
 
-    def _run_in_background(self) -> None:
-        while self._work.wait() and not self._closed:
-            self._work.clear()
+    def _run_in_background(self) -> bool:
+        self._work.wait()
+        self._work.clear()
+        if not self._closed:
             self.collect()
             self.drop()
+        return not self._closed
 
     def _collect(self) -> None:
         root = self._repository.root()

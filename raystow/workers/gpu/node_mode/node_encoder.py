@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ....storage import background
 from ....storage.coding import dtypes
 from ....storage.coding.chunk import RAW
 from ....storage.coding.digest import finish
@@ -49,6 +50,8 @@ from ..nvcomp import version
 from .device_ring import DeviceRing
 
 logger = logging.getLogger(__name__)
+
+_THREAD = "raystow-encode"
 
 
 @dataclass(frozen=True)
@@ -114,7 +117,7 @@ class NodeEncoder:
     def __init__(self, ring: Ring, rank: int, send: Callable[[Message], None]) -> None:
         self._ring, self._rank, self._send = ring, rank, send
         self._log = about(logger, rank=rank)
-        self._thread = ThreadPoolExecutor(1, "raystow-encode")
+        self._thread = ThreadPoolExecutor(1, _THREAD)
         self._devices: dict[str, _Device] = {}  # by UUID
         self._codec = RAW
         self._lent: Ring | None = None
@@ -128,17 +131,17 @@ class NodeEncoder:
         self._failed: NodeAttempt | None = None
 
     def ask(self, question: DeviceQuestion) -> None:
-        self._thread.submit(self._answer, question)
+        background.submit(self._thread, _THREAD, self._answer, question)
 
     def code(self, work: StageOnDevice, attempt: NodeAttempt | None, number: int) -> None:
         self._filled.append(_FilledSlot(attempt, number, work))
-        self._thread.submit(self._encode_filled)
+        background.submit(self._thread, _THREAD, self._encode_filled)
 
     def end(self, attempt: NodeAttempt) -> None:
-        self._thread.submit(attempt.finished, self._rank)
+        background.submit(self._thread, _THREAD, attempt.finished, self._rank)
 
     def close(self) -> None:
-        self._thread.submit(self._free_device_memory)
+        background.submit(self._thread, _THREAD, self._free_device_memory)
         self._thread.shutdown()
         if self._slots is not None and self._lent is not None:
             self._slots.wait()  # until all results have been uploaded

@@ -33,14 +33,14 @@ STAGING = (
 """What a training process sends after ``OpenSession``."""
 
 STAGING_ANSWERS = (
-    *(SlotFree, SaveDone, SaveLost, BaseDigests),
+    *(SlotFree, AttemptJoined, SaveDone, SaveLost, BaseDigests),
     *(DeviceOpened, DeviceChecked, DeviceReady, DeviceRefused, DeviceSlotFree),
 )
 """What a node worker sends to a training process after ``SessionOpened``."""
 
 COORDINATOR_REQUESTS = (
     *(JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
-    *(PartFailed, RankSaveFailed, RankDisconnected, AskNextSave),
+    *(PartFailed, RankSaveFailed, FindOutcome, RankDisconnected, AskNextSave),
 )
 """What ranks and node workers ask the coordinator during saves."""
 

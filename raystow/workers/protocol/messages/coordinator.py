@@ -10,6 +10,8 @@ from ....storage.format.version_record import FragmentInfo, PackInfo
 from ....storage.retention.policy import Policy
 from ..codec import Column, Digest, JsonText, Message, Table, Text
 
+OnFenced = Literal["raise", "takeover"]
+
 
 class Begin(Message, frozen=True):
     """A rank begins its ``save``-th save. ``incarnation`` identifies its process: a token, "@", and the process for people. The
@@ -26,6 +28,7 @@ class Begin(Message, frozen=True):
         plain_tensors: Names, dtypes and shapes of the tensors that every rank must hold alike, if other ones than in the rank's
             save before; they are used for an error only.
         delta: How many versions in a row may be stored as deltas to a whole one.
+        on_fenced: What happens if another run has taken over the repository.
     """
 
     rank: int
@@ -44,6 +47,7 @@ class Begin(Message, frozen=True):
     plain_tensors: Column[Text] = ()
     lossy: Table[Text, Text] = {}
     delta: int | Literal["auto"] = 0
+    on_fenced: OnFenced = "raise"
 
 
 class Ticket(Message, frozen=True):
@@ -70,6 +74,13 @@ class CoordinatorStarted(Message, frozen=True):
 
     repository: Text
     signed_by: Column[PublicKey]
+
+
+class StartRun(Message, frozen=True):
+    """A training process begins to use a coordinator. ``job``: Ray's id of its job."""
+
+    job: Text
+    on_fenced: OnFenced = "raise"
 
 
 class JoinRun(Message, frozen=True):
@@ -140,6 +151,7 @@ class AskNextSave(Message, frozen=True):
         seconds: From save to save; None: the interval that loses the least time.
         mtbf: Mean seconds between failures; None: as observed.
         budget: The largest share of the time that saves may take.
+        on_fenced: See ``Begin``.
     """
 
     rank: int
@@ -149,6 +161,7 @@ class AskNextSave(Message, frozen=True):
     seconds: float | None = None
     mtbf: float | None = None
     budget: float | None = None
+    on_fenced: OnFenced = "raise"
 
 
 class NextSave(Message, frozen=True):
@@ -156,6 +169,13 @@ class NextSave(Message, frozen=True):
 
     step: int
     save: bool
+
+
+class FindOutcome(Message, frozen=True):
+    """Asks what has become of an attempt, once it is over. The answer, if it is a version, is ``Committed``."""
+
+    id: int
+    attempt: Text
 
 
 class RankDisconnected(Message, frozen=True):

@@ -5,7 +5,9 @@ from __future__ import annotations
 from typing import Literal
 
 from ....storage.coding.rounded import Rounded
+from ....storage.errors import Fenced, OutcomeUnknown, RaystowError, SaveFailed
 from ....storage.format.root import Entry
+from ....storage.limits import MAX_NAME
 from ..codec import Column, Digest, JsonText, Message, MessagePart, Shape, Table, Text
 from .coordinator import Begin
 
@@ -135,6 +137,14 @@ class SlotFree(Message, frozen=True):
     slot: int
 
 
+class AttemptJoined(Message, frozen=True):
+    """A save has joined an attempt. It is sent before anything of the save is reported to the coordinator."""
+
+    save: int
+    id: int
+    attempt: Text
+
+
 class SaveDone(Message, frozen=True):
     """A save is a version."""
 
@@ -144,9 +154,28 @@ class SaveDone(Message, frozen=True):
 
 
 class SaveLost(Message, frozen=True):
-    """A save will not be a version: the fields of its ``SaveFailed``."""
+    """A save has ended without a version, as far as the node worker knows: the fields of its error.
+
+    Args:
+        kind: "failed": it will not be a version. "unknown": it may be one. "fenced": another run has taken over.
+    """
 
     save: int
     what: Text
     subject: Text
     remedy: Text
+    kind: Literal["failed", "unknown", "fenced"] = "failed"
+
+    @staticmethod
+    def of(save: int, error: RaystowError) -> SaveLost:
+        """The message for an error."""
+        kind: Literal["failed", "unknown", "fenced"] = "failed"
+        if isinstance(error, OutcomeUnknown | Fenced):
+            kind = "fenced" if isinstance(error, Fenced) else "unknown"
+        return SaveLost(save, error.what[:MAX_NAME], error.subject[:MAX_NAME], error.remedy[:MAX_NAME], kind)
+
+    @property
+    def error(self) -> RaystowError:
+        """The error."""
+        kinds = {"failed": SaveFailed, "unknown": OutcomeUnknown, "fenced": Fenced}
+        return kinds[self.kind](self.what, subject=self.subject, remedy=self.remedy)

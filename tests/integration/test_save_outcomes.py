@@ -1,0 +1,156 @@
+"""What ranks of a real cluster are told when an answer is lost, or when another run writes to the same repository."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from polling import wait_until
+from ranks import Rank, every, start
+
+import raystow
+from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient, coordinator_actor
+from raystow.storage.committer import Committer
+from raystow.workers.node.actor import NAMESPACE
+from raystow.workers.node.session import Session
+from raystow.workers.protocol.messages import Ticket
+
+pytestmark = pytest.mark.usefixtures("cluster")
+
+
+def small(seed: int = 1) -> dict[str, Any]:
+    return {"w": torch.full((1000,), float(seed))}
+
+
+def _mute(_: Any) -> None:
+    """Let this node worker tell its ranks nothing of their versions."""
+    tell = Session._tell
+
+    def told(self: Session, save: int, outcome: Any, *warnings: Any) -> None:
+        if isinstance(outcome, raystow.RaystowError):
+            tell(self, save, outcome, *warnings)
+
+    Session._tell = told  # type: ignore[method-assign]
+
+
+def test_a_save_is_a_version_although_its_node_worker_died(tmp_path: Path) -> None:
+    """It died after the commit, before the rank heard of it."""
+    (rank,) = start(str(tmp_path), 1)
+    every([rank], "set", small)
+    every([rank], "save", 1)
+    every([rank], "result")
+    node = ray.get(rank.do.remote(lambda self: ray.get_runtime_context().get_node_id()))
+    (pid,) = ray.get(rank.node_worker_pids.remote())
+    ray.get(ray.get_actor(f"node-{node}", NAMESPACE).__ray_call__.remote(_mute))
+    every([rank], "save", 2)
+    wait_until(lambda: raystow.open(tmp_path).latest().step == 2, "the commit")  # type: ignore[union-attr]
+    assert not ray.get(rank.do.remote(lambda self: self.pending[0].done()))
+    os.kill(pid, signal.SIGKILL)
+    assert every([rank], "result")[0].step == 2
+    counts = ray.get(rank.do.remote(lambda self: (self.checkpointer.failures.total, self.checkpointer.failures.in_a_row)))
+    assert counts == (0, 0)
+
+
+def test_a_restarted_coordinator_knows_what_was_committed(tmp_path: Path) -> None:
+    """A node worker that repeats its report hears of the version; one of an attempt that was not committed hears so."""
+    (rank,) = start(str(tmp_path), 1)
+    every([rank], "set", small)
+    every([rank], "save", 1)
+    version = every([rank], "result")[0]
+    repository = raystow.open(tmp_path)
+    epoch, record = repository.root().epoch, version.record
+    ray.kill(coordinator_actor(tmp_path.as_uri()), no_restart=False)
+    port = RayCoordinatorClient(tmp_path.as_uri())
+    ticket = Ticket(version.id, version.entry.attempt, 0, 60.0, 1)
+    entry = _called(lambda: port.fragment(ticket, record.fragments[0], record.packs))
+    assert entry == version.entry
+    assert repository.root().epoch == epoch + 1
+    assert port.outcome(version.id, version.entry.attempt) == version.entry
+    with pytest.raises(raystow.SaveFailed, match="became no version"):
+        port.fragment(Ticket(version.id + 1, "f" * 16, 0, 60.0, 2), record.fragments[0], record.packs)
+
+
+def _called(call: Any) -> Any:
+    """Repeat a call while the coordinator is being restarted."""
+    answer: list[Any] = []
+
+    def answered() -> bool:
+        try:
+            answer.append(call())
+        except raystow.ClusterError:
+            return False
+        return True
+
+    wait_until(answered, "an answer of the coordinator")
+    return answer[0]
+
+
+def _train_fenced(self: Rank) -> list[str]:
+    """Save until it is told to stop; what ``result``, ``save`` and ``fence`` raise."""
+    told = []
+    pending = self.checkpointer.save(self.state, step=2)
+    for call in (pending.result, lambda: self.checkpointer.save(self.state, step=3), self.checkpointer.fence):
+        try:
+            call()
+            told.append("")
+        except raystow.Fenced as error:
+            told.append(str(error))
+    return told
+
+
+def test_a_fenced_run_stops_and_names_the_other(tmp_path: Path) -> None:
+    """The other one is of another cluster: it has taken the next epoch."""
+    (rank,) = start(str(tmp_path), 1)
+    every([rank], "set", small)
+    every([rank], "save", 1)
+    every([rank], "result")
+    Committer(raystow.open(tmp_path), "coordinator 7 on other-host, job 03000000, since 2026-11-24 21:00:00 UTC (0a)")
+    for said in ray.get(rank.do.remote(_train_fenced), timeout=60):
+        assert "coordinator 7 on other-host, job 03000000, since 2026-11-24 21:00:00 UTC" in said
+        assert "stop it or give it a URI of its own" in said
+        assert str(tmp_path) in said
+    with pytest.raises(raystow.Fenced):  # the same job again, as after a restart of its workers
+        every([rank], "begin", str(tmp_path), 0, 1, {})
+    every([rank], "begin", str(tmp_path), 0, 1, {"on_fenced": "takeover"})
+    every([rank], "set", small)
+    every([rank], "save", 4)
+    assert every([rank], "result")[0].step == 4
+
+
+def test_a_run_takes_the_repository_over_if_asked(tmp_path: Path) -> None:
+    (rank,) = start(str(tmp_path), 1, on_fenced="takeover")
+    every([rank], "set", small)
+    every([rank], "save", 1)
+    every([rank], "result")
+    repository = raystow.open(tmp_path)
+    other = Committer(repository, "the other run")
+    every([rank], "save", 2)
+    with pytest.raises(raystow.SaveFailed, match="'the other run' has replaced epoch 1; this run takes over again"):
+        every([rank], "result")
+    wait_until(lambda: repository.root().epoch == other.epoch + 1, "the next epoch")
+    assert f"on {os.uname().nodename}, job " in repository.root().owner
+    every([rank], "save", 3)
+    assert every([rank], "result")[0].step == 3
+
+
+@pytest.mark.parametrize("on_fenced", ["raise", "takeover"])
+def test_two_runs_on_one_cluster_are_told_apart(tmp_path: Path, on_fenced: str) -> None:
+    (older,) = start(str(tmp_path), 1, on_fenced=on_fenced)
+    (newer,) = start(str(tmp_path), 1)
+    every([older, newer], "set", small)
+    if on_fenced == "takeover":
+        every([older], "save", 1)
+        assert every([older], "result")[0].step == 1
+    else:
+        pid = ray.get(newer.pid.remote())
+        for said in ray.get(older.do.remote(_train_fenced), timeout=60):
+            assert f"process {pid} on {os.uname().nodename}, job " in said
+            assert "UTC has taken up this rank after process" in said
+            assert "on_fenced" in said
+        every([newer], "save", 1)
+        assert every([newer], "result")[0].step == 1

@@ -1,0 +1,280 @@
+"""No error ends a long-lived thread: each loop is given errors, and each thread of the package is in a list."""
+
+from __future__ import annotations
+
+import ast
+import errno
+import logging
+import resource
+import socket
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+from builders import memory_repository
+from polling import wait_until
+
+from raystow.orchestrator.integrations.ray_train.train_sync import TrainSync
+from raystow.storage import background, leases
+from raystow.storage.clock import SYSTEM
+from raystow.storage.metrics import THREAD_ERRORS, Metric, record_with
+from raystow.storage.stores.memory import MemoryStore
+from raystow.workers import thread_priority
+from raystow.workers.journal import entry_replicator
+from raystow.workers.node import node as node_module
+from raystow.workers.node.node import Node
+from raystow.workers.protocol.tcp_channel import TcpChannel
+from raystow.workers.protocol.unix_channel import Connection
+from raystow.workers.replication import replicator
+
+PACKAGE = Path(background.__file__).parents[1]
+
+LOOPS = {
+    *("raystow-accept", "raystow-copies", "raystow-entries", "raystow-measure", "raystow-peer_server"),
+    *("raystow-lease", "raystow-train"),
+}
+"""Threads that repeat a step for as long as their process or object lives."""
+
+OF_ONE = {
+    "raystow-session": "serves one process, whose connection ends with it",
+    "raystow-peer": "serves one node, whose connection ends with it",
+    "raystow-post": "sends for one connection, which it shuts down after an error",
+    "raystow-stage": "stages for one process; an error fails the save",
+    "raystow-listen": "receives for one process; an error ends the connection and its saves",
+    "raystow-attempt": "drives one attempt; an error fails it",
+    "raystow-alarm": "reports one attempt that is too late; the coordinator has a deadline, too",
+    "raystow-report": "reports one failed save",
+    "raystow-due": "asks the coordinator once; an error is raised where the answer is awaited",
+    "raystow-outcome": "learns the outcome of one save; result() asks again",
+    "raystow-journal": "records the steps of one process; an error ends the recording until the next save",
+    "raystow-journal-answers": "receives for one process; an error ends the connection",
+    "raystow-demo": "replaces the node that the demo kills",
+}
+"""Threads that end with what they serve."""
+
+IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
+"""Work on pools of which nobody awaits the result."""
+
+AWAITED = {
+    "orchestrator/cli/run_history.py": 1,
+    "orchestrator/client/version_callbacks.py": 1,  # each callback logs its error
+    "orchestrator/coordinator/save_costs.py": 1,
+    "orchestrator/journal/replay.py": 1,
+    "orchestrator/restore/version_cache.py": 1,
+    "orchestrator/standalone/writer.py": 2,
+    "storage/copies/transfer.py": 1,
+    "storage/reader.py": 1,
+    "storage/retention/plan.py": 1,
+    "storage/retention/rewrite.py": 1,
+    "storage/scan.py": 1,
+    "storage/tensor_index.py": 1,
+    "workers/gpu/decode/decoder.py": 1,
+    "workers/gpu/node_mode/node_encoder.py": 1,  # by background.submit
+    "workers/journal/entry_memory.py": 1,
+    "workers/node/node.py": 3,  # by background.submit; of uploads, the packer awaits each
+}
+"""Pools, by file: the results of what they run are awaited, so that an error is raised there."""
+
+TASKS = {"orchestrator/coordinator/actor.py": 2}
+"""Tasks of an event loop; both catch all errors and note them in an ``ErrorLog``."""
+
+
+def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
+    """The calls of a module, each with what is called."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Call):
+            yield ast.unparse(node.func), node
+
+
+def test_every_thread_of_the_package_is_known() -> None:
+    """A new one is added to the lists above, and a loop gets its case below."""
+    named: dict[str, set[str]] = {"repeat": set(), "start": set(), "after": set(), "submit": set()}
+    pools: dict[str, int] = {}
+    tasks: dict[str, int] = {}
+    raw: list[str] = []
+    for path in sorted(PACKAGE.rglob("*.py")):
+        where = str(path.relative_to(PACKAGE))
+        for function, call in calls(path):
+            owner, _, name = function.rpartition(".")
+            if owner == "background" and name in named:
+                (text,) = [
+                    ast.unparse(arg) for arg in call.args if "raystow-" in ast.unparse(arg) or ast.unparse(arg) == "_THREAD"
+                ]
+                named[name].add(ast.literal_eval(text) if text != "_THREAD" else "raystow-encode")
+            elif name in ("create_task", "ensure_future", "run_coroutine_threadsafe"):
+                tasks[where] = tasks.get(where, 0) + 1
+            elif name == "ThreadPoolExecutor":
+                pools[where] = pools.get(where, 0) + 1
+            elif name in ("Thread", "Timer", "start_new_thread", "ProcessPoolExecutor") and path.name != "background.py":
+                raw.append(f"{where}: {function}")
+    assert raw == []
+    assert named == {"repeat": LOOPS, "start": {*OF_ONE} - {"raystow-alarm"}, "after": {"raystow-alarm"}, "submit": IN_POOLS}
+    assert (pools, tasks) == (AWAITED, TASKS)
+
+
+class Counted:
+    """Counts the errors of threads, by the thread."""
+
+    def __init__(self) -> None:
+        self.errors: list[str] = []
+
+    def record(self, metric: Metric, value: float, tags: Mapping[str, str]) -> None:
+        if metric is THREAD_ERRORS:
+            self.errors.append(tags["thread"])
+
+
+@pytest.fixture
+def counted() -> Iterator[Counted]:
+    recorder = Counted()
+    record_with(recorder)
+    yield recorder
+    record_with(None)
+
+
+@pytest.fixture
+def node() -> Iterator[Node]:
+    made = Node("n", lambda uri: None, threads=1)  # type: ignore[arg-type,return-value]
+    yield made
+    made.close()
+
+
+class Failing:
+    """Raises an error at the first three calls, then calls the original."""
+
+    def __init__(self, original: Callable[..., Any], error: Exception) -> None:
+        self._original, self._error, self.calls = original, error, 0
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        self.calls += 1
+        if self.calls <= 3:
+            raise self._error
+        return self._original(*args, **kwargs)
+
+
+@pytest.mark.parametrize("thread", sorted(LOOPS))
+def test_a_loop_survives_errors(
+    thread: str, counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It goes on, logs the error once, and a metric counts all of them."""
+    monkeypatch.setattr(node_module, "_MEASURE", 0.01)
+    monkeypatch.setattr(leases, "_RENEW", 0.01)
+    monkeypatch.setattr(replicator, "_LOOK", 0.01)
+    monkeypatch.setattr(entry_replicator, "_LOOK", 0.01)
+    owner, name = {
+        "raystow-accept": (background, "start"),
+        "raystow-copies": (replicator.Replicator, "step"),
+        "raystow-entries": (entry_replicator.EntryReplicator, "step"),
+        "raystow-measure": (node_module, "measure"),
+        "raystow-peer_server": (background, "start"),
+        "raystow-lease": (leases.Lease, "_try_to_renew"),
+        "raystow-train": (TrainSync, "collect"),
+    }[thread]
+    failing = Failing(getattr(owner, name), RuntimeError("can't start new thread"))
+    stop: Callable[[], object]
+    with caplog.at_level(logging.ERROR):
+        if thread == "raystow-lease":
+            lease = leases.Lease(MemoryStore("leased"), 1, "a" * 16, SYSTEM).__enter__()
+            stop = lambda: lease.__exit__(None, None, None)  # noqa: E731
+            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+        elif thread == "raystow-train":
+            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            sync = TrainSync(memory_repository(), "run", listed=lambda seconds: (), write_pointer=lambda entry: None)
+            stop = sync.close
+            wait_until(lambda: sync.wake() or failing.calls > 4, "calls after the errors")
+        else:
+            node = Node("n", lambda uri: None, threads=1)  # type: ignore[arg-type,return-value]
+            stop = node.close
+            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            if thread == "raystow-accept":
+                for _ in range(3):
+                    with pytest.raises(Exception, match=r"closed|does not answer"):
+                        Connection.connect(node.address)
+                Connection.connect(node.address).close()
+            elif thread == "raystow-peer_server":
+                for _ in range(3):
+                    with pytest.raises(OSError, match=r"clos|reset|pipe"):
+                        TcpChannel.connect(node.contact)
+                TcpChannel.connect(node.contact).close()
+        wait_until(lambda: failing.calls > 3, "a call after the errors")
+        stop()
+    assert counted.errors == [thread] * 3
+    logged = [record.message for record in caplog.records if record.message.startswith("an error in the thread")]
+    assert len(logged) == 1
+    assert thread in logged[0]
+
+
+def test_accepting_survives_too_many_open_files(node: Node, counted: Counted) -> None:
+    """With a real limit."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    process = socket.socket(socket.AF_UNIX)
+    other_node = socket.socket(socket.AF_INET)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (0, hard))
+        process.connect("\0" + node.address)
+        other_node.connect((node.contact.host, node.contact.port))
+        wait_until(lambda: {*counted.errors} >= {"raystow-accept", "raystow-peer_server"}, "both are refused")
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        process.close()
+        other_node.close()
+    Connection.connect(node.address).close()
+    TcpChannel.connect(node.contact).close()
+
+
+@pytest.mark.parametrize("code", [errno.ECONNABORTED, errno.ENOBUFS, errno.EINTR, errno.EPERM])
+def test_accepting_survives_errors_of_the_network(code: int, node: Node, counted: Counted) -> None:
+    class Broken:
+        """A socket that fails a few times."""
+
+        def __init__(self, real: socket.socket) -> None:
+            self._real, self.left = real, 3
+
+        def accept(self) -> Any:
+            self.left -= 1
+            if self.left >= 0:
+                raise OSError(code, "injected")
+            return self._real.accept()
+
+        def __getattr__(self, name: str) -> Any:
+            return getattr(self._real, name)
+
+    listener, peers = node._listener, node._peer_server
+    listener._socket, peers._socket = Broken(listener._socket), Broken(peers._socket)  # type: ignore[assignment]
+    Connection.connect(node.address).close()  # wakes the calls that wait in the real sockets
+    TcpChannel.connect(node.contact).close()
+    wait_until(lambda: counted.errors.count("raystow-accept") == counted.errors.count("raystow-peer_server") == 3, "the errors")
+    Connection.connect(node.address).close()
+    TcpChannel.connect(node.contact).close()
+
+
+def test_an_error_of_a_thread_is_logged_and_counted(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
+    def fail(text: str) -> None:
+        raise KeyError(text)
+
+    with caplog.at_level(logging.ERROR), ThreadPoolExecutor(1) as pool:
+        background.start("raystow-one", fail, "a").join()
+        background.after(0, "raystow-two", lambda: fail("b")).join()
+        background.submit(pool, "raystow-three", fail, "c")
+    assert counted.errors == ["raystow-one", "raystow-two", "raystow-three"]
+    assert [record.exc_info is not None for record in caplog.records] == [True] * 3
+
+
+def test_many_different_errors_fill_no_log(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
+    errors = background.ErrorLog("raystow-one")
+    for number in range(1000):
+        errors.note(KeyError(number))
+    assert (len(caplog.records), len(counted.errors)) == (background._REMEMBERED, 1000)
+
+
+def test_a_thread_that_may_not_be_slowed_down_works(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the pool would be broken for good."""
+
+    def refused(*_: int) -> None:
+        raise PermissionError(errno.EPERM, "seccomp")
+
+    monkeypatch.setattr(thread_priority.os, "setpriority", refused)
+    with ThreadPoolExecutor(1, initializer=thread_priority.give_way) as pool:
+        assert pool.submit(threading.get_ident).result(10)
