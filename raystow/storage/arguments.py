@@ -3,6 +3,8 @@ number."""
 
 from __future__ import annotations
 
+import os
+
 from .errors import StateError
 
 
@@ -11,6 +13,14 @@ def integer(name: str, value: object, *, least: int, instead: str = "", subject:
     if type(value) is not int or not least <= value < 1 << 63:
         raise refused(name, value, f"an integer of at least {least} and below 2**63", instead, subject)
     return value
+
+
+def path_text(name: str, value: object) -> str:
+    """A path, as text."""
+    text = os.fspath(value) if isinstance(value, os.PathLike) else value
+    if not isinstance(text, str):
+        raise refused(name, value, "a path, as text")
+    return text
 
 
 def refused(name: str, value: object, valid: str, instead: str = "", subject: str = "") -> StateError:

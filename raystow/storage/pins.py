@@ -16,7 +16,7 @@ from .version_selector import is_reserved
 
 def pin(catalog: Catalog, version: Version, name: str, *, move: bool) -> None:
     """See ``Repository.pin``."""
-    if is_reserved(name):
+    if not isinstance(name, str) or not name or is_reserved(name):
         raise refused("name", name, "a name that is no number, not 'latest', and does not begin with 'step:'")
 
     def change(root: Root) -> Root:
@@ -32,6 +32,8 @@ def pin(catalog: Catalog, version: Version, name: str, *, move: bool) -> None:
 
 def unpin(catalog: Catalog, name: str) -> None:
     """See ``Repository.unpin``."""
+    if not isinstance(name, str):
+        raise refused("name", name, "the name of a pin")
 
     def change(root: Root) -> Root:
         return replace(root, pins={k: v for k, v in root.pins.items() if k != name}) if name in root.pins else root

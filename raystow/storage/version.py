@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from .arguments import integer
+from .arguments import integer, refused
 from .clock import SYSTEM
 from .coding import dtypes
 from .coding.derived import Derivation
@@ -297,6 +297,8 @@ class Version:
             StateError: There is no such name, or the index does not fit.
             Damaged: Stored bytes do not match their digests.
         """
+        if not isinstance(name, str):
+            raise refused("name", name, "a name that tensors() or values() lists")
         rows = self.chunks.get(name)
         if rows is None:
             plain = self.values(self.world_size)

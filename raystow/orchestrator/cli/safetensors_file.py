@@ -170,6 +170,7 @@ def source_tensors(header: bytes, nbytes: int) -> list[SourceTensor]:
 
 
 def _source_tensor(name: str, entry: Mapping[str, object], mapped: str | None, base: int) -> SourceTensor:
+    name.encode()  # a UnicodeEncodeError, which is a ValueError, for half of a surrogate pair
     form, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(shape, list) or len(shape) > MAX_DIMENSIONS or any(type(n) is not int or n < 0 for n in shape):
         raise ValueError(f"shape {shape!r:.80}")

@@ -12,6 +12,7 @@ import stat
 from pathlib import Path
 
 from .. import extras
+from ..arguments import path_text
 from ..errors import StateError
 from .signature import PublicKey, Signer, Trust
 
@@ -53,7 +54,7 @@ def trust(path: str | os.PathLike[str] | None = None) -> Trust | None:
 
     ``StateError`` if there is no key, or something else than Ed25519 public keys (PEM).
     """
-    place = _named(TRUSTED_KEYS) if path is None else Path(path).expanduser()
+    place = _named(TRUSTED_KEYS) if path is None else Path(path_text("trusted_keys", path)).expanduser()
     if place is None:
         return None
     files = sorted(place.glob("*.pub")) if place.is_dir() else [place]

@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 
 from .. import history
+from ..arguments import refused
 from ..catalog import Catalog
 from ..delta_chain import base_chain, needed
 from ..errors import StateError
@@ -201,6 +202,8 @@ def plan_policy(
     compact: bool = False,
 ) -> RetentionPlan:
     """See ``Repository.plan_retention``."""
+    if not isinstance(policy, Policy):
+        raise refused("policy", policy, "a raystow.Policy, such as Policy(keep_last=3)")
     root, known = catalog.root(), {} if known is None else known
     if policy.keep_best is not None:
         versions = [catalog.at(entry) for entry in root.listed if entry.attempt not in known]

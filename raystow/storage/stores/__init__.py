@@ -29,7 +29,10 @@ def open_store(uri: str) -> ObjectStore:
         raise _bad("an address must not be empty or hold control characters", "the address")
     scheme = _SCHEME.match(uri)
     if scheme is None:
-        return _local(str(Path(uri).expanduser()))
+        try:
+            return _local(str(Path(uri).expanduser()))
+        except RuntimeError as error:  # there is no such user
+            raise _bad(str(error), uri) from None
     kind = scheme[1].lower()
     if kind == "file":
         return _local(_file_path(uri))
@@ -62,6 +65,8 @@ def _s3(rest: str) -> ObjectStore:
     # A bucket part with an @ may be someone's keys: it is refused here and never repeated in a message.
     if not _BUCKET.fullmatch(bucket):
         raise _bad("this is not a bucket name; credentials belong into the AWS configuration, not into the address", "s3://")
+    if any("\ud800" <= character <= "\udfff" for character in prefix):
+        raise _bad("a prefix must be valid UTF-8", f"s3://{bucket}")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
         raise _bad("a prefix must not hold empty parts, . or ..", f"s3://{bucket}/{prefix}")
     from .s3 import S3Store

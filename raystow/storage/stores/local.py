@@ -17,7 +17,7 @@ from pathlib import Path
 from blake3 import blake3
 
 from ..clock import SYSTEM, Clock
-from ..errors import Damaged, NotFound, StoreError, StoreUnavailable
+from ..errors import Damaged, NotFound, StateError, StoreError, StoreUnavailable
 from ..limits import MAX_ROOT
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
 from . import checks, durable, mounts
@@ -37,7 +37,7 @@ _REFUSED = {
     errno.EISDIR: "there is a folder where a file is needed: use another folder",
     errno.EEXIST: "there is a file where a folder is needed: use another folder",
     errno.ENAMETOOLONG: "use a folder with a shorter path",
-    errno.ELOOP: "the path leads in a circle of symbolic links",
+    errno.ELOOP: "remove one of the symbolic links, which lead in a circle",
 }
 _KINDS = {
     stat.S_IFIFO: "pipe",
@@ -58,7 +58,10 @@ class LocalStore:
 
     def __init__(self, root: str | Path, *, clock: Clock = SYSTEM, lock_timeout: float = 30.0) -> None:
         # Resolved once: lock and mount are those of the real folder.
-        self._root = Path(root).resolve()
+        try:
+            self._root = Path(root).resolve()
+        except (RuntimeError, OSError) as error:  # of pathlib: a circle of symbolic links
+            raise StateError(f"the path cannot be resolved: {error}", subject=str(root), remedy=_REFUSED[errno.ELOOP]) from None
         self._clock, self._lock_timeout = clock, lock_timeout
         self._locks_hold = False
         self._writers = threading.BoundedSemaphore(WRITERS)

@@ -1,0 +1,197 @@
+"""Whatever a person passes, the command line and the API end in an error of raystow, never in a traceback.
+
+The command line is in this process. Commands that need a Ray cluster or measure the machine are left out.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from bad_inputs import ADDRESSES, FILES, PLACES, check_command, command_lines, make, texts
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import raystow
+from raystow.orchestrator import ray_cluster
+from raystow.storage.object_store import ObjectStore
+from raystow.storage.stores.local import LocalStore
+from raystow.storage.stores.memory import MemoryStore
+
+FEW, MANY = 15, 1000
+
+ended = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], print_blob=True)
+
+
+@pytest.fixture(scope="module")
+def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make(tmp_path_factory.mktemp("bad-inputs"))
+
+
+@pytest.fixture
+def base(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
+    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    monkeypatch.setattr(ray_cluster, "connect", _no_cluster)
+    return originals
+
+
+def _no_cluster() -> None:
+    raise raystow.ClusterError("no Ray cluster is running here")
+
+
+@settings(ended, max_examples=FEW, derandomize=True)
+@given(words=command_lines())
+def test_commands_end_in_an_error_of_raystow(base: Path, tmp_path: Path, words: list[str]) -> None:
+    check_command(base, tmp_path / "copy", words)
+
+
+@pytest.mark.slow
+@settings(ended, max_examples=MANY)
+@given(words=command_lines())
+def test_a_thousand_commands(base: Path, tmp_path: Path, words: list[str]) -> None:
+    check_command(base, tmp_path / "copy", words)
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_import_refuses_what_is_no_safetensors(base: Path, tmp_path: Path, file: str) -> None:
+    check_command(base, tmp_path / "copy", ["import", f"@files/{file}", "@good"])
+
+
+EVERYWHERE = {
+    "verify": ["--deep", "--all"],
+    "restore": ["--output", "out\udcff"],
+    "export": ["--torch", "weights.pt"],
+    "repair": ["--yes"],
+    "cp": ["@empty"],
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("command", EVERYWHERE)
+def test_a_command_on_every_damaged_repository(base: Path, tmp_path: Path, command: str) -> None:
+    """Paths may hold what no terminal can print."""
+    for number, place in enumerate([f"@{name}" for name in PLACES] + ADDRESSES):
+        (tmp_path / str(number)).mkdir()
+        with contextlib.chdir(tmp_path / str(number)) if hasattr(contextlib, "chdir") else contextlib.nullcontext():
+            check_command(base, tmp_path / "copy", [command, place, *EVERYWHERE[command]])
+
+
+things = st.one_of(
+    texts,
+    *(st.none(), st.booleans(), st.integers(-3, 5), st.floats(), st.binary(max_size=5)),
+    st.sampled_from([10**30, -(2**63), 2**63 - 1, [], {}, (), object(), 1j, [1, 2], (None,), np.int64(3), np.float32(2)]),
+    st.sampled_from([slice(0, 5), slice(None, None, -1), slice("a"), slice(0, 5, 0), ..., (..., ...), (slice(0, 3), 1)]),
+    st.sampled_from([np.array([1, 2]), torch.ones(2)]),
+)
+states = things | st.sampled_from(
+    [
+        {"model": {"w": np.zeros(1000, np.float32)}, "step": 0, "e": b""},
+        *({"model": {"w": torch.zeros(1000)}}, {"model": {"w": torch.zeros(1000).to_sparse()}}, {"model": {"w": "text"}}),
+        *(
+            {"model": [1, 2]},
+            {"model": {"w": np.array(["a"])}},
+            {"model": {"w": np.zeros(1000, object)}},
+            {1: 2, "1": 3},
+            {None: 1},
+        ),
+        *({"model": {"w": torch.zeros(1000, requires_grad=True)}}, {"model": {"w": torch.zeros(1000, device="meta")}}),
+    ]
+)
+Draw = Callable[[st.SearchStrategy[Any]], Any]
+
+
+def _options(draw: Draw, function: Callable[..., Any], *, most: int = 3) -> dict[str, Any]:
+    names = [name for name in inspect.signature(function).parameters if name not in ("self", "uri")]
+    return {name: draw(things) for name in draw(st.lists(st.sampled_from(names), max_size=most, unique=True))}
+
+
+def call_api(draw: Draw, base: Path) -> object:
+    """Call something of the public interface with arguments of any kind."""
+    place = st.sampled_from([str(base / name) for name in PLACES])
+    uri = place | st.sampled_from(ADDRESSES) | things
+    name, into, which = st.sampled_from(["model.w", "step", "x"]) | things, states, things | st.just("latest")
+
+    def repository(at: st.SearchStrategy[Any] = st.just(str(base / "good"))) -> raystow.Repository:  # noqa: B008
+        return raystow.open(draw(at))
+
+    def version(at: st.SearchStrategy[Any] = st.just(str(base / "good"))) -> raystow.Version:  # noqa: B008
+        found = repository(at).latest()
+        if found is None:
+            raise raystow.NotFound("no version")
+        return found
+
+    calls: list[Callable[[], object]] = [
+        lambda: raystow.open(draw(uri), trusted_keys=draw(things)),
+        lambda: raystow.latest(draw(uri)),
+        lambda: repository().version(draw(things)),
+        lambda: version(place).read(draw(name), draw(things)),
+        lambda: version(uri).tensors(),
+        lambda: version().values(draw(things)),
+        lambda: version().restore(draw(into)),
+        lambda: raystow.restore(draw(uri), draw(into), draw(which), strict=draw(st.booleans()), cast=draw(st.booleans())),
+        lambda: raystow.restore_latest(str(base / "good"), draw(into)),
+        lambda: raystow.copy(draw(uri), draw(st.sampled_from(ADDRESSES) | things), draw(things), memory=draw(things)),
+        lambda: repository().plan_retention(draw(things | st.builds(raystow.Policy))),
+        lambda: repository().pin(version(), draw(things)),
+        lambda: repository().unpin(draw(things)),
+        lambda: repository().verify(version(place)),
+        lambda: raystow.Policy(**_options(draw, raystow.Policy)),
+        lambda: raystow.Memory(**_options(draw, raystow.Memory)),
+        lambda: raystow.Compression(**_options(draw, raystow.Compression)),
+        lambda: raystow.Replication(**_options(draw, raystow.Replication)),
+        lambda: raystow.MantissaBits(draw(things)),
+        lambda: raystow.Sqnr(draw(things)),
+        lambda: raystow.Checkpointer(draw(uri), **_options(draw, raystow.Checkpointer)),
+    ]
+    return draw(st.sampled_from(calls))()
+
+
+def check_call(data: st.DataObject, base: Path) -> None:
+    with contextlib.suppress(raystow.RaystowError):
+        call_api(data.draw, base)
+
+
+@settings(ended, max_examples=3 * FEW, derandomize=True)
+@given(data=st.data())
+def test_calls_end_in_an_error_of_raystow(base: Path, data: st.DataObject) -> None:
+    check_call(data, base)
+
+
+@pytest.mark.slow
+@settings(ended, max_examples=MANY)
+@given(data=st.data())
+def test_a_thousand_calls(base: Path, data: st.DataObject) -> None:
+    check_call(data, base)
+
+
+KEYS = ["", "/", "..", "a/../b", "a\x00b", "a\udcff", "é", "x" * 300, "a/" * 200 + "b", "a//b", "a/", "/a", ".", "a\nb", "a\\b"]
+
+
+@pytest.fixture(params=["local", "memory"])
+def store(request: pytest.FixtureRequest, tmp_path: Path) -> ObjectStore:
+    return LocalStore(tmp_path / "store") if request.param == "local" else MemoryStore("bad-keys")
+
+
+@pytest.mark.parametrize("key", KEYS)
+def test_stores_refuse_strange_keys(store: ObjectStore, key: str) -> None:
+    calls: list[Callable[[], object]] = [
+        *(lambda: store.get(key, max_bytes=10), lambda: store.get_range(key, 0, 1), lambda: store.get_tagged(key, max_bytes=5)),
+        *(lambda: store.put(key, [b"x"]), lambda: store.put_if(key, b"x", None), lambda: list(store.list(key))),
+        lambda: store.delete([key]),
+    ]
+    for call in calls:
+        with contextlib.suppress(raystow.RaystowError):
+            call()
+
+
+def test_a_path_that_no_terminal_can_print_is_escaped(base: Path, tmp_path: Path) -> None:
+    check_command(base, tmp_path / "copy", ["restore", "@good", "--output", str(tmp_path / "out\udcff")])
+    assert (tmp_path / "out\udcff" / "weights.safetensors").is_file()
