@@ -51,6 +51,7 @@ OF_ONE = {
     "raystow-outcome": "learns the outcome of one save; result() asks again",
     "raystow-journal": "records the steps of one process; an error ends the recording until the next save",
     "raystow-journal-answers": "receives for one process; an error ends the connection",
+    "raystow-progress": "shows the bar of one restore",
     "raystow-demo": "replaces the node that the demo kills",
 }
 """Threads that end with what they serve."""

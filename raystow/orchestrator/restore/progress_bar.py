@@ -7,6 +7,7 @@ import sys
 import threading
 from collections.abc import Iterator
 
+from ...storage import background
 from .plan import Progress, silent
 
 _APPEARS = 2.0  # seconds
@@ -31,8 +32,7 @@ def shown(title: str, total: int, *, rank: int, after: float = _APPEARS) -> Iter
         if not ended.wait(after):
             bar.start()
 
-    waiting = threading.Thread(target=appear, name="raystow-progress", daemon=True)
-    waiting.start()
+    waiting = background.start("raystow-progress", appear)
     try:
         yield lambda nbytes: bar.advance(task, nbytes)
     finally:
