@@ -101,6 +101,14 @@ def test_the_documents_are_short() -> None:
     assert len((ROOT / "CHANGELOG.md").read_text().splitlines()) <= 40
 
 
+@pages
+def test_code_is_narrow_enough_for_the_site(page: Path) -> None:
+    if page.parent.name == "spec" or ROOT / "docs" not in page.parents:
+        return
+    blocks = re.findall(r"^ *```([^\n]*)\n(.*?)^ *```$", page.read_text(), re.MULTILINE | re.DOTALL)
+    assert [line for kind, block in blocks if kind != "mermaid" for line in block.splitlines() if len(line) > 88] == []
+
+
 @pytest.mark.parametrize("folder", ["benchmarks", "examples", "tools"])
 def test_no_retired_words_in_scripts(folder: str) -> None:
     for script in (ROOT / folder).glob("*.py"):
