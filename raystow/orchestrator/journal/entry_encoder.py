@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol
 
@@ -44,8 +44,8 @@ class CapturedEntry:
 class GradientEncoder(Protocol):
     """Encodes tensors of one device."""
 
-    def encode(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event) -> list[Recorded]:
-        """Return the records of tensors that nobody changes meanwhile; they are there after the event ``ready``."""
+    def encode(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, on_read: Callable[[], None]) -> list[Recorded]:
+        """Return the records of tensors, which are there after the event ``ready``, and may be overwritten after ``on_read``."""
 
     def close(self) -> None:
         """Free all memory."""
@@ -61,14 +61,19 @@ class EntryEncoder:
         self._buffers: dict[str, torch.Tensor] = {}
         self.parent = b""
 
-    def encode(self, captured: CapturedEntry, info: EntryInfo) -> tuple[EntryInfo, list[Buffer]]:
-        """Return the description of an entry and its bytes in parts."""
+    def encode(
+        self, captured: CapturedEntry, info: EntryInfo, on_read: Callable[[], None] = lambda: None
+    ) -> tuple[EntryInfo, list[Buffer]]:
+        """Return the description of an entry and its bytes in parts, which are valid until the call after the next.
+
+        ``on_read`` is called when the captured tensors may be overwritten.
+        """
         if captured.fresh:
             self._groups.clear()
             self._buffers.clear()
         buffers = self._changed_buffers(captured)
         gradients = [gradient for step in captured.steps for gradient in step.gradients]
-        recorded = self._encode([*gradients, *(buffer for _, buffer in buffers)], captured.ready)
+        recorded = self._encode([*gradients, *(buffer for _, buffer in buffers)], captured.ready, on_read)
         records = iter([one.tensor for one in recorded])
         steps = tuple(
             OptimizerStep(
@@ -101,7 +106,9 @@ class EntryEncoder:
             encoder.close()
         self._devices.clear()
 
-    def _encode(self, tensors: Sequence[torch.Tensor | None], ready: Mapping[int, torch.cuda.Event]) -> list[Recorded]:
+    def _encode(
+        self, tensors: Sequence[torch.Tensor | None], ready: Mapping[int, torch.cuda.Event], on_read: Callable[[], None]
+    ) -> list[Recorded]:
         found: list[Recorded | None] = [None] * len(tensors)
         devices = dict[int, list[int]]()
         for place, tensor in enumerate(tensors):
@@ -109,9 +116,19 @@ class EntryEncoder:
                 devices.setdefault(tensor.device.index, []).append(place)
             else:
                 found[place] = self._host.encode(None if tensor is None else tensor.cpu())
+        if not devices:
+            on_read()
+        unread = len(devices)
+
+        def read() -> None:
+            nonlocal unread
+            unread -= 1
+            if not unread:
+                on_read()
+
         for device, places in devices.items():
             here = [tensor for place in places if (tensor := tensors[place]) is not None]
-            for place, one in zip(places, self._of_device(device).encode(here, ready[device]), strict=True):
+            for place, one in zip(places, self._of_device(device).encode(here, ready[device], read), strict=True):
                 found[place] = one
         return [one for one in found if one is not None]
 
@@ -119,7 +136,7 @@ class EntryEncoder:
         if device not in self._devices:
             from .gpu_gradients import GpuGradientEncoder
 
-            self._devices[device] = GpuGradientEncoder(device)
+            self._devices[device] = GpuGradientEncoder(torch.device("cuda", device))
         return self._devices[device]
 
     def _changed_buffers(self, captured: CapturedEntry) -> list[tuple[str, torch.Tensor]]:

@@ -5,8 +5,10 @@ Nothing of an entry is used before the digests of its header and of its data wer
 
 from __future__ import annotations
 
+import os
 import struct
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
 import numpy as np
@@ -17,6 +19,9 @@ from ...storage.coding.kernels import Bytes
 from ...storage.errors import Damaged, ProtocolError
 from ...storage.object_store import Buffer
 from ...workers.protocol.messages import EntryHeader, EntryInfo, RecordedTensor, decode, encode
+
+POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "raystow-entry-bytes")
+"""Threads that copy and digest the bytes of entries; both let go of the interpreter."""
 
 _HEAD = struct.Struct("<Q32s")
 _MOST_HEADER = 256 << 20
@@ -49,7 +54,7 @@ def tensors_of(header: EntryHeader) -> list[RecordedTensor]:
 
 def pack(header: EntryHeader, stored: Sequence[Bytes]) -> tuple[EntryInfo, bytes, list[Buffer]]:
     """Return what is known of an entry, the digest of its header, and its bytes in parts."""
-    header = replace(header, data=stored_digest(*stored))
+    header = replace(header, data=data_digest(stored))
     body = encode(header, most=_MOST_HEADER)
     digest = stored_digest(body)
     parts: list[Buffer] = [_HEAD.pack(len(body), digest) + body, *(part.data for part in stored)]
@@ -75,8 +80,14 @@ def parse(info: EntryInfo, content: memoryview) -> JournalEntry:
         raise Damaged(f"not a header of this version of raystow: {error}", subject=subject) from error
     if replace(info, size=0) != header.info:
         raise Damaged("the bytes are another entry", subject=subject)
-    if stored_digest(data) != header.data:
-        raise Damaged("the tensors do not have their digest", subject=subject)
     if sum(sum(part.stored) for tensor in tensors_of(header) for part in tensor.parts) != data.size:
         raise Damaged("the tensors do not add up to the entry", subject=subject)
-    return JournalEntry(info, header, digest, data)
+    entry = JournalEntry(info, header, digest, data)
+    if data_digest(list(entry.stored())) != header.data:
+        raise Damaged("the tensors do not have their digest", subject=subject)
+    return entry
+
+
+def data_digest(stored: Sequence[Bytes]) -> bytes:
+    """The digest of the digests of all parts, which several threads compute."""
+    return stored_digest(*POOL.map(stored_digest, stored))

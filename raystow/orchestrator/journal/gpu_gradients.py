@@ -6,8 +6,9 @@ copies. Neighbors in memory are examined together, by few kernels, because each 
 
 from __future__ import annotations
 
+import itertools
 import queue
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -23,12 +24,14 @@ from ...workers.gpu.encode_request import EncodeRequest
 from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
 from ...workers.shm.ring import DEVICE_SLOT, Ring
+from .entry_file import POOL
 from .gradient_coding import Recorded, TensorEncoder, coded_part, divided, dtype_name, factors, sampled
 
 _RING = 8 * DEVICE_SLOT
 _MEMORY = 512 << 20  # device memory of the encoder
 _PIECE = 16 << 20  # raw bytes of a part
-_EXAMINED = 64 << 20  # elements that are examined together, unless one tensor has more
+_EXAMINED = 16 << 20  # elements that are examined together, unless one tensor has more
+_SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
 _SMALL = 64 << 10  # bytes; smaller tensors are encoded on the CPU, in one copy
 
 
@@ -97,15 +100,18 @@ class Examined:
 
 
 class GpuGradientEncoder:
-    """Encodes tensors of one GPU. For one thread."""
+    """Encodes tensors of one GPU. For one thread. ``ring``, ``slot``: bytes of the pinned ring that they pass through, and of its
+    slots. ``memory``: bytes of device memory of the encoder."""
 
-    def __init__(self, device: int) -> None:
-        self._device = torch.device("cuda", device)
-        self._ring, self._free = Ring.create(_RING, DEVICE_SLOT), queue.SimpleQueue[int]()
+    def __init__(
+        self, device: torch.device, *, ring: int = _RING, slot: int = DEVICE_SLOT, memory: int = _MEMORY, small: int = _SMALL
+    ) -> None:
+        self._device, self._small = device, small
+        self._ring, self._free = Ring.create(ring, slot), queue.SimpleQueue[int]()
         for slot in range(self._ring.slots):
             self._free.put(slot)
         self._pinned = PinnedRing(self._ring, take=self._take, release=self._free.put)
-        self._encoder = Encoder(self._device, DEFLATE, self._pinned, size=_MEMORY)
+        self._encoder = Encoder(self._device, DEFLATE, self._pinned, size=memory)
         self._host = TensorEncoder()
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
@@ -113,24 +119,28 @@ class GpuGradientEncoder:
         self._replaced: list[torch.Tensor] = []
         self._pieces: tuple[object, list[GradientPiece]] = (None, [])
         self._layout: tuple[object, Layout | None] = (None, None)
-        self._arena, self._used = np.empty(0, np.uint8), 0
+        self._arenas, self._used = [np.empty(0, np.uint8), np.empty(0, np.uint8)], 0
 
-    def encode(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event) -> list[Recorded]:
+    def encode(self, tensors: Sequence[torch.Tensor], ready: torch.cuda.Event, on_read: Callable[[], None]) -> list[Recorded]:
         """Return the records of tensors, which are there after the event ``ready``. They may be overwritten. The stored bytes
-        are valid until the next call."""
+        are valid until the call after the next. ``on_read`` is called when the tensors are not needed any more."""
         with torch.cuda.device(self._device), torch.cuda.stream(self._stream):
             self._stream.wait_event(ready)
-            large = [place for place, one in enumerate(tensors) if one.numel() * one.itemsize > _SMALL]
+            large = [place for place, one in enumerate(tensors) if one.numel() * one.itemsize > self._small]
             found: dict[int, Recorded] = {}
             for place, copied in self._to_host([(place, one) for place, one in enumerate(tensors) if place not in {*large}]):
                 found[place] = self._host.encode(copied)
             examined = [Examined(tensors[place]) for place in large]
             self._examine(examined)
-            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event())
-            for values in self._replaced:  # also what is between the tensors
-                values.zero_()
-            self._replaced.clear()
-            self._stream.synchronize()
+
+            def read() -> None:
+                for values in self._replaced:  # also what is between the tensors
+                    values.zero_()
+                self._replaced.clear()
+                self._stream.synchronize()
+                on_read()
+
+            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), read)
         found.update({place: one.record for place, one in zip(large, examined, strict=True)})
         return [found[place] for place in range(len(tensors))]
 
@@ -156,56 +166,57 @@ class GpuGradientEncoder:
             yield place, part.clone().view(one.dtype).reshape(one.shape)
 
     def _examine(self, examined: list[Examined]) -> None:
-        """Find tensors that are zero, and float32 tensors that can be stored as bfloat16 values."""
+        """Find tensors that are zero, and float32 tensors that can be stored as bfloat16 values.
+
+        The host waits for the device a few times only: kernels of the training go first, so every wait may take milliseconds.
+        """
         if not examined:
             return
         norms = torch.stack(torch._foreach_norm([one.tensor for one in examined], ord=float("inf"))).cpu().tolist()
         for one, norm in zip(examined, norms, strict=True):
             if norm == 0.0 and not bool(one.tensor.reshape(-1).view(torch.uint8).any()):
                 one.kind = "zero"
-        singles = [one for one in examined if one.tensor.dtype == torch.float32 and one.kind != "zero"]
-        for group in _neighbors(singles):
-            self._replace(group)
-
-    def _replace(self, group: list[Examined]) -> None:
-        """Replace the values of tensors that follow each other in memory, all together or one by one."""
-        if self._divide(group) or len(group) == 1:
+        groups = list(_neighbors([one for one in examined if one.tensor.dtype == torch.float32 and one.kind != "zero"]))
+        factor = self._common_factor(groups)
+        if factor is None:
             return
-        for one in group:
-            self._divide([one])
+        self._factor = factor
+        failed = self._replace(groups, factor)
+        alone = self._replace([[one] for group in failed for one in group], factor)
+        if factor != 1.0:
+            self._replace(alone, 1.0)
 
-    def _divide(self, group: list[Examined]) -> bool:
-        values = _covering(group)
-        words = values.view(torch.int32)
-        for factor in self._factors(group[0].tensor):
-            quotients = (values / factor).to(torch.bfloat16)
-            products = quotients.to(torch.float32).mul_(factor)
-            same = bool((products.view(torch.int32) == words).all())
-            del products
-            if not same:
-                continue
-            self._factor = factor
-            start = group[0].tensor.storage_offset()
-            target = values.view(torch.bfloat16)[: quotients.numel()].copy_(quotients)
+    def _common_factor(self, groups: Sequence[list[Examined]]) -> float | None:
+        """The factor that fits a sample of the largest tensors, the last one first."""
+        largest = sorted((one.tensor for group in groups for one in group), key=torch.numel, reverse=True)[:_SAMPLED]
+        if not largest:
+            return None
+        words = torch.stack([sampled(tensor.reshape(-1).view(torch.int32))[:_SAMPLE] for tensor in largest]).cpu()
+        for sample in words:
+            for factor in dict.fromkeys((self._factor, 1.0, *factors(sample))):
+                if divided(sample.view(torch.float32), factor) is not None:
+                    return factor
+        return None
+
+    def _replace(self, groups: Sequence[list[Examined]], factor: float) -> list[list[Examined]]:
+        """Replace the values of those groups that are multiples of the factor; return the others."""
+        if not groups:
+            return []
+        fits = torch.stack([_fits(_covering(group), factor) for group in groups]).cpu().tolist()
+        for group in itertools.compress(groups, fits):
+            values, start = _covering(group), group[0].tensor.storage_offset()
+            target = values.view(torch.bfloat16)[: values.numel()].copy_((values / factor).to(torch.bfloat16))
             self._replaced.append(values)
             for one in group:
                 at = one.tensor.storage_offset() - start
                 one.kind, one.factor = ("bfloat16" if factor == 1.0 else "scaled"), factor
                 one.values = target[at : at + one.tensor.numel()]
-            return True
-        return False
+        return [group for group, fit in zip(groups, fits, strict=True) if not fit]
 
-    def _factors(self, tensor: torch.Tensor) -> Iterator[float]:
-        """The factors that fit a sample of a tensor, the one of other tensors first."""
-        sample = sampled(tensor.reshape(-1).view(torch.int32)).cpu()
-        values = sample.view(torch.float32)
-        for factor in dict.fromkeys((self._factor, 1.0, *factors(sample))):
-            if divided(values, factor) is not None:
-                yield factor
-
-    def _encode(self, examined: Sequence[Examined], ready: torch.cuda.Event) -> None:
+    def _encode(self, examined: Sequence[Examined], ready: torch.cuda.Event, on_read: Callable[[], None]) -> None:
         pieces, owners = self._cut(examined)
         if not pieces:
+            on_read()
             return
         coded: dict[int, CodedChunk] = {}
         copied: dict[int, Bytes] = {}
@@ -215,17 +226,16 @@ class GpuGradientEncoder:
             plan = self._encoder.plan
             assert plan is not None
             if plan is not self._layout[0]:
-                self._layout = plan, Layout(plan.layout(self._device.index, pieces))
+                self._layout = plan, Layout(plan.layout(self._device.index or 0, pieces))
             layout = self._layout[1]
             assert layout is not None
-            for one in arrived:
-                for chunk in layout.chunks(one.message):
-                    number = int(chunk.info.name)
-                    coded[number], copied[number] = chunk, self._copied(chunk)
+            chunks = [chunk for one in arrived for chunk in layout.chunks(one.message)]
+            for chunk, place in zip(chunks, POOL.map(self._copy, chunks, [self._place(chunk) for chunk in chunks]), strict=True):
+                coded[int(chunk.info.name)], copied[int(chunk.info.name)] = chunk, place
             self._pinned.announced(run for one in arrived for run in one.runs)
 
         try:
-            self._encoder.encode(EncodeRequest(pieces, ready, lambda: None), emit)
+            self._encoder.encode(EncodeRequest(pieces, ready, on_read), emit)
             self._pinned.end()
         except BaseException:
             self._pinned.abandon()
@@ -250,17 +260,23 @@ class GpuGradientEncoder:
         return self._pieces[1], owners
 
     def _reserve(self, nbytes: int) -> None:
+        """Take the memory of the entry before the last one, whose pages are there."""
         self._used = 0
-        if self._arena.size < nbytes:
-            self._arena = np.empty(nbytes, np.uint8)
+        self._arenas.reverse()
+        if self._arenas[0].size < nbytes:
+            self._arenas[0] = np.empty(nbytes, np.uint8)
 
-    def _copied(self, chunk: CodedChunk) -> Bytes:
-        """Copy a chunk out of the ring, into memory whose pages are there from the entry before."""
-        start = self._used
+    def _place(self, chunk: CodedChunk) -> Bytes:
+        start, self._used = self._used, self._used + sum(size for _, _, size in chunk.parts)
+        return self._arenas[0][start : self._used]
+
+    def _copy(self, chunk: CodedChunk, target: Bytes) -> Bytes:
+        """Copy a chunk out of the ring."""
+        done = 0
         for slot, at, size in chunk.parts:
-            self._arena[self._used : self._used + size] = self._ring.slot(slot)[at : at + size]
-            self._used += size
-        return self._arena[start : self._used]
+            target[done : done + size] = self._ring.slot(slot)[at : at + size]
+            done += size
+        return target
 
 
 def _neighbors(examined: Sequence[Examined]) -> Iterator[list[Examined]]:
@@ -279,6 +295,12 @@ def _neighbors(examined: Sequence[Examined]) -> Iterator[list[Examined]]:
         group.append(one)
     if group:
         yield group
+
+
+def _fits(values: torch.Tensor, factor: float) -> torch.Tensor:
+    """Whether float32 values are multiples of bfloat16 values by a factor, on the device."""
+    products = (values / factor).to(torch.bfloat16).to(torch.float32).mul_(factor)
+    return (products.view(torch.int32) == values.view(torch.int32)).all()
 
 
 def _covering(group: Sequence[Examined]) -> torch.Tensor:

@@ -5,7 +5,9 @@ from __future__ import annotations
 import logging
 import queue
 import threading
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +19,20 @@ from ...storage.clock import SYSTEM
 from ...storage.errors import RaystowError, StateError
 from ...storage.log import about
 from ...storage.metrics import JOURNALED, STALL, UNRECORDED, record
-from ...workers.protocol.messages import START, EntryInfo, EntryKept, Generation, JournalVote
+from ...storage.object_store import Buffer
+from ...workers.protocol.messages import START, EntryInfo, EntryKept, Generation, JournalVote, shortened
 from . import value_tree
 from .entry_encoder import CapturedEntry, EntryEncoder
 from .port import JournalPort
 from .replay import Replayer, ReplayResult
-from .state_digests import digests
+from .state_digests import Digester
 from .step_hooks import GradientBuffers, StepHooks, hyper_parameters
 from .tracked_state import TrackedState
 
 logger = logging.getLogger(__name__)
 
 _WHOLE = 16  # steps from one digest of all bytes to the next
+_UNSENT = 2  # encoded entries whose bytes are still used: see ``EntryEncoder.encode``
 _LAG = 10.0  # seconds that a step waits for the copies of the step before
 
 
@@ -60,7 +64,7 @@ class Journal:
     def __init__(self, state: TrackedState, port: JournalPort, identity: JournalIdentity) -> None:
         self._state, self._port, self._identity = state, port, identity
         self._log = about(logger, repository=identity.uri, rank=identity.rank)
-        self._hooks = StepHooks(state, self._capture)
+        self._hooks, self._digester = StepHooks(state, self._capture), Digester(state)
         self._buffers, self._encoder = GradientBuffers(), EntryEncoder()
         self._lineage: tuple[Generation, ...] = ()
         self._base, self._replayable, self._replays = START, True, 0
@@ -202,7 +206,7 @@ class Journal:
                     self._changed.wait_for(lambda: not self._encoding)
                 self._buffers.begin()
                 if self._fresh:
-                    entry.before = digests(self._state, whole=True)
+                    entry.before = self._digester.take(whole=True)
             entry.steps.append(self._buffers.capture(self._state, number))
         except RaystowError as error:
             self._lose("step after", self._last, str(error))
@@ -213,7 +217,7 @@ class Journal:
         self._count += 1
         entry.fresh, self._fresh = self._fresh, False
         entry.whole = self._count % _WHOLE == 0
-        entry.after, entry.values = digests(self._state, whole=entry.whole), text
+        entry.after, entry.values = self._digester.take(whole=entry.whole), text
         entry.groups = [hyper_parameters(optimizer) for optimizer in self._state.optimizers]
         entry.buffers = {name: buffer.clone() for name, buffer in self._state.buffers().items()}
         entry.mark_ready()
@@ -227,22 +231,38 @@ class Journal:
                 self._log.warning("the entry of the step before has no copies after %.0f s", _LAG, extra={"step": step})
 
     def _run(self) -> None:
-        while (work := self._work.get()) is not None:
-            entry, info = work
-            try:
+        """Encode entries, and hand them over on another thread, so that an entry is encoded while the one before is copied."""
+        with ThreadPoolExecutor(1, "raystow-entry") as sender:
+            sent = deque[Future[None]]()
+            while (work := self._work.get()) is not None:
+                if len(sent) == _UNSENT:
+                    sent.popleft().result()
+                released = _Once(self._release)
                 try:
-                    described, parts = self._encoder.encode(entry, info)
+                    described, parts = self._encoder.encode(*work, released)
+                    sent.append(sender.submit(self._send, described, parts))
+                except Exception as error:
+                    self._failed(work[1], error)
                 finally:
-                    with self._changed:
-                        self._encoding -= 1
-                        self._changed.notify_all()
-                record(JOURNALED, described.size, repository=self._identity.uri)
-                self._port.keep(described, parts, self._kept)
-            except RaystowError as error:
-                self._kept(EntryKept(info.step, 0, str(error)))
-            except Exception as error:
-                self._log.exception("an entry could not be recorded", extra={"step": info.step})
-                self._kept(EntryKept(info.step, 0, repr(error)))
+                    released()
+
+    def _release(self) -> None:
+        """The copies of an entry's gradients may be overwritten."""
+        with self._changed:
+            self._encoding -= 1
+            self._changed.notify_all()
+
+    def _send(self, info: EntryInfo, parts: Sequence[Buffer]) -> None:
+        try:
+            record(JOURNALED, info.size, repository=self._identity.uri)
+            self._port.keep(info, parts, self._kept)
+        except Exception as error:
+            self._failed(info, error)
+
+    def _failed(self, info: EntryInfo, error: Exception) -> None:
+        if not isinstance(error, RaystowError):
+            self._log.error("an entry could not be recorded", exc_info=error, extra={"step": info.step})
+        self._kept(EntryKept(info.step, 0, shortened(str(error) or repr(error))))
 
     def _kept(self, kept: EntryKept) -> None:
         if kept.problem and kept.step > self._first:  # else a save has made it unnecessary
@@ -257,3 +277,15 @@ class Journal:
         if self._chained:
             self._log.error("the %s %d is not recorded, nor are later ones until the next save: %s", what, step, problem)
         self._chained, self.save_advised = False, True
+
+
+class _Once:
+    """Calls a function at the first call only."""
+
+    def __init__(self, function: Callable[[], None]) -> None:
+        self._function: Callable[[], None] | None = function
+
+    def __call__(self) -> None:
+        function, self._function = self._function, None
+        if function is not None:
+            function()

@@ -20,7 +20,7 @@ from ...workers.protocol.messages import EntryPlace
 from . import value_tree
 from .entry_file import JournalEntry, parse
 from .gradient_coding import decode
-from .state_digests import difference
+from .state_digests import Digester
 from .step_hooks import StepHooks, StepInputs
 from .tracked_state import StateCopy, TrackedState
 
@@ -69,6 +69,7 @@ class Replayer:
     ) -> None:
         self._state, self._hooks, self._fetch, self._after_step = state, hooks, fetch, after_step
         self._base, self._log = base, log
+        self._digester = Digester(state)
         self._kept: StateCopy | None = None
 
     def go_to(self, step: int, entries: Sequence[EntryPlace]) -> ReplayResult:
@@ -130,7 +131,7 @@ class Replayer:
             raise Damaged(f"the entry follows step {entry.info.previous}, and not step {last.step}")
         if entry.header.parent and last.digest and entry.header.parent != last.digest:
             raise Damaged("the entry does not follow the one before: they were recorded by different processes")
-        if entry.header.before and (name := difference(self._state, entry.header.before, whole=True)):
+        if entry.header.before and (name := self._digester.difference(entry.header.before, whole=True)):
             raise Damaged(f"the state of step {last.step} is not the one that the entry starts from: {name} differs")
         there = len(self._state.optimizers)
         if len(decoded.groups) != there or any(not 0 <= step.optimizer < there for step in decoded.steps):
@@ -150,7 +151,7 @@ class Replayer:
                     raise StateError(f"the buffer {name} was recorded, and the model has none of its shape")
                 buffers[name].copy_(value)
         header = decoded.entry.header
-        if (differs := difference(self._state, header.after, whole=header.whole)) is not None:
+        if (differs := self._digester.difference(header.after, whole=header.whole)) is not None:
             raise _Mismatch(
                 f"the state differs from the recorded one in {differs}; the optimizer, torch, or the GPU computes otherwise"
             )

@@ -16,7 +16,7 @@ import numpy.typing as npt
 import torch
 
 from ...storage.coding.digest import raw_digest, stored_digest
-from .tracked_state import TrackedState
+from .tracked_state import NamedTensor, TrackedState
 
 _BLOCK = 4096
 _BLOCKS = 4
@@ -26,6 +26,10 @@ _TINY = 64  # bytes; such tensors in host memory share one digest
 _Numbers = npt.NDArray[np.uint64]
 Spans = tuple[tuple[int, int], ...]
 """First byte and the one after the last."""
+
+
+Piece = tuple[torch.Tensor, int, int]
+"""A tensor, and a span of its bytes."""
 
 
 class PendingDigests(Protocol):
@@ -53,42 +57,67 @@ class StateDigests(NamedTuple):
         return np.array([*merged, self.values], "<u8").tobytes()
 
 
-def digests(state: TrackedState, *, whole: bool) -> StateDigests:
-    """Take the digests of a state. Those of tensors on a GPU are taken on the current stream."""
-    tiny, names, spans = list[bytes](), list[str](), list[Spans]()
-    host, host_places, devices = list[int](), list[int](), dict[int, tuple[list[int], list[tuple[torch.Tensor, int, int]]]]()
+class DigestPlan(NamedTuple):
+    """What to digest of a list of tensors: names and spans of all but the ``tiny`` ones, and places in the list of spans."""
+
+    of: list[NamedTensor]
+    names: list[str]
+    spans: list[Spans]
+    tiny: list[NamedTensor]
+    host: list[tuple[int, Piece]]
+    devices: dict[torch.device, tuple[list[int], list[Piece]]]
+
+
+class Digester:
+    """Takes digests of one state. Plans are made again only when tensors have moved: each step takes digests."""
+
+    def __init__(self, state: TrackedState) -> None:
+        self._state = state
+        self._plans: dict[bool, DigestPlan] = {}
+
+    def take(self, *, whole: bool) -> StateDigests:
+        """Take the digests of the state. Those of tensors on a GPU are taken on the current stream."""
+        tensors = self._state.tensors()
+        plan = self._plans.get(whole)
+        if plan is None or plan.of is not tensors:
+            plan = self._plans[whole] = _plan(tensors, whole=whole)
+        tiny = [one.name.encode() + _bytes(one.tensor).tobytes() for one in plan.tiny]
+        values = int.from_bytes(stored_digest(self._state.plain_values().encode(), *tiny)[:8], "little")
+        host = [raw_digest(_bytes(tensor)[first:last]) for _, (tensor, first, last) in plan.host]
+        parts: list[tuple[list[int], PendingDigests]] = [([at for at, _ in plan.host], _Known(np.array(host, np.uint64)))]
+        parts += [(places, _on_gpu(device, pieces)) for device, (places, pieces) in plan.devices.items()]
+        return StateDigests(plan.names, [len(mine) for mine in plan.spans], parts, values)
+
+    def difference(self, expected: bytes, *, whole: bool) -> str | None:
+        """The first tensor of the state whose digest is not ``expected``; None if all are."""
+        taken = self.take(whole=whole)
+        got, recorded = np.frombuffer(taken.packed(), "<u8"), np.frombuffer(expected, "<u8")
+        if got.size != recorded.size:
+            return f"the number of tensors ({got.size - 1} instead of {recorded.size - 1})"
+        wrong = np.flatnonzero(got != recorded)
+        return None if not wrong.size else [*taken.names, "the optimizer's plain values"][wrong[0]]
+
+
+def _plan(tensors: list[NamedTensor], *, whole: bool) -> DigestPlan:
+    plan = DigestPlan(tensors, [], [], [], [], {})
     at = 0
-    for name, tensor in state.tensors():
+    for one in tensors:
+        name, tensor = one
         nbytes = tensor.numel() * tensor.itemsize
         if tensor.device.type == "cpu" and nbytes <= _TINY:
-            tiny.append(name.encode() + _bytes(tensor).tobytes())
+            plan.tiny.append(one)
             continue
         mine = _whole_spans(nbytes) if whole else _sample_spans(name, nbytes)
-        names.append(name)
-        spans.append(mine)
+        plan.names.append(name)
+        plan.spans.append(mine)
         if tensor.device.type == "cuda":
-            places, pieces = devices.setdefault(tensor.device.index, ([], []))
+            places, pieces = plan.devices.setdefault(tensor.device, ([], []))
             places += range(at, at + len(mine))
             pieces += [(tensor, first, last) for first, last in mine]
         else:
-            raw = _bytes(tensor)
-            host += [raw_digest(raw[first:last]) for first, last in mine]
-            host_places += range(at, at + len(mine))
+            plan.host.extend((at + i, (tensor, *span)) for i, span in enumerate(mine))
         at += len(mine)
-    values = int.from_bytes(stored_digest(state.plain_values().encode(), *tiny)[:8], "little")
-    parts: list[tuple[list[int], PendingDigests]] = [(host_places, _Known(np.array(host, np.uint64)))]
-    parts += [(places, _on_gpu(device, pieces)) for device, (places, pieces) in devices.items()]
-    return StateDigests(names, [len(mine) for mine in spans], parts, values)
-
-
-def difference(state: TrackedState, expected: bytes, *, whole: bool) -> str | None:
-    """The first tensor of a state whose digest is not ``expected``; None if all are."""
-    taken = digests(state, whole=whole)
-    got, recorded = np.frombuffer(taken.packed(), "<u8"), np.frombuffer(expected, "<u8")
-    if got.size != recorded.size:
-        return f"the number of tensors ({got.size - 1} instead of {recorded.size - 1})"
-    wrong = np.flatnonzero(got != recorded)
-    return None if not wrong.size else [*taken.names, "the optimizer's plain values"][wrong[0]]
+    return plan
 
 
 class _Known(NamedTuple):
@@ -98,7 +127,7 @@ class _Known(NamedTuple):
         return self.found
 
 
-def _on_gpu(device: int, pieces: Sequence[tuple[torch.Tensor, int, int]]) -> PendingDigests:
+def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> PendingDigests:
     from ...workers.gpu.span_digests import SpanDigests
 
     return SpanDigests.taken(device, pieces)

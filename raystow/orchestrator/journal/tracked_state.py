@@ -10,6 +10,8 @@ import torch
 
 from ...storage.errors import StateError
 
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
 
 class NamedTensor(NamedTuple):
     """This rank's part of a tensor of the state."""
@@ -29,13 +31,25 @@ class TrackedState:
         self._model = model
         self._weights = dict(model.named_parameters())
         self._names = {id(parameter): name for name, parameter in self._weights.items()}
+        self._listed: tuple[list[tuple[int, int]], list[NamedTensor]] = ([], [])
 
     def parameters(self, optimizer: int) -> list[torch.Tensor]:
         """The parameters of an optimizer, in the order of its groups."""
         return [parameter for group in self.optimizers[optimizer].param_groups for parameter in group["params"]]
 
     def tensors(self) -> list[NamedTensor]:
-        """The parameters of the model and of the optimizers, and the optimizers' state, without the model's buffers."""
+        """The parameters of the model and of the optimizers, and the optimizers' state, without the model's buffers.
+
+        The same list as before while all tensors are where they were: each step asks for it.
+        """
+        values = [value for one in self.optimizers for state in one.state.values() for value in state.values()]
+        values += [parameter for one in self.optimizers for group in one.param_groups for parameter in group["params"]]
+        places = [_place(value) for value in (*values, *self._weights.values()) if isinstance(value, torch.Tensor)]
+        if places != self._listed[0]:
+            self._listed = places, self._list()
+        return self._listed[1]
+
+    def _list(self) -> list[NamedTensor]:
         found = [NamedTensor(name, local(parameter)) for name, parameter in self._weights.items()]
         for name, parameter, state in self._states():
             if id(parameter) not in self._names:
@@ -113,6 +127,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's part of a tensor, on which changes are made in place."""
     part = getattr(tensor, "_local_tensor", None)  # of a DTensor; ``to_local`` would record a gradient
     return tensor.detach() if part is None else part.detach()
+
+
+def _place(tensor: torch.Tensor) -> tuple[int, int]:
+    part = tensor if type(tensor) in _PLAIN else getattr(tensor, "_local_tensor", tensor)
+    return part.data_ptr(), part.numel()
 
 
 def like(parameter: torch.Tensor, part: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,4 @@
-"""Digests of parts of tensors in device memory, in a few launches. The tables of the kernels are made again only if a tensor has
-moved."""
+"""Digests of parts of tensors in device memory, in a few launches."""
 
 from __future__ import annotations
 
@@ -15,7 +14,7 @@ from ...storage.coding.digest import finish
 from .digests import Digests
 
 _KEPT = 4  # tables: of a sample and of all bytes, for two journals
-_tables: dict[tuple[tuple[int, int], ...], Digests] = {}
+_tables: dict[int, tuple[Sequence[tuple[torch.Tensor, int, int]], Digests]] = {}
 
 
 class DeviceSpan(NamedTuple):
@@ -54,20 +53,18 @@ class SpanDigests(NamedTuple):
     event: torch.cuda.Event
 
     @staticmethod
-    def taken(device: int, pieces: Sequence[tuple[torch.Tensor, int, int]]) -> SpanDigests:
-        """Take the digests of bytes ``first`` to ``last`` of tensors on the current stream."""
-        spans = [DeviceSpan(*piece) for piece in pieces]
+    def taken(device: torch.device, pieces: Sequence[tuple[torch.Tensor, int, int]]) -> SpanDigests:
+        """Take the digests of bytes ``first`` to ``last`` of tensors on the current stream. For the same list as before, whose
+        tensors are where they were, the kernels' tables are used again."""
         with torch.cuda.device(device):
-            key = tuple((span.address or 0, span.nbytes) for span in spans)
-            known = _tables.get(key) if all(address for address, _ in key) else None
-            if known is None:
-                known = Digests(spans, torch.device("cuda", device))
-                _tables[key] = known
+            known = _tables.get(id(pieces))
+            if known is None or known[0] is not pieces:
+                known = _tables[id(pieces)] = pieces, Digests([DeviceSpan(*piece) for piece in pieces], device)
                 for old in list(_tables)[:-_KEPT]:
                     del _tables[old]
-            sums = known.take()
+            sums = known[1].take()
             event = torch.cuda.current_stream(device).record_event()
-        return SpanDigests(sums, np.array([span.nbytes for span in spans], np.uint64), event)
+        return SpanDigests(sums, np.array([last - first for _, first, last in pieces], np.uint64), event)
 
     def numbers(self) -> npt.NDArray[np.uint64]:
         """Wait for the digests: uint64 [spans]."""

@@ -1,0 +1,85 @@
+"""Gradients in device memory are recorded without loss, and digests of a state are those of a CPU, in any order of streams."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from device import SEEDS, Device
+from encoder_run import HERE, KIB, MIB, weights
+
+from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder
+from raystow.orchestrator.journal.gradient_coding import decode
+from raystow.orchestrator.journal.state_digests import _whole_spans
+from raystow.orchestrator.journal.step_hooks import _allocate
+from raystow.storage.coding.digest import raw_digest
+from raystow.workers.gpu.span_digests import SpanDigests
+
+pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
+
+
+def gradients(step: int) -> list[torch.Tensor]:
+    torch.manual_seed(step)
+    clipped = 0.7310586 + step / 1000
+    exact = [weights(20_000 + 77 * i, torch.bfloat16).to(torch.float32) for i in range(3)]
+    return [
+        *(one * np.float32(clipped) for one in exact),
+        weights(9_000),
+        torch.zeros(12_000),
+        weights(15_001, torch.bfloat16),
+        weights(70),
+        torch.full((8_000,), float("nan")),
+        exact[0] * 0.5,
+    ]
+
+
+def copied(values: list[torch.Tensor]) -> list[torch.Tensor]:
+    """As ``GradientBuffers`` does."""
+    views: list[Any] = _allocate(values)
+    for view, value in zip(views, values, strict=True):
+        view.copy_(value)
+    return views
+
+
+def overwrite(buffers: list[torch.Tensor]) -> None:
+    """As the next step does, once it may."""
+    for buffer in buffers:
+        buffer.fill_(7)
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+def test_gradients_come_back_bit_for_bit(gpu: Device) -> None:
+    """Of two steps, in the same memory."""
+    encoder = GpuGradientEncoder(HERE, ring=32 * 64 * KIB, slot=64 * KIB, memory=24 * MIB, small=4 * KIB)
+    buffers = copied(gradients(0))
+    for step in (1, 2):
+        values = gradients(step)
+        for buffer, value in zip(buffers, values, strict=True):
+            buffer.copy_(value)
+        found = encoder.encode(buffers, gpu.default.record_event(), lambda: overwrite(buffers))
+        gpu.synchronize()
+        for value, recorded in zip(values, found, strict=True):
+            again = decode(recorded.tensor, iter(recorded.stored))
+            assert again is not None
+            assert bits(again) == bits(value)
+        kinds = [recorded.tensor.kind for recorded in found]
+        assert kinds == ["scaled"] * 3 + ["plain", "zero", "plain", "plain", "plain", "bfloat16"]
+        sizes = [sum(sum(part.stored) for part in recorded.tensor.parts) for recorded in found]
+        assert sizes[0] < 0.75 * 2 * values[0].numel()
+    encoder.close()
+
+
+def test_digests_are_those_of_a_cpu(gpu: Device) -> None:
+    tensors = [weights(5_000), weights(3_001, torch.bfloat16), weights(40_000), weights(8_000).reshape(80, 100).t()]
+    pieces = [(one, first, last) for one in tensors for first, last in _whole_spans(one.numel() * one.itemsize)]
+    pieces += [(tensors[2], 4096, 8192)]
+    for _ in range(2):
+        found = SpanDigests.taken(HERE, pieces).numbers()
+        for (tensor, first, last), number in zip(pieces, found.tolist(), strict=True):
+            assert number == raw_digest(np.frombuffer(bits(tensor), np.uint8)[first:last].copy())
+        tensors[0] += 1
