@@ -1,0 +1,95 @@
+"""A disk that fills up at each kind of write: the save fails or its outcome is unknown, and the next one goes on."""
+
+from __future__ import annotations
+
+import errno
+import os
+import re
+import subprocess
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from local_cluster import LocalCluster
+
+import raystow
+from raystow.storage.clock import Clock
+from raystow.storage.committer import outcome_in
+from raystow.storage.object_store import Buffer
+from raystow.storage.stores import durable
+
+KINDS = {
+    "pack": r"\.pack$",
+    "fragment": r"/tensors-.*\.parquet$",
+    "record": r"/version\.json$",
+    "root": r"^root\.json$",
+}
+
+
+def state(step: int) -> dict[str, Any]:
+    return {"w": np.random.default_rng(step).standard_normal(100_000), "step": step}
+
+
+def check(version: raystow.Version, step: int) -> None:
+    assert version.step == step
+    assert np.array_equal(version.read("w"), state(step)["w"])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_full_disk_at_each_kind_of_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the bytes are written, then there is no space."""
+    write, write_all, armed = durable.write, durable._write_all, [False]
+
+    def half(descriptor: int, parts: Sequence[Buffer]) -> None:
+        data = b"".join(bytes(part) for part in parts)
+        os.write(descriptor, data[: len(data) // 2])
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    def full(root: Path, key: str, parts: Sequence[Buffer], clock: Clock) -> None:
+        with monkeypatch.context() as disk:
+            if armed[0] and re.search(KINDS[kind], key):
+                disk.setattr(durable, "_write_all", half)
+            write(root, key, parts, clock)
+
+    monkeypatch.setattr(durable, "write", full)
+    with LocalCluster(str(tmp_path / "run")) as cluster:
+        monkeypatch.setattr(cluster.committer.catalog.register._register, "_deadline", 0.3)
+        check(cluster.save(state(1), step=1), 1)
+        armed[0] = True
+        with pytest.raises(raystow.OutcomeUnknown if kind == "root" else raystow.SaveFailed, match="space"):
+            cluster.save(state(2), step=2)
+        armed[0] = False
+        assert durable._write_all is write_all
+        check(cluster.save(state(3), step=3), 3)
+        versions = cluster.repository.versions()
+        assert [version.step for version in versions] == [1, 3]
+        for version in versions:
+            cluster.repository.verify(version)
+        with pytest.raises(raystow.SaveFailed):  # which is certain by now
+            outcome_in(cluster.repository.root(), 2, "f" * 16)
+    assert [path for path in (tmp_path / "run").rglob(f"{durable.TEMPORARY}*") if path.is_file()] == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A file system of 8 MiB."""
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(command, capture_output=True, check=False).returncode:
+        pytest.skip("needs the right to mount")
+    yield folder
+    subprocess.run(["umount", "-l", str(folder)], check=True)
+
+
+def test_a_file_system_without_space(small_disk: Path) -> None:
+    """A real one. Nothing of the save that did not fit stays."""
+    with LocalCluster(str(small_disk / "run")) as cluster:
+        check(cluster.save(state(1), step=1), 1)
+        used = os.statvfs(small_disk).f_bfree
+        with pytest.raises(raystow.SaveFailed, match="free space on this file system"):
+            cluster.save({"w": np.random.default_rng(0).standard_normal(4 << 20)}, step=2)
+        check(cluster.save(state(3), step=3), 3)
+        assert os.statvfs(small_disk).f_bfree > used - 600  # pages: what one more small save takes
