@@ -315,7 +315,7 @@ class Version:
         raw = np.empty(extent, np.dtype(f"V{dtypes.dtype(first.dtype).itemsize}"))
         self.reader().fill([Request(name, rows, (offset, extent), raw)])
         if first.kind == manifest.TENSOR:
-            tensor = _as_torch(raw, first.dtype)
+            tensor = as_torch(raw, first.dtype)
             if tensor is not None:
                 return tensor[rest]
         array = raw.view(dtypes.to_numpy(first.dtype))
@@ -439,7 +439,8 @@ class Bases:
         return base, found
 
 
-def _as_torch(raw: Words, name: str) -> Any:
+def as_torch(raw: Words, name: str) -> Any:
+    """The elements of dtype ``name`` as a torch tensor; None without torch. Raises ``Unsupported`` if torch lacks the dtype."""
     try:
         import torch
     except ImportError:

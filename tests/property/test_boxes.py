@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, TensorProperties, TensorStorageMetadata
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from raystow.storage.format.boxes import Box, overlap, tile, within
+from raystow.storage.format.boxes import Box, bounds, boxes_of_range, overlap, tile, within
 
 boxes = st.integers(0, 4).flatmap(
     lambda n: st.lists(
@@ -52,3 +53,17 @@ def test_shards_of_torch_tile_and_one_more_or_less_does_not(shape: tuple[int, ..
     odd = data.draw(st.sampled_from(parts))
     assert not tile([part for part in parts if part != odd], whole)
     assert not tile([*parts, odd], whole)
+
+
+@given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), ends=st.tuples(st.integers(0, 625), st.integers(0, 625)))
+def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...], ends: tuple[int, int]) -> None:
+    elements = np.arange(math.prod(shape)).reshape(shape)
+    start, stop = (min(end, elements.size) for end in sorted(ends))
+    found = boxes_of_range(start, stop, shape)
+    whole = (0,) * len(shape), shape
+    assert [i for box in found for i in elements[within(box, whole)].flat] == list(range(start, stop))
+    assert len(found) <= max(1, 2 * len(shape) - 1)
+    if found:
+        inside = elements[within(bounds(found), whole)]
+        assert {start, stop - 1} <= set(inside.flat)
+        assert all(overlap(box, bounds(found)) == box for box in found)

@@ -32,6 +32,6 @@ def test_a_callback_restores_the_version_it_is_told(option: dict[str, str], aske
     trainer = SimpleNamespace(optimizers=[optimizer], lr_scheduler_configs=[], fit_loop=loops, global_step=0)
     raystow.lightning.Checkpointing(run, every_n_steps=1, **option).on_fit_start(trainer, model)
 
-    trainer = SimpleNamespace(model=model, create_optimizer=lambda: optimizer)
+    trainer = SimpleNamespace(model=model, create_optimizer=lambda: optimizer, is_deepspeed_enabled=False)
     assert raystow.huggingface.Checkpointing(run, every_n_steps=1).resume(trainer, **option) is None
     assert run.asked == [asked, asked]

@@ -11,16 +11,21 @@ import shutil
 import tempfile
 from collections.abc import Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 from safetensors.torch import save_model
 from transformers import Trainer, TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
+from ...storage.errors import StateError
 from ...storage.version_selector import LATEST, VersionSelector
 from ..client.checkpointer import Checkpointer
 from ..journal.journal import Journal
 from ..save.state_tree import State
 from . import training_state
+
+if TYPE_CHECKING:
+    from .deepspeed.trainer import TrainerEngine
 
 
 class Checkpointing(TrainerCallback):
@@ -28,7 +33,8 @@ class Checkpointing(TrainerCallback):
 
     Saved are weights, optimizer, learning rate scheduler, the Trainer's state, and torch's random generators. The numbers that
     the Trainer logged last become the version's metrics. Pass ``save_strategy="no"`` to the arguments, or the Trainer saves files
-    as well. Works with plain tensors and DTensors: a single device, or DDP. The scale of fp16 gradients is not saved.
+    as well. Works with plain tensors and DTensors: a single device, or DDP, whose fp16 gradient scale is not saved; and with
+    DeepSpeed's ZeRO 1, 2 and 3, if ``resume`` is called before each training.
 
     Args:
         checkpointer: This rank's, from ``raystow.ray_train`` or ``raystow``. The caller closes it.
@@ -45,6 +51,7 @@ class Checkpointing(TrainerCallback):
         self._journal: Journal | None = None
         self._restored: State | None = None
         self._folder: Path | None = None
+        self._engine: TrainerEngine | None = None
 
     def resume(self, trainer: Trainer, version: VersionSelector = LATEST) -> str | None:
         """Restore a version into the trainer's model and optimizer.
@@ -58,9 +65,11 @@ class Checkpointing(TrainerCallback):
             progress below the arguments' ``output_dir``, one for each machine. It is removed at the end of the training.
 
         Raises:
-            StateError: The version does not match the trainer's model and optimizer.
+            StateError: The version does not match the trainer's model and optimizer, or ``journal=True`` with DeepSpeed.
             NotFound: There is no such version.
         """
+        if trainer.is_deepspeed_enabled:
+            return self._resume_engine(trainer, version)
         optimizer = trainer.create_optimizer()
         for group in optimizer.param_groups:  # as the learning rate schedule does, which the Trainer makes later
             group.setdefault("initial_lr", group["lr"])
@@ -78,10 +87,29 @@ class Checkpointing(TrainerCallback):
                 _write(self._folder, trainer.model, json.loads(state["trainer"])["state"])
         return os.fspath(self._folder)
 
+    def _resume_engine(self, trainer: Trainer, version: VersionSelector) -> str | None:
+        """Attach DeepSpeed's engine, which exists only later, and return a folder that the Trainer accepts."""
+        from .deepspeed.trainer import TrainerEngine
+
+        if self._journaled:
+            raise StateError("steps of DeepSpeed cannot be recorded", remedy="pass journal=False")
+        self._engine = TrainerEngine(trainer, self._checkpointer, version)
+        if (found := self._engine.client_state()) is None:
+            return None
+        restored, self._restored = found
+        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{restored.attempt}"
+        with trainer.args.main_process_first(local=True):
+            if not self._folder.exists():
+                _write(self._folder, None, json.loads(self._restored["trainer"])["state"])
+        return os.fspath(self._folder)
+
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
         """Load the restored state: not earlier, since the Trainer makes and starts a new learning rate schedule before this."""
+        if self._engine is not None:
+            self._engine.begun()
         if self._restored is not None:
-            training_state.load(parts["model"], [_unwrapped(parts["optimizer"])], self._restored)
+            if self._engine is None:
+                training_state.load(parts["model"], [_unwrapped(parts["optimizer"])], self._restored)
             scheduler: torch.optim.lr_scheduler.LRScheduler = parts["lr_scheduler"]
             scheduler.load_state_dict(json.loads(self._restored["trainer"])["scheduler"])
 
@@ -104,8 +132,14 @@ class Checkpointing(TrainerCallback):
         if state.global_step % self._steps:
             return
         logged = {name: value for logs in state.log_history for name, value in logs.items() if isinstance(value, int | float)}
+        text = {"trainer": json.dumps(progress)}
+        if self._engine is not None and self._engine.attached is not None:
+            self._engine.attached.save({**training_state.rng(), **text}, logged)
+            return
+        if getattr(args, "hf_deepspeed_config", None) is not None:
+            raise StateError("the engine of DeepSpeed is not known", remedy="call resume(trainer) before trainer.train")
         held = training_state.state_of(parts["model"], [_unwrapped(parts["optimizer"])])
-        self._checkpointer.save({**held, "trainer": json.dumps(progress)}, step=state.global_step, metrics=logged)
+        self._checkpointer.save({**held, **text}, step=state.global_step, metrics=logged)
 
     def _replay(self, model: torch.nn.Module, optimizer: torch.optim.Optimizer, restored: State | None) -> State | None:
         """Replay the journal; return the state that was reached, or None if nothing was replayed."""
@@ -126,15 +160,19 @@ def _unwrapped(optimizer: object) -> torch.optim.Optimizer:
     return getattr(optimizer, "optimizer", optimizer)
 
 
-def _write(folder: Path, model: torch.nn.Module, state: Mapping[str, object]) -> None:
-    """Make the folder atomically: on a shared ``output_dir`` another process may make it, too."""
+def _write(folder: Path, model: torch.nn.Module | None, state: Mapping[str, object]) -> None:
+    """Make the folder atomically: on a shared ``output_dir`` another process may make it, too. Without a model, it is for
+    DeepSpeed, of whose checkpoints the Trainer expects a folder."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     for left in folder.parent.glob(f"raystow-{platform.node()}-*"):
         shutil.rmtree(left, ignore_errors=True)  # left by a training that died
     with tempfile.TemporaryDirectory(dir=folder.parent) as unfinished:
         made = Path(unfinished) / "made"
         made.mkdir()
-        save_model(model, os.fspath(made / "model.safetensors"))  # save_pretrained would on rank 0 alone
+        if model is None:
+            (made / "global_step0").mkdir()
+        else:
+            save_model(model, os.fspath(made / "model.safetensors"))  # save_pretrained would on rank 0 alone
         (made / "trainer_state.json").write_text(json.dumps(state))
         with contextlib.suppress(OSError):
             made.rename(folder)

@@ -20,6 +20,7 @@ from ...storage.repository import latest_version
 from ...storage.retention.policy import Policy
 from ...storage.version import Version
 from ..argument_checks import address
+from ..save.state_tree import State
 from .dcp import Reader, Writer
 
 _OVERRIDDEN = ("dcp_save", "_load", "_find_load_step", "_purge_stale_checkpoints", "_states_to_load")
@@ -51,17 +52,17 @@ class CheckpointManager(checkpoint.CheckpointManager):
     @torch.no_grad()  # type: ignore[untyped-decorator]  # torch is not typed here
     def dcp_save(
         self,
-        state_dict: dict[str, Any],
+        state_dict: State,
         checkpoint_id: str,
         async_mode: AsyncMode,
         enable_garbage_collection: bool = False,
         to_hf: bool = False,
-    ) -> Future[Any] | AsyncSaveResponse | None:
+    ) -> Future[None] | AsyncSaveResponse | None:
         """Save a state as a version."""
         if to_hf:
             folder = filesystem.join(f"{self._uri.removeprefix('file://')}-hf", checkpoint_id)
             return super().dcp_save(state_dict, folder, async_mode, enable_garbage_collection, to_hf)
-        done: Future[Any] | AsyncSaveResponse | None = None
+        done: Future[None] | AsyncSaveResponse | None = None
         to = {"storage_writer": Writer(self._uri, retention=self._retention), "checkpoint_id": checkpoint_id}
         if async_mode == AsyncMode.DISABLED:
             dcp.save(state_dict, **to)

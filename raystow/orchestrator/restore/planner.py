@@ -10,13 +10,14 @@ import numpy as np
 
 from ...storage.errors import StateError
 from ...storage.format import values
+from ...storage.format.boxes import bounds
 from ...storage.format.manifest import Chunk
 from ...storage.format.selection import Sought
 from ...storage.gc_pause import uncollected
 from ...storage.tensor_index import Seeker
 from ...storage.version import Version
 from ..save.shards import Shard, overlaps, shard_of
-from ..save.state_tree import Leaf, State, flatten, show
+from ..save.state_tree import Leaf, State, boxes, flatten, show
 from .fill import Fill
 from .name_check import check_filled, check_names
 from .plan import FROM_STORE, RestorePlan, Sources, build
@@ -49,11 +50,11 @@ def plan_restore(
     Raises ``StateError`` if a name, shape or dtype does not match, or if the version lacks a tensor of ``filled``.
     """
     leaves = flatten(into, what="into")
-    shards: dict[str, Shard | StateError] = {}
+    shards: dict[str, list[Shard] | StateError] = {}
     for leaf in leaves:
         if not _is_replaced(leaf):
             try:
-                shards[leaf.name] = shard_of(leaf, what="into")
+                shards[leaf.name] = [shard_of(box, rank=options.rank, what="into") for box in boxes(leaf)]
             except StateError as error:
                 shards[leaf.name] = error  # raised only if the version holds a tensor of this name
     finder = version.finder(Seeker(options.rank, options.world_size, version.world_size))
@@ -70,11 +71,12 @@ def plan_restore(
         elif chunks and _is_replaced(leaf):
             fill.values[leaf.path] = version.assemble(leaf.name, chunks)
         elif chunks:
-            shard = shards[leaf.name]
-            if isinstance(shard, StateError):
-                raise shard
-            _check_target(leaf, shard, version, chunks[0], cast=options.cast)
-            fill.add(shard, chunks)
+            targets = shards[leaf.name]
+            if isinstance(targets, StateError):
+                raise targets
+            for shard in targets:
+                _check_target(leaf, shard, version, chunks[0], cast=options.cast)
+                fill.add(shard, chunks)
     return build(fill.runs(), sources, version=version.id, names=frozenset(found.chunks), execute=fill.run)
 
 
@@ -83,9 +85,10 @@ def _is_replaced(leaf: Leaf) -> bool:
     return not leaf.is_tensor or isinstance(leaf.value, np.generic)
 
 
-def _sought(leaf: Leaf, shard: Shard | StateError | None) -> Sought:
-    if isinstance(shard, Shard):
-        return Sought(True, shard.shape, (shard.offset, shard.extent), shard.holders)
+def _sought(leaf: Leaf, targets: list[Shard] | StateError | None) -> Sought:
+    if isinstance(targets, list) and targets:
+        around = bounds([(shard.offset, shard.extent) for shard in targets])
+        return Sought(True, targets[0].shape, around, targets[0].holders)
     return Sought(tensor=leaf.is_tensor)
 
 

@@ -21,7 +21,7 @@ from .shard_cache import ShardCache, TensorView
 from .shard_rules import ShardRules
 from .shards import Shard, check_memory
 from .state_cache import StateCache
-from .state_tree import show
+from .state_tree import boxes, show
 from .write_check import WriteCheck, copy_small
 
 if TYPE_CHECKING:
@@ -160,7 +160,7 @@ def plan_save(
         largest = max((leaf for leaf in leaves if not leaf.is_tensor), key=lambda leaf: len(values.dumps(leaf.value)))
         what = f"plain values take more than {MAX_VALUES >> 20} MiB"
         raise StateError(what, subject=show(largest.path), remedy="make it an array")
-    views = planner.shards.look([leaf for leaf in leaves if leaf.is_tensor])
+    views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
     ready = {device: _record_event(device) for device in {view.known.device for view in views} if device is not None}
     views = copy_small(views)
     return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, WriteCheck(views))

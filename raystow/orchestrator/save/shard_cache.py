@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
 from .dtensor_layout import MeshKey
+from .flat_fragment import FragmentBox
 from .shards import Shard, shard_of
 from .state_tree import Elements, Leaf, Path
 
@@ -29,33 +30,36 @@ class ShardCache:
     """The shards of one rank's tensors, without elements. Used on the training thread."""
 
     def __init__(self) -> None:
-        self._known: dict[str, tuple[object, Shard]] = {}
+        self._known: dict[tuple[str, object], tuple[object, Shard]] = {}
         self._marks: list[object] = []  # of the last save, if every tensor could be recognized
         self._shards: list[Shard] = []
 
-    def look(self, leaves: Sequence[Leaf]) -> tuple[TensorView, ...]:
-        """A view of each tensor; ``StateError`` as by ``shard_of``. Thousands of unchanged tensors are recognized by one
-        comparison."""
+    def look(self, leaves: Sequence[Leaf], rank: int = 0) -> tuple[TensorView, ...]:
+        """A view of each tensor or box of a fragment; ``StateError`` as by ``shard_of``. Thousands of unchanged tensors are
+        recognized by one comparison."""
         locals, marks = _glance(leaves)
         if marks == self._marks:  # equal marks mean equal shards, except for the elements
             return tuple(map(TensorView._make, zip(leaves, locals, self._shards, strict=True)))
-        views = self._find(leaves, locals, marks)
+        views = self._find(leaves, locals, marks, rank)
         usual = None not in marks  # shards of other tensors have elements
         self._marks, self._shards = (marks, [sight.known for sight in views]) if usual else ([], [])
         return tuple(views)
 
-    def _find(self, leaves: Sequence[Leaf], locals: Sequence[torch.Tensor], marks: Sequence[object]) -> list[TensorView]:
+    def _find(
+        self, leaves: Sequence[Leaf], locals: Sequence[torch.Tensor], marks: Sequence[object], rank: int
+    ) -> list[TensorView]:
         before, self._known = self._known, {}
         views = list[TensorView]()
         for leaf, local, mark in zip(leaves, locals, marks, strict=True):
             if mark is None:
-                shard = shard_of(leaf)
+                shard = shard_of(leaf, rank=rank)
                 views.append(TensorView(leaf, shard.local, shard))
                 continue
-            known = before.get(leaf.name)
+            of = leaf.name, leaf.value.box if isinstance(leaf.value, FragmentBox) else None
+            known = before.get(of)
             if known is None or known[0] != mark:
-                known = mark, shard_of(leaf).without_elements()
-            self._known[leaf.name] = known
+                known = mark, shard_of(leaf, rank=rank).without_elements()
+            self._known[of] = known
             views.append(TensorView(leaf, local, known[1]))
         return views
 
@@ -66,6 +70,9 @@ def _glance(leaves: Sequence[Leaf]) -> tuple[list[torch.Tensor], list[object]]:
     plain = () if loaded is None else (loaded.Tensor, loaded.nn.Parameter)
     values: list[torch.Tensor] = [leaf.value for leaf in leaves]
     spread: list[object] = [None] * len(values)
+    for i, value in enumerate(values):
+        if type(value) is FragmentBox:
+            spread[i], values[i] = value[1:], value.elements
     if distributed is not None:
         for i, value in enumerate(values):
             if type(value) is distributed.DTensor:

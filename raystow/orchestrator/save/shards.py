@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 import functools
 import math
 import sys
@@ -17,6 +18,7 @@ from ...storage.format import manifest
 from ...storage.format.boxes import Box
 from ..lossy.rules import Rule, RuleSelector
 from .dtensor_layout import dtensor_shard
+from .flat_fragment import FragmentBox
 from .state_tree import Elements, Leaf, show
 
 if TYPE_CHECKING:
@@ -33,9 +35,9 @@ Likeness: TypeAlias = tuple[str, str, tuple[int, ...], bool]
 @dataclass(eq=False)
 class Shard:
     """``holders``: the ranks that have the same box, ascending; empty for all ranks. ``first``: the first rank that has a part of
-    the tensor. ``local``: this rank's elements; None after ``release``. ``device``: their CUDA device; None for host
-    memory. ``selector``: the rounding that the user specified; ``rule``: the rule that is used; ``findings``: its errors by the
-    box of each chunk (see ``lossy.rounded_chunk``)."""
+    the tensor; for boxes of a fragment -1, except for that with the first element. ``local``: this rank's elements; None after
+    ``release``. ``device``: their CUDA device; None for host memory. ``selector``: the rounding that the user specified;
+    ``rule``: the rule that is used; ``findings``: its errors by the box of each chunk (see ``lossy.rounded_chunk``)."""
 
     leaf: Leaf
     kind: str
@@ -122,9 +124,15 @@ class Shard:
         return self.leaf.path, self.kind, self.dtype, self.shape, self.offset, self.extent, self.holders, *where
 
 
-def shard_of(leaf: Leaf, *, what: str = "state") -> Shard:
-    """The shard of a tensor leaf. ``StateError`` for a tensor of a kind that is not plain bytes in memory."""
+def shard_of(leaf: Leaf, *, rank: int = 0, what: str = "state") -> Shard:
+    """The shard of a tensor leaf, which is no fragment but may be a box of one, that only ``rank`` has. ``StateError`` for a
+    tensor of a kind that is not plain bytes in memory."""
     value = leaf.value
+    if isinstance(value, FragmentBox):
+        shard = _torch_shard(leaf._replace(value=value.elements), what)
+        offset, extent = value.box
+        first = rank if value.first else -1
+        return dataclasses.replace(shard, shape=value.shape, offset=offset, extent=extent, holders=(rank,), first=first)
     if isinstance(value, np.ndarray | np.generic):
         if isinstance(value, np.ndarray) and type(value) not in _ARRAYS:
             raise _unsuitable(leaf, what, f"arrays of class {type(value).__name__}", "save its parts")

@@ -11,6 +11,7 @@ import numpy as np
 from ...storage.coding.kernels import Words
 from ...storage.errors import StateError
 from ...storage.format import values
+from .flat_fragment import FlatFragment
 
 if TYPE_CHECKING:
     import torch
@@ -29,7 +30,7 @@ Path: TypeAlias = tuple[PathPart, ...]
 
 
 class Leaf(NamedTuple):
-    """A value in the state. ``name``: its keys joined by dots. ``is_tensor``: a torch tensor, numpy array or numpy scalar."""
+    """A value in the state. ``name``: its keys joined by dots. ``is_tensor``: see the function."""
 
     path: Path
     name: str
@@ -96,9 +97,14 @@ def _items(node: Mapping[object, object] | Sequence[object], path: Path, what: s
 
 
 def is_tensor(node: object) -> bool:
-    """Whether a leaf is a torch tensor, a numpy array or a numpy scalar."""
+    """Whether a leaf is a torch tensor, a fragment of one, a numpy array or a numpy scalar."""
     torch = sys.modules.get("torch")
-    return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic)
+    return (torch is not None and isinstance(node, torch.Tensor)) or isinstance(node, np.ndarray | np.generic | FlatFragment)
+
+
+def boxes(leaf: Leaf) -> list[Leaf]:
+    """The leaf, or one of the same name for each box of a fragment."""
+    return [leaf._replace(value=box) for box in leaf.value.boxes] if isinstance(leaf.value, FlatFragment) else [leaf]
 
 
 def replace(node: object, new: Mapping[Path, object], path: Path = ()) -> object:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+import operator
 from collections.abc import Sequence
 
 from ..coding.digest import stored_digest
@@ -37,6 +39,34 @@ def span(box: Box, shape: Sequence[int]) -> tuple[int, int]:
     for offset, extent, size in zip(*box, shape, strict=True):
         first, last = first * size + offset, last * size + offset + max(extent, 1) - 1
     return first, last
+
+
+def bounds(boxes: Sequence[Box]) -> Box:
+    """The smallest box that contains all of these; there is at least one."""
+    lows = tuple(map(min, zip(*(offset for offset, _ in boxes), strict=True)))
+    highs = map(max, zip(*(map(operator.add, *box) for box in boxes), strict=True))
+    return lows, tuple(high - low for low, high in zip(lows, highs, strict=True))
+
+
+def boxes_of_range(start: int, stop: int, shape: Sequence[int]) -> list[Box]:
+    """The boxes of the elements ``start`` to ``stop`` (exclusive) in row-major order: one after the other, fewer than twice the
+    dimensions. None for an empty range."""
+    if start >= stop:
+        return []
+    if len(shape) < 2:
+        return [((start,), (stop - start,)) if shape else ((), ())]
+    row = math.prod(shape[1:])
+    (first, head), (last, tail) = divmod(start, row), divmod(stop, row)
+    if first == last:
+        return _in_row(first, boxes_of_range(head, tail, shape[1:]))
+    before = _in_row(first, boxes_of_range(head, row, shape[1:])) if head else []
+    whole = first + bool(head)
+    middle = [((whole, *(0 for _ in shape[1:])), (last - whole, *shape[1:]))] if whole < last else []
+    return [*before, *middle, *_in_row(last, boxes_of_range(0, tail, shape[1:]))]
+
+
+def _in_row(row: int, boxes: Sequence[Box]) -> list[Box]:
+    return [((row, *offset), (1, *extent)) for offset, extent in boxes]
 
 
 def tile(boxes: Sequence[Box], whole: Box) -> bool:

@@ -1,0 +1,184 @@
+"""``raystow.deepspeed`` with real engines: any ZeRO stage and number of ranks restores what any other has saved, bit for bit."""
+
+from __future__ import annotations
+
+import itertools
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import ray
+import torch
+from gloo import RankFailed
+from ray.cluster_utils import Cluster
+
+import raystow
+
+pytest.importorskip("deepspeed", reason="make test-frameworks installs DeepSpeed in an environment of its own")
+
+from deepspeed_ranks import WIDTH, Net, config, digests, engine_of, new_ranks, run, train
+
+EXAMPLE = Path(__file__).parents[2] / "examples" / "deepspeed_zero.py"
+CLIENT_STATE = {"epoch": 3, "seen": (1, "a"), "rng": torch.arange(5, dtype=torch.uint8), "empty": {}}
+OFFLOAD = {"offload_optimizer": {"device": "cpu", "pin_memory": False}}
+FP32_GRADIENTS = {"data_types": {"grad_accum_dtype": "fp32"}}
+
+
+def save(engine: Any, steps: int, tag: str | None = None) -> dict[str, str]:
+    train(engine, steps)
+    found = digests(engine)
+    engine.save_checkpoint("checkpoints", tag=tag, client_state=CLIENT_STATE)
+    train(engine, 1)  # its step waits until the tensors have been read
+    return found
+
+
+def load(engine: Any, *tags: str) -> list[dict[str, str]]:
+    found = []
+    for tag in tags or (None,):
+        path, client_state = engine.load_checkpoint("checkpoints", tag=tag)
+        assert path is not None
+        assert repr(client_state) == repr(CLIENT_STATE)
+        found.append(digests(engine))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("saved", "restored", "dtype", "options"),
+    [
+        pytest.param((2, 1), (3, 3), "bf16", {}, id="1-to-3"),
+        pytest.param((3, 3), (2, 2), "bf16", {}, id="3-to-2"),
+        pytest.param((2, 2), (1, 1), "fp16", {}, id="loss-scale"),
+        pytest.param((1, 2), (2, 3), "fp32", OFFLOAD, id="offload"),
+        pytest.param((2, 1), (1, 1), "bf16", FP32_GRADIENTS, id="fp32-gradients"),
+    ],
+)
+def test_another_stage_restores_every_bit(
+    cluster: Cluster, tmp_path: Path, saved: tuple[int, int], restored: tuple[int, int], dtype: str, options: dict[str, Any]
+) -> None:
+    uri = str(tmp_path / "run")
+    [wanted, *_] = run(tmp_path / "a", saved[0], cluster.address, uri, config(saved[1], dtype, options), save, 6)
+    for found in run(tmp_path / "b", restored[0], cluster.address, uri, config(restored[1], dtype, options), load):
+        assert found == [wanted]
+
+
+@pytest.mark.slow
+def test_every_stage_and_world_restores_every_other(cluster: Cluster, tmp_path: Path) -> None:
+    uri, worlds = str(tmp_path / "run"), list(itertools.product((1, 2, 3, 4), (1, 2, 3)))
+    tags = [f"{n}-ranks-stage-{stage}" for n, stage in worlds]
+    wanted = [
+        run(tmp_path / tag, n, cluster.address, uri, config(stage, "bf16"), save, 2, tag)[0]
+        for tag, (n, stage) in zip(tags, worlds, strict=True)
+    ]
+    for n, stage in worlds:
+        for found in run(tmp_path / f"{n}{stage}", n, cluster.address, uri, config(stage, "bf16"), load, *tags):
+            assert found == wanted
+
+
+def resume(engine: Any, end: int) -> list[str]:
+    engine.load_checkpoint("checkpoints")
+    losses = []
+    while engine.global_steps < end:
+        losses += train(engine, 1)
+        engine.save_checkpoint("checkpoints")
+    return losses
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_deepspeed_resumes_in_the_same_bits(cluster: Cluster, tmp_path: Path, stage: int) -> None:
+    def trained(name: str, *ends: int) -> list[list[str]]:
+        parts = [
+            run(tmp_path / f"{name}{end}", 2, cluster.address, str(tmp_path / name), config(stage, "bf16"), resume, end)
+            for end in ends
+        ]
+        return [list(itertools.chain(*losses)) for losses in zip(*parts, strict=True)]
+
+    assert trained("halved", 2, 5) == trained("whole_", 5)
+    assert [version.step for version in raystow.open(tmp_path / "halved").versions()] == [1, 2, 3, 4, 5]
+
+
+class RecordedFences(raystow.Checkpointer):
+    """``seen``: a digest of weights when ``fence`` was called."""
+
+    def fence(self) -> None:
+        self.seen.append(digests(self.engine)["up.weight.master"])
+        super().fence()
+
+
+def fenced(rank: int, n: int, address: str, uri: str) -> None:
+    ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    engine = engine_of(rank, n, config(2, "bf16"))
+    train(engine, 3)  # the learning rate begins at 0
+    checkpointer = RecordedFences(uri)
+    checkpointer.engine, checkpointer.seen = engine, []
+    with raystow.deepspeed.attach(engine, checkpointer):
+        before = digests(engine)["up.weight.master"]
+        train(engine, 1)
+        assert checkpointer.seen == [before], "not once, or not before the weights change"
+        assert digests(engine)["up.weight.master"] != before
+
+
+def test_the_optimizer_step_fences(cluster: Cluster, tmp_path: Path) -> None:
+    with new_ranks(tmp_path / "a") as ranks:
+        ranks.call(1, fenced, cluster.address, str(tmp_path / "run"))
+
+
+def restore_in_torch(rank: int, n: int, uri: str, tag: str) -> dict[str, torch.Tensor]:
+    """The weights and a moment, restored by FSDP2 through raystow and through torch.distributed.checkpoint."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    found = {}
+    for way in ("raystow", "dcp"):
+        model = fully_shard(Net(), mesh=init_device_mesh("cpu", (n,), mesh_dim_names=(tag + way,)))
+        weights, moments = get_state_dict(model, torch.optim.AdamW(p for p in model.parameters() if p.requires_grad))
+        into = {"master": {name: weights[name] for name, p in model.named_parameters() if p.requires_grad}, "optim": moments}
+        if way == "raystow":
+            raystow.restore(uri, into, strict=False)
+        else:
+            dcp.load(into, storage_reader=raystow.dcp.Reader(uri))
+        found[f"{way} master.up.weight"] = into["master"]["up.weight.master"].full_tensor()
+        found[f"{way} optim.state.down.weight.exp_avg"] = moments["state"]["down.weight"]["exp_avg"].full_tensor()
+    return found
+
+
+def test_torch_and_readers_get_whole_tensors(cluster: Cluster, tmp_path: Path) -> None:
+    uri = str(tmp_path / "run")
+    run(tmp_path / "a", 3, cluster.address, uri, config(3, "bf16"), save, 2)
+    version = raystow.latest(uri)
+    assert version is not None
+    assert version.tensors()["master.up.weight"].shape == (WIDTH, 13)
+    assert torch.equal(version.read("master.up.weight").bfloat16(), version.read("model.up.weight"))
+    with new_ranks(tmp_path / "b") as ranks:
+        for found in ranks.call(2, restore_in_torch, uri, "deepspeed"):
+            for name, tensor in found.items():
+                assert torch.equal(tensor, version.read(name.split()[1])), name
+
+
+def attach_twice(engine: Any) -> None:
+    raystow.deepspeed.attach(engine, "nowhere")
+
+
+def test_what_is_not_supported_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+    uri = str(tmp_path / "run")
+    with pytest.raises(RankFailed, match="the engine does not use ZeRO 1, 2 or 3"):
+        run(tmp_path / "a", 1, cluster.address, uri, config(0, "fp32"), save, 1)
+    with pytest.raises(RankFailed, match="the engine is attached already"):
+        run(tmp_path / "b", 1, cluster.address, uri, config(1, "fp32"), attach_twice)
+
+
+def test_the_example_resumes_with_another_stage(cluster: Cluster, tmp_path: Path) -> None:
+    def printed(ranks: int, steps: int, stage: int) -> str:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*launch, str(EXAMPLE), str(tmp_path / "run"), str(steps), str(stage)]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=120, env={**os.environ, "RAY_ADDRESS": cluster.address}
+        ).stdout
+
+    assert "rank 1 of 2, ZeRO 2: loaded None, step 0" in printed(2, 2, 2)
+    assert re.search(r"rank 0 of 1, ZeRO 3: loaded \S+#2, step 2", printed(1, 3, 3))
