@@ -160,9 +160,23 @@ class Training:
             weight.grad = None
         torch.nn.utils.clip_grad_norm_(self._master, 1.0)
         self._optimizer.step()
+        self.copy_weights()
+        self.step += 1
+
+    def copy_weights(self) -> None:
+        """Round the master copy to the weights."""
         with torch.no_grad():
             torch._foreach_copy_(self._weights, self._master)
-        self.step += 1
+
+    @property
+    def model(self) -> nn.Module:
+        """The model, in bf16."""
+        return self._model
+
+    @property
+    def optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer of the master copy."""
+        return self._optimizer
 
     def synchronize(self) -> None:
         """Wait until the device is idle."""

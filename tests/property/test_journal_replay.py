@@ -395,3 +395,17 @@ def test_master_weights_are_copied_after_each_step() -> None:
     assert snapshot(again, theirs) == snapshot(model, optimizer)
     state = 14 * sum(one.numel() for one in master)
     assert box.info(4).size < 0.2 * state  # few elements: headers count
+
+
+def test_steps_without_records_are_not_collected(caplog: pytest.LogCaptureFixture) -> None:
+    """A loop that does not call ``record`` any more takes no more and more memory."""
+    box, run = EntryBox(), Run()
+    journal = box.journal(run.model, run.opt)
+    journal.replay()
+    for number in range(1, 40):
+        run.step(number)
+    assert journal.save_advised
+    assert "record() was not called" in caplog.text
+    journal.record(40)
+    journal.close()
+    assert box.steps() == []

@@ -37,6 +37,11 @@ class CapturedEntry:
         """Note that all of it has been launched on the current streams; ``ready`` gets an event for each GPU."""
         tensors = [gradient for step in self.steps for gradient in step.gradients if gradient is not None]
         tensors += self.buffers.values()
+        values = [value for step in self.steps for value in step.scale.values()]
+        values += [
+            value for groups in (*(step.groups for step in self.steps), *self.groups) for one in groups for value in one.values()
+        ]
+        tensors += [value for value in values if isinstance(value, torch.Tensor)]
         for device in {tensor.device.index for tensor in tensors if tensor.device.type == "cuda"}:
             self.ready[device] = torch.cuda.current_stream(device).record_event()
 
@@ -68,6 +73,8 @@ class EntryEncoder:
 
         ``on_read`` is called when the captured tensors may be overwritten.
         """
+        for event in captured.ready.values():  # small tensors are read on streams of this thread
+            event.synchronize()
         if captured.fresh:
             self._groups.clear()
             self._buffers.clear()

@@ -33,6 +33,7 @@ logger = logging.getLogger(__name__)
 
 _WHOLE = 16  # steps from one digest of all bytes to the next
 _UNSENT = 2  # encoded entries whose bytes are still used: see ``EntryEncoder.encode``
+_MOST_STEPS = 32  # of optimizers in an entry: each holds its gradients
 _LAG = 10.0  # seconds that a step waits for the copies of the step before
 
 
@@ -200,6 +201,10 @@ class Journal:
         if not self._lineage or not self._chained or self._closed:
             return
         entry = self._entry
+        if len(entry.steps) == _MOST_STEPS:
+            self._lose("step after", self._last, f"record() was not called for {_MOST_STEPS} steps of optimizers")
+            entry.steps.clear()
+            return
         try:
             if not entry.steps:
                 with self._changed:

@@ -1,0 +1,236 @@
+"""Measure what the step journal costs a training loop on one GPU, what entries take, and how long a replay takes.
+
+The training of ``gpu_workload`` (6.17 GB of state) runs on a Ray cluster of two nodes on this machine: the training's node
+worker, and a partner that keeps a copy of each entry. Windows of steps that are recorded alternate with windows that are not, and
+each is compared with the mean of its two neighbors, because clocks drift. Every step ends with a synchronization of the GPU.
+
+Before the windows, steps are recorded, the state from before them is put back, and they are replayed: the result must have the
+same bits. With ``--device cpu`` and a small model the benchmark can be tried; such figures mean nothing.
+"""
+
+from __future__ import annotations
+
+import os
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, Any
+
+import ray
+import report
+import torch
+import typer
+from gpu_workload import Size, Training, about, device_named, nbytes, tensors_of
+from ray.cluster_utils import Cluster
+from report import table_of
+from rich.console import Console
+from rich.table import Table
+
+import raystow
+from raystow.orchestrator.coordinator.ray_client import RayCoordinatorClient
+from raystow.orchestrator.journal.tracked_state import TrackedState
+from raystow.workers.node.actor import NAMESPACE, node_actor
+
+SHORT, LONG = 1, 8
+now = time.perf_counter
+
+
+def start_cluster(gpus: int) -> Cluster:
+    """Start a node for the training and one for its partner, and connect this process to the first."""
+    options = {"include_dashboard": False, "object_store_memory": 200 << 20}
+    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": os.cpu_count() or 1, "num_gpus": gpus, **options})
+    cluster.add_node(num_cpus=1, resources={"partner": 1}, object_store_memory=200 << 20)
+    ray.init(address=cluster.address, log_to_driver=False)
+    ray.get(ray.remote(start_node_worker).options(resources={"partner": 1}, num_cpus=0).remote(), timeout=120)
+    return cluster
+
+
+def start_node_worker() -> None:
+    """Start the worker of the node that this runs on."""
+    ray.get(node_actor(RayCoordinatorClient).address.remote(), timeout=100)
+
+
+def entries_of(repository: str) -> list[tuple[int, int]]:
+    """Step and bytes of the entries in this node's memory."""
+    worker = ray.get_actor(f"node-{ray.get_runtime_context().get_node_id()}", NAMESPACE)
+    held = ray.get(worker.journal_entries.remote(repository), timeout=60)
+    return sorted((info.step, info.size) for info in held)
+
+
+def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
+    """Whether all tensors have the same bits."""
+    return all(torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))
+
+
+def step(training: Training, journal: raystow.Journal | None, micro_batches: int) -> float:
+    """Train one step; its seconds."""
+    training.synchronize()
+    start = now()
+    for _ in range(micro_batches):
+        training.forward_backward()
+    training.update()
+    if journal is not None:
+        journal.record(training.step, values=training.step)
+    training.synchronize()
+    return now() - start
+
+
+def replay(training: Training, uri: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
+    """Record steps, put the state from before them back, and replay them."""
+    tracked = TrackedState(training.model, [training.optimizer])
+    before = tracked.host_copy()
+    first = training.step
+    with raystow.Checkpointer(uri, rank=0, world_size=1, **options) as recorder:
+        journal = recorder.journal(training.model, training.optimizer)
+        journal.replay()
+        times = [step(training, journal, SHORT) for _ in range(steps)]
+        if not journal.flush(600) or journal.save_advised:
+            raise SystemExit("the steps were not recorded: see the log")
+        entries = entries_of(raystow.open(uri).id)
+    after = [tensor.to("cpu", copy=True) for tensor in tensors_of(training.state())]
+    tracked.restore(before)
+    if same(tensors_of(training.state()), after):
+        raise SystemExit("the state before the steps is the one after them")
+    with raystow.Checkpointer(uri, rank=0, world_size=1, **options) as restarted:
+        journal = restarted.journal(training.model, training.optimizer)
+        training.synchronize()
+        start = now()
+        reached = journal.replay(training.copy_weights)
+        training.synchronize()
+        seconds = now() - start
+    if reached != first + steps or not same(tensors_of(training.state()), after):
+        raise SystemExit(f"the replay reached step {reached} of {first + steps}, or other bits")
+    sizes = [size for _, size in entries]
+    return {
+        "steps": steps,
+        "replay s": seconds,
+        "replay ms a step": 1e3 * seconds / steps,
+        "bytes of an entry": statistics.median(sizes),
+        "entry / state": statistics.median(sizes) / nbytes(training.state()),
+        "first steps ms": [1e3 * one for one in times],
+        "same bits": True,
+    }
+
+
+def cost(
+    training: Training, journal: raystow.Journal, checkpoint: Any, *, windows: int, steps: int, micro: int
+) -> dict[str, Any]:
+    """Alternate windows with and without recording; the time that recording adds to a step."""
+
+    def window(recorded: bool) -> list[float]:
+        if recorded:
+            checkpoint()  # a chain of entries begins
+            step(training, journal, micro)
+        else:
+            journal._chained = False  # the hooks copy nothing
+        return [step(training, journal if recorded else None, micro) for _ in range(steps)]
+
+    calm, busy = [window(False)], list[list[float]]()
+    for _ in range(windows):
+        busy.append(window(True))
+        calm.append(window(False))
+    means = [statistics.mean(one) for one in calm]
+    added = [statistics.mean(one) - (before + after) / 2 for one, before, after in zip(busy, means, means[1:], strict=False)]
+    base = statistics.median(means)
+    return {
+        "step ms": 1e3 * base,
+        "added ms": 1e3 * statistics.median(added),
+        "added ms of each window": [1e3 * one for one in added],
+        "added %": 100 * statistics.median(added) / base,
+        "recorded step ms windows": [[1e3 * one for one in times] for times in busy],
+        "save advised": journal.save_advised,
+    }
+
+
+def tables(results: dict[str, Any]) -> Iterator[Table]:
+    """Yield the tables of the results."""
+    table = table_of("Recording every step", "step ms", "added ms", "added %")
+    for name, row in results["steps"].items():
+        table.add_row(f"{name} micro-batches", f"{row['step ms']:.1f}", f"{row['added ms']:.2f}", f"{row['added %']:.2f}")
+    yield table
+    row = results["replay"]
+    table = table_of("Replay", "ms a step", "entry MB", "of the state")
+    table.add_row(
+        f"{row['steps']} steps",
+        f"{row['replay ms a step']:.1f}",
+        f"{row['bytes of an entry'] / 1e6:.1f}",
+        f"{row['entry / state']:.4f}",
+    )
+    yield table
+
+
+def claims(results: dict[str, Any]) -> dict[str, bool | None]:
+    """Return the goals, and whether this run meets them."""
+    short, long = (results["steps"].get(str(count)) for count in (SHORT, LONG))
+    return {
+        "short steps: recording adds at most 3 %": short["added %"] <= 3 if short else None,
+        "long steps: recording adds at most .6 %": long["added %"] <= 0.6 if long else None,
+        "an entry takes at most .105 of the state": results["replay"]["entry / state"] <= 0.105,
+        "a replayed step takes at most 60 ms": results["replay"]["replay ms a step"] <= 60,
+    }
+
+
+def main(
+    out: Annotated[Path, typer.Option(help="folder for the JSON file")] = Path(__file__).parent / "results",
+    micro_batches: Annotated[list[int] | None, typer.Option(help="micro-batches per step (repeatable); default: 1 and 8")] = None,
+    windows: Annotated[int, typer.Option(min=1, help="recorded windows")] = 5,
+    steps: Annotated[int, typer.Option(min=1, help="steps of a window")] = 10,
+    warm_up: Annotated[int, typer.Option(min=1, help="training steps before the first measurement")] = 100,
+    replayed: Annotated[int, typer.Option(min=1, help="steps to replay")] = 10,
+    memory: Annotated[float, typer.Option(help="GiB of each node's memory for entries")] = 24.0,
+    replicas: Annotated[int, typer.Option(min=0, max=1, help="partner nodes")] = 1,
+    device: Annotated[str, typer.Option(help="cuda, or cpu for a trial")] = "cuda",
+    layers: Annotated[int, typer.Option(help="of the model")] = Size.layers,
+    width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = Size.width,
+    batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
+) -> None:
+    """Measure the step journal."""
+    where = device_named(device)
+    console = Console(width=None if sys.stdout.isatty() else 150)
+    lengths = micro_batches or [SHORT, LONG]
+    cluster = start_cluster(int(where.type == "cuda"))
+    training = Training(Size(layers=layers, width=width, batch=batch), where)
+    training.run(warm_up)
+    settings = {"windows": windows, "steps": steps, "replicas": replicas, "memory GiB": memory, "layers": layers, "width": width}
+    options: dict[str, Any] = {
+        "memory": raystow.Memory(journal=int(memory * (1 << 30))),
+        "replication": raystow.Replication(replicas=replicas),
+    }
+    results: dict[str, Any] = {**about(where), "settings": settings, "state bytes": nbytes(training.state()), "steps": {}}
+    with tempfile.TemporaryDirectory(prefix="raystow-gpu-journal-", dir="/dev/shm") as folder:
+        results["replay"] = replay(training, f"{folder}/replay", replayed, options)
+        console.print(results["replay"])
+        if where.type == "cuda":
+            torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.max_memory_allocated() if where.type == "cuda" else 0
+        with raystow.Checkpointer(f"{folder}/cost", rank=0, world_size=1, **options) as checkpointer:
+            journal = checkpointer.journal(training.model, training.optimizer)
+            journal.replay()
+
+            def checkpoint() -> None:
+                """Begin a chain, as a save does; what was recorded before may be dropped."""
+                journal.flush(600)
+                journal._last = training.step
+                journal.saved(training.step)
+
+            step(training, journal, SHORT)  # makes the encoder and the buffers
+            for count in lengths:
+                measured = cost(training, journal, checkpoint, windows=windows, steps=steps, micro=count)
+                results["steps"][str(count)] = measured
+                console.print(f"{count} micro-batches: {measured['added ms']:.2f} ms of {measured['step ms']:.1f} ms a step")
+        if where.type == "cuda":
+            results["device memory added bytes"] = torch.cuda.max_memory_allocated() - before
+    results["claims"] = claims(results)
+    report.show(console, tables(results), results["claims"])
+    report.write(console, out, "gpu_journal", results)
+    ray.shutdown()
+    cluster.shutdown()
+    sys.stdout.flush()
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    typer.run(main)
