@@ -202,7 +202,12 @@ class Version:
 
     def _load(self, info: FragmentInfo) -> Fragment:
         with _parsed.taking(_memory(info)):
-            return Fragment.load(*self._fragment(info), info.chunks)
+            data, node, key = self._fragment(info)
+            fragment = Fragment.load(data, node, key, info.chunks)
+        if len(fragment.chunks) != info.chunks:  # the record promises them, and limits by them what is parsed
+            what = f"has {len(fragment.chunks)} chunks, and the record says {info.chunks}"
+            raise Damaged(what, subject=key)
+        return fragment
 
     def _fragment(self, info: FragmentInfo) -> tuple[bytes, int, str]:
         key = keys.fragment(self.id, self.attempt, info.node)

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import threading
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from builders import rows_and_pack, whole
+from builders import empty_record, rows_and_pack, whole
 
+from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged
+from raystow.storage.format import keys
 from raystow.storage.format.manifest import Fragment, Value
 from raystow.storage.format.selection import Sought, select
+from raystow.storage.format.version_record import PackInfo
 from raystow.storage.memory_budget import MemoryBudget
+from raystow.storage.repository import Repository
 
 ROWS, _ = rows_and_pack({"w": whole(np.arange(1000.0))})
 TABLE = pq.read_table(pa.BufferReader(Fragment(0, (ROWS[0],), (Value("v", '["v"]', "1", (0,)),)).dump()))
@@ -94,3 +99,16 @@ def test_threads_share_a_budget() -> None:
     assert order == ["first", "second"]
     with budget.taking(5), budget.taking(5):
         pass
+
+
+def test_a_record_that_promises_other_chunks_is_damage(repository: Repository) -> None:
+    committer = Committer(repository, "me")
+    rows, pack = rows_and_pack({"w": whole(np.arange(1000.0))})
+    fragment, record = Fragment(0, tuple(rows), ()), empty_record(committer)
+    data = fragment.dump()
+    repository.store.put(keys.fragment(record.id, record.attempt, 0), [data])
+    repository.store.put(keys.pack(record.id, record.attempt, 0, "weights", 0), [pack])
+    info = replace(fragment.info(data, [0]), chunks=2)
+    version = committer.commit(replace(record, fragments=(info,), packs=(PackInfo(0, "weights", 0, len(pack)),)))
+    with pytest.raises(Damaged, match="has 1 chunks, and the record says 2"):
+        version.read("w")
