@@ -45,7 +45,7 @@ def test_the_median_stall_counts_and_saves_do_not_overlap() -> None:
 def test_failures_of_earlier_processes_count() -> None:
     costs = SaveCosts(9000.0)
     costs.recall([record(1000.0, 0.5, 900.0), record(2000.0, 0.5, 1500.0), record(3000.0, 0.5, 1500.0, 2500.0)])
-    costs.restored([RestoreInfo(3, 1, 8000.0, 8, 1.0)])
+    costs.restored([RestoreInfo(3, 1, 8000.0, 8, 1.0), RestoreInfo(1, 1, 2500.0, 1, 1.0)])  # the second is in a record as well
     assert costs.interval(ask(), 8, 10_000.0) == pytest.approx(math.sqrt(2 * 0.5 * 9000 / 3))
 
 

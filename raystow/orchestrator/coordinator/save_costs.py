@@ -48,7 +48,7 @@ class SaveCosts:
         self._began = began
         self._stalls: deque[float] = deque(maxlen=_RECENT)
         self._durable: deque[float] = deque(maxlen=_RECENT)
-        self._failures = 0
+        self._restores: set[tuple[float, int]] = set()  # when, and which version: once, however often it is reported
         self.recalled = False
         """Whether ``recall`` was called."""
 
@@ -56,8 +56,7 @@ class SaveCosts:
         """Add what the records of earlier versions tell, oldest first."""
         self.recalled = True
         self._began = min((self._began, *(record.created for record in records)))
-        restores = {(one.at, one.version) for record in records for one in record.restores if one.at > self._began}
-        self._failures += len(restores)
+        self.restored([one for record in records for one in record.restores if one.at > self._began])
         stalls = [record.stall for record in records if record.stall is not None]
         self._stalls = deque((*stalls, *self._stalls), _RECENT)
 
@@ -70,7 +69,7 @@ class SaveCosts:
 
     def restored(self, restores: Sequence[RestoreInfo]) -> None:
         """The run has restored, probably after a failure."""
-        self._failures += len(restores)
+        self._restores.update((one.at, one.version) for one in restores)
 
     def interval(self, ask: AskNextSave, ranks: int, now: float) -> float:
         """The seconds from save to save, as a rank asks for; ``now``: in seconds since 1970."""
@@ -78,6 +77,6 @@ class SaveCosts:
             return ask.seconds
         if not self._stalls:
             return _UNMEASURED
-        mtbf = ask.mtbf or time_between_failures(now - self._began, self._failures, ranks)
+        mtbf = ask.mtbf or time_between_failures(now - self._began, len(self._restores), ranks)
         durable = median(self._durable) if self._durable else 0.0
         return best_interval(median(self._stalls), mtbf, ask.budget, durable=durable)
