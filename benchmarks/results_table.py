@@ -26,6 +26,7 @@ PEERS, OLD_PEERS, COLD = "peers-2026-11-23", "peers-2026-11", "cold_start-2026-1
 LOADS, FIRST_LOADS, PAIR = "gpu_restore-2026-11-22-last", "gpu_restore-2026-11-21", "gpu_pair-2026-11-22-saving"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-22", "control_plane-2026-11-23", "cpu_cold-2026-11-24"
 DEFAULT, PEER, PINNED = "raystow deflate auto", "torch_checkpointing", "DCP async pinned"
+FAULTS = "faults-2026-11-24"
 CACHED = "kernels in Triton's cache"
 
 Row = tuple[str, ...]
@@ -281,6 +282,20 @@ _WAYS = (
 )
 
 
+def faults() -> str:
+    """What becomes of savers that meet the same faults."""
+    savers = dict(result(FAULTS)["savers"])  # type: ignore[index]
+    kinds = list(next(iter(savers.values())))
+    return table(("fault", *savers), ((kind, *(_outcome(savers[saver][kind]) for saver in savers)) for kind in kinds))
+
+
+def _outcome(of: dict[str, float | None]) -> str:
+    parts = ["hung"] * bool(of["hung"]) + [f"crashed {of['crashed']:.0f}x"] * bool(of["crashed"])
+    parts += [f"lost {of['lost steps']:.0f} steps"] * bool(of["lost steps"]) + ["wrong bits"] * bool(of["wrong"])
+    back = of["recovered after s"]
+    return ", ".join([*parts, f"recovered after {back:.1f} s" if back is not None else "not recovered"])
+
+
 def _size(model: str, file: str, at_step: str, way: str) -> str:
     sizes = ("models", model, "sizes", at_step)
     return share(at(file, *sizes, way) / at(file, *sizes, "raw")) if _has(file, *sizes, way) else "not measured"
@@ -345,6 +360,7 @@ TABLES = {
     "resumed": resumed,
     "history": history,
     "thinned-reads": thinned_reads,
+    "faults": faults,
 }
 
 
