@@ -67,6 +67,7 @@ def fit(box: EntryBox, steps: int, folder: Path) -> dict[str, torch.Tensor]:
     return {name: value.clone() for name, value in module.state_dict().items()}
 
 
+@pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_lightning_goes_on_at_the_last_step(tmp_path: Path) -> None:
     undisturbed = fit(EntryBox(), STEPS, tmp_path)

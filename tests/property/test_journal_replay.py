@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import logging
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import pytest
@@ -130,7 +131,7 @@ def test_steps_are_replayed_bit_for_bit(optimizer: str) -> None:
     assert again.snapshot() == states[-1]
 
 
-@settings(max_examples=25)
+@settings(max_examples=15)
 @given(
     st.sampled_from(["sgd-momentum", "adamw-foreach", "adamw-fused", "nadam", "adafactor"]),
     st.sampled_from([torch.float32, torch.bfloat16, torch.float64]),
@@ -164,7 +165,7 @@ def flip(box: EntryBox, step: int, at: int) -> None:
     box.entries[info] = bytes(data)
 
 
-@settings(max_examples=30)
+@settings(max_examples=20)
 @given(st.integers(1, 6), st.integers(0, 1 << 30))
 def test_a_flipped_bit_ends_the_replay_before_it(step: int, at: int) -> None:
     damaged, states = made()
@@ -409,3 +410,48 @@ def test_steps_without_records_are_not_collected(caplog: pytest.LogCaptureFixtur
     journal.record(40)
     journal.close()
     assert box.steps() == []
+
+
+def test_another_number_of_ranks_is_told_why_nothing_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    box, _ = made()
+    runs = [Run(), Run()]
+    journals = [box.journal(run.model, run.opt, rank=rank, world_size=2) for rank, run in enumerate(runs)]
+    with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING):
+        assert [*pool.map(lambda journal: journal.replay(), journals)] == [None, None]
+    assert "steps recorded by 1 ranks cannot be replayed by 2" in caplog.text
+    for journal in journals:
+        journal.close()
+
+
+def test_ranks_go_back_to_the_step_that_all_reach() -> None:
+    """One rank lacks the last entry, and another computes step 3 otherwise: all end at step 2."""
+    box, states = EntryBox(), dict[int, list[list[bytes]]]()
+    runs = [Run(), Run(), Run()]
+
+    def record(rank: int) -> None:
+        journal = box.journal(runs[rank].model, runs[rank].opt, rank=rank, world_size=3)
+        journal.replay()
+        states[rank] = [runs[rank].snapshot()]
+        for number in range(1, 6):
+            runs[rank].step(number)
+            journal.record(number, values=number)
+            states[rank].append(runs[rank].snapshot())
+        journal.close()
+
+    with ThreadPoolExecutor(3) as pool:
+        list(pool.map(record, range(3)))
+        del box.entries[box.info(5, rank=0)]
+        again, calls = [Run(), Run(), Run()], 0
+
+        def disturb(*_: object) -> None:
+            nonlocal calls
+            calls += 1
+            if calls == 3:
+                again[1].model.unused.data[0, 0] += 1
+
+        again[1].opt.register_step_post_hook(disturb)
+        journals = [box.journal(run.model, run.opt, rank=rank, world_size=3) for rank, run in enumerate(again)]
+        assert [*pool.map(lambda journal: journal.replay(), journals)] == [2, 2, 2]
+    for rank, run in enumerate(again):
+        assert run.snapshot() == states[rank][2]
+        journals[rank].close()

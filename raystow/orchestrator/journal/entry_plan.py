@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import itertools
-import logging
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from ...storage.clock import Clock
 from ...workers.protocol.messages import EntryInfo, EntryPlace, Generation, generation_of
-
-logger = logging.getLogger(__name__)
 
 _MOST_GENERATIONS = 64
 """Generations that entries name: a training that restarted more often without a version has other problems."""
@@ -23,6 +20,7 @@ class EntryPlan(NamedTuple):
     step: int
     lineage: tuple[Generation, ...]
     entries: Mapping[int, tuple[EntryPlace, ...]]
+    note: str = ""
 
 
 def plan_entries(base: int, world_size: int, held: Mapping[str, Sequence[EntryInfo]]) -> EntryPlan:
@@ -38,7 +36,8 @@ def plan_entries(base: int, world_size: int, held: Mapping[str, Sequence[EntryIn
     usable = [info for info in nodes if info.world_size == world_size and info.step > base]
     others = sorted({info.world_size for info in nodes if info.world_size != world_size and info.step > base})
     if others and not usable:
-        logger.warning("the entries of %s ranks cannot be replayed by %d: the run goes on from the version", others, world_size)
+        note = f"steps recorded by {', '.join(map(str, others))} ranks cannot be replayed by {world_size}"
+        return EntryPlan(base, (), {}, note)
     for lineage in sorted({info.lineage for info in usable}, key=lambda lineage: lineage[-1].token, reverse=True):
         plan = _follow(base, world_size, lineage, nodes, usable)
         if plan.step > base:

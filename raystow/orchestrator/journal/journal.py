@@ -139,6 +139,8 @@ class Journal:
         fetch = self._port.fetch
         replayer = Replayer(self._state, self._hooks, fetch, after_step=after_step, base=self._base, log=self._log)
         result = ReplayResult(self._base)
+        if choice.note and identity.rank == 0:
+            self._log.warning("nothing is replayed: %s", choice.note)
         if choice.entries:
             result = replayer.go_to(choice.step, choice.entries)
         while not (answer := self._port.settle(replace(vote, reached=result.step))).agreed:

@@ -45,7 +45,7 @@ class JournalRound:
             raise self.failure
         assert self.plan is not None
         entries = self.plan.entries.get(vote.rank, ()) if vote.reached is None else ()
-        return JournalChoice(self.plan.step, self.lineage, entries, self.agreed)
+        return JournalChoice(self.plan.step, self.lineage, entries, self.agreed, self.plan.note)
 
 
 class JournalRounds:

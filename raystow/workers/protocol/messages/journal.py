@@ -253,9 +253,11 @@ class JournalChoice(Message, frozen=True):
         lineage: Generations of the entries that are recorded from then on.
         entries: Of the rank that asks, oldest first.
         agreed: All ranks have reached ``step``.
+        note: Why entries that are there are not used; empty if there are none.
     """
 
     step: int
     lineage: Column[Generation]
     entries: Column[EntryPlace] = ()
     agreed: bool = False
+    note: Text = ""
