@@ -15,6 +15,7 @@ from gloo import Ranks
 from torch import nn
 
 STATES = ("exp_avg", "exp_avg_sq")
+PATIENCE = 300.0  # seconds: the first process compiles an operator of DeepSpeed
 WIDTH = 6001  # parts of the weights are larger than what `save` copies
 
 
@@ -125,4 +126,4 @@ def new_ranks(folder: Path) -> Iterator[Ranks]:
 def run(folder: Path, n: int, *args: Any) -> list[Any]:
     """``attached(*args)`` on ``n`` new processes."""
     with new_ranks(folder) as ranks:
-        return ranks.call(n, attached, *args)
+        return ranks.call(n, attached, *args, timeout=PATIENCE)

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+import torch.distributed.checkpoint as dcp
 from gloo import RankFailed
 from ray.cluster_utils import Cluster
 
@@ -128,7 +129,6 @@ def test_the_optimizer_step_fences(cluster: Cluster, tmp_path: Path) -> None:
 
 def restore_in_torch(rank: int, n: int, uri: str, tag: str) -> dict[str, torch.Tensor]:
     """The weights and a moment, restored by FSDP2 through raystow and through torch.distributed.checkpoint."""
-    import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -142,7 +142,7 @@ def restore_in_torch(rank: int, n: int, uri: str, tag: str) -> dict[str, torch.T
             raystow.restore(uri, into, strict=False)
         else:
             dcp.load(into, storage_reader=raystow.dcp.Reader(uri))
-        found[f"{way} master.up.weight"] = into["master"]["up.weight.master"].full_tensor()
+        found[f"{way} master.up.weight"] = into["master"]["up.weight"].full_tensor()
         found[f"{way} optim.state.down.weight.exp_avg"] = moments["state"]["down.weight"]["exp_avg"].full_tensor()
     return found
 
@@ -164,12 +164,19 @@ def attach_twice(engine: Any) -> None:
     raystow.deepspeed.attach(engine, "nowhere")
 
 
+def load_weights(engine: Any) -> None:
+    engine.load_checkpoint("checkpoints", load_module_only=True)
+
+
 def test_what_is_not_supported_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     uri = str(tmp_path / "run")
     with pytest.raises(RankFailed, match="the engine does not use ZeRO 1, 2 or 3"):
         run(tmp_path / "a", 1, cluster.address, uri, config(0, "fp32"), save, 1)
     with pytest.raises(RankFailed, match="the engine is attached already"):
         run(tmp_path / "b", 1, cluster.address, uri, config(1, "fp32"), attach_twice)
+    dcp.save({"model": Net().state_dict()}, storage_writer=raystow.dcp.Writer(uri))
+    with pytest.raises(RankFailed, match="version 1 was not saved by"):
+        run(tmp_path / "c", 1, cluster.address, uri, config(1, "fp32"), load_weights)
 
 
 def test_the_example_resumes_with_another_stage(cluster: Cluster, tmp_path: Path) -> None:

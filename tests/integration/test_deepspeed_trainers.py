@@ -15,7 +15,7 @@ import raystow
 
 pytest.importorskip("deepspeed", reason="make test-frameworks installs DeepSpeed in an environment of its own")
 
-from deepspeed_ranks import Net, config, new_ranks
+from deepspeed_ranks import PATIENCE, Net, config, new_ranks
 
 BATCH = 2
 
@@ -61,7 +61,7 @@ def test_accelerate_resumes_in_the_same_bits(cluster: Cluster, tmp_path: Path) -
     def trained(name: str, steps: int) -> list[list[str]]:
         with new_ranks(tmp_path / f"{name}{steps}") as ranks:
             there = cluster.address, str(tmp_path / name), str(tmp_path / f"{name}-folder")
-            return ranks.call(2, accelerated, *there, steps)
+            return ranks.call(2, accelerated, *there, steps, timeout=PATIENCE)
 
     whole, first, second = trained("whole", 4), trained("halved", 2), trained("halved", 4)
     assert [a + b for a, b in zip(first, second, strict=True)] == whole
@@ -103,7 +103,7 @@ def test_the_trainer_resumes_deepspeed_in_the_same_bits(cluster: Cluster, tmp_pa
     def trained(name: str, steps: int) -> dict[str, str]:
         with new_ranks(tmp_path / f"{name}{steps}") as ranks:
             there = cluster.address, str(tmp_path / name), str(tmp_path / f"{name}-folder")
-            return ranks.call(2, with_trainer, *there, steps)[0]
+            return ranks.call(2, with_trainer, *there, steps, timeout=PATIENCE)[0]
 
     whole, first, second = trained("whole", 6), trained("halved", 4), trained("halved", 6)
     assert {**first, **second} == whole

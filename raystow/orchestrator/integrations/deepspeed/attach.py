@@ -22,7 +22,14 @@ from ....storage.version import Version
 from ....storage.version_selector import VersionSelector
 from ...client.checkpointer import Checkpointer
 from ...save.state_tree import State
-from .engine_state import apply_moments, apply_progress, apply_weights, engine_state, progress_text
+from .engine_state import (
+    apply_moments,
+    apply_progress,
+    apply_weights,
+    engine_state,
+    gather_persistent,
+    progress_text,
+)
 from .partitions import Engine
 
 logger = logging.getLogger(__name__)
@@ -98,7 +105,11 @@ class AttachedEngine:
             del into["optim"]
         restored = self._checkpointer.restore(into, version, strict=strict and moments)
         if restored is None:
+            gather_persistent(engine)
             return None
+        if not into["progress"]:  # possible without ``strict``
+            what = f"version {restored.id} was not saved by raystow.deepspeed; the model is in an undefined state now"
+            raise StateError(what, remedy="restore its weights before deepspeed.initialize")
         with tried("deepspeed", "0.19"):
             apply_weights(engine, found)
             if moments:

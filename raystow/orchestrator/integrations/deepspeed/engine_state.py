@@ -84,10 +84,15 @@ def apply_weights(engine: Engine, found: EngineState) -> None:
     with torch.no_grad():
         for name in found.tree["model"].keys() & buffers.keys():
             buffers[name].copy_(found.tree["model"][name])
-    if engine.zero_optimization_stage() == 3:
-        engine.optimizer.checkpoint_event_epilogue()  # gathers the parameters that stay whole on each rank
-    else:
+    gather_persistent(engine)
+    if engine.zero_optimization_stage() < 3:
         engine.optimizer.update_lp_params()  # gathers the weights of other ranks
+
+
+def gather_persistent(engine: Engine) -> None:
+    """Gather the parameters that stay whole on each rank in ZeRO 3."""
+    if engine.zero_optimization_stage() == 3:
+        engine.optimizer.checkpoint_event_epilogue()
 
 
 def progress_text(engine: Engine, client_state: State) -> str:
