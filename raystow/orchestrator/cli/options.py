@@ -59,9 +59,10 @@ def finite(text: str) -> float:
 
 def _quantity(text: str, units: dict[str, int], what: str) -> float:
     found = _NUMBER.fullmatch(text.strip().lower())
-    if found is None or found[2] not in units:
-        raise typer.BadParameter(f"{text!r} is not {what}")
-    return float(found[1]) * units[found[2]]
+    value = float(found[1]) * units[found[2]] if found is not None and found[2] in units else math.inf
+    if not value < math.inf:
+        raise typer.BadParameter(f"{text[:80]!r} is not {what}")
+    return value
 
 
 number = partial(typer.Option, metavar="N", min=1)
