@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
+.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -25,6 +25,10 @@ $(READY): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet -c constraints.txt torch
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[train,report,dev]"
 	touch $@
+
+# Another place: AZURITE_HOME. Tests of Azure Blob Storage are skipped without it.
+azurite:  ## install Azurite, the emulator of Azure Blob Storage, from npm (half a minute; needs Node 20)
+	@npm install --silent --no-audit --no-fund --prefix "$${AZURITE_HOME:-$$HOME/.cache/raystow-azurite}" azurite@3
 
 demo: $(READY)  ## train on a real cluster, lose a node during a save, restore every bit (two minutes)
 	$(BIN)/raystow demo

@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from azure_server import azure_server, make_container
 from hypothesis import HealthCheck, settings
 from s3_server import make_bucket, s3_server
 
@@ -73,3 +74,16 @@ def s3_bucket(s3_endpoint: str) -> str:
 def s3_uri(s3_bucket: str) -> str:
     """A fresh, empty ``s3://bucket/prefix`` for one test."""
     return f"s3://{s3_bucket}/t-{SYSTEM.token()}/run"
+
+
+@pytest.fixture(scope="session")
+def az_container() -> Iterator[str]:
+    """A container on an Azure Blob server; the AZURE_* variables lead there until the session ends."""
+    with azure_server() as endpoint:
+        yield make_container(endpoint, _BUCKET)
+
+
+@pytest.fixture
+def az_uri(az_container: str) -> str:
+    """A fresh, empty ``az://container/prefix`` for one test."""
+    return f"az://{az_container}/t-{SYSTEM.token()}/run"

@@ -46,11 +46,11 @@ def make_bucket(name: str) -> str:
 
 @contextlib.contextmanager
 def _moto() -> Iterator[str]:
-    port = _free_port()
+    port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     try:
-        _wait_for(port, process)
+        wait_for(port, process, "the S3 server")
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
@@ -61,20 +61,23 @@ def _moto() -> Iterator[str]:
             process.wait()
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody uses."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
 
 
-def _wait_for(port: int, process: subprocess.Popen[bytes]) -> None:
+def wait_for(port: int, process: subprocess.Popen[bytes], name: str) -> None:
+    """Wait until a server process accepts connections."""
+
     def answers() -> bool:
         if process.poll() is not None:
-            raise RuntimeError(f"the S3 server ended with exit status {process.poll()}")
+            raise RuntimeError(f"{name} ended with exit status {process.poll()}")
         try:
             socket.create_connection(("127.0.0.1", port), timeout=1).close()
         except OSError:
             return False
         return True
 
-    wait_until(answers, "the S3 server accepts connections", _START_SECONDS, pause=0.02)
+    wait_until(answers, f"{name} accepts connections", _START_SECONDS, pause=0.02)

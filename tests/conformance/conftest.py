@@ -11,14 +11,14 @@ from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores import open_store
 
 
-@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3)])
+@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3), "az"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The address of an empty store."""
     if request.param == "memory":
         return f"memory://t-{SYSTEM.token()}"
     if request.param == "local":
         return (tmp_path / "a repository" / "run").as_uri()
-    return str(request.getfixturevalue("s3_uri"))
+    return str(request.getfixturevalue(f"{request.param}_uri"))
 
 
 @pytest.fixture

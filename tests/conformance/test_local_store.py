@@ -290,7 +290,7 @@ def test_relative_addresses_and_homes(root: Path, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_a_bad_address_is_explained(uri: str) -> None:
-    with pytest.raises(StateError, match=r"use s3://bucket/prefix, file:///path") as caught:
+    with pytest.raises(StateError, match=r"use s3://bucket/prefix, az://container/prefix") as caught:
         open_store(uri)
     assert "hush" not in str(caught.value)
 

@@ -3,66 +3,22 @@
 from __future__ import annotations
 
 import os
-import threading
-import traceback
-from collections.abc import Iterator, Sequence
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import boto3
 import pytest
+from scripted_server import SECRET, TOKEN, Scripted, failures, operations
 
 from raystow.storage.clock import SYSTEM
-from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, RaystowError, StoreError, StoreUnavailable
+from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StoreError, StoreUnavailable
 from raystow.storage.stores import open_store, s3_clients
+from raystow.storage.stores.request_limits import RequestLimits
 from raystow.storage.stores.s3 import S3Store
-from raystow.storage.stores.s3_clients import S3Limits
 
 pytestmark = pytest.mark.s3
 
-IMPATIENT = S3Limits(connect_seconds=1, stall_seconds=1, request_seconds=4, attempts=2, retry_seconds=1)
-SECRET, TOKEN = "wJalrXUtnFEMI/K7MDENG", "FwoGZXIvYXdzEXAMPLETOKEN"
-
-
-class Scripted(ThreadingHTTPServer):
-    """Answers each request with the next (status, code) of a script, the last one for ever; "stall" never answers."""
-
-    daemon_threads = True
-
-    def __init__(self, script: Sequence[tuple[int, str]]) -> None:
-        super().__init__(("127.0.0.1", 0), _Handler)
-        self.script, self.requests, self.closing = list(script), [], threading.Event()  # type: ignore[var-annotated]
-
-    @property
-    def endpoint(self) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}"
-
-
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-
-    def answer(self) -> None:
-        server: Any = self.server
-        server.requests.append(f"{self.command} {self.path}")
-        self.rfile.read(int(self.headers.get("Content-Length", 0)))
-        status, code = server.script.pop(0) if len(server.script) > 1 else server.script[0]
-        if code == "stall":
-            server.closing.wait()
-            return
-        # As servers do: the answer to a bad signature repeats the request, session token and all.
-        echo = "".join(f"{name}:{value}\n" for name, value in self.headers.items())
-        body = f"<Error><Code>{code}</Code><Message>{SECRET} {TOKEN}</Message><CanonicalRequest>{echo}</CanonicalRequest></Error>"
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(body.encode())
-
-    do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = answer
-
-    def log_message(self, *args: Any) -> None:
-        pass
+IMPATIENT = RequestLimits(connect_seconds=1, stall_seconds=1, request_seconds=4, attempts=2, retry_seconds=1)
 
 
 @pytest.fixture
@@ -81,39 +37,9 @@ def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
 
 @pytest.fixture
 def server(request: pytest.FixtureRequest, aws: pytest.MonkeyPatch) -> Iterator[Scripted]:
-    with Scripted(request.param) as scripted:
-        threading.Thread(target=scripted.serve_forever, args=(0.01,), daemon=True).start()
+    with Scripted(request.param).running() as scripted:
         aws.setenv("AWS_ENDPOINT_URL", scripted.endpoint)
         yield scripted
-        scripted.closing.set()
-        scripted.shutdown()
-
-
-def operations(store: S3Store) -> dict[str, Any]:
-    return {
-        "get": lambda: store.get("k", max_bytes=9),
-        "get_range": lambda: store.get_range("k", 0, 9),
-        "get_range empty": lambda: store.get_range("k", 0, 0),
-        "put": lambda: store.put("k", [b"x"]),
-        "put large": lambda: store.put("k", [bytes(17 << 20)]),
-        "put_if": lambda: store.put_if("k", b"x", None),
-        "list": lambda: list(store.list("")),
-        "delete": lambda: store.delete(["k"]),
-    }
-
-
-def failures(store: S3Store) -> dict[str, RaystowError]:
-    """What each operation raises; it must raise, name the object, and keep the secrets."""
-    found = {}
-    for name, operation in operations(store).items():
-        with pytest.raises(RaystowError) as caught:
-            operation()
-        found[name] = caught.value
-        shown = "".join(traceback.format_exception(caught.value)) + repr(caught.value)
-        assert store.uri in str(caught.value)
-        assert SECRET not in shown
-        assert TOKEN not in shown
-    return found
 
 
 @pytest.mark.parametrize(

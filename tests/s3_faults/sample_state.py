@@ -9,14 +9,14 @@ from typing import Any, TypeVar
 import torch
 
 import raystow
-from raystow.storage.stores.s3_clients import S3Limits
+from raystow.storage.stores.request_limits import RequestLimits
 
 MOTO = "RAYSTOW_TEST_S3" not in os.environ
 """Whether the server is moto's, which keeps everything in memory and ignores checksums."""
 _Case = TypeVar("_Case")
 
 
-HURRY = S3Limits(
+HURRY = RequestLimits(
     connect_seconds=1,
     stall_seconds=1,
     request_seconds=2,

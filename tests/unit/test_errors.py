@@ -11,7 +11,7 @@ from botocore.exceptions import EndpointConnectionError
 
 from raystow.storage import errors
 from raystow.storage.errors import RaystowError, StoreUnavailable
-from raystow.storage.stores.s3_errors import boto_errors, obstore_errors
+from raystow.storage.stores.s3_errors import ANSWERS, boto_errors
 
 TREE = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if issubclass(kind, RaystowError)]
 
@@ -51,7 +51,7 @@ def test_an_endpoint_that_does_not_answer_is_named(url: str, named: str) -> None
         f"s3://bucket/root.json: GET failed: EndpointConnectionError{named and ' ' + named} (check"
     )
     assert not any(secret in str(refused.value) for secret in ("abc", "secret"))
-    with pytest.raises(StoreUnavailable) as refused, obstore_errors("PUT", "s3://bucket/root.json"):
+    with pytest.raises(StoreUnavailable) as refused, ANSWERS.obstore_errors("PUT", "s3://bucket/root.json"):
         raise OSError(f"error sending request for url ({url}) kind: Connect")
     assert named in str(refused.value)
     assert not any(secret in str(refused.value) for secret in ("abc", "secret"))

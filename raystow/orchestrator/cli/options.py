@@ -77,7 +77,10 @@ store_price = dollars(help="Price of a GB (10^9 bytes) in the store per month.")
 gpu_price = dollars(help="Price of one GPU hour.")
 
 Uri = Annotated[
-    str, typer.Argument(metavar="URI", help="Repository: s3://bucket/prefix, file:///path, or a path.", show_default=False)
+    str,
+    typer.Argument(
+        metavar="URI", help="Repository: s3://bucket/prefix, az://container/prefix, file:///path, or a path.", show_default=False
+    ),
 ]
 Which = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, pin name, 'step:60', or 'latest'.")]
 Json = Annotated[bool, typer.Option("--json", help="Print one JSON object instead of text.")]

@@ -66,7 +66,8 @@ class Checkpointer:
     """Save and restore the state of one rank. Each training process makes one; they need not start at the same time.
 
     Args:
-        uri: The repository: ``s3://bucket/prefix``, ``file:///path`` or a path. It is created if it does not exist.
+        uri: The repository: ``s3://bucket/prefix``, ``az://container/prefix``, ``file:///path`` or a path. It is
+            created if it does not exist.
         rank: The rank of this process, with ``world_size``. None: that of Ray Train, torch.distributed or ``RANK`` in the
             environment, which must not contradict each other; 0 if there is none of these.
         world_size: The number of ranks, with ``rank``. None: from the same sources; 1 if there is none.

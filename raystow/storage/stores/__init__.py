@@ -17,11 +17,13 @@ __all__ = ["open_store"]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_REMEDY = "use s3://bucket/prefix, file:///path, a plain path, or memory://name"
+_REMEDY = "use s3://bucket/prefix, az://container/prefix, file:///path, a plain path, or memory://name"
+_CONFIGURATION = {"s3": "AWS", "az": "Azure"}
 
 
 def open_store(uri: str) -> ObjectStore:
-    """Open the store at ``s3://bucket/prefix``, ``file:///path``, a plain path, or ``memory://name`` (this process only).
+    """Open the store at ``s3://bucket/prefix``, ``az://container/prefix``, ``file:///path``, a plain path, or ``memory://name``
+    (this process only).
 
     Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address.
     """
@@ -39,8 +41,8 @@ def open_store(uri: str) -> ObjectStore:
     if not uri[len(scheme[0]) :].startswith("/"):
         raise _bad(f"two slashes must follow {kind}:", f"{kind}:")
     rest = uri[len(scheme[0]) + 1 :]
-    if kind == "s3":
-        return _s3(rest)
+    if kind in _CONFIGURATION:
+        return _in_bucket(kind, rest)
     if kind == "memory":
         return _memory(rest)
     raise _bad(f"raystow has no store for {kind}:// addresses", f"{kind}://")
@@ -59,16 +61,21 @@ def _file_path(uri: str) -> str:
     return unquote(parts.path)
 
 
-def _s3(rest: str) -> ObjectStore:
+def _in_bucket(kind: str, rest: str) -> ObjectStore:
     bucket, _, prefix = rest.partition("/")
     prefix = prefix.strip("/")
     # A bucket part with an @ may be someone's keys: it is refused here and never repeated in a message.
     if not _BUCKET.fullmatch(bucket):
-        raise _bad("this is not a bucket name; credentials belong into the AWS configuration, not into the address", "s3://")
+        where = f"the {_CONFIGURATION[kind]} configuration, not into the address"
+        raise _bad(f"this is not a bucket name; credentials belong into {where}", f"{kind}://")
     if any("\ud800" <= character <= "\udfff" for character in prefix):
-        raise _bad("a prefix must be valid UTF-8", f"s3://{bucket}")
+        raise _bad("a prefix must be valid UTF-8", f"{kind}://{bucket}")
     if prefix and any(part in ("", ".", "..") for part in prefix.split("/")):
-        raise _bad("a prefix must not hold empty parts, . or ..", f"s3://{bucket}/{prefix}")
+        raise _bad("a prefix must not hold empty parts, . or ..", f"{kind}://{bucket}/{prefix}")
+    if kind == "az":
+        from .azure import AzureStore
+
+        return AzureStore(bucket, prefix)
     from .s3 import S3Store
 
     return S3Store(bucket, prefix)

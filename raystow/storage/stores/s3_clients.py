@@ -24,37 +24,13 @@ from obstore.store import S3Store as ObstoreS3
 from ..errors import StoreError
 from ..gc_pause import uncollected
 from . import bounded_http
+from .forks import mark_used, refuse_forked
+from .request_limits import RequestLimits
 from .s3_errors import boto_errors
 
-_MIB = 1 << 20
 # botocore renews credentials ten minutes before they end at the latest, so a copy of them is good for less than that.
 _CREDENTIALS_LIVE = timedelta(minutes=9)
 _NO_LIMIT = 1 << 20
-_first_process: int | None = None
-
-
-@dataclass(frozen=True)
-class S3Limits:
-    """Time-outs in seconds, numbers of attempts, and sizes in bytes.
-
-    Every call ends: a small one after ``attempts`` times ``connect_seconds`` + ``request_seconds`` and the pauses between, and an
-    attempt ends sooner if no byte comes for ``stall_seconds``. One request of a large one (a part, a range) ends after
-    ``retry_seconds`` + ``request_seconds``: it is retried until ``retry_seconds``
-    are over. ``request_seconds`` is below ``retry_seconds``, so that a stalled request gets a second try.
-    """
-
-    connect_seconds: float = 5.0
-    stall_seconds: float = 30.0
-    request_seconds: float = 90.0
-    attempts: int = 5
-    retry_seconds: float = 120.0
-    single_put_bytes: int = 16 * _MIB
-    part_bytes: int = 16 * _MIB
-    concurrency: int = 8
-    connections: int = 32
-
-
-DEFAULT_LIMITS = S3Limits()
 
 
 @dataclass(frozen=True)
@@ -84,12 +60,11 @@ class _Place:
 
 
 @uncollected()
-def connect(bucket: str, limits: S3Limits) -> S3Clients:
+def connect(bucket: str, limits: RequestLimits) -> S3Clients:
     """Make the clients. Nothing is sent yet, but a role's credentials may be fetched. Raises ``StoreError`` if there are none."""
-    global _first_process
     subject = f"s3://{bucket}"
     refuse_forked(subject)
-    _first_process = os.getpid()
+    mark_used()
     with boto_errors("the set-up of the S3 client", subject):
         core = botocore.session.get_session()
         core.register_component("data_loader", _models(core.get_config_variable("data_path")))
@@ -115,16 +90,6 @@ def _models(folders: str | None) -> Any:
     return create_loader(folders)
 
 
-def refuse_forked(subject: str) -> None:
-    """Raise if this process was forked from one that used obstore: without its threads a call would hang."""
-    if _first_process not in (None, os.getpid()):
-        raise StoreError(
-            "this process was forked from one that had already used S3",
-            subject=subject,
-            remedy="start processes by spawn, as Ray does, or fork before the first use",
-        )
-
-
 def _place(session: Any, core: Any, bucket: str) -> _Place:
     # A client is the only public way to learn what all the variables and profile sections about endpoints come to.
     endpoint = str(session.client("s3").meta.endpoint_url)
@@ -141,7 +106,7 @@ def _place(session: Any, core: Any, bucket: str) -> _Place:
     )
 
 
-def _boto_client(session: Any, place: _Place, limits: S3Limits, attempts: int) -> Any:
+def _boto_client(session: Any, place: _Place, limits: RequestLimits, attempts: int) -> Any:
     # Over plain http boto3 would hash each body for the signature; its CRC covers the body there, as it does over https.
     signing: dict[str, object] = {"payload_signing_enabled": False} if place.plain else {}
     config = Config(
@@ -157,7 +122,7 @@ def _boto_client(session: Any, place: _Place, limits: S3Limits, attempts: int) -
     return client
 
 
-def _obstore_client(session: Any, place: _Place, limits: S3Limits, timeouts: dict[str, timedelta]) -> ObstoreS3:
+def _obstore_client(session: Any, place: _Place, limits: RequestLimits, timeouts: dict[str, timedelta]) -> ObstoreS3:
     host = place.endpoint.replace("://", f"://{place.bucket}.", 1) if place.virtual else place.endpoint
     config: dict[str, object] = {
         # Under both names: obstore would prefer the second from the environment to the first from here.

@@ -1,0 +1,25 @@
+"""obstore's threads do not survive a fork: in the child a call would hang."""
+
+from __future__ import annotations
+
+import os
+
+from ..errors import StoreError
+
+_first_process: int | None = None
+
+
+def mark_used() -> None:
+    """obstore is about to start its threads in this process."""
+    global _first_process
+    _first_process = os.getpid()
+
+
+def refuse_forked(subject: str) -> None:
+    """Raise if this process was forked from one that used obstore."""
+    if _first_process not in (None, os.getpid()):
+        raise StoreError(
+            "this process was forked from one that had already used an object store",
+            subject=subject,
+            remedy="start processes by spawn, as Ray does, or fork before the first use",
+        )

@@ -1,0 +1,31 @@
+"""How long the requests to an object store in a cloud may take, and the sizes of the large ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+_MIB = 1 << 20
+
+
+@dataclass(frozen=True)
+class RequestLimits:
+    """Time-outs in seconds, numbers of attempts, and sizes in bytes.
+
+    Every call ends. A request of boto3 ends after ``attempts`` times ``connect_seconds`` + ``request_seconds`` and the pauses
+    between, and an attempt ends sooner if no byte comes for ``stall_seconds``. A request of obstore (a part, a range) ends after
+    ``retry_seconds`` + ``request_seconds``: it is retried until ``retry_seconds`` are over. ``request_seconds`` is below
+    ``retry_seconds``, so that a stalled request gets a second try.
+    """
+
+    connect_seconds: float = 5.0
+    stall_seconds: float = 30.0
+    request_seconds: float = 90.0
+    attempts: int = 5
+    retry_seconds: float = 120.0
+    single_put_bytes: int = 16 * _MIB
+    part_bytes: int = 16 * _MIB
+    concurrency: int = 8
+    connections: int = 32
+
+
+DEFAULT_LIMITS = RequestLimits()

@@ -1,0 +1,63 @@
+"""Azurite, Microsoft's emulator of Azure Blob Storage, in a process of its own. ``make azurite`` installs it from npm."""
+
+from __future__ import annotations
+
+import base64
+import contextlib
+import email.utils
+import hashlib
+import hmac
+import os
+import shutil
+import subprocess
+import urllib.request
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from s3_server import free_port, wait_for
+
+ACCOUNT = "devstoreaccount1"
+# Documented, and the same for everybody.
+KEY = "Eby8vdM02xNOcqFlqUwJPLlmEtlCDXJ1OUzFT50uSRZ6IFsuFq2UVErCz4I6tq/K1SZFPTOtr/KBHBeksoGMGw=="
+
+_FOLDER = Path(os.environ.get("AZURITE_HOME") or Path.home() / ".cache" / "raystow-azurite")
+_SCRIPT = "node_modules/azurite/dist/src/blob/main.js"
+
+
+@contextlib.contextmanager
+def azure_server() -> Iterator[str]:
+    """Yield the endpoint of an account; within, the AZURE_* variables of this process lead there, with credentials."""
+    script, node = _FOLDER / _SCRIPT, shutil.which("node")
+    if node is None or not script.is_file():
+        pytest.skip("Azurite is not installed: make azurite (needs Node)")
+    port = free_port()
+    command = [node, str(script), "--inMemoryPersistence", "--silent", "--disableTelemetry", "--skipApiVersionCheck"]
+    process = subprocess.Popen(
+        [*command, "--blobHost", "127.0.0.1", "--blobPort", str(port)], stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+    try:
+        wait_for(port, process, "Azurite")
+        endpoint = f"http://127.0.0.1:{port}/{ACCOUNT}"
+        with pytest.MonkeyPatch.context() as environment:
+            for name in [name for name in os.environ if name.startswith("AZURE_")]:
+                environment.delenv(name)
+            settings = f"AccountName={ACCOUNT};AccountKey={KEY};BlobEndpoint={endpoint};"
+            environment.setenv("AZURE_STORAGE_CONNECTION_STRING", settings)
+            yield endpoint
+    finally:
+        process.kill()
+        process.wait()
+
+
+def make_container(endpoint: str, name: str) -> str:
+    """Create container ``name``; its name. obstore does not create containers."""
+    headers = f"x-ms-date:{email.utils.formatdate(usegmt=True)}\nx-ms-version:2021-08-06"
+    signed = "PUT" + "\n" * 12 + f"{headers}\n/{ACCOUNT}/{ACCOUNT}/{name}\nrestype:container"
+    signature = base64.b64encode(hmac.digest(base64.b64decode(KEY), signed.encode(), hashlib.sha256)).decode()
+    request = urllib.request.Request(f"{endpoint}/{name}?restype=container", method="PUT", headers={"Content-Length": "0"})
+    for line in headers.splitlines():
+        request.add_header(*line.split(":", 1))
+    request.add_header("Authorization", f"SharedKey {ACCOUNT}:{signature}")
+    urllib.request.urlopen(request).close()
+    return name

@@ -1,0 +1,171 @@
+"""What is of Azure's store alone: its configuration, deadlines, requests that must be sent once, secrets in answers."""
+
+from __future__ import annotations
+
+import base64
+import os
+from collections.abc import Iterator
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+from builders import memory_repository, whole, write
+from scripted_server import SECRET, TOKEN, Scripted, failures, operations
+
+import raystow
+from raystow.orchestrator.cli.checks.finding import Status
+from raystow.orchestrator.cli.checks.store import check_store
+from raystow.storage.committer import Committer
+from raystow.storage.errors import Damaged, NotFound, PreconditionFailed, StateError, StoreError, StoreUnavailable
+from raystow.storage.stores import open_store
+from raystow.storage.stores.azure import AzureStore
+from raystow.storage.stores.cloud import CloudStore
+from raystow.storage.stores.request_limits import RequestLimits
+
+IMPATIENT = RequestLimits(connect_seconds=1, stall_seconds=0.7, request_seconds=1, retry_seconds=0.3)
+ACCOUNT_KEY = base64.b64encode(SECRET.encode()).decode()
+
+
+@pytest.fixture
+def clouds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
+    """A configuration of this test's own: an account without credentials, and no service that gives any."""
+    for name in [name for name in os.environ if name.startswith("AZURE_")]:
+        monkeypatch.delenv(name)
+    monkeypatch.setenv("AZURE_CONFIG_DIR", str(tmp_path))
+    monkeypatch.setenv("AZURE_MSI_ENDPOINT", "http://127.0.0.1:1/identity")
+    monkeypatch.setenv("AZURE_STORAGE_ACCOUNT_NAME", "account")
+    return monkeypatch
+
+
+@pytest.fixture
+def server(request: pytest.FixtureRequest, clouds: pytest.MonkeyPatch) -> Iterator[Scripted]:
+    with Scripted(request.param).running() as scripted:
+        clouds.setenv("AZURE_STORAGE_ACCOUNT_KEY", ACCOUNT_KEY)
+        clouds.setenv("AZURE_STORAGE_ENDPOINT", scripted.endpoint)
+        yield scripted
+
+
+@pytest.fixture
+def store() -> CloudStore:
+    return AzureStore("bucket", "run", limits=IMPATIENT)
+
+
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        ([(403, "AuthenticationFailed")], StoreError),
+        ([(403, "AuthorizationPermissionMismatch")], StoreError),
+        ([(404, "ContainerNotFound")], StoreError),
+        ([(412, "LeaseIdMissing")], StoreError),
+        ([(503, "ServerBusy")], StoreUnavailable),
+        ([(500, "InternalError")], StoreUnavailable),
+    ],
+    indirect=["server"],
+)
+def test_refusals_say_what_to_do_and_keep_secrets(server: Scripted, store: CloudStore, kind: type[StoreError]) -> None:
+    for name, error in failures(store).items():
+        if name == "get_range empty":  # the answer to HEAD has no body, so no code
+            continue
+        assert type(error) is kind, name
+        assert error.remedy
+
+
+@pytest.mark.parametrize("server", [[(0, "stall")]], indirect=True)
+@pytest.mark.parametrize("name", ["get", "get_range", "put", "put_if", "list"])
+def test_a_server_that_stalls_is_given_up(server: Scripted, store: CloudStore, name: str) -> None:
+    with pytest.raises(StoreUnavailable, match="az://bucket/run"):
+        operations(store)[name]()
+
+
+def test_a_server_that_does_not_listen(clouds: pytest.MonkeyPatch, store: CloudStore) -> None:
+    clouds.setenv("AZURE_STORAGE_ACCOUNT_KEY", ACCOUNT_KEY)
+    clouds.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:1")
+    assert {type(error) for error in failures(store).values()} == {StoreUnavailable}
+
+
+@pytest.mark.parametrize(
+    ("server", "kind"),
+    [
+        ([(412, "ConditionNotMet")], PreconditionFailed),
+        ([(409, "BlobAlreadyExists")], PreconditionFailed),
+        ([(404, "BlobNotFound")], PreconditionFailed),
+        ([(503, "ServerBusy")], StoreUnavailable),
+        ([(500, "InternalError")], StoreUnavailable),
+        ([(0, "stall")], StoreUnavailable),
+    ],
+    indirect=["server"],
+)
+@pytest.mark.parametrize("tag", ['"tag"', None])
+def test_a_conditional_write_is_sent_once(server: Scripted, store: CloudStore, kind: type[StoreError], tag: str | None) -> None:
+    with pytest.raises(StoreError) as caught:
+        store.put_if("root.json", b"x", tag)
+    assert type(caught.value) is kind
+    assert server.requests == ["PUT /bucket/run/root.json"]
+
+
+@pytest.mark.parametrize("server", [[(503, "ServerBusy"), (404, "BlobNotFound")]], indirect=True)
+@pytest.mark.parametrize("name", ["get", "get_range"])
+def test_a_read_is_tried_again(server: Scripted, store: CloudStore, name: str) -> None:
+    with pytest.raises(NotFound):
+        operations(store)[name]()
+    assert len(server.requests) == 2
+
+
+@pytest.mark.parametrize("server", [[(416, "InvalidRange")]], indirect=True)
+def test_a_range_past_the_end_is_damage(server: Scripted, store: CloudStore) -> None:
+    with pytest.raises(Damaged, match="az://bucket/run/k"):
+        store.get_range("k", 5, 5)
+
+
+@pytest.mark.parametrize("server", [[(404, "BlobNotFound")]], indirect=True)
+@pytest.mark.parametrize(
+    "settings",
+    [
+        {"AZURE_STORAGE_ACCOUNT": "account", "AZURE_STORAGE_KEY": ACCOUNT_KEY, "AZURE_STORAGE_ENDPOINT": "{}"},
+        {"AZURE_STORAGE_ACCOUNT": "account", "AZURE_STORAGE_SAS_TOKEN": f"sv=2021&sig={TOKEN}", "AZURE_STORAGE_ENDPOINT": "{}"},
+        {"AZURE_STORAGE_CONNECTION_STRING": f"AccountName=account;AccountKey={ACCOUNT_KEY};BlobEndpoint={{}}"},
+    ],
+)
+def test_the_usual_variables_of_azure_count(
+    server: Scripted, clouds: pytest.MonkeyPatch, store: CloudStore, settings: dict[str, str]
+) -> None:
+    for name in ("ACCOUNT_NAME", "ACCOUNT_KEY", "ENDPOINT"):
+        clouds.delenv(f"AZURE_STORAGE_{name}")
+    for name, value in settings.items():
+        clouds.setenv(name, value.format(server.endpoint))
+    with pytest.raises(NotFound):
+        store.get("k", max_bytes=1)
+    assert [request.split("?")[0] for request in server.requests] == ["GET /bucket/run/k"]
+
+
+def test_without_credentials_it_says_so(clouds: pytest.MonkeyPatch, store: CloudStore) -> None:
+    with pytest.raises(StoreError, match=r"az://bucket/run: there are no credentials \(check the Azure credentials"):
+        store.get("k", max_bytes=1)
+    [(name, finding)] = check_store("az://bucket/run")
+    assert (name, finding.status) == ("store", Status.FAILED)
+    assert "AZURE_STORAGE_CONNECTION_STRING" in finding.follows
+    clouds.delenv("AZURE_STORAGE_ACCOUNT_NAME")
+    with pytest.raises(StoreError, match="names no storage account"):
+        store.get("k", max_bytes=1)
+
+
+def test_an_address_holds_no_credentials() -> None:
+    with pytest.raises(StateError, match="into the Azure configuration") as refused:
+        open_store(f"az://account:{SECRET}@bucket/run")
+    assert SECRET not in str(refused.value)
+
+
+def test_doctor_accepts_it(az_uri: str) -> None:
+    found = {name: finding.status for name, finding in check_store(az_uri)}
+    assert found["store"] is found["conditional writes"] is Status.OK
+    assert list(open_store(az_uri).list("")) == []
+
+
+def test_a_version_goes_through_every_kind_of_store(s3_uri: str, az_uri: str, tmp_path: Path) -> None:
+    source = memory_repository()
+    write(Committer(source, "training"), {"w": whole(np.arange(5000.0))})
+    addresses = [source.uri, s3_uri, az_uri, str(tmp_path)]
+    for before, after in pairwise(addresses):
+        raystow.copy(before, after)
+    assert raystow.open(addresses[-1]).latest().id == raystow.open(source.uri).latest().id

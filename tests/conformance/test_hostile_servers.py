@@ -1,0 +1,115 @@
+"""What a hostile server answers ends in an error of ours that names the object, in bounded time and, with S3, memory."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+from hostile_s3 import BEHAVIORS, ONLY, HostileServer
+
+from raystow.storage.errors import Damaged, StoreError
+from raystow.storage.object_store import ObjectStore
+from raystow.storage.stores.azure import AzureStore
+from raystow.storage.stores.request_limits import RequestLimits
+from raystow.storage.stores.s3 import S3Store
+
+LIMITS = RequestLimits(connect_seconds=2, stall_seconds=0.3, request_seconds=0.4, attempts=2, retry_seconds=0.5)
+MEMORY = 64 << 20
+ENDLESS = ("endless_error", "endless_body", "endless_chunked_body", "body_larger_than_any")
+
+
+def unbounded(scheme: str, name: str, operation: str) -> bool:
+    """obstore reads errors and listings to their end: until ``request_seconds`` are over."""
+    if scheme == "s3":
+        return (name, operation) == ("endless_error", "get_range")
+    return name == "endless_error" or (name in ENDLESS and operation not in ("get", "get_range"))
+
+
+OPERATIONS: dict[str, Callable[[ObjectStore], object]] = {
+    "get": lambda store: store.get("root.json", max_bytes=1 << 20),
+    "get_range": lambda store: store.get_range("root.json", 0, 100),
+    "list": lambda store: [*store.list("")],
+    "put_if": lambda store: store.put_if("root.json", b"{}", None),
+    "delete": lambda store: store.delete(["root.json"]),
+    "unfinished": lambda store: [*store.unfinished()],
+}
+CASES = [
+    pytest.param(name, operation, marks=[pytest.mark.slow] if operation not in ("get", "get_range", only) else [])
+    for name in BEHAVIORS
+    for only in [ONLY.get(name)]
+    for operation in ([only] if only else OPERATIONS)
+]
+FAST = [("drips_its_body", "get"), ("drips_its_body", "get_range"), ("body_larger_than_any", "get"), ("no_tag", "get")]
+WRITTEN = ("drips_its_body", "stalls_in_its_body", "cuts_its_body", *ENDLESS[1:])
+"""These begin with status and tag: obstore ends a write there and does not read what follows."""
+
+FATAL = ("body_larger_than_any", "list")
+"""obstore asks for the memory that a listing says it needs, and a failure of that ends the process."""
+
+CLOUD_CASES = [
+    pytest.param(name, operation, marks=[] if (name, operation) in FAST else [pytest.mark.slow])
+    for name in BEHAVIORS
+    for only in [ONLY.get(name)]
+    if only != "list"  # those are of S3's form
+    for operation in ([only] if only else OPERATIONS)
+    if operation != "unfinished"  # sends nothing
+    if (name, operation) != FATAL and not (operation == "put_if" and name in WRITTEN)
+]
+
+
+@pytest.fixture(scope="module")
+def server() -> HostileServer:
+    return HostileServer()
+
+
+@pytest.fixture(scope="module")
+def stores(server: HostileServer) -> Iterator[dict[str, ObjectStore]]:
+    with pytest.MonkeyPatch.context() as patch, server.running() as endpoint:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+            patch.delenv(name)
+        given = {
+            "AWS_ACCESS_KEY_ID": "a",
+            "AWS_SECRET_ACCESS_KEY": "b",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": endpoint,
+            "AZURE_STORAGE_CONNECTION_STRING": f"AccountName=a;AccountKey=YWFh;BlobEndpoint={endpoint}",
+        }
+        for name, value in given.items():
+            patch.setenv(name, value)
+        yield {kind.scheme: kind("bucket", "run", limits=LIMITS) for kind in (S3Store, AzureStore)}
+
+
+def peak() -> int:
+    """The most memory that this process has had since it was reset, in bytes."""
+    status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
+    return int(status["VmHWM"].split()[0]) << 10
+
+
+def check(server: HostileServer, store: ObjectStore, name: str, operation: str) -> None:
+    """The answer ends in an error that names the object, and takes no more memory than it may."""
+    server.behavior = BEHAVIORS[name]()
+    Path("/proc/self/clear_refs").write_text("5")  # resets the peak
+    before = peak()
+    with ThreadPoolExecutor(1) as pool:
+        error = pool.submit(OPERATIONS[operation], store).exception(60)
+    assert isinstance(error, StoreError | Damaged), repr(error)
+    assert store.uri in error.subject
+    assert unbounded(store.uri[:2], name, operation) or peak() - before < MEMORY
+
+
+@pytest.mark.parametrize(("name", "operation"), CASES)
+def test_each_answer_ends_in_an_error_of_ours(
+    server: HostileServer, stores: dict[str, ObjectStore], name: str, operation: str
+) -> None:
+    check(server, stores["s3"], name, operation)
+
+
+@pytest.mark.parametrize("scheme", ["az"])
+@pytest.mark.parametrize(("name", "operation"), CLOUD_CASES)
+def test_each_answer_to_obstore_alone_does_so_too(
+    server: HostileServer, stores: dict[str, ObjectStore], scheme: str, name: str, operation: str
+) -> None:
+    check(server, stores[scheme], name, operation)
