@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training package picture docs cli-docs chromium clean
+.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training kernels package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -58,6 +58,10 @@ s3-suite: $(READY)
 	$(BIN)/pytest -m s3
 	PYTHONPATH=tests $(BIN)/python -c 'import s3_server; s3_server.make_bucket("raystow-tests")'
 	$(BIN)/raystow demo --store s3://raystow-tests/demo
+
+kernels: $(READY)  ## compile the GPU kernels to raystow/workers/gpu/kernels/binaries (needs no GPU; installs Triton, 0.3 GB)
+	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
+	$(BIN)/python tools/build_kernels.py
 
 SEEDS ?= 2
 

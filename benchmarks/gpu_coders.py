@@ -31,11 +31,11 @@ class Pipeline:
         self.width = words.element_size()
         device = words.device
         n = words.numel()
-        self._codec = coder_of(coder, self._stream)
+        self._codec = coder_of(coder)
         self._planes = torch.empty((self.width, n), dtype=torch.uint8, device=device)
         self._target = torch.zeros_like(words)
         self._taking, self._joining = self._table(words), self._table(self._target)
-        self._results = torch.zeros((3, self.chunks), dtype=torch.int64, device=device)
+        self._results = torch.zeros((5, self.chunks), dtype=torch.int64, device=device)
         starts = torch.arange(0, n, self._stream, device=device)
         self._sources = self._planes[-1].data_ptr() + starts
         self._sizes = (n - starts).clamp(max=self._stream)

@@ -196,6 +196,7 @@ def start_ray() -> None:
     import ray
 
     ray.init(
+        address="local",
         num_cpus=os.cpu_count() or 1,
         num_gpus=1,
         include_dashboard=False,

@@ -149,7 +149,7 @@ def note_arrivals(contestant: Raystow) -> list[float]:
     posts the last message of a save.
     """
     times: list[float] = []
-    staging = contestant.checkpointer._staging
+    staging = contestant.checkpointer._node._staging
     assert staging is not None
     connection = staging._connection
     post = connection.post

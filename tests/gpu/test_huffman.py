@@ -14,7 +14,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 def test_whatever_is_coded_is_read_by_zlib_and_by_nvcomp() -> None:
     from raystow.workers.gpu.kernels.deflate_kernels import Deflate
 
-    coder, given = Deflate("deflate", STREAM), cases()
+    coder, given = Deflate(), cases()
     n = len(given)
     sources = [stream.cuda() for stream in given.values()]
     sizes = torch.tensor([len(stream) for stream in sources], device="cuda")
@@ -39,11 +39,11 @@ def test_whatever_is_coded_is_read_by_zlib_and_by_nvcomp() -> None:
 
 
 def test_what_would_grow_beyond_its_room_is_given_up() -> None:
-    from raystow.workers.gpu.kernels import deflate_kernels
+    from raystow.workers.gpu.kernels import constants, deflate_kernels
 
-    coder = deflate_kernels.Deflate("deflate", STREAM)
+    coder = deflate_kernels.Deflate()
     at = torch.arange(STREAM, device="cuda")
-    looked_at = at % 4 == at // (4 * deflate_kernels._WORDS) % 4
+    looked_at = at % 4 == at // (4 * constants.WORDS) % 4
     steep = torch.rand(STREAM, device="cuda").log2().neg().floor().clamp(max=14)  # zeros in half of the places, and so on
     misleading = torch.where(looked_at, steep, 14).to(torch.uint8)  # all others hold what is rarest among these
     out = torch.full((2 * coder.stride,), 0xAB, dtype=torch.uint8, device="cuda")

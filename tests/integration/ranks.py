@@ -13,6 +13,7 @@ from typing import Any
 
 import psutil
 import ray
+from polling import wait_until
 from ray.exceptions import RayError
 from torch import distributed
 
@@ -30,6 +31,7 @@ class Rank:
     def begin(self, uri: str, rank: int, world_size: int, options: dict[str, Any]) -> None:
         """Be this rank of this run."""
         self.checkpointer = raystow.Checkpointer(uri, rank=rank, world_size=world_size, **options)
+        self.checkpointer._startup.wait()  # it raises what the first call would
         self.state: dict[str, Any] = {}
         self.pending: list[raystow.Pending] = []
 
@@ -65,9 +67,14 @@ class Rank:
         return os.getpid()
 
     def node_worker_pids(self) -> list[int]:
-        """The node workers among the processes of this machine that this rank's node runs."""
+        """The node workers among the processes of this machine that this rank's node runs, once there is one."""
         raylet = psutil.Process(os.getppid())
-        return [child.pid for child in raylet.children() if "NodeActor" in " ".join(child.cmdline())]
+
+        def workers() -> list[int]:
+            return [child.pid for child in raylet.children() if "NodeActor" in " ".join(child.cmdline())]
+
+        wait_until(workers, "a node worker")
+        return workers()
 
 
 Place = tuple[str, str]

@@ -17,7 +17,6 @@ from device import Device, device
 
 from raystow.storage.coding import dtypes
 from raystow.storage.coding.chunk import DEFLATE
-from raystow.storage.coding.digest import BLOCK
 from raystow.storage.format.manifest import Chunk
 from raystow.storage.reader import decode
 from raystow.workers.gpu.encode import encoder
@@ -26,7 +25,6 @@ from raystow.workers.gpu.encode.encoder import Encoder
 from raystow.workers.gpu.encode.pinned_ring import PinnedRing
 from raystow.workers.gpu.encode.stages import Arrived
 from raystow.workers.gpu.encode_request import EncodeRequest
-from raystow.workers.gpu.kernels import word_kernels
 from raystow.workers.packing.attempt import draft
 from raystow.workers.protocol.messages import ChunkInfo, DerivedChunk
 from raystow.workers.shm.coded_layout import Layout
@@ -116,11 +114,9 @@ class Zlib:
 
 @contextlib.contextmanager
 def streams(seed: int) -> Iterator[Device]:
-    """A device. Its kernels' programs go through one digest block each: chunks have few."""
+    """A device."""
     with device(seed) as made, pytest.MonkeyPatch.context() as patch:
-        patch.setattr(encoder, "coder", lambda name, stream: Zlib(made))
-        patch.setattr(word_kernels, "_GROUP", 1)
-        patch.setattr(word_kernels, "_REACH", 4 * BLOCK)
+        patch.setattr(encoder, "coder", lambda name: Zlib(made))
         yield made
 
 

@@ -51,6 +51,8 @@ OF_ONE = {
     "raystow-outcome": "learns the outcome of one save; result() asks again",
     "raystow-journal": "records the steps of one process; an error ends the recording until the next save",
     "raystow-journal-answers": "receives for one process; an error ends the connection",
+    "raystow-startup": "starts the actors of one rank; an error is raised by the first call that needs them",
+    "raystow-prepare": "prepares the first save of one process, which does it again after an error",
     "raystow-progress": "shows the bar of one restore",
     "raystow-demo": "replaces the node that the demo kills",
 }
@@ -75,6 +77,7 @@ AWAITED = {
     "storage/scan.py": 1,
     "storage/tensor_index.py": 1,
     "workers/gpu/decode/decoder.py": 1,
+    "workers/gpu/pinned_memory.py": 1,
     "workers/gpu/node_mode/node_encoder.py": 1,  # by background.submit
     "workers/journal/entry_memory.py": 1,
     "workers/node/node.py": 3,  # by background.submit; of uploads, the packer awaits each

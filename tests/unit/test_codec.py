@@ -8,6 +8,7 @@ import torch
 
 from raystow.orchestrator.client.options import usable_codec
 from raystow.storage.errors import StateError
+from raystow.workers.gpu import nvcomp
 
 
 def test_without_a_gpu_every_codec_may_be_named() -> None:
@@ -16,12 +17,15 @@ def test_without_a_gpu_every_codec_may_be_named() -> None:
     assert [usable_codec(codec) for codec in ("auto", "deflate", "cpu")] == ["auto", "deflate", "cpu"]
 
 
-@pytest.mark.skipif(importlib.util.find_spec("triton") is not None, reason="Triton is installed: nothing is missing here")
-def test_a_gpu_without_triton_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.skipif(importlib.util.find_spec("nvidia") is None, reason="nvCOMP is missing in any case")
+def test_a_gpu_without_nvcomp_falls_back_and_says_so(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name.startswith("nvidia") else find_spec(name))
+    nvcomp._library.cache_clear()
     with caplog.at_level(logging.WARNING):
         assert usable_codec("auto") == "cpu"
-    assert "triton" in caplog.text
-    with pytest.raises(StateError, match="triton"):
+    assert "nvCOMP is not installed" in caplog.text
+    with pytest.raises(StateError, match="nvCOMP is not installed"):
         usable_codec("deflate")
     assert usable_codec("cpu") == "cpu"

@@ -24,31 +24,29 @@ from ...storage.stores import open_store
 from ...storage.version import Version
 from ...storage.version_selector import LATEST, VersionSelector, selector_text
 from ...workers import ray_metrics
-from ...workers.node.actor import node_actor
 from ...workers.protocol import messages
-from ...workers.protocol.messages import PROTOCOL, START, Begin, CoordinatorStarted, JoinRun, OpenJournal, RestoreVote
-from ...workers.staging.client import Staging
+from ...workers.protocol.messages import START, Begin, JoinRun, OpenJournal, RestoreVote
 from ...workers.staging.plan import SaveOrder
 from .. import argument_checks, ray_cluster
 from ..argument_checks import LONGEST, one_of, positive
 from ..coordinator.delta_schedule import Delta
 from ..coordinator.housekeeping import kept_by_a_run
-from ..coordinator.ray_client import RayCoordinatorClient, coordinator_actor
 from ..lossy.profiles import Lossy
 from ..restore.agreed import restore_agreed
 from ..restore.agreement import ClusterAgreement
 from ..restore.planner import RestoreOptions
-from ..save.planner import Planner, SavePlan, plan_save
+from ..save.planner import Planner, plan_save
 from ..save.state_tree import State
 from .due_steps import DueSteps
 from .failure_reports import FailureReports
 from .failures import Failures
-from .open_session import open_session
+from .node_connection import NodeConnection
 from .options import Compression, Interval, Memory, Replication, memory_option, option_group, usable_codec
 from .pending import Pending
 from .rank_discovery import placement
 from .save_outcome import find_outcome
 from .saves_in_flight import SOON, SavesInFlight
+from .startup import Startup
 from .version_callbacks import VersionCallback, VersionCallbacks
 
 if TYPE_CHECKING:
@@ -58,12 +56,14 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-_START = 120.0  # seconds that an actor may take to start
 _REPORTS = 5.0  # seconds that ``close`` waits for the coordinator to note failed saves
 
 
 class Checkpointer:
     """Save and restore the state of one rank. Each training process makes one; they need not start at the same time.
+
+    The constructor returns while the coordinator and the node worker start. The first ``save`` or ``restore`` waits for them, and
+    raises ``ClusterError``, ``StoreError`` or ``UnsafeStore`` if they could not start.
 
     Args:
         uri: The repository: ``s3://bucket/prefix``, ``az://container/prefix``, ``file:///path`` or a path. It is
@@ -93,9 +93,7 @@ class Checkpointer:
 
     Raises:
         StateError: An argument is invalid; nothing has been started then.
-        ClusterError: No Ray cluster is running, or the coordinator does not start.
-        StoreError: The store cannot be read or written.
-        UnsafeStore: The store has no atomic conditional writes.
+        ClusterError: No Ray cluster is running.
 
     Example:
         >>> with raystow.Checkpointer("s3://bucket/run", memory=2 << 30) as checkpointer:
@@ -146,19 +144,16 @@ class Checkpointer:
             self._log.warning("tensors are stored with fewer bits, as Compression.lossy specifies: %s", self._lossy)
         self._incarnation = f"{SYSTEM.token()}@{ray_cluster.run_here()}"
         self._saves, self._restores, self._planner = itertools.count(1), itertools.count(1), Planner(self._lossy)
-        self._staging: Staging | None = None
         self._journal: Journal | None = None
         self._restored: tuple[int, bool] = (START, True)  # the step, and whether the latest version was asked for
         self._closed = False
         run = messages.StartRun(ray_cluster.job_here(), self._on_fenced)
-        coordinator = coordinator_actor(self.uri).start.remote(PROTOCOL, run)
-        started: CoordinatorStarted = ray_cluster.call(coordinator, _START, f"coordinator of {self.uri}")
-        self._repository_id, self._signed_by = started.repository, started.signed_by
-        self._port = RayCoordinatorClient(self.uri)
-        node_actor(RayCoordinatorClient)  # starts in the background and is ready when the first save connects to it
         self._reports = FailureReports(self._report_failure, self._log)
         self._due_steps = DueSteps(self._next_save, self._log)
-        self._port.join(self.rank, self._incarnation, self.world_size)
+        self._startup = Startup(self.uri, JoinRun(self.rank, self._incarnation, self.world_size), run)
+        self._port = self._startup.port
+        groups = self._memory, self._compression, self._replication
+        self._node = NodeConnection(self._startup, groups, codec=self._codec)
 
     def __repr__(self) -> str:
         return f"Checkpointer({self.uri!r}, {', '.join(f'{name} {value}' for name, value in self._facts().items())})"
@@ -221,6 +216,7 @@ class Checkpointer:
         self.failures.check()
         step, metrics = integer("step", step, least=0), argument_checks.metrics_of(metrics)
         self._check_open()
+        self._startup.wait()
         number, on_gpu = next(self._saves), self._codec != "cpu"
         plan = plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=on_gpu, planner=self._planner, save=number)
         self._in_flight.wait_for_oldest()
@@ -253,7 +249,7 @@ class Checkpointer:
         pending._find = lambda unknown: self._find(pending, order, unknown)
         with pending._blocking(start):
             try:
-                self._attached(plan).submit(order)
+                self._node.staging(plan).submit(order)
                 self._in_flight.add(pending)
             except RaystowError as error:
                 self._ended(pending, order, error)
@@ -279,7 +275,9 @@ class Checkpointer:
             with pending._blocking(start):
                 if not pending.staged(left):
                     # Ends the save, unless the node worker has got all of it by now.
-                    self._detach(patience=0, why=f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data")
+                    self._node.reset(
+                        patience=0, why=f"nothing staged within {self._timeout:.0f} s: the node worker accepts no data"
+                    )
         if waited:
             record(STALL, SYSTEM.monotonic() - start, repository=self.uri, call="fence")
         self.failures.check()
@@ -315,9 +313,10 @@ class Checkpointer:
         from ..journal.cluster_port import cluster_journal
         from ..journal.journal import JournalIdentity
 
-        who = JournalIdentity(self.uri, self._repository_id, self.rank, self.world_size, self._incarnation, self._timeout)
+        repository = self._startup.wait().repository
+        who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._incarnation, self._timeout)
         opening = OpenJournal(self.uri, who.repository, self.rank, self._replication.replicas, self._memory.journal)
-        self._journal = cluster_journal(model, optimizers, who, opening, self._node_worker, self._port)
+        self._journal = cluster_journal(model, optimizers, who, opening, self._node.address, self._port)
         self._journal.restored(*self._restored)
         return self._journal
 
@@ -333,7 +332,8 @@ class Checkpointer:
     ) -> Version | None:
         """Fill ``into`` from a version. Every rank calls this with the same ``version``, and all restore the same one.
 
-        Bytes come from the memory of the nodes where they are cached, else from the store.
+        Bytes come from the memory of the nodes where they are cached, else from the store. Afterwards the first save is prepared
+        in the background: see ``prepare``.
 
         Args:
             into: A state like the one saved. Tensors and arrays are filled in place, of DTensors this rank's shards; other values
@@ -359,7 +359,7 @@ class Checkpointer:
             DeadlineExceeded: Another rank did not call within ``timeout`` seconds.
         """
         self._check_open()
-        asked = selector_text(version, self._repository_id)
+        asked = selector_text(version, self._startup.wait().repository)
         self.fence()
         begun = SYSTEM.monotonic()
         number = next(self._restores)
@@ -369,7 +369,7 @@ class Checkpointer:
             version=asked,
         )
         repository = self._repository()
-        agreement = ClusterAgreement(repository, self._port, vote, self._node_worker, here=ray_cluster.node_here())
+        agreement = ClusterAgreement(repository, self._port, vote, self._node.address, here=ray_cluster.node_here())
         options = RestoreOptions(self.rank, self.world_size, strict, cast)
         restored = restore_agreed(repository, into, agreement, options, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST
@@ -377,6 +377,7 @@ class Checkpointer:
             self._journal.restored(*self._restored)
         if restored is not None:
             record(RESTORE, SYSTEM.monotonic() - begun, repository=self.uri)
+        self.prepare(into)
         return restored
 
     def restore_latest(
@@ -402,6 +403,22 @@ class Checkpointer:
         """
         return self.restore(into, strict=strict, cast=cast, allow_uncommitted=allow_uncommitted, progress=progress)
 
+    def prepare(self, state: State) -> None:
+        """Prepare the first save of a state like this one, in the background.
+
+        Connects to the node worker, pins host memory, allocates device memory, loads kernels and makes the plan for tensors on a
+        GPU. A save that comes earlier uses what is ready. ``restore`` and ``restore_latest`` call this at their end.
+
+        Args:
+            state: A state like those that will be saved. It is only read, and may change at any time.
+
+        Raises:
+            StateError: The state holds something that cannot be stored; the message names its path.
+        """
+        self._check_open()
+        if not self._node.made:
+            self._node.prepare(plan_save(state, rank=self.rank, world_size=self.world_size, on_gpu=self._codec != "cpu"))
+
     def close(self) -> None:
         """Wait until all saves in flight are durable or have failed, then disconnect from the node worker.
 
@@ -412,7 +429,7 @@ class Checkpointer:
         if self._journal is not None:
             self._journal.close()
         self._in_flight.wait_for_all()
-        self._detach()
+        self._node.close()
         self._reports.flush(_REPORTS)
         self._callbacks.close()
 
@@ -446,32 +463,12 @@ class Checkpointer:
             record(STAGED, SYSTEM.monotonic() - pending.begun, repository=self.uri)
         pending._set_staged()
 
-    def _attached(self, plan: SavePlan) -> Staging:
-        """The connection to this node's worker, sized for the first plan; a new one if the worker has died."""
-        if self._staging is not None and self._staging.lost:
-            self._detach()
-        if self._staging is None:
-            options = self._memory, self._compression, self._replication
-            member = JoinRun(self.rank, self._incarnation, self.world_size)
-            opening = open_session(self.uri, self._repository_id, member, plan, options)
-            self._staging = Staging(self._node_worker(), opening, codec=self._codec)
-        return self._staging
-
-    def _node_worker(self) -> str:
-        """The address of this node's worker, started if there is none."""
-        address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), _START, "node worker")
-        return address
-
-    def _detach(self, *, patience: float = 10.0, why: str = "") -> None:
-        if self._staging is not None:
-            self._staging.close(patience=patience, why=why)
-            self._staging = None
-
     def _ended(self, pending: Pending, order: SaveOrder, outcome: Entry | RaystowError) -> None:
         if isinstance(outcome, OutcomeUnknown):  # to ask may take as long as a frozen coordinator does
             background.start("raystow-outcome", self._learn, pending, order, outcome)
             return
-        self._conclude(pending, Version(self._store, outcome, self._repository_id) if isinstance(outcome, Entry) else outcome)
+        repository = self._startup.wait().repository
+        self._conclude(pending, Version(self._store, outcome, repository) if isinstance(outcome, Entry) else outcome)
 
     def _find(self, pending: Pending, order: SaveOrder, unknown: OutcomeUnknown, timeout: float = SOON) -> None:
         self._conclude(pending, find_outcome(self._repository(), self._port, order.attempt, unknown, timeout=timeout))
@@ -491,4 +488,5 @@ class Checkpointer:
 
     def _repository(self) -> Repository:
         """Not by ``open``, which reads the store: a version in memory can be restored while the store is down."""
-        return Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
+        started = self._startup.wait()
+        return Repository(self._store, started.repository, trust=key_files.trust(), signed_by=started.signed_by)

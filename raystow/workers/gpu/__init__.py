@@ -1,4 +1,4 @@
-"""Encoding and decoding on NVIDIA GPUs. Only this package uses CUDA, Triton and nvCOMP."""
+"""Encoding and decoding on NVIDIA GPUs. Only this package uses CUDA and nvCOMP."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from ...storage.errors import Unsupported
 
 
 def missing() -> str | None:
-    """Return why this process cannot encode on a GPU (torch, Triton or nvCOMP is missing or unsuitable); None if it can."""
+    """Return why this process cannot encode on a GPU (torch or nvCOMP is missing or unsuitable); None if it can."""
     try:
         from . import gpu_encoder
         from .nvcomp import version

@@ -64,10 +64,10 @@ def sooner(*, coding: float, link: float, store: float) -> Choice:
 
 def _coding_rate(device: torch.device) -> float:
     """Measure the coding of planes like exponents of weights, in GB/s."""
-    from .kernels.deflate_kernels import coder  # needs Triton, which torch installs for GPUs
+    from .kernels.deflate_kernels import coder
 
     stream = STREAM[DEFLATE]
-    codec = coder(DEFLATE, stream)
+    codec = coder(DEFLATE)
     plane = torch.randint(116, 124, (_SAMPLE,), dtype=torch.uint8, device=device)  # three bits per byte, as in exponents
     n = _SAMPLE // stream
     numbers = torch.arange(n, device=device)

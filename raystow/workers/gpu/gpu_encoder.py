@@ -18,6 +18,8 @@ from .encode.encoder import Encoder
 from .encode.pinned_ring import PinnedRing
 from .encode.stages import Arrived
 from .encode_request import DerivedPair, EncodeRequest, Source
+from .kernels.library import load_all
+from .pinned_memory import BUFFERS
 from .unchanged import Remaining, UnchangedChunks
 
 _NO_DIGESTS = np.empty(0, np.uint64)
@@ -51,6 +53,12 @@ class GpuEncoder:
         if device not in self._choices:
             self._choices[device] = choose(self._codec, torch.device("cuda", device), self._store)
         return self._choices[device]
+
+    def prepare(self, device: int, pieces: Sequence[Source]) -> None:
+        """Make the encoder of a device, load its kernels, and plan the encoding of these chunks."""
+        load_all(torch.device("cuda", device))
+        if pieces:
+            self._encoder(device).prepare(pieces)
 
     def compare(
         self, device: int, pieces: Sequence[Source], followers: Sequence[DerivedPair], base: BaseDigests | None, *, after: Event
@@ -90,10 +98,7 @@ class GpuEncoder:
             announce(StageCoded(device, tuple([one.message for one in arrived])))
             self._ring.announced(run for one in arrived for run in one.runs)
 
-        if device not in self._encoders:
-            codec = self.choice(device).codec
-            self._encoders[device] = Encoder(torch.device("cuda", device), None if codec == RAW else codec, self._ring)
-        encoder = self._encoders[device]
+        encoder = self._encoder(device)
         self._encoding = True
         try:
             encoder.encode(request, emit)
@@ -105,6 +110,12 @@ class GpuEncoder:
         finally:
             self._encoding = False
 
+    def _encoder(self, device: int) -> Encoder:
+        if device not in self._encoders:
+            codec = self.choice(device).codec
+            self._encoders[device] = Encoder(torch.device("cuda", device), None if codec == RAW else codec, self._ring)
+        return self._encoders[device]
+
     def close(self) -> None:
         """Free device memory and pinned memory."""
         for encoder in self._encoders.values():
@@ -112,3 +123,4 @@ class GpuEncoder:
         self._encoders.clear()
         self._checkers.clear()
         self._ring.close()
+        BUFFERS.free()

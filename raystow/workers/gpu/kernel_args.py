@@ -8,17 +8,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-ANYWHERE = (
-    *("table", "digests", "samples", "odds", "rounded_digests", "nans", "misses"),
-    *("source", "target", "owners", "addresses", "planes", "out", "sizes", "lengths", "others"),
-    *("sources", "targets", "coded", "n", "base", "streams", "times"),
-)
-"""Arguments of kernels that may be any number, or any address that is a multiple of eight bytes.
-
-By default Triton compiles a kernel again for each combination of arguments that are 1 or divisible by 16, which takes half a
-second during a save. These arguments are excluded (``do_not_specialize``). Nothing is lost: bulk data is read through addresses
-in the tables."""
-
 COLUMNS = 10
 """Columns of the table of ``word_kernels.split`` and ``join``: address of the words, number of words, addresses of the planes."""
 
@@ -55,7 +44,7 @@ class Addressed:
         return self.rows
 
     def data_ptr(self) -> int:
-        """Return the address; Triton calls this method."""
+        """Return the address, as a tensor does."""
         return self.address
 
 

@@ -36,7 +36,7 @@ from ..shm.ring import Ring
 from .free_slots import FreeSlots
 from .gpu import DeviceStaging
 from .host import stage_host
-from .plan import SaveOrder, StagingPlan
+from .plan import Preparation, SaveOrder, StagingPlan
 
 logger = logging.getLogger(__name__)
 
@@ -58,7 +58,7 @@ class Staging:
         opened, descriptor = answer[0], answer[1]
         self._slots = FreeSlots(Ring(descriptor, opened.slots, opened.slot_size), self._connection.post)
         self._devices = DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
-        self._orders: queue.SimpleQueue[SaveOrder | None] = queue.SimpleQueue()
+        self._orders: queue.SimpleQueue[SaveOrder | Preparation | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}
         self._told: tuple[str, ...] | None = None  # the plain tensors that the coordinator knows
         self._lock = threading.Lock()
@@ -78,6 +78,10 @@ class Staging:
         order.on_staged()  # the node worker died after the caller has looked, and nobody else would end this save
         order.on_end(SaveFailed(self._why, subject=order.subject))
 
+    def prepare(self, plan: StagingPlan) -> None:
+        """Prepare saves of a plan like this in the background; see ``Checkpointer.prepare``."""
+        self._orders.put(Preparation(plan))
+
     def close(self, *, patience: float = 10.0, why: str = "") -> None:
         """Close the connection. The node worker completes saves that are staged, but their outcomes are not reported here.
 
@@ -96,6 +100,9 @@ class Staging:
 
     def _stage(self) -> None:
         while (order := self._orders.get()) is not None:
+            if isinstance(order, Preparation):
+                self._prepare(order.plan)
+                continue
             self._slots.order = order
             try:
                 assert order.plan is not None
@@ -112,6 +119,16 @@ class Staging:
                     order.plan.let_go()
                 order.plan = None
                 order.on_staged()
+
+    def _prepare(self, plan: StagingPlan) -> None:
+        try:
+            for device, group in plan.parts.items():
+                if device is not None:
+                    self._devices.prepare(device, group.pieces)
+        except Exception as error:  # the first save does the same again, and reports what fails
+            self._log.warning("the first save is not prepared: %s", error)
+        finally:
+            plan.let_go()
 
     def _stage_all(self, order: SaveOrder, plan: StagingPlan) -> None:
         devices = sorted(device for device in plan.parts if device is not None)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import queue
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -14,7 +14,7 @@ from ..gpu.encode_request import EncodeRequest
 from ..gpu.node_mode.refusal import EncodingRefused
 from ..protocol.messages import BaseDigests, DeviceAnswer, Message, StageDerived
 from .free_slots import FreeSlots
-from .plan import SaveOrder, StagingPlan
+from .plan import ChunkSource, SaveOrder, StagingPlan
 
 if TYPE_CHECKING:
     from ..gpu.codec_choice import Choice
@@ -31,7 +31,7 @@ interpreter."""
 
 
 class DeviceStaging:
-    """Encodes chunks on GPUs. Torch and Triton are loaded when the first such chunk is staged.
+    """Encodes chunks on GPUs. Torch is loaded when the first such chunk is staged.
 
     ``answers`` receives the node worker's messages about devices.
     """
@@ -57,6 +57,12 @@ class DeviceStaging:
             )
             self._encoder = self._local_encoder()
             return self._encoder.choice(device)
+
+    def prepare(self, device: int, pieces: Sequence[ChunkSource]) -> None:
+        """Allocate, pin and load what encoding needs, and plan it for these chunks."""
+        self.choice(device)
+        if self._encoder is not None:
+            self._encoder.prepare(device, pieces)
 
     def give_head_start(self, order: SaveOrder) -> None:
         """Let the training launch kernels first, unless it waits for the staging."""

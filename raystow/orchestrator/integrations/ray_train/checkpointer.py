@@ -6,6 +6,7 @@ reports those committed since the save before, and ``close`` the rest. A failed 
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import threading
@@ -17,9 +18,7 @@ from ray.exceptions import RayError
 from ray.train.collective import broadcast_from_rank_zero
 
 from ....storage.errors import ClusterError, RaystowError, StateError, Unsupported
-from ....storage.format import key_files
 from ....storage.format.root import Entry
-from ....storage.repository import Repository
 from ....storage.retention.policy import Policy
 from ....storage.version import Version
 from ....storage.version_selector import LATEST, VersionSelector
@@ -75,14 +74,19 @@ class Checkpointer(checkpointer.Checkpointer):
         self._storage, self._validation = storage, validation
         self._slots = threading.BoundedSemaphore(_QUEUE)
         self._notice: PreemptionInfo | None = None
-        self._sync: TrainSync | None = None
-        if self.rank == 0:
-            repository = Repository(self._store, self._repository_id, trust=key_files.trust(), signed_by=self._signed_by)
+        self._run = run
 
-            def write_pointer(entry: Entry) -> None:
-                write(repository, entry, storage.storage_filesystem, storage.build_checkpoint_path_from_name(folder(entry)))
+    @functools.cached_property
+    def _sync(self) -> TrainSync | None:
+        """Reports versions to Train, on rank 0."""
+        if self.rank != 0:
+            return None
+        repository, storage = self._repository(), self._storage
 
-            self._sync = TrainSync(repository, run, listed=_listed, write_pointer=write_pointer)
+        def write_pointer(entry: Entry) -> None:
+            write(repository, entry, storage.storage_filesystem, storage.build_checkpoint_path_from_name(folder(entry)))
+
+        return TrainSync(repository, self._run, listed=_listed, write_pointer=write_pointer)
 
     def save(self, state: State, *, step: int, metrics: Mapping[str, object] | None = None) -> Pending:
         """Start to save ``state``, then ``report`` the versions that earlier saves have become.

@@ -27,6 +27,7 @@ from .. import kernel_args
 from ..kernel_args import Addressed, Table
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
 from ..nvcomp import Codec
+from ..pinned_memory import BUFFERS
 from ..stream_layout import compute_tables
 from .lane_plan import ROOM, Fetch, LaneMemory, LanePlan, Making, plan
 
@@ -45,8 +46,9 @@ class _Lane:
 
     def __init__(self, device: torch.device) -> None:
         self.stream = torch.cuda.Stream(device)
-        self.host = torch.empty(ROOM.stored, dtype=torch.uint8, pin_memory=True)
-        self.bytes = self.host.numpy()
+        self.pinned = BUFFERS.take(ROOM.stored)
+        self.bytes = self.pinned.memory
+        self.host = torch.from_numpy(self.bytes)
         self.stored = torch.empty(ROOM.stored + blake3_kernels.PAST, dtype=torch.uint8, device=device)
         self.planes = torch.empty(ROOM.planes, dtype=torch.uint8, device=device)
         self.aligned = torch.empty(ROOM.aligned, dtype=torch.uint8, device=device)
@@ -100,6 +102,7 @@ class _Work:
         """Enqueue the copy of all fetched bytes to the device."""
         last = self.plan.fetches[-1]
         end = last.start + last.run.length
+        self.lane.pinned.wait(0)
         self.lane.stored[:end].copy_(self.lane.host[:end], non_blocking=True)
 
     def run(self, some: slice, *, copy: int) -> None:
@@ -111,18 +114,20 @@ class _Work:
 
 
 class Decoder:
-    """Fills tensors of one GPU. Allocates 1.2 GiB of device memory and 504 MiB of pinned memory until ``close``, and 672 MiB of
-    device memory more if only parts of chunks are requested."""
+    """Fills tensors of one GPU. Allocates up to 1.2 GiB of device memory and 504 MiB of pinned memory until ``close``, and
+    672 MiB of device memory more if only parts of chunks are requested. Pinned memory is kept for later: see ``BUFFERS``."""
 
     def __init__(self, device: torch.device) -> None:
         with torch.cuda.device(device):
             self._device = device
-            self._lanes = [_Lane(device) for _ in range(_LANES)]
+            self._lanes = list[_Lane]()
             self._codecs: dict[tuple[str, int], Codec] = {}
 
     def close(self) -> None:
         """Free the memory."""
         torch.cuda.synchronize(self._device)
+        for lane in self._lanes:
+            BUFFERS.give_back(lane.pinned)
         self._lanes.clear()
 
     def fill(self, reader: PackReader, runs: Sequence[Run], progress: Progress) -> None:
@@ -133,7 +138,7 @@ class Decoder:
         others = list[Run]()
         with torch.cuda.device(self._device), ThreadPoolExecutor(reader.threads, "raystow-read") as pool:
             try:
-                planned = enumerate(map(_Work, plan(runs, others), itertools.cycle(self._lanes)))
+                planned = enumerate(map(_Work, plan(runs, others), self._in_turn()))
                 works = dict(itertools.islice(planned, _FETCHING))
                 for work in works.values():
                     _fetch(reader, pool, work)
@@ -161,6 +166,13 @@ class Decoder:
                 pool.shutdown(wait=True, cancel_futures=True)
                 torch.cuda.synchronize(self._device)
                 raise
+
+    def _in_turn(self) -> Iterator[_Lane]:
+        """Yield the lanes again and again. A lane is made when it is first needed."""
+        while len(self._lanes) < _LANES:
+            self._lanes.append(_Lane(self._device))
+            yield self._lanes[-1]
+        yield from itertools.cycle(self._lanes)
 
     def _prepare(self, works: Sequence[_Work]) -> None:
         """Compute the tables of some lanes, and copy them to the device."""

@@ -19,7 +19,6 @@ import torch
 
 from ..encode_request import EncodeRequest, Source
 from ..kernels.deflate_kernels import coder
-from ..nvcomp import STREAM
 from .batch_results import BatchResults
 from .device_memory import SIZE, EncoderMemory, EncoderResources, EncoderStreams
 from .encode_plan import EncodePlan
@@ -40,7 +39,7 @@ class Encoder:
     def __init__(self, device: torch.device, codec: str | None, ring: PinnedRing, *, size: int = SIZE) -> None:
         self._device = device
         with torch.cuda.device(device):
-            streams, found = EncoderStreams(device), coder(codec, STREAM[codec]) if codec else None
+            streams, found = EncoderStreams(device), coder(codec) if codec else None
             self._resources = EncoderResources(found, EncoderMemory(device, found, size, ring.capacity), streams, ring)
             torch.cuda.current_stream(device).synchronize()
         self.plan: EncodePlan | None = None
@@ -60,6 +59,11 @@ class Encoder:
         torch.cuda.synchronize(self._device)
         self.plan = None
         del self._resources
+
+    def prepare(self, sources: Sequence[Source]) -> None:
+        """Plan the encoding of these chunks."""
+        with torch.cuda.device(self._device):
+            self._plan_for(sources)
 
     def encode(self, request: EncodeRequest, emit: Emit) -> None:
         """Encode all chunks of a request. Raises ``SaveFailed`` naming a tensor that was changed too early."""

@@ -1,4 +1,7 @@
-"""Writes to the staging ring from a GPU: the ring's memory is pinned once, and its slots are filled by large copies."""
+"""Writes to the staging ring from a GPU: the ring's memory is pinned once, and its slots are filled by large copies.
+
+The memory is pinned in the background; a slot is filled as soon as its part is pinned.
+"""
 
 from __future__ import annotations
 
@@ -8,9 +11,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ....storage.errors import ClusterError
 from ...protocol.messages import RunSpan
 from ...shm.ring import Ring
+from ..pinned_memory import PinnedMemory
+
+_PART = 64 << 20  # bytes that are pinned together
 
 
 @dataclass
@@ -32,13 +37,7 @@ class PinnedRing:
     def __init__(self, ring: Ring, *, take: Callable[[], int | None], release: Callable[[int], None]) -> None:
         self._ring, self._take, self._release = ring, take, release
         self._memory = torch.from_numpy(ring.memory)
-        if torch.cuda.is_available():
-            code = torch.cuda.cudart().cudaHostRegister(self._memory.data_ptr(), self._memory.numel(), 0)
-            if int(code):
-                raise ClusterError(
-                    f"CUDA cannot pin {self._memory.numel() >> 20} MiB of host memory (error {int(code)})",
-                    remedy="pass a smaller memory= to Checkpointer",
-                )
+        self._pinned = PinnedMemory(ring.memory, max(1, _PART // ring.slot_size) * ring.slot_size)
         self._slot, self._used = -1, ring.slot_size
         self._runs: Counter[int] = Counter()  # slot -> spans in it that are not announced yet
         self._open: set[int] = set()  # slots that are not released yet
@@ -91,15 +90,15 @@ class PinnedRing:
 
     def close(self) -> None:
         """Unpin the memory."""
-        if torch.cuda.is_available():
-            torch.cuda.cudart().cudaHostUnregister(self._memory.data_ptr())
-        del self._memory
+        self._pinned.close()
+        del self._memory, self._pinned
 
     def _next_slot(self, relieve: Callable[[], None]) -> None:
         self._slot = -1
         self._settle()
         while (slot := self._take()) is None:
             relieve()
+        self._pinned.wait(slot * self._ring.slot_size)
         self._slot, self._used = slot, 0
         self._open.add(slot)
 

@@ -104,6 +104,9 @@ class RemoteEncoder:
                 raise SaveFailed(str(refusal), subject=name, remedy='use Compression(process="training")') from refusal
         return self._mapped[device].choice
 
+    def prepare(self, device: int, pieces: Sequence[Source]) -> None:
+        """Do nothing: the node worker prepares when ``choice`` opens the device."""
+
     def compare(
         self, device: int, pieces: Sequence[Source], followers: Sequence[DerivedPair], base: BaseDigests | None, *, after: Event
     ) -> Remaining:

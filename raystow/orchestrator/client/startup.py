@@ -1,0 +1,57 @@
+"""Starts the actors that a rank needs while its program goes on."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future
+from concurrent.futures import TimeoutError as FuturesTimeout
+
+import ray
+
+from ...storage import background
+from ...storage.errors import ClusterError
+from ...workers.node.actor import node_actor
+from ...workers.protocol.messages import PROTOCOL, CoordinatorStarted, JoinRun, StartRun
+from .. import ray_cluster
+from ..coordinator.ray_client import RayCoordinatorClient, coordinator_actor
+
+ACTOR_START = 120.0
+"""Seconds that an actor may take to start."""
+
+
+class Startup:
+    """Starts the coordinator of ``uri`` and this node's worker, and registers the rank, on a thread of its own.
+
+    Attributes:
+        uri: The repository.
+        member: The rank.
+        port: The coordinator.
+    """
+
+    def __init__(self, uri: str, member: JoinRun, run: StartRun) -> None:
+        self.uri, self.member = uri, member
+        coordinator = coordinator_actor(uri)
+        self.port = RayCoordinatorClient(uri)
+        node_actor(RayCoordinatorClient)  # is ready when the first save connects to it
+        self._started: Future[CoordinatorStarted] = Future()
+        background.start("raystow-startup", self._run, coordinator.start.remote(PROTOCOL, run))
+
+    def wait(self) -> CoordinatorStarted:
+        """Wait until the coordinator has started and knows this rank.
+
+        Raises:
+            ClusterError: It does not start.
+            StoreError: It cannot read or write the store.
+            UnsafeStore: The store has no atomic conditional writes.
+        """
+        try:
+            return self._started.result(2 * ACTOR_START)
+        except FuturesTimeout:
+            raise ClusterError(f"did not start within {2 * ACTOR_START:.0f} s", subject=f"coordinator of {self.uri}") from None
+
+    def _run(self, started: ray.ObjectRef) -> None:
+        try:
+            answer: CoordinatorStarted = ray_cluster.call(started, ACTOR_START, f"coordinator of {self.uri}")
+            self.port.join(self.member.rank, self.member.incarnation, self.member.world_size)
+            self._started.set_result(answer)
+        except BaseException as error:
+            self._started.set_exception(error)
