@@ -135,8 +135,8 @@ def open(uri: str | os.PathLike[str], *, trusted_keys: str | os.PathLike[str] | 
     """Open a repository for reading. Needs neither Ray nor torch nor a GPU.
 
     Args:
-        uri: ``s3://bucket/prefix``, ``az://container/prefix``, ``file:///path`` or a path. Endpoint, region and credentials
-            come from the usual configuration of AWS or Azure.
+        uri: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///path`` or a path. Endpoint,
+            region and credentials come from the usual configuration of AWS, Google or Azure.
         trusted_keys: A file with public keys, or a folder of such files. None: the keys that ``RAYSTOW_TRUSTED_KEYS`` names, else
             those that the repository requires.
 

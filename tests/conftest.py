@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 from azure_server import azure_server, make_container
+from gcs_server import gcs_server
 from hypothesis import HealthCheck, settings
 from s3_server import make_bucket, s3_server
 
@@ -87,3 +88,16 @@ def az_container() -> Iterator[str]:
 def az_uri(az_container: str) -> str:
     """A fresh, empty ``az://container/prefix`` for one test."""
     return f"az://{az_container}/t-{SYSTEM.token()}/run"
+
+
+@pytest.fixture(scope="session")
+def gs_bucket() -> Iterator[str]:
+    """A bucket on a server of Google's API; STORAGE_EMULATOR_HOST leads there until the session ends."""
+    with gcs_server(_BUCKET) as bucket:
+        yield bucket
+
+
+@pytest.fixture
+def gs_uri(gs_bucket: str) -> str:
+    """A fresh, empty ``gs://bucket/prefix`` for one test."""
+    return f"gs://{gs_bucket}/t-{SYSTEM.token()}/run"

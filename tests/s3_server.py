@@ -30,7 +30,7 @@ def s3_server() -> Iterator[str]:
             environment.setenv("AWS_ENDPOINT_URL", given)
             yield given
             return
-        with _moto() as endpoint:
+        with moto() as endpoint:
             for name, value in (_MOTO | {"AWS_ENDPOINT_URL": endpoint}).items():
                 environment.setenv(name, value)
             yield endpoint
@@ -45,7 +45,8 @@ def make_bucket(name: str) -> str:
 
 
 @contextlib.contextmanager
-def _moto() -> Iterator[str]:
+def moto() -> Iterator[str]:
+    """The endpoint of a server of its own."""
     port = free_port()
     command = [sys.executable, "-m", "moto.server", "-H", "127.0.0.1", "-p", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)

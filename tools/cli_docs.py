@@ -16,7 +16,7 @@ from raystow.orchestrator.cli.app import COMMANDS, build
 from raystow.orchestrator.cli.exit_codes import EXIT_CODES
 
 _SHARED = {
-    "Repository: s3://bucket/prefix, az://container/prefix, file:///path, or a path.",
+    "Repository: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, or a path.",
     "Version id, pin name, 'step:60', or 'latest'.",
 }
 _SHARED_OPTIONS = ("--json", "--dry-run", "--yes")
@@ -30,9 +30,9 @@ _INTRODUCTION = """# Command line
 Run `raystow COMMAND`, or `python -m raystow COMMAND` if the entry point is not on the path. `raystow --install-completion`
 installs shell completion. Reading needs no Ray cluster, no GPU and no torch.
 
-`URI` is `s3://bucket/prefix`, `az://container/prefix`, `file:///path` or a path. Endpoint, region and credentials come from the
-usual variables and files of AWS or Azure. `VERSION` is an id, the name of a pin, `step:60` (the newest version of step 60), or
-`latest`.
+`URI` is `s3://bucket/prefix`, `gs://bucket/prefix`, `az://container/prefix`, `file:///path` or a path. Endpoint, region and
+credentials come from the usual variables and files of AWS, Google or Azure. `VERSION` is an id, the name of a pin, `step:60` (the
+newest version of step 60), or `latest`.
 
 TIME is written as `90s`, `30m`, `6h` or `1d`; SIZE as `2TB` (decimal), `500GiB` (binary) or bytes. RATIO is stored bytes
 divided by raw bytes. Commands that change or delete versions accept `--dry-run` (print the plan and change nothing) and `--yes`

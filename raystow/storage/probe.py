@@ -14,7 +14,7 @@ from .object_store import ObjectStore
 PREFIX = "probe/"
 
 _MAX_BYTES = 4096
-_REMEDY = "use a store with conditional writes (AWS S3, Ceph 20, R2, Azure, a local disk), or a newer release of this one"
+_REMEDY = "use a store with conditional writes (AWS S3, Ceph 20, R2, Google, Azure, a local disk), or a newer release of this one"
 
 
 def probe_conditional_writes(store: ObjectStore, clock: Clock = SYSTEM) -> None:

@@ -11,7 +11,7 @@ from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores import open_store
 
 
-@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3), "az"])
+@pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3), "az", "gs"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
     """The address of an empty store."""
     if request.param == "memory":

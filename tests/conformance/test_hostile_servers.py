@@ -13,6 +13,7 @@ from hostile_s3 import BEHAVIORS, ONLY, HostileServer
 from raystow.storage.errors import Damaged, StoreError
 from raystow.storage.object_store import ObjectStore
 from raystow.storage.stores.azure import AzureStore
+from raystow.storage.stores.gcs import GcsStore
 from raystow.storage.stores.request_limits import RequestLimits
 from raystow.storage.stores.s3 import S3Store
 
@@ -68,7 +69,7 @@ def server() -> HostileServer:
 @pytest.fixture(scope="module")
 def stores(server: HostileServer) -> Iterator[dict[str, ObjectStore]]:
     with pytest.MonkeyPatch.context() as patch, server.running() as endpoint:
-        for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_"))]:
+        for name in [name for name in os.environ if name.startswith(("AWS_", "AZURE_", "GOOGLE_"))]:
             patch.delenv(name)
         given = {
             "AWS_ACCESS_KEY_ID": "a",
@@ -76,10 +77,12 @@ def stores(server: HostileServer) -> Iterator[dict[str, ObjectStore]]:
             "AWS_DEFAULT_REGION": "us-east-1",
             "AWS_ENDPOINT_URL": endpoint,
             "AZURE_STORAGE_CONNECTION_STRING": f"AccountName=a;AccountKey=YWFh;BlobEndpoint={endpoint}",
+            "GOOGLE_BEARER_TOKEN": "a",
+            "STORAGE_EMULATOR_HOST": endpoint,
         }
         for name, value in given.items():
             patch.setenv(name, value)
-        yield {kind.scheme: kind("bucket", "run", limits=LIMITS) for kind in (S3Store, AzureStore)}
+        yield {kind.scheme: kind("bucket", "run", limits=LIMITS) for kind in (S3Store, AzureStore, GcsStore)}
 
 
 def peak() -> int:
@@ -107,7 +110,7 @@ def test_each_answer_ends_in_an_error_of_ours(
     check(server, stores["s3"], name, operation)
 
 
-@pytest.mark.parametrize("scheme", ["az"])
+@pytest.mark.parametrize("scheme", ["az", "gs"])
 @pytest.mark.parametrize(("name", "operation"), CLOUD_CASES)
 def test_each_answer_to_obstore_alone_does_so_too(
     server: HostileServer, stores: dict[str, ObjectStore], scheme: str, name: str, operation: str

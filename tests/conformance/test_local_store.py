@@ -275,7 +275,7 @@ def test_relative_addresses_and_homes(root: Path, tmp_path: Path, monkeypatch: p
     [
         "",
         "a\0b",
-        "gs://bucket/x",
+        "ftp://bucket/x",
         "http://host/x",
         "s3:/bucket/x",
         "s3://",
@@ -290,7 +290,7 @@ def test_relative_addresses_and_homes(root: Path, tmp_path: Path, monkeypatch: p
     ],
 )
 def test_a_bad_address_is_explained(uri: str) -> None:
-    with pytest.raises(StateError, match=r"use s3://bucket/prefix, az://container/prefix") as caught:
+    with pytest.raises(StateError, match=r"use s3://bucket/prefix, gs://bucket/prefix, az://") as caught:
         open_store(uri)
     assert "hush" not in str(caught.value)
 

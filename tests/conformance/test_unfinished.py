@@ -48,7 +48,7 @@ def begun_upload(uri: str, key: str) -> None:
 @pytest.fixture
 def begin(uri: str) -> Callable[[str], None]:
     """Leaves a write to a key unfinished. A store in memory has none, and obstore does not list those of the others."""
-    if uri.startswith(("memory:", "az:")):
+    if uri.startswith(("memory:", "az:", "gs:")):
         pytest.skip("its unfinished writes are not listed")
     leave = begun_upload if uri.startswith("s3:") else killed_writer
     return lambda key: leave(uri, key)

@@ -79,7 +79,9 @@ gpu_price = dollars(help="Price of one GPU hour.")
 Uri = Annotated[
     str,
     typer.Argument(
-        metavar="URI", help="Repository: s3://bucket/prefix, az://container/prefix, file:///path, or a path.", show_default=False
+        metavar="URI",
+        help="Repository: s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, or a path.",
+        show_default=False,
     ),
 ]
 Which = Annotated[str, typer.Argument(metavar="VERSION", help="Version id, pin name, 'step:60', or 'latest'.")]

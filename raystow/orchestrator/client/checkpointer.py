@@ -66,8 +66,8 @@ class Checkpointer:
     raises ``ClusterError``, ``StoreError`` or ``UnsafeStore`` if they could not start.
 
     Args:
-        uri: The repository: ``s3://bucket/prefix``, ``az://container/prefix``, ``file:///path`` or a path. It is
-            created if it does not exist.
+        uri: The repository: ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///path`` or a
+            path. It is created if it does not exist.
         rank: The rank of this process, with ``world_size``. None: that of Ray Train, torch.distributed or ``RANK`` in the
             environment, which must not contradict each other; 0 if there is none of these.
         world_size: The number of ranks, with ``rank``. None: from the same sources; 1 if there is none.

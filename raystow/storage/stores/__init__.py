@@ -17,13 +17,13 @@ __all__ = ["open_store"]
 _SCHEME = re.compile(r"([A-Za-z][A-Za-z0-9+.-]+):/")
 _BUCKET = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{1,253}[A-Za-z0-9]")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
-_REMEDY = "use s3://bucket/prefix, az://container/prefix, file:///path, a plain path, or memory://name"
-_CONFIGURATION = {"s3": "AWS", "az": "Azure"}
+_REMEDY = "use s3://bucket/prefix, gs://bucket/prefix, az://container/prefix, file:///path, a plain path, or memory://name"
+_CONFIGURATION = {"s3": "AWS", "az": "Azure", "gs": "Google"}
 
 
 def open_store(uri: str) -> ObjectStore:
-    """Open the store at ``s3://bucket/prefix``, ``az://container/prefix``, ``file:///path``, a plain path, or ``memory://name``
-    (this process only).
+    """Open the store at ``s3://bucket/prefix``, ``gs://bucket/prefix``, ``az://container/prefix``, ``file:///path``, a plain
+    path, or ``memory://name`` (this process only).
 
     Nothing is contacted, created or checked yet. Raises ``StateError`` for an invalid address.
     """
@@ -76,6 +76,10 @@ def _in_bucket(kind: str, rest: str) -> ObjectStore:
         from .azure import AzureStore
 
         return AzureStore(bucket, prefix)
+    if kind == "gs":
+        from .gcs import GcsStore
+
+        return GcsStore(bucket, prefix)
     from .s3 import S3Store
 
     return S3Store(bucket, prefix)

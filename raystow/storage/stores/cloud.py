@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlsplit
 
 import obstore
+from obstore.exceptions import BaseError
 
 from ..errors import NotFound, StoreError, StoreUnavailable
 from ..gc_pause import uncollected
@@ -167,9 +168,12 @@ class CloudStore(Bucket):
         reading = timeouts | {"read_timeout": timedelta(seconds=limits.stall_seconds)}
         # By time and not by number: a server that is busy is so for a while, and answers at once.
         retry = {"max_retries": _NO_LIMIT, "retry_timeout": timedelta(seconds=limits.retry_seconds)}
-        with self.answers.obstore_errors("the set-up of the client", self.uri):
+        try:
             return CloudClients(
                 send=self._client({"client_options": timeouts, "retry_config": retry}),
                 fetch=self._client({"client_options": reading, "retry_config": retry}),
                 swap=self._client({"client_options": reading, "retry_config": retry | {"max_retries": 0}}),
             )
+        except (BaseError, OSError, ValueError) as error:  # their texts may hold parts of credentials
+            what = f"the configuration does not make a client: {type(error).__name__}"
+            raise StoreError(what, subject=self.uri, remedy=self.answers.credentials) from None

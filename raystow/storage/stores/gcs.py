@@ -1,0 +1,90 @@
+"""A bucket of Google Cloud Storage as an object store; a tag is the object's generation.
+
+Credentials come from the usual places: the file that GOOGLE_APPLICATION_CREDENTIALS names, a login of gcloud, or the machine's
+service account (also GKE's workload identity).
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from obstore.store import GCSStore as ObstoreGcs
+
+from .cloud import METADATA, CloudStore, require_metadata
+from .store_answers import StoreAnswers
+
+if TYPE_CHECKING:
+    from obstore import UpdateVersion
+
+_RIGHTS = "this needs the role Storage Object User on the bucket"
+_CREDENTIALS = (
+    "check the Google credentials: GOOGLE_APPLICATION_CREDENTIALS (a service account's key), "
+    "gcloud auth application-default login, or the machine's service account"
+)
+_ANOTHER = "this store lacks an operation that raystow needs: use another"
+
+_ANSWERS = StoreAnswers(
+    name="Google Cloud Storage",
+    refused={
+        "NoSuchBucket": "create the bucket, or correct the address",
+        "InvalidBucketName": "correct the address",
+        "AccessDenied": _RIGHTS,
+        "AuthenticationRequired": _CREDENTIALS,
+        "AccountProblem": "check the project's billing",
+        "UserProjectAccountProblem": "check the project's billing",
+        "UserProjectMissing": "use a bucket whose owner pays for requests",
+        "RetentionPolicyNotMet": "remove the bucket's retention policy",
+        "ObjectUnderActiveHold": "release the hold on the object",
+        "NotImplemented": _ANOTHER,
+        "MethodNotAllowed": _ANOTHER,
+    },
+    refused_status={401: _CREDENTIALS, 403: _RIGHTS, 501: _ANOTHER},
+    lost_races=("PreconditionFailed",),
+    spoilt=("BadDigest", "IncompleteBody", "NoSuchUpload"),
+    credentials=_CREDENTIALS,
+    later="check the network, or try again later",
+    token_request="token request",
+)
+
+_PROOFS = (
+    "GOOGLE_SERVICE_ACCOUNT",
+    "GOOGLE_SERVICE_ACCOUNT_PATH",
+    "GOOGLE_SERVICE_ACCOUNT_KEY",
+    "GOOGLE_APPLICATION_CREDENTIALS",
+    "GOOGLE_BEARER_TOKEN",
+    "GOOGLE_SKIP_SIGNATURE",
+)
+
+
+class GcsStore(CloudStore):
+    """Objects under ``prefix`` of ``bucket``, reached as the Google configuration says. A lifecycle rule of the bucket
+    (AbortIncompleteMultipartUpload) removes the parts of an upload that was never completed."""
+
+    scheme, answers = "gs", _ANSWERS
+
+    def _client(self, options: Mapping[str, Any]) -> ObstoreGcs:
+        config: dict[str, object] = {}
+        if not any(os.environ.get(name) for name in _PROOFS):
+            login = (
+                Path(os.environ.get("CLOUDSDK_CONFIG") or "~/.config/gcloud").expanduser()
+                / "application_default_credentials.json"
+            )
+            if login.is_file():
+                config["application_credentials"] = str(login)
+            else:
+                metadata = os.environ.get("GCE_METADATA_HOST")
+                require_metadata(f"http://{metadata}" if metadata else METADATA, self.uri, _CREDENTIALS)
+        if emulator := os.environ.get("STORAGE_EMULATOR_HOST"):
+            config["base_url"] = emulator if "://" in emulator else f"http://{emulator}"
+        http = {"allow_http": str(config.get("base_url", "")).startswith("http://")}
+        return ObstoreGcs(self._bucket, config=config, **{**options, "client_options": options["client_options"] | http})  # type: ignore[arg-type]
+
+    def _tag(self, described: Mapping[str, Any]) -> str | None:
+        tag: str | None = described["version"]
+        return tag
+
+    def _version(self, tag: str) -> UpdateVersion:
+        return {"version": tag}
