@@ -51,13 +51,15 @@ FATAL = ("body_larger_than_any", "list")
 """obstore asks for the memory that a listing says it needs, and a failure of that ends the process."""
 
 CLOUD_CASES = [
-    pytest.param(name, operation, marks=[] if (name, operation) in FAST else [pytest.mark.slow])
+    pytest.param(scheme, name, operation, marks=[] if (name, operation) in FAST else [pytest.mark.slow])
+    for scheme in ("az", "gs")
     for name in BEHAVIORS
     for only in [ONLY.get(name)]
     if only != "list"  # those are of S3's form
     for operation in ([only] if only else OPERATIONS)
     if operation != "unfinished"  # sends nothing
     if (name, operation) != FATAL and not (operation == "put_if" and name in WRITTEN)
+    if not ((scheme, operation) == ("gs", "delete") and name in (*WRITTEN, "no_tag"))  # Google deletes by a request each
 ]
 
 
@@ -110,8 +112,7 @@ def test_each_answer_ends_in_an_error_of_ours(
     check(server, stores["s3"], name, operation)
 
 
-@pytest.mark.parametrize("scheme", ["az", "gs"])
-@pytest.mark.parametrize(("name", "operation"), CLOUD_CASES)
+@pytest.mark.parametrize(("scheme", "name", "operation"), CLOUD_CASES)
 def test_each_answer_to_obstore_alone_does_so_too(
     server: HostileServer, stores: dict[str, ObjectStore], scheme: str, name: str, operation: str
 ) -> None:
