@@ -109,7 +109,7 @@ def test_skipped_steps_of_a_scaler_are_replayed() -> None:
             one.grad = torch.randn_like(one) * 1024
             if number == 3:
                 one.grad[0] = float("inf")
-        scaler._lazy_init_scale_growth_tracker(torch.device("cuda"))
+        scaler.scale(torch.zeros((), device="cuda"))  # makes its state
         scaler.step(run.optimizer)
         scaler.update()
         run.copy_weights()
