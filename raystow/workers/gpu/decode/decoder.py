@@ -21,12 +21,14 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from ....storage.coding.chunk import DEFLATE
 from ....storage.errors import Damaged
 from ....storage.reader import PackReader, Piece, Run
 from .. import kernel_args
 from ..kernel_args import Addressed, Table
 from ..kernels import blake3_kernels, copy_kernels, word_kernels
-from ..nvcomp import Codec
+from ..kernels.deflate_kernels import Deflate
+from ..nvcomp import STREAM, Codec
 from ..pinned_memory import BUFFERS
 from ..stream_layout import compute_tables
 from .lane_plan import ROOM, Fetch, LaneMemory, LanePlan, Making, plan
@@ -39,6 +41,7 @@ _TOGETHER = 8  # lanes whose tables are computed together
 Progress = Callable[[int], None]
 _Numbers = npt.NDArray[np.int64]
 _NOTHING = np.empty(0, np.int64)
+_OWN = DEFLATE, STREAM[DEFLATE]  # streams that raystow's coder writes and its decoder reads
 
 
 class _Lane:
@@ -98,6 +101,13 @@ class _Work:
         """Yield the fetches and their targets in host memory."""
         return ((fetch, self.lane.bytes[fetch.start : fetch.start + fetch.run.length].data) for fetch in self.plan.fetches)
 
+    def decoded(self) -> Iterator[tuple[tuple[str, int], bool, bool]]:
+        """Yield for each kind of streams whether a size is wrong, and whether a status is not 0, once the device has finished."""
+        results = (step.results.reshape(2, -1) for step in self.steps[1:] if step.size)
+        for (kind, streams), (sizes, status) in zip(self.plan.streams.items(), results, strict=False):
+            expected = streams.table[4]
+            yield kind, bool((sizes != expected).any()), bool(status.view(np.int32)[: len(expected)].any())
+
     def copy_up(self) -> None:
         """Enqueue the copy of all fetched bytes to the device."""
         last = self.plan.fetches[-1]
@@ -121,7 +131,7 @@ class Decoder:
         with torch.cuda.device(device):
             self._device = device
             self._lanes = list[_Lane]()
-            self._codecs: dict[tuple[str, int], Codec] = {}
+            self._codecs: dict[tuple[str, int], Codec] = {_OWN: Deflate()}
 
     def close(self) -> None:
         """Free the memory."""
@@ -145,7 +155,7 @@ class Decoder:
                 stages: dict[int, Callable[[_Work], None]] = {
                     0: _take_up,
                     -1: functools.partial(_launch, reader),
-                    _FETCHING - _LANES: functools.partial(_finish, progress),
+                    _FETCHING - _LANES: functools.partial(self._finish, progress),
                     _FETCHING: functools.partial(_fetch, reader, pool),  # into the lane that has finished
                 }
                 for i in itertools.count():
@@ -175,12 +185,16 @@ class Decoder:
         yield from itertools.cycle(self._lanes)
 
     def _prepare(self, works: Sequence[_Work]) -> None:
-        """Compute the tables of some lanes, and copy them to the device."""
+        """Compute the tables of some lanes."""
         for work in works:
             if work.plan.needs.words:
                 work.lane.allocate_words()
             work.plan.lay_out(work.lane.memory)
         compute_tables([streams for work in works for streams in work.plan.streams.values()])
+        self._upload(works)
+
+    def _upload(self, works: Sequence[_Work]) -> None:
+        """Make the steps of some lanes, and copy their tables to the device."""
         for work in works:
             work.steps = [_digesting(work.plan), *self._decoding(work.plan)]
         steps, device = [step for work in works for step in work.steps], self._device
@@ -207,14 +221,32 @@ class Decoder:
             work.tables, work.copies = tables, list(itertools.islice(copies, 2))
             work.lane.stream.wait_event(ready)
 
+    def _finish(self, progress: Progress, work: _Work) -> None:
+        """Wait for a lane, and check its results."""
+        work.event.synchronize()
+        if _OWN in self._codecs and any(status for kind, _, status in work.decoded() if kind == _OWN):
+            logger.info("streams of another Deflate coder are decoded by nvCOMP")
+            self._codecs[_OWN] = Codec(*_OWN)
+            self._upload([work])
+            with torch.cuda.stream(work.lane.stream):
+                work.lane.allocate_scratch(max(step.scratch for step in work.steps))
+            _decode(work)
+            work.event.synchronize()
+        results = [step.results for step in work.steps[1:] if step.size]
+        sums = results[len(work.plan.streams) :]
+        progress(sum(work.plan.check(np.concatenate((_NOTHING, *sums)))))  # first, because its errors name a tensor
+        if any(wrong or status for _, wrong, status in work.decoded()):
+            raise Damaged("not every stream decodes to its size", subject=work.plan.fetches[0].run.key)
+
     def _decoding(self, plan: LanePlan) -> Iterator[_Step]:
         """Yield the steps that decode the stored bytes once they are verified."""
         for kind, streams in plan.streams.items():
-            moves, decodes = streams.table[:3].T, streams.table[1:]
-            yield _Step(moves, 0, _plain(copy_kernels.move, int(moves[:, 2].max())))
-            codec = self._codecs.get(kind) or self._codecs.setdefault(kind, Codec(*kind))
-            launch = functools.partial(_decompress, codec, len(moves))
-            yield _Step(decodes, 2 * len(moves), launch, codec.decoding_scratch(len(moves)))
+            codec, source, n = self._codecs.get(kind) or self._codecs.setdefault(kind, Codec(*kind)), 0, streams.table.shape[1]
+            if not isinstance(codec, Deflate):  # nvCOMP needs aligned streams
+                source, moves = 1, streams.table[:3].T
+                yield _Step(moves, 0, _plain(copy_kernels.move, int(moves[:, 2].max())))
+            launch = functools.partial(_decompress, codec, n)
+            yield _Step(streams.table[[source, 2, 3, 4]], 2 * n, launch, codec.decoding_scratch(n))
         if plan.unpacks:
             unpacks = np.array(plan.unpacks, np.int64)
             yield _Step(unpacks, 0, _plain(copy_kernels.unpack7, int(unpacks[:, 2].max())))
@@ -293,23 +325,17 @@ def _launch(reader: PackReader, work: _Work) -> None:
                 with fetch.needed():
                     reader.fetch(fetch.run, place)  # they may have been corrupted in memory
             work.copy_up()
+    _decode(work)
+
+
+def _decode(work: _Work) -> None:
+    """Enqueue all steps but the first."""
+    with torch.cuda.stream(work.lane.stream):
         work.run(slice(1, None), copy=1)
         for piece, address in work.plan.copies:
             start = address - work.lane.memory.words
             _copy_part(piece, work.lane.words[start : start + piece.chunk.nbytes])
         work.event = work.lane.stream.record_event()
-
-
-def _finish(progress: Progress, work: _Work) -> None:
-    """Wait for a lane, and check its results."""
-    work.event.synchronize()
-    results = [step.results for step in work.steps[1:] if step.size]
-    decoded, sums = results[: len(work.plan.streams)], results[len(work.plan.streams) :]
-    progress(sum(work.plan.check(np.concatenate((_NOTHING, *sums)))))  # first, because its errors name a tensor
-    for streams, (sizes, status) in zip(work.plan.streams.values(), (one.reshape(2, -1) for one in decoded), strict=True):
-        expected = streams.table[4]
-        if status.view(np.int32)[: len(expected)].any() or (sizes != expected).any():
-            raise Damaged("nvCOMP did not decode every stream to its size", subject=work.plan.fetches[0].run.key)
 
 
 def _copy_part(piece: Piece, raw: torch.Tensor) -> None:

@@ -47,6 +47,7 @@ OFTEN = 7
 """Code lengths are written with a constant code: 0 takes one bit, this length four bits, all others five."""
 WORDS = 256
 """Words of four symbols that are coded at a time."""
+_LANES, _ENTRY_BITS = 32, 10
 HEAD_BITS = 17 + 3 * len(ORDER)
 DEFLATE: dict[str, Value] = {
     "HEAD": HEAD_BITS,
@@ -59,4 +60,15 @@ DEFLATE: dict[str, Value] = {
     "ROOM": 8 * (STRIDE - 24),
     "DISTANCE": 286,  # after the last length of a run: the only distance
     "LONGEST": 64,  # words in a run
+}
+INFLATE: dict[str, Value] = {
+    "HEAD": HEAD_BITS,
+    "SYMBOLS": 512,
+    "DISTANCE": 286,
+    "BITS": _ENTRY_BITS,  # of a code, that are looked up at once
+    "LANES": _LANES,
+    "SYNC": 256,  # bits before its part at which a lane begins
+    "ROUND": 8,  # codes that are decoded from 64 bits, at most
+    "SCRATCH": 4 * (512 + 32 + _LANES) + 2 * (512 + (1 << _ENTRY_BITS)),  # bytes for each stream
+    "STOP": 1 << 30,
 }

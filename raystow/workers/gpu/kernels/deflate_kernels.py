@@ -1,4 +1,4 @@
-"""The Deflate coder: see ``sources.deflate``."""
+"""The Deflate coder and its decoder: see ``sources.deflate`` and ``sources.inflate``."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from ....storage.coding.chunk import DEFLATE
 from ..kernel_args import Table
 from ..nvcomp import STREAM, Codec
 from .constants import DEFLATE as CONSTANTS
-from .constants import OFTEN, ORDER, STRIDE
+from .constants import INFLATE, OFTEN, ORDER, STRIDE
 from .library import Kernel
 
-_CODE = Kernel("deflate.code")
+_CODE, _DECODE = Kernel("deflate.code"), Kernel("inflate.decode")
 
 
 def _head() -> int:
@@ -27,7 +27,7 @@ _HEAD = _head()
 
 
 class Deflate(Codec):
-    """Codes with this kernel and decodes with nvCOMP. Streams have at most 16 KiB, aligned to four bytes. A stream that would
+    """Codes and decodes with these kernels. Streams have at most 16 KiB, aligned to four bytes. A stream that would
     grow by more than a thirtieth is not coded; its size is then 1 GiB."""
 
     stride = STRIDE
@@ -47,6 +47,19 @@ class Deflate(Codec):
         for runs in (False, True):
             _CODE.launch((len(sources),), sources, sizes, targets, coded, tables, *head, **CONSTANTS, RUNS=runs)
         status.zero_()
+
+    def decoding_scratch(self, streams: int) -> int:
+        """See ``Codec.decoding_scratch``."""
+        return streams * int(INFLATE["SCRATCH"])
+
+    def decompress(
+        self, sources: Table, sizes: Table, targets: Table, most: Table, *, decoded: Table, scratch: torch.Tensor, status: Table
+    ) -> None:
+        """See ``Codec.decompress``. Streams that another coder wrote get a status that is not 0. Any bytes may be given, and
+        sources need no alignment."""
+        head = _HEAD & (1 << 48) - 1, _HEAD >> 48
+        streams = sources, sizes, targets, most, decoded, status
+        _DECODE.launch((len(sources),), *streams, scratch.data_ptr(), *head, **INFLATE)
 
 
 def coder(name: str) -> Codec:

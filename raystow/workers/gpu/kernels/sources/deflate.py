@@ -14,7 +14,7 @@ import triton.language as tl
 
 
 @triton.jit
-def _reversed(code, length):
+def reversed_bits(code, length):
     """Reverse the lowest ``length`` of 16 bits: Deflate writes codes from the highest bit."""
     code = ((code & 0x5555) << 1) | ((code >> 1) & 0x5555)
     code = ((code & 0x3333) << 2) | ((code >> 2) & 0x3333)
@@ -133,8 +133,8 @@ def _lengths(counts, SYMBOLS: tl.constexpr, FULL: tl.constexpr, ROUNDS: tl.const
 
 
 @triton.jit
-def _codes(length):
-    """Return Deflate's codes of these lengths, which are ordered by length and then by symbol."""
+def canonical(length):
+    """Return the codes of these lengths, which are ordered by length and then by symbol; undefined where the length is 0."""
     rank = tl.zeros(length.shape, tl.int32)
     begin = tl.zeros(length.shape, tl.int32)
     first = 0
@@ -148,7 +148,13 @@ def _codes(length):
         for k in tl.static_range(5):
             begin = tl.where(length == 5 * part + k + 1, first, begin)
             first = (first + ((total >> (12 * k)) & 4095).to(tl.int32)) * 2
-    return tl.where(length > 0, _reversed(begin + rank, length), 0)
+    return begin + rank
+
+
+@triton.jit
+def _codes(length):
+    """Return Deflate's codes of these lengths."""
+    return tl.where(length > 0, reversed_bits(canonical(length), length), 0)
 
 
 @triton.jit
@@ -217,7 +223,7 @@ def code(
     few = tl.arange(0, 2)
     _put(out, few * 48, tl.where(few == 0, head_low + ((distance - 257) << 3), head_high).to(tl.int64), few < 2)
     rank = tl.where(length < OFTEN, length - 1, length - 2)
-    name = tl.where(length == OFTEN, 1, _reversed(18 + rank, 5))
+    name = tl.where(length == OFTEN, 1, reversed_bits(18 + rank, 5))
     _put(out, HEAD + tl.cumsum(told, 0) - told, name.to(tl.int64), length > 0)
 
     for i in range(TIMES):

@@ -51,6 +51,8 @@ def variants() -> Iterator[Variant]:
     coded |= {"head_low": LONG, "head_high": LONG}
     for runs in (False, True):
         yield Variant("deflate.code", coded, {**of.DEFLATE, "RUNS": runs}, 2, frozenset({"tables"}))
+    streams = dict.fromkeys(("sources", "sizes", "targets", "most", "decoded"), POINTER) | {"status": "*i32", "scratch": LONG}
+    yield Variant("inflate.decode", streams | {"head_low": LONG, "head_high": LONG}, of.INFLATE, 1)
     for half in (True, False):
         yield Variant("words.compare", {"table": POINTER, "misses": POINTER}, {**of.COMPARE, "BF16": half})
     keys = ("keys", "block_keys")

@@ -1,0 +1,87 @@
+"""The decoder of Deflate streams without a GPU: it decodes what the coder writes, and refuses everything else."""
+
+from __future__ import annotations
+
+import zlib
+
+import numpy as np
+import pytest
+import torch
+from device import interpret
+from plane_streams import STREAM, cases
+
+from raystow.workers.gpu.kernels.deflate_kernels import Deflate
+from raystow.workers.gpu.kernels.library import Kernel
+
+FILLED = 0xAB
+
+
+@pytest.fixture(autouse=True)
+def _interpreted(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Kernel, "launch", interpret)
+
+
+def coded(stream: torch.Tensor) -> bytes:
+    coder, out = Deflate(), torch.zeros(Deflate.stride, dtype=torch.uint8)
+    numbers = [torch.tensor([number]) for number in (stream.data_ptr(), len(stream), out.data_ptr(), 0)]
+    scratch = torch.empty(coder.coding_scratch(1), dtype=torch.uint8)
+    coder.compress(*numbers, scratch=scratch, status=torch.ones(1, dtype=torch.int32))
+    return out[: numbers[3].item()].numpy().tobytes()
+
+
+def decoded(data: bytes, room: int, *, shift: int = 0) -> tuple[int, bytes]:
+    """The status, and the bytes that were decoded; ``shift``: of the address."""
+    padded = np.frombuffer(bytes(8 + shift) + data + bytes(8), np.uint8).copy()
+    out = torch.full((STREAM + 64,), FILLED, dtype=torch.uint8)
+    numbers = [torch.tensor([number]) for number in (padded.ctypes.data + 8 + shift, len(data), out.data_ptr() + 32, room)]
+    made, status = torch.zeros(1, dtype=torch.int64), torch.full((1,), 7, dtype=torch.int32)
+    coder = Deflate()
+    scratch = torch.full((coder.decoding_scratch(1),), FILLED, dtype=torch.uint8)
+    coder.decompress(*numbers, decoded=made, scratch=scratch, status=status)
+    assert (out[:32] == FILLED).all()
+    assert (out[32 + room :] == FILLED).all()
+    return status.item(), out[32 : 32 + int(made.item())].numpy().tobytes()
+
+
+def uniform(symbols: int, length: int = STREAM) -> torch.Tensor:
+    """Codes of one length do not synchronize."""
+    return torch.randint(0, symbols, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(symbols))
+
+
+TRIED = {
+    **{name: stream for name, stream in cases().items() if len(stream) <= STREAM},
+    "eight symbols": uniform(8, 1_500),
+    "three symbols": uniform(3, 2_000),
+    "one byte": uniform(200, 1),
+    "few bytes": uniform(50, 37),
+}
+
+
+@pytest.mark.parametrize("name", TRIED)
+def test_what_was_coded_is_decoded(name: str) -> None:
+    stream = TRIED[name]
+    data = coded(stream)
+    if len(data) >= len(stream) + 400:
+        pytest.skip("such a stream is stored raw")
+    assert decoded(data, len(stream), shift=len(name) % 8) == (0, stream.numpy().tobytes())
+
+
+def test_other_streams_are_refused() -> None:
+    stream = TRIED["exponents"].numpy().tobytes()
+    for level in (0, 1, 9):
+        made = zlib.compressobj(level, zlib.DEFLATED, -15)
+        assert decoded(made.compress(stream) + made.flush(), len(stream)) == (1, b"")
+    data = coded(TRIED["exponents"])
+    assert decoded(data, len(stream) - 1)[0] == 1, "more bytes than are expected"
+    assert decoded(data[:-40], len(stream))[0] == 1, "cut off"
+    assert decoded(b"", 100)[0] == 1
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_damaged_streams_end_within_their_memory(seed: int) -> None:
+    draw = np.random.default_rng(seed)
+    data = bytearray(coded(uniform(40, 3_000)))
+    for _ in range(3):
+        data[draw.integers(4 if seed % 2 else 40, len(data))] ^= 1 << draw.integers(8)
+    status, found = decoded(bytes(data), 3_000)
+    assert status == 1 or len(found) == 3_000
