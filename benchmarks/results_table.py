@@ -22,12 +22,11 @@ RESULTS = Path(__file__).parent / "results"
 PLACE = re.compile(r"(<!-- table: ([\w-]+) -->\n)(.*?)(<!-- end of table -->)", re.DOTALL)
 
 SAVES, FIRST = "gpu_save-2026-11-23", "gpu_save-2026-11-21"
-PEERS, OLD_PEERS, COLD = "peers-2026-11-23", "peers-2026-11", "cold_start-2026-11-23"
+PEERS, OLD_PEERS, COLD = "peers-2026-11-23", "peers-2026-11", "gpu_cold-2026-11-24"
 LOADS, FIRST_LOADS, PAIR = "gpu_restore-2026-11-22-last", "gpu_restore-2026-11-21", "gpu_pair-2026-11-22-saving"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-22", "control_plane-2026-11-23", "cpu_cold-2026-11-24"
 DEFAULT, PEER, PINNED = "raystow deflate auto", "torch_checkpointing", "DCP async pinned"
-FAULTS = "faults-2026-11-24"
-CACHED = "kernels in Triton's cache"
+STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]
 
@@ -69,12 +68,20 @@ def table(header: Row, rows: Iterable[Row]) -> str:
     return "".join((lines[0], "|---" * len(header), "|\n", *lines[1:]))
 
 
+def cold(case: str) -> str:
+    """Return the rate of the first restore of a process."""
+    return f"{at(COLD, 'settings', 'gigabytes') / at(COLD, 'restores', case, 'restore'):.1f} GB/s"
+
+
+def hold(case: str) -> str:
+    """Return how long the first save of a process holds the training."""
+    return f"{at(COLD, 'saves', case, 'hold'):.2f} s"
+
+
 def overview() -> str:
     """The comparison in the README."""
     plain = [at(OLD_PEERS, "savers", "torch.save", "lost ms", key) / 1000 for key in ("min", "max")]
-    load = [at(COLD, "torch.load", "first load", "GB/s", key) for key in ("min", "max")]
     warm = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in (PEER, PINNED, "torch.save")]
-    first = [at(COLD, saver, "first load", "GB/s") for saver in (PEER, "DCP async_save, pinned")]
     rows = (
         (
             "A save adds to an 82 ms step",
@@ -96,23 +103,16 @@ def overview() -> str:
             f"**{at(LOADS, 'contestants', 'raystow deflate', 'GB/s'):.1f} GB/s**",
             *(f"{rate:.1f} GB/s" for rate in warm),
         ),
-        (
-            "Restore, new process",
-            f"{at(COLD, 'raystow', CACHED, 'first restore, store', 'GB/s'):.1f} GB/s",
-            *(f"{rate:.1f} GB/s" for rate in first),
-            f"**{load[0]:.1f} to {load[1]:.1f} GB/s**",
-        ),
+        ("Restore, new process", f"**{cold(STORE)}**", *map(cold, (PEER, PINNED, "torch.save"))),
     )
     return table(("", "raystow", "torch_checkpointing 0.1.1", "DCP `async_save`, pinned", "`torch.save`"), rows)
 
 
 def gpu() -> str:
     """Saves and restores on one or two GPUs."""
-    cold = ("raystow", CACHED)
     pair = [at(PAIR, "steps", "1", "both at once", rank, "durable s") for rank in (0, 1)]
     peers = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in ("torch.save", PINNED, PEER)]
     both = [at("gpu_pair-2026-11-22-later", "restore", "both at once", rank, "GB/s") for rank in (0, 1)]
-    cold_save = [at(COLD, *cold, "first save holds the training s", key) for key in ("save", "fence")]
     rows = (
         ("Save adds to an 82 ms step", lost(SAVES, 1, DEFAULT), lost(SAVES, 1, PEER), SAVES),
         ('... with `codec="ans"`', lost(SAVES, 1, "raystow ans"), "", SAVES),
@@ -156,22 +156,12 @@ def gpu() -> str:
         ),
         (
             "First save of a process holds the training",
-            "{:.1f} + {:.1f} s".format(*cold_save),
-            f"{at(COLD, PEER, 'first save holds the training s'):.1f} s",
+            f"{hold('raystow, prepared')}, {hold('raystow, nothing before')} if it comes at once",
+            hold(PEER),
             COLD,
         ),
-        (
-            "First restore of a process, from the store",
-            f"{at(COLD, *cold, 'first restore, store', 'GB/s'):.1f} GB/s",
-            f"{at(COLD, PEER, 'first load', 'GB/s'):.1f} GB/s",
-            COLD,
-        ),
-        (
-            "... from the node's memory",
-            f"{at(COLD, *cold, 'first restore, memory', 'GB/s'):.1f} GB/s",
-            "",
-            COLD,
-        ),
+        ("First restore of a process, from the store", cold(STORE), f"{cold(PEER)}, {cold('torch.save')} (`torch.load`)", COLD),
+        ("... from the node's memory", cold(MEMORY), "", COLD),
     )
     return _with_files(("", "raystow", "torch_checkpointing 0.1.1, or as noted"), rows)
 
@@ -282,13 +272,6 @@ _WAYS = (
 )
 
 
-def faults() -> str:
-    """What becomes of savers that meet the same faults."""
-    savers = dict(result(FAULTS)["savers"])  # type: ignore[index]
-    kinds = list(next(iter(savers.values())))
-    return table(("fault", *savers), ((kind, *(_outcome(savers[saver][kind]) for saver in savers)) for kind in kinds))
-
-
 def _outcome(of: dict[str, float | None]) -> str:
     parts = ["hung"] * bool(of["hung"]) + [f"crashed {of['crashed']:.0f}x"] * bool(of["crashed"])
     parts += [f"lost {of['lost steps']:.0f} steps"] * bool(of["lost steps"]) + ["wrong bits"] * bool(of["wrong"])
@@ -360,7 +343,6 @@ TABLES = {
     "resumed": resumed,
     "history": history,
     "thinned-reads": thinned_reads,
-    "faults": faults,
 }
 
 

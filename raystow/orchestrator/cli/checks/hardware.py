@@ -29,8 +29,13 @@ def gpus() -> Finding:
     import torch
 
     if torch.cuda.is_available():
-        found = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
-        return ok(f"{', '.join(f'{p.name} ({size(p.total_memory)})' for p in found)}; {driver or 'driver unknown'}")
+        from ....workers.gpu.kernels.library import architecture
+
+        numbers = range(torch.cuda.device_count())
+        found = [torch.cuda.get_device_properties(i) for i in numbers]
+        kernels = ", ".join(sorted({architecture(i).name for i in numbers}))
+        named = ", ".join(f"{p.name} ({size(p.total_memory)})" for p in found)
+        return ok(f"{named}; {driver or 'driver unknown'}; compiled kernels: {kernels}")
     if driver:
         return warning(f"{driver}, but torch sees no GPU", "install a CUDA build of torch, or give this process a GPU")
     return ok("none", "tensors are compressed on the CPU")
