@@ -1,4 +1,7 @@
-"""The decoder of Deflate streams without a GPU: it decodes what the coder writes, and refuses everything else."""
+"""The decoder of Deflate streams without a GPU: it decodes what the coder writes, and refuses everything else.
+
+Streams are short, because the interpreter is slow; tests/gpu/test_inflate.py has all kinds.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +46,16 @@ def decoded(data: bytes, room: int, *, shift: int = 0) -> tuple[int, bytes]:
     return status.item(), out[32 : 32 + int(made.item())].numpy().tobytes()
 
 
-def uniform(symbols: int, length: int = STREAM) -> torch.Tensor:
+def uniform(symbols: int, length: int) -> torch.Tensor:
     """Codes of one length do not synchronize."""
     return torch.randint(0, symbols, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(symbols))
 
 
 TRIED = {
-    **{name: stream for name, stream in cases().items() if len(stream) <= STREAM},
-    "eight symbols": uniform(8, 1_500),
-    "three symbols": uniform(3, 2_000),
+    "exponents": cases()["exponents, fewer"],
+    **{name: cases()[name] for name in ("zeros", "runs of 257 zeros", "each byte once", "the same byte")},
+    "eight symbols": uniform(8, 700),
+    "three symbols": uniform(3, 900),
     "one byte": uniform(200, 1),
     "few bytes": uniform(50, 37),
 }
@@ -77,11 +81,11 @@ def test_other_streams_are_refused() -> None:
     assert decoded(b"", 100)[0] == 1
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(4))
 def test_damaged_streams_end_within_their_memory(seed: int) -> None:
     draw = np.random.default_rng(seed)
-    data = bytearray(coded(uniform(40, 3_000)))
+    data = bytearray(coded(uniform(40, 600)))
     for _ in range(3):
         data[draw.integers(4 if seed % 2 else 40, len(data))] ^= 1 << draw.integers(8)
-    status, found = decoded(bytes(data), 3_000)
-    assert status == 1 or len(found) == 3_000
+    status, found = decoded(bytes(data), 600)
+    assert status == 1 or len(found) == 600
