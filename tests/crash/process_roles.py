@@ -25,7 +25,7 @@ from tripwire import Control, Message, Tripwire
 
 from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.cli import app
-from raystow.orchestrator.client import checkpointer
+from raystow.orchestrator.client import checkpointer, node_connection, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.coordinator import actor as coordinator_actor
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
@@ -107,9 +107,11 @@ def _node(request: Message, control: Control, trip: Tripwire) -> None:
 def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     rank, port = request["rank"], CoordinatorPort(request["port"], trip)
     ray_cluster.connect, ray_cluster.call = lambda: None, lambda answer, *_: answer
-    checkpointer.RayCoordinatorClient = lambda uri: port
-    checkpointer.coordinator_actor = _actor("start", port.start)
-    checkpointer.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
+    startup.RayCoordinatorClient = lambda uri: port
+    startup.coordinator_actor = _actor("start", port.start)
+    worker = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
+    startup.node_actor = node_connection.node_actor = worker
+    checkpointer.Checkpointer.prepare = lambda self, state: None  # it would ask for the address on another thread
     ckpt = checkpointer.Checkpointer(
         request["uri"],
         rank=rank,

@@ -6,6 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 
 from ...storage.delta_chain import base_chain
+from ...storage.errors import Damaged, NotFound
 from ...storage.format import values
 from ...storage.retention import rewrite
 from ...storage.version import TensorInfo, Version
@@ -171,7 +172,11 @@ def _needs(target: Target, version: Version) -> str:
         bases += f", and {count(len(chain) - 1, 'version')} that it needs"
     if not chain:
         return bases
-    return f"{bases} (stored whole it would take about {size(rewrite.plan(version, version.store, None).sampled())})"
+    try:
+        whole = size(rewrite.plan(version, version.store, None).sampled())
+    except (Damaged, NotFound) as error:
+        return f"{bases} (a part of it cannot be read: {error.what})"
+    return f"{bases} (stored whole it would take about {whole})"
 
 
 def _lossy(version: Version) -> list[str]:
