@@ -73,7 +73,10 @@ class _BoundedSocket:
         """A file that reads one answer."""
         if mode != "rb":
             return self._socket.makefile(mode, buffering, **options)
-        return io.BufferedReader(_BoundedFile(self._socket, self._seconds, _most.get()))
+        file = _BoundedFile(self._socket, self._seconds, _most.get())
+        if buffering == 0:  # botocore reads an early status line so, and the rest of the answer by another file
+            return file
+        return io.BufferedReader(file)
 
 
 class _BoundedFile(io.RawIOBase):
