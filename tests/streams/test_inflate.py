@@ -1,6 +1,6 @@
 """The decoder of Deflate streams without a GPU: it decodes what the coder writes, and refuses everything else.
 
-Streams are short, because the interpreter is slow; tests/gpu/test_inflate.py has all kinds.
+Streams are short, because the interpreter is slow; tests/gpu/test_deflate_decoder.py has all kinds.
 """
 
 from __future__ import annotations
