@@ -66,7 +66,7 @@ def after(seconds: float, name: str, run: Callable[[], object]) -> threading.Tim
 
 
 def submit(pool: Executor, name: str, run: Callable[..., object], *args: object) -> None:
-    """Call ``run(*args)`` on a thread of a pool, where nobody waits for the result."""
+    """Call ``run(*args)`` on a thread of a pool whose result is not awaited."""
     pool.submit(_noted, name, run, *args)
 
 
