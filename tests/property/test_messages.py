@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import tracemalloc
 from collections.abc import Mapping
-from typing import get_args
+from functools import partial
+from typing import Any, get_args, get_type_hints
 
 import msgspec
 import pytest
@@ -13,6 +14,7 @@ from hypothesis import strategies as st
 
 from raystow.storage.errors import ProtocolError
 from raystow.storage.retention.policy import Policy
+from raystow.workers.protocol.codec import MessagePart
 from raystow.workers.protocol.messages import MESSAGES, Message, RestoreChoice, decode, encode
 
 POLICY = st.builds(Policy, keep_last=st.none() | st.integers(1, 9), keep_best=st.none() | st.just(("loss", "min", 3)))
@@ -23,12 +25,32 @@ st.register_type_strategy(Policy, POLICY)
 st.register_type_strategy(Mapping, lambda table: st.dictionaries(*map(st.from_type, get_args(table)), max_size=3))
 
 
-def built(kind: type[Message], **given: object) -> st.SearchStrategy[Message]:
+def fits(most: int, value: Any) -> bool:
+    return len(value) <= most
+
+
+def within(hint: Any) -> st.SearchStrategy[Any]:
+    """Values of a field's type within its bounds."""
+    values = st.from_type(hint)
+    for bound in getattr(hint, "__metadata__", ()):
+        if bound.le is not None:
+            values = st.integers(bound.ge or 0, bound.le)
+        if bound.max_length is not None:
+            values = values.filter(partial(fits, bound.max_length))
+    return values
+
+
+def built(kind: type[MessagePart], **given: object) -> st.SearchStrategy[Any]:
     """Instances with all fields given."""
-    return st.builds(kind, **(dict.fromkeys(kind.__struct_fields__, ...) | given))
+    fields: dict[str, Any] = {name: within(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
+    return st.builds(kind, **(fields | given))
 
 
-for message in MESSAGES:
+def parts(kind: type[MessagePart] = MessagePart) -> list[type[MessagePart]]:
+    return [one for child in kind.__subclasses__() if child is not Message for one in (child, *parts(child))]
+
+
+for message in (*MESSAGES, *parts()):
     st.register_type_strategy(message, built)
 BASE = built(RestoreChoice, bases=st.just(()))
 st.register_type_strategy(RestoreChoice, built(RestoreChoice, bases=st.lists(BASE, max_size=2).map(tuple)))
