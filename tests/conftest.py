@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Iterator
 from typing import Any
 
@@ -27,6 +28,10 @@ _STARTS_RAY = re.compile(
 
 # How wide the terminal is, tests say themselves; pytest, which imports readline, would tell the processes that it starts.
 os.environ.pop("COLUMNS", None)
+
+# A shell that runs the tests in the background lets them, and what they start, ignore Ctrl-C.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # torch's threads wait for each other in loops: with more threads than free cores, small operations take ten times as long.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
