@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import multiprocessing
 import os
 import shutil
@@ -22,7 +23,7 @@ import pytest
 
 from raystow.storage.errors import Damaged, PreconditionFailed, StateError, StoreError, StoreUnavailable, UnsafeStore
 from raystow.storage.object_store import ObjectStore
-from raystow.storage.stores import durable, local, open_store
+from raystow.storage.stores import direct_io, durable, local, open_store
 from raystow.storage.stores.local import LOCK, LocalStore
 
 KEY = "versions/00000001-0123456789abcdef/weights-00000-00000.pack"
@@ -348,3 +349,53 @@ def test_a_huge_file_is_not_read_for_a_swap(store: LocalStore, root: Path) -> No
     os.truncate(root / KEY, 1 << 42)
     with pytest.raises(PreconditionFailed):
         store.put_if(KEY, b"y", "0" * 64)
+
+
+def page_cached(path: Path) -> bool:
+    """Whether the file's first page is in the page cache."""
+    with path.open("rb") as file:
+        try:
+            return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
+        except BlockingIOError:
+            return False
+
+
+@pytest.mark.parametrize("size", [4 << 20, (5 << 20) + 1, (1 << 20) + 4095])
+def test_whole_pages_go_to_the_disk_directly(size: int, root: Path, store: LocalStore) -> None:
+    pages = mmap.mmap(-1, size)
+    pages[:] = os.urandom(size)
+    store.put(KEY, [memoryview(pages)])
+    assert (root / KEY).stat().st_size == size
+    if direct_io.refused(root.stat().st_dev) is None:
+        assert not page_cached(root / KEY)
+    assert (root / KEY).read_bytes() == pages[:]
+    store.put(KEY, [pages[1:]])  # begins in the middle of a page
+    assert page_cached(root / KEY)
+    assert (root / KEY).read_bytes() == pages[1:]
+
+
+def test_a_file_system_that_refuses_direct_writes(
+    root: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It is said once; a full disk is no refusal."""
+    pages, refusal, write = mmap.mmap(-1, 3 << 20), [errno.EINVAL], os.write
+
+    def refuse(descriptor: int, data: memoryview) -> int:
+        if fcntl.fcntl(descriptor, fcntl.F_GETFL) & os.O_DIRECT:
+            raise OSError(refusal[0], os.strerror(refusal[0]))
+        return write(descriptor, data)
+
+    monkeypatch.setattr(direct_io, "refused", lambda device: None)
+    monkeypatch.setattr(direct_io.os, "write", refuse)
+    direct_io._say.cache_clear()
+    caplog.set_level("INFO", "raystow")
+    for number in (1, 2):
+        pages[:] = os.urandom(len(pages))
+        store.put(f"{number}.pack", [pages])
+        assert (root / f"{number}.pack").read_bytes() == pages[:]
+    assert [record.message for record in caplog.records] == [
+        "the file system refuses direct writes: objects are written through the page cache"
+    ]
+    refusal[0] = errno.ENOSPC
+    with pytest.raises(StoreUnavailable, match="No space"):
+        store.put("3.pack", [pages])

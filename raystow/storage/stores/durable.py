@@ -9,6 +9,7 @@ from pathlib import Path
 
 from ..clock import Clock
 from ..object_store import Buffer
+from . import direct_io
 
 TEMPORARY = ".raystow.tmp-"
 
@@ -68,6 +69,9 @@ def _open_temporary(folder: Path, clock: Clock) -> tuple[Path, int]:
 
 
 def _write_all(descriptor: int, parts: Sequence[Buffer]) -> None:
+    if len(parts) == 1:
+        whole = memoryview(parts[0]).cast("B")
+        parts = [whole[direct_io.write(descriptor, whole) :]]
     waiting = [view for part in parts if (view := memoryview(part).cast("B")).nbytes]
     waiting.reverse()
     while waiting:

@@ -6,6 +6,7 @@ coordinators could both commit, so such mounts are refused by name.
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -28,6 +29,7 @@ _REFUSED = {
 
 @dataclass(frozen=True)
 class _Mount:
+    device: str
     point: str
     kind: str
     options: frozenset[str]
@@ -54,13 +56,22 @@ def unsafe_reason(mountinfo: str, path: str) -> str | None:
 
 def refuse_unsafe(path: str) -> None:
     """Raise ``UnsafeStore`` if locks under the absolute ``path`` are known not to work. Without /proc nothing is known."""
-    try:
-        text = _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
-    except OSError:
-        return
-    reason = unsafe_reason(text, path)
+    reason = unsafe_reason(_mountinfo(), path)
     if reason is not None:
         raise UnsafeStore(reason, subject=path, remedy=_REMEDY)
+
+
+def kind_of(device: int) -> str | None:
+    """The kind of the file system with this number, such as "ext4"; None if it is not known."""
+    number = f"{os.major(device)}:{os.minor(device)}"
+    return next((mount.kind for mount in _mounts(_mountinfo()) if mount.device == number), None)
+
+
+def _mountinfo() -> str:
+    try:
+        return _MOUNTINFO.read_text(encoding="utf-8", errors="surrogateescape")
+    except OSError:
+        return ""
 
 
 def _holding(mountinfo: str, path: str) -> _Mount | None:
@@ -80,7 +91,7 @@ def _mounts(mountinfo: str) -> Iterator[_Mount]:
         if not dash or len(left) < 6 or len(right) < 3:
             continue
         options = frozenset(left[5].split(",")) | frozenset(right[2].split(","))
-        yield _Mount(_unescaped(left[4]), right[0], options)
+        yield _Mount(left[2], _unescaped(left[4]), right[0], options)
 
 
 def _unescaped(text: str) -> str:

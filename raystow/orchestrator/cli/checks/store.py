@@ -20,7 +20,7 @@ from ....storage.errors import NotARepository, RaystowError, StoreError
 from ....storage.object_store import ObjectStore
 from ....storage.probe import PREFIX, probe_conditional_writes
 from ....storage.repository import open_repository
-from ....storage.stores import open_store
+from ....storage.stores import direct_io, open_store
 from ..output import count, size
 from .finding import Finding, examined, failed, failure, ok, warning
 
@@ -62,6 +62,7 @@ def _written(place: ObjectStore, folder: str, clock: Clock) -> Iterator[tuple[st
             "latency": lambda: _latency(place, f"{folder}small", clock),
             "clock": lambda: _skew(place, f"{folder}clock", clock),
             "throughput": lambda: _throughput(place, f"{folder}bulk", clock),
+            **({"direct writes": lambda: _direct(place)} if urlsplit(place.uri).scheme == "file" else {}),
         }
     )
 
@@ -114,6 +115,11 @@ def _throughput(place: ObjectStore, key: str, clock: Clock) -> Finding:
         return failed("16 MiB were read back changed", "do not use this store or network")
     found = f"16 MiB: put at {size(put)}/s, get at {size(get)}/s (one object at a time; saves use several)"
     return warning(found, "saves and restores will be slow") if min(put, get) < _SLOW else ok(found)
+
+
+def _direct(place: ObjectStore) -> Finding:
+    why = direct_io.refused(os.stat(unquote(urlsplit(place.uri).path)).st_dev)
+    return ok("used: packs go from memory to the disk without a copy" if why is None else why)
 
 
 @contextlib.contextmanager
