@@ -18,7 +18,7 @@ from .run import Outcome, play
 
 _ROOT = Path(__file__).parents[2]
 _AT_ONCE = 25
-_QUICK, _SOAK = 75, 3_000
+_QUICK, _SOAK = 50, 3_000
 
 
 @pytest.mark.parametrize("first", range(0, _QUICK, _AT_ONCE))
