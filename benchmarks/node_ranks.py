@@ -2,7 +2,7 @@
 
 *What is simulated.* Each rank is a connection to one node worker, with a ring whose pages were filled before with random bytes,
 as a GPU fills them with coded chunks. A save announces the chunks of each slot at once, and again when the slot is free, so
-that the node worker alone sets the pace: digests of what is stored, the copy into its memory, the writes to the store, the commit.
+that the node worker alone sets the pace: digests of what is stored, the copy into its memory, writes to the store, the commit.
 
 *Method.* Node worker, coordinator and ranks are threads of this process, which does nothing else: its CPU time, the kernel's
 writes included, is the cost. ``--saves`` saves of one rank and of ``--ranks`` ranks take turns, after one of each that does not
