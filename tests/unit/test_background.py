@@ -52,6 +52,7 @@ OF_ONE = {
     "raystow-journal": "records the steps of one process; an error ends the recording until the next save",
     "raystow-journal-answers": "receives for one process; an error ends the connection",
     "raystow-startup": "starts the actors of one rank; an error is raised by the first call that needs them",
+    "raystow-requests": "runs an event loop, which logs errors; those of calls are raised where their results are awaited",
     "raystow-prepare": "prepares the first save of one process, which does it again after an error",
     "raystow-progress": "shows the bar of one restore",
     "raystow-demo": "replaces the node that the demo kills",
@@ -84,8 +85,8 @@ AWAITED = {
 }
 """Pools, by file: the results of what they run are awaited, so that an error is raised there."""
 
-TASKS = {"orchestrator/coordinator/actor.py": 2}
-"""Tasks of an event loop; both catch all errors and note them in an ``ErrorLog``."""
+TASKS = {"orchestrator/coordinator/actor.py": 2, "storage/stores/endless_answers.py": 1}
+"""Tasks of an event loop: those of the actor note all errors in an ``ErrorLog``, and the result of the other is awaited."""
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:

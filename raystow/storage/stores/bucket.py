@@ -17,9 +17,10 @@ from ..metrics import RETRIES, record
 from ..object_store import Buffer, Tagged
 from . import checks
 from .request_limits import DEFAULT_LIMITS, RequestLimits
-from .store_answers import StoreAnswers
+from .store_answers import GET_OF_RANGE, StoreAnswers
 
 if TYPE_CHECKING:
+    from obstore import GetResult
     from obstore.store import ObjectStore as ObstoreClient
 
 _MIB = 1 << 20
@@ -73,7 +74,7 @@ class Bucket(ABC):
                 size = obstore.head(self._clients.fetch, self._below + key)["size"]
             data = memoryview(b"")
         else:
-            with self.answers.obstore_errors("GET of a range", subject):
+            with self.answers.obstore_errors(GET_OF_RANGE, subject):
                 data = self._fetch(self._below + key, start, length)
             size = start + data.nbytes
             if data.nbytes > length:
@@ -84,7 +85,10 @@ class Bucket(ABC):
 
     def _fetch(self, path: str, start: int, length: int) -> memoryview:
         """The bytes of a range, or a few more if the server goes on: the rest is not read."""
-        answer = obstore.get(self._clients.fetch, path, options={"range": (start, start + length)})
+        return self._first(obstore.get(self._clients.fetch, path, options={"range": (start, start + length)}), length)
+
+    @staticmethod
+    def _first(answer: GetResult, length: int) -> memoryview:
         return memoryview(next(iter(answer.stream(min_chunk_size=length)), b""))
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:

@@ -15,6 +15,9 @@ class RequestLimits:
     between, and an attempt ends sooner if no byte comes for ``stall_seconds``. A request of obstore (a part, a range) ends after
     ``retry_seconds`` + ``request_seconds``: it is retried until ``retry_seconds`` are over. ``request_seconds`` is below
     ``retry_seconds``, so that a stalled request gets a second try.
+
+    A read through obstore without an answer for ``suspect_seconds`` is sent through boto3 instead when the process has grown by
+    ``suspect_bytes`` meanwhile: boto3's answers are bounded here, and obstore reads the bodies of errors to their end.
     """
 
     connect_seconds: float = 5.0
@@ -26,6 +29,8 @@ class RequestLimits:
     part_bytes: int = 16 * _MIB
     concurrency: int = 8
     connections: int = 32
+    suspect_seconds: float = 1.0
+    suspect_bytes: int = 256 * _MIB
 
 
 DEFAULT_LIMITS = RequestLimits()

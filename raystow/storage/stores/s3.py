@@ -12,16 +12,18 @@ from collections.abc import Iterable, Iterator, Sequence
 from itertools import islice
 from typing import Any
 
+import obstore
+
 from ..errors import NotFound, StoreError, StoreUnavailable
 from ..metrics import RETRIES, record
 from ..object_store import Buffer, ObjectInfo, Tagged, Unfinished
-from . import bounded_http, checks
+from . import bounded_http, checks, endless_answers
 from .bucket import Bucket
 from .forks import refuse_forked
 from .request_limits import DEFAULT_LIMITS, RequestLimits
 from .s3_clients import S3Clients, connect
 from .s3_errors import ANSWERS, boto_errors
-from .store_answers import CONDITIONAL_PUT
+from .store_answers import CONDITIONAL_PUT, GET_OF_RANGE
 
 _DELETE_BATCH = 1000
 
@@ -63,6 +65,25 @@ class S3Store(Bucket):
                         raise
                     record(RETRIES, repository=self.uri)
         raise AssertionError("unreachable")
+
+    def _fetch(self, path: str, start: int, length: int) -> memoryview:
+        client, limits = self._clients.fetch, self._limits
+        try:
+            answer = endless_answers.result_of(
+                lambda: obstore.get_async(client, path, options={"range": (start, start + length)}),
+                patience=limits.suspect_seconds,
+                growth=limits.suspect_bytes,
+            )
+        except endless_answers.EndlessAnswer:
+            return self._fetch_bounded(path, start, length)
+        return self._first(answer, length)
+
+    def _fetch_bounded(self, path: str, start: int, length: int) -> memoryview:
+        with boto_errors(GET_OF_RANGE, f"s3://{self._bucket}/{path}"), bounded_http.at_most(length):
+            area = f"bytes={start}-{start + length - 1}"
+            answer = self._clients.decide.get_object(Bucket=self._bucket, Key=path, Range=area)
+            with contextlib.closing(answer["Body"]) as body:
+                return memoryview(body.read())
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""

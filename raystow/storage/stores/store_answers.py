@@ -16,6 +16,7 @@ from obstore.exceptions import BaseError
 from ..errors import Damaged, NotFound, PreconditionFailed, StoreError, StoreUnavailable
 
 CONDITIONAL_PUT = "conditional PUT"
+GET_OF_RANGE = "GET of a range"
 
 _STATUS = re.compile(r"(?:status code: |\(code: )(\d{3})\b")
 _CODE = re.compile(r"<Code>([A-Za-z0-9.]{1,64})</Code>")
