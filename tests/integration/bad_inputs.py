@@ -42,6 +42,7 @@ ADDRESSES = [
         "s3://bucket/../x",
         "s3:/bucket",
         "gs://bucket/x",
+        "az://container/x",
         "http://host/x",
         "memory://",
     ),

@@ -21,10 +21,21 @@ from hypothesis import strategies as st
 import raystow
 from raystow.orchestrator import ray_cluster
 from raystow.storage.object_store import ObjectStore
+from raystow.storage.stores.cloud import CloudStore
 from raystow.storage.stores.local import LocalStore
 from raystow.storage.stores.memory import MemoryStore
+from raystow.storage.stores.request_limits import RequestLimits
+from raystow.storage.stores.s3 import S3Store
 
-FEW, MANY = 15, 1000
+FEW, MANY = 15, 2000
+HURRY = RequestLimits(connect_seconds=1, stall_seconds=0.2, request_seconds=0.3, attempts=1, retry_seconds=0.2)
+NOWHERE = {
+    "AWS_EC2_METADATA_DISABLED": "true",
+    "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
+    "AZURE_STORAGE_CONNECTION_STRING": "AccountName=a;AccountKey=YWFh;BlobEndpoint=http://127.0.0.1:9",
+    "GOOGLE_BEARER_TOKEN": "a",
+    "STORAGE_EMULATOR_HOST": "127.0.0.1:9",
+}
 
 ended = settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], print_blob=True)
 
@@ -37,8 +48,10 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture
 def base(originals: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
-    monkeypatch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")
+    for name, value in NOWHERE.items():
+        monkeypatch.setenv(name, value)
+    for kind in (S3Store, CloudStore):
+        monkeypatch.setitem(kind.__init__.__kwdefaults__, "limits", HURRY)
     monkeypatch.setattr(ray_cluster, "connect", _no_cluster)
     return originals
 
@@ -64,7 +77,7 @@ def test_an_infinite_quantity_is_refused(base: Path, tmp_path: Path, words: list
 @pytest.mark.slow
 @settings(ended, max_examples=MANY)
 @given(words=command_lines())
-def test_a_thousand_commands(base: Path, tmp_path: Path, words: list[str]) -> None:
+def test_two_thousand_commands(base: Path, tmp_path: Path, words: list[str]) -> None:
     check_command(base, tmp_path / "copy", words)
 
 
@@ -176,7 +189,7 @@ def test_calls_end_in_an_error_of_raystow(base: Path, data: st.DataObject) -> No
 @pytest.mark.slow
 @settings(ended, max_examples=MANY)
 @given(data=st.data())
-def test_a_thousand_calls(base: Path, data: st.DataObject) -> None:
+def test_two_thousand_calls(base: Path, data: st.DataObject) -> None:
     check_call(data, base)
 
 
