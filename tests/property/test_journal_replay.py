@@ -412,15 +412,21 @@ def test_steps_without_records_are_not_collected(caplog: pytest.LogCaptureFixtur
     assert box.steps() == []
 
 
-def test_another_number_of_ranks_is_told_why_nothing_is_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    box, _ = made()
-    runs = [Run(), Run()]
+@pytest.mark.parametrize("optimizer", ["adamw-foreach", "muon"])
+def test_another_number_of_ranks_replays_elementwise_steps(optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
+    """And is told why nothing else is replayed; parts of parameters are in ``integration/test_journal_ranks.py``."""
+    box, before = EntryBox(), Run(optimizer).snapshot()
+    states = recorded(box, Run(optimizer), 3)
+    runs = [Run(optimizer), Run(optimizer)]
     journals = [box.journal(run.model, run.opt, rank=rank, world_size=2) for rank, run in enumerate(runs)]
     with ThreadPoolExecutor(2) as pool, caplog.at_level(logging.WARNING):
-        assert [*pool.map(lambda journal: journal.replay(), journals)] == [None, None]
-    assert "steps recorded by 1 ranks cannot be replayed by 2" in caplog.text
+        values = [*pool.map(lambda journal: journal.replay(), journals)]
     for journal in journals:
         journal.close()
+    if optimizer == "muon":
+        assert values == [None, None]
+        assert "steps recorded by 1 ranks cannot be replayed by 2: Muon is not known to act element by element" in caplog.text
+    assert all(run.snapshot() == (before if optimizer == "muon" else states[-1]) for run in runs)
 
 
 def test_ranks_go_back_to_the_step_that_all_reach() -> None:

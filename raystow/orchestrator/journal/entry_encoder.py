@@ -11,7 +11,7 @@ import torch
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import StateError
 from ...storage.object_store import Buffer
-from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep
+from ...workers.protocol.messages import EntryHeader, EntryInfo, OptimizerStep, ShardBox
 from . import entry_file, value_tree
 from .gradient_coding import Recorded, TensorEncoder
 from .state_digests import StateDigests
@@ -21,7 +21,8 @@ from .step_hooks import CapturedStep
 @dataclass
 class CapturedEntry:
     """All that belongs to one step of the training. ``before``: digests of the state that the entry starts from, if they are
-    recorded. ``fresh``: all hyper-parameters are recorded, and not only those that have changed."""
+    recorded. ``fresh``: all hyper-parameters are recorded, and not only those that have changed. ``layout``: this rank's parts
+    of the parameters, in the first entry."""
 
     steps: list[CapturedStep] = field(default_factory=list)
     before: StateDigests | None = None
@@ -31,6 +32,7 @@ class CapturedEntry:
     values: str = ""
     buffers: dict[str, torch.Tensor] = field(default_factory=dict)
     fresh: bool = True
+    layout: tuple[ShardBox, ...] = ()
     ready: dict[int, torch.cuda.Event] = field(default_factory=dict)
 
     def mark_ready(self) -> None:
@@ -102,6 +104,7 @@ class EntryEncoder:
             after=captured.after.packed() if captured.after is not None else b"",
             whole=captured.whole,
             data=b"",
+            layout=captured.layout,
         )
         stored: list[Bytes] = [part for one in recorded for part in one.stored]
         described, self.parent, parts = entry_file.pack(header, stored)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from ...storage.clock import Clock
@@ -14,35 +14,55 @@ _MOST_GENERATIONS = 64
 
 
 class EntryPlan(NamedTuple):
-    """``step``: the one that all ranks can reach. ``lineage``: the generations of the entries. ``entries``: by rank, oldest
-    first."""
+    """How far all ranks can go.
+
+    Args:
+        step: The newest step that can be reached.
+        lineage: The generations of the entries.
+        steps: The entries of all ranks that have recorded a step, by rank; oldest step first.
+        end: Why later entries are not used; empty if there are none.
+    """
 
     step: int
-    lineage: tuple[Generation, ...]
-    entries: Mapping[int, tuple[EntryPlace, ...]]
-    note: str = ""
+    lineage: tuple[Generation, ...] = ()
+    steps: tuple[tuple[EntryPlace, ...], ...] = ()
+    end: str = ""
+
+    def entries(self, rank: int, world_size: int) -> Iterator[EntryPlace]:
+        """The entries that one of ``world_size`` ranks needs, oldest first: its own, or those of all ranks that have recorded a
+        step if they were another number, those that probably have its shards first."""
+        for places in self.steps:
+            recorded = len(places)
+            if recorded == world_size:
+                yield places[rank]
+            else:
+                yield from sorted(places, key=lambda one: abs((2 * one.info.rank + 1) * world_size - (2 * rank + 1) * recorded))
 
 
-def plan_entries(base: int, world_size: int, held: Mapping[str, Sequence[EntryInfo]]) -> EntryPlan:
-    """Choose among the entries that nodes have in memory; ``base``: the step of the version that they must follow.
+def plan_entries(base: int, world_size: int, held: Mapping[str, Sequence[EntryInfo]], fixed: str = "") -> EntryPlan:
+    """Choose among the entries that nodes have in memory.
 
     The newest generation that can be reached counts: what an earlier one has recorded after its beginning are steps that were
-    repeated. Entries of another number of ranks are not used.
+    repeated.
+
+    Args:
+        base: The step of the version that the entries must follow.
+        world_size: The number of ranks that replay them.
+        held: The entries that each node has.
+        fixed: Why entries of another number of ranks cannot be used; empty if they can.
     """
     nodes: dict[EntryInfo, list[str]] = {}
     for node, infos in held.items():
         for info in infos:
-            nodes.setdefault(info, []).append(node)
-    usable = [info for info in nodes if info.world_size == world_size and info.step > base]
-    others = sorted({info.world_size for info in nodes if info.world_size != world_size and info.step > base})
-    if others and not usable:
-        note = f"steps recorded by {', '.join(map(str, others))} ranks cannot be replayed by {world_size}"
-        return EntryPlan(base, (), {}, note)
-    for lineage in sorted({info.lineage for info in usable}, key=lambda lineage: lineage[-1].token, reverse=True):
-        plan = _follow(base, world_size, lineage, nodes, usable)
+            if info.step > base:
+                nodes.setdefault(info, []).append(node)
+    end = ""
+    for lineage in sorted({info.lineage for info in nodes}, key=lambda lineage: lineage[-1].token, reverse=True):
+        plan = _follow(base, world_size, lineage, nodes, fixed)
         if plan.step > base:
             return plan
-    return EntryPlan(base, (), {})
+        end = end or plan.end
+    return EntryPlan(base, end=end)
 
 
 def continued(lineage: Sequence[Generation], base: int, step: int, clock: Clock) -> tuple[Generation, ...]:
@@ -55,24 +75,25 @@ def continued(lineage: Sequence[Generation], base: int, step: int, clock: Clock)
 
 
 def _follow(
-    base: int,
-    world_size: int,
-    lineage: tuple[Generation, ...],
-    nodes: Mapping[EntryInfo, Sequence[str]],
-    usable: Sequence[EntryInfo],
+    base: int, world_size: int, lineage: tuple[Generation, ...], nodes: Mapping[EntryInfo, Sequence[str]], fixed: str
 ) -> EntryPlan:
     """Follow a lineage from the base as far as every rank has the next entry."""
-    following: dict[int, dict[int, EntryInfo]] = {rank: {} for rank in range(world_size)}  # rank -> previous step -> entry
-    for info in usable:
-        if info.rank in following and info.lineage[-1].token == generation_of(lineage, info.step):
-            following[info.rank][info.previous] = info
-    step, chosen = base, {rank: list[EntryPlace]() for rank in following}
-    while True:
-        entries = {rank: after.get(step) for rank, after in following.items()}
-        steps = {None if info is None else info.step for info in entries.values()}
-        if len(steps) != 1 or None in steps:
-            return EntryPlan(step, lineage, {rank: tuple(places) for rank, places in chosen.items()})
-        for rank, entry in entries.items():
-            assert entry is not None
-            chosen[rank].append(EntryPlace(entry, tuple(sorted(nodes[entry]))))
-            step = entry.step
+    following: dict[int, dict[int, EntryInfo]] = {}  # previous step -> rank -> entry
+    for info in nodes:
+        if info.lineage[-1].token == generation_of(lineage, info.step):
+            following.setdefault(info.previous, {})[info.rank] = info
+    step, chosen, end = base, list[tuple[EntryPlace, ...]](), ""
+    while found := following.get(step):
+        recorded, following_step = next((info.world_size, info.step) for info in found.values())
+        missing = [rank for rank in range(recorded) if rank not in found]
+        if missing:
+            end = f"no node has the entries of step {following_step} of ranks {missing[:8]}"
+        elif len({info.step for info in found.values()}) > 1:
+            end = f"ranks have recorded different steps after step {step}"
+        elif fixed and recorded != world_size:
+            end = f"steps recorded by {recorded} ranks cannot be replayed by {world_size}: {fixed}"
+        if end:
+            break
+        chosen.append(tuple(EntryPlace(found[rank], tuple(sorted(nodes[found[rank]]))) for rank in range(recorded)))
+        step = following_step
+    return EntryPlan(step, lineage, tuple(chosen), end)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import queue
 import threading
+from array import array
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -25,8 +26,10 @@ from . import value_tree
 from .entry_encoder import CapturedEntry, EntryEncoder
 from .port import JournalPort
 from .replay import Replayer, ReplayResult
+from .shard_map import fixed_ranks, layout
 from .state_digests import Digester
 from .step_hooks import GradientBuffers, StepHooks, hyper_parameters
+from .step_reader import StepReader
 from .tracked_state import TrackedState
 
 logger = logging.getLogger(__name__)
@@ -134,18 +137,19 @@ class Journal:
             *(identity.rank, identity.world_size, identity.incarnation, self._replays, identity.timeout),
             base=self._base,
             nothing=not self._replayable,
+            fixed=fixed_ranks(self._state),
         )
         choice = self._port.settle(vote)
-        fetch = self._port.fetch
-        replayer = Replayer(self._state, self._hooks, fetch, after_step=after_step, base=self._base, log=self._log)
+        reader = StepReader(self._state, self._port.fetch, identity.world_size)
+        replayer = Replayer(self._state, self._hooks, reader, after_step=after_step, base=self._base, log=self._log)
         result = ReplayResult(self._base)
-        if choice.note and identity.rank == 0:
-            self._log.warning("nothing is replayed: %s", choice.note)
         if choice.entries:
             result = replayer.go_to(choice.step, choice.entries)
-        while not (answer := self._port.settle(replace(vote, reached=result.step))).agreed:
+        while not (answer := self._port.settle(_reached(vote, result))).agreed:
             if answer.step < result.step:
                 result = replayer.go_to(answer.step, choice.entries)
+        if answer.end and identity.rank == 0:
+            self._log.warning("nothing after step %d is replayed: %s", answer.step, answer.end, extra={"step": answer.step})
         if result.step > self._base:
             self._log.info("replayed the steps %d to %d", self._base + 1, result.step, extra={"step": result.step})
         self._last, self._lineage = result.step, answer.lineage
@@ -223,6 +227,7 @@ class Journal:
         identity = self._identity
         self._count += 1
         entry.fresh, self._fresh = self._fresh, False
+        entry.layout = layout(self._state) if entry.fresh else ()
         entry.whole = self._count % _WHOLE == 0
         entry.after, entry.values = self._digester.take(whole=entry.whole), text
         entry.groups = [hyper_parameters(optimizer) for optimizer in self._state.optimizers]
@@ -284,6 +289,10 @@ class Journal:
         if self._chained:
             self._log.error("the %s %d is not recorded, nor are later ones until the next save: %s", what, step, problem)
         self._chained, self.save_advised = False, True
+
+
+def _reached(vote: JournalVote, result: ReplayResult) -> JournalVote:
+    return replace(vote, reached=result.step, residues=array("Q", result.residues).tobytes())
 
 
 class _Once:

@@ -6,11 +6,11 @@ again: a state that was never there is never left.
 
 from __future__ import annotations
 
+import itertools
 import logging
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 
@@ -18,30 +18,28 @@ from ...storage.errors import Damaged, RaystowError, StateError
 from ...storage.log import Log
 from ...workers.protocol.messages import EntryPlace
 from . import value_tree
-from .entry_file import JournalEntry, parse
-from .gradient_coding import decode
+from .shard_check import ShardCheck, ShardComparison
 from .state_digests import Digester
-from .step_hooks import StepHooks, StepInputs
+from .step_hooks import StepHooks
+from .step_reader import DecodedStep, StepReader
 from .tracked_state import StateCopy, TrackedState
-
-
-class DecodedEntry(NamedTuple):
-    """An entry in host memory, ready to be replayed."""
-
-    entry: JournalEntry
-    steps: list[StepInputs]
-    groups: list[list[dict[str, object] | None]]
-    buffers: dict[str, torch.Tensor]
 
 
 @dataclass(frozen=True)
 class ReplayResult:
-    """How far a replay has come. ``digest``: of the header of the last entry; ``values``: those that the caller recorded with it;
-    None and empty if there was none."""
+    """How far a replay has come.
+
+    Args:
+        step: The last step after which the state agreed.
+        digest: Of the header of the last entry, if this rank has recorded it.
+        values: Those that the caller recorded with it; None if there was no entry.
+        residues: A number for each replayed step, whose sum over all ranks is 0 if the state is the recorded one.
+    """
 
     step: int
     digest: bytes = b""
     values: object = None
+    residues: tuple[int, ...] = ()
 
 
 class _Mismatch(Exception):
@@ -49,11 +47,11 @@ class _Mismatch(Exception):
 
 
 class Replayer:
-    """Replays entries of one rank.
+    """Replays the steps after a version on one rank.
 
     Args:
-        fetch: Returns the bytes of an entry.
-        after_step: Called after the optimizers' steps of each entry.
+        reader: Reads recorded steps.
+        after_step: Called after the optimizers' steps of each recorded step.
         base: The step that the state is of now.
     """
 
@@ -61,16 +59,18 @@ class Replayer:
         self,
         state: TrackedState,
         hooks: StepHooks,
-        fetch: Callable[[EntryPlace], memoryview],
+        reader: StepReader,
         *,
         after_step: Callable[[], None] | None,
         base: int,
         log: logging.Logger | Log,
     ) -> None:
-        self._state, self._hooks, self._fetch, self._after_step = state, hooks, fetch, after_step
+        self._state, self._hooks, self._reader, self._after_step = state, hooks, reader, after_step
         self._base, self._log = base, log
         self._digester = Digester(state)
+        self._check: ShardCheck | None = None
         self._kept: StateCopy | None = None
+        self._parents: dict[tuple[int, int], bytes] = {}  # by number of ranks and rank: the last entry's digest
 
     def go_to(self, step: int, entries: Sequence[EntryPlace]) -> ReplayResult:
         """Replay entries up to a step, from the state of the base; returns how far the checks agreed."""
@@ -78,66 +78,61 @@ class Replayer:
             self._kept = self._state.host_copy()
         else:
             self._state.restore(self._kept)
-        wanted = [place for place in entries if place.info.step <= step]
+        by_step = itertools.groupby(entries, key=lambda place: place.info.step)
+        wanted = [tuple(places) for number, places in by_step if number <= step]
         while True:
             result, exact = self._run(wanted)
             if exact:
                 return result
             self._state.restore(self._kept)
-            wanted = [place for place in wanted if place.info.step <= result.step]
+            wanted = [places for places in wanted if places[0].info.step <= result.step]
 
-    def _run(self, places: Sequence[EntryPlace]) -> tuple[ReplayResult, bool]:
-        """Replay entries; return how far the checks agreed, and whether the state is of that step exactly."""
+    def _run(self, steps: Sequence[tuple[EntryPlace, ...]]) -> tuple[ReplayResult, bool]:
+        """Replay steps; return how far the checks agreed, and whether the state is of that step exactly."""
         result = ReplayResult(self._base)
-        with ThreadPoolExecutor(1, "raystow-replay") as reader:
-            coming: Future[DecodedEntry] | None = reader.submit(self._read, places[0]) if places else None
-            for number, place in enumerate(places):
+        self._parents.clear()
+        with ThreadPoolExecutor(1, "raystow-replay") as pool:
+            coming: Future[DecodedStep] | None = pool.submit(self._reader.read, steps[0]) if steps else None
+            for number, places in enumerate(steps):
                 assert coming is not None
-                touched = False
+                touched, step = False, places[0].info.step
                 try:
                     decoded = coming.result()
-                    coming = reader.submit(self._read, places[number + 1]) if number + 1 < len(places) else None
-                    self._check_before(decoded, result)
+                    coming = pool.submit(self._reader.read, steps[number + 1]) if number + 1 < len(steps) else None
+                    residue = self._check_before(decoded, result.step)
                     touched = True
-                    self._apply(decoded)
+                    residue += self._apply(decoded)
                 except (RaystowError, _Mismatch) as error:
-                    self._log.warning(
-                        "the replay ends before step %d: %s", place.info.step, error, extra={"step": place.info.step}
-                    )
+                    self._log.warning("the replay ends before step %d: %s", step, error, extra={"step": step})
                     return result, not touched
                 except Exception as error:
-                    self._log.exception("the replay ends before step %d: %r", place.info.step, error)
+                    self._log.exception("the replay ends before step %d: %r", step, error)
                     return result, not touched
-                header = decoded.entry.header
-                result = ReplayResult(place.info.step, decoded.entry.digest, value_tree.loads(header.values))
+                digest, values = decoded.entry.digest, value_tree.loads(decoded.entry.header.values)
+                residues = *result.residues, residue % (1 << 64)
+                result = ReplayResult(step, b"" if decoded.shards else digest, values, residues)
         return result, True
 
-    def _read(self, place: EntryPlace) -> DecodedEntry:
-        entry = parse(place.info, self._fetch(place))
-        stored, header = entry.stored(), entry.header
-        steps = []
-        for step in header.steps:
-            gradients = [decode(gradient, stored) for gradient in step.gradients]
-            steps.append(
-                StepInputs(step.optimizer, _groups(step.groups), gradients, _dict(value_tree.loads(step.scale or '["d",[]]')))
-            )
-        buffers = {name: tensor for name, one in header.buffers if (tensor := decode(one, stored)) is not None}
-        value_tree.loads(header.values)
-        return DecodedEntry(entry, steps, [_groups(groups) for groups in header.groups], buffers)
-
-    def _check_before(self, decoded: DecodedEntry, last: ReplayResult) -> None:
-        entry = decoded.entry
-        if entry.info.previous != last.step:
-            raise Damaged(f"the entry follows step {entry.info.previous}, and not step {last.step}")
-        if entry.header.parent and last.digest and entry.header.parent != last.digest:
-            raise Damaged("the entry does not follow the one before: they were recorded by different processes")
-        if entry.header.before and (name := self._digester.difference(entry.header.before, whole=True)):
-            raise Damaged(f"the state of step {last.step} is not the one that the entry starts from: {name} differs")
+    def _check_before(self, decoded: DecodedStep, last: int) -> int:
+        for rank, entry in decoded.entries.items():
+            who = entry.info.world_size, rank
+            parent, self._parents[who] = self._parents.get(who), entry.digest
+            if entry.info.previous != last:
+                raise Damaged(f"the entry follows step {entry.info.previous}, and not step {last}")
+            if entry.header.parent and parent and entry.header.parent != parent:
+                raise Damaged("the entry does not follow the one before: they were recorded by different processes")
+        compared = ShardComparison(None)
+        if decoded.entry.header.before:
+            before = {rank: entry.header.before for rank, entry in decoded.entries.items()}
+            compared = self._compare(decoded, before, whole=True, moment="before")
+        if compared.differs:
+            raise Damaged(f"the state of step {last} is not the one that the entry starts from: {compared.differs} differs")
         there = len(self._state.optimizers)
         if len(decoded.groups) != there or any(not 0 <= step.optimizer < there for step in decoded.steps):
             raise StateError(f"steps of {len(decoded.groups)} optimizers were recorded, there are {there}")
+        return compared.residue
 
-    def _apply(self, decoded: DecodedEntry) -> None:
+    def _apply(self, decoded: DecodedStep) -> int:
         for step in decoded.steps:
             self._hooks.replay(step)
         for number, groups in enumerate(decoded.groups):
@@ -150,18 +145,16 @@ class Replayer:
                 if name not in buffers or buffers[name].shape != value.shape:
                     raise StateError(f"the buffer {name} was recorded, and the model has none of its shape")
                 buffers[name].copy_(value)
-        header = decoded.entry.header
-        if (differs := self._digester.difference(header.after, whole=header.whole)) is not None:
-            raise _Mismatch(
-                f"the state differs from the recorded one in {differs}; the optimizer, torch, or the GPU computes otherwise"
-            )
+        after = {rank: entry.header.after for rank, entry in decoded.entries.items()}
+        compared = self._compare(decoded, after, whole=decoded.entry.header.whole, moment="after")
+        if compared.differs is not None:
+            what = f"the state differs from the recorded one in {compared.differs}"
+            raise _Mismatch(f"{what}; the optimizer, torch, or the GPU computes otherwise")
+        return compared.residue
 
-
-def _groups(texts: Sequence[str]) -> list[dict[str, object] | None]:
-    return [_dict(value_tree.loads(text)) if text else None for text in texts]
-
-
-def _dict(tree: object) -> dict[str, object]:
-    if not isinstance(tree, dict):
-        raise Damaged("hyper-parameters that are no dict")
-    return tree
+    def _compare(self, decoded: DecodedStep, recorded: Mapping[int, bytes], *, whole: bool, moment: str) -> ShardComparison:
+        if decoded.shards is None:
+            (expected,) = recorded.values()
+            return ShardComparison(self._digester.difference(expected, whole=whole))
+        self._check = self._check or ShardCheck(self._state, self._digester)
+        return self._check.compare(decoded.shards, recorded, whole=whole, moment=moment)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -44,8 +45,8 @@ class JournalRound:
         if self.failure is not None:
             raise self.failure
         assert self.plan is not None
-        entries = self.plan.entries.get(vote.rank, ()) if vote.reached is None else ()
-        return JournalChoice(self.plan.step, self.lineage, entries, self.agreed, self.plan.note)
+        entries = tuple(self.plan.entries(vote.rank, self.world_size)) if vote.reached is None else ()
+        return JournalChoice(self.plan.step, self.lineage, entries, self.agreed, self.plan.end)
 
 
 class JournalRounds:
@@ -113,13 +114,20 @@ class JournalRounds:
             return
         (base,) = bases
         nothing = any(vote.nothing for vote in round.votes.values())
-        round.plan = plan_entries(base, round.world_size, {} if nothing else survey())
+        fixed = next((vote.fixed for vote in round.votes.values() if vote.fixed), "")
+        round.plan = plan_entries(base, round.world_size, {} if nothing else survey(), fixed)
         self.changes += 1
 
     def _compare(self, round: JournalRound, plan: EntryPlan, base: int) -> None:
         """All have told how far they are: agree, or go back to the step that all have reached."""
         reached = {vote.reached for vote in round.votes.values() if vote.reached is not None}
         step = min(reached)
+        if step < plan.step:  # the rank that got no further has said why
+            plan = plan._replace(end="")
+        differing = _first_residue(list(round.votes.values()))
+        if differing is not None and (first := plan.steps[differing][0].info).step <= step:
+            step = first.previous
+            plan = plan._replace(end=f"after step {first.step}, shards of several ranks together differ from the recorded ones")
         round.agreed = reached == {step}
         round.plan = plan._replace(step=step)
         self.changes += 1
@@ -129,3 +137,9 @@ class JournalRounds:
     def _fail(self, round: JournalRound, error: RaystowError) -> None:
         round.failure, self._open = error, None
         self.changes += 1
+
+
+def _first_residue(votes: Sequence[JournalVote]) -> int | None:
+    """The number of the first step whose residues do not add up to 0; None if all do, as far as all ranks have come."""
+    sums = [sum(column) for column in zip(*(array("Q", vote.residues) for vote in votes), strict=False)]
+    return next((number for number, total in enumerate(sums) if total % (1 << 64)), None)

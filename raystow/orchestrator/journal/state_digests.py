@@ -2,6 +2,9 @@
 
 They tell whether a replayed step has led to the recorded state. The sample of a tensor are four blocks of 4 KiB, whose places
 depend on its name and size only; smaller tensors are covered whole. A CPU and a GPU compute the same digests.
+
+The digest of a tensor is a sum of its words, each times a number that depends on its place. So ranks that have a part each can
+add up the digest of the whole: see ``shard_check``.
 """
 
 from __future__ import annotations
@@ -15,13 +18,12 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from ...storage.coding.digest import raw_digest, stored_digest
+from ...storage.coding.digest import SECOND_WORD_KEYS, raw_digest, stored_digest, unfinished
 from .tracked_state import NamedTensor, TrackedState
 
 _BLOCK = 4096
 _BLOCKS = 4
 _PIECE = 16 << 20
-_TINY = 64  # bytes; such tensors in host memory share one digest
 
 _Numbers = npt.NDArray[np.uint64]
 Spans = tuple[tuple[int, int], ...]
@@ -44,6 +46,7 @@ class StateDigests(NamedTuple):
 
     names: list[str]
     spans: list[int]  # how many each tensor has
+    sizes: list[int]  # bytes of each span
     parts: list[tuple[list[int], PendingDigests]]  # numbers of spans, and their digests
     values: int
 
@@ -52,18 +55,22 @@ class StateDigests(NamedTuple):
         found = np.zeros(sum(self.spans), np.uint64)
         for places, pending in self.parts:
             found[places] = pending.numbers()
+        totals = unfinished(found, np.array(self.sizes, np.uint64))
         ends = np.cumsum([0, *self.spans])
-        merged = [_merge(found[first:last]) for first, last in itertools.pairwise(ends)]
+        merged = [merged_spans(totals[first:last]) for first, last in itertools.pairwise(ends)]
         return np.array([*merged, self.values], "<u8").tobytes()
 
 
 class DigestPlan(NamedTuple):
-    """What to digest of a list of tensors: names and spans of all but the ``tiny`` ones, and places in the list of spans."""
+    """What to digest of a list of tensors: names and spans of all but the single numbers, and places in the list of spans.
+
+    ``numbers``: tensors of one element in host memory, as optimizers count steps. They share one digest.
+    """
 
     of: list[NamedTensor]
     names: list[str]
     spans: list[Spans]
-    tiny: list[NamedTensor]
+    numbers: list[NamedTensor]
     host: list[tuple[int, Piece]]
     devices: dict[torch.device, tuple[list[int], list[Piece]]]
 
@@ -81,12 +88,19 @@ class Digester:
         plan = self._plans.get(whole)
         if plan is None or plan.of is not tensors:
             plan = self._plans[whole] = _plan(tensors, whole=whole)
-        tiny = [one.name.encode() + _bytes(one.tensor).tobytes() for one in plan.tiny]
-        values = int.from_bytes(stored_digest(self._state.plain_values().encode(), *tiny)[:8], "little")
-        host = [raw_digest(_bytes(tensor)[first:last]) for _, (tensor, first, last) in plan.host]
+        host = [raw_digest(bytes_of(tensor)[first:last]) for _, (tensor, first, last) in plan.host]
         parts: list[tuple[list[int], PendingDigests]] = [([at for at, _ in plan.host], _Known(np.array(host, np.uint64)))]
         parts += [(places, _on_gpu(device, pieces)) for device, (places, pieces) in plan.devices.items()]
-        return StateDigests(plan.names, [len(mine) for mine in plan.spans], parts, values)
+        sizes = [last - first for mine in plan.spans for first, last in mine]
+        return StateDigests(plan.names, [len(mine) for mine in plan.spans], sizes, parts, self._values(plan.numbers))
+
+    def values(self) -> int:
+        """The digest of the optimizers' plain values and single numbers."""
+        return self._values([one for one in self._state.tensors() if is_number(one.tensor)])
+
+    def _values(self, numbers: Sequence[NamedTensor]) -> int:
+        found = [one.name.encode() + bytes_of(one.tensor).tobytes() for one in numbers]
+        return int.from_bytes(stored_digest(self._state.plain_values().encode(), *found)[:8], "little")
 
     def difference(self, expected: bytes, *, whole: bool) -> str | None:
         """The first tensor of the state whose digest is not ``expected``; None if all are."""
@@ -102,13 +116,12 @@ def _plan(tensors: list[NamedTensor], *, whole: bool) -> DigestPlan:
     plan = DigestPlan(tensors, [], [], [], [], {})
     at = 0
     for one in tensors:
-        name, tensor = one
-        nbytes = tensor.numel() * tensor.itemsize
-        if tensor.device.type == "cpu" and nbytes <= _TINY:
-            plan.tiny.append(one)
+        tensor = one.tensor
+        if is_number(tensor):
+            plan.numbers.append(one)
             continue
-        mine = _whole_spans(nbytes) if whole else _sample_spans(name, nbytes)
-        plan.names.append(name)
+        mine = spans(one.name, tensor.numel() * tensor.itemsize, whole=whole)
+        plan.names.append(one.name)
         plan.spans.append(mine)
         if tensor.device.type == "cuda":
             places, pieces = plan.devices.setdefault(tensor.device, ([], []))
@@ -133,13 +146,26 @@ def _on_gpu(device: torch.device, pieces: Sequence[Piece]) -> PendingDigests:
     return SpanDigests.taken(device, pieces)
 
 
-def _bytes(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+def is_number(tensor: torch.Tensor) -> bool:
+    """Whether it is a single number in host memory."""
+    return bool(tensor.dim() == 0 and tensor.device.type == "cpu")
+
+
+def bytes_of(tensor: torch.Tensor) -> npt.NDArray[np.uint8]:
+    """The bytes of a tensor in host memory, in order."""
     raw: npt.NDArray[np.uint8] = tensor.contiguous().reshape(-1).view(torch.uint8).numpy()
     return raw
 
 
-def _merge(found: _Numbers) -> int:
-    return int(found[0]) if found.size == 1 else int.from_bytes(stored_digest(found.tobytes())[:8], "little")
+def merged_spans(totals: _Numbers) -> np.uint64:
+    """The digest of a tensor from the totals of its spans."""
+    found: np.uint64 = (totals * np.resize(SECOND_WORD_KEYS, totals.size)).sum(dtype=np.uint64)
+    return found
+
+
+def spans(name: str, nbytes: int, *, whole: bool) -> Spans:
+    """The parts that are digested of the tensor ``name`` of so many bytes."""
+    return _whole_spans(nbytes) if whole else _sample_spans(name, nbytes)
 
 
 @functools.lru_cache(maxsize=1 << 14)

@@ -14,10 +14,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 class NamedTensor(NamedTuple):
-    """This rank's part of a tensor of the state."""
+    """This rank's part of a tensor of the state. ``parameter``: number of the parameter that it is, or belongs to."""
 
     name: str
     tensor: torch.Tensor
+    parameter: int
 
 
 class TrackedState:
@@ -50,13 +51,14 @@ class TrackedState:
         return self._listed[1]
 
     def _list(self) -> list[NamedTensor]:
-        found = [NamedTensor(name, local(parameter)) for name, parameter in self._weights.items()]
+        numbers = {id(parameter): number for number, parameter in enumerate(self.all_parameters())}
+        found = [NamedTensor(name, local(one), numbers[id(one)]) for name, one in self._weights.items()]
         for name, parameter, state in self._states():
+            number = numbers[id(parameter)]
             if id(parameter) not in self._names:
-                found.append(NamedTensor(name, local(parameter)))
-            found += [
-                NamedTensor(f"{name}.{key}", local(value)) for key, value in state.items() if isinstance(value, torch.Tensor)
-            ]
+                found.append(NamedTensor(name, local(parameter), number))
+            tensors = ((key, value) for key, value in state.items() if isinstance(value, torch.Tensor))
+            found += [NamedTensor(f"{name}.{key}", local(value), number) for key, value in tensors]
         return found
 
     def plain_values(self) -> str:
@@ -76,7 +78,7 @@ class TrackedState:
 
     def host_copy(self) -> StateCopy:
         """Copy all of it to host memory."""
-        tensors = {id(parameter): local(parameter).detach().to("cpu", copy=True) for parameter in self._all_parameters()}
+        tensors = {id(parameter): local(parameter).detach().to("cpu", copy=True) for parameter in self.all_parameters()}
         states = [
             {parameter: {key: _copied(value) for key, value in state.items()} for parameter, state in optimizer.state.items()}
             for optimizer in self.optimizers
@@ -90,7 +92,7 @@ class TrackedState:
     def restore(self, kept: StateCopy) -> None:
         """Set everything to what ``host_copy`` has returned, in place where tensors are there."""
         with torch.no_grad():
-            for parameter in self._all_parameters():
+            for parameter in self.all_parameters():
                 local(parameter).copy_(kept.tensors[id(parameter)])
             for optimizer, states, groups in zip(self.optimizers, kept.states, kept.groups, strict=True):
                 for parameter in [parameter for parameter in optimizer.state if parameter not in states]:
@@ -102,7 +104,8 @@ class TrackedState:
             for name, buffer in self.buffers().items():
                 buffer.copy_(kept.buffers[name])
 
-    def _all_parameters(self) -> list[torch.Tensor]:
+    def all_parameters(self) -> list[torch.Tensor]:
+        """The parameters of the model, and those that only optimizers have."""
         others = [one for number in range(len(self.optimizers)) for one in self.parameters(number)]
         return list({id(one): one for one in (*self._weights.values(), *others)}.values())
 

@@ -27,12 +27,14 @@ BLOCK = 16384
 
 _MASK = (1 << 64) - 1
 _GOLDEN = 0x9E3779B97F4A7C15
+_MIX = 0xBF58476D1CE4E5B9, 0x94D049BB133111EB
+_UNMIX = pow(_MIX[0], -1, 1 << 64), pow(_MIX[1], -1, 1 << 64)
 
 
 def _mix(x: Any) -> Any:
     """The finalizer of splitmix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators, 2014)."""
-    x = ((x ^ (x >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
-    x = ((x ^ (x >> 27)) * 0x94D049BB133111EB) & _MASK
+    x = ((x ^ (x >> 30)) * _MIX[0]) & _MASK
+    x = ((x ^ (x >> 27)) * _MIX[1]) & _MASK
     return x ^ (x >> 31)
 
 
@@ -67,6 +69,15 @@ def block_key(block: int, *, second: bool = False) -> int:
 def finish(total: Any, nbytes: Any) -> Any:
     """The digest of ``nbytes`` bytes whose weighted words add up to ``total`` modulo 2**64; or several, as arrays of uint64."""
     return _mix((total & _MASK) ^ ((nbytes * _GOLDEN) & _MASK))
+
+
+def unfinished(digest: Any, nbytes: Any) -> Any:
+    """The total that ``finish`` has made a digest of; or several, as arrays of uint64."""
+    x = digest ^ (digest >> 31) ^ (digest >> 62)
+    x = (x * _UNMIX[1]) & _MASK
+    x = x ^ (x >> 27) ^ (x >> 54)
+    x = (x * _UNMIX[0]) & _MASK
+    return x ^ (x >> 30) ^ (x >> 60) ^ ((nbytes * _GOLDEN) & _MASK)
 
 
 def raw_digest(raw: Bytes) -> int:

@@ -78,6 +78,13 @@ def generation_of(lineage: Sequence[Generation], step: int) -> str:
     return next((generation.token for generation in reversed(lineage) if generation.first <= step), "")
 
 
+class ShardBox(MessagePart, frozen=True):
+    """A rank's part of a parameter: its first element, and the number of elements along each dimension."""
+
+    offset: Shape
+    extent: Shape
+
+
 class CodedPart(MessagePart, frozen=True):
     """A piece of a recorded tensor: the fields of its ``Coding``, and the digest of its ``nbytes`` raw bytes."""
 
@@ -136,6 +143,7 @@ class EntryHeader(Message, frozen=True):
         after: Digests of the state after the step.
         whole: Whether ``after`` covers every byte, and not only a sample.
         data: Digest of the bytes that follow.
+        layout: The rank's parts of all parameters, only in the first entry after a version; empty if they are not boxes.
     """
 
     info: EntryInfo
@@ -148,6 +156,7 @@ class EntryHeader(Message, frozen=True):
     after: Packed
     whole: bool
     data: DigestBytes
+    layout: Column[ShardBox] = ()
 
 
 class OpenJournal(Message, frozen=True):
@@ -226,6 +235,9 @@ class JournalVote(Message, frozen=True):
         reached: The last step that the rank has replayed, if it has been told how far to go.
         timeout: Seconds to wait for the other ranks.
         nothing: Nothing is to be replayed: the version was asked for by name.
+        fixed: Why the rank cannot replay steps that another number of ranks has recorded; empty if it can.
+        residues: A number of 64 bits for each step up to ``reached``; their sum over all ranks is 0 if the state after it is
+            the recorded one: see ``ShardCheck``.
     """
 
     rank: int
@@ -236,6 +248,8 @@ class JournalVote(Message, frozen=True):
     base: int
     reached: int | None = None
     nothing: bool = False
+    fixed: Text = ""
+    residues: Packed = b""
 
 
 class EntryPlace(MessagePart, frozen=True):
@@ -251,13 +265,14 @@ class JournalChoice(Message, frozen=True):
     Args:
         step: The step that all ranks go to; the base if there is nothing to replay.
         lineage: Generations of the entries that are recorded from then on.
-        entries: Of the rank that asks, oldest first.
+        entries: Those that the rank that asks needs, oldest first: its own, or of a step that another number of ranks has
+            recorded those of all of them.
         agreed: All ranks have reached ``step``.
-        note: Why entries that are there are not used; empty if there are none.
+        end: Why later entries are not used; empty if there are none.
     """
 
     step: int
     lineage: Column[Generation]
     entries: Column[EntryPlace] = ()
     agreed: bool = False
-    note: Text = ""
+    end: Text = ""

@@ -1,0 +1,119 @@
+"""Reads recorded steps: the entry of this rank, or those of other ranks that have its shards together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import Damaged, StateError
+from ...storage.format.boxes import Box
+from ...workers.protocol.messages import EntryPlace, OptimizerStep
+from . import value_tree
+from .entry_file import JournalEntry, parse
+from .gradient_coding import decode
+from .shard_map import ShardMap, boxes, layout
+from .step_hooks import StepInputs
+from .tracked_state import TrackedState
+
+
+class DecodedStep(NamedTuple):
+    """A step in host memory, ready to be replayed.
+
+    Args:
+        entry: Whose hyper-parameters, buffers and values count: this rank's, or rank 0's.
+        entries: All that were read, by rank.
+        shards: How they were put together; None if the entry is this rank's.
+    """
+
+    entry: JournalEntry
+    entries: Mapping[int, JournalEntry]
+    shards: ShardMap | None
+    steps: list[StepInputs]
+    groups: list[list[dict[str, object] | None]]
+    buffers: dict[str, torch.Tensor]
+
+
+class StepReader:
+    """``fetch``: returns the bytes of an entry. Steps must be read in order."""
+
+    def __init__(self, state: TrackedState, fetch: Callable[[EntryPlace], memoryview], world_size: int) -> None:
+        self._state, self._fetch, self._world_size = state, fetch, world_size
+        self._layouts: dict[tuple[int, int], list[Box]] = {}  # by number of ranks and rank
+        self._mine: list[Box] = []
+        numbers = {id(parameter): number for number, parameter in enumerate(state.all_parameters())}
+        self._numbers = [[numbers[id(one)] for one in state.parameters(at)] for at in range(len(state.optimizers))]
+
+    def read(self, places: Sequence[EntryPlace]) -> DecodedStep:
+        """Read a step. ``places``: the entry of this rank, or those of all ranks if they were another number."""
+        if places[0].info.world_size == self._world_size:
+            entry = parse(places[0].info, self._fetch(places[0]))
+            return self._decoded(entry, {entry.info.rank: entry}, None)
+        entries, shards = self._covering({place.info.rank: place for place in places})
+        return self._decoded(entries[0], entries, shards)
+
+    def _covering(self, places: Mapping[int, EntryPlace]) -> tuple[dict[int, JournalEntry], ShardMap]:
+        """The entry of rank 0, and those of ranks that have this rank's shards together. ``places``: the best guess first."""
+        self._mine = self._mine or boxes(layout(self._state))
+        ranks = len(places)
+        known = {rank: self._layouts[ranks, rank] for rank in places if (ranks, rank) in self._layouts}
+        entries = dict[int, JournalEntry]()
+        needed = ShardMap(self._mine, known).ranks()
+        for rank in dict.fromkeys((0, *sorted(needed), *places)):
+            place = places[rank]
+            entries[rank] = entry = parse(place.info, self._fetch(place))
+            if entry.header.layout:
+                self._layouts[ranks, rank] = boxes(entry.header.layout)
+            if len(self._layouts.get((ranks, rank), ())) != len(self._mine):
+                raise StateError(f"rank {rank} of {ranks} had other parameters, or parts of them that are not boxes")
+            shards = ShardMap(self._mine, {read: self._layouts[ranks, read] for read in entries})
+            if shards.complete:
+                return entries, shards
+        raise StateError(f"the parts of {ranks} ranks are not those of {self._world_size}: parameters have other shapes")
+
+    def _decoded(self, entry: JournalEntry, entries: Mapping[int, JournalEntry], shards: ShardMap | None) -> DecodedStep:
+        header = entry.header
+        counts = {len(one.header.steps) for one in entries.values()}
+        if counts != {len(header.steps)}:
+            raise StateError("ranks have called step() of their optimizers at different numbers of times")
+        stored = {rank: one.stored() for rank, one in entries.items()}
+        steps = [
+            self._inputs(step, {rank: one.header.steps[at] for rank, one in entries.items()}, stored, shards)
+            for at, step in enumerate(header.steps)
+        ]
+        rest = stored[entry.info.rank]
+        buffers = {name: tensor for name, one in header.buffers if (tensor := decode(one, rest)) is not None}
+        value_tree.loads(header.values)
+        return DecodedStep(entry, entries, shards, steps, [_groups(groups) for groups in header.groups], buffers)
+
+    def _inputs(
+        self,
+        step: OptimizerStep,
+        others: Mapping[int, OptimizerStep],
+        stored: Mapping[int, Iterator[Bytes]],
+        shards: ShardMap | None,
+    ) -> StepInputs:
+        found = {rank: [decode(one, stored[rank]) for one in other.gradients] for rank, other in others.items()}
+        if shards is None:
+            (gradients,) = found.values()
+        else:
+            numbers = self._numbers[step.optimizer] if 0 <= step.optimizer < len(self._numbers) else []
+            if any(one.optimizer != step.optimizer or len(one.gradients) != len(numbers) for one in others.values()):
+                raise StateError("the ranks that recorded the step had other optimizers, or other parameters in them")
+            gradients = [
+                shards.assembled(number, {rank: mine[at] for rank, mine in found.items()}) for at, number in enumerate(numbers)
+            ]
+        scale = _dict(value_tree.loads(step.scale or '["d",[]]'))
+        return StepInputs(step.optimizer, _groups(step.groups), gradients, scale)
+
+
+def _groups(texts: Sequence[str]) -> list[dict[str, object] | None]:
+    return [_dict(value_tree.loads(text)) if text else None for text in texts]
+
+
+def _dict(tree: object) -> dict[str, object]:
+    if not isinstance(tree, dict):
+        raise Damaged("hyper-parameters that are no dict")
+    return tree
