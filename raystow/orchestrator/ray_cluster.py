@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from typing import Any
 
@@ -27,6 +29,18 @@ def connect(address: str = "auto") -> None:
     except (OSError, RayError) as error:
         remedy = "start one (`ray start --head`, or ray.init()), or read with raystow.open"
         raise ClusterError(f"no Ray cluster is running here: {error}", remedy=remedy) from error
+
+
+@contextlib.contextmanager
+def connected() -> Iterator[None]:
+    """``connect``, and close a connection that was made for this alone."""
+    before = ray.is_initialized()
+    connect()
+    try:
+        yield
+    finally:
+        if not before:
+            ray.shutdown()
 
 
 def _knock(address: str) -> None:
@@ -93,13 +107,8 @@ def announce_end(node: str, seconds: float, reason: str) -> None:
 def survey() -> dict[str, float]:
     """The nodes alive and the resources (``CPU``, ``GPU``, ...) of the Ray cluster that this machine belongs to.
 
-    ``ClusterError`` if there is none. A connection that was made for the question is closed again.
+    ``ClusterError`` if there is none.
     """
-    connected = ray.is_initialized()
-    connect()
-    try:
+    with connected():
         alive = sum(bool(node["Alive"]) for node in ray.nodes())
         return {"nodes": float(alive), **ray.cluster_resources()}
-    finally:
-        if not connected:
-            ray.shutdown()

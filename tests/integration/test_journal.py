@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import ray
 import torch
+from cli_runner import run, run_json
 from journal_port import snapshot
 from polling import wait_until
 from ranks import Rank, every, start
@@ -113,6 +114,11 @@ def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
     every(ranks, "result")
     every(ranks, "do", train, 6)
     REPOSITORY[0] = raystow.open(tmp_path).id
+    reach = run_json("plan", tmp_path)["journal"]
+    assert (reach["step"], reach["entries"], reach["end"]) == (6, 8, "")
+    assert reach["nodes"].keys() <= {*alive}
+    assert "reaches step 6 by 8 entries" in run("plan", tmp_path).stdout
+    assert run_json("plan", tmp_path, 1)["journal"] is None
     needed = {(rank, number) for rank in (0, 1) for number in (3, 4, 5, 6)}
 
     def wait_for_copies() -> None:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable, Sequence
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from ...storage.errors import ClusterError
 from ...storage.version_selector import LATEST
 from ..restore.plan import Rates
 from ..restore.what_if import Reads, plan_world
@@ -15,6 +16,9 @@ from . import options
 from .options import Json, Uri, Which, number
 from .output import count, emit, fields_of, out, say, size, table
 from .target import open_target
+
+if TYPE_CHECKING:
+    from ..coordinator.journal_reach import JournalReach
 
 _SPLIT = "a tensor saved in several boxes along a dimension is split evenly along it again; every rank reads all others whole"
 _WHOLE = "every rank reads every tensor whole"
@@ -30,11 +34,13 @@ def plan(
     replicated: Annotated[bool, typer.Option("--replicated", help="Every rank reads every tensor whole, as with DDP.")] = False,
     json: Json = False,
 ) -> None:
-    """Compute what each of N ranks would read to restore a version, and how long that takes.
+    """Compute which step N ranks would reach in a restore, what each would read of the version, and how long that takes.
 
-    Restores nothing and needs no cluster: reads the version's record and manifest. The manifest does not say how other ranks
-    split the tensors; the assumption is printed. A node reads each stored byte once for all its ranks; of a chunk that several
-    nodes need, one reads it from the store and passes it on. Chunks are read whole. What nodes cache in memory is not counted.
+    Restores nothing: reads the version's record and manifest and, for the latest version, asks the nodes of a Ray cluster that
+    runs here for steps in the journal. Those of another number of ranks count as if the optimizer acted element by element. The
+    manifest does not say how other ranks split the tensors; the assumption is printed. A node reads each stored byte once for all
+    its ranks; of a chunk that several nodes need, one reads it from the store and passes it on. Chunks are read whole. What nodes
+    cache in memory is not counted.
 
     Example:  raystow plan s3://bucket/runs/llama --world 64
     """
@@ -46,6 +52,7 @@ def plan(
     made = plan_world(chosen, ranks, per_node=per_node, whole=replicated)
     assumption, passed_on = _WHOLE if replicated else _SPLIT, sum(node.passed_on for node in made.nodes)
     seconds = made.seconds(Rates(peer=peer_rate, store=rate))
+    reach = _reach(target.repository.id, chosen.step, ranks) if version == LATEST else None
     if json:
         emit(
             {
@@ -65,6 +72,7 @@ def plan(
                 "seconds": round(seconds, 3),
                 "nodes": [_fields(node) for node in made.nodes],
                 "ranks": [_fields(rank) for rank in made.ranks],
+                "journal": reach and fields_of(reach),
             }
         )
         return
@@ -77,6 +85,29 @@ def plan(
     total = f"{size(made.store.nbytes)} from the store, {made.amplification:.3f} times what is needed, for {size(chosen.bytes)}"
     say(f"in total {total} stored; {size(passed_on)} passed on between nodes")
     say(f"about {seconds:,.1f} s at {size(rate)} per second and node from the store, and {size(peer_rate)} from other nodes")
+    if version == LATEST:
+        say(_reach_text(chosen.step, reach))
+
+
+def _reach(repository: str, base: int, ranks: int) -> JournalReach | None:
+    """How far recorded steps lead after a version; None if no Ray cluster runs here."""
+    from ..coordinator.journal_reach import journal_reach
+
+    try:
+        return journal_reach(repository, base, ranks)
+    except ClusterError:
+        return None
+
+
+def _reach_text(base: int, reach: JournalReach | None) -> str:
+    if reach is None:
+        return f"a restore reaches step {base}; no Ray cluster runs here, whose nodes could have steps in the journal"
+    end = f"; {reach.end}" if reach.end else ""
+    if not reach.entries:
+        return f"a restore reaches step {base}; no node has later steps in the journal that can be replayed{end}"
+    nodes = ", ".join(f"{node[:8]} has {number}" for node, number in reach.nodes.items())
+    entries = f"{reach.entries} entries of the journal, {size(reach.bytes)} in the memory of nodes ({nodes})"
+    return f"a restore reaches step {reach.step} by {entries}{end}"
 
 
 def _fields(reads: Reads) -> dict[str, object]:

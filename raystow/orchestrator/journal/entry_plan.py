@@ -96,4 +96,6 @@ def _follow(
             break
         chosen.append(tuple(EntryPlace(found[rank], tuple(sorted(nodes[found[rank]]))) for rank in range(recorded)))
         step = following_step
+    if not end and any(previous > step for previous in following):
+        end = f"no node has entries of the step after {step}"
     return EntryPlan(step, lineage, tuple(chosen), end)

@@ -1,0 +1,48 @@
+"""Which recorded steps are replayed, and the reason why no later ones are."""
+
+from __future__ import annotations
+
+from raystow.orchestrator.journal.entry_plan import EntryPlan, plan_entries
+from raystow.workers.protocol.messages import EntryInfo, Generation
+
+FIRST, SECOND = Generation("1", 1), Generation("2", 4)
+
+
+def entry(step: int, rank: int = 0, *, ranks: int = 2, lineage: tuple[Generation, ...] = (FIRST,)) -> EntryInfo:
+    return EntryInfo("repository", rank, ranks, step, step - 1, lineage, 100)
+
+
+def steps(*numbers: int, ranks: int = 2, lineage: tuple[Generation, ...] = (FIRST,)) -> list[EntryInfo]:
+    return [entry(step, rank, ranks=ranks, lineage=lineage) for step in numbers for rank in range(ranks)]
+
+
+def reached(plan: EntryPlan) -> tuple[int, str]:
+    return plan.step, plan.end
+
+
+def test_the_end_is_said() -> None:
+    assert reached(plan_entries(0, 2, {"a": steps(1, 2)})) == (2, "")
+    assert reached(plan_entries(2, 2, {"a": steps(1, 2)})) == (2, "")
+    one = [*steps(1), entry(2, 1), *steps(3)]
+    assert reached(plan_entries(0, 2, {"a": one})) == (1, "no node has the entries of step 2 of ranks [0]")
+    assert reached(plan_entries(0, 2, {"a": steps(2, 3)})) == (0, "no node has entries of the step after 0")
+    apart = [entry(1), EntryInfo("repository", 1, 2, 2, 0, (FIRST,), 100)]
+    assert reached(plan_entries(0, 2, {"a": apart})) == (0, "ranks have recorded different steps after step 0")
+
+
+def test_another_number_of_ranks_gets_the_entries_of_all() -> None:
+    """Nearest first, until a generation of the same number follows."""
+    held = {"a": steps(1, ranks=4), "b": steps(2, lineage=(FIRST, Generation("2", 2)))}
+    plan = plan_entries(0, 2, held)
+    assert plan.step == 2
+    assert [(place.info.step, place.info.rank) for place in plan.entries(1, 2)] == [(1, 2), (1, 3), (1, 1), (1, 0), (2, 1)]
+    refused = plan_entries(0, 2, held, "Muon mixes elements")
+    assert reached(refused) == (0, "steps recorded by 4 ranks cannot be replayed by 2: Muon mixes elements")
+
+
+def test_the_newest_generation_is_followed() -> None:
+    """Steps 4 and 5 of the first were repeated as 4 by the second."""
+    held = {"a": steps(1, 2, 3, 4, 5), "b": steps(4, lineage=(FIRST, SECOND))}
+    plan = plan_entries(0, 2, held)
+    assert [place.info.generation for place in plan.entries(0, 2)] == ["1", "1", "1", "2"]
+    assert [place.nodes for place in plan.entries(0, 2)] == [("a",)] * 3 + [("b",)]
