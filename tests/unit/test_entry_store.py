@@ -61,6 +61,19 @@ def test_repeated_steps_replace_those_of_the_attempt_before() -> None:
     assert sorted((info.step, info.generation) for info in store.own())[:2] == [(1, "1"), (2, "1")]
 
 
+def test_a_restarted_node_keeps_the_last_copies_elsewhere() -> None:
+    """It has none of the entries whose last copies are on the partner, and sends a new one."""
+    partner, restarted = EntryStore(10 * SIZE), EntryStore(10 * SIZE)
+    for step in (1, 2):
+        add(partner, entry(step), own=False)
+    add(restarted, entry(3))
+    partner.drop_before(entry(3), restarted.oldest(entry(3)))
+    assert len(partner.holdings("r")) == 2
+    restarted.committed("r", 3)
+    partner.drop_before(entry(3), restarted.oldest(entry(4)))
+    assert partner.holdings("r") == ()
+
+
 class OtherNodes:
     """The memories of other nodes by name; ``down`` ones do not answer."""
 
@@ -76,7 +89,7 @@ class OtherNodes:
             raise ClusterError("does not answer", subject=node)
         self.stores[node].drop_before(put.info, put.oldest)
         problem = self.stores[node].add(put.info, EntryMemory.of([data], put.info.size), own=False)
-        return EntryKept(put.info.step, self.stores[node].count(put.info), problem)
+        return EntryKept(put.info.step, 1, problem, memory=f"{id(self.stores[node])}")
 
     def steps(self, node: str) -> list[int]:
         return sorted(info.step for info in self.stores[node].holdings("r"))

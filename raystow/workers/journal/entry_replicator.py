@@ -1,7 +1,7 @@
 """Keeps copies of this node's entries in the memory of its partner nodes.
 
 A reconciler, as ``replication.Replicator`` is: it sends the next entry that a partner lacks, those first that a training process
-waits for. A partner that answers with fewer entries than it was sent has been restarted, and gets all again.
+waits for. A partner whose memory has another name than before was restarted, and gets all again.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class EntryPeers(Protocol):
         """The nodes alive that have a worker, with their failure domains."""
 
     def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
-        """Give a node a copy. In the answer, ``copies`` is the number of entries of the rank that the node has then."""
+        """Give a node a copy, unless it has one. The answer names its memory."""
 
 
 class EntryReplicator:
@@ -46,6 +46,8 @@ class EntryReplicator:
         self._waiting: dict[EntryInfo, _Done] = {}
         self._lock = threading.Lock()
         self._sent: dict[str, set[str]] = {}  # node -> repository and key of entries that it has
+        self._memories: dict[str, str] = {}  # node -> name of its memory
+        self._unsure = False
         self._zones: Mapping[str, str] = {}
         self._shunned: dict[str, float] = {}  # until when
         self._counted = -math.inf
@@ -63,7 +65,8 @@ class EntryReplicator:
         self._woken.set()
 
     def wake(self) -> None:
-        """Look for entries without copies."""
+        """Look for entries without copies, and ask partners again what they have: they may have been restarted."""
+        self._unsure = True
         self._woken.set()
 
     def close(self) -> None:
@@ -83,6 +86,9 @@ class EntryReplicator:
 
     def step(self) -> float:
         """Send one entry; the seconds after which to look again, if nothing changes before."""
+        if self._unsure:
+            self._unsure = False
+            self._sent.clear()
         with self._lock:
             waiting = list(self._waiting)
         own = self._store.own() if any(self._replicas.values()) else []
@@ -130,17 +136,13 @@ class EntryReplicator:
             self._sent.pop(node, None)
             self._counted = -math.inf
             return
-        before = sum(_key(other) in sent for other in self._store.own() if _same_rank(other, info))
+        if answer.memory != self._memories.get(node):
+            self._memories[node] = answer.memory
+            sent.clear()
         if answer.problem:
             logger.warning("node %s keeps no copy of the entry of step %d: %s", node, info.step, answer.problem)
-        elif answer.copies <= before:
-            sent.clear()
         sent.add(_key(info))
 
 
 def _key(info: EntryInfo) -> str:
     return f"{info.repository} {info.key}"
-
-
-def _same_rank(one: EntryInfo, other: EntryInfo) -> bool:
-    return (one.repository, one.world_size, one.rank) == (other.repository, other.world_size, other.rank)

@@ -36,6 +36,7 @@ class EntryStore:
         self._lock = threading.Lock()
         self._lines: dict[Line, dict[str, KeptEntry]] = {}
         self._saving: dict[str, int] = {}  # repository -> step of the newest save that has begun
+        self._needless: dict[Line, int] = {}  # the newest step whose entry was dropped because nobody needs it
 
     def add(self, info: EntryInfo, memory: EntryMemory, *, own: bool) -> str:
         """Keep an entry; return why it is not kept, else an empty text. The memory belongs to the store then, or is closed."""
@@ -75,7 +76,7 @@ class EntryStore:
     def committed(self, repository: str, step: int) -> None:
         """Drop the entries up to the step of a version that is durable now."""
         with self._lock:
-            self._drop([kept for kept in self._of(repository) if kept.info.step <= step])
+            self._drop([kept for kept in self._of(repository) if kept.info.step <= step], needless=True)
 
     def drop_before(self, info: EntryInfo, oldest: int) -> None:
         """Drop the copies of a rank's entries that the node that recorded them has dropped: those before step ``oldest``."""
@@ -94,15 +95,16 @@ class EntryStore:
             found = [kept.info for line in self._lines.values() for kept in line.values() if kept.own]
         return sorted(found, key=lambda info: info.step)
 
-    def count(self, info: EntryInfo) -> int:
-        """The number of entries of the same rank."""
+    def has(self, info: EntryInfo) -> bool:
+        """Whether an entry is here."""
         with self._lock:
-            return len(self._lines.get(_line(info), {}))
+            return info.key in self._lines.get(_line(info), {})
 
     def oldest(self, info: EntryInfo) -> int:
-        """The oldest step of the same rank."""
+        """The first step of the same rank that may be needed. Not the first one here: a restarted node has none of those whose
+        copies are on other nodes."""
         with self._lock:
-            return min((kept.info.step for kept in self._lines.get(_line(info), {}).values()), default=START)
+            return self._needless.get(_line(info), START) + 1
 
     def view(self, info: EntryInfo) -> memoryview | None:
         """The bytes of an entry; None if it is not here."""
@@ -128,7 +130,7 @@ class EntryStore:
             others = [kept for kept in self._all() if kept.info.repository != info.repository]
             for kept in (*unneeded, *others):
                 if self.used + info.size > self.budget:
-                    self._drop([kept])
+                    self._drop([kept], needless=True)
         if self.used + info.size <= self.budget:
             return ""
         return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
@@ -139,9 +141,11 @@ class EntryStore:
     def _of(self, repository: str) -> list[KeptEntry]:
         return [kept for (of, _, _), line in self._lines.items() if of == repository for kept in line.values()]
 
-    def _drop(self, entries: list[KeptEntry]) -> None:
+    def _drop(self, entries: list[KeptEntry], *, needless: bool = False) -> None:
         for kept in entries:
             line = self._lines.get(_line(kept.info), {})
+            if needless:
+                self._needless[_line(kept.info)] = max(kept.info.step, self._needless.get(_line(kept.info), START))
             if line.pop(kept.info.key, None) is not None:
                 self.used -= kept.info.size
                 kept.memory.close()

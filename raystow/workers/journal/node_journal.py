@@ -42,7 +42,7 @@ class NodeJournal:
 
     def __init__(self, node: str, budget: int, reader: EntryReader, peers: EntryPeers, clock: Clock) -> None:
         self._node, self._budget, self._reader = node, budget, reader
-        self.store = EntryStore(budget)
+        self.store, self._memory = EntryStore(budget), clock.token()
         self._replicator = EntryReplicator(node, self.store, peers, clock)
         background.repeat("raystow-entries", self._replicator.run)
 
@@ -64,17 +64,19 @@ class NodeJournal:
                 case FetchEntry(info, nodes):
                     self._fetch(connection, info, nodes)
 
-    def room(self, put: PutEntry) -> str:
-        """Why a copy of another node's entry cannot be kept; empty if it can."""
+    def offered(self, put: PutEntry) -> EntryKept:
+        """Whether a copy of another node's entry is here, or can be kept."""
         self.store.drop_before(put.info, put.oldest)
-        return shortened(self.store.problem(put.info))
+        if self.store.has(put.info):
+            return EntryKept(put.info.step, 1, memory=self._memory)
+        return EntryKept(put.info.step, 0, shortened(self.store.problem(put.info)), self._memory)
 
     def receive(self, put: PutEntry, fill: Callable[[memoryview], None]) -> EntryKept:
         """Keep a copy of another node's entry, whose bytes ``fill`` writes."""
         memory = EntryMemory.empty(put.info.size)
         fill(memory.target)
         problem = self.store.add(put.info, memory, own=False)
-        return EntryKept(put.info.step, self.store.count(put.info), shortened(problem))
+        return EntryKept(put.info.step, 1, shortened(problem), self._memory)
 
     def lend(self, repository: str, key: str) -> int | None:
         """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""

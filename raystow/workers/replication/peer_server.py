@@ -44,8 +44,8 @@ class EntryHost(Protocol):
     def receive(self, put: PutEntry, fill: Callable[[memoryview], None]) -> EntryKept:
         """Keep a copy of another node's entry, whose bytes ``fill`` writes."""
 
-    def room(self, put: PutEntry) -> str:
-        """Return why a copy cannot be kept; empty if it can."""
+    def offered(self, put: PutEntry) -> EntryKept:
+        """Return whether a copy is there, or can be kept."""
 
     def lend(self, repository: str, key: str) -> int | None:
         """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
@@ -142,9 +142,9 @@ class PeerServer:
                 self._accept_entry(channel, request)
 
     def _accept_entry(self, channel: TcpChannel, put: PutEntry) -> None:
-        problem = self._journal.room(put)
-        channel.send(EntryKept(put.info.step, 0, problem))
-        if not problem:
+        answer = self._journal.offered(put)
+        channel.send(answer)
+        if not answer.problem and not answer.copies:
             channel.send(self._journal.receive(put, channel.receive_into))
 
     def _send(self, channel: TcpChannel, request: ReadObject) -> None:

@@ -88,7 +88,7 @@ class Peers:
         def ask(channel: TcpChannel) -> EntryKept:
             channel.send(put)
             answer = channel.receive(EntryKept)
-            if not answer.problem:
+            if not answer.problem and not answer.copies:
                 channel.send_bytes(data)
                 answer = channel.receive(EntryKept)
             return answer

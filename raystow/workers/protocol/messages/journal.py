@@ -186,11 +186,13 @@ class EntryKept(Message, frozen=True):
     Args:
         copies: Other nodes that have it.
         problem: Why it is not kept; empty if it is.
+        memory: Names the memory of a node that keeps a copy: a node worker that was restarted has another one.
     """
 
     step: int
     copies: int
     problem: Text = ""
+    memory: Text = ""
 
 
 class SaveBegun(Message, frozen=True):
@@ -213,8 +215,8 @@ class FetchedEntry(Message, frozen=True):
 
 
 class PutEntry(Message, frozen=True):
-    """Hands a copy of an entry to another node. The answers are ``EntryKept``, first whether it can be kept, and again after the
-    bytes, with the number of entries of the rank as ``copies``. ``oldest``: entries before this step are not needed any more."""
+    """Hands a copy of an entry to another node. The answer is ``EntryKept``, with 1 as ``copies`` if the node has the entry.
+    Else, and if there is no problem, the bytes follow, and another answer. ``oldest``: entries before it are not needed."""
 
     info: EntryInfo
     oldest: int
