@@ -1,4 +1,4 @@
-"""Commits: the epoch of a coordinator, and the step that makes an attempt a version."""
+"""Commits: the epoch of a coordinator, and the swaps that make an attempt a version and stored entries a segment."""
 
 from __future__ import annotations
 
@@ -8,11 +8,13 @@ from .catalog import Catalog
 from .coding.digest import stored_digest
 from .errors import Damaged, InvariantError, NotFound, OutcomeUnknown, SaveFailed, StoreError, Unsupported
 from .format import keys
-from .format.root import Entry, Root
+from .format.root import Entry, Root, Segment
+from .format.segment_record import SegmentRecord
 from .format.signature import Signer
 from .format.version_record import VersionRecord
 from .invariants import Claims, Fence
 from .object_store import ObjectStore
+from .segments import put_segment
 from .version import Version
 
 UNKNOWN = "call result() again, or look for its step with `raystow ls URI`"
@@ -28,7 +30,7 @@ class Committer:
         catalog.admit(signer)
         self.catalog, self._signer = catalog.trusting(signer), signer
         self._records: dict[Entry, bytes] = {}
-        self._next_id = 0
+        self._next_id, self._next_segment = 0, 1
         # Numbers of rollbacks, each with the first id that was reserved after it was noticed.
         self._noticed: tuple[tuple[int, int], ...] = ((0, 0),)
         self.take_over(owner)
@@ -42,6 +44,7 @@ class Committer:
 
         root = self.catalog.register.update(take)
         self.fence, self._next_id = Fence(root.epoch, owner), max(self._next_id, root.next_id)
+        self._next_segment = max(self._next_segment, root.next_segment)
         self.root = root
         """The root when it was last read or written here."""
         self.notice(root)
@@ -96,7 +99,7 @@ class Committer:
             self.notice(root)
             if entry in root.listed:
                 return root  # done before; the answer was lost
-            return replace(root, next_id=max(root.next_id, entry.id + 1), versions=(*root.versions, entry))
+            return root.with_version(entry)
 
         try:
             root = self.catalog.register.update(add, Claims(self.fence, rollbacks=self.rollbacks_at(entry.id)))
@@ -107,6 +110,34 @@ class Committer:
             raise OutcomeUnknown(what, subject=f"version {entry.id}", remedy=UNKNOWN) from error
         self.notice(root)
         return self.catalog.at(entry)
+
+    def reserve_segment(self) -> tuple[int, str]:
+        """A number and attempt for the next segment. Numbers ascend, and this epoch uses none twice."""
+        number = max(self._next_segment, self.root.next_segment)
+        self._next_segment = number + 1
+        return number, self.catalog.clock.token()
+
+    def commit_segment(self, record: SegmentRecord, rollbacks: int) -> Segment | None:
+        """Write a segment's record, then swap the root. The entries are durable before; None if a version has made them
+        unnecessary.
+
+        ``rollbacks``: those that were noticed when the number was reserved. Raises ``Fenced``, ``SaveFailed`` or ``StoreError``;
+        after the last the segment may be in the root.
+        """
+        segment = put_segment(self.catalog.store, record, self._signer)
+
+        def add(root: Root) -> Root:
+            self.notice(root)
+            if segment in root.segments or any(entry.step >= segment.step for entry in root.versions[-1:]):
+                return root
+            return replace(root, segments=(*root.segments, segment), next_segment=max(root.next_segment, segment.number + 1))
+
+        try:
+            root = self.catalog.register.update(add, Claims(self.fence, rollbacks=rollbacks))
+        except InvariantError as error:
+            raise SaveFailed(error.what, subject=error.subject) from error
+        self.notice(root)
+        return segment if segment in root.segments else None
 
     def record(self, entry: Entry) -> bytes:
         """The record of ``entry``, if it is the version committed last or one of its bases; else no bytes."""

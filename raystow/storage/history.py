@@ -26,7 +26,7 @@ def remaining(before: Mapping[int, int], id: int, gone: Collection[int]) -> int:
 
 
 def roll_back(root: Root, id: int, at: float) -> Root:
-    """The root after a rollback to version ``id``, which is listed: its history is live, and nothing else.
+    """The root after a rollback to version ``id``, which is listed: its history is live, and nothing else, no segment either.
 
     ``at``: seconds since 1970.
     """
@@ -43,6 +43,7 @@ def roll_back(root: Root, id: int, at: float) -> Root:
             RolledBack(entry, before[entry.id], since.get(entry.id, at)) for entry in root.listed if entry.id not in live
         ),
         verified=root.verified if root.verified in live else 0,
+        segments=(),
     )
 
 

@@ -1,8 +1,8 @@
 """The invariants of the root: pure functions that yield what is wrong. ``RootRegister`` checks all of them before every swap.
 
-``docs/spec/format-v1.md`` lists them with the same numbers and names. ``OF_SWAP`` and ``OF_ROLLBACK`` compare a root with the one
-that replaces it. ``OF_ROOT`` judges one root; what was broken before the swap does not refuse it, so that a damaged repository
-can be mended.
+``docs/spec/format-v1.md`` lists them with the same numbers and names. ``OF_SWAP``, ``OF_ROLLBACK`` and
+``OF_SEGMENTS`` compare a root with the one that replaces it. ``OF_ROOT`` judges one root; what was broken before the swap does
+not refuse it, so that a damaged repository can be mended.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .errors import Fenced, InvariantError
 from .format import keys
 from .format.root import Dropped, Entry, Rewrite, Root
 from .history import predecessors, remaining
-from .limits import MAX_CHAIN
+from .limits import MAX_CHAIN, MAX_SEGMENTS
 
 
 @dataclass(frozen=True)
@@ -45,7 +45,8 @@ class Claims:
 def check(old: Root | None, new: Root, claims: Claims = Claims()) -> None:  # immutable
     """Refuse a swap of ``old`` (None: there is no root that can be read) by ``new``: ``Fenced`` if a newer coordinator is in
     charge, else ``InvariantError``, whose message begins with number and name of the invariant."""
-    for name, rule in (*_named(OF_SWAP, 1), *_named(OF_ROLLBACK, 1 + len(OF_SWAP) + len(OF_ROOT))):
+    later = (*OF_ROLLBACK, *OF_SEGMENTS)
+    for name, rule in (*_named(OF_SWAP, 1), *_named(later, 1 + len(OF_SWAP) + len(OF_ROOT))):
         if old is not None:
             _refuse(name, rule(old, new, claims))
     for name, judge in _named(OF_ROOT, 1 + len(OF_SWAP)):
@@ -55,7 +56,7 @@ def check(old: Root | None, new: Root, claims: Claims = Claims()) -> None:  # im
 
 def names() -> list[str]:
     """Number and name of each invariant."""
-    rules: tuple[Callable[..., object], ...] = (*OF_SWAP, *OF_ROOT, *OF_ROLLBACK)
+    rules: tuple[Callable[..., object], ...] = (*OF_SWAP, *OF_ROOT, *OF_ROLLBACK, *OF_SEGMENTS)
     return [name for name, _ in _named(rules, 1)]
 
 
@@ -224,6 +225,38 @@ def history_stays(old: Root, new: Root, claims: Claims) -> Iterator[str]:
             yield f"version {id} follows version {after[id]}, not version {before[id]}"
 
 
+def one_segment(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """At most one segment is added, as the last, with a number that was free, and no version with it. It begins after the last
+    rollback. No number is used again."""
+    added = new.segments[-1:] if set(new.segments) - set(old.segments) else ()
+    if new.next_segment < old.next_segment or any(one.number < old.next_segment for one in added):
+        yield f"a number of a segment below {old.next_segment} is used again"
+    kept = tuple(one for one in old.segments if one in new.segments)
+    if new.segments != (*kept, *added) or any(new.next_segment != one.number + 1 for one in added):
+        yield "a segment is added out of order"
+    if added and (kept != old.segments or new.listed != old.listed):
+        yield f"segment {added[0].number} is added together with another change"
+    if added and claims.rollbacks is not None and claims.rollbacks < old.rollbacks:
+        yield "the repository was rolled back since the segment began"
+    if len(new.segments) > MAX_SEGMENTS:
+        yield f"there are {len(new.segments)} segments"
+
+
+def segments_needed(old: Root, new: Root, claims: Claims) -> Iterator[str]:
+    """A rollback removes all segments, and a version those up to its step. Nothing else does."""
+    if new.rollbacks != old.rollbacks:
+        yield from (f"segment {one.number} is of a history that was rolled back" for one in new.segments)
+        return
+    newest = max((entry.step for entry in new.versions[-1:]), default=-1)
+    changed = new.versions[-1:] != old.versions[-1:]
+    for one in new.segments:
+        if one.step <= newest and (changed or one not in old.segments):
+            yield f"segment {one.number} is not after the newest version"
+    for one in set(old.segments) - set(new.segments):
+        if one.step > newest:
+            yield f"segment {one.number} is removed although it is needed"
+
+
 SwapRule = Callable[[Root, Root, Claims], Iterable[str]]
 RootRule = Callable[[Root], Iterable[str]]
 _Rule = TypeVar("_Rule", bound=Callable[..., object])
@@ -243,6 +276,7 @@ OF_SWAP: tuple[SwapRule, ...] = (
 )
 OF_ROOT: tuple[RootRule, ...] = (ids_ascend, attempts_once, bases_live, bases_complete, chains_bounded, names_live)
 OF_ROLLBACK: tuple[SwapRule, ...] = (commit_after_rollback, only_rollbacks_move, history_stays)
+OF_SEGMENTS: tuple[SwapRule, ...] = (one_segment, segments_needed)
 
 
 def _named(rules: tuple[_Rule, ...], first: int) -> Iterator[tuple[str, _Rule]]:

@@ -16,7 +16,13 @@ MAX_RECORD = 64 << 20
 """A version record: about 700,000 packs, of raystow's size 40 TB. As objects up to 2 GiB."""
 
 MAX_SIGNATURE = 4 << 10
-"""The signature of a version record."""
+"""The signature of a version or of a segment."""
+
+MAX_SEGMENT = 64 << 20
+"""The record of a segment of the step journal: about 300,000 entries."""
+
+MAX_SEGMENTS = 4096
+"""Segments in the root, all of which a replay may have to read."""
 
 MAX_FRAGMENT = 1 << 30
 """A manifest fragment as a file."""

@@ -21,12 +21,12 @@ from .clock import SYSTEM, Clock
 from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, StoreUnavailable
 from .format import keys
 from .format.marker import Marker
-from .format.root import Root
+from .format.root import Entry, Root, Segment
 from .format.signature import PublicKey, Trust
 from .format.version_record import VersionRecord
-from .limits import MAX_MARKER, MAX_ROOT
+from .limits import MAX_MARKER, MAX_ROOT, MAX_SEGMENTS
 from .object_store import ObjectStore
-from .scan import ScannedAttempt, scan_attempts
+from .scan import ScannedAttempt, ScannedSegment, scan_attempts, scan_segments
 
 _AGAIN = "run `raystow repair URI` again"
 
@@ -54,13 +54,14 @@ class Look:
 @dataclass(frozen=True)
 class RepairPlan:
     """What was found and what is written: ``new_root`` and ``new_marker``, each None if the present one is whole. ``found``: the
-    attempts, oldest id first; those that lack nothing come back as versions."""
+    attempts, oldest id first; those that lack nothing come back as versions. ``segments``: of the step journal."""
 
     store: ObjectStore
     root: Look
     marker: Look
     repository: str
     found: tuple[ScannedAttempt, ...] = ()
+    segments: tuple[ScannedSegment, ...] = ()
     new_root: Root | None = None
     new_marker: bytes | None = None
 
@@ -87,7 +88,8 @@ class RepairPlan:
         """A line for the root, the marker and each attempt, and the notes."""
         looks = [f"{look.key}: {look.state.value}{': ' + look.why if look.why else ''}" for look in (self.root, self.marker)]
         attempts = [f"{_name(f)}: {'left out: ' + f.lacks if f.lacks else 'comes back'}" for f in self.found]
-        return [*looks, *attempts, *self.notes]
+        segments = [f"segment {one.number}: {'left out: ' + one.lacks if one.lacks else 'comes back'}" for one in self.segments]
+        return [*looks, *attempts, *segments, *self.notes]
 
     def execute(self) -> tuple[str, ...]:
         """Write root and marker; the keys that were written. Raises ``PreconditionFailed`` if an object has changed since the
@@ -130,17 +132,28 @@ def plan_repair(store: ObjectStore, clock: Clock = SYSTEM, *, trust: Trust | Non
     repository = _the_one_repository(store, (marker, root), attempts)
     found = _one_of_each_id(attempts)
     leased = [version[0] for info in store.list(keys.LEASES) if (version := keys.leased(info.key)) is not None]
+    segments = scan_segments(store, repository, trust or Trust(marker.signed_by))
+    versions = tuple(f.entry for f in found if f.entry is not None and not f.lacks)
     new_root = Root(
         repository=repository,
         epoch=1 + max((f.record.epoch for f in found if f.record is not None), default=0),
         owner=f"repair-{clock.token()}",
         next_id=1 + max([f.id for f in found] + leased, default=0),
         write_id=clock.token(),
-        versions=tuple(f.entry for f in found if f.entry is not None and not f.lacks),
+        versions=versions,
+        segments=_needed_segments(segments, versions),
+        next_segment=1 + max((one.number for one in segments), default=0),
     )
     invariants.check(None, new_root)
     Root.load(new_root.dump())  # absurd numbers in keys and records must not make an unreadable root
-    return RepairPlan(store, root, marker, repository, found, new_root, _new_marker(marker, repository, clock, trust))
+    return RepairPlan(store, root, marker, repository, found, segments, new_root, _new_marker(marker, repository, clock, trust))
+
+
+def _needed_segments(found: Sequence[ScannedSegment], versions: Sequence[Entry]) -> tuple[Segment, ...]:
+    """The newest whole segments after the newest version."""
+    newest = max((entry.step for entry in versions[-1:]), default=-1)
+    whole = [one.segment for one in found if one.segment is not None and not one.lacks and one.segment.step > newest]
+    return tuple(whole[-MAX_SEGMENTS:])
 
 
 def _look(store: ObjectStore, key: str) -> Look:

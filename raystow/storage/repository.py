@@ -13,7 +13,7 @@ from .errors import Damaged, NotARepository, NotFound, PreconditionFailed, Store
 from .format import key_files, keys
 from .format.marker import Marker
 from .format.root import REPAIR, Root
-from .format.signature import PublicKey, Signer, Trust
+from .format.signature import VERSION, PublicKey, RecordKind, Signer, Trust
 from .limits import MAX_MARKER, MAX_ROOT
 from .notebook import facts_table, moment, rows_table, size
 from .object_store import ObjectStore
@@ -276,13 +276,15 @@ class _TrustOfMarker(Trust):
     uri: str
     trusted_keys: str | os.PathLike[str] | None
 
-    def check(self, store: ObjectStore, repository: str, id: int, attempt: str, digest: bytes) -> None:
+    def check(
+        self, store: ObjectStore, repository: str, id: int, attempt: str, digest: bytes, kind: RecordKind = VERSION
+    ) -> None:
         """As ``Trust.check``. Raises ``Damaged`` if the marker is of another repository."""
         opened = open_repository(self.uri, trusted_keys=self.trusted_keys)
         if opened.id != repository:
             what = f"belongs to repository {opened.id}, but {keys.ROOT} to {repository}"
             raise Damaged(what, subject=keys.MARKER, remedy=REPAIR)
-        opened.trust.check(store, repository, id, attempt, digest)
+        opened.trust.check(store, repository, id, attempt, digest, kind)
 
 
 def create_repository(

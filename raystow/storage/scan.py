@@ -10,16 +10,28 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
+from . import segments
 from .coding.digest import stored_digest
 from .errors import Damaged, NotFound, Untrusted
 from .format import keys
-from .format.root import Entry
+from .format.root import Entry, Segment
+from .format.segment_record import SegmentRecord
 from .format.signature import Trust
 from .format.version_record import VersionRecord
-from .limits import MAX_RECORD
+from .limits import MAX_RECORD, MAX_SEGMENT
 from .object_store import ObjectInfo, ObjectStore
 
 _AT_ONCE = 16  # attempts that are looked at in parallel: each holds one fragment in memory
+
+
+@dataclass(frozen=True)
+class ScannedSegment:
+    """A segment of the step journal. ``lacks``: why it cannot be used; empty if it can."""
+
+    number: int
+    attempt: str
+    segment: Segment | None = None
+    lacks: str = ""
 
 
 @dataclass(frozen=True)
@@ -43,6 +55,28 @@ def scan_attempts(store: ObjectStore, trust: Trust) -> list[ScannedAttempt]:
         while batch := list(itertools.islice(sizes, _AT_ONCE)):
             found += pool.map(lambda of: _examined(store, trust, *of), batch)
     return sorted(found, key=lambda f: (f.id, f.attempt))
+
+
+def scan_segments(store: ObjectStore, repository: str, trust: Trust) -> tuple[ScannedSegment, ...]:
+    """Every segment of the step journal in the store, in the order of numbers, of which one attempt can be used. Reads no
+    entries."""
+    found = list[ScannedSegment]()
+    for (number, attempt), infos in segments.stored_segments(store):
+        key = keys.segment_record(number, attempt)
+        try:
+            data = store.get(key, max_bytes=MAX_SEGMENT)
+            record = SegmentRecord.load(data, key)
+            if record.key() != key:
+                raise Damaged("it is that of another segment", subject=key)
+            segment = record.segment(stored_digest(data), len(data))
+            segments.read_record(store, repository, segment, trust)
+            lacks = segments.missing(record, {info.key: info.size for info in infos})
+            if not lacks and any(one.number == number and not one.lacks for one in found):
+                lacks = "another one has its number"
+            found.append(ScannedSegment(number, attempt, segment, lacks))
+        except (Damaged, NotFound, Untrusted) as error:
+            found.append(ScannedSegment(number, attempt, lacks=f"{_name(error.subject)}: {error.what}"))
+    return tuple(sorted(found, key=lambda one: (one.number, one.attempt)))
 
 
 def attempts(store: ObjectStore) -> Iterator[tuple[tuple[int, str], Iterator[ObjectInfo]]]:

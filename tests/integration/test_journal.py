@@ -18,6 +18,8 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
 import raystow
+from raystow.orchestrator.coordinator.ray_client import coordinator_name
+from raystow.storage.stores import open_store
 from raystow.workers.node.actor import NAMESPACE
 
 pytestmark = pytest.mark.usefixtures("cluster")
@@ -40,12 +42,12 @@ def step(self: Any, number: int) -> None:
     self.scheduler.step()
 
 
-def resume(self: Rank) -> tuple[int, int]:
+def resume(self: Rank, durable_every: int = 0) -> tuple[int, int]:
     """Build, restore and replay; the step of the version, and the step that was reached."""
     build(self)
     weights, moments = get_state_dict(self.model, self.optimizer)
     state = {"model": weights, "optim": moments, "scheduler": self.scheduler.state_dict(), "step": 0}
-    self.journal = self.checkpointer.journal(self.model, self.optimizer)
+    self.journal = self.checkpointer.journal(self.model, self.optimizer, durable_every=durable_every)
     self.checkpointer.guard(self.optimizer)
     version = self.checkpointer.restore_latest(into=state)
     if version is not None:
@@ -143,3 +145,33 @@ def test_without_memory_the_training_goes_on(tmp_path: Path) -> None:
     every([rank], "do", train, 3)
     assert every([rank], "do", advised) == [True]
     assert every([rank], "do", bits) == [undisturbed(3)]
+
+
+def test_durable_steps_outlive_all_nodes(tmp_path: Path) -> None:
+    """From a version and segments after it, with nothing in memory; later segments continue those."""
+    ranks = start(str(tmp_path), 2)
+    assert every(ranks, "do", resume, 2) == [(-1, 0)] * 2
+    every(ranks, "do", train, 5, 3)
+    every(ranks, "result")
+    every(ranks, "do", train, 9)
+    wait_for_segments(tmp_path, 8)
+    lose_all(ranks, str(tmp_path))
+
+    ranks = start(str(tmp_path), 2, nodes=("node_b", "node_a"))
+    assert every(ranks, "do", resume, 2) == [(3, 8)] * 2
+    every(ranks, "do", train, 11)
+    assert every(ranks, "do", bits) == [undisturbed(11)] * 2
+    wait_for_segments(tmp_path, 10)
+
+
+def wait_for_segments(path: Path, step: int) -> None:
+    repository = raystow.open(path)
+    wait_until(lambda: [one.step for one in repository.root().segments][-1:] == [step], lambda: str(repository.root().segments))
+
+
+def lose_all(ranks: list[Any], uri: str) -> None:
+    """Kill the ranks, the workers of all nodes and the coordinator."""
+    for rank in ranks:
+        ray.get(rank.do.remote(kill_node_worker), timeout=30)
+        ray.kill(rank)
+    ray.kill(ray.get_actor(coordinator_name(open_store(uri).uri), NAMESPACE))

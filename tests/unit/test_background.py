@@ -24,8 +24,12 @@ from raystow.storage.metrics import THREAD_ERRORS, Metric, record_with
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers import thread_priority
 from raystow.workers.journal import entry_replicator
+from raystow.workers.journal.entry_store import EntryStore
+from raystow.workers.journal.node_journal import no_repository
+from raystow.workers.journal.segment_writer import SegmentWriter
 from raystow.workers.node import node as node_module
 from raystow.workers.node.node import Node
+from raystow.workers.protocol.messages import EntryInfo, OpenJournal
 from raystow.workers.protocol.tcp_channel import TcpChannel
 from raystow.workers.protocol.unix_channel import Connection
 from raystow.workers.replication import replicator
@@ -34,7 +38,7 @@ PACKAGE = Path(background.__file__).parents[1]
 
 LOOPS = {
     *("raystow-accept", "raystow-copies", "raystow-entries", "raystow-measure", "raystow-peer_server"),
-    *("raystow-lease", "raystow-train"),
+    *("raystow-lease", "raystow-segments", "raystow-train"),
 }
 """Threads that repeat a step for as long as their process or object lives."""
 
@@ -185,6 +189,7 @@ def test_a_loop_survives_errors(
         "raystow-measure": (node_module, "measure"),
         "raystow-peer_server": (background, "start"),
         "raystow-lease": (leases.Lease, "_try_to_renew"),
+        "raystow-segments": (SegmentWriter, "step"),
         "raystow-train": (TrainSync, "collect"),
     }[thread]
     failing = Failing(getattr(owner, name), RuntimeError("can't start new thread"))
@@ -199,6 +204,13 @@ def test_a_loop_survives_errors(
             sync = TrainSync(memory_repository(), "run", listed=lambda seconds: (), write_pointer=lambda entry: None)
             stop = sync.close
             wait_until(lambda: sync.wake() or failing.calls > 4, "calls after the errors")
+        elif thread == "raystow-segments":
+            monkeypatch.setattr(owner, name, lambda *args: failing(*args))
+            writer = SegmentWriter(EntryStore(0), OpenJournal("", "", 0, 0, durable_every=1), lambda: no_repository(""))
+            background.repeat(thread, writer.run)
+            stop = writer.close
+            entry = EntryInfo("", 0, 1, 1, 0, ())
+            wait_until(lambda: writer.kept(entry) or failing.calls > 3, "calls after the errors")
         else:
             node = Node("n", lambda uri: None, threads=1)  # type: ignore[arg-type,return-value]
             stop = node.close

@@ -11,10 +11,10 @@ import pytest
 from raystow.storage import invariants
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import Damaged, Fenced, InvariantError
-from raystow.storage.format.root import Dropped, Entry, Rewrite, RolledBack, Root
+from raystow.storage.format.root import Dropped, Entry, Rewrite, RolledBack, Root, Segment
 from raystow.storage.history import roll_back, without
 from raystow.storage.invariants import Claims, Fence
-from raystow.storage.limits import MAX_CHAIN
+from raystow.storage.limits import MAX_CHAIN, MAX_SEGMENTS
 from raystow.storage.repository import create_repository
 
 SPEC = Path(__file__).parents[2] / "docs" / "spec" / "format-v1.md"
@@ -64,6 +64,20 @@ def rolled_back(*entries: Entry, after: int = 5) -> tuple[RolledBack, ...]:
 SIX, SEVEN, EIGHT = entry(6), entry(7, 6), entry(8)
 FORKED = replace(OLD, next_id=9, versions=(*OLD.versions, EIGHT), rolled_back=rolled_back(SIX, SEVEN), rollbacks=1)
 """Versions 6 and 7 were rolled back, then 8 was committed."""
+
+
+def segment(number: int, step: int) -> Segment:
+    return Segment(number, f"s{number}", "d", 1, step, "g", 1.0, 9)
+
+
+JOURNALED = replace(FORKED, segments=(segment(3, 9), segment(5, 12)), next_segment=6)
+"""Two segments after version 8."""
+
+
+def with_segment(number: int, step: int, **changes: object) -> Root:
+    added = (*JOURNALED.segments, segment(number, step))
+    return replace(JOURNALED, **{"segments": added, "next_segment": number + 1, **changes})  # type: ignore[arg-type]
+
 
 FOURTH = anew(FOUR)
 THIRD = anew(THREE, bases=())
@@ -164,6 +178,23 @@ BROKEN = {
         (replace(roll_back(FORKED, 7, 9.0), versions=FORKED.listed, rolled_back=()), Claims()),
         (replace(without(FORKED, {5, 8}), rolled_back=FORKED.rolled_back), Claims()),
     ],
+    "I21 one_segment": [
+        (with_segment(5, 14), Claims()),
+        (with_segment(6, 14, next_segment=9), Claims()),
+        (with_segment(6, 14, segments=(segment(6, 14), *JOURNALED.segments)), Claims()),
+        (with_segment(7, 15, segments=(*JOURNALED.segments, segment(6, 14), segment(7, 15))), Claims()),
+        (with_segment(6, 14, versions=(*FORKED.versions, entry(9)), next_id=10), Claims()),
+        (with_segment(6, 14), Claims(rollbacks=0)),
+        (replace(JOURNALED, next_segment=5), Claims()),
+        (with_segment(6, 14, segments=tuple(segment(number, 14) for number in range(MAX_SEGMENTS + 1))), Claims()),
+    ],
+    "I22 segments_needed": [
+        (replace(JOURNALED, versions=(*FORKED.versions, entry(9)), next_id=10), Claims()),
+        (replace(JOURNALED, segments=JOURNALED.segments[1:]), Claims()),
+        (replace(JOURNALED, segments=()), Claims()),
+        (with_segment(6, 8), Claims()),
+        (replace(roll_back(JOURNALED, 8, 9.0), segments=JOURNALED.segments), Claims()),
+    ],
 }
 
 
@@ -174,6 +205,11 @@ ALLOWED_AFTER_ROLLBACK = {
     "to the newest": (roll_back(FORKED, 8, 9.0), Claims()),
     "a pin": (replace(FORKED, pins={"good": 2, "evidence": 7}), Claims()),
     "a drop": (replace(without(FORKED, {7}), dropped=(*OLD.dropped, Dropped(7, "a7", 9.0))), Claims()),
+    "a segment": (with_segment(7, 14), Claims(rollbacks=1)),
+    "a commit that makes a segment unnecessary": (JOURNALED.with_version(entry(9)), Claims()),
+    "a commit of an earlier step": (JOURNALED.with_version(replace(entry(9), step=2)), Claims()),
+    "spent segments": (replace(JOURNALED, next_segment=9), Claims()),
+    "a rollback of segments": (roll_back(JOURNALED, 8, 9.0), Claims()),
     "a drop of what it follows": (
         replace(without(FORKED, {5}), dropped=(*OLD.dropped, Dropped(5, "a5", 9.0))),
         Claims(),
@@ -183,6 +219,8 @@ ALLOWED_AFTER_ROLLBACK = {
 
 def old_of(name: str) -> Root:
     """The root that the swaps of an invariant begin with."""
+    if name[:3] in ("I21", "I22"):
+        return JOURNALED
     return FORKED if name[:3] in ("I18", "I19", "I20") else OLD
 
 
@@ -195,7 +233,7 @@ def test_a_sound_swap_is_made(name: str) -> None:
 @pytest.mark.parametrize("name", ALLOWED_AFTER_ROLLBACK)
 def test_a_sound_swap_is_made_after_a_rollback(name: str) -> None:
     new, claims = ALLOWED_AFTER_ROLLBACK[name]
-    invariants.check(FORKED, new, claims)
+    invariants.check(JOURNALED if new.next_segment > 1 else FORKED, new, claims)
 
 
 def test_a_rolled_back_version_keeps_what_it_needs() -> None:
@@ -230,7 +268,7 @@ def test_a_swap_that_breaks_it_is_refused(name: str, case: int) -> None:
 def broken(old: Root, new: Root, claims: Claims) -> list[str]:
     """Names, in the order in which they are checked."""
     of_root = [lambda old, new, claims, of=of: set(of(new)) - set(of(old)) for of in invariants.OF_ROOT]
-    rules = [*invariants.OF_SWAP, *invariants.OF_ROLLBACK, *of_root]
+    rules = [*invariants.OF_SWAP, *invariants.OF_ROLLBACK, *invariants.OF_SEGMENTS, *of_root]
     numbered = invariants.names()
     ends = len(invariants.OF_SWAP), len(invariants.OF_SWAP) + len(of_root)
     names = [*numbered[: ends[0]], *numbered[ends[1] :], *numbered[ends[0] : ends[1]]]

@@ -290,7 +290,7 @@ class Checkpointer:
         """
         optimizer.register_step_pre_hook(lambda *_: self.fence())
 
-    def journal(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer) -> Journal:
+    def journal(self, model: torch.nn.Module, *optimizers: torch.optim.Optimizer, durable_every: int = 0) -> Journal:
         """Record every optimizer step from now on, so that a failure loses one step at most. See ``docs/journal.md``.
 
         Every rank calls it once, and then ``replay``. The entries are in the memory of this node (``Memory(journal=...)``) and
@@ -299,23 +299,27 @@ class Checkpointer:
         Args:
             model: The model, whose parameters are checked after each replayed step, and whose buffers are recorded.
             optimizers: The optimizers that change it.
+            durable_every: Also store the entries, each time that this many steps are recorded, so that the newest of these steps
+                is reached even if all nodes have failed. 0 for never. Training does not wait for it.
 
         Returns:
             The journal. ``close`` of this Checkpointer closes it.
 
         Raises:
-            StateError: There is a journal already, or there are no optimizers.
+            StateError: There is a journal already, there are no optimizers, or ``durable_every`` is invalid.
         """
         self._check_open()
         if self._journal is not None or not optimizers:
             what = "there is a journal already" if optimizers else "there are no optimizers"
             raise StateError(what, subject=self.uri, remedy="make one journal, with all optimizers")
+        durable_every = integer("durable_every", durable_every, least=0)
         from ..journal.cluster_port import cluster_journal
         from ..journal.journal import JournalIdentity
 
         repository = self._startup.wait().repository
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._incarnation, self._timeout)
-        opening = OpenJournal(self.uri, who.repository, self.rank, self._replication.replicas, self._memory.journal)
+        memory, replicas = self._memory.journal, self._replication.replicas
+        opening = OpenJournal(self.uri, who.repository, self.rank, replicas, memory, durable_every)
         self._journal = cluster_journal(model, optimizers, who, opening, self._node.address, self._port)
         self._journal.restored(*self._restored)
         return self._journal

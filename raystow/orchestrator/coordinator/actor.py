@@ -7,7 +7,7 @@ import functools
 import itertools
 import logging
 import platform
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import TypeVar
 
 import ray
@@ -33,10 +33,12 @@ from ...workers.protocol.messages import (
     Begin,
     CoordinatorStarted,
     CoordinatorStatus,
+    EntryInfo,
     JournalVote,
     RestoreChoice,
     RestoreVote,
     StartRun,
+    StoredEntry,
     Ticket,
 )
 from .. import ray_cluster
@@ -47,6 +49,7 @@ from .attempt import Attempt, Phase
 from .attempts import ANOTHER_RUN, Coordinator
 from .housekeeping import Housekeeping
 from .save_costs import newest_records
+from .segments import Segments, stored_entries
 from .status import failed_attempts, open_attempts
 
 logger = logging.getLogger(__name__)
@@ -69,6 +72,7 @@ class CoordinatorActor:
         self._reported = (0, 0, 0)
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
         self._replays = JournalRounds(SYSTEM)
+        self._in_store: dict[EntryInfo, StoredEntry] = {}  # the entries that the store has, when all ranks voted last
         self._offers: tuple[int, dict[str, RestoreChoice]] = (0, {})
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
@@ -101,6 +105,7 @@ class CoordinatorActor:
                     repository, SYSTEM, self._known, is_current=self._committer.is_current, on_fall_back=count_damage
                 )
                 self._housekeeping = Housekeeping(self._committer)
+                self._segments = Segments(self._committer, SYSTEM)
                 self._core = Coordinator(self._committer, SYSTEM, writer=writer)
                 self._keeper = asyncio.create_task(self._keep(self._core))
         return CoordinatorStarted(self._committer.catalog.id, self._committer.catalog.trust.keys)
@@ -209,6 +214,14 @@ class CoordinatorActor:
                 return await self.next_save(request)
             case messages.FindOutcome(id, attempt):
                 return messages.Committed(await self.outcome(id, attempt))
+            case messages.OpenSegment(newest):
+                await self.start()
+                return self._segments.open(newest)
+            case messages.SegmentStored():
+                await self.start()
+                self._segments.stored(request)
+                async with self._changed:
+                    self._changed.notify_all()
             case messages.RankDisconnected(rank, incarnation, reason):
                 await self.rank_disconnected(rank, incarnation, reason)
         return messages.Acknowledged()
@@ -253,12 +266,26 @@ class CoordinatorActor:
         await self.start()
         vote = messages.decode(data, JournalVote)
         async with self._restoring:
-            held = await journal_entries(self._committer.catalog.id) if self._replays.chooses(vote) else {}
+            held = await self._journal_entries() if self._replays.chooses(vote) else {}
             round = self._replays.vote(vote, lambda: held)
         await self._tell()
         async with self._changed:
             await self._changed.wait_for(lambda: round.answers(vote))
-        return messages.encode(round.answer(vote))
+        choice = round.answer(vote)
+        entries = tuple(replace(place, stored=self._in_store.get(place.info)) for place in choice.entries)
+        return messages.encode(replace(choice, entries=entries))
+
+    async def _journal_entries(self) -> Mapping[str, Sequence[EntryInfo]]:
+        """The entries that nodes and the store have."""
+        catalog = self._committer.catalog
+        held = await journal_entries(catalog.id)
+        try:
+            root = await asyncio.to_thread(catalog.root)
+            self._in_store = await asyncio.to_thread(stored_entries, catalog, root)
+        except RaystowError as error:
+            about(logger, repository=self._uri).warning("the store is not searched for recorded steps: %s", error)
+            self._in_store = {}
+        return {**held, messages.STORE: tuple(self._in_store)}
 
     async def _offer(self, attempt: str, describe: Callable[[], tuple[Entry, bytes]]) -> RestoreChoice:
         """The restore choice of an attempt. ``describe``: its entry, and its record if it is not a version yet. The contents of
@@ -326,6 +353,9 @@ class CoordinatorActor:
                     self._known.committed(self._committer.root)
                     if attempt.phase is Phase.COMMITTED and attempt.retention is not None:
                         self._apply_retention(attempt.retention, core.bases)
+                if (opened := self._segments.next_commit()) is not None:
+                    await asyncio.to_thread(self._segments.commit, opened)
+                    self._segments.settled(opened)
                 core.tick()
                 async with self._restoring:
                     await asyncio.to_thread(self._rounds.tick)
@@ -339,9 +369,13 @@ class CoordinatorActor:
                 errors.note(error)
             async with self._changed:
                 try:
-                    await asyncio.wait_for(self._changed.wait_for(lambda: core.next_commit() is not None), _TICK)
+                    await asyncio.wait_for(self._changed.wait_for(self._has_commit), _TICK)
                 except asyncio.TimeoutError:
                     pass
+
+    def _has_commit(self) -> bool:
+        assert self._core is not None
+        return self._core.next_commit() is not None or self._segments.next_commit() is not None
 
     async def _fenced_by(self, outcome: Fenced, *, takes_over: bool) -> None:
         self._fenced = Fenced(outcome.what, subject=self._uri, remedy=ANOTHER_RUN), self._job

@@ -13,7 +13,18 @@ from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
 from ...workers.node.actor import NAMESPACE
 from ...workers.protocol import messages
-from ...workers.protocol.messages import PROTOCOL, Begin, JournalChoice, JournalVote, RestoreChoice, RestoreVote, Ticket
+from ...workers.protocol.messages import (
+    PROTOCOL,
+    Begin,
+    EntryInfo,
+    JournalChoice,
+    JournalVote,
+    RestoreChoice,
+    RestoreVote,
+    SegmentStored,
+    SegmentTicket,
+    Ticket,
+)
 from ..ray_cluster import call
 from .actor import CoordinatorActor
 
@@ -55,6 +66,12 @@ class RayCoordinatorClient:
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
         self._tell(messages.RankDisconnected(rank, incarnation, reason))
+
+    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
+        return self._ask(messages.OpenSegment(newest), SegmentTicket)
+
+    def segment_stored(self, part: SegmentStored) -> None:
+        self._tell(part)
 
     def join(self, rank: int, incarnation: str, world_size: int) -> None:
         self._tell(messages.JoinRun(rank, incarnation, world_size))

@@ -8,7 +8,7 @@ the root, with the version's objects complete before.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from ..arguments import integer
 from ..catalog import Catalog
@@ -81,7 +81,7 @@ class CopyPlan:
         def add(root: Root) -> Root:
             if entry in root.listed:
                 return root  # done before; the answer was lost
-            return replace(root, next_id=max(root.next_id, entry.id + 1), versions=(*root.versions, entry))
+            return root.with_version(entry)
 
         fence = Fence(self.root.epoch, self.root.owner)
         self.replica.register.update(add, Claims(fence))

@@ -10,12 +10,14 @@ MARKER = "raystow.json"
 ROOT = "root.json"
 VERSIONS = "versions/"
 LEASES = "leases/"
+SEGMENTS = "segments/"
 
 _ATTEMPT = re.compile(r"[0-9a-f]{16}")
 _GROUP = re.compile(r"[a-z][a-z0-9_]{0,31}")
 _PREFIX = re.compile(r"versions/([0-9]{8,19})-([0-9a-f]{16})/.")
 _FRAGMENT = re.compile(r"tensors-([0-9]{5,9})\.parquet")
 _PACK = re.compile(r"([a-z][a-z0-9_]{0,31})-([0-9]{5,9})-([0-9]{5,9})\.pack")
+_SEGMENT = re.compile(r"segments/([0-9]{8,19})-([0-9a-f]{16})/.")
 _LEASE = re.compile(r"leases/([0-9]{8,19})-([0-9a-f]{16})-[0-9a-f]{16}\.json")
 
 
@@ -75,6 +77,35 @@ def leased(key: str) -> tuple[int, str] | None:
     """The version id and attempt of a lease; None for other keys."""
     match = _LEASE.fullmatch(key)
     return (int(match[1]), match[2]) if match else None
+
+
+def segment(number: int, attempt: str) -> str:
+    """The folder of a segment of the step journal."""
+    if number < 1 or not _ATTEMPT.fullmatch(attempt):
+        raise Damaged(f"not a number and attempt of a segment: {number!r}, {attempt!r}")
+    return f"{SEGMENTS}{number:08d}-{attempt}/"
+
+
+def segment_record(number: int, attempt: str) -> str:
+    """The record of a segment."""
+    return segment(number, attempt) + "segment.json"
+
+
+def segment_signature(number: int, attempt: str) -> str:
+    """The signature of a segment's record."""
+    return segment(number, attempt) + "segment.sig"
+
+
+def segment_entries(number: int, attempt: str, rank: int) -> str:
+    """The entries of one rank in a segment."""
+    return f"{segment(number, attempt)}entries-{_count(rank):05d}.bin"
+
+
+def segment_of(key: str) -> tuple[int, str] | None:
+    """The number and attempt of a segment's object; None for other keys."""
+    match = _SEGMENT.match(key)
+    found = (int(match[1]), match[2]) if match else None
+    return found if found and found[0] and key.startswith(segment(*found)) else None
 
 
 def _count(number: int) -> int:

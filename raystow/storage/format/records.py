@@ -19,14 +19,21 @@ from typing import Any, NoReturn, TypeVar, get_type_hints
 
 from ..coding.digest import stored_digest
 from ..errors import Damaged, StateError, Unsupported
-from ..limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SIGNATURE, MAX_TIME
+from ..limits import MAX_INTEGER, MAX_MARKER, MAX_RECORD, MAX_ROOT, MAX_SEGMENT, MAX_SIGNATURE, MAX_TIME
 
 T = TypeVar("T")
 Json = dict[str, object]
 """A JSON object."""
 
 FORMAT = 1
-LIMITS = {"raystow.json": MAX_MARKER, "root.json": MAX_ROOT, "version.json": MAX_RECORD, "version.sig": MAX_SIGNATURE}
+LIMITS = {
+    "raystow.json": MAX_MARKER,
+    "root.json": MAX_ROOT,
+    "version.json": MAX_RECORD,
+    "version.sig": MAX_SIGNATURE,
+    "segment.json": MAX_SEGMENT,
+    "segment.sig": MAX_SIGNATURE,
+}
 """The largest size of each record in bytes, by file name."""
 _LINE = len('{"digest": "') + 64 + len('",\n')
 

@@ -73,11 +73,33 @@ class Rewrite:
 
 
 @dataclass(frozen=True)
+class Segment:
+    """Durable entries of the step journal after the newest version.
+
+    Attributes:
+        number: Ascends in the repository; with ``attempt``, where the objects are.
+        digest: BLAKE3 (hexadecimal) of the record, ``size`` its bytes.
+        step: The last step that it records, ``generation`` the token of the generation that recorded it.
+        created: Seconds since 1970.
+        stored: Bytes of all entries.
+    """
+
+    number: int
+    attempt: str
+    digest: str
+    size: int
+    step: int
+    generation: str
+    created: float
+    stored: int
+
+
+@dataclass(frozen=True)
 class Root:
     """The root. ``epoch``: the fencing token of the coordinator in charge, ``owner``: its name. ``next_id``: above every id ever
     committed. ``versions``: the live ones. ``verified``: the newest live version that was found whole, or 0. ``rewrites``:
     attempts that may replace live versions. ``rollbacks``: how many there were. ``rolled_back``: versions that are listed but not
-    live."""
+    live. ``segments``: of the step journal, oldest first; ``next_segment``: above all their numbers."""
 
     repository: str
     epoch: int = 0
@@ -91,12 +113,23 @@ class Root:
     rewrites: tuple[Rewrite, ...] = ()
     rollbacks: int = 0
     rolled_back: tuple[RolledBack, ...] = ()
+    segments: tuple[Segment, ...] = ()
+    next_segment: int = 1
 
     @property
     def listed(self) -> tuple[Entry, ...]:
         """The live and the rolled-back versions, ids ascending."""
         rolled_back = (one.entry for one in self.rolled_back)
         return tuple(sorted((*self.versions, *rolled_back), key=lambda entry: entry.id)) if self.rolled_back else self.versions
+
+    def with_version(self, entry: Entry) -> Root:
+        """The root with one more version. Segments up to its step are not needed any more."""
+        return replace(
+            self,
+            next_id=max(self.next_id, entry.id + 1),
+            versions=(*self.versions, entry),
+            segments=tuple(segment for segment in self.segments if segment.step > entry.step),
+        )
 
     def stamped(self, write_id: str) -> Root:
         """The same root with another write id."""
@@ -109,8 +142,12 @@ class Root:
             "rolled_back": [{**_dumped(one.entry), "after": one.after, "at": one.at} for one in self.rolled_back],
             "dropped": [vars(d) for d in self.dropped],
             "rewrites": [vars(r) for r in self.rewrites],
+            "segments": [vars(segment) for segment in self.segments],
         }
-        return records.dump({**vars(self), **parts}, keys.ROOT)
+        fields = {**vars(self), **parts}
+        if self.next_segment == 1:  # there has never been one
+            del fields["segments"], fields["next_segment"]
+        return records.dump(fields, keys.ROOT)
 
     @staticmethod
     def load(data: bytes) -> Root:
@@ -127,13 +164,16 @@ class Root:
                 raise Damaged("version ids are not ascending", subject=keys.ROOT)
         if any(one.after >= one.entry.id for one in rolled_back):
             raise Damaged("a rolled-back version follows a newer one", subject=keys.ROOT)
-        notes = {"dropped": Dropped, "rewrites": Rewrite}
+        notes = {"dropped": Dropped, "rewrites": Rewrite, "segments": Segment}
         parsed = {
             name: tuple(records.parse(kind, note, keys.ROOT) for note in records.objects(fields, name, keys.ROOT))
             for name, kind in notes.items()
             if name in fields
         }
-        optional = ("verified", "rollbacks")
+        numbers = [one.number for one in parsed.get("segments", ()) if isinstance(one, Segment)]
+        if any(a >= b for a, b in itertools.pairwise([0, *numbers])):
+            raise Damaged("the numbers of segments are not ascending", subject=keys.ROOT)
+        optional = ("verified", "rollbacks", "next_segment")
         return records.parse(Root, fields, keys.ROOT, optional=optional, versions=versions, rolled_back=rolled_back, **parsed)
 
 

@@ -1,7 +1,8 @@
-"""Signatures of version records, for readers who do not trust every writer of the store.
+"""Signatures of the records of versions and segments, for readers who do not trust every writer of the store.
 
-A record has the digests of fragments, and these the digests of chunks: so a signature of the record's digest covers the version.
-It does not cover the root: which version is the newest, or pinned. See docs/security.md.
+A version's record has the digests of fragments, and these the digests of chunks: so a signature of the record's digest covers
+the version, and one of a segment's record its entries. It does not cover the root: which version is the newest, or pinned.
+See docs/security.md.
 
 ``cryptography`` is imported only where a signature is made or checked: without keys nothing needs it.
 """
@@ -9,6 +10,7 @@ It does not cover the root: which version is the newest, or pinned. See docs/sec
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, NoReturn
 
@@ -23,8 +25,21 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 ALGORITHM = "ed25519"
-_DOMAIN = b"raystow version record 1\0"  # so a signature is valid for nothing else
 _SIGNATURE = re.compile(r"[0-9a-f]{128}")
+
+
+@dataclass(frozen=True)
+class RecordKind:
+    """What is signed. ``key``: of the signature, from number and attempt. ``domain``: begins what is signed, so that a signature
+    is valid for no other kind."""
+
+    name: str
+    domain: bytes
+    key: Callable[[int, str], str]
+
+
+VERSION = RecordKind("version", b"raystow version record 1", keys.signature)
+SEGMENT = RecordKind("segment", b"raystow segment record 1", keys.segment_signature)
 
 
 @dataclass(frozen=True)
@@ -57,24 +72,26 @@ class Trust:
 
     keys: tuple[PublicKey, ...] = ()
 
-    def check(self, store: ObjectStore, repository: str, id: int, attempt: str, digest: bytes) -> None:
+    def check(
+        self, store: ObjectStore, repository: str, id: int, attempt: str, digest: bytes, kind: RecordKind = VERSION
+    ) -> None:
         """Raise ``Untrusted`` unless a trusted key has signed the record with this digest. One read; none without keys."""
         if not self.keys:
             return
-        key = keys.signature(id, attempt)
+        key = kind.key(id, attempt)
         try:
             fields = records.load(store.get(key, max_bytes=MAX_SIGNATURE), key)
         except NotFound:
-            raise _refused(f"version {id} is not signed", key) from None
+            raise _refused(f"{kind.name} {id} is not signed", key) from None
         signer, algorithm, text = (records.field(fields, name, str, key) for name in ("key", "algorithm", "signature"))
         if algorithm != ALGORITHM:
             raise Unsupported(f"signed with {algorithm!r:.40}", subject=key, remedy="upgrade raystow")
         named = [public for public in self.keys if public.id == signer]
         if not named:
             raise _refused(f"signed with key {signer!r:.40}; trusted are {self}", key)
-        message = _message(repository, id, attempt, digest)
+        message = _message(repository, id, attempt, digest, kind)
         if not _SIGNATURE.fullmatch(text) or not any(public.verifies(bytes.fromhex(text), message) for public in named):
-            raise _refused(f"the signature is not that of key {signer} over version {id}", key)
+            raise _refused(f"the signature is not that of key {signer} over {kind.name} {id}", key)
 
     def admit(self, signer: Signer | None) -> None:
         """Raise ``Untrusted`` unless ``check`` would accept what ``signer`` signs; None signs nothing."""
@@ -103,16 +120,16 @@ class Signer:
     def __reduce__(self) -> NoReturn:
         raise TypeError("a private key does not leave its process")
 
-    def sign(self, repository: str, id: int, attempt: str, digest: bytes) -> bytes:
-        """The bytes of ``version.sig`` for the record with this BLAKE3 digest."""
-        signature = self._private.sign(_message(repository, id, attempt, digest))
+    def sign(self, repository: str, id: int, attempt: str, digest: bytes, kind: RecordKind = VERSION) -> bytes:
+        """The bytes of ``version.sig`` or ``segment.sig`` for the record with this BLAKE3 digest."""
+        signature = self._private.sign(_message(repository, id, attempt, digest, kind))
         fields = {"key": self.public.id, "algorithm": ALGORITHM, "signature": signature.hex()}
-        return records.dump(fields, keys.signature(id, attempt))
+        return records.dump(fields, kind.key(id, attempt))
 
 
-def _message(repository: str, id: int, attempt: str, digest: bytes) -> bytes:
+def _message(repository: str, id: int, attempt: str, digest: bytes, kind: RecordKind) -> bytes:
     # The record names repository, id and attempt as well. Here they let a signature be checked before the record is parsed.
-    return _DOMAIN + b"\0".join([repository.encode("utf-8", "surrogatepass"), str(id).encode(), attempt.encode(), digest])
+    return b"\0".join([kind.domain, repository.encode("utf-8", "surrogatepass"), str(id).encode(), attempt.encode(), digest])
 
 
 def _refused(what: str, key: str) -> Untrusted:

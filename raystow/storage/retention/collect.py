@@ -7,6 +7,7 @@ What is deleted, and why it is safe:
 - Attempts that the root notes as rewrites, if they were idle for the grace period: the note is removed first, by a swap.
 - Attempts whose id the root has not passed, if neither they nor others like them were written to for the grace period: their ids
   are *spent* first, by a swap that raises ``next_id``.
+- Segments of the step journal that the root does not name, if they were idle for the grace period: their numbers are spent first.
 - Ended leases, old probes, and unfinished writes.
 
 Ages and leases are judged by the store's clock alone. A collection that dies is run again: objects go before the note that the
@@ -20,7 +21,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 
-from .. import leases, probe, scan
+from .. import leases, probe, scan, segments
 from ..arguments import refused
 from ..catalog import Catalog
 from ..format import keys
@@ -41,12 +42,13 @@ class GarbageKind(enum.Enum):
     FAILED = "never committed"
     REWRITE = "being rewritten"
     OPEN = "may be in flight"
+    SEGMENT = "segment of the journal"
 
 
 @dataclass(frozen=True)
 class Garbage:
-    """The objects of one attempt that is no version. ``since``: seconds that it was left alone, by the store's clock. ``kept``:
-    why it stays; empty if it is deleted."""
+    """The objects of one attempt that is no version, or of a segment, whose number is ``id``. ``since``: seconds that it was left
+    alone, by the store's clock. ``kept``: why it stays; empty if it is deleted."""
 
     id: int
     attempt: str
@@ -55,6 +57,16 @@ class Garbage:
     nbytes: int
     since: float
     kept: str = ""
+
+    @property
+    def prefix(self) -> str:
+        """What the keys of its objects begin with."""
+        return (keys.segment if self.kind is GarbageKind.SEGMENT else keys.prefix)(self.id, self.attempt)
+
+    @property
+    def record(self) -> str:
+        """The key of its record."""
+        return (keys.segment_record if self.kind is GarbageKind.SEGMENT else keys.record)(self.id, self.attempt)
 
 
 @dataclass(frozen=True)
@@ -125,20 +137,26 @@ class CollectionPlan:
         return Collected(len(due), objects, nbytes, len(self.scraps) + len(self.unfinished))
 
     def _spend(self) -> list[Garbage]:
-        """Make sure that no attempt that is due can become a version; those of which that is true."""
+        """Make sure that nothing that is due can be committed; that of which it is true."""
         due = self.due
         if not due:
             return []
-        past, gone = 1 + max(g.id for g in due), {(g.id, g.attempt) for g in due}
+        past = 1 + max((g.id for g in due if g.kind is not GarbageKind.SEGMENT), default=0)
+        past_segment = 1 + max((g.id for g in due if g.kind is GarbageKind.SEGMENT), default=0)
+        gone = {(g.id, g.attempt) for g in due}
 
         def spend(root: Root) -> Root:
-            rewrites = tuple(r for r in root.rewrites if (r.id, r.attempt) not in gone)
-            spent = root.next_id >= past and len(rewrites) == len(root.rewrites)
-            return root if spent else replace(root, next_id=max(root.next_id, past), rewrites=rewrites)
+            spent = replace(
+                root,
+                next_id=max(root.next_id, past),
+                next_segment=max(root.next_segment, past_segment),
+                rewrites=tuple(r for r in root.rewrites if (r.id, r.attempt) not in gone),
+            )
+            return root if spent == root else spent
 
         root = self.catalog.register.update(spend)
-        listed = {(entry.id, entry.attempt) for entry in root.listed}
-        return [g for g in due if (g.id, g.attempt) not in listed]  # one may have been committed since the plan was made
+        listed = {entry.attempt for entry in root.listed} | {segment.attempt for segment in root.segments}
+        return [g for g in due if g.attempt not in listed]  # one may have been committed since the plan was made
 
     def _forget(self, gone: set[tuple[int, str]]) -> None:
         def change(root: Root) -> Root:
@@ -166,22 +184,36 @@ def _plan_all(catalog: Catalog, grace: float) -> CollectionPlan:
     # An attempt may be noted and have no objects: the last collection died before its end.
     noted = {(d.id, d.attempt) for d in root.dropped} | {(r.id, r.attempt) for r in root.rewrites}
     garbage = [_judged(root, now, *attempt, found.get(attempt, [])) for attempt in sorted((noted | found.keys()) - listed)]
+    garbage += _segments(store, root, now)
     scraps = leases.ended(store, now) + [info.key for info in store.list(probe.PREFIX) if now - info.modified >= grace]
     unfinished = tuple(write for write in store.unfinished() if now - write.started >= grace)
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)), tuple(scraps), unfinished)
 
 
 def _plan_dropped(catalog: Catalog, grace: float) -> CollectionPlan:
-    """Look at dropped versions only: fast enough for after each commit."""
+    """Look at dropped versions and segments only: fast enough for after each commit."""
     root, store = catalog.root(), catalog.store
-    if not root.dropped:
+    if not root.dropped and root.next_segment == 1:
         return CollectionPlan(catalog, ())
     now = catalog.now()
-    garbage = []
+    garbage = _segments(store, root, now)
     for d in root.dropped:
         infos = list(store.list(keys.prefix(d.id, d.attempt))) if now - d.at >= grace else []
         garbage.append(_judged(root, now, d.id, d.attempt, infos))
     return CollectionPlan(catalog, tuple(_kept(garbage, leases.held(store, now), grace)))
+
+
+def _segments(store: ObjectStore, root: Root, now: float) -> list[Garbage]:
+    """The segments that the root does not name. One that was committed since it was read is found by ``_spend``."""
+    named = {(one.number, one.attempt) for one in root.segments}
+    return [
+        Garbage(
+            *(*place, GarbageKind.SEGMENT, len(infos), sum(info.size for info in infos)),
+            since=now - max(info.modified for info in infos),
+        )
+        for place, infos in segments.stored_segments(store)
+        if place not in named
+    ]
 
 
 def _judged(root: Root, now: float, id: int, attempt: str, infos: Sequence[ObjectInfo]) -> Garbage:
@@ -213,11 +245,10 @@ def _kept(garbage: list[Garbage], held: set[tuple[int, str]], grace: float) -> I
 
 def _batches(store: ObjectStore, garbage: Garbage) -> Iterator[list[ObjectInfo]]:
     """The objects as they are now, the record first and alone."""
-    record = keys.record(garbage.id, garbage.attempt)
-    infos = list(store.list(keys.prefix(garbage.id, garbage.attempt)))
-    if first := [info for info in infos if info.key == record]:
+    infos = list(store.list(garbage.prefix))
+    if first := [info for info in infos if info.key == garbage.record]:
         yield first
-    rest = [info for info in infos if info.key != record]
+    rest = [info for info in infos if info.key != garbage.record]
     for start in range(0, len(rest), _BATCH):
         yield rest[start : start + _BATCH]
 
@@ -226,4 +257,6 @@ def _name(garbage: Garbage) -> str:
     what = f"attempt {garbage.attempt} at version {garbage.id}"
     if garbage.kind is GarbageKind.DROPPED:
         what = f"version {garbage.id}"
+    elif garbage.kind is GarbageKind.SEGMENT:
+        what = f"attempt {garbage.attempt} at segment {garbage.id}"
     return f"{what} ({garbage.kind.value}, {garbage.objects} objects, {garbage.nbytes} bytes)"

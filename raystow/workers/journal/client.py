@@ -69,7 +69,7 @@ class JournalClient:
 
     def fetch(self, place: EntryPlace) -> memoryview:
         """Return the bytes of an entry, which the node keeps from then on."""
-        self._connection.send(FetchEntry(place.info, place.nodes))
+        self._connection.send(FetchEntry(place))
         try:
             answer = self._fetched.get(timeout=_PATIENCE)
         except queue.Empty:

@@ -1,16 +1,18 @@
 """The entries in this node's memory: those of its own ranks, and copies of those of other nodes.
 
 The budget is hard. A new entry that does not fit is refused, since entries are useful only without gaps after a version: dropping
-the oldest would make all later ones useless. Only entries that a save under way makes unnecessary are dropped for new ones.
+the oldest would make all later ones useless. Only entries that a save under way makes unnecessary or that the store has are
+dropped for new ones.
 """
 
 from __future__ import annotations
 
 import logging
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
 
-from ..protocol.messages import START, EntryInfo
+from ..protocol.messages import START, EntryInfo, generation_of
 from .entry_memory import EntryMemory
 
 logger = logging.getLogger(__name__)
@@ -21,11 +23,13 @@ Line = tuple[str, int, int]
 
 @dataclass
 class KeptEntry:
-    """``own``: a rank of this node has recorded or fetched it, so that this node sees to its copies."""
+    """``own``: a rank of this node has recorded or fetched it, so that this node sees to its copies. ``stored``: the store has
+    it as well."""
 
     info: EntryInfo
     memory: EntryMemory
     own: bool
+    stored: bool = False
 
 
 class EntryStore:
@@ -55,6 +59,19 @@ class EntryStore:
             line[info.key] = KeptEntry(info, memory, own)
             self.used += info.size
             return ""
+
+    def stored(self, newest: EntryInfo, step: int) -> None:
+        """Note that the store has the entries up to a step, from which ``newest`` descends."""
+        with self._lock:
+            for kept in self._descent(newest):
+                kept.stored |= kept.info.step <= step
+
+    def descent(self, newest: EntryInfo, after: int) -> list[EntryInfo]:
+        """The entries from which ``newest`` descends and itself, oldest first, as far as they are here without a gap and start
+        from step ``after`` or a later one."""
+        with self._lock:
+            found = [kept.info for kept in self._descent(newest) if kept.info.previous >= after]
+        return found[::-1]
 
     def claim(self, info: EntryInfo) -> None:
         """Let this node see to the copies of an entry that is here."""
@@ -126,7 +143,9 @@ class EntryStore:
 
     def _problem(self, info: EntryInfo) -> str:
         if self.used + info.size > self.budget:
-            unneeded = [kept for kept in self._all() if kept.info.step <= self._saving.get(kept.info.repository, START)]
+            unneeded = [
+                kept for kept in self._all() if kept.stored or kept.info.step <= self._saving.get(kept.info.repository, START)
+            ]
             others = [kept for kept in self._all() if kept.info.repository != info.repository]
             for kept in (*unneeded, *others):
                 if self.used + info.size > self.budget:
@@ -134,6 +153,15 @@ class EntryStore:
         if self.used + info.size <= self.budget:
             return ""
         return f"the memory for entries of recorded steps is full ({self.used} of {self.budget} bytes): save a version"
+
+    def _descent(self, newest: EntryInfo) -> Iterator[KeptEntry]:
+        line = self._lines.get(_line(newest), {})
+        by_step = {(kept.info.step, kept.info.generation): kept for kept in line.values()}
+        kept = line.get(newest.key)
+        while kept is not None:
+            yield kept
+            previous = kept.info.previous
+            kept = by_step.get((previous, generation_of(newest.lineage, previous)))
 
     def _all(self) -> list[KeptEntry]:
         return sorted((kept for line in self._lines.values() for kept in line.values()), key=lambda kept: kept.info.step)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from collections.abc import Callable
@@ -12,8 +13,10 @@ from ...storage.clock import Clock
 from ...storage.errors import ClusterError, RaystowError
 from ...storage.metrics import JOURNAL_MEMORY, record
 from ..protocol.messages import (
+    STORE,
     EntryInfo,
     EntryKept,
+    EntryPlace,
     FetchedEntry,
     FetchEntry,
     KeepEntry,
@@ -26,6 +29,7 @@ from ..protocol.unix_channel import Connection
 from .entry_memory import EntryMemory
 from .entry_replicator import EntryPeers, EntryReplicator
 from .entry_store import EntryStore
+from .segment_writer import JournalRepository, SegmentWriter, read_entry
 
 logger = logging.getLogger(__name__)
 
@@ -37,11 +41,26 @@ class EntryReader(Protocol):
         """Fill ``target`` with an object's bytes from ``start``; return whether the node has them."""
 
 
-class NodeJournal:
-    """Thread-safe. ``budget``: bytes for entries, unless a training process asks for another one."""
+def no_repository(uri: str) -> JournalRepository:
+    """Refuse to open a repository: the node has only entries in memory."""
+    raise ClusterError("this node uses no store", subject=uri)
 
-    def __init__(self, node: str, budget: int, reader: EntryReader, peers: EntryPeers, clock: Clock) -> None:
-        self._node, self._budget, self._reader = node, budget, reader
+
+class NodeJournal:
+    """Thread-safe. ``budget``: bytes for entries, unless a training process asks for another one. ``open_repository``: that at a
+    URI."""
+
+    def __init__(
+        self,
+        node: str,
+        budget: int,
+        reader: EntryReader,
+        peers: EntryPeers,
+        clock: Clock,
+        *,
+        open_repository: Callable[[str], JournalRepository] = no_repository,
+    ) -> None:
+        self._node, self._budget, self._reader, self._open_repository = node, budget, reader, open_repository
         self.store, self._memory = EntryStore(budget), clock.token()
         self._replicator = EntryReplicator(node, self.store, peers, clock)
         background.repeat("raystow-entries", self._replicator.run)
@@ -54,15 +73,24 @@ class NodeJournal:
         """Handle the messages of a training process until it goes away."""
         self.store.budget = self._budget if opening.budget is None else opening.budget
         self._replicator.want(opening.repository, opening.replicas)
-        while (received := connection.receive(KeepEntry, SaveBegun, FetchEntry)) is not None:
-            message, descriptor = received
-            match message:
-                case KeepEntry(info) if descriptor is not None:
-                    self._keep(connection, info, EntryMemory.received(descriptor, info.size))
-                case SaveBegun(step):
-                    self.store.save_begun(opening.repository, step)
-                case FetchEntry(info, nodes):
-                    self._fetch(connection, info, nodes)
+        segments = None
+        if opening.durable_every:
+            segments = SegmentWriter(self.store, opening, functools.partial(self._open_repository, opening.uri))
+            background.repeat("raystow-segments", segments.run)
+        try:
+            while (received := connection.receive(KeepEntry, SaveBegun, FetchEntry)) is not None:
+                message, descriptor = received
+                match message:
+                    case KeepEntry(info) if descriptor is not None:
+                        if self._keep(connection, info, EntryMemory.received(descriptor, info.size)) and segments is not None:
+                            segments.kept(info)
+                    case SaveBegun(step):
+                        self.store.save_begun(opening.repository, step)
+                    case FetchEntry(place):
+                        self._fetch(connection, opening.uri, place)
+        finally:
+            if segments is not None:
+                segments.close()
 
     def offered(self, put: PutEntry) -> EntryKept:
         """Whether a copy of another node's entry is here, or can be kept."""
@@ -87,48 +115,61 @@ class NodeJournal:
         self._replicator.close()
         self.store.close()
 
-    def _keep(self, connection: Connection, info: EntryInfo, memory: EntryMemory) -> None:
+    def _keep(self, connection: Connection, info: EntryInfo, memory: EntryMemory) -> bool:
         problem = self.store.add(info, memory, own=True)
         record(JOURNAL_MEMORY, self.store.used, node=self._node)
         if problem:
             connection.send(EntryKept(info.step, 0, shortened(problem)))
         else:
             self._replicator.submit(info, lambda kept: _tell(connection, kept))
+        return not problem
 
-    def _fetch(self, connection: Connection, info: EntryInfo, nodes: tuple[str, ...]) -> None:
-        """Answer with an entry, from here or another node; it stays here, so that it has as many copies as a new one."""
-        memory = self.store.lend(info.repository, info.key)
-        problem = ""
-        if memory is None:
+    def _fetch(self, connection: Connection, uri: str, place: EntryPlace) -> None:
+        """Answer with an entry, from here, another node or the store. It stays here if it fits, so that it has as many copies as
+        a new one."""
+        info, problem = place.info, ""
+        descriptor = self.store.lend(info.repository, info.key)
+        if descriptor is not None:
+            self.store.claim(info)
+        else:
             try:
-                problem = self._copy(info, [node for node in nodes if node != self._node])
+                memory = self._copy(uri, place)
+                descriptor = memory.lend()
+                self.store.add(info, memory, own=True)
             except RaystowError as error:
                 problem = str(error)
-            memory = self.store.lend(info.repository, info.key)
-        else:
-            self.store.claim(info)
         self._replicator.wake()
-        if memory is None:
-            connection.send(FetchedEntry(shortened(problem or "it was dropped")))
+        if descriptor is None:
+            connection.send(FetchedEntry(shortened(problem)))
             return
         try:
-            connection.send(FetchedEntry(), fd=memory)
+            connection.send(FetchedEntry(), fd=descriptor)
         finally:
-            os.close(memory)
+            os.close(descriptor)
 
-    def _copy(self, info: EntryInfo, nodes: list[str]) -> str:
-        """Copy an entry from another node; return why it cannot be kept here."""
-        reasons = list[str]()
-        for node in nodes:
+    def _copy(self, uri: str, place: EntryPlace) -> EntryMemory:
+        """Copy an entry from another node or, if none has it, from the store."""
+        info, reasons = place.info, list[str]()
+        for node in place.nodes:
+            if node in (self._node, STORE):
+                continue
             memory = EntryMemory.empty(info.size)
             try:
                 if self._reader.read(node, info.repository, info.key, 0, memory.target):
-                    return self.store.add(info, memory, own=True)
+                    return memory
                 reasons.append(f"node {node} has dropped it")
             except ClusterError as error:
                 reasons.append(str(error))
             memory.close()
-        raise ClusterError(f"no node has it: {'; '.join(reasons)}", subject=f"entry of step {info.step}")
+        if place.stored is None:
+            raise ClusterError(f"no node has it: {'; '.join(reasons)}", subject=f"entry of step {info.step}")
+        memory = EntryMemory.empty(info.size)
+        try:
+            read_entry(self._open_repository(uri).store, place.stored, memory.target)
+        except RaystowError:
+            memory.close()
+            raise
+        return memory
 
 
 def _tell(connection: Connection, kept: EntryKept) -> None:

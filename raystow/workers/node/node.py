@@ -120,7 +120,7 @@ class Node:
         self.replicas = ReplicaStore(self._tier)
         others, reader = replication_peers or NoNodePeers(), peers or NoPeers()
         self.replicator = Replicator(node, self._tier, others, SYSTEM)
-        self.journal = NodeJournal(node, memory_limit() // 8, reader, others, SYSTEM)
+        self.journal = NodeJournal(node, memory_limit() // 8, reader, others, SYSTEM, open_repository=self._repository)
         self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, tls=peer_tls.wanted())
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),

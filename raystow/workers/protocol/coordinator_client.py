@@ -12,7 +12,7 @@ from typing import Protocol
 from ...storage.coding.digest import stored_digest
 from ...storage.format.root import Entry
 from ...storage.format.version_record import FragmentInfo, PackInfo
-from .messages import Begin, Ticket
+from .messages import Begin, EntryInfo, SegmentStored, SegmentTicket, Ticket
 
 MODULUS = 1 << 64
 
@@ -40,6 +40,12 @@ class CoordinatorClient(Protocol):
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
         """Report that the process of a rank has ended: it begins no more saves."""
+
+    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
+        """Ask which entries of a rank, up to its newest one, are to be stored."""
+
+    def segment_stored(self, part: SegmentStored) -> None:
+        """Report that entries of a rank are durable."""
 
 
 def coverage(name: str, dtype: str, shape: Sequence[int], elements: int) -> int:

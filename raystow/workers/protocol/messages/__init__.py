@@ -41,8 +41,9 @@ STAGING_ANSWERS = (
 COORDINATOR_REQUESTS = (
     *(JoinRun, Begin, RankFinished, AwaitRanks, PartStaged, PartStored),
     *(PartFailed, RankSaveFailed, FindOutcome, RankDisconnected, AskNextSave),
+    *(OpenSegment, SegmentStored),
 )
-"""What ranks and node workers ask the coordinator during saves."""
+"""What ranks and node workers ask the coordinator while a training runs."""
 
 MESSAGES = tuple(Message.__subclasses__())
 """All messages."""

@@ -14,6 +14,9 @@ from ..codec import Column, Digest, JsonText, Message, MessagePart, Packed, Shap
 START = -1
 """The step before the first one: the state that a training has built itself."""
 
+STORE = "store"
+"""What the store is called among the nodes that have an entry."""
+
 JOURNAL = "journal/"
 """What the names of entries begin with; no object of a store has such a name."""
 
@@ -159,12 +162,53 @@ class EntryHeader(Message, frozen=True):
     layout: Column[ShardBox] = ()
 
 
+class StoredEntry(MessagePart, frozen=True):
+    """Where an entry is in the store: at byte ``start`` of the entries of ``rank`` in a segment. ``digest``: of its bytes."""
+
+    number: int
+    attempt: Text
+    rank: int
+    start: int
+    digest: DigestBytes
+
+
+class OpenSegment(Message, frozen=True):
+    """A node can store a rank's entries up to ``newest``. The answer is ``SegmentTicket``."""
+
+    newest: EntryInfo
+
+
+class SegmentTicket(Message, frozen=True):
+    """What a rank is to store.
+
+    Args:
+        number: Of the segment, 0 if nothing is to be stored now.
+        after: The step up to which the store has all entries already; ``START`` if it has none.
+        step: The last step of the segment.
+    """
+
+    number: int
+    attempt: Text
+    after: int
+    step: int
+
+
+class SegmentStored(Message, frozen=True):
+    """A rank's entries of a segment are durable, in one object. ``entries``: oldest first, each with the digest of its bytes."""
+
+    number: int
+    attempt: Text
+    rank: int
+    entries: Column[tuple[EntryInfo, DigestBytes]]
+
+
 class OpenJournal(Message, frozen=True):
     """The first message of a training process that records steps.
 
     Args:
         budget: Bytes of the node's memory for entries; None leaves that to the node.
         replicas: Other nodes that keep a copy of each entry.
+        durable_every: Steps after which entries go to the store; 0 for never.
     """
 
     uri: Text
@@ -172,6 +216,7 @@ class OpenJournal(Message, frozen=True):
     rank: int
     replicas: int
     budget: int | None = None
+    durable_every: int = 0
 
 
 class KeepEntry(Message, frozen=True):
@@ -204,8 +249,7 @@ class SaveBegun(Message, frozen=True):
 class FetchEntry(Message, frozen=True):
     """Asks for an entry, which the node keeps from then on. The answer is ``FetchedEntry``, with a descriptor if it is found."""
 
-    info: EntryInfo
-    nodes: Column[Text]
+    place: EntryPlace
 
 
 class FetchedEntry(Message, frozen=True):
@@ -255,10 +299,11 @@ class JournalVote(Message, frozen=True):
 
 
 class EntryPlace(MessagePart, frozen=True):
-    """An entry to replay, and the nodes that have it."""
+    """An entry to replay, the nodes that have it, and where it is in the store if that has it."""
 
     info: EntryInfo
     nodes: Column[Text]
+    stored: StoredEntry | None = None
 
 
 class JournalChoice(Message, frozen=True):

@@ -1,0 +1,52 @@
+"""Damaged segments shorten a replay. Its state is always one that the training has had."""
+
+from __future__ import annotations
+
+import tempfile
+from functools import cache
+from pathlib import Path
+
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from segment_run import SegmentRun, Training, record, replay, states
+
+from raystow.storage.format import keys
+
+STEPS = 6
+FIRST_STATES = cache(states)
+
+
+@settings(max_examples=25)
+@given(
+    st.sampled_from(["flip", "cut", "gone", "other"]),
+    st.integers(0, STEPS - 1),
+    st.floats(0, 1, exclude_max=True),
+    st.integers(0, STEPS - 1),
+)
+def test_a_state_that_never_was_is_never_reached(damage: str, number: int, where: float, other: int) -> None:
+    """Of the three segments' objects, three with entries and three records, ``number`` is damaged at the fraction ``where``."""
+    with tempfile.TemporaryDirectory() as folder:
+        run = SegmentRun(Path(folder))
+        training = Training()
+        journal = run.journal(training)
+        journal.replay()
+        record(run, journal, training, range(1, STEPS + 1))
+        journal.close()
+        store = run.repository.store
+        objects = [info.key for info in store.list(keys.SEGMENTS)]
+        assert len(objects) == STEPS
+        content = bytearray(store.get(objects[number], max_bytes=1 << 30))
+        place = int(where * len(content))
+        if damage == "flip":
+            content[place] ^= 1 << other
+        elif damage == "cut":
+            del content[place:]
+        elif damage == "other":
+            content[:] = store.get(objects[other], max_bytes=1 << 30)
+        store.put(objects[number], [content])
+        if damage == "gone":
+            store.delete([objects[number]])
+        run.start()
+        reached, bits = replay(run)
+        assert bits == FIRST_STATES(STEPS)[reached or 0]
+        assert (reached or 0) >= 2 * (number // 2)  # all before the damaged segment

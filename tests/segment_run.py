@@ -1,0 +1,192 @@
+"""Trainings whose journals go to a store in segments, without a cluster: one node for each rank, whose memory a test can lose."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from journal_port import snapshot
+from torch import nn
+
+from raystow.orchestrator.coordinator.segments import Segments, stored_entries
+from raystow.orchestrator.journal.journal import Journal, JournalIdentity
+from raystow.orchestrator.journal.rounds import JournalRounds
+from raystow.orchestrator.journal.tracked_state import TrackedState
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.errors import ClusterError
+from raystow.storage.format.root import Root
+from raystow.storage.format.version_record import VersionRecord
+from raystow.storage.object_store import Buffer, ObjectStore
+from raystow.storage.repository import create_repository
+from raystow.workers.journal.entry_memory import EntryMemory
+from raystow.workers.journal.entry_store import EntryStore
+from raystow.workers.journal.segment_writer import SegmentWriter, read_entry
+from raystow.workers.protocol.messages import (
+    STORE,
+    EntryInfo,
+    EntryKept,
+    EntryPlace,
+    JournalChoice,
+    JournalVote,
+    OpenJournal,
+    SegmentStored,
+    SegmentTicket,
+    StoredEntry,
+)
+
+
+class SegmentRun:
+    """``every``: steps of a segment. ``store``: where nodes put their entries, by default the repository's."""
+
+    def __init__(self, path: Path, world_size: int = 1, every: int = 2) -> None:
+        self.repository = create_repository(path.as_uri())
+        self.world_size, self.every = world_size, every
+        self.store: ObjectStore = self.repository.store
+        self.changed = threading.Condition()
+        self.start()
+
+    def start(self) -> None:
+        """All nodes and the coordinator begin, with nothing in memory."""
+        self.committer = Committer(self.repository, SYSTEM.token())
+        self.segments, self.rounds = Segments(self.committer, SYSTEM), JournalRounds(SYSTEM)
+        self.memories = [EntryStore(1 << 30) for _ in range(self.world_size)]
+        uri, id = self.repository.uri, self.repository.id
+        self.writers = [
+            SegmentWriter(memory, OpenJournal(uri, id, rank, 0, durable_every=self.every), lambda: self)
+            for rank, memory in enumerate(self.memories)
+        ]
+        self.in_store: dict[EntryInfo, StoredEntry] = {}
+
+    @property
+    def coordinator(self) -> SegmentRun:
+        return self
+
+    @property
+    def root(self) -> Root:
+        return self.repository.root()
+
+    @property
+    def durable(self) -> list[int]:
+        """The last steps of the segments."""
+        return [one.step for one in self.root.segments]
+
+    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
+        return self.segments.open(newest)
+
+    def segment_stored(self, part: SegmentStored) -> None:
+        self.segments.stored(part)
+        if (opened := self.segments.next_commit()) is not None:
+            self.segments.commit(opened)
+            self.segments.settled(opened)
+
+    def write(self) -> None:
+        """Let all nodes store what is due, and hear what has become of it."""
+        for _ in range(2):
+            for writer in self.writers:
+                writer.step()
+
+    def save(self, step: int) -> None:
+        """Commit a version, which holds nothing."""
+        id, attempt = self.committer.reserve()
+        record = VersionRecord(self.repository.id, id, attempt, self.committer.epoch, step, SYSTEM.now(), self.world_size)
+        self.committer.commit(record)
+
+    def journal(self, training: Training, rank: int = 0) -> Journal:
+        who = JournalIdentity(self.repository.uri, self.repository.id, rank, self.world_size, SYSTEM.token(), 30.0)
+        return Journal(TrackedState(training.model, [training.optimizer]), SegmentPort(self, rank), who)
+
+    def held(self) -> dict[str, Sequence[EntryInfo]]:
+        """The entries that nodes and the store have."""
+        self.in_store = stored_entries(self.repository, self.root)
+        nodes = {str(rank): memory.holdings(self.repository.id) for rank, memory in enumerate(self.memories)}
+        return {**nodes, STORE: tuple(self.in_store)}
+
+
+class SegmentPort:
+    """A ``JournalPort``."""
+
+    def __init__(self, run: SegmentRun, rank: int) -> None:
+        self._run, self._rank = run, rank
+
+    def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
+        problem = self._run.memories[self._rank].add(info, EntryMemory.of(parts, info.size), own=True)
+        if not problem:
+            self._run.writers[self._rank].kept(info)
+        on_kept(EntryKept(info.step, 0, problem))
+
+    def save_begun(self, step: int) -> None:
+        self._run.memories[self._rank].save_begun(self._run.repository.id, step)
+
+    def fetch(self, place: EntryPlace) -> memoryview:
+        memory = self._run.memories[self._rank]
+        if (view := memory.view(place.info)) is not None:
+            return view
+        if (stored := self._run.in_store.get(place.info)) is None:
+            raise ClusterError("no node has the entry")
+        fetched = EntryMemory.empty(place.info.size)
+        read_entry(self._run.store, stored, fetched.target)
+        content = fetched.content
+        memory.add(place.info, fetched, own=True)
+        return content
+
+    def settle(self, vote: JournalVote) -> JournalChoice:
+        run = self._run
+        with run.changed:
+            round = run.rounds.vote(vote, run.held)
+            run.changed.notify_all()
+            assert run.changed.wait_for(lambda: round.answers(vote), vote.timeout)
+            return round.answer(vote)
+
+    def close(self) -> None:
+        pass
+
+
+class Training:
+    """A small model whose steps depend on their numbers and the rank only."""
+
+    def __init__(self, rank: int = 0) -> None:
+        torch.manual_seed(rank)
+        self.rank = rank
+        self.model = nn.Linear(6, 3)
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=0.01)
+
+    def step(self, number: int) -> None:
+        self.optimizer.zero_grad()
+        x = torch.randn(4, 6, generator=torch.Generator().manual_seed(100 * self.rank + number))
+        self.model(x).square().mean().backward()
+        self.optimizer.step()
+
+    def bits(self) -> list[bytes]:
+        return snapshot(self.model, self.optimizer)
+
+
+def states(steps: int, rank: int = 0) -> list[list[bytes]]:
+    """The states of an undisturbed training, from the first one on."""
+    training = Training(rank)
+    found = [training.bits()]
+    for number in range(1, steps + 1):
+        training.step(number)
+        found.append(training.bits())
+    return found
+
+
+def record(run: SegmentRun, journal: Journal, training: Training, steps: range) -> None:
+    """Record steps, and store each segment when it is due."""
+    for number in steps:
+        training.step(number)
+        journal.record(number, values=number)
+        journal.flush()
+        run.write()
+
+
+def replay(run: SegmentRun) -> tuple[Any, list[bytes]]:
+    """A new process of the only rank, from the initial state: the step that it reaches, and its state."""
+    training = Training()
+    journal = run.journal(training)
+    reached = journal.replay()
+    journal.close()
+    return reached, training.bits()
