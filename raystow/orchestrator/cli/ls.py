@@ -6,9 +6,10 @@ from typing import Annotated
 
 import typer
 
+from ...storage.format.root import Segment
 from .options import Json, Uri
-from .output import count, emit, fields_of, out, ratio, ratio_text, size, table
-from .target import open_target
+from .output import count, emit, fields_of, out, ratio, ratio_text, say, size, table
+from .target import Target, open_target
 
 
 def ls(
@@ -37,10 +38,12 @@ def ls(
             row = {**fields_of(target.row(version.entry)), **ranks, **sizes, **rest}
             at = target.rolled_back(version.id)
             rows["versions" if at is None else "rolled_back"].append(row | ({"at": at} if at is not None else {}))
-        emit({"uri": target.uri, "repository": target.repository.id, **rows})
+        segments = [_segment(one) for one in target.root.segments]
+        emit({"uri": target.uri, "repository": target.repository.id, **rows, "segments": segments})
         return
     if not versions:
         out.print(f"no version yet in {target.uri}")
+        _print_segments(target)
         return
     cells = []
     for version in versions:
@@ -53,3 +56,14 @@ def ls(
     headers = [">ID", ">STEP", ">CREATED", *([">WORLD"] if long else []), ">RAW", ">STORED", ">RATIO", "PINS", ""]
     out.print(table("", headers, cells))
     out.print(count(len(versions), "version") + f", {size(sum(version.bytes for version in versions))} stored", style="dim")
+    _print_segments(target)
+
+
+def _segment(one: Segment) -> dict[str, object]:
+    return {"number": one.number, "step": one.step, "created": one.created, "stored": one.stored}
+
+
+def _print_segments(target: Target) -> None:
+    if segments := target.root.segments:
+        stored = size(sum(one.stored for one in segments))
+        say(f"the journal is durable up to step {segments[-1].step}: {count(len(segments), 'segment')}, {stored}", style="dim")

@@ -35,6 +35,10 @@ def repair(uri: Uri, dry_run: DryRun = False, yes: Yes = False, json: Json = Fal
                 "root": {"state": plan.root.state.value, "why": plan.root.why},
                 "marker": {"state": plan.marker.state.value, "why": plan.marker.why},
                 "found": [_row(found) for found in plan.found],
+                "segments": [
+                    {"number": one.number, "attempt": one.attempt, "back": not one.lacks, "why": one.lacks}
+                    for one in plan.segments
+                ],
                 "notes": plan.notes,
                 "written": written,
             }
@@ -53,6 +57,8 @@ def _print_plan(uri: str, plan: RepairPlan) -> None:
         out.print(printable(f"{look.key}: {look.state.value}{', ' + look.why if look.why else ''}"))
     if plan.found:
         out.print(table("", [">ID", "ATTEMPT", ">EPOCH", ">STEP", "CREATED", ">STORED", "", "WHY"], map(_cells, plan.found)))
+    for one in plan.segments:
+        say(f"segment {one.number} of the journal: {'left out, ' + one.lacks if one.lacks else 'comes back'}")
     for note in plan.notes:
         say(f"note: {note}")
 

@@ -14,7 +14,9 @@ import typer
 
 from ...storage.delta_chain import dependents
 from ...storage.errors import Damaged, RaystowError, StoreError, Unsupported, Untrusted
+from ...storage.format.root import Segment
 from ...storage.repository import Repository
+from ...storage.segments import read_record, verify_segment
 from ...storage.verify import Verified
 from ...storage.verify_progress import VerifyJournal, journal
 from ...storage.version import Version
@@ -23,7 +25,7 @@ from .exit_codes import error_report, exit_code
 from .options import Json, Uri
 from .output import count, emit, out, printable, say, size
 from .progress import versions_bar
-from .target import open_target
+from .target import Target, open_target
 
 OUTCOMES = WHOLE, REMOVED, DAMAGED, UNTRUSTED, UNCHECKED = "whole", "removed", "damaged", "untrusted", "unchecked"
 """Unchanged; dropped by retention during the check; changed; not signed by a trusted key; not checked to the end, since the store
@@ -50,9 +52,9 @@ def verify(
 
     The quick check compares record and manifest with their digests, and the size of each pack with a listing of the store.
     --deep also reads and decodes every pack, and records the newest whole version in the root, so that retention keeps it; if
-    the latest version is damaged, it continues with the ones before. A damaged object is named. Outcomes: whole; removed
-    (dropped during the check); damaged (exit code 3); untrusted (6); unchecked (1: the store failed, or this machine cannot
-    decode it). The worst counts.
+    the latest version is damaged, it continues with the ones before. Segments of the step journal are checked with the latest
+    version. A damaged object is named. Outcomes: whole; removed (dropped during the check); damaged (exit code 3); untrusted
+    (6); unchecked (1: the store failed, or this machine cannot decode it). The worst counts.
 
     Example:  raystow verify s3://bucket/runs/llama --deep --all
     """
@@ -69,11 +71,14 @@ def verify(
     verdicts = _until_whole(target.versions(), check) if back else check(versions)
     recorded, refused = _record(repository, verdicts) if deep else (None, None)
     summary = _summary(verdicts, repository.clock.monotonic() - start)
-    errors = sorted((v for v in verdicts if v.error is not None), key=lambda v: OUTCOMES.index(v.outcome))
+    segments = _segment_verdicts(target, deep=deep) if all or version in (None, LATEST) else []
+    outcomes: list[Verdict | SegmentVerdict] = [*verdicts, *segments]
+    errors = sorted((one for one in outcomes if one.error is not None), key=lambda one: OUTCOMES.index(one.outcome))
     worst = errors[0].error if errors else None
     if json:
         rows = [verdict.fields() for verdict in verdicts]
         facts: dict[str, object] = {"uri": repository.uri, "versions": rows, "summary": summary, "recorded": recorded}
+        facts["segments"] = [one.fields() for one in segments]
         facts |= {"warning": error_report(refused)} if refused is not None else {}
         emit(facts | ({"error": error_report(worst)} if worst is not None else {}))
     elif not verdicts:
@@ -83,6 +88,8 @@ def verify(
             say(_summary_text(summary, deep, resume), style="dim")
         if refused is not None:
             typer.echo(printable(f"note: the result is not recorded in the root: {refused}"), err=True)
+    for one in segments if not json else ():
+        one.print()
     if worst is not None:
         raise typer.Exit(exit_code(worst))
 
@@ -138,6 +145,45 @@ class Verdict:
         if not self.deep:
             return f"{counts}, {size(found.stored)} in {count(found.packs, 'pack')}"
         return f"{counts}, {size(found.read)} read" + (f" and {size(found.resumed)} before" if found.resumed else "")
+
+
+@dataclass(frozen=True)
+class SegmentVerdict:
+    """The outcome for a segment of the step journal."""
+
+    segment: Segment
+    outcome: str
+    error: RaystowError | None = None
+
+    def fields(self) -> dict[str, object]:
+        """Return the JSON form."""
+        error = {"error": error_report(self.error)} if self.error is not None else {}
+        return {"number": self.segment.number, "step": self.segment.step, "outcome": self.outcome, **error}
+
+    def print(self) -> None:
+        """Print it."""
+        name = f"segment {self.segment.number} of the journal (to step {self.segment.step})"
+        if self.error is None:
+            say(f"{name}: {self.outcome}")
+        else:
+            out.print(f"{name}: {self.outcome.upper()}", style="bold red")
+            error_report(self.error).print()
+
+
+def _segment_verdicts(target: Target, *, deep: bool) -> list[SegmentVerdict]:
+    return [SegmentVerdict(one, *_segment_outcome(target.repository, one, deep=deep)) for one in target.root.segments]
+
+
+def _segment_outcome(repository: Repository, segment: Segment, *, deep: bool) -> tuple[str, RaystowError | None]:
+    try:
+        record = read_record(repository.store, repository.id, segment, repository.trust)
+        verify_segment(repository.store, record, deep=deep)
+    except (Damaged, Untrusted, StoreError, Unsupported) as error:
+        if segment not in repository.root().segments:
+            return REMOVED, None
+        kinds = {Damaged: DAMAGED, Untrusted: UNTRUSTED}
+        return next((outcome for kind, outcome in kinds.items() if isinstance(error, kind)), UNCHECKED), error
+    return WHOLE, None
 
 
 def _summary(verdicts: Sequence[Verdict], seconds: float) -> dict[str, float]:

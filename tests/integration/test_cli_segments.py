@@ -1,0 +1,41 @@
+"""What the commands tell of segments of the step journal."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from cli_runner import run_json
+from segment_run import SegmentRun, Training, record
+
+from raystow.storage.format import keys
+
+
+def test_commands_name_segments(tmp_path: Path) -> None:
+    """ls, verify, repair and gc; of a whole one, one with a flipped bit, and one without its record."""
+    run = SegmentRun(tmp_path)
+    run.save(0)
+    training = Training()
+    journal = run.journal(training)
+    journal.restored(0, True)
+    journal.replay()
+    record(run, journal, training, range(1, 5))
+    journal.close()
+    first, second = run.root.segments
+    uri, store = run.repository.uri, run.repository.store
+
+    assert [one["step"] for one in run_json("ls", uri)["segments"]] == [2, 4]
+    assert outcomes(uri, "--deep") == ["whole", "whole"]
+    key = keys.segment_entries(second.number, second.attempt, 0)
+    content = bytearray(store.get(key, max_bytes=1 << 30))
+    content[-1] ^= 1
+    store.put(key, [content])
+    assert outcomes(uri) == ["whole", "whole"]  # it reads no entry
+    assert outcomes(uri, "--deep", code=3) == ["whole", "damaged"]
+    store.delete([keys.ROOT, keys.segment_record(first.number, first.attempt)])
+    assert [one["back"] for one in run_json("repair", uri, "--yes")["segments"]] == [False, True]
+    assert [one["kind"] for one in run_json("gc", uri, "--grace", "0s", "--yes")["garbage"]] == ["segment"]
+    assert {keys.segment_of(info.key) for info in store.list(keys.SEGMENTS)} == {(second.number, second.attempt)}
+
+
+def outcomes(uri: str, *options: str, code: int = 0) -> list[str]:
+    return [one["outcome"] for one in run_json("verify", uri, *options, code=code)["segments"]]
