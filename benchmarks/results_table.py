@@ -26,6 +26,7 @@ PEERS, OLD_PEERS, COLD = "peers-2026-11-23", "peers-2026-11", "gpu_cold-2026-11-
 LOADS, FIRST_LOADS, PAIR = "gpu_restore-2026-11-22-last", "gpu_restore-2026-11-21", "gpu_pair-2026-11-22-saving"
 CPU, CONTROL, CPU_COLD = "restore-2026-11-22", "control_plane-2026-11-23", "cpu_cold-2026-11-24"
 DEFAULT, PEER, PINNED = "raystow deflate auto", "torch_checkpointing", "DCP async pinned"
+FAULTS = "faults-2026-11-25"
 STORE, MEMORY = "raystow, from the store", "raystow, from the node's memory"
 
 Row = tuple[str, ...]
@@ -335,6 +336,24 @@ def runs() -> str:
     return table(("date", "commit", "file", "saver", "micro-batches a step", "lost ms", "durable s", "stored / raw"), rows)
 
 
+def faults() -> str:
+    """What becomes of savers that meet the same faults."""
+    savers = dict(result(FAULTS)["savers"])  # type: ignore[call-overload]
+    kinds = list(next(iter(savers.values())))
+    return table(("fault", *savers), ((kind, *(_outcome(savers[saver][kind]) for saver in savers)) for kind in kinds))
+
+
+def _outcome(of: dict[str, float | None]) -> str:
+    parts = ["**hung**"] * bool(of["hung"])
+    parts += [
+        f"**{what} {of[key]:.0f}**"
+        for what, key in (("crashed", "crashed"), ("lost", "lost steps"), ("wrong", "wrong"))
+        if of[key]
+    ]
+    back = of["recovered after s"]
+    return ", ".join([*parts, f"{back:.1f} s" if back is not None else "not recovered"])
+
+
 TABLES = {
     "overview": overview,
     "gpu": gpu,
@@ -343,6 +362,7 @@ TABLES = {
     "resumed": resumed,
     "history": history,
     "thinned-reads": thinned_reads,
+    "faults": faults,
 }
 
 
