@@ -11,6 +11,7 @@ from raystow.storage.committer import Committer
 from raystow.storage.errors import Damaged, StoreUnavailable
 from raystow.storage.format import keys
 from raystow.storage.repository import Repository
+from raystow.storage.retention.plan import plan_policy
 from raystow.storage.retention.policy import Policy
 
 
@@ -119,6 +120,15 @@ def test_records_are_read_for_metrics_only(repository: Repository, committer: Co
     assert repository.plan_retention(Policy(1, 2, 3.0, None, 4)).dropped
     with pytest.raises(Damaged, match="missing"):
         repository.plan_retention(best)
+
+
+def test_metrics_of_dropped_versions_are_forgotten(repository: Repository, committer: Committer) -> None:
+    """A coordinator would remember those of each version that it has committed."""
+    known: dict[str, dict[str, object]] = {}
+    for step in range(1, 6):
+        commit(committer, step)
+        plan_policy(committer.catalog, Policy(keep_last=1, keep_best=("loss", "min", 1)), known=known).drop(committer.fence)
+    assert len(known) == 3  # those that the last plan saw
 
 
 def test_an_empty_repository(repository: Repository) -> None:

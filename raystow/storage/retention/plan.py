@@ -209,6 +209,8 @@ def plan_policy(
         versions = [catalog.at(entry) for entry in root.listed if entry.attempt not in known]
         with ThreadPoolExecutor(_RECORDS_AT_ONCE) as pool:
             known.update(pool.map(lambda version: (version.attempt, version.metrics), versions))
+        for gone in known.keys() - {entry.attempt for entry in root.listed}:
+            del known[gone]
     decide = functools.partial(
         policies.plan,
         root.listed,
