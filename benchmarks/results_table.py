@@ -273,13 +273,6 @@ _WAYS = (
 )
 
 
-def _outcome(of: dict[str, float | None]) -> str:
-    parts = ["hung"] * bool(of["hung"]) + [f"crashed {of['crashed']:.0f}x"] * bool(of["crashed"])
-    parts += [f"lost {of['lost steps']:.0f} steps"] * bool(of["lost steps"]) + ["wrong bits"] * bool(of["wrong"])
-    back = of["recovered after s"]
-    return ", ".join([*parts, f"recovered after {back:.1f} s" if back is not None else "not recovered"])
-
-
 def _size(model: str, file: str, at_step: str, way: str) -> str:
     sizes = ("models", model, "sizes", at_step)
     return share(at(file, *sizes, way) / at(file, *sizes, "raw")) if _has(file, *sizes, way) else "not measured"
@@ -338,7 +331,7 @@ def runs() -> str:
 
 def faults() -> str:
     """What becomes of savers that meet the same faults."""
-    savers = dict(result(FAULTS)["savers"])  # type: ignore[call-overload]
+    savers = dict(result(FAULTS)["savers"])  # type: ignore[index]
     kinds = list(next(iter(savers.values())))
     return table(("fault", *savers), ((kind, *(_outcome(savers[saver][kind]) for saver in savers)) for kind in kinds))
 
