@@ -42,8 +42,8 @@ from raystow.workers.protocol.messages import (
 class SegmentRun:
     """``every``: steps of a segment. ``store``: where nodes put their entries, by default the repository's."""
 
-    def __init__(self, path: Path, world_size: int = 1, every: int = 2) -> None:
-        self.repository = create_repository(path.as_uri())
+    def __init__(self, where: Path | str, world_size: int = 1, every: int = 2) -> None:
+        self.repository = create_repository(where if isinstance(where, str) else where.as_uri())
         self.world_size, self.every = world_size, every
         self.store: ObjectStore = self.repository.store
         self.changed = threading.Condition()

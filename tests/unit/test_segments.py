@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from segment_run import SegmentRun, Training, record, replay, states
 
-from raystow.storage.errors import StoreUnavailable
-from raystow.storage.format import keys
+from raystow.orchestrator.coordinator.segments import OpenedSegment, segment_record
+from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.digest import stored_digest
+from raystow.storage.errors import Damaged, SaveFailed, StoreUnavailable, Untrusted
+from raystow.storage.format import keys, records
+from raystow.storage.format.signature import Signer, Trust
 from raystow.storage.object_store import Buffer
 from raystow.storage.repair import plan_repair
+from raystow.storage.segments import put_segment, read_record
+from raystow.workers.journal.segment_writer import read_entry
+from raystow.workers.protocol.messages import EntryInfo, Generation, StoredEntry
 
 
 def test_a_training_continues_from_the_store(tmp_path: Path) -> None:
@@ -149,3 +158,66 @@ def test_a_repair_brings_segments_back(tmp_path: Path) -> None:
     assert run.root.segments == before
     run.start()
     assert replay(run) == (4, states(4)[4])
+
+
+def test_repeated_steps_are_stored_again(tmp_path: Path) -> None:
+    """Those after a damaged segment: what it has is of a history that was not continued."""
+    run = SegmentRun(tmp_path)
+    training = Training()
+    journal = run.journal(training)
+    journal.replay()
+    record(run, journal, training, range(1, 5))
+    journal.close()
+    lost = run.root.segments[1]
+    run.store.put(keys.segment_entries(lost.number, lost.attempt, 0), [b"torn"])
+    run.start()
+    training = Training()
+    journal = run.journal(training)
+    assert journal.replay() == 2
+    record(run, journal, training, range(3, 7))
+    journal.close()
+    run.start()
+    assert replay(run) == (6, states(6)[6])
+
+
+def test_a_gap_is_refused() -> None:
+    """A rank that lacks a step, as a faulty node might report."""
+    infos = [EntryInfo("r", 0, 1, step, step - 1, (Generation("g", 1),), 9) for step in (1, 2, 3)]
+    whole = tuple((info, bytes(32)) for info in infos)
+    for left_out in range(3):
+        parts = {0: (*whole[:left_out], *whole[left_out + 1 :])}
+        with pytest.raises(SaveFailed, match="do not lead from step 0 to 3"):
+            segment_record(OpenedSegment(1, "a" * 16, infos[-1], 0, 0.0, 0, parts), "r", 1, 0, SYSTEM)
+    made = segment_record(OpenedSegment(1, "a" * 16, infos[-1], 0, 0.0, 0, {0: whole}), "r", 1, 0, SYSTEM)
+    assert [one.step for one in made.steps] == [1, 2, 3]
+
+
+def test_an_entry_with_another_bit_is_refused(tmp_path: Path) -> None:
+    store = SegmentRun(tmp_path).store
+    place = StoredEntry(1, "a" * 16, 0, 1, stored_digest(b"entry"))
+    store.put(keys.segment_entries(1, "a" * 16, 0), [b"-entry-"])
+    read = bytearray(5)
+    read_entry(store, place, memoryview(read))
+    assert read == b"entry"
+    store.put(keys.segment_entries(1, "a" * 16, 0), [b"-entrx-"])
+    with pytest.raises(Damaged, match="does not have its digest"):
+        read_entry(store, place, memoryview(read))
+
+
+def test_a_segment_is_signed_like_a_version(tmp_path: Path) -> None:
+    """A signature of a version with the same number, attempt and digest is none of the segment."""
+    run, ours = SegmentRun(tmp_path), Signer(Ed25519PrivateKey.generate())
+    store, id, trust = run.store, run.repository.id, Trust((ours.public,))
+    info = EntryInfo(id, 0, 1, 1, 0, (Generation("g", 1),), 9)
+    made = segment_record(OpenedSegment(1, "a" * 16, info, 0, 0.0, 0, {0: ((info, bytes(32)),)}), id, 1, 0, SYSTEM)
+    segment = put_segment(store, made, ours)
+    assert read_record(store, id, segment, trust) == made
+    forged = json.loads(ours.sign(id, 1, "a" * 16, bytes.fromhex(segment.digest)))
+    fields = {name: forged[name] for name in ("key", "algorithm", "signature")}
+    store.put(keys.segment_signature(1, "a" * 16), [records.dump(fields, keys.segment_signature(1, "a" * 16))])
+    with pytest.raises(Untrusted, match="over segment 1"):
+        read_record(store, id, segment, trust)
+    put_segment(store, made, None)
+    store.delete([keys.segment_signature(1, "a" * 16)])
+    with pytest.raises(Untrusted, match="segment 1 is not signed"):
+        read_record(store, id, segment, trust)

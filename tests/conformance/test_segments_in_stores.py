@@ -1,0 +1,25 @@
+"""Every store keeps segments of the step journal: written, replayed, damaged, collected."""
+
+from __future__ import annotations
+
+from segment_run import SegmentRun, Training, record, replay, states
+
+from raystow.storage.format import keys
+
+
+def test_segments_in_every_store(uri: str) -> None:
+    run = SegmentRun(uri)
+    training = Training()
+    journal = run.journal(training)
+    journal.replay()
+    record(run, journal, training, range(1, 5))
+    run.start()
+    assert replay(run) == (4, states(4)[4])
+    second = run.root.segments[1]
+    run.store.put(keys.segment_entries(second.number, second.attempt, 0), [b"torn"])
+    run.start()
+    assert replay(run) == (2, states(2)[2])
+    run.save(2)
+    run.repository.plan_collection(grace=0).execute()
+    assert {keys.segment_of(info.key) for info in run.store.list(keys.SEGMENTS)} == {(second.number, second.attempt)}
+    journal.close()
