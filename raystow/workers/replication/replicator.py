@@ -11,7 +11,6 @@ import functools
 import itertools
 import logging
 import math
-import threading
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Protocol, TypeVar
@@ -24,21 +23,15 @@ from ...storage.log import about
 from ...storage.object_store import Buffer
 from ..cache.tier import MemoryTier
 from ..protocol.messages import AttemptKey, Holding, NodePart, Replica, ReplicationProgress
-from .partners import partners
+from .reconciler import LOOK, ClusterNodes, PartnerNodes, Reconciler
 
 logger = logging.getLogger(__name__)
 
 _Answer = TypeVar("_Answer")
-_LOOK = 3.0  # seconds between looks at what the partners have
-_CENSUS = 30.0  # seconds between looks at which nodes there are while there are enough: thousands of nodes ask the head
-_SHUN = 30.0  # seconds for which a node that did not answer is no partner
 
 
-class ReplicationPeers(Protocol):
+class ReplicationPeers(ClusterNodes, Protocol):
     """The workers of other nodes. Methods raise ``ClusterError`` if one does not answer in time."""
-
-    def nodes(self) -> Mapping[str, str]:
-        """The nodes alive that have a worker, this one too -> their failure domains."""
 
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
         """What a node has in memory of a repository."""
@@ -72,22 +65,20 @@ class NoReplicationPeers:
         pass
 
 
-class Replicator:
-    """``step`` and ``run`` are called by one thread, the others by any. ``node``: the name of this node."""
+class Replicator(Reconciler):
+    """See ``Reconciler``. ``node``: the name of this node."""
 
     def __init__(self, node: str, tier: MemoryTier, peers: ReplicationPeers, clock: Clock) -> None:
+        super().__init__()
         self._node, self._tier, self._peers, self._clock = node, tier, peers, clock
+        self._partners = PartnerNodes(node, peers, clock)
         self._replicas: dict[str, int] = {}  # by repository
         self._rate = math.inf
         self._given_up: deque[AttemptKey] = deque()
-        self._zones: Mapping[str, str] = {}
-        self._chosen: dict[int, tuple[str, ...]] = {}  # number of replicas -> partners
         self._seen: dict[str, dict[AttemptKey, Holding]] = {}  # node -> what it had in memory when it was last looked at
         self._inherited: set[tuple[AttemptKey, int]] = set()
-        self._shunned: dict[str, float] = {}  # until when
-        self._looked = self._counted = self._ready = -math.inf
+        self._looked = self._ready = -math.inf
         self._complete = True
-        self._woken, self._closed = threading.Event(), False
         self.progress = ReplicationProgress()
 
     def want(self, repository: str, replicas: int, rate: float | None) -> None:
@@ -101,29 +92,10 @@ class Replicator:
         self._given_up.append(attempt)
         self.wake()
 
-    def wake(self) -> None:
-        """Look again soon: something has changed."""
-        self._woken.set()
-
-    def close(self) -> None:
-        """Let ``run`` return."""
-        self._closed = True
-        self.wake()
-
-    def run(self) -> bool:
-        """Call ``step``, and wait until there may be something to do again. Returns False after ``close``."""
-        pause = _LOOK
-        try:
-            pause = self.step() if not self._closed else 0.0
-        finally:
-            if self._woken.wait(pause):
-                self._woken.clear()
-        return not self._closed
-
     def step(self) -> float:
         """Do the next thing; the seconds after which there is something to do again, if nothing changes here before."""
         now = self._clock.monotonic()
-        looking = now - self._looked >= _LOOK
+        looking = now - self._looked >= LOOK
         if looking:
             self._look(now)
         self._tell()
@@ -133,7 +105,7 @@ class Replicator:
         if missing and now >= self._ready:
             self._push(*missing[0])
             return 0.0
-        return max(0.0, min(self._ready if missing else math.inf, self._looked + _LOOK) - now)
+        return max(0.0, min(self._ready if missing else math.inf, self._looked + LOOK) - now)
 
     def _look(self, now: float) -> None:
         """See which nodes there are, what those that matter have, and what of the copies here is this node's to see to.
@@ -141,28 +113,18 @@ class Replicator:
         What is here is looked at first: a node before this one in a part's line that has nothing afterwards has lost it.
         """
         mine, self._looked = self._mine(), now
-        self._shunned = {node: until for node, until in self._shunned.items() if until > now}
-        self._chosen.clear()
         degrees = {*self._replicas.values(), *(self._degree(held, part) for held in mine for part in held.parts.values())}
-        if now - self._counted >= _CENSUS or any(len(self._partners(n)) < n for n in degrees):
-            self._count(now)
-        matter = {node for n in degrees for node in self._partners(n)}
-        matter |= {node for held in mine for part in held.parts.values() for node in part.replica_order if node in self._zones}
+        self._partners.refresh(degrees)
+        matter = {node for n in degrees for node in self._partners.of(n)}
+        alive = self._partners.zones
+        matter |= {node for held in mine for part in held.parts.values() for node in part.replica_order if node in alive}
         repositories = {held.attempt.repository for held in mine}
         self._seen = {}
-        for node in sorted(matter - self._shunned.keys() - {self._node}):
+        for node in sorted(node for node in matter - {self._node} if self._partners.answers(node)):
             for repository in repositories:
                 held = self._ask(node, functools.partial(self._peers.holdings, node, repository))
                 self._seen.setdefault(node, {}).update({one.attempt: one for one in held or ()})
         self._inherited = {(held.attempt, number) for held in mine for number in held.whole if self._inherits(held, number)}
-
-    def _count(self, now: float) -> None:
-        self._counted = now
-        try:
-            self._zones = self._peers.nodes()
-        except RaystowError as error:
-            logger.warning("it is not known which nodes there are: %s", error)
-        self._chosen.clear()
 
     def _degree(self, held: Holding, part: NodePart) -> int:
         """How many copies there should be of a part: who inherits it, and has not been told, does as the one before."""
@@ -210,7 +172,7 @@ class Replicator:
                     continue
                 replicas = self._degree(held, part)
                 expected += sum(part.objects.values()) * replicas
-                order = self._node, *self._partners(replicas)
+                order = self._node, *self._partners.of(replicas)
                 for partner in order[1:]:
                     chosen[partner] = None
                     theirs = self._seen.get(partner, {}).get(held.attempt, Holding(held.attempt)).parts.get(number, NodePart())
@@ -239,22 +201,14 @@ class Replicator:
 
     def _ask(self, node: str, question: Callable[[], _Answer]) -> _Answer | None:
         """What a node answers; None if it does not: then it is no partner for a while, and others are looked for at once."""
-        if node in self._shunned:
+        if not self._partners.answers(node):
             return None
         try:
             return question()
         except RaystowError as error:
-            logger.warning("no copies go to a node that does not answer, for %.0f s: %s", _SHUN, error)
-            self._shunned[node] = self._clock.monotonic() + _SHUN
-            self._looked = self._counted = -math.inf
-            self._chosen.clear()
+            self._partners.shun(node, error)
+            self._looked = -math.inf
             return None
-
-    def _partners(self, replicas: int) -> tuple[str, ...]:
-        if replicas not in self._chosen:
-            able = {node: zone for node, zone in self._zones.items() if node not in self._shunned}
-            self._chosen[replicas] = partners(able, replicas).get(self._node, ())
-        return self._chosen[replicas]
 
     def _mine(self) -> list[Holding]:
         return [held for repository in sorted(self._tier.repositories()) for held in self._tier.holdings(repository)]
