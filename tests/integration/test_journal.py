@@ -119,7 +119,7 @@ def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
     reach = run_json("plan", tmp_path)["journal"]
     assert (reach["step"], reach["entries"], reach["end"]) == (6, 8, "")
     assert reach["nodes"].keys() <= {*alive}
-    assert "reaches step 6 by 8 entries" in run("plan", tmp_path).stdout
+    assert "reaches step 6 by 8 journal entries" in run("plan", tmp_path).stdout
     assert run_json("plan", tmp_path, 1)["journal"] is None
     needed = {(rank, number) for rank in (0, 1) for number in (3, 4, 5, 6)}
 

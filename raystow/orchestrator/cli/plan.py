@@ -8,14 +8,13 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from ...storage.errors import ClusterError
 from ...storage.version_selector import LATEST
 from ..restore.plan import Rates
 from ..restore.what_if import Reads, plan_world
 from . import options
 from .options import Json, Uri, Which, number
 from .output import count, emit, fields_of, out, say, size, table
-from .target import open_target
+from .target import Target, open_target
 
 if TYPE_CHECKING:
     from ..coordinator.journal_reach import JournalReach
@@ -36,11 +35,11 @@ def plan(
 ) -> None:
     """Compute which step N ranks would reach in a restore, what each would read of the version, and how long that takes.
 
-    Restores nothing: reads the version's record and manifest and, for the latest version, asks the nodes of a Ray cluster that
-    runs here for steps in the journal. Those of another number of ranks count as if the optimizer acted element by element. The
-    manifest does not say how other ranks split the tensors; the assumption is printed. A node reads each stored byte once for all
-    its ranks; of a chunk that several nodes need, one reads it from the store and passes it on. Chunks are read whole. What nodes
-    cache in memory is not counted.
+    Restores nothing: reads the version's record and manifest and, for the latest version, asks the store and the nodes of a Ray
+    cluster that runs here for steps in the journal. Those of another number of ranks count as if the optimizer acted element by
+    element. The manifest does not say how other ranks split the tensors; the assumption is printed. A node reads each stored byte
+    once for all its ranks; of a chunk that several nodes need, one reads it from the store and passes it on. Chunks are read
+    whole. What nodes cache in memory is not counted.
 
     Example:  raystow plan s3://bucket/runs/llama --world 64
     """
@@ -52,7 +51,7 @@ def plan(
     made = plan_world(chosen, ranks, per_node=per_node, whole=replicated)
     assumption, passed_on = _WHOLE if replicated else _SPLIT, sum(node.passed_on for node in made.nodes)
     seconds = made.seconds(Rates(peer=peer_rate, store=rate))
-    reach = _reach(target.repository.id, chosen.step, ranks) if version == LATEST else None
+    reach = _reach(target, chosen.step, ranks) if version == LATEST else None
     if json:
         emit(
             {
@@ -85,29 +84,26 @@ def plan(
     total = f"{size(made.store.nbytes)} from the store, {made.amplification:.3f} times what is needed, for {size(chosen.bytes)}"
     say(f"in total {total} stored; {size(passed_on)} passed on between nodes")
     say(f"about {seconds:,.1f} s at {size(rate)} per second and node from the store, and {size(peer_rate)} from other nodes")
-    if version == LATEST:
-        say(_reach_text(chosen.step, reach))
+    if reach is not None:
+        say(_reach_text(reach))
 
 
-def _reach(repository: str, base: int, ranks: int) -> JournalReach | None:
-    """How far recorded steps lead after a version; None if no Ray cluster runs here."""
-    from ..coordinator.journal_reach import journal_reach
+def _reach(target: Target, base: int, ranks: int) -> JournalReach:
+    from ..coordinator.journal_reach import journal_reach  # imports Ray
 
-    try:
-        return journal_reach(repository, base, ranks)
-    except ClusterError:
-        return None
+    return journal_reach(target.repository, target.root, base, ranks)
 
 
-def _reach_text(base: int, reach: JournalReach | None) -> str:
-    if reach is None:
-        return f"a restore reaches step {base}; no Ray cluster runs here, whose nodes could have steps in the journal"
-    end = f"; {reach.end}" if reach.end else ""
-    if not reach.entries:
-        return f"a restore reaches step {base}; no node has later steps in the journal that can be replayed{end}"
-    nodes = ", ".join(f"{node[:8]} has {number}" for node, number in reach.nodes.items())
-    entries = f"{reach.entries} entries of the journal, {size(reach.bytes)} in the memory of nodes ({nodes})"
-    return f"a restore reaches step {reach.step} by {entries}{end}"
+def _reach_text(reach: JournalReach) -> str:
+    """The step that a restore reaches, from where, and why no later one."""
+    text = f"a restore reaches step {reach.step}"
+    if reach.entries:
+        nodes = ", ".join(f"{node[:8]} has {number}" for node, number in reach.nodes.items())
+        text += f" by {reach.entries} journal entries, {size(reach.bytes)} ({nodes})"
+    else:
+        text += "; there are no later steps in the journal that can be replayed"
+    text += f"; {reach.end}" if reach.end else ""
+    return text if reach.cluster else f"{text}; no Ray cluster runs here, whose nodes could have more"
 
 
 def _fields(reads: Reads) -> dict[str, object]:

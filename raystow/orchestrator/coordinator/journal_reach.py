@@ -1,15 +1,20 @@
-"""How far the steps that nodes have in memory lead after a version, without replaying any."""
+"""How far the steps lead that nodes and the store have after a version, without replaying any."""
 
 from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from ...storage.catalog import Catalog
+from ...storage.errors import ClusterError
+from ...storage.format.root import Root
 from ...workers.node.actor import journal_entries
+from ...workers.protocol.messages import STORE, EntryInfo
 from .. import ray_cluster
 from ..journal.entry_plan import plan_entries
+from .segments import stored_entries
 
 
 @dataclass(frozen=True)
@@ -20,8 +25,9 @@ class JournalReach:
         step: The step that all ranks reach.
         entries: Entries of all ranks.
         bytes: Their sizes together.
-        nodes: How many of them each node has in memory, by Ray's ids.
+        nodes: How many of them each node has in memory, by Ray's ids, and how many the store has, as "store".
         end: Why later entries are not used; empty if there are none.
+        cluster: Whether nodes of a Ray cluster were asked.
     """
 
     step: int
@@ -29,15 +35,23 @@ class JournalReach:
     bytes: int
     nodes: Mapping[str, int]
     end: str
+    cluster: bool
 
 
-def journal_reach(repository: str, base: int, world_size: int) -> JournalReach:
-    """Ask the nodes of the Ray cluster that this machine belongs to; ``ClusterError`` if there is none.
+def journal_reach(catalog: Catalog, root: Root, base: int, world_size: int) -> JournalReach:
+    """Ask the store, and the nodes of the Ray cluster that this machine belongs to if there is one.
 
     ``base``: the step of the version. Entries of another number of ranks count as if all optimizers acted element by element.
     """
-    with ray_cluster.connected():
-        plan = plan_entries(base, world_size, asyncio.run(journal_entries(repository)))
+    held: dict[str, Sequence[EntryInfo]] = {STORE: tuple(stored_entries(catalog, root))}
+    cluster = True
+    try:
+        with ray_cluster.connected():
+            held.update(asyncio.run(journal_entries(catalog.id)))
+    except ClusterError:
+        cluster = False
+    plan = plan_entries(base, world_size, held)
     places = [place for step in plan.steps for place in step]
     nodes = Counter(node for place in places for node in place.nodes)
-    return JournalReach(plan.step, len(places), sum(place.info.size for place in places), dict(sorted(nodes.items())), plan.end)
+    nbytes = sum(place.info.size for place in places)
+    return JournalReach(plan.step, len(places), nbytes, dict(sorted(nodes.items())), plan.end, cluster)
