@@ -67,8 +67,6 @@ def train(config: dict[str, Any]) -> None:
         if step % settings.every == 0 or step == settings.steps:
             weights, moments = get_state_dict(model, optimizer)
             doomed = this_node() if first_try and step == strike and rank == world - 1 else []
-            if doomed:
-                journal.flush()  # the failure is one of the save
             pending = checkpointer.save(
                 {"model": weights, "optim": moments, "step": step}, step=step, metrics={"loss": loss.item()}
             )
