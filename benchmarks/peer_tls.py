@@ -32,6 +32,7 @@ from raystow.workers.protocol.messages import AttemptKey, Contact
 from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
+from raystow.workers.states.staged_states import StagedStates
 
 SIZE, RANGE = 256 << 20, 16 << 20
 
@@ -52,7 +53,7 @@ def serve(pipe: Connection, tls: bool) -> None:
     peers = Peers(lambda node: server.contact, SYSTEM)
     fetcher = Fetcher(tier, peers, budget=SIZE, node="server")
     journal = NodeJournal("server", 1 << 20, peers, NoNodePeers(), SYSTEM)
-    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, tls=tls)
+    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, StagedStates(1 << 20), tls=tls)
     tier.put(AttemptKey("r", 1, "a" * 16), 0, "pack", [os.urandom(1 << 20) * (SIZE >> 20)])
     with fetcher.visit():
         pipe.send(server.contact)

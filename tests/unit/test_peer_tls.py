@@ -26,6 +26,7 @@ from raystow.workers.replication import peer_server
 from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
+from raystow.workers.states.staged_states import StagedStates
 
 TEXT = b"what nobody else may read. " * 20_000
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
@@ -77,7 +78,7 @@ def served(*, tls: bool = True) -> Iterator[PeerServer]:
     peers = Peers(lambda node: server.contact, clock)
     fetcher = Fetcher(tier, peers, budget=1 << 20, node="server")
     journal = NodeJournal("server", 1 << 20, peers, NoNodePeers(), clock)
-    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, tls=tls)
+    server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, StagedStates(1 << 20), tls=tls)
     try:
         with fetcher.visit():
             yield server

@@ -41,6 +41,7 @@ from raystow.workers.replication import peer_server, peers
 from raystow.workers.replication.peer_server import PeerServer
 from raystow.workers.replication.peers import Peers
 from raystow.workers.replication.replica_store import ReplicaStore
+from raystow.workers.states.staged_states import StagedStates
 
 DATA = os.urandom(3_000_000)
 ATTEMPT = AttemptKey("r", 1, "a" * 16)
@@ -66,7 +67,9 @@ class Worker:
         self.peers = Peers(find, clock)
         self.fetcher = Fetcher(self.tier, self.peers, budget=budget, node=name)
         self.journal = NodeJournal(name, 1 << 20, self.peers, PeersOnly(self.peers), clock)
-        self.peer_server = PeerServer("127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal, tls=tls)
+        self.peer_server = PeerServer(
+            "127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal, StagedStates(1 << 20), tls=tls
+        )
         self._visit = self.fetcher.visit()
         self._visit.__enter__()
 

@@ -43,6 +43,7 @@ from ..protocol.messages import (
     NodeStatus,
     OpenJournal,
     OpenSession,
+    OpenStates,
     PutEntry,
     ReadCached,
     Saves,
@@ -52,6 +53,7 @@ from ..protocol.unix_channel import Connection, Listener
 from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
 from ..replication.replicator import NoReplicationPeers, ReplicationPeers, Replicator
+from ..states.staged_states import StagedStates
 from ..thread_priority import give_way
 from .gauges import measure
 from .save_progress import SavesHere
@@ -90,7 +92,7 @@ class Node:
 
     Memory: for each training process the ring and the coded bytes that it asks for, and about 9 MiB for each coding thread; for
     the newest version a quarter of the machine's memory (see ``limit_cache``), and a quarter of that for bytes that restoring
-    processes read from elsewhere.
+    processes read from elsewhere; for states that other replicas read, a quarter.
 
     Args:
         node: The name of this node.
@@ -121,7 +123,8 @@ class Node:
         others, reader = replication_peers or NoNodePeers(), peers or NoPeers()
         self.replicator = Replicator(node, self._tier, others, SYSTEM)
         self.journal = NodeJournal(node, memory_limit() // 8, reader, others, SYSTEM, open_repository=self._repository)
-        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, tls=peer_tls.wanted())
+        self._states = StagedStates(memory_limit() // 4)
+        self._peer_server = PeerServer(host, self._fetcher, self.replicas, self.journal, self._states, tls=peer_tls.wanted())
         self._executors = Executors(
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
@@ -162,6 +165,7 @@ class Node:
         self._peer_server.close()
         self.replicator.close()
         self.journal.close()
+        self._states.close()
         self._executors.coders.shutdown(wait=False)
         self._executors.sealers.shutdown(wait=False)
         self._executors.uploads.shutdown(wait=False)
@@ -181,13 +185,15 @@ class Node:
         with contextlib.closing(connection):
             try:
                 connection.handshake("a process of this node")
-                received = connection.receive(OpenSession, ReadCached, OpenJournal)
+                received = connection.receive(OpenSession, ReadCached, OpenJournal, OpenStates)
                 match received and received[0]:
                     case OpenSession() as opening:
                         with self._saves.rank(opening.uri):
                             Session(connection, self, self._node, opening).serve()
                     case OpenJournal() as journal:
                         self.journal.serve(connection, journal)
+                    case OpenStates() as states:
+                        self._states.serve(connection, states)
                     case ReadCached() as first:
                         with self._fetcher.visit():
                             serve_reads(connection, first, self._fetcher, lambda uri: self._repository(uri).store)

@@ -17,6 +17,7 @@ from ...storage.errors import DeadlineExceeded, ProtocolError
 from ..cache.fetcher import Fetcher
 from ..protocol.messages import (
     JOURNAL,
+    STAGED,
     ClaimSpan,
     Contact,
     EntryKept,
@@ -51,11 +52,29 @@ class EntryHost(Protocol):
         """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
 
 
+class StateHost(Protocol):
+    """The states that processes of this node have staged for other replicas: see ``states.staged_states``."""
+
+    def lend(self, key: str, seconds: float) -> int | None:
+        """Return a descriptor of a state's memory, for the caller to close; None if it will not come. ``DeadlineExceeded`` if it
+        may still come, but has not within ``seconds``."""
+
+
 class PeerServer:
     """Listens at ``host``, an address of this node, until ``close``. ``tls``: whether the traffic is encrypted."""
 
-    def __init__(self, host: str, fetcher: Fetcher, replicas: ReplicaStore, journal: EntryHost, *, tls: bool = True) -> None:
-        self._fetcher, self._replicas, self._journal, self._closed = fetcher, replicas, journal, False
+    def __init__(
+        self,
+        host: str,
+        fetcher: Fetcher,
+        replicas: ReplicaStore,
+        journal: EntryHost,
+        states: StateHost,
+        *,
+        tls: bool = True,
+    ) -> None:
+        self._fetcher, self._replicas, self._journal, self._states = fetcher, replicas, journal, states
+        self._closed = False
         self._channels = set[TcpChannel]()
         self._unproven = dict[TcpChannel, None]()  # oldest first
         self._lock = threading.Lock()
@@ -152,6 +171,8 @@ class PeerServer:
         try:
             if request.key.startswith(JOURNAL):
                 descriptor = self._journal.lend(request.repository, request.key)
+            elif request.key.startswith(STAGED):
+                descriptor = self._states.lend(request.key, _WAIT)
             else:
                 descriptor = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
         except DeadlineExceeded:

@@ -20,6 +20,7 @@ from .reads import *
 from .replicas import *
 from .restores import *
 from .staging import *
+from .states import *
 from .status import *
 
 VERSION = 1

@@ -1,0 +1,132 @@
+"""The states that training processes of this node have staged for other replicas: at most one for each process.
+
+A state outlives its process for a while, so that a replica that reads it then still gets all of it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from dataclasses import dataclass
+
+from ...storage import background
+from ...storage.errors import DeadlineExceeded
+from ..journal.entry_memory import EntryMemory
+from ..protocol.messages import STAGED, DropState, MapState, ObjectState, OpenStates, StageState, StateRoom, StateStaged
+from ..protocol.unix_channel import Connection
+
+_WAIT = 5.0  # seconds after which a process is told that a state is not staged yet
+
+
+@dataclass
+class _Sender:
+    """``staged``: the memory is complete."""
+
+    step: int = -1
+    memory: EntryMemory | None = None
+    staged: bool = False
+    seconds: float = 0.0
+
+
+class StagedStates:
+    """Thread-safe. ``budget``: bytes of all states together."""
+
+    def __init__(self, budget: int) -> None:
+        self._budget = budget
+        self._changed = threading.Condition()
+        self._senders: dict[str, _Sender] = {}
+
+    def serve(self, connection: Connection, opening: OpenStates) -> None:
+        """Handle the messages of a training process until it goes away."""
+        sender = _Sender()
+        with self._changed:
+            self._senders[opening.sender] = sender
+        try:
+            while (received := connection.receive(StageState, StateStaged, DropState, MapState)) is not None:
+                message, descriptor = received
+                match message:
+                    case StageState() if descriptor is not None:
+                        memory = EntryMemory.received(descriptor, message.size)
+                        connection.send(StateRoom(self._announce(sender, message, memory)))
+                    case StateStaged():
+                        with self._changed:
+                            sender.staged = sender.memory is not None
+                            self._changed.notify_all()
+                    case DropState():
+                        self._drop(sender)
+                    case MapState(key):
+                        self._answer(connection, key)
+        finally:
+            if sender.staged:
+                background.after(sender.seconds, "raystow-states", lambda: self._forget(opening.sender, sender))
+            else:
+                self._forget(opening.sender, sender)
+
+    def lend(self, key: str, seconds: float) -> int | None:
+        """Return a descriptor of a state's memory, for the caller to close; None if it will not come.
+
+        Raises:
+            DeadlineExceeded: It may still come, but has not within ``seconds``.
+        """
+        name, _, number = key.removeprefix(STAGED).rpartition("/")
+        step = int(number) if number.isdecimal() else -1
+        with self._changed:
+            self._changed.wait_for(lambda: not self._may_come(name, step), seconds)
+            if self._may_come(name, step):
+                raise DeadlineExceeded(f"not staged after {seconds:.0f} s", subject=key)
+            sender = self._senders.get(name)
+            if sender is None or sender.memory is None or sender.step != step:
+                return None
+            return sender.memory.lend()
+
+    def close(self) -> None:
+        """Let go of everything. What was lent stays with the borrower."""
+        with self._changed:
+            for sender in self._senders.values():
+                self._release(sender)
+
+    def _answer(self, connection: Connection, key: str) -> None:
+        try:
+            descriptor = self.lend(key, _WAIT)
+        except DeadlineExceeded:
+            connection.send(ObjectState("pending"))
+            return
+        if descriptor is None:
+            connection.send(ObjectState("absent"))
+            return
+        try:
+            connection.send(ObjectState("present"), fd=descriptor)
+        finally:
+            os.close(descriptor)
+
+    def _may_come(self, name: str, step: int) -> bool:
+        """Whether a living sender has no state of this step yet, nor of a later one."""
+        sender = self._senders.get(name)
+        return sender is not None and sender.step <= step and not (sender.step == step and sender.staged)
+
+    def _announce(self, sender: _Sender, message: StageState, memory: EntryMemory) -> str:
+        with self._changed:
+            self._release(sender)
+            used = sum(other.memory.size for other in self._senders.values() if other.memory is not None)
+            if used + message.size > self._budget:
+                memory.close()
+                return f"{message.size} bytes do not fit into {self._budget}, of which {used} are used"
+            sender.step, sender.memory, sender.seconds = message.step, memory, max(0.0, message.seconds)
+            self._changed.notify_all()
+        return ""
+
+    def _drop(self, sender: _Sender) -> None:
+        with self._changed:
+            self._release(sender)
+
+    def _forget(self, name: str, sender: _Sender) -> None:
+        with self._changed:
+            self._release(sender)
+            if self._senders.get(name) is sender:
+                del self._senders[name]
+            self._changed.notify_all()
+
+    def _release(self, sender: _Sender) -> None:
+        memory, sender.memory, sender.staged = sender.memory, None, False
+        if memory is not None:
+            memory.close()

@@ -1,0 +1,121 @@
+"""A training process's connection to its node worker: it stages states, and maps those that others of the node have staged."""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import os
+import queue
+from collections.abc import Callable
+
+import numpy as np
+
+from ...storage import background
+from ...storage.clock import SYSTEM
+from ...storage.coding.kernels import Bytes
+from ...storage.errors import ClusterError, DeadlineExceeded
+from ..journal.entry_memory import EntryMemory
+from ..protocol.messages import DropState, MapState, ObjectState, OpenStates, StageState, StateRoom, StateStaged, state_key
+from ..protocol.unix_channel import Connection
+
+logger = logging.getLogger(__name__)
+
+
+def absent(step: int) -> ClusterError:
+    """Return the error of a state that will not come."""
+    return ClusterError(f"has died, or has no state of step {step} any more", subject="the sender of the state")
+
+
+class StateClient:
+    """Stages one state at a time, or maps one. ``lost``: the node worker is gone."""
+
+    def __init__(self, address: str, name: str) -> None:
+        self._connection = Connection.connect(address)
+        self._connection.send(OpenStates(name))
+        self._answers: queue.SimpleQueue[tuple[StateRoom | ObjectState, int | None] | None] = queue.SimpleQueue()
+        self.lost = False
+        self._thread = background.start("raystow-states", self._listen)
+
+    def stage(self, step: int, size: int, seconds: float, fill: Callable[[int], None]) -> None:
+        """Hand over the state of a step. ``fill`` writes its ``size`` bytes to the descriptor that it is called with.
+
+        Raises:
+            ClusterError: The node worker is gone, or has no memory for the state.
+            DeadlineExceeded: The node worker has not answered within ``seconds``.
+        """
+        memory = EntryMemory.empty(size)
+        try:
+            descriptor = memory.lend()
+            try:
+                self._connection.send(StageState(step, size, seconds), fd=descriptor)
+                self._check_room(step, seconds)
+                fill(descriptor)
+            finally:
+                os.close(descriptor)
+            self._connection.send(StateStaged())
+        except BaseException:
+            self.drop()
+            raise
+        finally:
+            memory.close()
+
+    def drop(self) -> None:
+        """Free the memory of the state; replicas that are reading it lose it."""
+        if not self.lost:
+            try:
+                self._connection.send(DropState())
+            except ClusterError as error:
+                logger.debug("a state is not dropped: %s", error)
+
+    def close(self) -> None:
+        """Drop the state and close the connection."""
+        self.drop()
+        self._connection.close()
+        self._thread.join()
+
+    def map(self, sender: str, step: int, seconds: float) -> Bytes:
+        """Return the memory of a state that a process of this node has staged, as soon as it has. Changes to it are private.
+
+        Raises:
+            ClusterError: The sender is gone, or the node worker is.
+            DeadlineExceeded: The time is over.
+        """
+        end, state, descriptor = SYSTEM.monotonic() + seconds, "pending", None
+        while state == "pending":
+            self._connection.send(MapState(state_key(sender, step)))
+            answer, descriptor = self._await(f"the state of step {step} did not come within {seconds:.1f} s", end)
+            state = answer.state if isinstance(answer, ObjectState) else "absent"
+        if descriptor is None:
+            raise absent(step)
+        try:
+            flags, access = mmap.MAP_PRIVATE, mmap.PROT_READ | mmap.PROT_WRITE
+            return np.frombuffer(mmap.mmap(descriptor, 0, flags, access), np.uint8)
+        finally:
+            os.close(descriptor)
+
+    def _check_room(self, step: int, seconds: float) -> None:
+        answer, _ = self._await(f"the node worker did not answer within {seconds:.1f} s", SYSTEM.monotonic() + seconds)
+        if isinstance(answer, StateRoom) and answer.problem:
+            remedy = "give the node more memory, or send from fewer processes of a node"
+            raise ClusterError(f"cannot be staged: {answer.problem}", subject=f"the state of step {step}", remedy=remedy)
+
+    def _await(self, what: str, end: float) -> tuple[StateRoom | ObjectState, int | None]:
+        try:
+            answer = self._answers.get(timeout=max(0.0, end - SYSTEM.monotonic()))
+        except queue.Empty:
+            self.lost = True  # the answer may still come, and is to no other question
+            self._connection.shut()
+            raise DeadlineExceeded(f"timed out: {what}", remedy="raise the timeout, or see whether the sender lives") from None
+        if answer is None:
+            raise ClusterError("died", subject="the node worker")
+        return answer
+
+    def _listen(self) -> None:
+        try:
+            received: tuple[StateRoom | ObjectState, int | None] | None
+            while (received := self._connection.receive(StateRoom, ObjectState)) is not None:
+                self._answers.put(received)
+        finally:
+            self.lost = True
+            self._connection.shut()
+            self._answers.put(None)

@@ -1,0 +1,74 @@
+"""Reads the bytes of a state from the memory of the sender's node."""
+
+from __future__ import annotations
+
+import threading
+
+from ...storage import background
+from ...storage.clock import SYSTEM
+from ...storage.errors import ClusterError, DeadlineExceeded, ProtocolError
+from ..protocol.messages import Contact, ObjectState, ReadObject, state_key
+from ..protocol.tcp_channel import TcpChannel
+from .state_client import absent
+
+
+class StateReader:
+    """Thread-safe; each thread uses a connection of its own. ``seconds``: within which everything must have been read."""
+
+    def __init__(self, contact: Contact, sender: str, step: int, seconds: float) -> None:
+        self._contact, self._key, self._step, self._seconds = contact, state_key(sender, step), step, seconds
+        self._end = SYSTEM.monotonic() + seconds
+        self._lock = threading.Lock()
+        self._idle, self._open = list[TcpChannel](), set[TcpChannel]()
+        self._begun = self._closed = False
+        self._timer = background.after(max(0.0, seconds), "raystow-states", self.close)
+
+    def read(self, start: int, target: memoryview) -> None:
+        """Fill ``target`` with the bytes from ``start``; waits until the state is staged.
+
+        Raises:
+            ClusterError: The sender is gone, or its node is.
+            DeadlineExceeded: The time is over.
+        """
+        try:
+            state = ""
+            while not state or (state == "pending" and not self._begun):
+                channel = self._take()
+                channel.send(ReadObject("", self._key, start, target.nbytes))
+                state = channel.receive(ObjectState).state
+                if state == "present":
+                    self._begun = True
+                    channel.receive_into(target)
+                with self._lock:
+                    self._idle.append(channel)
+        except (OSError, ProtocolError) as error:
+            self._check_time(error)
+            raise ClusterError(f"its node does not answer: {error}", subject="the sender of the state") from error
+        if state != "present":
+            raise absent(self._step)
+
+    def close(self) -> None:
+        """End all reads."""
+        self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            for channel in self._open:
+                channel.close()
+
+    def _take(self) -> TcpChannel:
+        self._check_time(None)
+        with self._lock:
+            if self._idle:
+                return self._idle.pop()
+        channel = TcpChannel.connect(self._contact)
+        with self._lock:
+            self._open.add(channel)
+            closed = self._closed
+        if closed:
+            channel.close()
+        return channel
+
+    def _check_time(self, cause: Exception | None) -> None:
+        if SYSTEM.monotonic() >= self._end:
+            what = f"timed out: the state of step {self._step} did not come within {self._seconds:.1f} s"
+            raise DeadlineExceeded(what, remedy="raise the timeout, or see whether the sender lives") from cause

@@ -1,0 +1,154 @@
+"""States that a process stages in its node's memory, as other processes and other nodes read them."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, closing
+
+import pytest
+from polling import wait_until
+
+from raystow.storage import background
+from raystow.storage.clock import SYSTEM
+from raystow.storage.errors import ClusterError, DeadlineExceeded
+from raystow.workers.cache.fetcher import Fetcher, NoPeers
+from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.journal.node_journal import NodeJournal
+from raystow.workers.node.node import NoNodePeers
+from raystow.workers.protocol.messages import OpenStates
+from raystow.workers.protocol.unix_channel import Listener
+from raystow.workers.replication.peer_server import PeerServer
+from raystow.workers.replication.replica_store import ReplicaStore
+from raystow.workers.states.staged_states import StagedStates
+from raystow.workers.states.state_client import StateClient
+from raystow.workers.states.state_reader import StateReader
+
+DATA = os.urandom(100_000)
+BUDGET = 150_000
+
+
+class Worker:
+    """The part of a node worker that has to do with states."""
+
+    def __init__(self) -> None:
+        self.states = StagedStates(BUDGET)
+        tier = MemoryTier(1)
+        fetcher, journal = Fetcher(tier, NoPeers(), budget=1), NodeJournal("a", 1, NoPeers(), NoNodePeers(), SYSTEM)
+        self.server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, self.states, tls=False)
+        self._listener = Listener(f"raystow-test-{os.getpid()}-{SYSTEM.token()}")
+        self.address = self._listener.name
+        background.repeat("raystow-accept", self._accept)
+
+    def _accept(self) -> bool:
+        if (connection := self._listener.accept()) is None:
+            return False
+        connection.handshake("a process")
+        received = connection.receive(OpenStates)
+        assert received is not None
+        background.start("raystow-session", self.states.serve, connection, received[0])
+        return True
+
+    def close(self) -> None:
+        self._listener.close()
+        self.server.close()
+        self.states.close()
+
+    def read(self, sender: str, step: int, seconds: float = 30.0) -> bytes:
+        """What another node reads."""
+        with closing(StateReader(self.server.contact, sender, step, seconds)) as reader:
+            target = bytearray(len(DATA))
+            reader.read(0, memoryview(target))
+            return bytes(target)
+
+
+@pytest.fixture
+def worker() -> Iterator[Worker]:
+    with closing(Worker()) as worker:
+        yield worker
+
+
+@pytest.fixture
+def client(worker: Worker) -> Iterator[Callable[[str], StateClient]]:
+    with ExitStack() as stack:
+        yield lambda name: stack.enter_context(closing(StateClient(worker.address, name)))
+
+
+def write(descriptor: int) -> None:
+    assert os.pwrite(descriptor, DATA, 0) == len(DATA)
+
+
+def test_a_state_is_read_by_other_nodes_and_mapped_by_this_one(worker: Worker, client: Callable[[str], StateClient]) -> None:
+    sender, receiver = client("sender"), client("receiver")
+    sender.stage(3, len(DATA), 30, write)
+    assert worker.read("sender", 3) == DATA
+    mapped = receiver.map("sender", 3, 30)
+    assert mapped.tobytes() == DATA
+    mapped[0] ^= 1  # is private
+    sender.drop()
+    assert mapped[1:].tobytes() == DATA[1:]
+    sender.stage(4, len(DATA), 30, write)
+    assert worker.read("sender", 4) == DATA
+
+
+def test_a_state_outlives_its_process_for_some_seconds(worker: Worker, client: Callable[[str], StateClient]) -> None:
+    StateClient(worker.address, "sender")._connection.shut()  # before it has staged anything
+    with pytest.raises(ClusterError, match="sender of the state: has died"):
+        worker.read("sender", 3)
+    dying = StateClient(worker.address, "dying")
+    dying.stage(3, len(DATA), 1.0, write)
+    dying._connection.shut()
+    assert worker.read("dying", 3) == DATA
+    assert client("receiver").map("dying", 3, 30).tobytes() == DATA
+    wait_until(lambda: not worker.states._senders.keys() & {"dying"}, "the state is forgotten")
+    with pytest.raises(ClusterError, match="has died, or has no state of step 3 any more"):
+        client("other").map("dying", 3, 30)
+
+
+def test_a_state_that_was_not_staged_whole_is_not_read(worker: Worker) -> None:
+    def fail(descriptor: int) -> None:
+        write(descriptor)
+        raise RuntimeError("the copy failed")
+
+    sender = StateClient(worker.address, "sender")
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        sender.stage(3, len(DATA), 30, fail)
+    with pytest.raises(DeadlineExceeded, match=r"the state of step 3 did not come within 0\.2 s"):
+        worker.read("sender", 3, 0.2)
+    sender.close()
+    with pytest.raises(ClusterError, match="has died"):
+        worker.read("sender", 3)
+
+
+def test_a_receiver_waits_for_a_step_and_gets_no_other(worker: Worker, client: Callable[[str], StateClient]) -> None:
+    sender, receiver = client("sender"), client("receiver")
+    timer = background.after(0.2, "raystow-later", lambda: sender.stage(5, len(DATA), 30, write))
+    assert receiver.map("sender", 5, 30).tobytes() == DATA
+    timer.join()
+    for step, error in ((4, ClusterError), (6, DeadlineExceeded)):
+        with pytest.raises(error):
+            worker.read("sender", step, 0.2)
+        with pytest.raises(error):
+            client(f"receiver of {step}").map("sender", step, 0.2)
+
+
+def test_states_of_a_node_share_its_budget(worker: Worker, client: Callable[[str], StateClient]) -> None:
+    first, second = client("first"), client("second")
+    first.stage(3, len(DATA), 30, write)
+    with pytest.raises(
+        ClusterError, match="state of step 3: cannot be staged: 100000 bytes do not fit into 150000, of which 100000"
+    ):
+        second.stage(3, len(DATA), 30, write)
+    first.stage(4, len(DATA), 30, write)  # takes the place of its own
+    first.drop()
+    wait_until(lambda: worker.states._senders["first"].memory is None, "the state is dropped")
+    second.stage(3, len(DATA), 30, write)
+    assert worker.read("second", 3) == DATA
+
+
+def test_a_client_notices_that_its_node_worker_is_gone(worker: Worker) -> None:
+    client = StateClient(worker.address, "sender")
+    client._connection.shut()
+    wait_until(lambda: client.lost, "the connection is lost")
+    with pytest.raises(ClusterError):
+        client.stage(1, len(DATA), 30, write)
