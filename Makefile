@@ -74,7 +74,7 @@ test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 o
 
 test-frameworks: export DS_ACCELERATOR := cpu
 test-frameworks: $(FRAMEWORKS)/ready  ## tests with training frameworks, in an environment of their own (some minutes)
-	$(FRAMEWORKS)/bin/python -m pytest -m "not slow" tests/integration/test_torchtitan.py tests/integration/test_deepspeed*.py
+	$(FRAMEWORKS)/bin/python -m pytest -m "not slow" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
 
 # An environment on top of .venv: what these frameworks pin stays out of it, and torch and Ray are not installed twice.
 $(FRAMEWORKS)/ready: $(READY) pyproject.toml
@@ -84,7 +84,7 @@ $(FRAMEWORKS)/ready: $(READY) pyproject.toml
 		> $$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 	$(FRAMEWORKS)/bin/python -m pip install --quiet setuptools wheel
 	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt "deepspeed<0.20"
-	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchtitan]"
+	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchft,torchtitan]"
 	touch $@
 
 test-trackers: $(READY)  ## versions in W&B, MLflow and TensorBoard (installs them, 0.1 GB)

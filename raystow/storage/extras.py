@@ -19,6 +19,8 @@ _EXTRAS = {
     "cryptography": "signatures",
     "deepspeed": "deepspeed",
     "torchtitan": "torchtitan",
+    "torchft": "torchft",
+    "opentelemetry": "torchft",
     "mlflow": "trackers",
     "wandb": "trackers",
 }
