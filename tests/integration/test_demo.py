@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import functools
 import os
-import re
 import signal
 import subprocess
 import sys
@@ -43,7 +42,7 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
     assert done.returncode == 0, done.stdout + done.stderr
     assert "Bit for bit the same as without the failure" in done.stdout
     assert "killed a node during the save of step 4" in done.stdout
-    assert re.search(r"lost: (0 steps|1 step)\b", done.stdout)
+    assert "lost: 0 steps" in done.stdout
     repositories = [raystow.open(tmp_path / "raystow-demo" / run) for run in ("undisturbed", "disturbed")]
     assert [version.step for version in repositories[1].versions()] == [2, 4, 6, 8]
     # The second attempt died with its node, unless that had stored its part by then.

@@ -32,7 +32,7 @@ def demo(
 ) -> None:
     """Train on a Ray cluster, kill a node during a save, and compare the results bit for bit.
 
-    One step at most is lost: steps after the last version are replayed from the journal.
+    No step is lost: steps after the last version are replayed from the journal.
 
     Starts two Ray nodes on this machine and trains a GPT of 6.5 million parameters with FSDP2 twice, the second time killing a
     node during a save. Exits with 1 if the final weights or the losses after the restore differ. Takes about two minutes on two

@@ -8,7 +8,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from ...storage.repository import Repository
-from ..cli.output import count, ratio_text, size, table
+from ..cli.output import ratio_text, size, table
 from .events import Event, select
 from .outcome import Comparison, Failure, stalls
 from .settings import DISTURBED
@@ -52,7 +52,7 @@ def _course(fail: Failure) -> RenderableType:
         ("0.0", f"node killed during the save of step {fail.step}: raylet and workers", f"{fail.processes} processes"),
         (f"{fail.detected:.1f}", "failure detected by Ray Train, which restarts the workers", ""),
         (f"{fail.restored:.1f}", f"restored from version {fail.version}, step {fail.restored_step}", ""),
-        ("", f"replayed {count(replayed, 'recorded step')}, up to step {fail.reached}", f"lost: {count(lost, 'step')}"),
+        ("", f"replayed {replayed} recorded steps, up to step {fail.reached}", f"lost: {lost} steps"),
         (f"{fail.durable:.1f}", "next version durable", ""),
     ]
     return table("The failure", (">after s", "event", ""), rows)

@@ -65,6 +65,7 @@ def train(config: dict[str, Any]) -> None:
         journal.record(step, values=step)
         events.write("step", run=run, rank=rank, step=step, loss=loss.item())
         if step % settings.every == 0 or step == settings.steps:
+            journal.flush()  # else a failure during the save might lose this step
             weights, moments = get_state_dict(model, optimizer)
             doomed = this_node() if first_try and step == strike and rank == world - 1 else []
             pending = checkpointer.save(
