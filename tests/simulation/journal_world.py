@@ -95,9 +95,14 @@ class ModelRank:
 
 
 class JournalWorld:
-    """``play`` lets a number of random events happen, and raises ``Violation``."""
+    """``play`` lets a number of random events happen, and raises ``Violation``.
 
-    def __init__(self, seed: int) -> None:
+    ``digests``: a replay ends at the version if the state before the first entry was another one. This happens, rarely: entries
+    of a line that was given up may be left where nobody could drop them, and the version does not tell its line.
+    """
+
+    def __init__(self, seed: int, *, digests: bool = True) -> None:
+        self._digests = digests
         self.rng, self.clock = RandomSource(seed), WorldClock()
         self.nodes: dict[str, JournalNode] = {}
         self.replayed = self.deaths = 0
@@ -271,6 +276,8 @@ class JournalWorld:
             if info.step == step and after == state:
                 continue  # of another rank
             if (info.previous, before) != (step, state):
+                if self._digests and step == self._version:
+                    break
                 raise Violation("lines of history are not mixed", f"the entry of step {info.step} follows another step {step}")
             step, state = info.step, after
             self.replayed += 1
