@@ -8,6 +8,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 READY := .venv/ready
 FRAMEWORKS := .venv-frameworks
+VERL := .venv-verl
 # A free port for S3, and one for Ceph's monitor, which also uses the port 1,000 above.
 PORTS := import socket; s = [socket.create_server(("127.0.0.1", 0)) for _ in range(2)]; a, b = (x.getsockname()[1] for x in s); \
 	print(a, b - 1000); socket.create_server(("127.0.0.1", b - 1000)).close()
@@ -73,18 +74,29 @@ test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 o
 	SEEDS=$(SEEDS) $(BIN)/pytest tests/streams
 
 test-frameworks: export DS_ACCELERATOR := cpu
-test-frameworks: $(FRAMEWORKS)/ready  ## tests with training frameworks, in an environment of their own (some minutes)
+test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frameworks, in environments of their own (some minutes)
 	$(FRAMEWORKS)/bin/python -m pytest -m "not slow" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
+	$(VERL)/bin/python -m pytest -m "not slow" tests/integration/test_verl.py
 
 # An environment on top of .venv: what these frameworks pin stays out of it, and torch and Ray are not installed twice.
-$(FRAMEWORKS)/ready: $(READY) pyproject.toml
-	rm -rf $(FRAMEWORKS)
-	$(BIN)/python -m venv $(FRAMEWORKS)
+.venv-%/below: $(READY) pyproject.toml
+	rm -rf $(@D)
+	$(BIN)/python -m venv $(@D)
 	$(BIN)/python -c 'import sysconfig; print("import site; site.addsitedir(" + repr(sysconfig.get_path("purelib")) + ")")' \
-		> $$($(FRAMEWORKS)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
-	$(FRAMEWORKS)/bin/python -m pip install --quiet setuptools wheel
-	DS_BUILD_OPS=0 $(FRAMEWORKS)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt "deepspeed<0.20"
-	$(FRAMEWORKS)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchft,torchtitan]"
+		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
+	touch $@
+
+$(FRAMEWORKS)/ready: $(FRAMEWORKS)/below
+	$(@D)/bin/python -m pip install --quiet setuptools wheel
+	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt "deepspeed<0.20"
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchft,torchtitan]"
+	touch $@
+
+# verl itself without what it needs for GPUs, rollouts and trackers.
+$(VERL)/ready: $(VERL)/below
+	$(@D)/bin/python -m pip install --quiet --no-deps "verl<0.10" -e .
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt cachetools codetiming datasets fastapi hydra-core peft pylatexenc \
+		"tensordict>=0.8,<=0.10" torchdata "transformers>=5.5.3,<5.11" uvicorn
 	touch $@
 
 test-trackers: $(READY)  ## versions in W&B, MLflow and TensorBoard (installs them, 0.1 GB)

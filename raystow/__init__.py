@@ -111,7 +111,7 @@ _MODULES = {
     "sensitivity": "orchestrator.sensitivity",
 }
 
-_SUBMODULES = ("dcp", "deepspeed", "huggingface", "lightning", "ray_train", "torchft", "torchtitan", "trackers")
+_SUBMODULES = ("dcp", "deepspeed", "huggingface", "lightning", "ray_train", "torchft", "torchtitan", "trackers", "verl")
 """Integrations: each needs the library that it integrates with."""
 
 

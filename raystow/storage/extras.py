@@ -21,6 +21,7 @@ _EXTRAS = {
     "torchtitan": "torchtitan",
     "torchft": "torchft",
     "opentelemetry": "torchft",
+    "verl": "verl",
     "mlflow": "trackers",
     "wandb": "trackers",
 }

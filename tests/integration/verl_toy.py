@@ -1,0 +1,129 @@
+"""A toy of verl's PPO that counts in its weights how often each prompt was trained: ranks that talk by gloo, with verl's own
+checkpoint managers and the methods of its ``RayPPOTrainer`` that save and load. Its groups of workers are this process."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import ray
+import torch
+import verl_cpu
+from omegaconf import OmegaConf
+from torch import distributed, nn
+from torch.distributed.fsdp import fully_shard
+from torchdata.stateful_dataloader import StatefulDataLoader
+from torchdata.stateful_dataloader.sampler import RandomSampler
+from transformers import PretrainedConfig, PreTrainedModel
+from verl.trainer.ppo.ray_trainer import RayPPOTrainer
+from verl.utils.checkpoint.fsdp_checkpoint_manager import FSDPCheckpointManager
+
+import raystow.verl
+from raystow.orchestrator.integrations.verl.settings import VARIABLE
+
+assert verl_cpu
+assert raystow.verl
+
+BATCH, LEARNED, KEPT = 4, 30_000, 2
+
+
+class Counts(PreTrainedModel):
+    """``seen``: how often each prompt was trained. ``learned`` depends on the order, too."""
+
+    config_class = PretrainedConfig
+
+    def __init__(self, prompts: int, seed: int) -> None:
+        super().__init__(PretrainedConfig())
+        self.seen = nn.Parameter(torch.zeros(prompts))
+        self.learned = nn.Parameter(torch.rand(LEARNED, generator=torch.Generator().manual_seed(seed)))
+
+    def forward(self, prompts: torch.Tensor) -> torch.Tensor:
+        return -self.seen[prompts].sum() + (self.learned * (prompts.sum() % 7 - 3)).square().mean()
+
+
+class Group:
+    """What a trainer of verl asks of a group of workers, done in this process by a manager."""
+
+    def __init__(self, manager: FSDPCheckpointManager) -> None:
+        self._manager, self.world_size = manager, distributed.get_world_size()
+
+    def save_checkpoint(self, local_path: str, hdfs_path: str | None, step: int, max_ckpt_to_keep: int | None) -> None:
+        self._manager.save_checkpoint(local_path, hdfs_path, step, max_ckpt_to_keep)
+
+    def load_checkpoint(self, local_path: str, del_local_after_load: bool) -> None:
+        self._manager.load_checkpoint(local_path, None, del_local_after_load)
+
+    def execute_all_sync(self, method: str, functions: list[Callable[..., None]], arguments: list[Any]) -> None:
+        rank = distributed.get_rank()
+        functions[rank](self, arguments[rank])
+
+
+class Role:
+    """The actor or the critic: its sharded model, optimizer and schedule."""
+
+    def __init__(self, prompts: int, seed: int) -> None:
+        self.model = Counts(prompts, seed)
+        fully_shard(self.model)
+        counted = {"params": [self.model.seen], "lr": float(distributed.get_world_size())}  # gradients are averaged
+        self.optimizer = torch.optim.SGD([counted, {"params": [self.model.learned], "lr": 0.01, "momentum": 0.9}])
+        constant = torch.optim.lr_scheduler.LambdaLR(self.optimizer, lambda step: 1.0)
+        self.schedule = constant
+        self.group = Group(FSDPCheckpointManager(self.model, self.optimizer, constant))
+
+    def step(self, prompts: torch.Tensor) -> None:
+        self.optimizer.zero_grad()
+        self.model(prompts).backward()
+        self.optimizer.step()
+        self.schedule.step()
+
+
+def trainer_of(folder: Path, prompts: int) -> Any:
+    """A ``RayPPOTrainer`` with as much as its methods use."""
+    trainer = RayPPOTrainer.__new__(RayPPOTrainer)
+    options = {
+        "default_local_dir": str(folder),
+        "default_hdfs_dir": None,
+        "resume_mode": "auto",
+        "del_local_ckpt_after_load": False,
+    }
+    keeps = {"max_actor_ckpt_to_keep": KEPT, "max_critic_ckpt_to_keep": KEPT}
+    checkpoint = {"actor_rollout_ref": {"actor": {"checkpoint": {"async_save": False}}}}
+    trainer.config = OmegaConf.create({"trainer": {**options, **keeps}, **checkpoint})
+    trainer.use_critic, trainer.global_steps, trainer.total_training_steps = True, 0, prompts // BATCH
+    shuffled = RandomSampler(range(prompts), generator=torch.Generator().manual_seed(1))
+    trainer.train_dataloader = StatefulDataLoader(range(prompts), batch_size=BATCH, sampler=shuffled, drop_last=True)
+    return trainer
+
+
+def train(rank: int, n: int, address: str, uri: str, folder: Path, prompts: int, save_every: int = 2) -> dict[str, Any]:
+    """Train each prompt once, from the newest version on. The file ``begun`` tells of the first step."""
+    os.environ[VARIABLE] = uri
+    if not ray.is_initialized():
+        ray.init(address=address, log_to_driver=False, logging_level="ERROR")
+    folder.mkdir(exist_ok=True)
+    own = folder / f"rank-{rank}"  # as on nodes that share no folder
+    trainer, actor, critic = trainer_of(own, prompts), Role(prompts, 1), Role(prompts, 2)
+    trainer.actor_rollout_wg, trainer.critic_wg = actor.group, critic.group
+    trainer._load_checkpoint()
+    begin = trainer.global_steps
+    for batch in trainer.train_dataloader if begin < trainer.total_training_steps else ():
+        trainer.global_steps += 1
+        for role in (actor, critic):
+            role.step(batch[rank::n])
+        if trainer.global_steps % save_every == 0:
+            trainer._save_checkpoint()
+        (folder / "begun").touch()
+    return {
+        "begin": begin,
+        "steps": trainer.global_steps,
+        **{name: _found(role) for name, role in (("actor", actor), ("critic", critic))},
+    }
+
+
+def _found(role: Role) -> tuple[set[float], str]:
+    """The numbers of times that prompts were trained, and a digest of what was learned."""
+    learned = role.model.learned.full_tensor().detach().numpy().tobytes()
+    return set(role.model.seen.full_tensor().tolist()), hashlib.sha256(learned).hexdigest()
