@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 from pathlib import Path
@@ -22,7 +23,16 @@ from raystow.orchestrator.coordinator.ray_client import coordinator_name
 from raystow.storage.stores import open_store
 from raystow.workers.node.actor import NAMESPACE
 
-pytestmark = pytest.mark.usefixtures("cluster")
+pytestmark = pytest.mark.usefixtures("two_nodes")
+
+
+@pytest.fixture
+def two_nodes(cluster: object) -> None:
+    """End the worker that another test may have left on the head: it would keep copies."""
+    for node in ray.nodes():
+        if node["Alive"] and not node["Resources"].get("CPU"):
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(f"node-{node['NodeID']}", NAMESPACE))
 
 
 def build(self: Any) -> None:

@@ -195,7 +195,7 @@ BUGS = (
     ),
     _bug(
         "collection trusts an old plan",
-        ("CollectionPlan._spend", "[$g for $g in $due if ($g.id, $g.attempt) not in $live]", "$due"),
+        ("CollectionPlan._spend", "[$g for $g in $due if $g.attempt not in $listed]", "$due"),
     ),
     _bug(
         "collection ignores leases",
