@@ -4,6 +4,7 @@ number."""
 from __future__ import annotations
 
 import os
+from pathlib import Path
 
 from .errors import StateError
 
@@ -21,6 +22,14 @@ def path_text(name: str, value: object) -> str:
     if not isinstance(text, str):
         raise refused(name, value, "a path, as text")
     return text
+
+
+def expanded(path: Path) -> Path:
+    """Replace ``~`` or ``~user`` at the beginning of a path. ``StateError`` if there is no such user."""
+    try:
+        return path.expanduser()
+    except RuntimeError as error:
+        raise StateError(str(error), subject=str(path), remedy="give the path without ~") from None
 
 
 def refused(name: str, value: object, valid: str, instead: str = "", subject: str = "") -> StateError:

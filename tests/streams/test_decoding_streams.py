@@ -138,7 +138,7 @@ def test_what_comes_back_is_what_was_saved(saved: tuple[Version, State], seed: i
 
 PLANTED = {
     "tables that have not come up": ("work.lane.stream.wait_event(ready)", "pass"),
-    "tensors that are being made": ('and check its results."""\n    work.event.synchronize()', 'and check its results."""'),
+    "tensors that are being made": ('and check its results."""\n        work.event.synchronize()', 'and check its results."""'),
 }
 
 

@@ -10,6 +10,7 @@ from typing import Annotated
 
 import typer
 
+from ...storage.arguments import expanded
 from ...storage.version import Version
 from ...storage.version_selector import LATEST
 from . import options
@@ -132,4 +133,4 @@ def _torch_file(to: Path, version: Version, *, quiet: bool) -> Export:
 
 
 def _resolved(path: Path) -> str:
-    return str(path.expanduser().resolve())
+    return str(expanded(path).resolve())

@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ...storage.arguments import expanded
 from ...storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS, public_path, write_pair
 from .options import Json
 from .output import emit, out
@@ -25,7 +26,7 @@ def keygen(
 
     Example:  raystow keygen ~/llama-signing.pem
     """
-    file = file.expanduser().absolute()
+    file = expanded(file).absolute()
     public = public_path(file)
     key = write_pair(file)
     if json:

@@ -9,6 +9,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
 
+from ...storage.arguments import expanded
 from ...storage.clock import SYSTEM
 from ...storage.errors import StateError
 from .output import size
@@ -21,7 +22,7 @@ def new_folder(path: Path, nbytes: int) -> Iterator[Path]:
     Raises:
         StateError: ``path`` exists and is not an empty folder, is a mount point, or its disk has too little free space.
     """
-    path = path.expanduser().resolve()
+    path = expanded(path).resolve()
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise StateError("is not an empty folder", subject=str(path), remedy="use a new one")
     if path.is_mount():
@@ -40,7 +41,7 @@ def new_file(path: Path, nbytes: int) -> Iterator[IO[bytes]]:
     Raises:
         StateError: ``path`` exists, or its disk has too little free space.
     """
-    path = path.expanduser().resolve()
+    path = expanded(path).resolve()
     if path.exists():
         raise StateError("exists", subject=str(path), remedy="use a new name")
     with _moved_into_place(path, nbytes) as work, durable_file(work) as sink:

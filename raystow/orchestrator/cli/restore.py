@@ -8,6 +8,7 @@ from typing import Annotated
 
 import typer
 
+from ...storage.arguments import expanded
 from ...storage.version_selector import LATEST
 from . import options, version_files
 from .options import Json, Uri, Which
@@ -49,7 +50,7 @@ def restore(
                 if len(split := list(parts)) > 1:
                     version_files.write_index(folder, split)
             version_files.write_json(folder / "values.json", values)
-    directory, plain = str(output.expanduser().resolve()), len(chosen.values())
+    directory, plain = str(expanded(output).resolve()), len(chosen.values())
     mapped = [placed for file in plan for placed in file.tensors if placed.mapped]
     if json:
         emit(

@@ -29,8 +29,9 @@ class VersionCallbacks:
     """The callbacks of one rank."""
 
     def __init__(self, callbacks: Sequence[VersionCallback], log: logging.Logger | Log) -> None:
-        if not all(callable(getattr(callback, "on_version", None)) for callback in callbacks):
-            raise StateError(f"callbacks is {callbacks!r:.80}", remedy="give objects with a method on_version(version)")
+        listed = isinstance(callbacks, Sequence)
+        if not listed or not all(callable(getattr(callback, "on_version", None)) for callback in callbacks):
+            raise StateError(f"callbacks is {callbacks!r:.80}", remedy="give a list of objects with a method on_version(version)")
         self._callbacks, self._log = tuple(callbacks), log
         self._thread = ThreadPoolExecutor(1, "raystow-callbacks")
 

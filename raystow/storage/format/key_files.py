@@ -12,7 +12,7 @@ import stat
 from pathlib import Path
 
 from .. import extras
-from ..arguments import path_text
+from ..arguments import expanded, path_text
 from ..errors import StateError
 from .signature import PublicKey, Signer, Trust
 
@@ -54,7 +54,7 @@ def trust(path: str | os.PathLike[str] | None = None) -> Trust | None:
 
     ``StateError`` if there is no key, or something else than Ed25519 public keys (PEM).
     """
-    place = _named(TRUSTED_KEYS) if path is None else Path(path_text("trusted_keys", path)).expanduser()
+    place = _named(TRUSTED_KEYS) if path is None else expanded(Path(path_text("trusted_keys", path)))
     if place is None:
         return None
     files = sorted(place.glob("*.pub")) if place.is_dir() else [place]
@@ -99,7 +99,7 @@ def _named(variable: str) -> Path | None:
     name = os.environ.get(variable)
     if name == "":
         raise StateError("is set, but empty", subject=variable, remedy="unset it, or let it name a file")
-    return Path(name).expanduser() if name is not None else None
+    return expanded(Path(name)) if name is not None else None
 
 
 def _public_keys(path: Path) -> list[PublicKey]:
