@@ -79,7 +79,7 @@ class Compression:
         one_of("Compression.codec", self.codec, CODECS)
         one_of("Compression.process", self.process, PROCESSES)
         Lossy.of(self.lossy)
-        if self.delta is not None and self.delta != AUTO:
+        if self.delta is not None and not (isinstance(self.delta, str) and self.delta == AUTO):
             integer("Compression.delta", self.delta, least=1, instead='"auto" or None')
 
 

@@ -57,7 +57,12 @@ def trust(path: str | os.PathLike[str] | None = None) -> Trust | None:
     place = _named(TRUSTED_KEYS) if path is None else expanded(Path(path_text("trusted_keys", path)))
     if place is None:
         return None
-    files = sorted(place.glob("*.pub")) if place.is_dir() else [place]
+    try:
+        files = sorted(place.glob("*.pub")) if place.is_dir() else [place]
+    except OSError as error:
+        raise StateError(
+            f"cannot be read: {error.strerror}", subject=str(place), remedy="name a file or folder of keys"
+        ) from None
     keys = dict.fromkeys(key for file in files for key in _public_keys(file))
     if not keys:
         raise StateError("holds no public key", subject=str(place), remedy="`raystow keygen FILE` writes one to FILE.pub")
