@@ -183,6 +183,16 @@ def record(run: SegmentRun, journal: Journal, training: Training, steps: range) 
         run.write()
 
 
+def begin(run: SegmentRun, base: int | None = None) -> tuple[Training, Journal]:
+    """A new process of the only rank, which has replayed; ``base``: the step of the version that it has restored."""
+    training = Training()
+    journal = run.journal(training)
+    if base is not None:
+        journal.restored(base, True)
+    journal.replay()
+    return training, journal
+
+
 def replay(run: SegmentRun) -> tuple[Any, list[bytes]]:
     """A new process of the only rank, from the initial state: the step that it reaches, and its state."""
     training = Training()

@@ -5,16 +5,16 @@ from __future__ import annotations
 from dataclasses import replace
 
 from .catalog import Catalog
-from .coding.digest import stored_digest
-from .errors import Damaged, InvariantError, NotFound, OutcomeUnknown, SaveFailed, StoreError, Unsupported
+from .errors import InvariantError, NotFound, OutcomeUnknown, SaveFailed, StoreError
 from .format import keys
 from .format.root import Entry, Root, Segment
 from .format.segment_record import SegmentRecord
-from .format.signature import Signer
+from .format.signature import VERSION, Signer
 from .format.version_record import VersionRecord
 from .invariants import Claims, Fence
 from .object_store import ObjectStore
 from .segments import put_segment
+from .signed_record import put_signed
 from .version import Version
 
 UNKNOWN = "call result() again, or look for its step with `raystow ls URI`"
@@ -180,14 +180,5 @@ def put_record(store: ObjectStore, record: VersionRecord, signer: Signer | None)
 
     Raises ``SaveFailed``, and writes nothing, if readers would refuse the record.
     """
-    data = record.dump()
-    try:
-        VersionRecord.load(data, record.key())
-    except (Damaged, Unsupported) as error:
-        raise SaveFailed(f"readers would refuse the record: {error.what}", subject=error.subject) from error
-    digest = stored_digest(data)
-    store.put(record.key(), [data])
-    if signer is not None:
-        signature = signer.sign(record.repository, record.id, record.attempt, digest)
-        store.put(keys.signature(record.id, record.attempt), [signature])
+    data, digest = put_signed(store, record, record.id, VERSION, signer)
     return record.entry(digest, len(data)), data

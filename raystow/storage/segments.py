@@ -9,13 +9,14 @@ import itertools
 from collections.abc import Callable, Iterator
 
 from .coding.digest import stored_digest
-from .errors import Damaged, NotFound, SaveFailed, Unsupported
+from .errors import Damaged, NotFound
 from .format import keys
 from .format.root import Segment
 from .format.segment_record import SegmentRecord
 from .format.signature import SEGMENT, Signer, Trust
 from .limits import MAX_SEGMENT
 from .object_store import ObjectInfo, ObjectStore
+from .signed_record import put_signed
 
 
 def put_segment(store: ObjectStore, record: SegmentRecord, signer: Signer | None) -> Segment:
@@ -23,16 +24,7 @@ def put_segment(store: ObjectStore, record: SegmentRecord, signer: Signer | None
 
     Raises ``SaveFailed``, and writes nothing, if readers would refuse the record.
     """
-    data = record.dump()
-    try:
-        SegmentRecord.load(data, record.key())
-    except (Damaged, Unsupported) as error:
-        raise SaveFailed(f"readers would refuse the record: {error.what}", subject=error.subject) from error
-    digest = stored_digest(data)
-    store.put(record.key(), [data])
-    if signer is not None:
-        signature = signer.sign(record.repository, record.number, record.attempt, digest, SEGMENT)
-        store.put(keys.segment_signature(record.number, record.attempt), [signature])
+    data, digest = put_signed(store, record, record.number, SEGMENT, signer)
     return record.segment(digest, len(data))
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-from segment_run import SegmentRun, Training, record, replay, states
+from segment_run import SegmentRun, begin, record, replay, states
 
 from raystow.storage.format import keys
 
 
 def test_segments_in_every_store(uri: str) -> None:
     run = SegmentRun(uri)
-    training = Training()
-    journal = run.journal(training)
-    journal.replay()
+    training, journal = begin(run)
     record(run, journal, training, range(1, 5))
     run.start()
     assert replay(run) == (4, states(4)[4])

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from cli_runner import run_json
-from segment_run import SegmentRun, Training, record
+from segment_run import SegmentRun, begin, record
 
 from raystow.storage.format import keys
 
@@ -14,10 +14,7 @@ def test_commands_name_segments(tmp_path: Path) -> None:
     """ls, verify, repair and gc; of a whole one, one with a flipped bit, and one without its record."""
     run = SegmentRun(tmp_path)
     run.save(0)
-    training = Training()
-    journal = run.journal(training)
-    journal.restored(0, True)
-    journal.replay()
+    training, journal = begin(run, 0)
     record(run, journal, training, range(1, 5))
     journal.close()
     first, second = run.root.segments

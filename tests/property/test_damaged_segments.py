@@ -8,7 +8,7 @@ from pathlib import Path
 
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from segment_run import SegmentRun, Training, record, replay, states
+from segment_run import SegmentRun, begin, record, replay, states
 
 from raystow.storage.format import keys
 
@@ -27,9 +27,7 @@ def test_a_state_that_never_was_is_never_reached(damage: str, number: int, where
     """Of the three segments' objects, three with entries and three records, ``number`` is damaged at the fraction ``where``."""
     with tempfile.TemporaryDirectory() as folder:
         run = SegmentRun(Path(folder))
-        training = Training()
-        journal = run.journal(training)
-        journal.replay()
+        training, journal = begin(run)
         record(run, journal, training, range(1, STEPS + 1))
         journal.close()
         store = run.repository.store

@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from fake_clock import FakeClock
+
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError
@@ -23,26 +25,6 @@ from .random_source import RandomSource
 
 _R = "repository"
 _STATE = 8  # bytes
-
-
-class WorldClock:
-    """Goes on a little with each event. Tokens count up."""
-
-    def __init__(self) -> None:
-        self.time, self._tokens = 0.0, 0
-
-    def now(self) -> float:
-        return self.time
-
-    def monotonic(self) -> float:
-        return self.time
-
-    def sleep(self, seconds: float) -> None:
-        self.time += seconds
-
-    def token(self) -> str:
-        self._tokens += 1
-        return f"{self._tokens:016x}"
 
 
 class WorldPeers:
@@ -103,7 +85,7 @@ class JournalWorld:
 
     def __init__(self, seed: int, *, digests: bool = True) -> None:
         self._digests = digests
-        self.rng, self.clock = RandomSource(seed), WorldClock()
+        self.rng, self.clock = RandomSource(seed), FakeClock()
         self.nodes: dict[str, JournalNode] = {}
         self.replayed = self.deaths = 0
         self._names = 0

@@ -88,7 +88,7 @@ BUGS = (
     ),
     _bug(
         "the root is swapped before the record is written",
-        ("put_record", "$store.put($record.key(), [$data])", ""),
+        ("signed_record:put_signed", "$store.put($record.key(), [$data])", ""),
         (
             "Committer.commit",
             "$root = $self.catalog.register.update($add, $claims)",

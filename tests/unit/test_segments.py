@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
-from segment_run import SegmentRun, Training, record, replay, states
+from segment_run import SegmentRun, Training, begin, record, replay, states
 
 from raystow.orchestrator.coordinator.segments import OpenedSegment, segment_record
 from raystow.storage.clock import SYSTEM
@@ -78,9 +78,7 @@ def test_a_failed_upload_is_made_up_for(tmp_path: Path, caplog: pytest.LogCaptur
     """By the next segment, and the training goes on."""
     run = SegmentRun(tmp_path)
     run.store = store = FullStore(run.repository.store)
-    training = Training()
-    journal = run.journal(training)
-    journal.replay()
+    training, journal = begin(run)
     record(run, journal, training, range(1, 4))
     assert run.durable == []
     assert "steps up to 2 are not durable yet" in caplog.text
@@ -94,9 +92,7 @@ def test_a_failed_upload_is_made_up_for(tmp_path: Path, caplog: pytest.LogCaptur
 def test_a_version_removes_segments(tmp_path: Path) -> None:
     """Those up to its step; a collection deletes their objects."""
     run = SegmentRun(tmp_path)
-    training = Training()
-    journal = run.journal(training)
-    journal.replay()
+    training, journal = begin(run)
     record(run, journal, training, range(1, 7))
     assert run.durable == [2, 4, 6]
     run.save(4)
@@ -110,10 +106,7 @@ def test_a_version_removes_segments(tmp_path: Path) -> None:
 def test_a_rollback_removes_all_segments(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path)
     run.save(0)
-    training = Training()
-    journal = run.journal(training)
-    journal.restored(0, True)
-    journal.replay()
+    training, journal = begin(run, 0)
     record(run, journal, training, range(1, 4))
     opened = run.segments.open(run.memories[0].own()[-1])
     assert run.durable == [2]
@@ -132,9 +125,7 @@ def test_a_rollback_removes_all_segments(tmp_path: Path) -> None:
 
 def test_entries_in_the_store_make_place_for_new_ones(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path)
-    training = Training()
-    journal = run.journal(training)
-    journal.replay()
+    training, journal = begin(run)
     record(run, journal, training, range(1, 4))
     run.memories[0].budget = run.memories[0].used
     record(run, journal, training, range(4, 8))
@@ -147,9 +138,7 @@ def test_entries_in_the_store_make_place_for_new_ones(tmp_path: Path) -> None:
 
 def test_a_repair_brings_segments_back(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path)
-    training = Training()
-    journal = run.journal(training)
-    journal.replay()
+    training, journal = begin(run)
     record(run, journal, training, range(1, 5))
     journal.close()
     before = run.root.segments
@@ -163,9 +152,7 @@ def test_a_repair_brings_segments_back(tmp_path: Path) -> None:
 def test_repeated_steps_are_stored_again(tmp_path: Path) -> None:
     """Those after a damaged segment: what it has is of a history that was not continued."""
     run = SegmentRun(tmp_path)
-    training = Training()
-    journal = run.journal(training)
-    journal.replay()
+    training, journal = begin(run)
     record(run, journal, training, range(1, 5))
     journal.close()
     lost = run.root.segments[1]
