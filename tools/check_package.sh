@@ -14,11 +14,13 @@ assert packed == tracked, sorted(packed ^ tracked)
 END
 cp -r tests/compat/golden "$work/golden"
 for python in ${PYTHONS:-python3}; do
-  "$python" -m venv "$work/venv" && "$work/venv/bin/pip" install --quiet dist/*.whl
+  "$python" -m venv "$work/venv" && empty=$(du -sm "$work/venv" | cut -f1) && "$work/venv/bin/pip" install --quiet dist/*.whl
   (
     cd "$work" && venv/bin/raystow ls golden >/dev/null && venv/bin/raystow verify --deep --all golden >/dev/null
     venv/bin/python -c 'import raystow; v = raystow.open("golden").latest(); [v.read(name) for name in v.tensors()]'
   )
-  echo "$("$work/venv/bin/python" -V): the wheel reads; $(du -sm "$work/venv" | cut -f1) MB installed"
+  added=$(($(du -sm "$work/venv" | cut -f1) - empty))
+  echo "$("$work/venv/bin/python" -V): the wheel reads; $added MB installed, $empty MB of Python's own besides"
+  [ "$added" -le 380 ] || { echo "an installation for reading has more than 380 MB"; exit 1; }
   rm -rf "$work/venv"
 done
