@@ -10,9 +10,9 @@ from typing import Any
 
 import pytest
 from builders import empty_record, memory_repository
+from coordinated_run import CoordinatedRun, coordinated_run
 from local_cluster import LocalCluster
 from polling import wait_until
-from test_coordinator import CoordinatedRun, run  # noqa: F401
 from test_staging import BEGIN, OPENING, Plan
 
 from raystow.orchestrator.client.failures import Failures
@@ -38,6 +38,13 @@ from raystow.workers.packing.budget import Budget
 from raystow.workers.packing.stale_state import OptimizerWatch
 from raystow.workers.protocol.messages import STAGING, AttemptJoined, EndSave, OpenSession, SaveLost, SessionOpened, Ticket
 from raystow.workers.protocol.unix_channel import Listener
+
+
+@pytest.fixture
+def run() -> CoordinatedRun:
+    return coordinated_run()
+
+
 from raystow.workers.shm.ring import SLOT, Ring
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -97,7 +104,7 @@ def _unavailable(*_: object) -> Any:
     raise StoreUnavailable("time-out")
 
 
-def test_an_unknown_commit_is_told_as_unknown(run: CoordinatedRun) -> None:  # noqa: F811
+def test_an_unknown_commit_is_told_as_unknown(run: CoordinatedRun) -> None:
     run.seal([run.begin(0), run.begin(1)])
     attempt = run.core.next_commit()
     assert attempt is not None
@@ -106,7 +113,7 @@ def test_an_unknown_commit_is_told_as_unknown(run: CoordinatedRun) -> None:  # n
         attempt.result()
 
 
-def test_a_complete_attempt_is_not_given_up_any_more(run: CoordinatedRun) -> None:  # noqa: F811
+def test_a_complete_attempt_is_not_given_up_any_more(run: CoordinatedRun) -> None:
     """A node, or a rank, that gets no answer reports a failure while the root is being swapped."""
     tickets = [run.begin(0), run.begin(1)]
     run.core.finished(tickets[0], 0, 7)
@@ -125,7 +132,7 @@ def test_a_complete_attempt_is_not_given_up_any_more(run: CoordinatedRun) -> Non
     assert attempt.result().step == 1
 
 
-def test_a_part_that_is_not_stored_still_fails_the_save(run: CoordinatedRun) -> None:  # noqa: F811
+def test_a_part_that_is_not_stored_still_fails_the_save(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
