@@ -38,16 +38,15 @@ from raystow.workers.packing.budget import Budget
 from raystow.workers.packing.stale_state import OptimizerWatch
 from raystow.workers.protocol.messages import STAGING, AttemptJoined, EndSave, OpenSession, SaveLost, SessionOpened, Ticket
 from raystow.workers.protocol.unix_channel import Listener
+from raystow.workers.shm.ring import SLOT, Ring
+from raystow.workers.staging.client import Staging
+from raystow.workers.staging.plan import SaveOrder
 
 
 @pytest.fixture
 def run() -> CoordinatedRun:
     return coordinated_run()
 
-
-from raystow.workers.shm.ring import SLOT, Ring
-from raystow.workers.staging.client import Staging
-from raystow.workers.staging.plan import SaveOrder
 
 UNKNOWN = OutcomeUnknown("no answer", subject="save of step 7")
 
