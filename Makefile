@@ -2,7 +2,7 @@
 SHELL := bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := help
-.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite decode-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training kernels package picture docs cli-docs chromium clean
+.PHONY: help venv azurite demo test lint test-frameworks test-s3 s3-suite byte-loops test-streams test-trackers test-gpu soak drills fuzz bench bench-control bench-restore bench-gpu bench-training kernels package picture docs cli-docs chromium clean
 
 PYTHON ?= python3
 BIN := .venv/bin
@@ -66,8 +66,8 @@ kernels: $(READY)  ## compile the GPU kernels to raystow/workers/gpu/kernels/bin
 
 SEEDS ?= 2
 
-decode-loops:  ## compile raystow/storage/coding/decode_loops.c (needs gcc)
-	tools/build_decode_loops.sh
+byte-loops:  ## compile raystow/storage/coding/byte_loops.c (needs gcc)
+	tools/build_byte_loops.sh
 
 test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 orders (three minutes; installs Triton, 0.3 GB)
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"

@@ -116,7 +116,7 @@ def _digest(raw: Bytes, sums: kernels.Words, keys: kernels.Words, *, second: boo
     total, (whole, rest) = sum(int(s) * block_key(b, second=second) for b, s in enumerate(sums)), divmod(raw.size, 4)
     if rest:  # the padded last word, in whichever block it falls
         last, (block, place) = int.from_bytes(raw[4 * whole :].tobytes(), "little"), divmod(whole, BLOCK)
-        last = int(kernels.mixed(np.uint32(last))) if second else last
+        last = kernels.mixed(last) if second else last
         total += last * int(keys[place]) * block_key(block, second=second)
     return int(finish(total, raw.size))
 

@@ -1,8 +1,8 @@
 """The loops over bytes that numpy would take in a dozen passes, free of the GIL.
 
-Those of a restore are a library that was compiled ahead of time (``decode_loops.c``), on x86-64 with AVX2; all others, and all on
-other machines, are compiled by numba (``loops``) or, without it, take several passes of numpy (``numpy_loops``). On the GPU their
-place is taken by Triton kernels of the same contract.
+On x86-64 with AVX2 they are a library that was compiled ahead of time (``byte_loops.c``). On other machines numba compiles them
+(``loops``); without it they take several passes of numpy (``numpy_loops``). On the GPU their place is taken by Triton kernels of
+the same contract.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = [
     "with_numba",
 ]
 
-LIBRARY = Path(__file__).with_name("decode_loops.x86_64.so")
+LIBRARY = Path(__file__).with_name("byte_loops.x86_64.so")
 
 
 @functools.cache
@@ -52,16 +52,18 @@ def library() -> ctypes.CDLL | None:
     except (OSError, StopIteration):
         return None
     pointer, size = ctypes.c_void_p, ctypes.c_size_t
-    for bits in (16, 32, 64):
-        getattr(found, f"join{bits}").argtypes = [pointer, size, ctypes.c_int, pointer]
     for bits in (8, 16, 32, 64):
         getattr(found, f"add{bits}").argtypes = [pointer, pointer, size]
-    found.unpack7.argtypes = [pointer, pointer, size]
+        getattr(found, f"subtract{bits}").argtypes = [pointer, pointer, pointer, size]
+    for bits in (16, 32, 64):
+        getattr(found, f"join{bits}").argtypes = [pointer, size, ctypes.c_int, pointer]
+        getattr(found, f"split{bits}").argtypes = [pointer, size, ctypes.c_int, pointer]
+    found.pack7.argtypes = found.unpack7.argtypes = [pointer, pointer, size]
     found.weighted_sums.argtypes = [pointer, size, pointer, size, pointer]
+    found.weighted_sum_pairs.argtypes = [pointer, size, pointer, pointer, size, pointer, pointer]
+    found.zstd_encode.argtypes = [pointer, pointer, pointer, size, size, pointer, size, pointer]
     found.zstd_decode.argtypes = [pointer, pointer, pointer, pointer, size, size, pointer, size]
-    found.zstd_decode.restype = size
-    for name in ("join16", "join32", "join64", "add8", "add16", "add32", "add64", "unpack7", "weighted_sums"):
-        getattr(found, name).restype = None
+    found.zstd_encode.restype = found.zstd_decode.restype = size
     return found
 
 
@@ -110,7 +112,13 @@ def _same(what: str, sizes: Iterable[int], size: int) -> None:
 
 def split(words: Words, rotate: bool, planes: tuple[Bytes, ...]) -> None:
     """Byte ``p`` of every word into ``planes[p]``; each word rotated left by one bit before if ``rotate``."""
-    _loops().split(words, rotate, planes)
+    found = library()
+    if found is None:
+        _loops().split(words, rotate, planes)
+        return
+    _same("planes and words", (plane.size for plane in planes), words.size)
+    targets = (ctypes.c_void_p * len(planes))(*map(address, planes))
+    getattr(found, f"split{8 * len(planes)}")(address(words), words.size, rotate, targets)
 
 
 def join(planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
@@ -127,7 +135,12 @@ def join(planes: tuple[Bytes, ...], rotated: bool, words: Words) -> None:
 def subtract(words: Words, base: Words, out: Words) -> None:
     """``words - base`` modulo the words' range into ``out``, small differences of either sign as small numbers: 0, -1, 1, -2, 2
     become 0, 1, 2, 3, 4."""
-    _loops().subtract(words, base, out)
+    found = library()
+    if found is None:
+        _loops().subtract(words, base, out)
+        return
+    _same("words, base and differences", (base.size, out.size), words.size)
+    getattr(found, f"subtract{8 * words.itemsize}")(address(words), address(base), address(out), words.size)
 
 
 def add(words: Words, base: Words) -> None:
@@ -142,7 +155,14 @@ def add(words: Words, base: Words) -> None:
 
 def pack7(plane: Bytes, out: Bytes) -> None:
     """The upper 7 bits of each byte, densely, most significant bit first; ``plane.size`` is a multiple of 8."""
-    _loops().pack7(plane, out)
+    found = library()
+    if found is None:
+        _loops().pack7(plane, out)
+        return
+    groups = plane.size // 8
+    if out.size < 7 * groups:
+        raise ValueError("the memory for a packed plane is too short")
+    found.pack7(address(plane), address(out), groups)
 
 
 def unpack7(packed: Bytes, plane: Bytes) -> None:
@@ -157,18 +177,26 @@ def unpack7(packed: Bytes, plane: Bytes) -> None:
     found.unpack7(address(packed), address(plane), groups)
 
 
+def mixed(word: int) -> int:
+    """A 32-bit word as another one: the finalizer of MurmurHash3 (Appleby, 2011), a bijection after which every bit depends on
+    all."""
+    word = (word ^ word >> 16) * 0x85EBCA6B & 0xFFFFFFFF
+    word = (word ^ word >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+    return word ^ word >> 16
+
+
 def weighted_sum_pairs(words: Words, keys: Words, sums: Words) -> None:
     """As ``weighted_sums``, twice in one pass: with each row of ``keys`` into the same row of ``sums`` (both uint64 [2, ...]).
 
     The second sum is taken of ``mixed`` words.
     """
-    _loops().weighted_sum_pairs(words, keys, sums)
-
-
-def mixed(word: np.uint32) -> np.uint32:
-    """A uint32 as another one: the finalizer of MurmurHash3 (Appleby, 2011), a bijection after which every bit depends on all."""
-    other: np.uint32 = _loops().mixed(word)
-    return other
+    found = library()
+    if found is None:
+        _loops().weighted_sum_pairs(words, keys, sums)
+        return
+    _check_sums(words, keys[0], sums[0])
+    where = [address(row) for row in (*keys, *sums)]
+    found.weighted_sum_pairs(address(words), words.size, *where[:2], keys.shape[1], *where[2:])
 
 
 def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
@@ -177,9 +205,11 @@ def weighted_sums(words: Words, keys: Words, sums: Words) -> None:
     if found is None:
         _loops().weighted_sums(words, keys, sums)
         return
+    _check_sums(words, keys, sums)
+    found.weighted_sums(address(words), words.size, address(keys), keys.size, address(sums))
+
+
+def _check_sums(words: Words, keys: Words, sums: Words) -> None:
     _same("sums and blocks of words", (sums.size,), max(1, -(-words.size // keys.size)))
     if words.dtype != np.uint32 or keys.dtype != np.uint64 or sums.dtype != np.uint64:
         raise ValueError("words of another type")
-    if not words.size:
-        sums[:] = 0
-    found.weighted_sums(address(words), words.size, address(keys), keys.size, address(sums))

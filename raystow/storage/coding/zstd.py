@@ -48,7 +48,7 @@ class ZstdEncoder:
         ``out`` must be 0.5 % and 512 bytes larger than ``plane``.
         """
         sizes = np.empty(-(-plane.size // stream), np.uint64)
-        _check(kernels.frame_loops().encode(_address(self._context), plane, stream, out, sizes))
+        _check(_encode(_address(self._context), plane, stream, out, sizes))
         return [int(size) for size in sizes]
 
 
@@ -68,6 +68,15 @@ def decode(coded: Bytes, sizes: Sequence[int] | Words, stream: int, plane: Bytes
         raise Damaged(f"zstd: {_ffi.string(_lib.ZSTD_getErrorName(got)).decode()}")
     if got != plane.size:
         raise Damaged(f"zstd: a stream does not decode to the {stream} bytes that were expected, or to the rest of its plane")
+
+
+def _encode(context: int, plane: Bytes, stream: int, out: Bytes, sizes: Words) -> int:
+    """Fill ``sizes``; 0 or an error code."""
+    found = kernels.library()
+    if found is None:
+        return int(kernels.frame_loops().encode(context, plane, stream, out, sizes))
+    where, one = kernels.address, function("ZSTD_compress2")
+    return int(found.zstd_encode(one, context, where(plane), plane.size, stream, where(out), out.size, where(sizes)))
 
 
 def _decode(context: int, coded: Bytes, sizes: Words, stream: int, plane: Bytes) -> int:

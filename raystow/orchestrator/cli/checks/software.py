@@ -35,17 +35,16 @@ def python() -> Finding:
     return ok(f"Python {platform.python_version()}, raystow {__version__}, {platform.system()} {platform.machine()}")
 
 
-def numba() -> Finding:
-    """Check that the compiled loops run, which encoding needs, and decoding without AVX2."""
+def loops() -> Finding:
+    """Check that coding runs compiled loops."""
     kernels.split(np.arange(64, dtype=np.uint16), True, (np.empty(64, np.uint8), np.empty(64, np.uint8)))
+    if kernels.library() is not None:
+        return ok("compiled ahead of time")
     if kernels.with_numba():
-        return ok(f"numba {importlib.metadata.version('numba')}, the compiled loops run")
-    remedy = 'for speed, pip install "raystow[numba]"'
+        return ok(f"compiled by numba {importlib.metadata.version('numba')}")
     if importlib.util.find_spec("numba") is not None:
         return warning("numba cannot be imported; numpy takes its place, more slowly", "try: python -c 'import numba'")
-    if kernels.library() is None:
-        return warning("not installed: numpy decodes and encodes, more slowly", remedy)
-    return ok("not installed: decoding is compiled, numpy encodes, more slowly", remedy)
+    return warning("numpy codes, slowly: the compiled loops need AVX2", 'for speed, pip install "raystow[numba]"')
 
 
 def torch() -> Finding:
@@ -99,7 +98,7 @@ def survey() -> dict[str, object]:
     return answer
 
 
-CHECKS = {"python": python, "numba": numba, "torch": torch, "ray": ray, "cluster": cluster}
+CHECKS = {"python": python, "loops": loops, "torch": torch, "ray": ray, "cluster": cluster}
 
 
 def _older(version: str, *least: int) -> bool:

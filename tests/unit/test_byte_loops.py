@@ -16,9 +16,9 @@ pytestmark = pytest.mark.skipif(kernels.library() is None, reason="this machine 
 
 
 def test_the_library_was_built_from_the_present_source() -> None:
-    library, source = kernels.library(), kernels.LIBRARY.with_name("decode_loops.c").read_bytes()
+    library, source = kernels.library(), kernels.LIBRARY.with_name("byte_loops.c").read_bytes()
     built = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "source_digest")))
-    assert built.decode() == hashlib.sha256(source).hexdigest(), "run: make decode-loops"
+    assert built.decode() == hashlib.sha256(source).hexdigest(), "run: make byte-loops"
 
 
 def results(seed: int, count: int) -> Iterator[bytes]:
@@ -54,7 +54,7 @@ def results(seed: int, count: int) -> Iterator[bytes]:
 
 
 def encoded(seed: int, count: int) -> Iterator[bytes]:
-    """What each loop that is not compiled ahead of time makes of random bytes."""
+    """What each loop of a save makes of random bytes."""
     random = np.random.default_rng(seed)
     for width, word in kernels.WORDS.items():
         words, base, out = (random.integers(0, 256, count * width, np.uint8).view(word) for _ in range(3))
@@ -64,6 +64,8 @@ def encoded(seed: int, count: int) -> Iterator[bytes]:
             yield from (plane.tobytes() for plane in planes)
         kernels.subtract(words, base, out)
         yield out.tobytes()
+        kernels.subtract(words, base, base)
+        assert base.tobytes() == out.tobytes()
     packed = np.zeros(7 * count, np.uint8)
     kernels.pack7(random.integers(0, 256, 8 * count, np.uint8), packed)
     yield packed.tobytes()
@@ -87,6 +89,9 @@ def test_all_ways_give_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatc
     [
         lambda few, many: kernels.join((few, many), True, np.empty(9, np.uint16)),
         lambda few, many: kernels.add(many, few),
+        lambda few, many: kernels.split(many.view(np.uint16), True, (few, many)),
+        lambda few, many: kernels.subtract(many, many, few),
+        lambda few, many: kernels.pack7(many, few),
         lambda few, many: kernels.unpack7(few, many),
         lambda few, many: kernels.weighted_sums(many.view(np.uint32), digest.WORD_KEYS, np.empty(2, np.uint64)),
         lambda few, many: kernels.add(many[::2], many[:8]),

@@ -1,8 +1,0 @@
-#!/usr/bin/env bash
-# Compiles raystow/storage/coding/decode_loops.c for x86-64 with AVX2. Needs gcc; the result needs no library.
-set -euo pipefail
-cd "$(dirname "$0")/../raystow/storage/coding"
-digest=$(sha256sum decode_loops.c | cut -d' ' -f1)
-gcc -std=c11 -O3 -march=x86-64-v3 -mtune=generic -Wall -Wextra -Werror -ffreestanding -fPIC -shared -nostdlib -s -Wl,--build-id=none \
-  "-DSOURCE_DIGEST=\"$digest\"" decode_loops.c -o decode_loops.x86_64.so
-if nm -D --undefined-only decode_loops.x86_64.so | grep .; then echo "it needs symbols of another library" >&2; exit 1; fi
