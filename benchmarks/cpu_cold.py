@@ -7,8 +7,8 @@ raystow to the S3 server of RAYSTOW_TEST_S3 if that is set.
 *Method.* Each measurement is a new process with torch loaded that creates the target tensors, imports what the case needs, and
 then restores once in place; every tensor is compared bit for bit afterwards. Cases take turns in every round; a cell is the
 median. ``open`` is ``raystow.open(uri).latest().restore(into)``, ``restore_latest`` is ``raystow.restore_latest(uri, into)``.
-Files are in the page cache. ``boto3`` downloads the stored bytes of raystow's packs in ranges of 16 MiB on eight threads, without
-a digest and without decoding.
+Files are in the page cache, Python's bytecode of all modules among them, as after an installation. ``boto3`` downloads the stored
+bytes of raystow's packs in ranges of 16 MiB on eight threads, without a digest and without decoding.
 """
 
 from __future__ import annotations
@@ -163,10 +163,11 @@ def download(client: Any, bucket: str) -> int:
 def measure(ways: tuple[str, ...], folder: Path, bucket: str, rounds: int) -> dict[str, Any]:
     """Run every case in a new process in each round, in turn."""
     found: dict[str, list[dict[str, float]]] = {way: [] for way in ways}
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     for turn in range(-1, rounds):  # warm-up: files of libraries and of the state in the page cache
         for way in (*ways[turn % len(ways) :], *ways[: turn % len(ways)]):
             command = [sys.executable, __file__, "--one", way, "--folder", str(folder), "--bucket", bucket]
-            told = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+            told = subprocess.run(command, check=True, capture_output=True, text=True, env=environment).stdout
             if turn >= 0:
                 found[way].append(json.loads(told.splitlines()[-1]))
     return {

@@ -6,7 +6,7 @@ import contextlib
 import functools
 import operator
 import os
-from collections import defaultdict
+from collections import defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -185,7 +185,10 @@ class PackReader:
         turn: float = 0.0,
     ) -> None:
         self._store, self._version, self._attempt, self._bases, self._turn = store, version, attempt, bases, turn
-        self.threads = threads or min(16, 2 * (os.cpu_count() or 1))
+        self._range_bytes: int = getattr(store, "range_bytes", _RUN)
+        # Threads that wait for a network leave cores free; those that read files do not, and only contend for the GIL.
+        per_core = 2 if self._range_bytes == _RUN else 1
+        self.threads = threads or min(16, per_core * (os.cpu_count() or 1))
 
     def fill(self, requests: Iterable[Request], progress: Callable[[int], None] = lambda nbytes: None) -> None:
         """Fill every request's target; see ``complete``."""
@@ -195,20 +198,46 @@ class PackReader:
         """Fill the targets of ``runs``; ``progress`` is called with the decoded bytes of each chunk.
 
         Raises ``Damaged`` naming pack and tensor, or the store's error; then the content of the targets is undefined. Takes 16
-        MiB of stored bytes and one chunk for each thread.
+        MiB of stored bytes and one chunk for each thread, of which the caller's is one.
         """
         # Of a file, smaller ranges: each takes new memory, and its pages cost more than a request does.
-        most: int = getattr(self._store, "range_bytes", _RUN)
-        if most < _RUN:
-            runs = [part for run in runs for part in _coalesced(run.key, run.pieces, most)]
-        for _ in self._decode(runs, progress, self.threads):
-            pass
+        if self._range_bytes < _RUN:
+            runs = [part for run in runs for part in _coalesced(run.key, run.pieces, self._range_bytes)]
+        threads = max(1, min(self.threads, len(runs)))
+        left = deque[Run | None]([*runs, *[None] * threads])
+
+        def work() -> None:
+            try:
+                while (run := left.popleft()) is not None:
+                    self._decode(run, progress)
+            except BaseException:
+                left.extendleft([None] * threads)  # ends the other threads
+                raise
+
+        with ThreadPoolExecutor(threads, "raystow-read") as pool:
+            others = [pool.submit(work) for _ in range(threads - 1)]
+            work()
+        for other in others:
+            other.result()
 
     def check(self, runs: Sequence[Run], progress: Callable[[int], None], *, memory: int) -> Iterator[Run]:
         """Read and decode runs and check each chunk's digests; yields each whole run, in order. As many threads read as fit into
         ``memory`` bytes, at least one."""
         fitting = memory // max((run.cost for run in runs), default=1)
-        return self._decode(runs, progress, max(1, min(self.threads, fitting)))
+
+        def decoded(run: Run) -> Run:
+            self._decode(run, progress)
+            return run
+
+        if len(runs) < 2:
+            yield from map(decoded, runs)
+            return
+        with ThreadPoolExecutor(max(1, min(self.threads, fitting, len(runs))), "raystow-read") as pool:
+            try:
+                yield from pool.map(decoded, runs)
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
 
     def whole(self, parts: Iterable[Chunk]) -> list[Run]:
         """The runs to fetch to read chunks whole."""
@@ -293,24 +322,13 @@ class PackReader:
         first = int(len(runs) * self._turn)
         return runs[first:] + runs[:first]
 
-    def _decode(self, runs: Sequence[Run], progress: Callable[[int], None], threads: int) -> Iterator[Run]:
-        def decode_one(run: Run) -> Run:
-            for piece, raw in self.elements(run, _own_memory):
-                chunk, target = piece.chunk, piece.target
-                if target is not None and not np.may_share_memory(raw, target):
-                    target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
-                progress(chunk.nbytes)
-            return run
-
-        if len(runs) < 2:
-            yield from map(decode_one, runs)
-            return
-        with ThreadPoolExecutor(min(threads, len(runs)), "raystow-read") as pool:
-            try:
-                yield from pool.map(decode_one, runs)
-            except BaseException:
-                pool.shutdown(wait=True, cancel_futures=True)
-                raise
+    def _decode(self, run: Run, progress: Callable[[int], None]) -> None:
+        """Read a run, check it, and fill the targets of its pieces."""
+        for piece, raw in self.elements(run, _own_memory):
+            chunk, target = piece.chunk, piece.target
+            if target is not None and not np.may_share_memory(raw, target):
+                target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]
+            progress(chunk.nbytes)
 
     def _needed(self, run: Run, piece: Piece) -> Bytes | None:
         """The words that a piece's words are deltas to, if they are."""
