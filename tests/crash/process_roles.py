@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 
 import crash_points
 import ray
+import trial_journal
 from node_process import PortServer
 from remote_calls import Blocking, CoordinatorPort, NodePeers
 from trial_state import blank, same_bits, state_at
@@ -29,6 +30,7 @@ from raystow.orchestrator.client import checkpointer, node_connection, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.coordinator import actor as coordinator_actor
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
+from raystow.orchestrator.coordinator.segments import OpenedSegment, Segments
 from raystow.storage.clock import SYSTEM
 from raystow.storage.committer import Committer
 from raystow.storage.errors import RaystowError, SaveFailed
@@ -36,6 +38,7 @@ from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 from raystow.workers.node import actor as node_actor
 from raystow.workers.node.node import Node
+from raystow.workers.protocol.messages import START, OpenJournal
 from raystow.workers.replication.peers import Peers
 from raystow.workers.shm.ring import SLOT
 
@@ -69,7 +72,8 @@ def _no_ray(*_: object, **__: object) -> None:
 
 def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
     crash_points.watch_core(trip)
-    node_actor._holdings = NodePeers(request["port"]).holdings
+    nodes = NodePeers(request["port"])
+    node_actor._holdings, node_actor._journal_entries = nodes.holdings, nodes.journal_entries
 
     class Told(Housekeeping):
         """Deletes what it drops at once, and tells when it is through."""
@@ -84,7 +88,14 @@ def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
             except BaseException:
                 control.send(error=traceback.format_exc())
 
-    coordinator_actor.Housekeeping = Told
+    class ToldSegments(Segments):
+        """Tells when it is through with a segment."""
+
+        def settled(self, opened: OpenedSegment) -> None:
+            super().settled(opened)
+            control.send(settled=[opened.newest.step, opened.newest.generation])
+
+    coordinator_actor.Housekeeping, coordinator_actor.Segments = Told, ToldSegments
 
     async def serve() -> None:
         actor, loop = coordinator_actor.CoordinatorActor(request["uri"]), asyncio.get_running_loop()
@@ -99,7 +110,9 @@ def _node(request: Message, control: Control, trip: Tripwire) -> None:
     nodes = NodePeers(request["port"])
     others = Peers(nodes.contact, SYSTEM)
     node = Node(request["name"], lambda uri: CoordinatorPort(request["port"], trip), peers=others, threads=1)
-    PortServer(SimpleNamespace(holdings=node.holdings, contact=lambda: node.contact), nodes.at(request["name"]))
+    entries = node.journal.store.holdings
+    port = SimpleNamespace(holdings=node.holdings, journal_entries=entries, contact=lambda: node.contact)
+    PortServer(port, nodes.at(request["name"]))
     control.send(ready={"address": node.address})
     signal.pause()
 
@@ -126,9 +139,17 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     if version is not None:
         wanted = state_at(version.step, version.metrics["salt"], rank=rank)
         found = {"version": version.id, "whole": same_bits(state, wanted)}
+    if request["journal"]:
+        opening = OpenJournal(request["uri"], port.start().repository, rank, replicas=0, durable_every=trial_journal.EVERY)
+        base = START if version is None else version.step
+        journal = trial_journal.TrialJournal(opening, worker().address.remote(), port, request["world_size"], base)
+        found = {**found, "whole": found["whole"] and journal.whole, "step": journal.step, "generation": journal.generation}
     control.send(ready=found)
     while True:
         order = control.receive()
+        if "record" in order:
+            control.send(recorded=journal.record(order["record"]))
+            continue
         step, salt = order["step"], order["salt"]
         pending = ckpt.save(state_at(step, salt, rank=rank), step=step, metrics={"salt": salt})
         try:

@@ -10,6 +10,7 @@ from tripwire import Tripwire
 
 from raystow.storage.clock import SYSTEM
 from raystow.storage.errors import ClusterError
+from raystow.workers.protocol import messages
 
 _RESTARTS = 60.0  # seconds that a call waits for a dead coordinator to be started again, as calls to Ray's actors do
 _RETRY = 0.005
@@ -24,6 +25,18 @@ class CoordinatorPort(RemotePort):
 
     def outcome(self, id: int, attempt: str, timeout: float) -> Any:
         return self.__getattr__("outcome")(id, attempt)
+
+    def open_segment(self, newest: messages.EntryInfo) -> Any:
+        return self._ask("handle", messages.OpenSegment(newest), messages.SegmentTicket)
+
+    def segment_stored(self, part: messages.SegmentStored) -> None:
+        self._ask("handle", part, messages.Acknowledged)
+
+    def settle_journal(self, vote: messages.JournalVote) -> Any:
+        return self._ask("handle_journal", vote, messages.JournalChoice)
+
+    def _ask(self, method: str, request: messages.Message, answer: type) -> Any:
+        return messages.decode(self.__getattr__(method)(messages.PROTOCOL, messages.encode(request)), answer)
 
     def __getattr__(self, method: str) -> Any:
         once = super().__getattr__(method)
@@ -81,3 +94,10 @@ class NodePeers:
         except (OSError, EOFError):
             return []
         return held
+
+    async def journal_entries(self, node: str, repository: str) -> list[Any]:
+        try:
+            found: list[Any] = await asyncio.to_thread(RemotePort(self.at(node)).journal_entries, repository)
+        except (OSError, EOFError):
+            return []
+        return found

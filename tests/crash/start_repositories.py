@@ -43,7 +43,8 @@ def _save(zygote: Zygote, uri: str, logs: Path, steps: list[int]) -> None:
 
 
 def _litter(uri: str) -> None:
-    """Drop two versions, and leave behind attempts without a record, a lease, a probe and a temporary file."""
+    """Drop two versions, and leave behind attempts without a record, segments that no root has named, a lease, a
+    probe and a temporary file."""
     repository = open_repository(uri)
     repository.plan_retention(Policy(keep_last=2)).execute()
     root, store = repository.root(), repository.store
@@ -51,6 +52,10 @@ def _litter(uri: str) -> None:
         attempt = SYSTEM.token()
         for group in ("weights", "optimizer"):
             store.put(keys.pack(id, attempt, 0, group, 0), [bytes(100)])
+    for number in (root.next_segment, root.next_segment + 1):
+        attempt = SYSTEM.token()
+        store.put(keys.segment_entries(number, attempt, 0), [bytes(100)])
+        store.put(keys.segment_record(number, attempt), [b"{}"])
     store.put(keys.lease(1, root.versions[0].attempt, SYSTEM.token()), [b"{}"])
     store.put(f"{probe.PREFIX}{SYSTEM.token()}", [b"left"])
     if uri.startswith("file://"):

@@ -1,5 +1,5 @@
-"""Every process is killed (SIGKILL) at every point of a save, a commit, retention, thinning, compaction, rollback, collection,
-and the making of a repository.
+"""Every process is killed (SIGKILL) at every point of a save, a commit, a segment of the step journal, retention, thinning,
+compaction, rollback, collection, and the making of a repository.
 
 After each kill the last committed version has every bit, nothing half is to be seen, the next save works without help, and a
 collection leaves exactly the listed versions. ``make test`` takes a spread of the points, ``make soak`` all of them; on S3 it
@@ -22,8 +22,8 @@ from raystow.storage.format import keys
 from raystow.storage.repository import open_repository
 from raystow.storage.retention.collect import CollectionPlan
 
-SPREAD = {"create": 3, "save": 8, "prune": 3, "thin": 3, "compact": 1, "rollback": 3, "gc": 4}
-SPREAD_S3 = {"create": 1, "save": 2, "prune": 1, "thin": 1, "compact": 1, "rollback": 1, "gc": 2}
+SPREAD = {"create": 3, "save": 8, "journal": 3, "prune": 3, "thin": 3, "compact": 1, "rollback": 3, "gc": 4}
+SPREAD_S3 = {"create": 1, "save": 2, "journal": 1, "prune": 1, "thin": 1, "compact": 1, "rollback": 1, "gc": 2}
 REAL = "RAYSTOW_TEST_S3" in os.environ  # then there are more of them: it is many times faster than moto's server
 
 
@@ -93,5 +93,6 @@ def test_all_killed_at_once_at_every_point(on_disk: Stage) -> None:
 
 
 @pytest.mark.slow
-def test_another_killed_at_every_point(on_disk: Stage) -> None:
-    run(on_disk, "save", another, most=len(points(on_disk, "save")))
+@pytest.mark.parametrize("act", ["save", "journal"])
+def test_another_killed_at_every_point(on_disk: Stage, act: str) -> None:
+    run(on_disk, act, another, most=len(points(on_disk, act)))

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from processes import Zygote
-from trial_cluster import KEEP, TRAINERS, TrialCluster
+from trial_cluster import CLUSTER, KEEP, TRAINERS, TrialCluster
+from trial_journal import EVERY
 from trial_state import blank, same_bits, state_at
 from trial_store import Place, belonging
 from tripwire import Message, Point, Target
@@ -17,7 +18,10 @@ from raystow.orchestrator.restore.plan import silent
 from raystow.orchestrator.restore.planner import RestoreOptions, plan_restore
 from raystow.storage.errors import NotARepository, NotFound
 from raystow.storage.repository import Repository, open_repository
+from raystow.storage.segments import read_record, verify_segment
 
+_FIRST = 2
+"""The step of the newest version before the steps that are recorded."""
 LOST, AGAIN = 1, 2
 """Salts: of the save that is killed, and of the one after it."""
 
@@ -26,13 +30,14 @@ LOST, AGAIN = 1, 2
 class Act:
     """What goes on when the kill comes. ``template``: the name of the repository that it begins with. ``play`` returns what the
     training processes were told of their saves. ``keep``: the newest versions that it must leave. ``rolled_back_to``: the version
-    that is the newest after it, if it is done."""
+    that is the newest after it, if it is done. ``journal``: the training records its steps; what it does before is not tried."""
 
     name: str
     template: str
     play: Callable[[TrialCluster], list[Message]]
     keep: int = KEEP
     rolled_back_to: int = 0
+    journal: bool = False
 
 
 def _create(cluster: TrialCluster) -> list[Message]:
@@ -53,6 +58,36 @@ def _save(cluster: TrialCluster) -> list[Message]:
     return told
 
 
+def _record(cluster: TrialCluster) -> list[Message]:
+    """Make two segments durable. After a kill the training restarts, goes on at a step that is not before them, and makes another
+    one durable; when all processes are lost, it goes on at the last durable step."""
+    cluster.phase = "start"
+    cluster.start_cluster()
+    cluster.phase = "journal"
+    for step in (4, 6):
+        if not cluster.hit:
+            cluster.record(step)
+    if cluster.hit:
+        cluster.restart(TRAINERS)
+        durable, (step, _) = _durable(cluster.uri), cluster.steps()
+        assert _FIRST <= durable <= step <= 6, f"steps up to {durable} were durable, and the training goes on after {step}"
+        cluster.record(step := EVERY * (step // EVERY + 1))
+        assert _durable(cluster.uri) == step, f"the segment after the kill is not durable: {cluster.stuck('')}"
+        cluster.restart(CLUSTER)
+        assert set(cluster.steps()) == {step}, f"steps up to {step} are durable, and ranks go on after {cluster.steps()}"
+    return []
+
+
+def _durable(uri: str) -> int:
+    """The newest step that the store has. Every segment is whole."""
+    repository = open_repository(uri)
+    root = repository.root()
+    for segment in root.segments:
+        record = read_record(repository.store, repository.id, segment, repository.trust)
+        verify_segment(repository.store, record, deep=True)
+    return max(entry.step for entry in (*root.versions[-1:], *root.segments))
+
+
 def _command(*command: str) -> Callable[[TrialCluster], list[Message]]:
     def play(cluster: TrialCluster) -> list[Message]:
         operator = cluster.start("operator", command=[command[0], cluster.uri, *command[1:]])
@@ -68,6 +103,7 @@ ACTS = {
     for act in (
         Act("create", "empty", _create),
         Act("save", "two", _save),
+        Act("journal", "two", _record, journal=True),
         Act("prune", "many", _command("prune", "--keep-last", "1", "--yes"), keep=1),
         Act("thin", "many", _command("prune", "--resumable", "1", "--delta", "3", "--yes"), keep=4),
         Act("compact", "many", _command("compact", "--yes"), keep=4),
@@ -96,7 +132,10 @@ class Stage:
         logs = self.folder / f"logs-{name}"
         logs.mkdir()
         cluster = TrialCluster(
-            self.zygote, self.place.copy(self.templates[act.template], name), logs, target=target, record=record
+            *(self.zygote, self.place.copy(self.templates[act.template], name), logs),
+            target=target,
+            record=record,
+            journal=act.journal,
         )
         try:
             yield cluster
@@ -107,7 +146,7 @@ class Stage:
         """The points of an act."""
         with self.cluster(act, f"count-{act.name}", record=True) as cluster:
             act.play(cluster)
-        return cluster.points
+        return [point for point in cluster.points if not act.journal or point.phase != "start"]
 
     def trial(self, act: Act, name: str, target: Target) -> None:
         """Kill at one point, and look whether anything is lost, half there, in the way, or left over."""

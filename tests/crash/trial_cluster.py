@@ -38,11 +38,21 @@ class Stuck(AssertionError):
 
 class TrialCluster:
     """``uri``: the repository. ``folder``: for logs. ``target``: only first processes of a name have it, and it is hit once.
-    ``record``: note the points that are passed. ``keep``: versions that retention keeps, 0 for all."""
+    ``record``: note the points that are passed. ``keep``: versions that retention keeps, 0 for all. ``journal``: the training
+    records its steps, with durable segments."""
 
     def __init__(
-        self, zygote: Zygote, uri: str, folder: Path, *, target: Target | None = None, record: bool = False, keep: int = KEEP
+        self,
+        zygote: Zygote,
+        uri: str,
+        folder: Path,
+        *,
+        target: Target | None = None,
+        record: bool = False,
+        keep: int = KEEP,
+        journal: bool = False,
     ) -> None:
+        self._journal = journal
         self._zygote, self.uri, self._folder, self.target, self._record, self._keep = zygote, uri, folder, target, record, keep
         self._selector = selectors.DefaultSelector()
         self._give_up = SYSTEM.monotonic() + _PATIENCE
@@ -75,6 +85,7 @@ class TrialCluster:
             "target": target.name if target is not None and first and target.process == name else "",
             "record": self._record,
             "keep": self._keep,
+            "journal": self._journal,
             "environment": {key: value for key, value in os.environ.items() if key.startswith("AWS_")},
             **more,
         }
@@ -101,6 +112,26 @@ class TrialCluster:
             proc.tell(step=step, salt=salt)
         self.until(lambda: all(proc.doomed or "outcome" in proc.said for proc in ranks), f"the save of step {step}")
         return [proc.said.pop("outcome")[0] for proc in ranks if "outcome" in proc.said]
+
+    def record(self, step: int) -> None:
+        """Let both ranks record the steps up to ``step``, and wait until the coordinator is through with their segment,
+        or the target is hit."""
+        coordinator, ranks, hit = self.processes["coordinator"], [self.processes[name] for name in TRAINERS], self.hit
+        ready = ranks[0].ready
+        assert ready is not None
+        for proc in ranks:
+            proc.tell(record=step)
+        settled = [step, ready["generation"]]
+        self.until(lambda: self.hit > hit or settled in coordinator.said.get("settled", ()), f"the segment of step {step}")
+
+    def restart(self, names: Collection[str]) -> None:
+        """Kill processes, and wait until the training has restored again."""
+        self.kill(names)
+        self.start_cluster()
+
+    def steps(self) -> list[int]:
+        """The step at which the training of each rank goes on."""
+        return [ready["step"] for name in TRAINERS if (ready := self.processes[name].ready) is not None]
 
     def until(self, reached: Callable[[], bool], what: str) -> None:
         """Look after the processes until a condition holds; ``Stuck`` at the trial's deadline."""

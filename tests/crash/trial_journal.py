@@ -1,0 +1,59 @@
+"""The step journal of a training process in a trial: entries whose bytes follow from what is known of them, no optimizer."""
+
+from __future__ import annotations
+
+import queue
+from typing import Any
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.coding.digest import stored_digest
+from raystow.storage.errors import ClusterError
+from raystow.workers.journal.client import JournalClient
+from raystow.workers.protocol.messages import EntryInfo, EntryKept, JournalVote, OpenJournal
+
+EVERY = 2
+"""Steps of a segment."""
+_SIZE, _PATIENCE = 4000, 60.0
+
+
+class TrialJournal:
+    """Replays like ``Journal.replay`` when it is made.
+
+    ``coordinator`` has ``settle_journal``. ``base``: the step that was restored.
+
+    Attributes:
+        step: The last step that was replayed or recorded.
+        whole: Whether all entries of the replay had their bytes.
+        generation: Token of the entries that it records.
+    """
+
+    def __init__(self, opening: OpenJournal, address: str, coordinator: Any, world_size: int, base: int) -> None:
+        self._opening, self._world_size = opening, world_size
+        self._client = JournalClient(address, opening)
+        vote = (opening.rank, world_size, SYSTEM.token(), 1, _PATIENCE, base)
+        choice = coordinator.settle_journal(JournalVote(*vote))
+        places = [place for place in choice.entries if base < place.info.step <= choice.step]
+        self.whole = all(self._client.fetch(place) == content(place.info) for place in places)
+        self.step = choice.step
+        self._lineage = coordinator.settle_journal(JournalVote(*vote, reached=choice.step)).lineage
+        self.generation = self._lineage[-1].token
+
+    def record(self, last: int) -> str:
+        """Record the steps up to ``last``; return why that has failed, else an empty text."""
+        kept: queue.SimpleQueue[EntryKept] = queue.SimpleQueue()
+        for step in range(self.step + 1, last + 1):
+            opening = self._opening
+            info = EntryInfo(opening.repository, opening.rank, self._world_size, step, self.step, self._lineage, _SIZE)
+            try:
+                self._client.keep(info, [content(info)], kept.put)
+            except ClusterError as error:
+                return str(error)
+            if problem := kept.get(timeout=_PATIENCE).problem:
+                return problem
+            self.step = step
+        return ""
+
+
+def content(info: EntryInfo) -> bytes:
+    """The bytes of an entry: others for each rank, step and generation."""
+    return (stored_digest(info.key.encode()) * _SIZE)[:_SIZE]
