@@ -80,6 +80,7 @@ QUEUE_LIMIT = _gauge("raystow_queue_limit_bytes", "What the queue may grow to; t
 MEMORY_TIER = _gauge("raystow_memory_tier_bytes", "Bytes kept in a node's memory to restore from.", "node")
 MEMORY_TIER_LIMIT = _gauge("raystow_memory_tier_limit_bytes", "What keep_in_memory allows.", "node")
 JOURNAL_MEMORY = _gauge("raystow_journal_memory_bytes", "Bytes of entries of recorded steps in a node's memory.", "node")
+RECORDED_STEP = _gauge("raystow_recorded_step", "The newest step in a node's memory.", "repository", "node")
 REPLICAS_WANTED = _gauge(
     "raystow_replicas_wanted_bytes", "Copies on other nodes that a node sees to: what there should be.", "node"
 )
@@ -99,6 +100,7 @@ NEWEST = _gauge(
     "raystow_newest_version_timestamp_seconds",
     "When the newest version was made, since 1970; without one, when the coordinator began.",
 )
+DURABLE_STEP = _gauge("raystow_durable_step", "The newest step in the store: of a version, or of a segment of the journal.")
 DAMAGED = _counter("raystow_damaged_versions", "Versions that a restore found damaged.")
 
 METRICS = tuple(value for value in list(vars().values()) if isinstance(value, Metric))

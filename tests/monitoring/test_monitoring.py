@@ -88,6 +88,8 @@ def test_the_values_are_those_of_the_run(measured: Path) -> None:
     assert values["store_retries_total"] >= 1
     assert values["stall_seconds_total"] > 0
     assert values["connected_ranks"] == 1
+    assert values["durable_step"] == 4 < values["recorded_step"] < 19
+    assert values["unrecorded_steps_total"] >= 2
 
 
 def expressions() -> list[tuple[str, str]]:
@@ -151,6 +153,7 @@ def test_the_document_has_every_metric() -> None:
         (r"IS DAMAGED, falling back", {"version": 4, "step": 4}),
         (r"^restoring version 2", {"version": 2, "step": 2, "rank": 0}),
         (r"^this rank's restore has read", {"rank": 0}),
+        (r"is not recorded, nor are later ones .* is full", {"rank": 0}),
     ],
 )
 def test_lines_of_saves_and_restores_say_which(measured: Path, text: str, fields: dict[str, Any]) -> None:

@@ -6,8 +6,10 @@ import copy
 import dataclasses
 import functools
 import logging
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,8 @@ from hypothesis import strategies as st
 from journal_port import EntryBox, snapshot
 from msgspec.structs import replace
 from torch import nn
+
+from raystow.storage import metrics
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1),
@@ -284,8 +288,10 @@ def recorded_after_replay(box: EntryBox, run: Run, steps: list[int]) -> list[lis
     return states
 
 
-def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture) -> None:
-    """Until the next save; the training goes on."""
+def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Until the next save; the training goes on, and each step that is not recorded is counted."""
+    counted = Counter[metrics.Metric]()
+    monkeypatch.setattr(metrics, "_recorder", SimpleNamespace(record=lambda metric, value, tags: counted.update([metric])))
     box, run = EntryBox(), Run()
     box.refuse = {3}
     journal = box.journal(run.model, run.opt)
@@ -301,6 +307,7 @@ def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture) -> No
     journal.close()
     assert not journal.save_advised
     assert "step 3 is not recorded" in caplog.text
+    assert counted[metrics.UNRECORDED] >= 3  # of steps 3, 5 and 6; step 4 may have been handed over
     steps = box.steps()
     assert steps[:2] == [1, 2]
     assert steps[-1] == 7

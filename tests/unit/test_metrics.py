@@ -7,7 +7,18 @@ import pytest
 from raystow.storage.metrics import DURABLE, METRICS, VERSIONS, Metric, MetricKind, record, record_with
 
 UNITS = ("_seconds", "_bytes", "_ratio")
-COUNTED = ("saves", "versions", "attempts", "retries", "ranks", "steps", "errors", "in_flight", "in_a_row")  # what has no unit
+COUNTED = (
+    "saves",
+    "versions",
+    "attempts",
+    "retries",
+    "ranks",
+    "step",
+    "steps",
+    "errors",
+    "in_flight",
+    "in_a_row",
+)  # what has no unit
 
 
 class Kept:

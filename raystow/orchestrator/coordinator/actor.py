@@ -409,6 +409,9 @@ class CoordinatorActor:
         if newest is not None and newest.raw:
             metrics.record(metrics.RATIO, newest.stored / newest.raw, repository=self._uri)
         metrics.record(metrics.NEWEST, self._began if newest is None else newest.created, repository=self._uri)
+        root = self._committer.root
+        if durable := [*(entry.step for entry in root.versions[-1:]), *(segment.step for segment in root.segments)]:
+            metrics.record(metrics.DURABLE_STEP, max(durable), repository=self._uri)
         metrics.record(metrics.OPEN, sum(not attempt.phase.over for attempt in core.attempts), repository=self._uri)
         metrics.record(metrics.ABORTED_IN_A_ROW, core.aborted_in_a_row, repository=self._uri)
 

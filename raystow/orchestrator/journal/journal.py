@@ -108,6 +108,8 @@ class Journal:
             self._log.warning(what, self._saved, previous, step, extra={"step": step})
         if self._chained:
             self._finish(entry, step, previous, text)
+        elif self._saved != step:
+            record(UNRECORDED, repository=self._identity.uri)
         if self._saved == step:  # the save came first
             self._restart_chain(step)
         record(STALL, SYSTEM.monotonic() - start, repository=self._identity.uri, call="journal")
@@ -278,6 +280,7 @@ class Journal:
 
     def _kept(self, kept: EntryKept) -> None:
         if kept.problem and kept.step > self._first:  # else a save has made it unnecessary
+            record(UNRECORDED, repository=self._identity.uri)
             self._lose("entry of step", kept.step, kept.problem)
         with self._changed:
             self._in_flight.pop(kept.step, None)
@@ -285,9 +288,9 @@ class Journal:
 
     def _lose(self, what: str, step: int, problem: str) -> None:
         """Record nothing more until the next save: entries after a gap cannot be replayed."""
-        record(UNRECORDED, repository=self._identity.uri)
         if self._chained:
-            self._log.error("the %s %d is not recorded, nor are later ones until the next save: %s", what, step, problem)
+            text = "the %s %d is not recorded, nor are later ones until the next save: %s"
+            self._log.error(text, what, step, problem, extra={"step": step})
         self._chained, self.save_advised = False, True
 
 

@@ -112,6 +112,11 @@ class EntryStore:
             found = [kept.info for line in self._lines.values() for kept in line.values() if kept.own]
         return sorted(found, key=lambda info: info.step)
 
+    def newest(self, repository: str) -> int | None:
+        """The newest step that a rank of this node has recorded; None if there is none."""
+        with self._lock:
+            return max((kept.info.step for kept in self._of(repository) if kept.own), default=None)
+
     def has(self, info: EntryInfo) -> bool:
         """Whether an entry is here."""
         with self._lock:

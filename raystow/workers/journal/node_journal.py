@@ -11,7 +11,7 @@ from typing import Protocol
 from ...storage import background
 from ...storage.clock import Clock
 from ...storage.errors import ClusterError, RaystowError
-from ...storage.metrics import JOURNAL_MEMORY, record
+from ...storage.metrics import JOURNAL_MEMORY, RECORDED_STEP, record
 from ..protocol.messages import (
     STORE,
     EntryInfo,
@@ -62,6 +62,7 @@ class NodeJournal:
     ) -> None:
         self._node, self._budget, self._reader, self._open_repository = node, budget, reader, open_repository
         self.store, self._memory = EntryStore(budget), clock.token()
+        self._uris: dict[str, str] = {}  # of the repositories whose steps are recorded here, by their ids
         self._replicator = EntryReplicator(node, self.store, peers, clock)
         background.repeat("raystow-entries", self._replicator.run)
 
@@ -71,6 +72,7 @@ class NodeJournal:
 
     def serve(self, connection: Connection, opening: OpenJournal) -> None:
         """Handle the messages of a training process until it goes away."""
+        self._uris[opening.repository] = opening.uri
         self.store.budget = self._budget if opening.budget is None else opening.budget
         self._replicator.want(opening.repository, opening.replicas)
         segments = None
@@ -110,6 +112,13 @@ class NodeJournal:
         """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
         return self.store.lend(repository, key)
 
+    def measure(self) -> None:
+        """Set the gauges."""
+        record(JOURNAL_MEMORY, self.store.used, node=self._node)
+        for repository, uri in list(self._uris.items()):
+            if (step := self.store.newest(repository)) is not None:
+                record(RECORDED_STEP, step, repository=uri, node=self._node)
+
     def close(self) -> None:
         """Let go of everything."""
         self._replicator.close()
@@ -117,7 +126,6 @@ class NodeJournal:
 
     def _keep(self, connection: Connection, info: EntryInfo, memory: EntryMemory) -> bool:
         problem = self.store.add(info, memory, own=True)
-        record(JOURNAL_MEMORY, self.store.used, node=self._node)
         if problem:
             connection.send(EntryKept(info.step, 0, shortened(problem)))
         else:

@@ -226,6 +226,7 @@ class Node:
         if self._closed.wait(_MEASURE):
             return False
         measure(self.status())
+        self.journal.measure()
         return True
 
     def limit_cache(self, nbytes: int | None) -> None:
