@@ -316,6 +316,37 @@ def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monke
     assert at_six.snapshot() == run.snapshot()
 
 
+def test_entries_of_another_attempt_do_not_follow_a_version(caplog: pytest.LogCaptureFixture) -> None:
+    """The other attempt has not saved that step, and its state was another in one element, which no sample may cover."""
+
+    def build() -> tuple[nn.Module, torch.optim.Optimizer]:
+        torch.manual_seed(0)
+        model = nn.Linear(1, 20_000)
+        return model, torch.optim.SGD(model.parameters(), lr=0.1)
+
+    box, (model, optimizer) = EntryBox(), build()
+    journal = box.journal(model, optimizer)
+    journal.replay()
+    for number in (1, 2, 3):
+        if number == 3:
+            at_two = copy.deepcopy(model.state_dict())
+        model(torch.ones(1, 1)).square().sum().backward()
+        optimizer.step()
+        journal.record(number)
+    journal.close()
+    for place in range(0, 20_000, 2_500):
+        again, optimizer = build()
+        again.load_state_dict(at_two)
+        again.bias.data[place] += 1
+        before = snapshot(again, optimizer)
+        journal = box.journal(again, optimizer)
+        journal.restored(2, True)
+        assert journal.replay() is None
+        journal.close()
+        assert snapshot(again, optimizer) == before
+    assert "was not saved by the run that recorded the step after it" in caplog.text
+
+
 def test_a_skipped_step_of_a_scaler_is_replayed() -> None:
     """Of fused optimizers, which get the scale and decide themselves, and of others, which are not called."""
     for name in ("adamw-fused", "adamw-loop"):

@@ -122,6 +122,8 @@ class Replayer:
             if entry.header.parent and parent and entry.header.parent != parent:
                 raise Damaged("the entry does not follow the one before: they were recorded by different processes")
         compared = ShardComparison(None)
+        if last == self._base and not decoded.entry.header.before:  # the sample taken after a step would not cover every byte
+            raise Damaged(f"the version of step {last} was not saved by the run that recorded the step after it")
         if decoded.entry.header.before:
             before = {rank: entry.header.before for rank, entry in decoded.entries.items()}
             compared = self._compare(decoded, before, whole=True, moment="before")
