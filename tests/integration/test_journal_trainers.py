@@ -1,8 +1,10 @@
-"""The callbacks of trainers with ``journal=True``: a training that ends early goes on at its last step, without any version."""
+"""The callbacks of trainers with ``journal=True``: a training that ends early goes on at its last step, without any version; if
+all memory is lost, at the last durable step."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import lightning.pytorch as pl
@@ -10,11 +12,13 @@ import pytest
 import torch
 import transformers
 from journal_port import EntryBox
+from segment_run import SegmentRun
 from torch import nn
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 import raystow
 from raystow.orchestrator.journal.journal import Journal
+from raystow.storage.errors import StateError
 
 STEPS = 6
 
@@ -32,9 +36,23 @@ class NoVersions:
     def fence(self) -> None:
         pass
 
-    def journal(self, model: nn.Module, *optimizers: torch.optim.Optimizer) -> Journal:
-        self.journals.append(self._box.journal(model, *optimizers))
+    def journal(self, model: nn.Module, *optimizers: torch.optim.Optimizer, durable_every: int = 0) -> Journal:
+        self.journals.append(self._box.journal(model, *optimizers, **({"every": durable_every} if durable_every else {})))
         return self.journals[-1]
+
+
+class StoreBox:
+    """Steps that are recorded in a store, in segments; memory is lost when a training ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self.run: SegmentRun | None = None
+
+    def journal(self, model: nn.Module, optimizer: torch.optim.Optimizer, every: int) -> Journal:
+        if self.run is not None:
+            self.run.write()
+        self.run = SegmentRun(self._folder, every=every)
+        return self.run.journal(SimpleNamespace(model=model, optimizer=optimizer))
 
 
 class Module(pl.LightningModule):
@@ -51,11 +69,11 @@ class Module(pl.LightningModule):
         return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
 
 
-def fit(box: EntryBox, steps: int, folder: Path) -> dict[str, torch.Tensor]:
+def fit(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int = 0) -> dict[str, torch.Tensor]:
     """Epochs of one batch: the data loader need not be stateful."""
     torch.manual_seed(0)
     module, run = Module(), NoVersions(box)
-    callback = raystow.lightning.Checkpointing(run, every_n_steps=100, journal=True)
+    callback = raystow.lightning.Checkpointing(run, every_n_steps=100, journal=True, durable_every=durable_every)
     quiet = {"enable_progress_bar": False, "enable_model_summary": False, "logger": False, "enable_checkpointing": False}
     trainer = pl.Trainer(
         max_steps=steps, accelerator="cpu", callbacks=[callback], gradient_clip_val=0.1, default_root_dir=folder, **quiet
@@ -79,6 +97,28 @@ def test_lightning_goes_on_at_the_last_step(tmp_path: Path) -> None:
     assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())
 
 
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("trainer", ["lightning", "huggingface"])
+def test_all_memory_is_lost(trainer: str, tmp_path: Path) -> None:
+    """Steps 1 to 4 are durable, and step 5 is lost."""
+    play = {"lightning": fit, "huggingface": train}[trainer]
+    undisturbed = play(EntryBox(), STEPS, tmp_path)
+    box = StoreBox(tmp_path / "store")
+    play(box, 5, tmp_path, 2)
+    resumed = play(box, STEPS, tmp_path, 2)
+    assert box.run is not None
+    infos = box.run.memories[0].own()
+    assert [info.step for info in infos if info.generation == infos[-1].generation] == [5, 6]
+    assert all(torch.equal(resumed[name], value) for name, value in undisturbed.items())
+
+
+def test_durable_steps_need_a_journal() -> None:
+    for callback in (raystow.lightning.Checkpointing, raystow.huggingface.Checkpointing):
+        with pytest.raises(StateError, match="durable_every without a journal"):
+            callback(NoVersions(EntryBox()), every_n_steps=1, durable_every=2)
+
+
 class Rows(Dataset[dict[str, torch.Tensor]]):
     def __len__(self) -> int:
         return 64
@@ -96,12 +136,12 @@ class Loss(nn.Module):
         return {"loss": self.net(x).square().mean()}
 
 
-def train(box: EntryBox, steps: int, folder: Path, total: int = STEPS) -> dict[str, torch.Tensor]:
+def train(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int = 0) -> dict[str, torch.Tensor]:
     transformers.set_seed(0)
     run = NoVersions(box)
-    callback = raystow.huggingface.Checkpointing(run, every_n_steps=100, journal=True)
+    callback = raystow.huggingface.Checkpointing(run, every_n_steps=100, journal=True, durable_every=durable_every)
     arguments = transformers.TrainingArguments(
-        output_dir=str(folder), max_steps=total, per_device_train_batch_size=8, save_strategy="no", report_to=[], use_cpu=True,
+        output_dir=str(folder), max_steps=STEPS, per_device_train_batch_size=8, save_strategy="no", report_to=[], use_cpu=True,
         logging_strategy="no", disable_tqdm=True,
     )  # fmt: skip
     trainer = transformers.Trainer(Loss(), arguments, train_dataset=Rows(), callbacks=[callback, End(steps)])

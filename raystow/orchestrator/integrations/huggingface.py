@@ -41,13 +41,18 @@ class Checkpointing(TrainerCallback):
         every_n_steps: Save after every so many optimizer steps.
         journal: Whether to record every step, so that a failure loses one at most. ``resume`` must be called then, also in a new
             run. See ``docs/journal.md``.
+        durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
+
+    Raises:
+        StateError: ``durable_every`` without ``journal``.
 
     Example:
         >>> trainer.train(resume_from_checkpoint=checkpointing.resume(trainer))
     """
 
-    def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int, journal: bool = False) -> None:
-        self._checkpointer, self._steps, self._journaled = checkpointer, every_n_steps, journal
+    def __init__(self, checkpointer: Checkpointer, *, every_n_steps: int, journal: bool = False, durable_every: int = 0) -> None:
+        self._checkpointer, self._steps = checkpointer, every_n_steps
+        self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
         self._restored: State | None = None
         self._folder: Path | None = None
@@ -145,7 +150,7 @@ class Checkpointing(TrainerCallback):
         """Replay the journal; return the state that was reached, or None if nothing was replayed."""
         if restored is not None:
             training_state.load(model, [optimizer], restored)
-        self._journal = self._checkpointer.journal(model, optimizer)
+        self._journal = self._checkpointer.journal(model, optimizer, durable_every=self._durable_every)
         values = self._journal.replay()
         return None if values is None else {**training_state.state_of(model, [optimizer]), **values}
 

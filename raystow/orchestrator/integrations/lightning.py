@@ -33,9 +33,10 @@ class Checkpointing(Callback):
             the latest one, or it starts again from here.
         journal: Whether to record every step, so that a failure loses one at most; needs a stateful data loader, or epochs of
             one batch. See ``docs/journal.md``.
+        durable_every: Steps of the journal after which they go to the store, as ``raystow.Checkpointer.journal`` takes it.
 
     Raises:
-        StateError: Neither interval is given.
+        StateError: Neither interval is given, or ``durable_every`` without ``journal``.
     """
 
     def __init__(
@@ -46,11 +47,13 @@ class Checkpointing(Callback):
         every_n_epochs: int | None = None,
         version: VersionSelector = LATEST,
         journal: bool = False,
+        durable_every: int = 0,
     ) -> None:
         if every_n_steps is None and every_n_epochs is None:
             raise StateError("the callback has no interval to save at", remedy="pass every_n_steps= or every_n_epochs=")
         self._checkpointer, self._steps, self._epochs = checkpointer, every_n_steps, every_n_epochs
-        self._version, self._saved, self._recorded, self._journaled = version, 0, 0, journal
+        self._version, self._saved, self._recorded = version, 0, 0
+        self._journaled, self._durable_every = training_state.journal_options(journal, durable_every)
         self._journal: Journal | None = None
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -60,7 +63,7 @@ class Checkpointing(Callback):
             training_state.load(pl_module, trainer.optimizers, state)
             _load_progress(trainer, state)
         if self._journaled:
-            self._journal = self._checkpointer.journal(pl_module, *trainer.optimizers)
+            self._journal = self._checkpointer.journal(pl_module, *trainer.optimizers, durable_every=self._durable_every)
             if (values := self._journal.replay()) is not None:
                 _load_progress(trainer, values)
         self._saved = self._recorded = trainer.global_step

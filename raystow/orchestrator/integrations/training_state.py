@@ -7,6 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 
+from ...storage.arguments import integer
+from ...storage.errors import StateError
 from ..save.state_tree import State
 
 
@@ -25,6 +27,13 @@ def rng() -> dict[str, bytes]:
     """Return the states of torch's random generators, as in ``state_of``."""
     on_gpu = torch.cuda.get_rng_state().numpy().tobytes() if torch.cuda.is_available() else b""
     return {"rng": torch.get_rng_state().numpy().tobytes(), "rng_cuda": on_gpu}
+
+
+def journal_options(journal: bool, durable_every: int) -> tuple[bool, int]:
+    """Return a callback's options for the journal. ``StateError`` if only the second one is given."""
+    if durable_every and not journal:
+        raise StateError("durable_every without a journal", remedy="pass journal=True")
+    return journal, integer("durable_every", durable_every, least=0)
 
 
 def load(model: torch.nn.Module, optimizers: Sequence[torch.optim.Optimizer], state: State) -> None:
