@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from cli_runner import run_json
+from cli_runner import ran, run_json
 from segment_run import SegmentRun, begin, record
 
 from raystow.storage.format import keys
 
 
 def test_commands_name_segments(tmp_path: Path) -> None:
-    """ls, verify, repair and gc; of a whole one, one with a flipped bit, and one without its record."""
-    run = SegmentRun(tmp_path)
+    """ls, show, cp, verify, repair and gc; of a whole one, one with a flipped bit, and one without its record."""
+    run = SegmentRun(tmp_path / "run")
     run.save(0)
     training, journal = begin(run, 0)
     record(run, journal, training, range(1, 5))
@@ -21,6 +21,10 @@ def test_commands_name_segments(tmp_path: Path) -> None:
     uri, store = run.repository.uri, run.repository.store
 
     assert [one["step"] for one in run_json("ls", uri)["segments"]] == [2, 4]
+    assert [one["step"] for one in run_json("show", uri)["segments"]] == [2, 4]
+    assert "durable up to step 4: 2 segments" in ran("show", uri).stdout
+    assert run_json("cp", uri, tmp_path / "replica")["segments"] == [first.number, second.number]
+    assert "nothing to copy" in ran("cp", uri, tmp_path / "replica").output
     assert outcomes(uri, "--deep") == ["whole", "whole"]
     key = keys.segment_entries(second.number, second.attempt, 0)
     content = bytearray(store.get(key, max_bytes=1 << 30))

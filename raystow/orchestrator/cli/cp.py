@@ -39,7 +39,8 @@ def cp(
     """Copy versions to another store, which becomes a replica.
 
     The copies keep ids, bytes and signatures, and every digest is checked. A version is listed at DST when all of it is there.
-    An interrupted copy is continued: objects that are whole are not copied again. Versions are added in the order of their ids,
+    An interrupted copy is continued: objects that are whole are not copied again. SRC's latest version brings its segments of the
+    step journal. Versions are added in the order of their ids,
     so one that is older than DST's newest needs an empty DST. A rollback of SRC is repeated unless --versions is given. Pins are
     not copied. A DST that a training has saved to is refused. A pack larger than --memory is copied alone; packs have 64 MiB.
 
@@ -63,6 +64,7 @@ def cp(
                 "source": planned.source.uri,
                 "uri": planned.replica.uri,
                 "copied": [version.id for version in copied],
+                "segments": [segment.number for segment in planned.segments],
                 "bytes": planned.stored,
                 "older": planned.older,
                 "rollback": planned.rollback or None,
@@ -83,7 +85,9 @@ def _copy(plan: CopyPlan, *, quiet: bool) -> list[Version]:
 def _outcome(plan: CopyPlan, copied: list[Version]) -> str:
     done = [f"rolled back to version {plan.rollback}"] if plan.rollback else []
     ids = ", ".join(str(version.id) for version in copied)
-    done += [f"copied {count(len(copied), 'version')} ({ids}), {size(plan.stored)}" if copied else "nothing to copy"]
+    what = [f"{count(len(copied), 'version')} ({ids})"] if copied else []
+    what += [f"steps up to {plan.segments[-1].step}"] if plan.segments else []
+    done += [f"copied {' and '.join(what)}, {size(plan.stored)}" if what else "nothing to copy"]
     return "; ".join(done)
 
 
@@ -94,7 +98,7 @@ def _watch(plan: Callable[[], CopyPlan], interval: float) -> None:
         try:
             planned = plan()
             copied = _copy(planned, quiet=False)
-            if copied or planned.rollback or first:
+            if copied or planned.segments or planned.rollback or first:
                 say(_outcome(planned, copied))
             first = False
         except (StoreUnavailable, NotFound) as error:

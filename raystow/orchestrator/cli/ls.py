@@ -6,10 +6,9 @@ from typing import Annotated
 
 import typer
 
-from ...storage.format.root import Segment
 from .options import Json, Uri
 from .output import count, emit, fields_of, out, ratio, ratio_text, say, size, table
-from .target import Target, open_target
+from .target import Target, open_target, segment_fields, segments_text
 
 
 def ls(
@@ -38,7 +37,7 @@ def ls(
             row = {**fields_of(target.row(version.entry)), **ranks, **sizes, **rest}
             at = target.rolled_back(version.id)
             rows["versions" if at is None else "rolled_back"].append(row | ({"at": at} if at is not None else {}))
-        segments = [_segment(one) for one in target.root.segments]
+        segments = [segment_fields(one) for one in target.root.segments]
         emit({"uri": target.uri, "repository": target.repository.id, **rows, "segments": segments})
         return
     if not versions:
@@ -59,11 +58,6 @@ def ls(
     _print_segments(target)
 
 
-def _segment(one: Segment) -> dict[str, object]:
-    return {"number": one.number, "step": one.step, "created": one.created, "stored": one.stored}
-
-
 def _print_segments(target: Target) -> None:
-    if segments := target.root.segments:
-        stored = size(sum(one.stored for one in segments))
-        say(f"the journal is durable up to step {segments[-1].step}: {count(len(segments), 'segment')}, {stored}", style="dim")
+    if text := segments_text(target.root.segments):
+        say(f"the journal is {text}", style="dim")

@@ -13,7 +13,7 @@ from ...storage.version import TensorInfo, Version
 from ...storage.version_selector import LATEST
 from .options import Json, Uri, Which
 from .output import age, count, dimensions, emit, moment, out, printable, ratio, ratio_text, size, table
-from .target import Target, open_target
+from .target import Target, open_target, segment_fields, segments_text
 
 _LARGEST = 10  # tensors listed
 
@@ -138,6 +138,7 @@ def _facts(
         },
         "largest": [{"name": name, **asdict(info), "ratio": ratio(info.stored, info.nbytes)} for name, info in largest],
         "pins": target.pins(version.id),
+        "segments": [segment_fields(one) for one in target.segments(version.id)],
     }
 
 
@@ -154,6 +155,7 @@ def _lines(target: Target, version: Version, tensors: int) -> Iterator[tuple[str
     if (thinned := record.thinned) is not None:
         rounded = "" if thinned.mantissa_bits is None else f", with {thinned.mantissa_bits} bits of mantissa"
         yield "thinned", f"{moment(thinned.at)}: {' and '.join(thinned.groups)} only{rounded}"
+    yield "journal", segments_text(target.segments(version.id))
     if (at := target.rolled_back(version.id)) is not None:
         yield "state", f"rolled back, {moment(at)}"
     for codec, why in sorted(record.coding.items()):

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
-from ...storage.format.root import Entry, Root
+from ...storage.format.root import Entry, Root, Segment
 from ...storage.repository import Repository, open_repository
 from ...storage.version import Version
 from ...storage.version_selector import select
-from .output import age, size
+from .output import age, count, size
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,10 @@ class Target:
         """Return the names under which a version is pinned."""
         return sorted(name for name, pinned in self.root.pins.items() if pinned == id)
 
+    def segments(self, id: int) -> tuple[Segment, ...]:
+        """Return the segments of the step journal that follow a version: none unless it is the newest live one."""
+        return self.root.segments if id == max((entry.id for entry in self.root.versions), default=0) else ()
+
     def age(self, created: float) -> float:
         """Return the seconds since ``created``."""
         return self.repository.clock.now() - created
@@ -69,6 +74,19 @@ class Target:
     def row(self, entry: Entry) -> VersionRow:
         """Return the fields that each command prints of a version."""
         return VersionRow(entry.id, entry.step, entry.created, round(self.age(entry.created), 3), entry.stored)
+
+
+def segment_fields(one: Segment) -> dict[str, object]:
+    """Return the JSON form of a segment."""
+    return {"number": one.number, "step": one.step, "created": one.created, "stored": one.stored}
+
+
+def segments_text(segments: Sequence[Segment]) -> str:
+    """Return how far segments lead; empty without any."""
+    if not segments:
+        return ""
+    stored = size(sum(one.stored for one in segments))
+    return f"durable up to step {segments[-1].step}: {count(len(segments), 'segment')}, {stored}"
 
 
 def open_target(uri: str) -> Target:

@@ -16,13 +16,14 @@ from ..clock import SYSTEM, Clock
 from ..delta_chain import needed
 from ..errors import StateError
 from ..format import key_files
-from ..format.root import Entry, Root
+from ..format.root import Entry, Root, Segment
 from ..format.signature import Signer
 from ..invariants import Claims, Fence
 from ..repository import Repository, create_repository, open_repository
 from ..verify import verify_sizes
 from ..version import Version
 from ..version_selector import VersionSelector, select
+from .segments import copy_segment
 from .transfer import MEMORY, Transfer
 
 _OWNER = "copy-"
@@ -34,7 +35,8 @@ _EMPTY = "copy to an empty folder or prefix"
 class CopyPlan:
     """What is copied. ``source_root``, ``root``: of both repositories when the plan was made. ``due``: the versions to copy, and
     their bases, oldest first. ``older``: ids of live versions that can be added no more, since the replica is past their ids.
-    ``rollback``: the id of the version to make the newest again at the replica, because the source was rolled back; else 0."""
+    ``rollback``: the id of the version to make the newest again at the replica, because the source was rolled back; else 0.
+    ``segments``: of the step journal, if the newest version of both is the same after the copy."""
 
     source: Repository
     replica: Repository
@@ -43,19 +45,20 @@ class CopyPlan:
     due: tuple[Entry, ...]
     older: tuple[int, ...] = ()
     rollback: int = 0
+    segments: tuple[Segment, ...] = ()
     signer: Signer | None = None
     memory: int = MEMORY
 
     @property
     def stored(self) -> int:
-        """Bytes in packs to copy."""
-        return sum(entry.stored for entry in self.due)
+        """Bytes in packs and entries to copy."""
+        return sum(entry.stored for entry in self.due) + sum(segment.stored for segment in self.segments)
 
     def execute(self, progress: Callable[[int], None] = lambda nbytes: None) -> list[Version]:
-        """Copy the versions and add each to the replica's root.
+        """Copy the versions, then the segments, and add each to the replica's root.
 
         Args:
-            progress: Called with the bytes of each pack that is at the replica.
+            progress: Called with the bytes of each object that is at the replica.
 
         Returns:
             The versions of the replica that were added, oldest first.
@@ -68,7 +71,15 @@ class CopyPlan:
         """
         if self.rollback:
             self.replica.rollback(self.rollback)
-        return [self._copy(entry, progress) for entry in self.due]
+        copied = [self._copy(entry, progress) for entry in self.due]
+        for segment in self.segments:
+            if not copy_segment(self.source, self.replica, segment, self._claims, signer=self.signer, progress=progress):
+                break  # a version has replaced it: the next copy brings that
+        return copied
+
+    @property
+    def _claims(self) -> Claims:
+        return Claims(Fence(self.root.epoch, self.root.owner))
 
     def _copy(self, entry: Entry, progress: Callable[[int], None]) -> Version:
         version = self.source.at(entry, siblings=self.source_root.listed)
@@ -83,8 +94,7 @@ class CopyPlan:
                 return root  # done before; the answer was lost
             return root.with_version(entry)
 
-        fence = Fence(self.root.epoch, self.root.owner)
-        self.replica.register.update(add, Claims(fence))
+        self.replica.register.update(add, self._claims)
         return copied
 
 
@@ -129,13 +139,16 @@ def plan_copy(
     if chosen is None:
         due = tuple(entry for entry in source_root.versions if entry.id >= root.next_id)
         older = tuple(e.id for e in source_root.versions if e.id < root.next_id and e.id not in present)
-        return CopyPlan(source, replica, source_root, root, due, older, _rollback(source_root, root), signer, memory)
+        rollback = _rollback(source_root, root)
+        segments = _segments(source_root, root, due[-1].id if due else rollback)
+        return CopyPlan(source, replica, source_root, root, due, older, rollback, segments, signer, memory)
     due = tuple(entry for entry in chosen if entry.id not in present)
     for entry in due:
         if entry.id < root.next_id:
             what = f"version {entry.id} is older than what was copied here: versions are added in the order of their ids"
             raise StateError(what, subject=replica.uri, remedy=_EMPTY)
-    return CopyPlan(source, replica, source_root, root, due, signer=signer, memory=memory)
+    segments = _segments(source_root, root, due[-1].id if due else 0)
+    return CopyPlan(source, replica, source_root, root, due, segments=segments, signer=signer, memory=memory)
 
 
 def _chosen(source: Catalog, root: Root, versions: Iterable[VersionSelector]) -> tuple[Entry, ...] | None:
@@ -192,7 +205,15 @@ def _rollback(source_root: Root, root: Root) -> int:
     newest = root.versions[-1].id
     gone = {one.entry.id for one in source_root.rolled_back}
     lost = newest in gone or newest > live[-1]
-    return target if lost or target not in {entry.id for entry in root.versions} else 0
+    old_steps = newest == live[-1] and not set(root.segments) <= set(source_root.segments)
+    return target if lost or old_steps or target not in {entry.id for entry in root.versions} else 0
+
+
+def _segments(source_root: Root, root: Root, newest: int) -> tuple[Segment, ...]:
+    """The segments to copy: none unless the newest version is the same. ``newest``: its id at the replica, if that changes."""
+    there = newest or max((entry.id for entry in root.versions), default=0)
+    same = there == max((entry.id for entry in source_root.versions), default=0)
+    return tuple(one for one in source_root.segments if one.number >= root.next_segment) if same else ()
 
 
 def _check_bases(version: Version, source_root: Root, replica: Catalog) -> None:

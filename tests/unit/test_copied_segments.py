@@ -1,0 +1,117 @@
+"""Copies of segments of the step journal: a replica goes on at the last durable step of its source."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from segment_run import SegmentRun, begin, record, states
+
+from raystow.orchestrator.coordinator.segments import Segments
+from raystow.storage.clock import SYSTEM
+from raystow.storage.committer import Committer
+from raystow.storage.copies.copy import plan_copy
+from raystow.storage.errors import Damaged
+from raystow.storage.format import key_files, keys
+from raystow.storage.format.signature import Trust
+from raystow.storage.repository import open_repository
+from raystow.storage.segments import read_record
+
+
+@pytest.fixture
+def there() -> str:
+    return f"memory://replica-{SYSTEM.token()}"
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> SegmentRun:
+    """A repository with the version of step 0, and the steps 1 to 4 in two segments."""
+    run = SegmentRun(tmp_path)
+    run.save(0)
+    training, journal = begin(run, 0)
+    record(run, journal, training, range(1, 5))
+    journal.close()
+    return run
+
+
+def copy(run: SegmentRun, there: str, *versions: int, sign: bool = False) -> list[int]:
+    """Copy; return the last steps of the replica's segments."""
+    plan_copy(run.repository.uri, there, versions, sign=sign).execute()
+    return [one.step for one in open_repository(there).root().segments]
+
+
+def test_training_goes_on_at_the_replica(run: SegmentRun, there: str) -> None:
+    """At the last durable step, also of a second copy, which brings only what is new."""
+    assert copy(run, there) == [2, 4]
+    run.start()
+    training, journal = begin(run, 0)
+    record(run, journal, training, range(5, 7))
+    journal.close()
+    plan = plan_copy(run.repository.uri, there)
+    assert [one.step for one in plan.segments] == [6]
+    plan.execute()
+    training, journal = begin(SegmentRun(there), 0)
+    journal.close()
+    assert training.bits() == states(6)[6]
+
+
+def test_a_copied_version_removes_segments(run: SegmentRun, there: str) -> None:
+    assert copy(run, there) == [2, 4]
+    run.save(2)
+    assert copy(run, there) == [4]
+
+
+def test_a_version_that_is_not_the_newest_comes_alone(run: SegmentRun, there: str) -> None:
+    run.save(2)
+    assert copy(run, there, 1) == []
+    assert copy(run, there) == [4]
+
+
+def test_a_rollback_removes_copied_segments(run: SegmentRun, there: str) -> None:
+    """Also if the newest version stays what it was."""
+    assert copy(run, there) == [2, 4]
+    run.repository.rollback("latest")
+    assert copy(run, there) == []
+
+
+def test_a_damaged_entry_is_not_copied(run: SegmentRun, there: str) -> None:
+    second = run.root.segments[1]
+    key = keys.segment_entries(second.number, second.attempt, 0)
+    content = bytearray(run.store.get(key, max_bytes=1 << 30))
+    content[-1] ^= 1
+    run.store.put(key, [content])
+    with pytest.raises(Damaged, match="does not have its digest"):
+        copy(run, there)
+    assert [one.step for one in open_repository(there).root().segments] == [2]
+
+
+def test_a_segment_that_a_version_has_replaced_is_left(run: SegmentRun, there: str) -> None:
+    """It is collected while the copy is under way."""
+    plan = plan_copy(run.repository.uri, there)
+    run.save(2)
+    run.repository.plan_collection(grace=0).execute()
+    plan.execute()
+    assert open_repository(there).root().segments == ()
+    assert copy(run, there) == [4]
+
+
+@pytest.mark.parametrize("sign", [False, True])
+def test_signatures_of_segments(there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: bool) -> None:
+    """They are kept or renewed, as those of versions."""
+    keys_made = [key_files.write_pair(tmp_path / name) for name in ("training", "copies")]
+    run = SegmentRun(tmp_path / "signed")
+    monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "training"))
+    run.committer = Committer(run.repository, SYSTEM.token(), key_files.signer())
+    run.segments = Segments(run.committer, SYSTEM)
+    training, journal = begin(run)
+    record(run, journal, training, range(1, 3))
+    journal.close()
+    if sign:
+        monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "copies"))
+        monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # holds both public halves
+    else:
+        monkeypatch.delenv(key_files.SIGNING_KEY)
+    assert copy(run, there, sign=sign) == [2]
+    replica = open_repository(there)
+    (segment,) = replica.root().segments
+    assert read_record(replica.store, replica.id, segment, Trust((keys_made[sign],))).steps
