@@ -79,6 +79,7 @@ def train(self: Rank, last: int, save_at: int = 0) -> None:
             weights, moments = get_state_dict(self.model, self.optimizer)
             state = {"model": weights, "optim": moments, "scheduler": self.scheduler.state_dict(), "step": number}
             self.pending.append(self.checkpointer.save(state, step=number))
+    assert self.journal.flush()  # the last entry is in memory, and has its copies
     self.reached = last
 
 
