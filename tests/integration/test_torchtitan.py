@@ -112,3 +112,16 @@ def test_torchtitan_loads_a_chosen_step_and_another_repository(ranks: Ranks, tmp
     assert ranks.call(2, train, saved, 5, {"load_step": 2})[0] == (True, losses[2:])
     with pytest.raises(RankFailed, match="there is no version of step 3"):
         ranks.call(2, train, saved, 5, {"load_step": 3})
+
+
+def test_torchtitan_takes_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+    from torchtitan.config.manager import ConfigManager
+
+    from raystow.torchtitan import CheckpointManager
+
+    pytest.importorskip("triton", reason="TorchTitan's models import it")
+    monkeypatch.syspath_prepend(Path(__file__).parents[2] / "examples")
+    name = ["--module", "torchtitan_llama3", "--config", "llama3_8b"]
+    config = ConfigManager().parse_args([*name, "--checkpoint.interval", "7"])
+    assert type(config.checkpoint) is CheckpointManager.Config
+    assert (config.checkpoint.folder, config.checkpoint.interval) == ("s3://bucket/runs/llama", 7)

@@ -15,7 +15,10 @@ from typing import Any
 import pytest
 import yaml
 
+import raystow
+
 MODULES = ("raystow", "raystow.dcp", "raystow.huggingface", "raystow.lightning", "raystow.ray_train", "raystow.trackers")
+FRAMEWORKS = "raystow.deepspeed", "raystow.torchft", "raystow.torchtitan", "raystow.verl"
 PAGES = sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md"))
 
 
@@ -28,7 +31,17 @@ def reference() -> dict[str, dict[str, Any]]:
     return found
 
 
-REFERENCE = reference()
+def installed(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except raystow.MissingDependency:
+        return False
+    return True
+
+
+MISSING = tuple(f"{module}." for module in FRAMEWORKS if not installed(module))
+MODULES += tuple(module for module in FRAMEWORKS if installed(module))
+REFERENCE = {name: options for name, options in reference().items() if not name.startswith(MISSING or "-")}
 PUBLIC = [f"{module}.{name}" for module in MODULES for name in importlib.import_module(module).__all__]
 
 

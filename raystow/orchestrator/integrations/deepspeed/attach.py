@@ -50,7 +50,7 @@ def attach(engine: Engine, uri: str | os.PathLike[str] | Checkpointer, **options
     Args:
         engine: What ``deepspeed.initialize`` or Accelerate returned, with ZeRO 1, 2 or 3.
         uri: The repository, or a ``Checkpointer`` that is used instead of a new one.
-        **options: Arguments of ``raystow.Checkpointer``, such as ``retention``.
+        options: Arguments of ``raystow.Checkpointer``, such as ``retention``.
 
     Returns:
         The ``Checkpointer``. Close it, or use it in a ``with`` block, so that the process waits for its last saves.

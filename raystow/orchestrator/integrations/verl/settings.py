@@ -21,7 +21,7 @@ def configure(uri: str | os.PathLike[str] | None = None, **options: object) -> N
     Args:
         uri: The repository. None: the one that ``RAYSTOW_VERL`` names, else the folder ``raystow`` in
             ``trainer.default_local_dir``, which all nodes must share then.
-        **options: Arguments of ``raystow.Checkpointer``, such as ``compression``. ``retention`` takes the place of verl's
+        options: Arguments of ``raystow.Checkpointer``, such as ``compression``. ``retention`` takes the place of verl's
             ``max_ckpt_to_keep``.
     """
     _configured.clear()

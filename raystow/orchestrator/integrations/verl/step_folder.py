@@ -75,15 +75,23 @@ def state_of_files(files: dict[str, bytes]) -> dict[str, FlatFragment]:
     return {name: FlatFragment(tensor, tuple(tensor.shape), 0) for name, tensor in tensors.items()}
 
 
-def write_files(version: Version, folder: Path) -> None:
-    """Write the files of a version to a folder. ``Damaged``: a name would be outside of it; nothing is written then."""
+def write_files(version: Version, folder: str | os.PathLike[str]) -> None:
+    """Write the files of a version to a folder: config, tokenizer and the data loader's state.
+
+    Args:
+        version: The version.
+        folder: Where to. It is made if it does not exist.
+
+    Raises:
+        Damaged: A file would be outside of the folder; nothing is written then.
+    """
     names = [name.removeprefix(f"{FILES}.") for name in version.tensors() if name.startswith(f"{FILES}.")]
     for name in names:
         parts = PurePosixPath(name).parts
         if "\0" in name or name.startswith("/") or ".." in parts or "/".join(parts) != name:
             raise Damaged(f"the file name {name!r} is not relative to its folder", subject=repr(version))
     for name in names:
-        path = folder / name
+        path = Path(folder) / name
         path.parent.mkdir(parents=True, exist_ok=True)
         part = path.with_name(f".{path.name}.{os.getpid()}")  # another rank of this node may write the same file
         part.write_bytes(version.read(f"{FILES}.{name}").numpy().tobytes())
