@@ -41,6 +41,12 @@ from raystow.orchestrator.integrations.verl.training_process import Commit, Part
 _METHODS.set_forkserver_preload(["verl_toy", "verl_sft"])  # verl's imports take ten seconds
 
 
+@pytest.fixture(scope="session")
+def cluster(s3_bucket: str, cluster: Cluster) -> Cluster:
+    """Nodes that find the S3 server."""
+    return cluster
+
+
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Any]:
     """Calls a function on new processes: one of verl saves to one repository with one number of ranks."""
@@ -116,11 +122,35 @@ def test_other_numbers_of_ranks_resume(
     assert int(after.read("optim.state.lm_head.weight.step")) == 8
 
 
+@pytest.mark.s3
+@pytest.mark.parametrize(
+    "engine",
+    [
+        pytest.param(["strategy=fsdp"], id="fsdp1"),
+        pytest.param(["strategy=fsdp", "param_offload=true", "optimizer_offload=true"], id="fsdp1-offload"),
+        pytest.param(["strategy=fsdp2", "param_offload=true", "optimizer_offload=true"], id="fsdp2-offload"),
+    ],
+)
+def test_other_engines_resume_from_s3(cluster: Cluster, ranks: Any, run_folder: Path, s3_uri: str, engine: list[str]) -> None:
+    whole, halves, options = f"{s3_uri}/whole", f"{s3_uri}/halves", [f"engine.{option}" for option in engine]
+    ranks(2, verl_sft.fine_tune, cluster.address, whole, run_folder, 4, 0, *options)
+    for steps in (2, 4):
+        ranks(2, verl_sft.fine_tune, cluster.address, halves, run_folder, steps, 0, *options)
+    first, second = raystow.open(halves).versions()
+    assert (first.step, second.step) == (2, 4)
+    assert not same(first, second)
+    assert same(raystow.latest(whole), second)
+    assert second.read("model.lm_head.weight").shape == (64, 64)
+    assert int(second.read("optim.state.lm_head.weight.step")) == 4
+    seen = notes(run_folder)
+    assert (seen.total(), set(seen.values())) == (8 * verl_sft.BATCH, {2})  # both trainings had each prompt once
+
+
 def test_weights_are_exported_to_hugging_face(cluster: Cluster, ranks: Any, run_folder: Path, tmp_path: Path) -> None:
     uri = str(tmp_path / "repository")
     ranks(2, verl_sft.fine_tune, cluster.address, uri, run_folder, 2, 0, "model.external_lib=verl_checkpoints")
     version = raystow.open(uri).latest()
-    raystow.verl.write_files(version, tmp_path / "files")
+    raystow.verl.write_files(version, str(tmp_path / "files"))
     ran("export", uri, "--hf", tmp_path / "hf", "--dtype", "bfloat16", "--files", tmp_path / "files" / "huggingface")
     model = AutoModelForCausalLM.from_pretrained(tmp_path / "hf")
     assert model.dtype == torch.bfloat16

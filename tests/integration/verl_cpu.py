@@ -107,5 +107,22 @@ distributed.initialize_global_process_group = distributed.initialize_global_proc
 from verl.workers.engine.base import EngineRegistry  # noqa: E402 (it asks for the platform)
 from verl.workers.engine.fsdp import transformer_impl as fsdp  # noqa: E402
 
+
+class Fsdp1(fsdp.FSDP):
+    """FSDP1, whose own broadcast of the weights needs GPUs."""
+
+    def __init__(self, module: torch.nn.Module, **options: Any) -> None:
+        if torch.distributed.get_rank():
+            module.to_empty(device="cpu")
+        for tensor in (*module.parameters(), *module.buffers()):
+            torch.distributed.broadcast(tensor.detach(), 0)
+        super().__init__(module, **{**options, "param_init_fn": None, "sync_module_states": False})
+
+
+def _to_device(model: torch.nn.Module) -> None:
+    """Parameters that verl has offloaded are where they were, on the CPU."""
+
+
+fsdp.FSDP, fsdp.load_fsdp_model_to_gpu = Fsdp1, _to_device
 for model_type, engine in (("language_model", fsdp.FSDPEngineWithLMHead), ("value_model", fsdp.FSDPEngineWithValueHead)):
     EngineRegistry.register(model_type=model_type, backend=["fsdp", "fsdp2"], device="cpu")(engine)
