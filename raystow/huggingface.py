@@ -2,7 +2,7 @@
 
 from .storage import extras
 
-with extras.named():
+with extras.named(), extras.tried("transformers", "5.24"):
     from .orchestrator.integrations.huggingface import Checkpointing
 
 __all__ = ["Checkpointing"]

@@ -2,7 +2,7 @@
 
 from .storage import extras
 
-with extras.named():
+with extras.named(), extras.tried("lightning", "2.6"):
     from .orchestrator.integrations.lightning import Checkpointing
 
 __all__ = ["Checkpointing"]

@@ -22,10 +22,12 @@ _EXTRAS = {
     "torchft": "torchft",
     "opentelemetry": "torchft",
     "verl": "verl",
+    "lightning": "lightning",
+    "transformers": "huggingface",
     "mlflow": "trackers",
     "wandb": "trackers",
 }
-_LIBRARIES = ("lightning", "transformers", "safetensors")
+_LIBRARIES = ("safetensors",)
 
 
 @contextlib.contextmanager

@@ -66,9 +66,9 @@ SIGNATURES = (
     [f"import raystow; raystow.open({str(GOLDEN)!r}, trusted_keys='pyproject.toml')"],
     'pip install "raystow[signatures]"',
 )
-LIGHTNING = "lightning", ["import raystow.lightning"], 'pip install "lightning"'
+LIGHTNING = "lightning", ["import raystow.lightning"], 'pip install "raystow[lightning]"'
 TORCHFT = "torchft", ["import raystow.torchft", "import raystow; raystow.torchft"], 'pip install "raystow[torchft]"'
-TRANSFORMERS = "transformers", ["import raystow.huggingface"], 'pip install "transformers"'
+TRANSFORMERS = "transformers", ["import raystow.huggingface"], 'pip install "raystow[huggingface]"'
 
 
 @pytest.mark.parametrize("together", [[TORCH, SIGNATURES], [RAY], [LIGHTNING, TORCHFT, TRANSFORMERS]])
