@@ -44,9 +44,9 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
     assert "killed a node during the save of step 4" in done.stdout
     assert "lost: 0 steps" in done.stdout
     repositories = [raystow.open(tmp_path / "raystow-demo" / run) for run in ("undisturbed", "disturbed")]
-    assert [version.step for version in repositories[1].versions()] == [2, 4, 6, 8]
-    # The second attempt died with its node, unless that had stored its part by then.
-    assert [version.id for version in repositories[1].versions()] in ([1, 3, 4, 5], [1, 2, 3, 4])
+    # The save of step 4 died with its node, unless that had stored its part by then; the training went on after step 4.
+    kept = [(version.id, version.step) for version in repositories[1].versions()]
+    assert kept in ([(1, 2), (3, 6), (4, 8)], [(1, 2), (2, 4), (3, 6), (4, 8)])
     ends = [repository.latest() for repository in repositories]
     assert ends[0] is not None
     assert ends[1] is not None
