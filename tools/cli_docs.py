@@ -35,8 +35,8 @@ credentials come from the usual variables and files of AWS, Google or Azure. `VE
 newest version of step 60), or `latest`.
 
 TIME is written as `90s`, `30m`, `6h` or `1d`; SIZE as `2TB` (decimal), `500GiB` (binary) or bytes. RATIO is stored bytes
-divided by raw bytes. Commands that change or delete versions accept `--dry-run` (print the plan and change nothing) and `--yes`
-or `-y` (do not ask for confirmation).
+divided by raw bytes. `prune`, `compact`, `gc` and `repair` print their plan and ask first; `--dry-run` only prints it, and
+`--yes` or `-y` does not ask.
 """
 
 _JSON = """## JSON output

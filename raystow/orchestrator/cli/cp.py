@@ -38,11 +38,10 @@ def cp(
 ) -> None:
     """Copy versions to another store, which becomes a replica.
 
-    The copies keep ids, bytes and signatures, and every digest is checked. A version is listed at DST when all of it is there.
-    An interrupted copy is continued: objects that are whole are not copied again. SRC's latest version brings its segments of the
-    step journal. Versions are added in the order of their ids,
-    so one that is older than DST's newest needs an empty DST. A rollback of SRC is repeated unless --versions is given. Pins are
-    not copied. A DST that a training has saved to is refused. A pack larger than --memory is copied alone; packs have 64 MiB.
+    The copies keep ids, bytes and signatures, and every digest is checked. An interrupted copy is continued. SRC's latest version
+    brings its segments of the step journal. Versions are added in the order of their ids, so one that is older than DST's newest
+    needs an empty DST. A rollback of SRC is repeated unless --versions is given. Pins are not copied. A DST that a training has
+    saved to is refused. A pack (64 MiB) larger than --memory is copied alone.
 
     Example:  raystow cp s3://bucket/runs/llama /backup/llama --watch
     """

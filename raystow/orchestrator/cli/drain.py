@@ -21,8 +21,8 @@ def drain(
 
     For a pod's preStop hook or a scheduler's notice. Ray starts nothing new on the node, and `ray.train.get_preemption_info()`
     reports the notice to the training, which then saves. Returns when a version begun after the notice is durable for each
-    repository that ranks of the node save to, or when those ranks have ended; exits with 1 if that takes too long. Ends no
-    process. A notice cannot be withdrawn.
+    repository that ranks of the node save to, or when those ranks have ended; exits with 1 if that takes too long. A notice
+    cannot be withdrawn.
 
     Example:  raystow drain --within 5m && ray stop
     """

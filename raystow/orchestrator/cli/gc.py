@@ -23,7 +23,7 @@ def gc(
 
     These are the objects of dropped versions and failed saves, and leftovers of killed writers: multipart uploads, temporary
     files, ended leases. Versions that are being restored are kept. It may run during training; only --grace 0s can make a save
-    in progress fail. An interrupted run can be repeated. Asks first, unless --yes or --json is given.
+    in progress fail. An interrupted run can be repeated. With --json it does not ask.
 
     Example:  raystow gc s3://bucket/runs/llama --dry-run
     """

@@ -41,7 +41,7 @@ def import_(
 
     Reads files as Hugging Face's tools and `raystow restore` write them; names and bytes are kept, values.json is not read. The
     repository is created if it does not exist. Do not use it on the repository of a running job: the job's next save then fails
-    with Fenced. Truncated files, duplicate names and indices that do not match are refused before anything is written.
+    with Fenced. Invalid files are refused before anything is written.
 
     Example:  raystow import ./llama s3://bucket/runs/llama --step 0
     """

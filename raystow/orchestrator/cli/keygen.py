@@ -20,9 +20,9 @@ def keygen(
 ) -> None:
     """Create an Ed25519 key pair to sign versions with.
 
-    Only the owner may read FILE, and an existing file is never overwritten. With RAYSTOW_SIGNING_KEY set, a coordinator signs the
-    versions that it commits, and a new repository accepts signed versions only: back FILE up. With RAYSTOW_TRUSTED_KEYS set,
-    commands refuse versions that no trusted key has signed. docs/security.md explains what signatures protect against.
+    Only the owner may read FILE, and an existing file is never overwritten. With RAYSTOW_SIGNING_KEY set, a coordinator signs
+    the versions that it commits, and a new repository accepts signed versions only: back FILE up. With RAYSTOW_TRUSTED_KEYS
+    set, commands refuse versions that no trusted key has signed. docs/security.md explains more.
 
     Example:  raystow keygen ~/llama-signing.pem
     """

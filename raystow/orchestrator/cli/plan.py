@@ -37,9 +37,8 @@ def plan(
 
     Restores nothing: reads the version's record and manifest and, for the latest version, asks the store and the nodes of a Ray
     cluster that runs here for steps in the journal. Those of another number of ranks count as if the optimizer acted element by
-    element. The manifest does not say how other ranks split the tensors; the assumption is printed. A node reads each stored byte
-    once for all its ranks; of a chunk that several nodes need, one reads it from the store and passes it on. Chunks are read
-    whole. What nodes cache in memory is not counted.
+    element. How other ranks split the tensors is assumed, and printed. A node reads each stored byte once for all its ranks; of
+    a chunk that several nodes need, one reads it from the store and passes it on. What nodes cache in memory is not counted.
 
     Example:  raystow plan s3://bucket/runs/llama --world 64
     """

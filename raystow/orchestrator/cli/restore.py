@@ -30,10 +30,9 @@ def restore(
 ) -> None:
     """Write a version as safetensors files.
 
-    One file per group (weights, optimizer), split into numbered files above 5 GiB, with an index as Hugging Face's tools read it;
-    other values go to values.json. All digests are checked. The folder appears when everything is on the disk; a failed or
-    interrupted run leaves nothing. Dtypes that safetensors lacks are stored bit for bit as another, which the file's metadata
-    (raystow.dtypes) and the output name.
+    One file per group (weights, optimizer), split into numbered files above 5 GiB, with an index as Hugging Face's tools read
+    it; other values go to values.json. All digests are checked. A failed or interrupted run leaves nothing. Dtypes that
+    safetensors lacks are stored bit for bit as another, which the file's metadata (raystow.dtypes) and the output name.
 
     Example:  raystow restore s3://bucket/runs/llama -o ./llama-final
     """
