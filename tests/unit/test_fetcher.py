@@ -46,7 +46,7 @@ class FetchingNode:
     def get(self, key: str, *spans: tuple[int, int], nearby: tuple[str, ...] = ()) -> list[bytes]:
         lent = self.fetcher.get(ReadCached("r", key, len(DATA), spans, nearby), self.store)
         self.whole = lent.whole
-        with open(lent.descriptor, "rb") as file:
+        with open(lent.memory.descriptor, "rb") as file:
             return [os.pread(file.fileno(), end - start, start) for start, end in spans]
 
 

@@ -22,7 +22,7 @@ def read(tier: MemoryTier, key: str, repository: str = "r") -> bytes | None:
     lent = tier.borrow(repository, key)
     if lent is None:
         return None
-    with open(lent, "rb") as file:
+    with open(lent.descriptor, "rb") as file:
         return file.read()
 
 
@@ -205,7 +205,7 @@ def test_what_was_lent_outlives_the_tier():
     tier.put(attempt_key(1), 0, "a", [b"bytes"])
     lent = tier.borrow("r", "a")
     tier.close()
-    with open(lent, "rb") as file:
+    with open(lent.descriptor, "rb") as file:
         assert os.pread(file.fileno(), 5, 0) == b"bytes"
 
 

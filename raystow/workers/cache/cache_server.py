@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 from collections.abc import Callable
 
@@ -24,8 +23,8 @@ def serve_reads(connection: Connection, first: ReadCached, fetcher: Fetcher, sto
             connection.send(ReadFailed(shortened(str(error)), isinstance(error, StoreUnavailable)))
         else:
             try:
-                connection.send(CachedObject(read, cached.whole), fd=cached.descriptor)
+                connection.send(CachedObject(read, cached.whole, cached.memory.extents), fd=cached.memory.descriptor)
             finally:
-                os.close(cached.descriptor)
+                cached.memory.close()
         received = connection.receive(ReadCached)
         request = received and received[0]

@@ -18,6 +18,7 @@ from ...storage.errors import DeadlineExceeded, RaystowError
 from ...storage.log import about, whose
 from ...storage.object_store import ObjectStore
 from ..protocol.messages import Claim, ReadCached, Span
+from .lent_memory import LentMemory
 from .pack_file import PackFile
 from .read_dedup import ReadClaims
 from .tier import MemoryTier
@@ -26,9 +27,9 @@ logger = logging.getLogger(__name__)
 
 
 class CachedMemory(NamedTuple):
-    """A descriptor of memory, which the caller closes. ``whole``: the whole object is there, not only the requested spans."""
+    """Memory, which the caller closes. ``whole``: the whole object is there, not only the requested spans."""
 
-    descriptor: int
+    memory: LentMemory
     whole: bool
 
 
@@ -80,10 +81,10 @@ class Fetcher:
             return CachedMemory(kept, whole=True)
         with self._file(request) as file:
             file.ensure(request.spans, lambda start, target: self._fetch(request, store, read, start, target))
-            return CachedMemory(file.lend(), whole=False)
+            return CachedMemory(LentMemory(file.lend()), whole=False)
 
-    def lend(self, repository: str, key: str, span: Span, seconds: float) -> int | None:
-        """A descriptor of memory in which a span is filled, for another node; None if it is not here. What is being fetched is
+    def lend(self, repository: str, key: str, span: Span, seconds: float) -> LentMemory | None:
+        """Memory in which a span is filled, for another node; None if it is not here. What is being fetched is
         waited for: ``DeadlineExceeded`` if that takes longer than ``seconds``."""
         kept = self._tier.borrow(repository, key)
         if kept is not None:
@@ -97,7 +98,7 @@ class Fetcher:
             arrived = file.arrives(span, seconds)
             if arrived is None:
                 raise DeadlineExceeded(f"bytes {span} are on their way", subject=key)
-            return file.lend() if arrived else None
+            return LentMemory(file.lend()) if arrived else None
         finally:
             self._leave(file)
 

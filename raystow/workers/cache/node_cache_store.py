@@ -17,6 +17,7 @@ from ...storage.log import about, whose
 from ...storage.object_store import Buffer, ObjectStore
 from ..protocol.messages import CachedObject, ReadCached, ReadFailed
 from ..protocol.unix_channel import Connection
+from .lent_memory import LentMemory
 
 logger = logging.getLogger(__name__)
 
@@ -49,7 +50,7 @@ class NodeCacheStore:
         self._lock = threading.Lock()
         self._connections: list[Connection] = []
         self._answered = set[tuple[str, int, int]]()
-        self._whole = dict[str, int]()  # key -> descriptor
+        self._whole = dict[str, LentMemory]()
         self._mapped: OrderedDict[str, tuple[int, mmap.mmap]] = OrderedDict()  # key -> inode and mapping
 
     @property
@@ -67,10 +68,13 @@ class NodeCacheStore:
         return bytes(self.get_range(key, 0, location.size))
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
-        """See ``ObjectStore``; returns a view of shared memory, not a copy."""
+        """See ``ObjectStore``; returns a view of shared memory, not a copy, unless the object is in parts."""
 
-        def view(location: ObjectLocation, descriptor: int) -> memoryview:
-            return memoryview(self._map(key, location, descriptor))[start : start + length]
+        def view(location: ObjectLocation, memory: LentMemory) -> Buffer:
+            if not memory.extents:
+                return memoryview(self._map(key, location, memory.descriptor))[start : start + length]
+            self._read(memory, start, memoryview(copy := bytearray(length)))
+            return copy
 
         found = self._borrowed(key, start, length, view)
         return self._store.get_range(key, start, length) if found is None else found
@@ -78,12 +82,8 @@ class NodeCacheStore:
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
         """See ``ObjectStore``. The kernel copies: page faults of a mapping would hold the interpreter's lock."""
 
-        def read(location: ObjectLocation, descriptor: int) -> bool:
-            done = 0
-            while done < target.nbytes:
-                if not (got := os.preadv(descriptor, [target[done:]], start + done)):
-                    raise ClusterError(f"the memory that the node worker lent ends at {start + done}", subject=self._address)
-                done += got
+        def read(location: ObjectLocation, memory: LentMemory) -> bool:
+            self._read(memory, start, target)
             return True
 
         if self._borrowed(key, start, target.nbytes, read) is None:
@@ -95,16 +95,28 @@ class NodeCacheStore:
             for connection in self._connections:
                 connection.close()
             self._connections.clear()
-            for descriptor in self._whole.values():
-                os.close(descriptor)
+            for memory in self._whole.values():
+                memory.close()
             self._whole.clear()
             self._mapped.clear()
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 
-    def _borrowed(self, key: str, start: int, length: int, use: Callable[[ObjectLocation, int], _Result]) -> _Result | None:
-        """Return ``use`` of the descriptor of memory that contains these bytes; None if they must be read from the store."""
+    def _read(self, memory: LentMemory, start: int, target: memoryview) -> None:
+        """Fill ``target`` with an object's bytes from ``start``."""
+        done = 0
+        for at, size in memory.spans(start, target.nbytes):
+            end = done + size
+            while done < end:
+                if not (got := os.preadv(memory.descriptor, [target[done:end]], at)):
+                    raise ClusterError(f"the memory that the node worker lent ends at {at}", subject=self._address)
+                done, at = done + got, at + got
+
+    def _borrowed(
+        self, key: str, start: int, length: int, use: Callable[[ObjectLocation, LentMemory], _Result]
+    ) -> _Result | None:
+        """Return ``use`` of memory that contains these bytes; None if they must be read from the store."""
         location, asked = self.location(key), (key, start, length)
         if location is None or start + length > location.size or not length:
             return None
@@ -124,7 +136,9 @@ class NodeCacheStore:
                 self.read["store"] += length
             return None
 
-    def _borrow(self, key: str, location: ObjectLocation, start: int, length: int, use: Callable[[int], _Result]) -> _Result:
+    def _borrow(
+        self, key: str, location: ObjectLocation, start: int, length: int, use: Callable[[LentMemory], _Result]
+    ) -> _Result:
         request = ReadCached(
             repository=self._repository,
             key=key,
@@ -137,7 +151,7 @@ class NodeCacheStore:
         )
         return self._talk(lambda connection: self._ask(connection, request, use))
 
-    def _ask(self, connection: Connection, request: ReadCached, use: Callable[[int], _Result]) -> _Result:
+    def _ask(self, connection: Connection, request: ReadCached, use: Callable[[LentMemory], _Result]) -> _Result:
         key = request.key
         connection.send(request)
         received: tuple[CachedObject | ReadFailed, int | None] | None = connection.receive(CachedObject, ReadFailed)
@@ -150,18 +164,18 @@ class NodeCacheStore:
             raise ClusterError(f"the node worker could not read it: {answer.reason}", subject=self._address)
         if descriptor is None:
             raise ClusterError("the node worker's descriptor did not arrive", subject=self._address)
-        held = False
+        memory, held = LentMemory(descriptor, answer.extents), False
         try:
-            if (size := os.fstat(descriptor).st_size) < request.size:
+            if not memory.extents and (size := os.fstat(descriptor).st_size) < request.size:
                 raise ClusterError(f"the node worker lent {size} bytes instead of {request.size}", subject=self._address)
             with self._lock:
                 self.read.update(answer.read)
                 if answer.whole and len(self._whole) < _HELD:
-                    held = self._whole.setdefault(key, descriptor) == descriptor
-            return use(descriptor)
+                    held = self._whole.setdefault(key, memory) is memory
+            return use(memory)
         finally:
             if not held:
-                os.close(descriptor)
+                memory.close()
 
     def _map(self, key: str, location: ObjectLocation, descriptor: int) -> mmap.mmap:
         """Return a mapping of the object, the same as before if the node worker lends the same memory."""

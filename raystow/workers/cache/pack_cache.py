@@ -7,17 +7,18 @@ from typing import Protocol
 
 from ...storage.object_store import Buffer
 from ..protocol.messages import AttemptKey
+from ..shm.slots import SlotUse
 from .tier import MemoryTier
 
 
 class Keep(Protocol):
     """Keeps copies of objects in memory."""
 
-    def __call__(self, key: str, parts: Sequence[Buffer]) -> memoryview | None:
-        """Copy an object, given in parts; return the copy, or None if memory is short."""
+    def __call__(self, key: str, parts: Sequence[Buffer], uses: Sequence[SlotUse] = ()) -> memoryview | None:
+        """Keep an object, given in parts; return the copy, or None if there is none. ``uses``: see ``MemoryTier.put``."""
 
 
-def keep_nothing(key: str, parts: Sequence[Buffer]) -> memoryview | None:
+def keep_nothing(key: str, parts: Sequence[Buffer], uses: Sequence[SlotUse] = ()) -> memoryview | None:
     """Keep nothing."""
     return None
 
@@ -25,8 +26,8 @@ def keep_nothing(key: str, parts: Sequence[Buffer]) -> memoryview | None:
 def keeper(tier: MemoryTier, attempt: AttemptKey, node: int, kept: Callable[[], None]) -> Keep:
     """Keeps what node number ``node`` makes for the attempt ``attempt``; ``kept`` is called after each object."""
 
-    def keep(key: str, parts: Sequence[Buffer]) -> memoryview | None:
-        copy = tier.put(attempt, node, key, parts)
+    def keep(key: str, parts: Sequence[Buffer], uses: Sequence[SlotUse] = ()) -> memoryview | None:
+        copy = tier.put(attempt, node, key, parts, uses=uses)
         kept()
         return copy
 

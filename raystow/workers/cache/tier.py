@@ -2,20 +2,27 @@
 
 The budget is hard: objects that do not fit are not kept, and a warning is logged. Replicas of other nodes' objects evict nothing,
 and are evicted for this node's own objects. Freed memory is reused as far as the budget allows, and released otherwise.
+
+What a GPU has put into a staging ring stays there as long as the ring's share of the budget allows, and is not copied.
 """
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import threading
-from collections.abc import Iterable, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 
 from ...storage.log import about
 from ...storage.object_store import Buffer
 from ..protocol.messages import AttemptKey, Holding, NodePart
+from ..shm.slots import Slots, SlotUse
+from .lent_memory import LentMemory
 from .pack_file import PackFile, Spares
+from .ring_pack import RingPack, copied
 
 logger = logging.getLogger(__name__)
 
@@ -54,13 +61,15 @@ class MemoryTier:
         self._holdings: dict[AttemptKey, KeptAttempt] = {}
         self._writes: dict[str, int] = {}  # repository -> when it was last written to
         self._numbers = itertools.count()
-        self._files: dict[tuple[str, str], PackFile] = {}  # by repository and key
+        self._files: dict[tuple[str, str], PackFile | RingPack] = {}  # by repository and key
+        self._rings: Counter[Slots] = Counter()  # with the bytes that are kept in each
+        self._leaving: list[RingPack] = []  # to close without the lock
         self._spares = Spares()  # within the budget as well
 
     @property
     def used(self) -> int:
         """Bytes that are kept, or being copied."""
-        return self._used
+        return self._used + self._rings.total()
 
     @property
     def spare(self) -> int:
@@ -75,48 +84,68 @@ class MemoryTier:
 
     def resize(self, budget: int) -> None:
         """Change the budget; the oldest versions go if they do not fit any more."""
-        with self._lock:
+        with self._changing():
             self._budget = budget
             self._make_room(0, "")
-            self._spares.keep(self._budget - self._used)
+            self._spares.keep(self._budget - self._taken)
+
+    def admit(self, slots: Slots) -> bool:
+        """Let a new ring keep objects, in ``slots.reserved`` bytes of the budget; return False if these are in use."""
+        with self._changing():
+            for ring in [ring for ring in self._rings if ring.retired and not self._rings[ring]]:
+                del self._rings[ring]
+            self._spares.keep(self._budget - self._taken - slots.reserved)
+            admitted = self._taken + slots.reserved <= self._budget
+            if admitted:
+                self._rings[slots] = 0
+            return admitted
 
     def put(
-        self, attempt: AttemptKey, node: int, key: str, parts: Sequence[Buffer], *, replica_order: tuple[str, ...] = ()
+        self,
+        attempt: AttemptKey,
+        node: int,
+        key: str,
+        parts: Sequence[Buffer],
+        *,
+        replica_order: tuple[str, ...] = (),
+        uses: Sequence[SlotUse] = (),
     ) -> memoryview | None:
-        """Keep an object that node number ``node`` has made, given in parts; return the copy, None if it does not fit.
+        """Keep an object that node number ``node`` has made, given in parts; return the copy, None if there is none.
 
-        ``replica_order``: see ``NodePart``, for what another node has made.
+        ``replica_order``: see ``NodePart``, for what another node has made. ``uses``: the parts, if all are in one ring: they
+        stay there if they may.
         """
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(view.nbytes for view in views)
-        with self._lock:
+        with self._changing():
             part = self._holdings.setdefault(attempt, KeptAttempt(attempt)).parts.setdefault(node, KeptPart())
             part.replica_order = replica_order
             self._writes[attempt.repository] = next(self._numbers)
+            if (pack := RingPack.of(uses)) is not None:
+                self._rings[pack.slots] += size
+                self._place(attempt.repository, key, pack)
+                part.objects[key] = size
+                return None
             if not replica_order:
                 self._make_room(size, attempt.repository)
             else:
                 older = (old for old in self._given_up() if old.repository == attempt.repository and old.id < attempt.id)
                 self._drop_while_needed(size, older)
-            if self._used + size > self._budget:
+            if not self._fits(size):
                 self._refuse(attempt, part, size)
                 return None
             self._used += size
             memory = self._spares.take(size)
-            self._spares.keep(self._budget - self._used)
+            self._spares.keep(self._budget - self._taken)
         file = PackFile(size, memory)
         file.write(views)
-        with self._lock:
+        with self._changing():
             here = attempt in self._holdings and self._holdings[attempt].parts.get(node) is part
             if not here or (replica_order and part.incomplete):  # given up or evicted meanwhile
                 self._used -= size
                 file.close()
                 return None
-            replaced = self._files.pop((attempt.repository, key), None)
-            if replaced is not None:  # stored again after a lost answer
-                replaced.close()
-                self._used -= replaced.size
-            self._files[attempt.repository, key] = file
+            self._place(attempt.repository, key, file)
             part.objects[key] = size
             return file.content
 
@@ -131,7 +160,7 @@ class MemoryTier:
     def committed(self, attempt: AttemptKey, *, alone: bool = False) -> None:
         """Note that an attempt is a version. Versions that it replaces are dropped, and replicas that did not fit may be sent
         again. ``alone``: it is no delta."""
-        with self._lock:
+        with self._changing():
             holding = self._holdings.setdefault(attempt, KeptAttempt(attempt))
             holding.committed, holding.given_up = True, False
             holding.base = None if alone else holding.base
@@ -144,7 +173,7 @@ class MemoryTier:
     def given_up(self, attempt: AttemptKey) -> None:
         """The attempt will never be a version. Parts of which all is here stay, since a part that is whole was staged whole:
         if all of the attempt is alive somewhere, it is the newest state there is. One such attempt of a repository is enough."""
-        with self._lock:
+        with self._changing():
             holding = self._holdings.get(attempt)
             if holding is None or holding.committed:
                 return
@@ -172,30 +201,83 @@ class MemoryTier:
             return {attempt.repository for attempt in self._holdings}
 
     def view(self, repository: str, key: str) -> memoryview | None:
-        """An object; None if it is not here. Its memory stays as long as the view is held."""
+        """An object; None if it is not here. Its memory stays as long as the view is held: what is in a ring is copied."""
         with self._lock:
             file = self._files.get((repository, key))
-            return None if file is None else file.content
+            if not isinstance(file, RingPack):
+                return None if file is None else file.content
+            held = file.hold()
+        return copied(held, file.size).content
 
-    def borrow(self, repository: str, key: str) -> int | None:
-        """A descriptor of an object's memory, for the caller to close; None if it is not here."""
+    def borrow(self, repository: str, key: str) -> LentMemory | None:
+        """An object's memory, for the caller to close; None if it is not here. What is in a ring that a process still fills is
+        copied first, since nobody tells when the memory has been read."""
         with self._lock:
             file = self._files.get((repository, key))
-            return None if file is None else file.lend()
+            if file is None:
+                return None
+            if not isinstance(file, RingPack):
+                return LentMemory(file.lend())
+            if file.slots.retired:
+                return file.lend()
+            held = file.hold()
+        copy = copied(held, file.size)
+        lent = LentMemory(copy.lend())
+        with self._changing():
+            if self._files.get((repository, key)) is file and self._fits(file.size):
+                self._used += file.size
+                self._place(repository, key, copy)
+            else:
+                copy.close()
+        return lent
 
     def close(self) -> None:
         """Let go of everything. What was lent stays with the borrower."""
-        with self._lock:
+        with self._changing():
             for attempt in list(self._holdings):
                 self._drop(attempt)
             self._spares.keep(0)
+
+    @contextlib.contextmanager
+    def _changing(self) -> Iterator[None]:
+        """Hold the lock, and let go of slots afterwards: their processes are told, which may take a while."""
+        try:
+            with self._lock:
+                yield
+        finally:
+            with self._lock:
+                leaving, self._leaving = self._leaving, []
+            for pack in leaving:
+                pack.close()
+
+    @property
+    def _taken(self) -> int:
+        """Bytes of the budget that are in use or reserved."""
+        return self._used + sum(max(kept, ring.reserved) for ring, kept in self._rings.items())
+
+    def _fits(self, size: int) -> bool:
+        return self._taken + size <= self._budget
+
+    def _place(self, repository: str, key: str, file: PackFile | RingPack) -> None:
+        """Make a file an object, instead of one that was stored before its answer was lost, or of one in a ring."""
+        if (replaced := self._files.pop((repository, key), None)) is not None:
+            self._remove(replaced)
+        self._files[repository, key] = file
+
+    def _remove(self, file: PackFile | RingPack) -> None:
+        if isinstance(file, RingPack):
+            self._rings[file.slots] -= file.size
+            self._leaving.append(file)
+        else:
+            self._used -= file.size
+            self._spares.give(file)
 
     def _refuse(self, attempt: AttemptKey, part: KeptPart, size: int) -> None:
         if part.replica_order:  # the sender reports the outcome; a partial copy is useless
             self._empty(attempt, part)
         elif not part.incomplete:
             what = "version %d is not kept whole in memory: %d bytes more do not fit into %d, of which %d are taken"
-            about(logger, version=attempt.id, attempt=attempt.token).warning(what, attempt.id, size, self._budget, self._used)
+            about(logger, version=attempt.id, attempt=attempt.token).warning(what, attempt.id, size, self._budget, self._taken)
         part.incomplete = True
 
     def _make_room(self, size: int, repository: str) -> None:
@@ -208,18 +290,18 @@ class MemoryTier:
         self._drop_while_needed(size, others)
         for holding in sorted(self._holdings.values(), key=lambda holding: holding.attempt.id):
             for part in holding.parts.values():
-                if part.replica_order and self._used + size > self._budget:
+                if part.replica_order and not self._fits(size):
                     self._refuse(holding.attempt, part, size)
 
     def _drop_while_needed(self, size: int, attempts: Iterable[AttemptKey]) -> None:
         for old in attempts:
-            if self._used + size > self._budget:
+            if not self._fits(size):
                 self._drop(old)
 
     def _drop_bases_while_needed(self, size: int) -> None:
         """The newest version is worth more here than that later ones are smaller."""
         for attempt in self._replaced(keep=1):
-            if self._used + size > self._budget:
+            if not self._fits(size):
                 what = "nothing is stored as a difference to version %d from now on: it has to make room in %.1f MB of memory"
                 about(logger, version=attempt.id, attempt=attempt.token).warning(what, attempt.id, self._budget / 1e6)
                 self._drop(attempt)
@@ -255,7 +337,6 @@ class MemoryTier:
             self._empty(attempt, part)
 
     def _empty(self, attempt: AttemptKey, part: KeptPart) -> None:
-        for key, size in part.objects.items():
-            self._spares.give(self._files.pop((attempt.repository, key)))
-            self._used -= size
+        for key in part.objects:
+            self._remove(self._files.pop((attempt.repository, key)))
         part.objects.clear()

@@ -31,15 +31,22 @@ class GpuEncoder:
     Args:
         ring: The staging ring.
         codec: The codec to use, or ``auto``.
-        take, release: See ``PinnedRing``.
+        take, release, free: See ``PinnedRing``.
         store: Bytes per second that the store has accepted so far; 0 if unknown.
     """
 
     def __init__(
-        self, ring: Ring, codec: str, *, take: Callable[[], int | None], release: Callable[[int], None], store: float = 0.0
+        self,
+        ring: Ring,
+        codec: str,
+        *,
+        take: Callable[[], int | None],
+        release: Callable[[int], None],
+        free: Callable[[], int] = lambda: 0,
+        store: float = 0.0,
     ) -> None:
         self._codec, self._store = codec, store
-        self._ring = PinnedRing(ring, take=take, release=release)
+        self._ring = PinnedRing(ring, take=take, release=release, free=free)
         self._encoders: dict[int, Encoder] = {}
         self._choices: dict[int, Choice] = {}
         self._checkers: dict[int, DerivedChecker] = {}

@@ -53,6 +53,7 @@ from ..protocol.unix_channel import Connection, Listener
 from ..replication.peer_server import PeerServer
 from ..replication.replica_store import ReplicaStore
 from ..replication.replicator import NoReplicationPeers, ReplicationPeers, Replicator
+from ..shm.slots import Slots
 from ..states.staged_states import StagedStates
 from ..thread_priority import give_way
 from .gauges import measure
@@ -232,6 +233,10 @@ class Node:
     def limit_cache(self, nbytes: int | None) -> None:
         """See ``session.SessionHost``."""
         self._tier.resize(self._keep if nbytes is None else nbytes)
+
+    def admit(self, slots: Slots) -> bool:
+        """See ``session.SessionHost``."""
+        return self._tier.admit(slots)
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """See ``session.SessionHost``."""

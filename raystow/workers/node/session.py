@@ -74,6 +74,9 @@ class SessionHost(Protocol):
     def limit_cache(self, nbytes: int | None) -> None:
         """Limit this node's memory for the newest version; None restores the default."""
 
+    def admit(self, slots: Slots) -> bool:
+        """Let a ring keep versions, within this node's memory for them; return False if there is no room."""
+
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """Copy what is kept of a repository to so many other nodes, at ``rate`` bytes per second at most."""
 
@@ -114,12 +117,12 @@ class Session:
         try:
             self._host.limit_cache(opening.cache)
             self._host.replicate(opening.repository, opening.replicas, opening.replication_rate)
-            ring = Ring.create(opening.ring, opening.slot)
-            self._slots = Slots(ring, self._tell_free)
+            self._slots = self._admitted_slots()
+            ring = self._slots.ring
             self._host.grow(opening.coded)
             try:
                 rate = self._host.store_rate(opening.uri)
-                self._connection.send(SessionOpened(ring.slots, ring.slot_size, rate), fd=ring.fd)
+                self._connection.send(SessionOpened(ring.slots, ring.slot_size, rate, ring.kept), fd=ring.fd)
                 if opening.process == "node":
                     self._coder = self._gpu_coder(ring)
                 self._receive()
@@ -128,11 +131,21 @@ class Session:
                     self._coder.close()
                 self._slots.wait()
                 self._host.grow(-opening.coded)
-                ring.close()
+                self._slots.retire()
         except RaystowError as error:
             self._log.warning("the connection to a training process ended: %s", error)
         finally:
             self._connection.close()
+
+    def _admitted_slots(self) -> Slots:
+        """Create the ring, with room for versions if the memory tier has it."""
+        opening = self._opening
+        slots = Slots(Ring.create(opening.ring, opening.slot, keep=opening.keep), self._tell_free)
+        if not opening.keep or self._host.admit(slots):
+            return slots
+        slots.retire()
+        self._log.warning("saves are copied into this node's memory: its limit does not leave %d bytes pinned", opening.keep)
+        return Slots(Ring.create(opening.ring, opening.slot), self._tell_free)
 
     def _receive(self) -> None:
         opening = self._opening

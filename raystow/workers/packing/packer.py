@@ -15,6 +15,7 @@ from ...storage.log import about
 from ...storage.object_store import Buffer, ObjectStore
 from ..cache.pack_cache import Keep, keep_nothing
 from ..protocol.messages import Ticket
+from ..shm.slots import Slots, SlotUse
 
 logger = logging.getLogger(__name__)
 
@@ -38,7 +39,7 @@ class Packer:
     """Packs and uploads chunks: ``add`` from any thread, then ``seal`` and ``finish`` once, or ``discard``.
 
     ``on_error`` is called with the error of a failed upload. ``keep`` may copy a pack; the copy is then uploaded, and the parts
-    are released at once.
+    are released at once. A pack has the parts of one ring, so that it can be kept there.
     """
 
     def __init__(
@@ -54,7 +55,7 @@ class Packer:
         self._lock = threading.Lock()
         self._changed = threading.Condition(self._lock)
         self._sending = 0
-        self._open: dict[str, _Open] = {}
+        self._open: dict[tuple[str, Slots | None], _Open] = {}  # by group and, of what is in a ring, the ring
         self._counts: dict[str, int] = {}
         self._packs: list[PackInfo] = []
         self._running: dict[PackInfo, Future[None]] = {}
@@ -65,17 +66,18 @@ class Packer:
         parts are no longer needed."""
         size = sum(map(len, parts))
         full = None
+        where = group, release.slots if isinstance(release, SlotUse) else None
         with self._lock:
             if self._closed:  # the attempt was given up
                 release()
                 return 0, 0
-            pack = self._open.get(group)
+            pack = self._open.get(where)
             if pack is not None and pack.size and pack.size + size > PACK:
-                full, pack = self._close(group), None
+                full, pack = self._close(where), None
             if pack is None:
                 number = self._counts.get(group, 0)
                 self._counts[group] = number + 1
-                pack = self._open[group] = _Open(number)
+                pack = self._open[where] = _Open(number)
             start = pack.size
             pack.parts.extend(parts)
             pack.releases.append(release)
@@ -88,7 +90,7 @@ class Packer:
     def flush(self) -> None:
         """Begin to upload all open packs."""
         with self._lock:
-            closed = [self._close(group) for group in list(self._open)]
+            closed = [self._close(where) for where in list(self._open)]
         for full in closed:
             self._send(*full)
 
@@ -137,10 +139,10 @@ class Packer:
             log = about(logger, repository=self._store.uri, **whose)
             log.warning("the packs of an abandoned attempt stay until the next collection: %s", error)
 
-    def _close(self, group: str) -> tuple[PackInfo, _Open]:
+    def _close(self, where: tuple[str, Slots | None]) -> tuple[PackInfo, _Open]:
         """Close an open pack; the caller sends it."""
-        pack = self._open.pop(group)
-        info = PackInfo(self._ticket.node, group, pack.number, pack.size)
+        pack = self._open.pop(where)
+        info = PackInfo(self._ticket.node, where[0], pack.number, pack.size)
         self._packs.append(info)
         self._sending += 1
         return info, pack
@@ -148,7 +150,8 @@ class Packer:
     def _send(self, info: PackInfo, pack: _Open) -> None:
         """Offer the pack to ``keep``, and begin to upload it."""
         try:
-            kept = self._keep(self._key(info), pack.parts)
+            uses = [release for release in pack.releases if isinstance(release, SlotUse)]  # all or none
+            kept = self._keep(self._key(info), pack.parts, uses)
             if kept is not None:
                 pack.parts[:] = [kept]
                 _call(pack.releases)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import os
 import socket
 import ssl
 import threading
@@ -15,6 +14,7 @@ from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import DeadlineExceeded, ProtocolError
 from ..cache.fetcher import Fetcher
+from ..cache.lent_memory import LentMemory
 from ..protocol.messages import (
     JOURNAL,
     STAGED,
@@ -170,19 +170,24 @@ class PeerServer:
         start, length = request.start, request.length
         try:
             if request.key.startswith(JOURNAL):
-                descriptor = self._journal.lend(request.repository, request.key)
+                lent = _whole(self._journal.lend(request.repository, request.key))
             elif request.key.startswith(STAGED):
-                descriptor = self._states.lend(request.key, _WAIT)
+                lent = _whole(self._states.lend(request.key, _WAIT))
             else:
-                descriptor = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
+                lent = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
         except DeadlineExceeded:
             channel.send(ObjectState("pending"))
             return
-        if descriptor is None:
+        if lent is None:
             channel.send(ObjectState("absent"))
             return
         try:
             channel.send(ObjectState("present"))
-            channel.send_file(descriptor, start, length)
+            for at, size in lent.spans(start, length):
+                channel.send_file(lent.descriptor, at, size)
         finally:
-            os.close(descriptor)
+            lent.close()
+
+
+def _whole(descriptor: int | None) -> LentMemory | None:
+    return None if descriptor is None else LentMemory(descriptor)

@@ -18,9 +18,7 @@ from ...storage.coding import dtypes
 from ...storage.coding.chunk import PACK7, RAW, Coding
 from ...storage.coding.digest import finish
 from ..protocol.messages import BatchBytes, ChunkInfo, CodedBatches, CodedLayout, RunSpan
-
-SlotPart = tuple[int, int, int]
-"""Slot, start in the slot, bytes."""
+from .ring import SlotPart
 
 _NOTHING = b""
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import mmap
 import os
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -19,6 +20,12 @@ SLOT = 4 << 20
 DEVICE_SLOT = 32 << 20
 """Bytes of a slot in a ring that a GPU fills with coded chunks: few large copies."""
 
+WORKING = 1 << 30
+"""Bytes of a large ring in which versions never stay: all that is on its way from a GPU at a time fits there."""
+
+SlotPart = tuple[int, int, int]
+"""Slot, start in the slot, bytes."""
+
 ALIGN = 64
 """Chunks begin at multiples of this many bytes in a slot."""
 
@@ -29,21 +36,25 @@ def slot_size(ring: int, *, gpu: bool) -> int:
 
 
 class Ring:
-    """``slots`` consecutive slots of ``slot_size`` bytes in ``memory``. Pages are allocated at their first use. ``skip``: slots
-    of the file before these."""
+    """``slots`` consecutive slots of ``slot_size`` bytes in ``memory``. Pages are allocated at their first use.
 
-    def __init__(self, fd: int, slots: int, slot_size: int, *, skip: int = 0) -> None:
-        self.fd, self.slots, self.slot_size = fd, slots, slot_size
+    ``skip``: slots of the file before these. ``kept``: so many slots at most, any of them, keep versions after their upload.
+    """
+
+    def __init__(self, fd: int, slots: int, slot_size: int, *, skip: int = 0, kept: int = 0) -> None:
+        self.fd, self.slots, self.slot_size, self.kept = fd, slots, slot_size, kept
         self._map = mmap.mmap(fd, slots * slot_size, offset=skip * slot_size)
         self.memory = np.frombuffer(self._map, np.uint8)
 
     @staticmethod
-    def create(size: int, slot_size: int = SLOT) -> Ring:
-        """Create a ring of about ``size`` bytes, with at least two slots."""
-        slots = max(2, size // slot_size)
+    def create(size: int, slot_size: int = SLOT, *, keep: int = 0) -> Ring:
+        """Create a ring of about ``size`` bytes, with at least two slots, and more to keep versions of ``keep`` bytes."""
+        slots, kept = max(2, size // slot_size), -(-keep // slot_size)
+        if kept:
+            slots = max(slots, kept + min(slots, WORKING // slot_size))
         fd = os.memfd_create("raystow-ring", os.MFD_CLOEXEC)
         os.ftruncate(fd, slots * slot_size)
-        return Ring(fd, slots, slot_size)
+        return Ring(fd, slots, slot_size, kept=kept)
 
     def behind(self, slot: int) -> Ring:
         """Return the slots from ``slot`` as a ring on the same memory. The slot size must be a multiple of the page size."""
@@ -54,6 +65,11 @@ class Ring:
         if not 0 <= index < self.slots:
             raise IndexError(f"slot {index} of {self.slots}")
         return self.memory[index * self.slot_size : (index + 1) * self.slot_size]
+
+    def discard(self, slots: Iterable[int]) -> None:
+        """Free the memory of slots; they are zero afterwards. The slot size must be a multiple of the page size."""
+        for slot in slots:
+            self._map.madvise(mmap.MADV_REMOVE, slot * self.slot_size, self.slot_size)
 
     def close(self) -> None:
         """Free the memory. Existing views keep it mapped until they are garbage-collected."""

@@ -1,31 +1,76 @@
-"""Counts the chunks in the slots of a ring that are still in use, so that the slots can be filled again."""
+"""Counts the uses of the slots of a ring, so that the slots can be filled again, and keeps versions in them."""
 
 from __future__ import annotations
 
-import functools
+import os
 import threading
 from collections import Counter
 from collections.abc import Callable, Sequence
 
 from ...storage.coding.kernels import Bytes
-from .ring import Ring
+from .ring import Ring, SlotPart
+
+
+class SlotUse:
+    """A chunk in slots, until it is called."""
+
+    def __init__(self, slots: Slots, parts: Sequence[SlotPart]) -> None:
+        self.slots, self.parts = slots, parts
+
+    def __call__(self) -> None:
+        """End the use."""
+        self.slots.release([slot for slot, _, _ in self.parts])
 
 
 class Slots:
-    """Calls ``on_free``, from any thread, with slots that are filled completely and no longer in use."""
+    """Calls ``on_free``, from any thread, with slots that are filled completely and no longer in use. It closes the ring after
+    ``retire``, once nothing uses it."""
 
     def __init__(self, ring: Ring, on_free: Callable[[list[int]], None]) -> None:
-        self._ring, self._on_free = ring, on_free
+        self.ring, self._on_free = ring, on_free
         self._uses: Counter[int] = Counter()  # slot -> parts of chunks in it that are in use
+        self._kept: Counter[int] = Counter()  # those among them that are parts of versions in memory
         self._filled: set[int] = set()  # slots in use in which no more chunks will be announced
         self._changed = threading.Condition()
+        self._lent: set[int] = set()  # slots that other processes may read at any time
+        self.retired = False
 
-    def take_over(self, parts: Sequence[tuple[int, int, int]]) -> tuple[list[Bytes], Callable[[], None]]:
-        """Return the bytes of a chunk, and a function to call when they are no longer used. Each part: slot, start, size."""
+    @property
+    def reserved(self) -> int:
+        """Bytes of the ring in which versions may stay, as long as it is filled."""
+        return 0 if self.retired else self.ring.kept * self.ring.slot_size
+
+    def take_over(self, parts: Sequence[SlotPart]) -> tuple[list[Bytes], SlotUse]:
+        """Return the bytes of a chunk, and what to call when they are no longer used."""
+        with self._changed:
+            self._uses.update(slot for slot, _, _ in parts)
+        return [self.ring.slot(slot)[at : at + size] for slot, at, size in parts], SlotUse(self, parts)
+
+    def keep(self, parts: Sequence[SlotPart]) -> bool:
+        """Use parts that are in use once more, for a version in memory, until ``let_go``; return False if too many slots are kept
+        already."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:
+            if len(self._kept.keys() | {*slots}) > self.ring.kept:
+                return False
+            self._kept.update(slots)
             self._uses.update(slots)
-        return [self._ring.slot(slot)[at : at + size] for slot, at, size in parts], functools.partial(self._done, slots)
+        return True
+
+    def let_go(self, parts: Sequence[SlotPart]) -> None:
+        """End the use of parts by a version in memory."""
+        slots = [slot for slot, _, _ in parts]
+        with self._changed:
+            self._kept.subtract(slots)
+            self._kept += Counter()  # forgets those at zero
+        self.release(slots)
+
+    def lend(self, parts: Sequence[SlotPart]) -> int:
+        """Return a descriptor of the ring, for the caller to close, through which these parts can be read. Only after ``retire``:
+        nobody tells when the parts are read, so that nothing else may ever come there."""
+        with self._changed:
+            self._lent.update(slot for slot, _, _ in parts)
+            return os.dup(self.ring.fd)
 
     def filled(self, slot: int) -> None:
         """Note that no more chunks will be announced in a slot: it is free once those in it are no longer used."""
@@ -38,18 +83,32 @@ class Slots:
         if not busy:
             self._on_free([slot])
 
-    def wait(self) -> None:
-        """Wait until no slot is in use."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._uses)
-
-    def _done(self, slots: list[int]) -> None:
+    def release(self, slots: Sequence[int]) -> None:
+        """End one use of each slot, as often as it is named."""
         with self._changed:
             self._uses.subtract(slots)
-            free = [slot for slot in set(slots) if not self._uses[slot]]
-            for slot in free:
+            unused = [slot for slot in {*slots} if not self._uses[slot]]
+            for slot in unused:
                 del self._uses[slot]
-            free = [slot for slot in free if slot in self._filled]
+            free = [slot for slot in unused if slot in self._filled]
             self._filled.difference_update(free)
+            if self.retired:
+                self._discard(unused)
             self._changed.notify_all()
         self._on_free(free)
+
+    def wait(self) -> None:
+        """Wait until no slot is in use, but for versions in memory."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._uses == self._kept)
+
+    def retire(self) -> None:
+        """Nobody fills the ring any more: free all slots but those in use, now and as their uses end."""
+        with self._changed:
+            self.retired = True
+            self._discard([slot for slot in range(self.ring.slots) if not self._uses[slot]])
+
+    def _discard(self, slots: Sequence[int]) -> None:
+        self.ring.discard({*slots} - self._lent)
+        if not +self._uses:
+            self.ring.close()

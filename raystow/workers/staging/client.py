@@ -56,7 +56,7 @@ class Staging:
         if answer is None or answer[1] is None:
             raise ClusterError("the node worker closed the connection", subject=address)
         opened, descriptor = answer[0], answer[1]
-        self._slots = FreeSlots(Ring(descriptor, opened.slots, opened.slot_size), self._connection.post)
+        self._slots = FreeSlots(Ring(descriptor, opened.slots, opened.slot_size, kept=opened.kept), self._connection.post)
         self._devices = DeviceStaging(self._slots, self._connection.post, codec, opening.process, opened.store_rate)
         self._orders: queue.SimpleQueue[SaveOrder | Preparation | None] = queue.SimpleQueue()
         self._open: dict[int, SaveOrder] = {}

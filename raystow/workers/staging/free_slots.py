@@ -31,6 +31,11 @@ class FreeSlots:
         """Let every later ``take`` raise ``ClusterError``: the node worker is gone."""
         self._free.put(None)
 
+    @property
+    def free(self) -> int:
+        """Bytes of the slots that can be taken at once."""
+        return self._free.qsize() * self.ring.slot_size
+
     def take_soon(self) -> int | None:
         """Return a free slot; None after a moment without one, in which the node worker was asked to upload what it has.
 

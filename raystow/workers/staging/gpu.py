@@ -120,7 +120,14 @@ class DeviceStaging:
         from ..gpu.gpu_encoder import GpuEncoder
 
         slots = self._slots
-        return GpuEncoder(slots.ring, self._codec, take=slots.take_soon, release=slots.release, store=self._store_rate)
+        return GpuEncoder(
+            slots.ring,
+            self._codec,
+            take=slots.take_soon,
+            release=slots.release,
+            free=lambda: slots.free,
+            store=self._store_rate,
+        )
 
     def _answer(self) -> DeviceAnswer:
         """Return the node worker's next message about a device."""

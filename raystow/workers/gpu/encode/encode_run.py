@@ -142,7 +142,7 @@ class EncodeRun:
         """
         memory, ring = self._resources.memory, self._resources.ring
         need = batch.low + batch.middle + memory.high_planes.numel() + memory.dense.size
-        while self._complete_groups < batch.group and ring.held + need > ring.capacity:
+        while self._complete_groups < batch.group and need > ring.room:
             if self._coder.coded:
                 self._copy_group()
             elif self._coder.running:

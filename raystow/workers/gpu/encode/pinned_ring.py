@@ -32,10 +32,18 @@ class PinnedRing:
         ring: The ring; it is pinned until ``close``.
         take: Returns a free slot, or None after a short wait.
         release: Called for each slot once all runs in it have been announced and no more will be written.
+        free: Returns the bytes of all free slots.
     """
 
-    def __init__(self, ring: Ring, *, take: Callable[[], int | None], release: Callable[[int], None]) -> None:
-        self._ring, self._take, self._release = ring, take, release
+    def __init__(
+        self,
+        ring: Ring,
+        *,
+        take: Callable[[], int | None],
+        release: Callable[[int], None],
+        free: Callable[[], int] = lambda: 0,
+    ) -> None:
+        self._ring, self._take, self._release, self._free = ring, take, release, free
         self._memory = torch.from_numpy(ring.memory)
         self._pinned = PinnedMemory(ring.memory, max(1, _PART // ring.slot_size) * ring.slot_size)
         self._slot, self._used = -1, ring.slot_size
@@ -44,12 +52,13 @@ class PinnedRing:
 
     @property
     def capacity(self) -> int:
-        return int(self._memory.numel())
+        """Bytes that no version keeps."""
+        return (self._ring.slots - self._ring.kept) * self._ring.slot_size
 
     @property
-    def held(self) -> int:
-        """Bytes of the slots that are not released yet."""
-        return len(self._open) * self._ring.slot_size
+    def room(self) -> int:
+        """Bytes that can be written once the node worker has uploaded all that was announced."""
+        return max(self._free(), self.capacity - len(self._open) * self._ring.slot_size)
 
     def write(self, source: torch.Tensor, relieve: Callable[[], None]) -> RingRun:
         """Enqueue a copy of ``source`` (uint8, contiguous) on the current stream.

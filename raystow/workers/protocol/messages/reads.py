@@ -41,10 +41,12 @@ class CachedObject(Message, frozen=True):
     Args:
         read: Bytes that were read for this request, by source.
         whole: Whether the whole object is in that memory, not only the spans.
+        extents: Where its bytes are in that memory, one after the other; if empty, at the beginning.
     """
 
     read: Table[Text, int]
     whole: bool
+    extents: Column[Span] = ()
 
 
 class ReadFailed(Message, frozen=True):

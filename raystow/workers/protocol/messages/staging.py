@@ -26,6 +26,7 @@ class OpenSession(Message, frozen=True):
         replicas: Other nodes that keep a copy of the newest version in memory.
         replication_rate: Bytes per second that the node may send to them; None sets no limit.
         process: Which process codes chunks on a GPU.
+        keep: Bytes of versions that may stay in the ring, as a part of the node's memory for them.
     """
 
     uri: Text
@@ -41,15 +42,17 @@ class OpenSession(Message, frozen=True):
     replicas: int = 0
     replication_rate: float | None = None
     process: Literal["training", "node"] = "training"
+    keep: int = 0
 
 
 class SessionOpened(Message, frozen=True):
     """The answer, sent with the descriptor of the ring. ``store_rate``: bytes per second that the store has taken, 0 if
-    unknown."""
+    unknown. ``kept``: see ``Ring``."""
 
     slots: int
     slot_size: int
     store_rate: float
+    kept: int = 0
 
 
 class BeginSave(Message, frozen=True):

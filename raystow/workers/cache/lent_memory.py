@@ -1,0 +1,40 @@
+"""Memory of a node worker that another process may read: a descriptor, and where the object's bytes are in it."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from ...storage.errors import ProtocolError
+from ..protocol.messages import Span
+
+
+@dataclass(frozen=True)
+class LentMemory:
+    """``descriptor``: the reader closes it. ``extents``: where the object's bytes are, one after the other; if empty, at the
+    beginning."""
+
+    descriptor: int
+    extents: tuple[Span, ...] = ()
+
+    def spans(self, start: int, length: int) -> Iterator[Span]:
+        """Yield where ``length`` bytes from ``start`` of the object are: start and bytes in memory."""
+        if not self.extents:
+            yield start, length
+            return
+        for first, end in self.extents:
+            count = min(end - first - start, length)
+            if count > 0:
+                yield first + start, count
+                start, length = 0, length - count
+            else:
+                start -= end - first
+            if not length:
+                return
+        if length:
+            raise ProtocolError(f"the object ends {length} bytes before what was requested")
+
+    def close(self) -> None:
+        """Close the descriptor."""
+        os.close(self.descriptor)

@@ -1,0 +1,58 @@
+"""An object of the store in the slots of a staging ring, where a GPU has put it, so that it is kept in memory without a copy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..protocol.messages import Span
+from ..shm.ring import SlotPart
+from ..shm.slots import Slots, SlotUse
+from .lent_memory import LentMemory
+from .pack_file import PackFile
+
+
+class RingPack:
+    """``size`` bytes in ``parts`` of slots, which are kept until ``close``."""
+
+    def __init__(self, slots: Slots, parts: Sequence[SlotPart], size: int) -> None:
+        self.slots, self.size = slots, size
+        self._parts = parts
+
+    @staticmethod
+    def of(uses: Sequence[SlotUse]) -> RingPack | None:
+        """Keep chunks that are in use in one ring; None if the ring keeps as much as it may."""
+        parts = [part for use in uses for part in use.parts]
+        if not parts or not uses[0].slots.keep(parts):
+            return None
+        return RingPack(uses[0].slots, parts, sum(size for _, _, size in parts))
+
+    def lend(self) -> LentMemory:
+        """The memory, once the ring is retired. Before that, slots may be filled again while somebody reads: use ``copy``."""
+        ring, extents = self.slots.ring, list[Span]()
+        for slot, at, size in self._parts:
+            start = slot * ring.slot_size + at
+            if extents and extents[-1][1] == start:
+                start = extents.pop()[0]
+            extents.append((start, slot * ring.slot_size + at + size))
+        return LentMemory(self.slots.lend(self._parts), tuple(extents))
+
+    def hold(self) -> tuple[list[memoryview], SlotUse]:
+        """Return the bytes in parts, and what to call when they are no longer read."""
+        parts, use = self.slots.take_over(self._parts)
+        return [part.data for part in parts], use
+
+    def close(self) -> None:
+        """Let go of the slots."""
+        self.slots.let_go(self._parts)
+
+
+def copied(held: tuple[list[memoryview], SlotUse], size: int) -> PackFile:
+    """Copy a ``RingPack`` that is held, and end the hold."""
+    parts, done = held
+    try:
+        file = PackFile(size)
+        file.write(parts)
+        return file
+    finally:
+        parts.clear()
+        done()

@@ -1,0 +1,119 @@
+"""Versions stay in the ring into which a GPU has put them: restores read them there, and nothing is copied."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+
+import numpy as np
+import pytest
+from coded_rank import CodedRank
+from local_cluster import LocalCluster
+
+from raystow.storage.clock import SYSTEM
+from raystow.storage.format import keys
+from raystow.storage.version import Version
+from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
+from raystow.workers.shm.ring import SLOT
+
+CHUNK, CHUNKS = 1 << 20, 16
+SIZE = CHUNKS * CHUNK
+SLOTS = SIZE // SLOT
+
+
+@pytest.fixture
+def cluster() -> Iterator[LocalCluster]:
+    with LocalCluster(f"memory://kept-in-ring-{SYSTEM.token()}") as cluster:
+        yield cluster
+
+
+def connected(cluster: LocalCluster, *, keep: int = 2 * SIZE, cache: int = 1 << 30) -> CodedRank:
+    return CodedRank(cluster, 0, 1, chunks=CHUNKS, chunk=CHUNK, slots=2, slot=SLOT, keep=keep, cache=cache)
+
+
+def random_bytes(seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, SIZE, np.uint8)
+
+
+def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
+    """Read all packs through the node, compare them with the store's, and return how many bytes came from where."""
+    cache = NodeCacheStore(version.store, cluster.address(0), cluster.repository.id)
+    cache.location = lambda key: ObjectLocation(sizes[key])
+    sizes = {
+        keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number): pack.size for pack in version.record.packs
+    }
+    assert sum(sizes.values()) == SIZE
+    for key, size in sizes.items():
+        stored = version.store.get(key, max_bytes=size)
+        target = bytearray(size - 1000)
+        cache.get_range_into(key, 1000, memoryview(target))
+        assert target == stored[1000:]
+        assert bytes(cache.get_range(key, 0, size)) == stored
+    cache.close()
+    return dict(cache.read)
+
+
+def test_a_version_stays_where_the_gpu_has_put_it(cluster: LocalCluster) -> None:
+    rank = connected(cluster)
+    rank.save(1, random_bytes(1))
+    assert len(rank.free) == rank.ring.slots - SLOTS  # the others keep the version
+    tier = cluster.tier(0)
+    used = tier.used
+    assert used >= SIZE
+    rank.save(2, data := random_bytes(2))
+    assert tier.used == used  # the second has replaced the first
+    version = cluster.repository.latest()
+    restored = {"w0": np.zeros(SIZE, np.uint8)}
+    version.restore(restored)
+    assert np.array_equal(restored["w0"], data)
+    rank.close()
+    assert read_of(cluster, version) == {"memory": 2 * SIZE - 1000}
+
+
+def test_a_reader_gets_a_copy_while_the_ring_is_filled(cluster: LocalCluster) -> None:
+    rank = connected(cluster)
+    rank.save(1, random_bytes(1))
+    kept = len(rank.free)
+    assert read_of(cluster, cluster.repository.latest()) == {"memory": 2 * SIZE - 1000}
+    for step in range(2, 5):
+        rank.save(step, random_bytes(step))
+    assert len(rank.free) == kept
+    rank.close()
+
+
+def test_a_ring_keeps_no_more_than_it_may(cluster: LocalCluster) -> None:
+    """Half of a version stays, the rest is copied."""
+    rank = connected(cluster, keep=SIZE // 2)
+    for step in range(1, 4):
+        rank.save(step, random_bytes(step))
+        assert len(rank.free) >= 2
+    rank.close()
+    assert read_of(cluster, cluster.repository.latest()) == {"memory": 2 * SIZE - 1000}
+
+
+def test_memory_of_a_process_that_died_is_freed(cluster: LocalCluster) -> None:
+    """Slots without a version at once, the others once a newer version has replaced it."""
+    rank = connected(cluster)
+    rank.ring.memory[:] = 1
+    rank.save(1, random_bytes(1))
+    descriptor = os.dup(rank.ring.fd)
+    rank.close()
+    for _ in range(1000):
+        if (blocks := os.fstat(descriptor).st_blocks * 512) <= SIZE:
+            break
+        SYSTEM.sleep(0.01)
+    assert blocks == SIZE
+    again = connected(cluster)
+    again.save(2, random_bytes(2))
+    assert os.fstat(descriptor).st_blocks == 0
+    again.close()
+    os.close(descriptor)
+
+
+def test_without_room_in_the_node_saves_are_copied(cluster: LocalCluster, caplog: pytest.LogCaptureFixture) -> None:
+    rank = connected(cluster, cache=SIZE)
+    assert rank.ring.kept == 0
+    assert "saves are copied into this node's memory" in caplog.text
+    rank.save(1, random_bytes(1))
+    assert len(rank.free) == rank.ring.slots
+    rank.close()
