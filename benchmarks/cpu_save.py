@@ -24,7 +24,6 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import cpu_cold
-import psutil
 import report
 import torch
 import typer
@@ -33,18 +32,6 @@ from rich.console import Console
 
 OURS = "raystow"
 CASES = (OURS, *PEERS)
-
-
-def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its descendants so far; those that have ended are counted by their parent."""
-    total, here = 0.0, psutil.Process()
-    for process in (here, *here.children(recursive=True)):
-        try:
-            times = process.cpu_times()
-        except psutil.NoSuchProcess:
-            continue
-        total += times.user + times.system + times.children_user + times.children_system
-    return total
 
 
 def changed(state: dict[str, dict[str, torch.Tensor]]) -> None:
@@ -72,20 +59,20 @@ def case(way: str, folder: Path, saves: int, copies: int) -> dict[str, list[floa
     found: dict[str, list[float]] = {"held": [], "durable": [], "cpu": [], "stored": []}
     for turn in range(-2, saves):
         changed(state)
-        cpu, start = cpu_seconds(), time.perf_counter()
+        cpu, start = report.cpu_seconds(), time.perf_counter()
         wait = contestant.save(state, turn + 2)
         contestant.fence()
         held = time.perf_counter() - start
         wait()
         durable = time.perf_counter() - start
-        used = cpu_seconds() - cpu
+        used = report.cpu_seconds() - cpu
         if turn >= 0:
             for name, value in (("held", held), ("durable", durable), ("cpu", used), ("stored", contestant.stored())):
                 found[name].append(value)
         contestant.discard()
-    cpu, pause = cpu_seconds(), sum(found["durable"])
+    cpu, pause = report.cpu_seconds(), sum(found["durable"])
     time.sleep(pause)
-    idle = (cpu_seconds() - cpu) / pause
+    idle = (report.cpu_seconds() - cpu) / pause
     found["cpu"] = [used - idle * seconds for used, seconds in zip(found["cpu"], found["durable"], strict=True)]
     found["bytes"] = [sum(one.nbytes for inner in state.values() for one in inner.values())]
     return found

@@ -41,7 +41,7 @@ import typer
 from gpu_coders import CHUNK, CODERS, ROUNDS, WORDS, coders
 from gpu_contestants import NONE, PEERS, TORCH_CHECKPOINTING, Contestant, Raystow, Wait, field, ours, start_ray
 from gpu_workload import Size, State, Training, about, device_named, nbytes, tensors_of
-from report import table_of
+from report import cpu_seconds, table_of
 from rich.console import Console
 from rich.table import Table
 
@@ -111,17 +111,24 @@ def measure(training: Training, contestant: Contestant, *, saves: int, every: in
     with ThreadPoolExecutor(1) as pool:
 
         def one(save: bool, steps: int = every) -> Window:
+            cpu = cpu_seconds()
             found = window(training, contestant, pool, steps=steps, micro_batches=micro_batches, save=save)
             go_on(training, found, micro_batches=micro_batches)
+            seconds.append((cpu_seconds() - cpu, len(found.steps)))
             return found
+
+        seconds: list[tuple[float, int]] = []  # of the CPU in each window, and its steps
 
         for _ in range(2):
             one(True, max(1, every // 2))
+        seconds.clear()
         calm, saving = [one(False)], list[Window]()
         for _ in range(saves):
             saving.append(one(True))
             calm.append(one(False))
     raw = nbytes(training.state())
+    of_a_step = statistics.median(cpu / steps for cpu, steps in seconds[::2])
+    of_a_save = statistics.median(cpu - of_a_step * steps for cpu, steps in seconds[1::2])
     pairs = zip(saving, itertools.pairwise(calm), strict=True)
     lost = [1e3 * (sum(w.steps) - (sum(a.steps) + sum(b.steps)) / 2) for w, (a, b) in pairs]
     outcomes = [w.outcome.result() for w in saving if w.outcome is not None]
@@ -132,6 +139,7 @@ def measure(training: Training, contestant: Contestant, *, saves: int, every: in
         "lost ms/GB": statistics.median(lost) / (raw / 1e9),
         "fence ms": 1e3 * statistics.median(w.fence for w in saving),
         "durable s": statistics.median(one.durable for one in outcomes),
+        "cpu s/GB": of_a_save / (raw / 1e9),
         "stored": stored,
         "ratio": stored / raw,
         "of bound": outcomes[-1].stored / entropy_bound(training.state()),

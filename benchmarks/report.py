@@ -11,6 +11,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
+import psutil
 from rich.console import Console
 from rich.table import Table
 
@@ -76,3 +77,15 @@ def write(console: Console, folder: Path, name: str, results: Mapping[str, Any])
     file = folder / f"{name}-{results['date'][:10]}.json"
     file.write_text(json.dumps(results, indent=1) + "\n")
     console.print(f"written to {file}")
+
+
+def cpu_seconds() -> float:
+    """Return the CPU seconds of this process and its descendants so far; those that have ended are counted by their parent."""
+    total, here = 0.0, psutil.Process()
+    for process in (here, *here.children(recursive=True)):
+        try:
+            times = process.cpu_times()
+        except psutil.NoSuchProcess:
+            continue
+        total += times.user + times.system + times.children_user + times.children_system
+    return total

@@ -34,12 +34,20 @@ class CodedRank:
     stay in the ring, which has ``slots`` slots besides."""
 
     def __init__(
-        self, cluster: LocalCluster, rank: int, ranks: int, *, chunks: int, chunk: int, slots: int, slot: int, keep: int, cache: int = 1 << 40
+        self,
+        cluster: LocalCluster,
+        rank: int,
+        ranks: int,
+        *,
+        chunks: int,
+        chunk: int,
+        slots: int,
+        slot: int,
+        keep: int,
+        cache: int = 1 << 40,
     ) -> None:
         self._name, self._chunks, self._chunk, self._saves = f"w{rank}", chunks, chunk, 0
-        opening = replace(
-            cluster.opening(rank, ranks), ring=slots * slot, slot=slot, coded=slots * slot, cache=cache, keep=keep
-        )
+        opening = replace(cluster.opening(rank, ranks), ring=slots * slot, slot=slot, coded=slots * slot, cache=cache, keep=keep)
         self._opening = opening
         self._connection = Connection.connect(cluster.address(0))
         self._connection.send(opening)

@@ -109,6 +109,7 @@ class Slots:
             self._discard([slot for slot in range(self.ring.slots) if not self._uses[slot]])
 
     def _discard(self, slots: Sequence[int]) -> None:
-        self.ring.discard({*slots} - self._lent)
+        if self.ring.kept:
+            self.ring.discard({*slots} - self._lent)
         if not +self._uses:
             self.ring.close()
