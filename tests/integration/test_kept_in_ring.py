@@ -62,7 +62,7 @@ def test_a_version_stays_where_the_gpu_has_put_it(cluster: LocalCluster) -> None
     used = tier.used
     assert used >= SIZE
     rank.save(2, data := random_bytes(2))
-    wait_until(lambda: tier.used == used, "the second version replaces the first")
+    wait_until(lambda: tier.used < used + SIZE // 2, "the second version replaces the first")
     version = cluster.repository.latest()
     restored = {"w0": np.zeros(SIZE, np.uint8)}
     version.restore(restored)

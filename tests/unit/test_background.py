@@ -82,7 +82,7 @@ AWAITED = {
     "orchestrator/restore/version_cache.py": 1,
     "orchestrator/standalone/writer.py": 2,
     "storage/copies/transfer.py": 1,
-    "storage/reader.py": 1,
+    "storage/reader.py": 2,
     "storage/retention/plan.py": 1,
     "storage/retention/rewrite.py": 1,
     "storage/scan.py": 1,

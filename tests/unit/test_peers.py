@@ -208,7 +208,7 @@ class Counting(MemoryStore):
 def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, company: RestoreGroup | None = None) -> bytes:
     company = company or RestoreGroup("restore", tuple(sorted(cluster.workers)))
     wanted = ReadCached("r", key, len(DATA), ((span[0], span[1]),), round=company.round, owner=company.owner(key))
-    with open(cluster[by].fetcher.get(wanted, store).descriptor, "rb") as file:
+    with open(cluster[by].fetcher.get(wanted, store).memory.descriptor, "rb") as file:
         return os.pread(file.fileno(), span[1] - span[0], span[0])
 
 

@@ -75,7 +75,7 @@ class SessionHost(Protocol):
         """Limit this node's memory for the newest version; None restores the default."""
 
     def admit(self, slots: Slots) -> bool:
-        """Let a ring keep versions, within this node's memory for them; return False if there is no room."""
+        """Let a ring keep versions, within this node's memory for them; return False if too little of that is left."""
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
         """Copy what is kept of a repository to so many other nodes, at ``rate`` bytes per second at most."""
@@ -138,7 +138,7 @@ class Session:
             self._connection.close()
 
     def _admitted_slots(self) -> Slots:
-        """Create the ring, with room for versions if the memory tier has it."""
+        """Create the ring, with slots for versions if the memory tier admits them."""
         opening = self._opening
         slots = Slots(Ring.create(opening.ring, opening.slot, keep=opening.keep), self._tell_free)
         if not opening.keep or self._host.admit(slots):
