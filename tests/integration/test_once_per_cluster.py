@@ -106,10 +106,9 @@ def test_a_replicated_state_on_three_nodes(tmp_path: Path, workers_die: bool) ->
     assert every(ranks, "do", is_whole, 1) == [True] * 3
     read = sum((Counter(of) for _, of in told), Counter[str]())
     if not workers_die:
-        # Once if all three read at the same time. What a node has read is gone when its restore ends, so that on a loaded machine
-        # the last one may have to read a part again.
-        assert read["store"] + read["instead"] <= 2.05 * stored(version)
-        assert read["peer"] >= 0.95 * version.bytes
+        assert read["store"] <= 1.05 * stored(version)
+        assert read["instead"] == 0
+        assert read["peer"] == pytest.approx(2 * version.bytes, rel=0.05)
 
 
 @pytest.mark.slow
@@ -125,5 +124,5 @@ def test_four_ranks_become_three_with_one_on_a_node(tmp_path: Path) -> None:
     told = every(ranks, "do", restore)
     assert every(ranks, "do", is_whole, 1) == [True] * 3
     read = sum((Counter(of) for _, of in told), Counter[str]())
-    assert read["store"] + read["instead"] <= 1.55 * stored(version)  # once, if all read at the same time: see above
-    assert read["peer"] > 0.05 * version.bytes  # the chunks that two of them want
+    assert read["store"] + read["instead"] <= 1.05 * stored(version)
+    assert read["peer"] > 0.2 * version.bytes  # the chunks that two of them want
