@@ -14,6 +14,7 @@ from polling import wait_until
 from raystow.storage.clock import SYSTEM
 from raystow.storage.format import keys
 from raystow.storage.version import Version
+from raystow.workers.cache.lent_memory import LentMemory
 from raystow.workers.cache.node_cache_store import NodeCacheStore, ObjectLocation
 from raystow.workers.shm.ring import SLOT
 
@@ -54,6 +55,24 @@ def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
     return dict(cache.read)
 
 
+def borrowed(cluster: LocalCluster) -> tuple[LentMemory, list[int]]:
+    """The memory of the newest version's only pack, and where its chunks begin, in their order in the tensor."""
+    version = cluster.repository.latest()
+    (pack,) = version.record.packs
+    lent = cluster.tier(0).borrow(
+        cluster.repository.id, keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number)
+    )
+    assert lent is not None
+    return lent, [row.start for row in sorted(version.chunks["w0"], key=lambda row: row.offset)]
+
+
+def content(lent: LentMemory, place: list[int]) -> bytes:
+    """The bytes of chunks in memory that was lent, which is closed."""
+    found = [os.pread(lent.descriptor, size, at) for start in place for at, size in lent.spans(start, CHUNK)]
+    lent.close()
+    return b"".join(found)
+
+
 def test_a_version_stays_where_the_gpu_has_put_it(cluster: LocalCluster) -> None:
     rank = connected(cluster)
     rank.save(1, random_bytes(1))
@@ -73,11 +92,29 @@ def test_a_version_stays_where_the_gpu_has_put_it(cluster: LocalCluster) -> None
 
 def test_a_reader_gets_a_copy_while_the_ring_is_filled(cluster: LocalCluster) -> None:
     rank = connected(cluster)
-    rank.save(1, random_bytes(1))
-    assert read_of(cluster, cluster.repository.latest()) == {"memory": 2 * SIZE - 1000}
+    rank.save(1, first := random_bytes(1))
+    lent, place = borrowed(cluster)
     for step in range(2, 5):
-        rank.save(step, random_bytes(step))  # there are slots for it
+        rank.save(step, random_bytes(step))  # all slots are filled again
+    assert content(lent, place) == first.tobytes()
     rank.close()
+
+
+def test_what_was_lent_stays_when_its_version_is_replaced(cluster: LocalCluster) -> None:
+    """Also in the ring of a process that has ended, where it was lent without a copy."""
+    rank = connected(cluster)
+    rank.save(1, first := random_bytes(1))
+    inode = os.fstat(rank.ring.fd).st_ino
+    rank.close()
+    wait_until(
+        lambda: os.fstat((lent := borrowed(cluster)[0]).descriptor).st_ino == inode and lent.extents, "the ring is retired"
+    )
+    lent, place = borrowed(cluster)
+    again = connected(cluster)
+    again.save(2, random_bytes(2))
+    wait_until(lambda: [held.attempt.id for held in cluster.tier(0).holdings(cluster.repository.id)] == [2], "it is replaced")
+    assert content(lent, place) == first.tobytes()
+    again.close()
 
 
 def test_a_ring_keeps_no_more_than_it_may(cluster: LocalCluster) -> None:
