@@ -323,3 +323,27 @@ def test_an_entry_of_the_journal_is_kept_and_read(cluster: Cluster) -> None:
     assert cluster["b"].journal.store.holdings("r") == (info,)
     cluster["b"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
     assert cluster["b"].journal.store.own() == [info]
+
+
+@pytest.mark.parametrize(("took", "pause"), [(0.0, 1.0), (2.0, 6.0), (20.0, 30.0)])
+def test_a_silent_node_is_left_alone_as_its_answer_took(took: float, pause: float) -> None:
+    """A worker that is replaced is found soon, and one that hangs costs a small part of the time."""
+    clock, asked = FakeClock(), list[str]()
+
+    def find(node: str) -> Contact:
+        asked.append(node)
+        clock.sleep(took)
+        raise ClusterError("there is no worker", subject=node)
+
+    peers = Peers(find, clock)
+
+    def ask() -> int:
+        with pytest.raises(ClusterError):
+            peers.read("a", "r", "key", 0, memoryview(bytearray(1)))
+        return len(asked)
+
+    assert ask() == 1
+    clock.sleep(pause - 0.01)
+    assert ask() == 1
+    clock.sleep(0.02)
+    assert ask() == 2
