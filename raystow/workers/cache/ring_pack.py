@@ -27,7 +27,7 @@ class RingPack:
         return RingPack(uses[0].slots, parts, sum(size for _, _, size in parts))
 
     def lend(self) -> LentMemory:
-        """The memory, once the ring is retired. Before that, slots may be filled while somebody reads: copy what ``hold`` returns."""
+        """The memory, once the ring is retired. Before that, slots may be filled meanwhile: copy what ``hold`` returns."""
         ring, extents = self.slots.ring, list[Span]()
         for slot, at, size in self._parts:
             start = slot * ring.slot_size + at
