@@ -126,11 +126,16 @@ class TcpChannel:
         """Receive the raw bytes after a message."""
         self._fill(target, SYSTEM.monotonic() + _TRANSFER)
 
-    def close(self) -> None:
-        """Close the connection; a thread that waits for a message gets a ``ConnectionError``."""
+    def shut(self) -> None:
+        """End the connection: a thread that uses it gets a ``ConnectionError``, and closes it. Nobody else may: OpenSSL would
+        write that thread's last alert to whatever connection has the descriptor's number by then."""
         with contextlib.suppress(OSError):
             # Not that of ``SSLSocket``, after which another thread would send without TLS.
             socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def close(self) -> None:
+        """Close the connection, which no other thread uses."""
+        self.shut()
         self._socket.close()
 
     def _encrypt(self, context: ssl.SSLContext, *, server: bool) -> None:

@@ -95,7 +95,7 @@ class PeerServer:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         for channel in list(self._channels):
-            channel.close()
+            channel.shut()
 
     def _accept(self) -> bool:
         try:
@@ -121,8 +121,11 @@ class PeerServer:
             self._channels.add(channel)
             self._unproven[channel] = None
             oldest = next(iter(self._unproven)) if len(self._unproven) > _UNPROVEN else None
+            if oldest is not None:
+                self._channels.discard(oldest)
+                del self._unproven[oldest]
         if oldest is not None:
-            self._close(oldest)
+            oldest.shut()
         return admitted
 
     def _serve(self, channel: TcpChannel) -> None:
