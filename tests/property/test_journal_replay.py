@@ -268,24 +268,12 @@ def test_a_repeated_step_replaces_the_one_before() -> None:
         del box.entries[box.info(step)]
     hidden = box.entries.pop(first := box.info(4))
     second = Run(data=1)
-    states = recorded_after_replay(box, second, [4])
+    states = recorded(box, second, 1, first=4)
     box.entries[first] = hidden
     third = Run(data=1)
     replayed(box, third)
     assert third.snapshot() == states[-1]
     assert [info.step for info in box.entries].count(4) == 2
-
-
-def recorded_after_replay(box: EntryBox, run: Run, steps: list[int]) -> list[list[bytes]]:
-    journal = box.journal(run.model, run.opt)
-    journal.replay()
-    states = []
-    for number in steps:
-        run.step(number)
-        journal.record(number)
-        states.append(run.snapshot())
-    journal.close()
-    return states
 
 
 def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:

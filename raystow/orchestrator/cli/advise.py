@@ -36,11 +36,10 @@ def advise(
 ) -> None:
     """Recommend how often to save, and say where the numbers come from.
 
-    The loss is least at sqrt(2 x stall x mean time between failures) (Young 1974, Daly 2006). Stalls are those that saves have
-    recorded. The time between failures is the time of the run divided by its recorded restores, planned restarts included: give
-    --mtbf if you know better. Without a restore it is that of a study of large clusters (Kokolis et al. 2024). A longer time
-    until a save is durable adds to the loss of each failure, but does not change the best interval. Checkpointer.due computes
-    the same, and waits until a save is durable.
+    The loss is least at sqrt(2 x stall x mean time between failures) (Young 1974, Daly 2006). Stalls are those that saves
+    have recorded. The time between failures is the time of the run divided by its recorded restores, planned restarts
+    included: give --mtbf if you know better. Without a restore it is that of a study of large clusters (Kokolis et al. 2024).
+    Checkpointer.due computes the same, and waits until a save is durable.
 
     Example:  raystow advise s3://bucket/runs/llama --mtbf 12h --budget 0.5
     """

@@ -43,10 +43,10 @@ def cost(
 ) -> None:
     """Compute what checkpoints cost per month, with and without compression.
 
-    Counts stored bytes at the store's price and waiting GPUs at theirs, and prints all assumptions, also where compression does
-    not pay. A URI gives sizes, the interval, the recorded stalls, and what each technique saves there. raystow does not wait
-    for the store during a save, so that its stalls are the same without compression; for a loop that does wait, give
-    --write-rate. The default prices are those of S3 Standard and of NVIDIA's example of 2026.
+    Counts stored bytes at the store's price and waiting GPUs at theirs, and prints all assumptions, also where compression
+    does not pay. A URI gives sizes, the interval, the recorded stalls, and what each technique saves there. Stalls are taken
+    to be the same without compression; for a loop that waits for the store, give --write-rate. The default prices are those
+    of S3 Standard and of NVIDIA's example of 2026.
 
     Example:  raystow cost s3://bucket/runs/llama --gpu-price 2.50
     """

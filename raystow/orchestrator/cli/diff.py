@@ -35,7 +35,7 @@ def diff(
     Compares the digests of chunks and reads no pack: CHANGED are the bytes of the chunks that differ. `layout differs`: the
     tensor is split into other chunks, for example after a change of the world size, and only --deep can compare it. --deep
     reads these and the changed chunks, counts the elements that differ by their bits, and prints the greatest absolute
-    difference of floats. The 64-bit digests detect accidents, not an adversary.
+    difference of floats.
 
     Example:  raystow diff s3://bucket/runs/llama best latest
     """

@@ -72,8 +72,8 @@ def export(
     """Write a model for Hugging Face's libraries, or the whole state for torch.
 
     With --hf, writes model.safetensors, or numbered files with an index, in bounded memory. The prefix that names have in the
-    state, such as "model.", is removed. Weights that the model of config.json ties are written once. --dtype is also set in
-    config.json. --push requires huggingface_hub, and creates a private repository if there is none.
+    state, such as "model.", is removed. Tied weights are written once. --dtype is also set in config.json. --push requires
+    huggingface_hub, and creates a private repository if there is none.
 
     With --torch, writes the nested state with the plain values of rank 0 by one torch.save. It must fit into memory.
 

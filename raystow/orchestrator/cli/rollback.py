@@ -12,9 +12,9 @@ def rollback(uri: Uri, version: Which, json: Json = False) -> None:
     """Make an earlier version the newest again.
 
     Every later restore of the latest version starts from VERSION or, if it is damaged, from one that it continues. Versions
-    that it does not continue are rolled back: they are listed and can be read by their ids, until retention or `raystow prune
-    --drop-rolled-back` drops them; a pin keeps one for longer. Saves under way fail. Saves that begin later are newer than
-    every version, so stop or restart the training. A rollback to the version that was the newest before undoes it.
+    that it does not continue are rolled back: they can be read by their ids, until retention or `raystow prune
+    --drop-rolled-back` drops them. Saves under way fail. Saves that begin later are newer than every version, so stop or
+    restart the training. A rollback to the version that was the newest before undoes it.
 
     Example:  raystow rollback s3://bucket/runs/llama 6
     """
