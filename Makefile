@@ -135,6 +135,7 @@ bench-gpu: $(READY)  ## cost of saves for training on a GPU, and restore speed
 	$(BIN)/python benchmarks/gpu_save.py
 	$(BIN)/python benchmarks/gpu_restore.py
 	$(BIN)/python benchmarks/gpu_cold.py
+	$(BIN)/python benchmarks/gpu_recovery.py
 	$(BIN)/python benchmarks/gpu_pair.py
 
 bench-training: $(READY)  ## bytes saved by each compression option, and its effect on resumed training (needs a GPU)

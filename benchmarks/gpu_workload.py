@@ -121,14 +121,17 @@ class GPT(nn.Module):
 
 
 class Training:
-    """Mixed-precision AdamW. The constructor switches the calling thread to a stream of high priority."""
+    """Mixed-precision AdamW. The constructor switches the calling thread to a stream of high priority.
 
-    def __init__(self, size: Size, device: torch.device) -> None:
+    ``data``: the tokens to train on; None: ``corpus``, which takes many seconds.
+    """
+
+    def __init__(self, size: Size, device: torch.device, *, data: Tensor | None = None) -> None:
         if device.type == "cuda":
             torch.cuda.set_stream(torch.cuda.Stream(device, priority=-5))
         torch.manual_seed(0)
         self.size, self.device, self.step = size, device, 0
-        self._data = corpus(size, device)
+        self._data = corpus(size, device) if data is None else data
         self._span = torch.arange(size.context + 1, device=device)
         self._model = GPT(size).to(device, torch.bfloat16)
         self._names = [name for name, _ in self._model.named_parameters()]
@@ -162,6 +165,20 @@ class Training:
         self._optimizer.step()
         self.copy_weights()
         self.step += 1
+
+    def create_moments(self) -> None:
+        """Create the optimizer's state before the first step as torch's ``get_state_dict`` does: a step at a rate of 0."""
+        (group,) = self._optimizer.param_groups
+        rate, group["lr"] = group["lr"], 0.0
+        for master in self._master:
+            master.grad = torch.zeros_like(master)
+        self._optimizer.step()
+        self._optimizer.zero_grad()
+        group["lr"] = rate
+
+    def counts(self) -> dict[str, Tensor]:
+        """Return the optimizer's step counters by name, which ``state`` leaves out. Requires a step."""
+        return self._named([self._optimizer.state[m]["step"] for m in self._master])
 
     def copy_weights(self) -> None:
         """Round the master copy to the weights."""
