@@ -22,7 +22,7 @@ from raystow.storage.clock import SYSTEM
 
 _BUCKET = "raystow-tests"
 _STARTS_RAY = re.compile(
-    "tests/drills/|tests/monitoring/|tests/s3_faults/test_on_ray"
+    "tests/drills/|tests/monitoring/|tests/s3_faults/test_on_ray|tests/gpu/test_without_compiler"
     "|tests/integration/test_(?!cli(?!_keygen|_top)|dcp|delta_saves|gc|torchtitan|prune|reading_alone|journal_layouts|journal_trainers)"
 )
 
