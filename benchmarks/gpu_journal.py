@@ -81,7 +81,7 @@ def step(training: Training, journal: raystow.Journal | None, micro_batches: int
 def replay(training: Training, uri: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
     """Record steps, put the state from before them back, and replay them."""
     tracked = TrackedState(training.model, [training.optimizer])
-    before = tracked.host_copy()
+    before = tracked.copy()
     first = training.step
     with raystow.Checkpointer(uri, rank=0, world_size=1, **options) as recorder:
         journal = recorder.journal(training.model, training.optimizer)

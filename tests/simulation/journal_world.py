@@ -14,7 +14,6 @@ from fake_clock import FakeClock
 from raystow.orchestrator.journal.rounds import JournalRounds
 from raystow.storage.coding.digest import stored_digest
 from raystow.storage.errors import ClusterError
-from raystow.storage.object_store import Buffer
 from raystow.workers.journal.entry_memory import EntryMemory
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
@@ -36,11 +35,14 @@ class WorldPeers:
     def nodes(self) -> Mapping[str, str]:
         return {name: name for name in self._alive}
 
-    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
         if node not in self._alive:
             raise ClusterError("is dead", subject=node)
         store = self._alive[node].store
         store.drop_before(put.info, put.oldest)
+        data = self._alive[put.holder].store.view(put.info)
+        if data is None:
+            return EntryKept(put.info.step, 0, "has dropped it", memory=self._alive[node].memory)
         problem = store.add(put.info, EntryMemory.of([data], put.info.size), own=False)
         return EntryKept(put.info.step, 1, problem, memory=self._alive[node].memory)
 

@@ -61,6 +61,7 @@ OF_ONE = {
     "raystow-requests": "runs an event loop, which logs errors; those of calls are raised where their results are awaited",
     "raystow-prepare": "prepares the first save of one process, which does it again after an error",
     "raystow-progress": "shows the bar of one restore",
+    "raystow-spare": "prepares memory, which else is taken when it is filled",
     "raystow-demo": "replaces the node that the demo kills",
 }
 """Threads that end with what they serve."""
@@ -91,6 +92,7 @@ AWAITED = {
     "workers/gpu/pinned_memory.py": 1,
     "workers/gpu/node_mode/node_encoder.py": 1,  # by background.submit
     "workers/journal/entry_memory.py": 1,
+    "workers/journal/node_journal.py": 1,
     "workers/node/node.py": 3,  # by background.submit; of uploads, the packer awaits each
 }
 """Pools, by file: the results of what they run are awaited, so that an error is raised there."""

@@ -8,7 +8,6 @@ from fake_clock import FakeClock
 from msgspec.structs import replace
 
 from raystow.storage.errors import ClusterError
-from raystow.storage.object_store import Buffer
 from raystow.workers.journal.entry_memory import EntryMemory
 from raystow.workers.journal.entry_replicator import EntryReplicator
 from raystow.workers.journal.entry_store import EntryStore
@@ -80,14 +79,18 @@ class OtherNodes:
     def __init__(self, *names: str) -> None:
         self.stores = {name: EntryStore(10 * SIZE) for name in names}
         self.down: set[str] = set()
+        self.here = EntryStore(0)
 
     def nodes(self) -> Mapping[str, str]:
         return {"here": "here", **{name: name for name in self.stores if name not in self.down}}
 
-    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
         if node in self.down:
             raise ClusterError("does not answer", subject=node)
         self.stores[node].drop_before(put.info, put.oldest)
+        data = self.here.view(put.info)
+        assert put.holder == "here"
+        assert data is not None
         problem = self.stores[node].add(put.info, EntryMemory.of([data], put.info.size), own=False)
         return EntryKept(put.info.step, 1, problem, memory=f"{id(self.stores[node])}")
 
@@ -96,7 +99,7 @@ class OtherNodes:
 
 
 def replicator(store: EntryStore, peers: OtherNodes) -> tuple[EntryReplicator, FakeClock]:
-    clock = FakeClock()
+    clock, peers.here = FakeClock(), store
     made = EntryReplicator("here", store, peers, clock)
     made.want("r", 1)
     return made, clock

@@ -16,7 +16,6 @@ from fake_clock import FakeClock
 from msgspec.structs import replace
 
 from raystow.storage.errors import ClusterError, StoreUnavailable
-from raystow.storage.object_store import Buffer
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
@@ -53,8 +52,8 @@ class PeersOnly(NoNodePeers):
     def __init__(self, others: Peers) -> None:
         self._others = others
 
-    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
-        return self._others.put_entry(node, put, data)
+    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
+        return self._others.put_entry(node, put)
 
 
 class Worker:
@@ -309,17 +308,19 @@ def test_a_node_of_another_version_is_told_so(cluster, monkeypatch):
 
 
 def test_an_entry_of_the_journal_is_kept_and_read(cluster: Cluster) -> None:
-    """What does not fit is refused before its bytes are sent."""
+    """What does not fit is refused before its bytes are read, and what was dropped meanwhile is not there."""
     cluster.start("a", "b")
     info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 100_000)
     data = DATA[: info.size]
-    kept = cluster["a"].peers.put_entry("b", PutEntry(info, 4), data)
+    assert "has dropped it" in cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).problem
+    cluster["a"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
+    kept = cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a"))
     assert (kept.problem, kept.copies) == ("", 1)
     target = bytearray(info.size)
     assert cluster["a"].peers.read("b", "r", info.key, 0, memoryview(target))
     assert target == data
     large = replace(info, step=5, previous=4, size=2 << 20)
-    assert "is full" in cluster["a"].peers.put_entry("b", PutEntry(large, 4), bytes(2 << 20)).problem
+    assert "is full" in cluster["a"].peers.put_entry("b", PutEntry(large, 4, "a")).problem
     assert cluster["b"].journal.store.holdings("r") == (info,)
     cluster["b"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
     assert cluster["b"].journal.store.own() == [info]

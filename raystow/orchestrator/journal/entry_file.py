@@ -5,13 +5,16 @@ Nothing of an entry is used before the digests of its header and of its data wer
 
 from __future__ import annotations
 
+import itertools
 import os
 import struct
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
+import torch
 from msgspec.structs import replace
 
 from ...storage.coding.digest import stored_digest
@@ -19,6 +22,8 @@ from ...storage.coding.kernels import Bytes
 from ...storage.errors import Damaged, ProtocolError
 from ...storage.object_store import Buffer
 from ...workers.protocol.messages import EntryHeader, EntryInfo, RecordedTensor, decode, encode
+from .gradient_coding import decode as decode_tensor
+from .gradient_coding import stored_sizes
 
 POOL = ThreadPoolExecutor(min(8, os.cpu_count() or 1), "raystow-entry-bytes")
 """Threads that copy and digest the bytes of entries; both let go of the interpreter."""
@@ -29,21 +34,37 @@ _MOST_HEADER = 256 << 20
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """An entry whose digests were checked. ``digest``: of its header. ``data``: uint8."""
+    """An entry whose digests were checked. ``digest``: of its header. ``data``: the stored bytes of all tensors, uint8.
+    ``parts``: the digest of those of each part."""
 
     info: EntryInfo
     header: EntryHeader
     digest: bytes
     data: Bytes
+    parts: Sequence[bytes]
 
-    def stored(self) -> Iterator[Bytes]:
-        """Yield the stored bytes of all parts of all tensors, in order."""
-        at = 0
+    def tensors(self) -> Iterator[StoredTensor]:
+        """Yield all tensors in the order of ``tensors_of``."""
+        at, first = 0, 0
         for tensor in tensors_of(self.header):
-            for part in tensor.parts:
-                size = sum(part.stored)
-                yield self.data[at : at + size]
-                at += size
+            last = first + len(tensor.parts)
+            yield StoredTensor(tensor, self.data, at, self.parts[first:last])
+            at += sum(stored_sizes([tensor]))
+            first = last
+
+
+class StoredTensor(NamedTuple):
+    """A tensor of an entry, whose parts begin at byte ``start`` of the entry's ``data`` and have these ``digests``."""
+
+    recorded: RecordedTensor
+    data: Bytes
+    start: int
+    digests: Sequence[bytes]
+
+    def decode(self) -> torch.Tensor | None:
+        """The tensor in host memory; None if none was recorded. ``Damaged`` if its bytes do not fit its description."""
+        ends = itertools.accumulate(stored_sizes([self.recorded]), initial=self.start)
+        return decode_tensor(self.recorded, (self.data[first:last] for first, last in itertools.pairwise(ends)))
 
 
 def tensors_of(header: EntryHeader) -> list[RecordedTensor]:
@@ -54,7 +75,7 @@ def tensors_of(header: EntryHeader) -> list[RecordedTensor]:
 
 def pack(header: EntryHeader, stored: Sequence[Bytes]) -> tuple[EntryInfo, bytes, list[Buffer]]:
     """Return what is known of an entry, the digest of its header, and its bytes in parts."""
-    header = replace(header, data=data_digest(stored))
+    header = replace(header, data=stored_digest(*POOL.map(stored_digest, stored)))
     body = encode(header, most=_MOST_HEADER)
     digest = stored_digest(body)
     parts: list[Buffer] = [_HEAD.pack(len(body), digest) + body, *(part.data for part in stored)]
@@ -80,14 +101,10 @@ def parse(info: EntryInfo, content: memoryview) -> JournalEntry:
         raise Damaged(f"not a header of this version of raystow: {error}", subject=subject) from error
     if replace(info, size=0) != header.info:
         raise Damaged("the bytes are another entry", subject=subject)
-    if sum(sum(part.stored) for tensor in tensors_of(header) for part in tensor.parts) != data.size:
+    ends = list(itertools.accumulate(stored_sizes(tensors_of(header)), initial=0))
+    if ends[-1] != data.size:
         raise Damaged("the tensors do not add up to the entry", subject=subject)
-    entry = JournalEntry(info, header, digest, data)
-    if data_digest(list(entry.stored())) != header.data:
+    parts = list(POOL.map(stored_digest, (data[first:last] for first, last in itertools.pairwise(ends))))
+    if stored_digest(*parts) != header.data:
         raise Damaged("the tensors do not have their digest", subject=subject)
-    return entry
-
-
-def data_digest(stored: Sequence[Bytes]) -> bytes:
-    """The digest of the digests of all parts, which several threads compute."""
-    return stored_digest(*POOL.map(stored_digest, stored))
+    return JournalEntry(info, header, digest, data, parts)

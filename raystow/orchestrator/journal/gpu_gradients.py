@@ -25,14 +25,13 @@ from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
 from ...workers.shm.ring import DEVICE_SLOT, Ring
 from .entry_file import POOL
-from .gradient_coding import Recorded, TensorEncoder, coded_part, divided, dtype_name, factors, sampled
+from .gradient_coding import SMALL, Recorded, TensorEncoder, coded_part, divided, dtype_name, factors, sampled
 
 _RING = 8 * DEVICE_SLOT
 _MEMORY = 512 << 20  # device memory of the encoder
 _PIECE = 16 << 20  # raw bytes of a part
 _EXAMINED = 16 << 20  # elements that are examined together, unless one tensor has more
 _SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
-_SMALL = 64 << 10  # bytes; smaller tensors are encoded on the CPU, in one copy
 
 
 @dataclass(frozen=True, eq=False)
@@ -104,7 +103,7 @@ class GpuGradientEncoder:
     slots. ``memory``: bytes of device memory of the encoder."""
 
     def __init__(
-        self, device: torch.device, *, ring: int = _RING, slot: int = DEVICE_SLOT, memory: int = _MEMORY, small: int = _SMALL
+        self, device: torch.device, *, ring: int = _RING, slot: int = DEVICE_SLOT, memory: int = _MEMORY, small: int = SMALL
     ) -> None:
         self._device, self._small = device, small
         self._ring, self._free = Ring.create(ring, slot), queue.SimpleQueue[int]()

@@ -23,6 +23,9 @@ from ...workers.protocol.messages import CodedPart, RecordedTensor
 PART = 4 << 20
 """Raw bytes of a part of a tensor."""
 
+SMALL = 64 << 10
+"""Bytes of the largest tensors on a GPU that are coded on the CPU, in one copy."""
+
 NONE = RecordedTensor("none")
 
 _SAMPLE = 4096  # elements from which a factor is found
@@ -139,14 +142,8 @@ def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | No
     dtype = getattr(torch, dtypes.dtype(tensor.dtype).name)
     if tensor.kind == "zero":
         return torch.zeros(tensor.shape, dtype=dtype)
-    direct = tensor.kind == "plain"
-    if not direct and tensor.dtype != "float32":
-        raise Damaged(f"values of {tensor.dtype} recorded as bfloat16")
-    name = tensor.dtype if direct else "bfloat16"
-    nbytes = math.prod(tensor.shape) * dtypes.dtype(name).itemsize
-    if sum(part.nbytes for part in tensor.parts) != nbytes:
-        raise Damaged("the parts of a recorded tensor do not add up to it")
-    raw = np.empty(nbytes, np.uint8)
+    direct, name = tensor.kind == "plain", checked_dtype(tensor)
+    raw = np.empty(sum(part.nbytes for part in tensor.parts), np.uint8)
     at = 0
     for part in tensor.parts:
         piece = raw[at : at + part.nbytes]
@@ -156,6 +153,20 @@ def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | No
     if not direct:
         values = multiplied(values, tensor.factor) if tensor.kind == "scaled" else values.to(torch.float32)
     return values.reshape(tensor.shape)
+
+
+def checked_dtype(tensor: RecordedTensor) -> str:
+    """The element type of the stored values of a tensor. Raises ``Damaged`` unless they are as many as it has elements."""
+    direct = tensor.kind == "plain"
+    if not direct and tensor.dtype != "float32":
+        raise Damaged(f"values of {tensor.dtype} recorded as bfloat16")
+    name = tensor.dtype if direct else "bfloat16"
+    itemsize = dtypes.dtype(name).itemsize
+    if sum(part.nbytes for part in tensor.parts) != math.prod(tensor.shape) * itemsize or any(
+        part.nbytes % itemsize for part in tensor.parts
+    ):
+        raise Damaged("the parts of a recorded tensor do not add up to it")
+    return name
 
 
 def decode_part(part: CodedPart, name: str, stored: Bytes, raw: Bytes) -> None:

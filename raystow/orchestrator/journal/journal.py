@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import queue
 import threading
@@ -145,11 +146,12 @@ class Journal:
         reader = StepReader(self._state, self._port.fetch, identity.world_size)
         replayer = Replayer(self._state, self._hooks, reader, after_step=after_step, base=self._base, log=self._log)
         result = ReplayResult(self._base)
-        if choice.entries:
-            result = replayer.go_to(choice.step, choice.entries)
-        while not (answer := self._port.settle(_reached(vote, result))).agreed:
-            if answer.step < result.step:
-                result = replayer.go_to(answer.step, choice.entries)
+        with contextlib.closing(reader):
+            if choice.entries:
+                result = replayer.go_to(choice.step, choice.entries)
+            while not (answer := self._port.settle(_reached(vote, result))).agreed:
+                if answer.step < result.step:
+                    result = replayer.go_to(answer.step, choice.entries)
         if answer.end and identity.rank == 0:
             self._log.warning("nothing after step %d is replayed: %s", answer.step, answer.end, extra={"step": answer.step})
         if result.step > self._base:

@@ -1,6 +1,6 @@
 """Replays the entries after a version, and checks the state after each.
 
-If a check fails, the state of the version is put back from host memory, and the entries before the failing one are replayed
+If a check fails, the state of the version is put back from a copy, and the entries before the failing one are replayed
 again: a state that was never there is never left.
 """
 
@@ -75,7 +75,7 @@ class Replayer:
     def go_to(self, step: int, entries: Sequence[EntryPlace]) -> ReplayResult:
         """Replay entries up to a step, from the state of the base; returns how far the checks agreed."""
         if self._kept is None:
-            self._kept = self._state.host_copy()
+            self._kept = self._state.copy()
         else:
             self._state.restore(self._kept)
         by_step = itertools.groupby(entries, key=lambda place: place.info.step)

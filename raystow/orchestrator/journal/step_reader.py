@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import torch
 
-from ...storage.coding.kernels import Bytes
 from ...storage.errors import Damaged, StateError
 from ...storage.format.boxes import Box
 from ...workers.protocol.messages import EntryPlace, OptimizerStep
 from . import value_tree
-from .entry_file import JournalEntry, parse
-from .gradient_coding import decode
+from .entry_decoder import EntryDecoder
+from .entry_file import JournalEntry, StoredTensor, parse
 from .shard_map import ShardMap, boxes, layout
 from .step_hooks import StepInputs
-from .tracked_state import TrackedState
+from .tracked_state import TrackedState, local
 
 
 class DecodedStep(NamedTuple):
-    """A step in host memory, ready to be replayed.
+    """A step, ready to be replayed: gradients on the devices of their parameters unless they were put together, the rest in host
+    memory.
 
     Args:
         entry: Whose hyper-parameters, buffers and values count: this rank's, or rank 0's.
@@ -37,10 +38,10 @@ class DecodedStep(NamedTuple):
 
 
 class StepReader:
-    """``fetch``: returns the bytes of an entry. Steps must be read in order."""
+    """``fetch``: returns the bytes of an entry. Steps must be read in order. Call ``close`` at last."""
 
     def __init__(self, state: TrackedState, fetch: Callable[[EntryPlace], memoryview], world_size: int) -> None:
-        self._state, self._fetch, self._world_size = state, fetch, world_size
+        self._state, self._fetch, self._world_size, self._decoder = state, fetch, world_size, EntryDecoder()
         self._layouts: dict[tuple[int, int], list[Box]] = {}  # by number of ranks and rank
         self._mine: list[Box] = []
         numbers = {id(parameter): number for number, parameter in enumerate(state.all_parameters())}
@@ -53,6 +54,10 @@ class StepReader:
             return self._decoded(entry, {entry.info.rank: entry}, None)
         entries, shards = self._covering({place.info.rank: place for place in places})
         return self._decoded(entries[0], entries, shards)
+
+    def close(self) -> None:
+        """Free the memory for decoding."""
+        self._decoder.close()
 
     def _covering(self, places: Mapping[int, EntryPlace]) -> tuple[dict[int, JournalEntry], ShardMap]:
         """The entry of rank 0, and those of ranks that have this rank's shards together. ``places``: the best guess first."""
@@ -78,13 +83,13 @@ class StepReader:
         counts = {len(one.header.steps) for one in entries.values()}
         if counts != {len(header.steps)}:
             raise StateError("ranks have called step() of their optimizers at different numbers of times")
-        stored = {rank: one.stored() for rank, one in entries.items()}
+        stored = {rank: one.tensors() for rank, one in entries.items()}
         steps = [
             self._inputs(step, {rank: one.header.steps[at] for rank, one in entries.items()}, stored, shards)
             for at, step in enumerate(header.steps)
         ]
-        rest = stored[entry.info.rank]
-        buffers = {name: tensor for name, one in header.buffers if (tensor := decode(one, rest)) is not None}
+        rest = zip((name for name, _ in header.buffers), stored[entry.info.rank], strict=True)
+        buffers = {name: tensor for name, one in rest if (tensor := one.decode()) is not None}
         value_tree.loads(header.values)
         return DecodedStep(entry, entries, shards, steps, [_groups(groups) for groups in header.groups], buffers)
 
@@ -92,10 +97,17 @@ class StepReader:
         self,
         step: OptimizerStep,
         others: Mapping[int, OptimizerStep],
-        stored: Mapping[int, Iterator[Bytes]],
+        stored: Mapping[int, Iterator[StoredTensor]],
         shards: ShardMap | None,
     ) -> StepInputs:
-        found = {rank: [decode(one, stored[rank]) for one in other.gradients] for rank, other in others.items()}
+        parameters = self._state.parameters(step.optimizer) if 0 <= step.optimizer < len(self._numbers) else []
+        devices = [local(one).device for one in parameters]
+        if shards is not None or len(devices) != len(step.gradients):
+            devices = [torch.device("cpu")] * len(step.gradients)
+        found = {
+            rank: self._decoder.decode([*itertools.islice(stored[rank], len(other.gradients))], devices)
+            for rank, other in others.items()
+        }
         if shards is None:
             (gradients,) = found.values()
         else:

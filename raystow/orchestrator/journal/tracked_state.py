@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import math
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
@@ -11,6 +13,7 @@ import torch
 from ...storage.errors import StateError
 
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
+_SPACE = 3  # free memory of a GPU, in sizes of the state, from which on the state is copied within it
 
 
 class NamedTensor(NamedTuple):
@@ -76,21 +79,33 @@ class TrackedState:
         """The model's buffers: a forward pass may change them, which a replay does not repeat."""
         return {name: local(buffer) for name, buffer in self._model.named_buffers()}
 
-    def host_copy(self) -> StateCopy:
-        """Copy all of it to host memory."""
-        tensors = {id(parameter): local(parameter).detach().to("cpu", copy=True) for parameter in self.all_parameters()}
+    def copy(self) -> StateCopy:
+        """Copy all of it: within the memory of a GPU that has enough of it, else to host memory."""
+        nbytes = Counter[torch.device]()
+        for one in self.tensors():
+            nbytes[one.tensor.device] += one.tensor.numel() * one.tensor.itemsize
+        full = {device for device, size in nbytes.items() if _free(device) < _SPACE * size}
+
+        def part(tensor: torch.Tensor) -> torch.Tensor:
+            mine = local(tensor)
+            return mine.to("cpu" if mine.device in full else mine.device, copy=True)
+
+        def copied(value: object) -> object:
+            return part(value) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+
+        tensors = {id(parameter): part(parameter) for parameter in self.all_parameters()}
         states = [
-            {parameter: {key: _copied(value) for key, value in state.items()} for parameter, state in optimizer.state.items()}
+            {parameter: {key: copied(value) for key, value in state.items()} for parameter, state in optimizer.state.items()}
             for optimizer in self.optimizers
         ]
         groups = [
-            [{key: _copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
+            [{key: copied(value) for key, value in group.items() if key != "params"} for group in optimizer.param_groups]
             for optimizer in self.optimizers
         ]
-        return StateCopy(tensors, states, groups, {name: buffer.to("cpu", copy=True) for name, buffer in self.buffers().items()})
+        return StateCopy(tensors, states, groups, {name: part(buffer) for name, buffer in self.buffers().items()})
 
     def restore(self, kept: StateCopy) -> None:
-        """Set everything to what ``host_copy`` has returned, in place where tensors are there."""
+        """Set everything to what ``copy`` has returned, in place where tensors are there."""
         with torch.no_grad():
             for parameter in self.all_parameters():
                 local(parameter).copy_(kept.tensors[id(parameter)])
@@ -118,7 +133,7 @@ class TrackedState:
 
 
 class StateCopy(NamedTuple):
-    """A ``TrackedState`` in host memory: parameters by identity, and states, groups and buffers."""
+    """A copy of a ``TrackedState``: parameters by identity, and states, groups and buffers."""
 
     tensors: Mapping[int, torch.Tensor]
     states: Sequence[Mapping[torch.Tensor, Mapping[str, object]]]
@@ -160,9 +175,12 @@ def gradient_of(parameter: torch.Tensor) -> torch.Tensor | None:
     return local(gradient)
 
 
-def _copied(value: object) -> object:
-    """A copy in host memory; the kind of tensor is kept by ``_put``."""
-    return local(value).to("cpu", copy=True) if isinstance(value, torch.Tensor) else copy.deepcopy(value)
+def _free(device: torch.device) -> float:
+    """Bytes that can be allocated on a device."""
+    if device.type != "cuda":
+        return math.inf
+    free, _ = torch.cuda.mem_get_info(device)
+    return float(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
 
 
 def _put(target: dict[str, object], values: Mapping[str, object]) -> None:

@@ -23,7 +23,7 @@ from ..protocol.messages import (
     SaveBegun,
 )
 from ..protocol.unix_channel import Connection
-from .entry_memory import EntryMemory
+from .entry_memory import EntryMemory, SpareMemory
 
 logger = logging.getLogger(__name__)
 
@@ -40,13 +40,14 @@ class JournalClient:
         self._lock = threading.Lock()
         self._waiting: dict[int, Callable[[EntryKept], None]] = {}
         self._fetched: queue.SimpleQueue[tuple[FetchedEntry, int | None] | None] = queue.SimpleQueue()
-        self.lost = False
+        self._spare, self.lost = SpareMemory(), False
         self._thread = background.start("raystow-journal-answers", self._listen)
 
     def keep(self, info: EntryInfo, parts: Sequence[Buffer], on_kept: Callable[[EntryKept], None]) -> None:
         """Copy an entry to shared memory, and hand that over. ``on_kept`` is called from another thread."""
-        memory = EntryMemory.of(parts, info.size)
+        memory = self._spare.take(info.size)
         try:
+            memory.fill(parts)
             with self._lock:
                 if self.lost:
                     raise ClusterError("the node worker of this rank died")
@@ -89,6 +90,7 @@ class JournalClient:
         """Close the connection; the node keeps the entries."""
         self._connection.close()
         self._thread.join()
+        self._spare.close()
 
     def _listen(self) -> None:
         try:

@@ -1,17 +1,28 @@
-"""The memory of an entry: an anonymous file, which processes of a node pass to each other by its descriptor."""
+"""The memory of an entry: an anonymous file, which processes of a node pass to each other by its descriptor.
+
+It is filled through a mapping: writes to one file wait for each other, and stores of several threads do not. The system gives new
+pages more slowly than they are filled, so the memory of the next entry is prepared while the training goes on.
+"""
 
 from __future__ import annotations
 
 import mmap
 import os
+import threading
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
+
+from ...storage import background
+from ...storage.coding.kernels import Bytes
 from ...storage.errors import ProtocolError
 from ...storage.object_store import Buffer
 
-_PIECE = 32 << 20  # bytes that a thread writes at a time
-_WRITERS = 4
+_PIECE = 8 << 20  # bytes that a thread writes at a time
+_PREPARED = 8 << 20  # bytes that are prepared at a time
+_WORTH = 32 << 20  # bytes of the smallest entry whose successor's memory is prepared
+_WRITERS = min(8, os.cpu_count() or 1)
 
 _writers: ThreadPoolExecutor | None = None
 
@@ -33,32 +44,33 @@ class EntryMemory:
 
     @staticmethod
     def empty(size: int) -> EntryMemory:
-        """Memory for an entry that comes from another node: fill ``target``."""
+        """Memory that is to be filled: see ``fill`` and ``target``."""
         descriptor = os.memfd_create("raystow-entry", os.MFD_CLOEXEC)
         os.ftruncate(descriptor, size)
         return EntryMemory(descriptor, size)
 
     @staticmethod
     def of(parts: Sequence[Buffer], size: int) -> EntryMemory:
-        """Copy an entry, given in parts; by several threads if it is large."""
-        memory, at, pieces = EntryMemory.empty(size), 0, list[tuple[memoryview, int]]()
-        for part in parts:
-            view = memoryview(part).cast("B")
-            for start in range(0, view.nbytes, _PIECE):
-                piece = view[start : start + _PIECE]
-                pieces.append((piece, at))
-                at += piece.nbytes
-        if size > _PIECE:
-            list(_pool().map(memory._write, *zip(*pieces, strict=True)))
-        else:
-            for piece, start in pieces:
-                memory._write(piece, start)
+        """New memory with an entry, given in parts."""
+        memory = EntryMemory.empty(size)
+        memory.fill(parts)
         return memory
 
-    def _write(self, piece: memoryview, start: int) -> None:
-        while piece.nbytes:
-            written = os.pwrite(self._descriptor, piece, start)
-            piece, start = piece[written:], start + written
+    def fill(self, parts: Sequence[Buffer]) -> None:
+        """Copy an entry, given in parts; by several threads if it is large."""
+        pieces, at = list[tuple[Bytes, Bytes]](), 0
+        target = np.frombuffer(self.target, np.uint8)
+        for part in parts:
+            source = np.frombuffer(part, np.uint8)
+            for start in range(0, source.size, _PIECE):
+                piece = source[start : start + _PIECE]
+                pieces.append((target[at : at + piece.size], piece))
+                at += piece.size
+        if self.size > _PIECE:
+            list(_pool().map(np.copyto, *zip(*pieces, strict=True)))
+        else:
+            for there, piece in pieces:
+                np.copyto(there, piece)
 
     @property
     def target(self) -> memoryview:
@@ -70,6 +82,15 @@ class EntryMemory:
         """All of it. The memory stays as long as somebody looks at it."""
         return self.target.toreadonly()
 
+    def prepare(self, start: int, length: int) -> None:
+        """Take the pages of some bytes from the system; ``OSError`` if it has none."""
+        os.posix_fallocate(self._descriptor, start, length)
+
+    def cut(self, size: int) -> None:
+        """Make it smaller."""
+        os.ftruncate(self._descriptor, size)
+        self.size = size
+
     def lend(self) -> int:
         """A descriptor, for the caller to close."""
         return os.dup(self._descriptor)
@@ -78,6 +99,54 @@ class EntryMemory:
         """Let go of the memory."""
         descriptor, self._descriptor = self._descriptor, -1
         os.close(descriptor)
+
+
+class SpareMemory:
+    """Prepares the memory of the next entry, which will be about as large as the last one. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._lock, self._hurry, self._closed = threading.Lock(), threading.Event(), False
+        self._spare: EntryMemory | None = None
+        self._thread: threading.Thread | None = None
+
+    def take(self, size: int) -> EntryMemory:
+        """Memory for an entry of so many bytes: what is prepared by now, if it is large enough. The next one is begun."""
+        with self._lock:
+            self._hurry.set()
+            if self._thread is not None:
+                self._thread.join()  # until its current piece is there
+            spare, self._spare, self._thread = self._spare, None, None
+            if size >= _WORTH and not self._closed:
+                self._hurry.clear()
+                self._spare = EntryMemory.empty(size + size // 16)
+                self._thread = background.start("raystow-spare", self._prepare, self._spare)
+        if spare is None:
+            return EntryMemory.empty(size)
+        if not size <= spare.size <= 2 * size:
+            spare.close()
+            return EntryMemory.empty(size)
+        spare.cut(size)
+        return spare
+
+    def close(self) -> None:
+        """Let go of what is prepared."""
+        with self._lock:
+            self._closed = True
+            self._hurry.set()
+            if self._thread is not None:
+                self._thread.join()
+            if self._spare is not None:
+                self._spare.close()
+            self._spare = self._thread = None
+
+    def _prepare(self, spare: EntryMemory) -> None:
+        for start in range(0, spare.size, _PREPARED):
+            if self._hurry.is_set():
+                return
+            try:
+                spare.prepare(start, min(_PREPARED, spare.size - start))
+            except OSError:
+                return  # whoever fills it will get the error
 
 
 def _pool() -> ThreadPoolExecutor:

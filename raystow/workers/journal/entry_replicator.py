@@ -13,7 +13,6 @@ from typing import Protocol
 
 from ...storage.clock import Clock
 from ...storage.errors import RaystowError
-from ...storage.object_store import Buffer
 from ..protocol.messages import EntryInfo, EntryKept, PutEntry
 from ..replication.reconciler import LOOK, ClusterNodes, PartnerNodes, Reconciler
 from .entry_store import EntryStore
@@ -26,8 +25,8 @@ _Done = Callable[[EntryKept], None]
 class EntryPeers(ClusterNodes, Protocol):
     """The workers of other nodes. Methods raise ``ClusterError`` if one does not answer."""
 
-    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
-        """Give a node a copy, unless it has one. The answer names its memory."""
+    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
+        """Let a node read a copy, unless it has one. The answer names its memory."""
 
 
 class EntryReplicator(Reconciler):
@@ -35,7 +34,7 @@ class EntryReplicator(Reconciler):
 
     def __init__(self, node: str, store: EntryStore, peers: EntryPeers, clock: Clock) -> None:
         super().__init__()
-        self._store, self._peers = store, peers
+        self._node, self._store, self._peers = node, store, peers
         self._partners = PartnerNodes(node, peers, clock)
         self._replicas: dict[str, int] = {}  # by repository
         self._waiting: dict[EntryInfo, _Done] = {}
@@ -88,11 +87,9 @@ class EntryReplicator(Reconciler):
         return self._partners.of(self._replicas.get(info.repository, 0))
 
     def _push(self, node: str, info: EntryInfo) -> None:
-        data, sent = self._store.view(info), self._sent[node]
-        if data is None:
-            return  # it is not needed any more
+        sent = self._sent[node]
         try:
-            answer = self._peers.put_entry(node, PutEntry(info, self._store.oldest(info)), data)
+            answer = self._peers.put_entry(node, PutEntry(info, self._store.oldest(info), self._node))
         except RaystowError as error:
             self._partners.shun(node, error)
             self._sent.pop(node, None)
@@ -100,7 +97,7 @@ class EntryReplicator(Reconciler):
         if answer.memory != self._memories.get(node):
             self._memories[node] = answer.memory
             sent.clear()
-        if answer.problem:
+        if answer.problem and self._store.has(info):  # else it is not needed any more
             logger.warning("node %s keeps no copy of the entry of step %d: %s", node, info.step, answer.problem)
         sent.add(_key(info))
 

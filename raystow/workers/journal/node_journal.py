@@ -6,6 +6,7 @@ import functools
 import logging
 import os
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from ...storage import background
@@ -26,12 +27,15 @@ from ..protocol.messages import (
     shortened,
 )
 from ..protocol.unix_channel import Connection
-from .entry_memory import EntryMemory
+from .entry_memory import EntryMemory, SpareMemory
 from .entry_replicator import EntryPeers, EntryReplicator
 from .entry_store import EntryStore
 from .segment_writer import JournalRepository, SegmentWriter, read_entry
 
 logger = logging.getLogger(__name__)
+
+_CONNECTIONS = 4  # over which a large entry is read: one carries 3 to 4 GB/s
+_LEAST = 32 << 20  # bytes over each of them
 
 
 class EntryReader(Protocol):
@@ -61,7 +65,7 @@ class NodeJournal:
         open_repository: Callable[[str], JournalRepository] = no_repository,
     ) -> None:
         self._node, self._budget, self._reader, self._open_repository = node, budget, reader, open_repository
-        self.store, self._memory = EntryStore(budget), clock.token()
+        self.store, self._spare, self._memory = EntryStore(budget), SpareMemory(), clock.token()
         self._uris: dict[str, str] = {}  # of the repositories whose steps are recorded here, by their ids
         self._replicator = EntryReplicator(node, self.store, peers, clock)
         background.repeat("raystow-entries", self._replicator.run)
@@ -94,19 +98,25 @@ class NodeJournal:
             if segments is not None:
                 segments.close()
 
-    def offered(self, put: PutEntry) -> EntryKept:
-        """Whether a copy of another node's entry is here, or can be kept."""
-        self.store.drop_before(put.info, put.oldest)
-        if self.store.has(put.info):
-            return EntryKept(put.info.step, 1, memory=self._memory)
-        return EntryKept(put.info.step, 0, shortened(self.store.problem(put.info)), self._memory)
-
-    def receive(self, put: PutEntry, fill: Callable[[memoryview], None]) -> EntryKept:
-        """Keep a copy of another node's entry, whose bytes ``fill`` writes."""
-        memory = EntryMemory.empty(put.info.size)
-        fill(memory.target)
-        problem = self.store.add(put.info, memory, own=False)
-        return EntryKept(put.info.step, 1, shortened(problem), self._memory)
+    def accept(self, put: PutEntry) -> EntryKept:
+        """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
+        info = put.info
+        self.store.drop_before(info, put.oldest)
+        if self.store.has(info):
+            return EntryKept(info.step, 1, memory=self._memory)
+        if problem := self.store.problem(info):  # before its bytes are read
+            return EntryKept(info.step, 0, shortened(problem), self._memory)
+        memory = self._spare.take(info.size)
+        try:
+            there = self._read(put.holder, info, memory.target)
+        except BaseException:
+            memory.close()
+            raise
+        if not there:
+            memory.close()
+            return EntryKept(info.step, 0, f"node {put.holder} has dropped it", self._memory)
+        problem = self.store.add(info, memory, own=False)
+        return EntryKept(info.step, int(not problem), shortened(problem), self._memory)
 
     def lend(self, repository: str, key: str) -> int | None:
         """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
@@ -122,6 +132,7 @@ class NodeJournal:
     def close(self) -> None:
         """Let go of everything."""
         self._replicator.close()
+        self._spare.close()
         self.store.close()
 
     def _keep(self, connection: Connection, info: EntryInfo, memory: EntryMemory) -> bool:
@@ -155,6 +166,19 @@ class NodeJournal:
         finally:
             os.close(descriptor)
 
+    def _read(self, node: str, info: EntryInfo, target: memoryview) -> bool:
+        """Fill ``target`` with an entry of another node, over several connections if it is large; return whether it is there."""
+        share = max(_LEAST, -(-target.nbytes // _CONNECTIONS))
+        parts = [(start, target[start : start + share]) for start in range(0, target.nbytes, share)]
+
+        def read(start: int, part: memoryview) -> bool:
+            return self._reader.read(node, info.repository, info.key, start, part)
+
+        if len(parts) == 1:
+            return read(*parts[0])
+        with ThreadPoolExecutor(len(parts), "raystow-entry") as pool:
+            return all([*pool.map(read, *zip(*parts, strict=True))])
+
     def _copy(self, uri: str, place: EntryPlace) -> EntryMemory:
         """Copy an entry from another node or, if none has it, from the store."""
         info, reasons = place.info, list[str]()
@@ -163,7 +187,7 @@ class NodeJournal:
                 continue
             memory = EntryMemory.empty(info.size)
             try:
-                if self._reader.read(node, info.repository, info.key, 0, memory.target):
+                if self._read(node, info, memory.target):
                     return memory
                 reasons.append(f"node {node} has dropped it")
             except ClusterError as error:

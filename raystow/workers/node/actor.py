@@ -123,9 +123,9 @@ class RayReplicationPeers:
         """See ``replication.ReplicationPeers``."""
         return self._peers.accept(node, copy, data)
 
-    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
         """See ``journal.EntryPeers``."""
-        return self._peers.put_entry(node, put, data)
+        return self._peers.put_entry(node, put)
 
     def committed(self, node: str, attempt: AttemptKey) -> None:
         """See ``replication.ReplicationPeers``."""

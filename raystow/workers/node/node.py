@@ -16,7 +16,6 @@ from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
-from ...storage.object_store import Buffer
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
 from ..cache.base_version import BaseVersion, KnownChunks
@@ -75,7 +74,7 @@ class NodePeers(ReplicationPeers, EntryPeers, Protocol):
 class NoNodePeers(NoReplicationPeers):
     """A node without peers."""
 
-    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
+    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
         return EntryKept(put.info.step, 0, "there is no such node")
 
 

@@ -7,12 +7,11 @@ import logging
 import socket
 import ssl
 import threading
-from collections.abc import Callable
 from typing import Protocol
 
 from ...storage import background
 from ...storage.clock import SYSTEM
-from ...storage.errors import DeadlineExceeded, ProtocolError
+from ...storage.errors import ClusterError, DeadlineExceeded, ProtocolError
 from ..cache.fetcher import Fetcher
 from ..cache.lent_memory import LentMemory
 from ..protocol.messages import (
@@ -42,11 +41,8 @@ _MAX_REPLICA = 1 << 30  # bytes
 class EntryHost(Protocol):
     """The step journal of this node: see ``journal.node_journal``."""
 
-    def receive(self, put: PutEntry, fill: Callable[[memoryview], None]) -> EntryKept:
-        """Keep a copy of another node's entry, whose bytes ``fill`` writes."""
-
-    def offered(self, put: PutEntry) -> EntryKept:
-        """Return whether a copy is there, or can be kept."""
+    def accept(self, put: PutEntry) -> EntryKept:
+        """Keep a copy of another node's entry, which is read from there. ``ClusterError`` if that does not answer."""
 
     def lend(self, repository: str, key: str) -> int | None:
         """Return a descriptor of an entry's memory, for the caller to close; None if it is not here."""
@@ -161,13 +157,10 @@ class PeerServer:
                 channel.receive_into(memoryview(data))
                 channel.send(self._replicas.accept(replica, data))
             case PutEntry():
-                self._accept_entry(channel, request)
-
-    def _accept_entry(self, channel: TcpChannel, put: PutEntry) -> None:
-        answer = self._journal.offered(put)
-        channel.send(answer)
-        if not answer.problem and not answer.copies:
-            channel.send(self._journal.receive(put, channel.receive_into))
+                try:
+                    channel.send(self._journal.accept(request))
+                except ClusterError as error:
+                    raise ConnectionError(f"an entry is not copied: {error}") from error
 
     def _send(self, channel: TcpChannel, request: ReadObject) -> None:
         start, length = request.start, request.length

@@ -33,7 +33,7 @@ _Answer = TypeVar("_Answer")
 _IDLE = 64  # channels that are kept open
 _SHUN = 1.0, 30.0  # the fewest and the most seconds for which a node that did not answer is not asked again
 _SHARE = 3  # it is not asked again for so many times the seconds of the attempt
-_LATE = 60.0  # seconds that another node may take to read requested bytes from the store
+_LATE = 60.0  # seconds that another node may take to read bytes from the store or from this node
 
 
 class Peers:
@@ -83,16 +83,12 @@ class Peers:
 
         return self._talk(node, ask)
 
-    def put_entry(self, node: str, put: PutEntry, data: Buffer) -> EntryKept:
-        """Give a node a copy of an entry of the step journal."""
+    def put_entry(self, node: str, put: PutEntry) -> EntryKept:
+        """Let a node read a copy of an entry of the step journal."""
 
         def ask(channel: TcpChannel) -> EntryKept:
             channel.send(put)
-            answer = channel.receive(EntryKept)
-            if not answer.problem and not answer.copies:
-                channel.send_bytes(data)
-                answer = channel.receive(EntryKept)
-            return answer
+            return channel.receive(EntryKept, timeout=_LATE)
 
         return self._talk(node, ask)
 

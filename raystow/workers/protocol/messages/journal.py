@@ -259,11 +259,12 @@ class FetchedEntry(Message, frozen=True):
 
 
 class PutEntry(Message, frozen=True):
-    """Hands a copy of an entry to another node. The answer is ``EntryKept``, with 1 as ``copies`` if the node has the entry.
-    Else, and if there is no problem, the bytes follow, and another answer. ``oldest``: entries before it are not needed."""
+    """Asks another node to keep a copy of an entry, which it reads from the node ``holder``. The answer is ``EntryKept``.
+    ``oldest``: entries before it are not needed."""
 
     info: EntryInfo
     oldest: int
+    holder: Text
 
 
 class JournalHoldings(Message, frozen=True):

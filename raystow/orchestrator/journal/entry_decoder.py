@@ -1,0 +1,99 @@
+"""Decodes recorded tensors into device memory, by the decoder that restores use."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, cast
+
+import numpy as np
+import torch
+
+from ...storage.coding import dtypes
+from ...storage.coding.chunk import Coding
+from ...storage.coding.kernels import Bytes
+from ...storage.format.manifest import Chunk
+from ...storage.object_store import Buffer, ObjectStore
+from ...storage.reader import BaseChunks, PackReader, Request
+from .entry_file import POOL, StoredTensor
+from .gradient_coding import SMALL, checked_dtype, multiplied
+
+if TYPE_CHECKING:
+    from ...workers.gpu.decode.decoder import Decoder
+
+_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+class EntryDecoder:
+    """Decodes the tensors of entries, each to the device where it is needed; those for CPUs by several threads. For one thread.
+    It keeps the memory of its ``Decoder`` for each GPU until ``close``."""
+
+    def __init__(self) -> None:
+        self._decoders: dict[int, Decoder] = {}
+
+    def decode(self, tensors: Sequence[StoredTensor], devices: Sequence[torch.device]) -> list[torch.Tensor | None]:
+        """Return the recorded tensors, each on its device or in host memory. Raises ``Damaged`` if the bytes of one do not have
+        their digests, or do not fit its description."""
+        by_gpu, others = defaultdict[int, list[int]](list), list[int]()
+        for place, (stored, device) in enumerate(zip(tensors, devices, strict=True)):
+            gpu = device.type == "cuda" and sum(part.nbytes for part in stored.recorded.parts) > SMALL
+            (by_gpu[device.index or 0] if gpu else others).append(place)
+        found: dict[int, torch.Tensor | None] = {}
+        for index, places in by_gpu.items():
+            found.update(zip(places, self._on_gpu(index, [tensors[place] for place in places]), strict=True))
+        found.update(zip(others, POOL.map(StoredTensor.decode, [tensors[place] for place in others]), strict=True))
+        return [found[place] for place in range(len(tensors))]
+
+    def close(self) -> None:
+        """Free all memory."""
+        for decoder in self._decoders.values():
+            decoder.close()
+        self._decoders.clear()
+
+    def _on_gpu(self, index: int, tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
+        from ...workers.gpu.decode.decoder import Decoder
+
+        device = torch.device("cuda", index)
+        if index not in self._decoders:
+            self._decoders[index] = Decoder(device)
+        reader = PackReader(cast(ObjectStore, _EntryBytes(tensors[0].data)), 1, "0" * 16, bases=cast(BaseChunks, None))
+        targets, requests = list[torch.Tensor](), list[Request]()
+        for number, stored in enumerate(tensors):
+            name = checked_dtype(stored.recorded)
+            size = sum(part.nbytes for part in stored.recorded.parts) // dtypes.dtype(name).itemsize
+            target = torch.empty(size, dtype=getattr(torch, name), device=device)
+            words = torch.view_as_real(target) if name == "complex128" else target
+            chunks = list(_chunks(str(number), name, size, stored))
+            requests.append(Request(str(number), chunks, ((0,), (size,)), words.view(_WORDS[words.itemsize])))
+            targets.append(target)
+        self._decoders[index].fill(reader, reader.runs(requests), lambda nbytes: None)
+        for stored, target in zip(tensors, targets, strict=True):
+            recorded = stored.recorded
+            if recorded.kind == "scaled":
+                target = multiplied(target, recorded.factor)
+            yield target.to(getattr(torch, recorded.dtype)).reshape(recorded.shape)
+
+
+class _EntryBytes:
+    """The part of an ``ObjectStore`` that a ``PackReader`` uses: every object is the data of one entry."""
+
+    def __init__(self, data: Bytes) -> None:
+        self._data = data
+
+    def get_range(self, key: str, start: int, length: int) -> Buffer:
+        return self._data[start : start + length].data
+
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        np.copyto(np.frombuffer(target, np.uint8), self._data[start : start + target.nbytes])  # without the interpreter lock
+
+
+def _chunks(name: str, dtype: str, size: int, stored: StoredTensor) -> Iterator[Chunk]:
+    """The parts of a tensor as rows of a manifest."""
+    at, start = 0, stored.start
+    for part, digest in zip(stored.recorded.parts, stored.digests, strict=True):
+        coding = Coding(part.planes, part.rotated, part.codecs, part.stored, part.streams, part.stream)
+        extent = part.nbytes // dtypes.dtype(dtype).itemsize
+        box = (size,), (at,), (extent,)
+        yield Chunk(name, name, "tensor", dtype, *box, 0, "other", 0, start, coding, part.digest, digest)
+        at += extent
+        start += coding.size
