@@ -84,6 +84,7 @@ def served(*, tls: bool = True) -> Iterator[PeerServer]:
             yield server
     finally:
         server.close()
+        journal.close()
 
 
 @pytest.fixture

@@ -34,8 +34,8 @@ class Worker:
     def __init__(self) -> None:
         self.states = StagedStates(BUDGET)
         tier = MemoryTier(1)
-        fetcher, journal = Fetcher(tier, NoPeers(), budget=1), NodeJournal("a", 1, NoPeers(), NoNodePeers(), SYSTEM)
-        self.server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), journal, self.states, tls=False)
+        fetcher, self._journal = Fetcher(tier, NoPeers(), budget=1), NodeJournal("a", 1, NoPeers(), NoNodePeers(), SYSTEM)
+        self.server = PeerServer("127.0.0.1", fetcher, ReplicaStore(tier), self._journal, self.states, tls=False)
         self._listener = Listener(f"raystow-test-{os.getpid()}-{SYSTEM.token()}")
         self.address = self._listener.name
         background.repeat("raystow-accept", self._accept)
@@ -52,6 +52,7 @@ class Worker:
     def close(self) -> None:
         self._listener.close()
         self.server.close()
+        self._journal.close()
         self.states.close()
 
     def read(self, sender: str, step: int, seconds: float = 30.0) -> bytes:

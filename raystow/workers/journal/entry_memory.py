@@ -146,7 +146,7 @@ class SpareMemory:
             try:
                 spare.prepare(start, min(_PREPARED, spare.size - start))
             except OSError:
-                return  # whoever fills it will get the error
+                return  # the thread that fills it will get the error
 
 
 def _pool() -> ThreadPoolExecutor:
