@@ -94,6 +94,8 @@ class Cluster:
 
     def start(self, *names: str, budget: int = 1 << 30) -> None:
         for name in names:
+            if name in self.workers:
+                self.kill(name)
             self.workers[name] = Worker(name, self.find, self.clock, budget=budget, tls=self.tls)
 
     def kill(self, name: str) -> None:
