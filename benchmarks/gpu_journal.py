@@ -120,7 +120,18 @@ def cost(
 ) -> dict[str, Any]:
     """Alternate windows with and without recording; the time that recording adds to a step."""
 
+    peaks = {True: 0, False: 0}
+
     def window(recorded: bool) -> list[float]:
+        training.synchronize()
+        if torch.cuda.is_available():
+            torch.cuda.reset_peak_memory_stats()
+        times = steps_of(recorded)
+        if torch.cuda.is_available():
+            peaks[recorded] = max(peaks[recorded], torch.cuda.max_memory_allocated())
+        return times
+
+    def steps_of(recorded: bool) -> list[float]:
         if recorded:
             checkpoint()  # a chain of entries begins
             step(training, journal, micro)
@@ -142,6 +153,7 @@ def cost(
         "added %": 100 * statistics.median(added) / base,
         "recorded step ms windows": [[1e3 * one for one in times] for times in busy],
         "save advised": journal.save_advised,
+        "device memory at most": {"recorded": peaks[True], "not recorded": peaks[False]},
     }
 
 
@@ -203,9 +215,6 @@ def main(
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-journal-", dir="/dev/shm") as folder:
         results["replay"] = replay(training, f"{folder}/replay", replayed, options)
         console.print(results["replay"])
-        if where.type == "cuda":
-            torch.cuda.reset_peak_memory_stats()
-        before = torch.cuda.max_memory_allocated() if where.type == "cuda" else 0
         with raystow.Checkpointer(f"{folder}/cost", rank=0, world_size=1, **options) as checkpointer:
             journal = checkpointer.journal(training.model, training.optimizer)
             journal.replay()
@@ -221,8 +230,6 @@ def main(
                 measured = cost(training, journal, checkpoint, windows=windows, steps=steps, micro=count)
                 results["steps"][str(count)] = measured
                 console.print(f"{count} micro-batches: {measured['added ms']:.2f} ms of {measured['step ms']:.1f} ms a step")
-        if where.type == "cuda":
-            results["device memory added bytes"] = torch.cuda.max_memory_allocated() - before
     results["claims"] = claims(results)
     report.show(console, tables(results), results["claims"])
     report.write(console, out, "gpu_journal", results)

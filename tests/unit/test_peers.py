@@ -19,6 +19,7 @@ from raystow.storage.errors import ClusterError, StoreUnavailable
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.cache.fetcher import Fetcher
 from raystow.workers.cache.tier import MemoryTier
+from raystow.workers.journal import node_journal
 from raystow.workers.journal.entry_memory import EntryMemory
 from raystow.workers.journal.node_journal import NodeJournal
 from raystow.workers.node.node import NoNodePeers
@@ -323,9 +324,20 @@ def test_an_entry_of_the_journal_is_kept_and_read(cluster: Cluster) -> None:
     assert target == data
     large = replace(info, step=5, previous=4, size=2 << 20)
     assert "is full" in cluster["a"].peers.put_entry("b", PutEntry(large, 4, "a")).problem
+    with pytest.raises(ClusterError, match="does not answer"):  # the holder, and so the copy
+        cluster["a"].peers.put_entry("c", PutEntry(info, 4, "gone"))
     assert cluster["b"].journal.store.holdings("r") == (info,)
     cluster["b"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
     assert cluster["b"].journal.store.own() == [info]
+
+
+def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(node_journal, "_LEAST", 100_000)
+    info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 700_001)
+    cluster["a"].journal.store.add(info, EntryMemory.of([DATA[: info.size]], info.size), own=True)
+    assert cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).copies == 1
+    assert cluster["b"].journal.store.view(info) == DATA[: info.size]
+    assert len(cluster["a"].peer_server._channels) == 4
 
 
 @pytest.mark.parametrize(("took", "pause"), [(0.0, 1.0), (2.0, 6.0), (20.0, 30.0)])
