@@ -100,20 +100,17 @@ class StepReader:
         stored: Mapping[int, Iterator[StoredTensor]],
         shards: ShardMap | None,
     ) -> StepInputs:
-        parameters = self._state.parameters(step.optimizer) if 0 <= step.optimizer < len(self._numbers) else []
-        devices = [local(one).device for one in parameters]
-        if shards is not None or len(devices) != len(step.gradients):
-            devices = [torch.device("cpu")] * len(step.gradients)
-        found = {
-            rank: self._decoder.decode([*itertools.islice(stored[rank], len(other.gradients))], devices)
-            for rank, other in others.items()
-        }
+        known = 0 <= step.optimizer < len(self._numbers)
+        numbers = self._numbers[step.optimizer] if known else []
+        if any(one.optimizer != step.optimizer or len(one.gradients) != len(numbers) for one in others.values()):
+            raise StateError("the step was recorded with other optimizers, or other parameters in them")
+        host = torch.device("cpu")
+        parameters = self._state.parameters(step.optimizer) if known else []
+        devices = [host if shards is not None else local(one).device for one in parameters]
+        found = {rank: self._decoder.decode([*itertools.islice(one, len(numbers))], devices) for rank, one in stored.items()}
         if shards is None:
             (gradients,) = found.values()
         else:
-            numbers = self._numbers[step.optimizer] if 0 <= step.optimizer < len(self._numbers) else []
-            if any(one.optimizer != step.optimizer or len(one.gradients) != len(numbers) for one in others.values()):
-                raise StateError("the ranks that recorded the step had other optimizers, or other parameters in them")
             gradients = [
                 shards.assembled(number, {rank: mine[at] for rank, mine in found.items()}) for at, number in enumerate(numbers)
             ]
