@@ -15,13 +15,12 @@ from ...storage.coding.kernels import Bytes
 from ...storage.format.manifest import Chunk
 from ...storage.object_store import Buffer, ObjectStore
 from ...storage.reader import BaseChunks, PackReader, Request
+from ..save.shards import words
 from .entry_file import POOL, StoredTensor
-from .gradient_coding import SMALL, checked_dtype, multiplied
+from .gradient_coding import SMALL, checked_dtype, from_values
 
 if TYPE_CHECKING:
     from ...workers.gpu.decode.decoder import Decoder
-
-_WORDS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 class EntryDecoder:
@@ -29,18 +28,18 @@ class EntryDecoder:
     It keeps the memory of its ``Decoder`` for each GPU until ``close``."""
 
     def __init__(self) -> None:
-        self._decoders: dict[int, Decoder] = {}
+        self._decoders: dict[torch.device, Decoder] = {}
 
     def decode(self, tensors: Sequence[StoredTensor], devices: Sequence[torch.device]) -> list[torch.Tensor | None]:
         """Return the recorded tensors, each on its device or in host memory. Raises ``Damaged`` if the bytes of one do not have
         their digests, or do not fit its description."""
-        by_gpu, others = defaultdict[int, list[int]](list), list[int]()
+        by_gpu, others = defaultdict[torch.device, list[int]](list), list[int]()
         for place, (stored, device) in enumerate(zip(tensors, devices, strict=True)):
             gpu = device.type == "cuda" and sum(part.nbytes for part in stored.recorded.parts) > SMALL
-            (by_gpu[device.index or 0] if gpu else others).append(place)
+            (by_gpu[device] if gpu else others).append(place)
         found: dict[int, torch.Tensor | None] = {}
-        for index, places in by_gpu.items():
-            found.update(zip(places, self._on_gpu(index, [tensors[place] for place in places]), strict=True))
+        for device, places in by_gpu.items():
+            found.update(zip(places, self.on_gpu(device, [tensors[place] for place in places]), strict=True))
         found.update(zip(others, POOL.map(StoredTensor.decode, [tensors[place] for place in others]), strict=True))
         return [found[place] for place in range(len(tensors))]
 
@@ -50,28 +49,24 @@ class EntryDecoder:
             decoder.close()
         self._decoders.clear()
 
-    def _on_gpu(self, index: int, tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
+    def on_gpu(self, device: torch.device, tensors: Sequence[StoredTensor]) -> Iterator[torch.Tensor]:
+        """Yield tensors of one entry, decoded on a GPU. None of them may be empty."""
         from ...workers.gpu.decode.decoder import Decoder
 
-        device = torch.device("cuda", index)
-        if index not in self._decoders:
-            self._decoders[index] = Decoder(device)
+        if device not in self._decoders:
+            self._decoders[device] = Decoder(device)
         reader = PackReader(cast(ObjectStore, _EntryBytes(tensors[0].data)), 1, "0" * 16, bases=cast(BaseChunks, None))
         targets, requests = list[torch.Tensor](), list[Request]()
         for number, stored in enumerate(tensors):
             name = checked_dtype(stored.recorded)
             size = sum(part.nbytes for part in stored.recorded.parts) // dtypes.dtype(name).itemsize
             target = torch.empty(size, dtype=getattr(torch, name), device=device)
-            words = torch.view_as_real(target) if name == "complex128" else target
             chunks = list(_chunks(str(number), name, size, stored))
-            requests.append(Request(str(number), chunks, ((0,), (size,)), words.view(_WORDS[words.itemsize])))
+            requests.append(Request(str(number), chunks, ((0,), (size,)), words(target)))
             targets.append(target)
-        self._decoders[index].fill(reader, reader.runs(requests), lambda nbytes: None)
+        self._decoders[device].fill(reader, reader.runs(requests), lambda nbytes: None)
         for stored, target in zip(tensors, targets, strict=True):
-            recorded = stored.recorded
-            if recorded.kind == "scaled":
-                target = multiplied(target, recorded.factor)
-            yield target.to(getattr(torch, recorded.dtype)).reshape(recorded.shape)
+            yield from_values(stored.recorded, target)
 
 
 class _EntryBytes:

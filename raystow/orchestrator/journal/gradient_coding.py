@@ -139,20 +139,23 @@ def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | No
     """
     if tensor.kind == "none":
         return None
-    dtype = getattr(torch, dtypes.dtype(tensor.dtype).name)
     if tensor.kind == "zero":
-        return torch.zeros(tensor.shape, dtype=dtype)
-    direct, name = tensor.kind == "plain", checked_dtype(tensor)
+        return torch.zeros(tensor.shape, dtype=getattr(torch, dtypes.dtype(tensor.dtype).name))
+    name = checked_dtype(tensor)
     raw = np.empty(sum(part.nbytes for part in tensor.parts), np.uint8)
     at = 0
     for part in tensor.parts:
         piece = raw[at : at + part.nbytes]
         decode_part(part, name, next(stored), piece)
         at += part.nbytes
-    values = torch.from_numpy(raw).view(dtype if direct else torch.bfloat16)
-    if not direct:
-        values = multiplied(values, tensor.factor) if tensor.kind == "scaled" else values.to(torch.float32)
-    return values.reshape(tensor.shape)
+    return from_values(tensor, torch.from_numpy(raw).view(getattr(torch, name)))
+
+
+def from_values(tensor: RecordedTensor, values: torch.Tensor) -> torch.Tensor:
+    """The recorded tensor from its stored values, on their device."""
+    if tensor.kind == "scaled":
+        values = multiplied(values, tensor.factor)
+    return values.to(getattr(torch, tensor.dtype)).reshape(tensor.shape)
 
 
 def checked_dtype(tensor: RecordedTensor) -> str:

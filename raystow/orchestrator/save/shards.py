@@ -211,12 +211,19 @@ def bits(tensor: torch.Tensor) -> Elements:
 
     Only a tensor whose conjugation or negation is pending is copied first.
     """
+    found, size = words(tensor), tensor.element_size()
+    if found.device.type != "cpu":
+        return found
+    return found.numpy().view("V16")[..., 0] if size == 16 else found.numpy().view(f"V{size}")
+
+
+def words(tensor: torch.Tensor) -> torch.Tensor:
+    """The elements of a local torch tensor as integers that share its memory; of complex128, which is wider than any, as pairs.
+
+    Only a tensor whose conjugation or negation is pending is copied first.
+    """
     import torch
 
     local = tensor.detach().resolve_conj().resolve_neg()
     size = local.element_size()
-    if size == 16:  # complex128: no word is that wide; two halves make an opaque 16-byte item
-        pairs = torch.view_as_real(local)
-        return pairs.numpy().view("V16")[..., 0] if pairs.device.type == "cpu" else pairs.view(torch.int64)
-    words = local.view(getattr(torch, _WORDS[size]))
-    return words.numpy().view(f"V{size}") if words.device.type == "cpu" else words
+    return torch.view_as_real(local).view(torch.int64) if size == 16 else local.view(getattr(torch, _WORDS[size]))

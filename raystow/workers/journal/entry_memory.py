@@ -146,7 +146,7 @@ class SpareMemory:
             try:
                 spare.prepare(start, min(_PREPARED, spare.size - start))
             except OSError:
-                return  # the thread that fills it will get the error
+                return  # its pages are taken when it is filled
 
 
 def _pool() -> ThreadPoolExecutor:

@@ -1,0 +1,74 @@
+"""A GPU decodes what steps have recorded, over streams that go on as late as they may."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+from device import SEEDS
+from encoder_run import HERE, weights
+from msgspec.structs import replace
+from test_decoding_streams import decoding
+
+from raystow.orchestrator.journal import entry_file, gradient_coding
+from raystow.orchestrator.journal.entry_decoder import EntryDecoder
+from raystow.orchestrator.journal.entry_file import StoredTensor
+from raystow.orchestrator.journal.gradient_coding import TensorEncoder
+from raystow.storage.errors import Damaged
+from raystow.workers.protocol.messages import EntryHeader, EntryInfo, Generation, OptimizerStep
+
+
+@pytest.fixture(autouse=True)
+def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each tensor has several."""
+    monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
+
+
+def values() -> list[torch.Tensor]:
+    """Recorded in each way, and of each width."""
+    torch.manual_seed(1)
+    exact = weights(12_000, torch.bfloat16).to(torch.float32)
+    return [
+        *(exact, exact * np.float32(0.7310586), weights(9_000).reshape(90, 100), torch.full((8_000,), float("nan"))),
+        *(weights(9_000, dtype) for dtype in (torch.bfloat16, torch.float16, torch.float64)),
+        *(torch.arange(20_000).to(torch.int8), torch.complex(weights(3_000, torch.float64), weights(3_000, torch.float64))),
+    ]
+
+
+def entry(tensors: list[torch.Tensor]) -> list[StoredTensor]:
+    """The same tensors, read from an entry."""
+    recorded = [TensorEncoder().encode(tensor) for tensor in tensors]
+    assert {one.tensor.kind for one in recorded} == {"plain", "bfloat16", "scaled"}
+    assert min(len(one.tensor.parts) for one in recorded) > 1
+    info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 0),), 0)
+    step = OptimizerStep(0, (), tuple(one.tensor for one in recorded), "")
+    header = EntryHeader(info, b"", (step,), (), "", (), b"", b"", False, b"", ())
+    info, _, parts = entry_file.pack(header, [part for one in recorded for part in one.stored])
+    return list(entry_file.parse(info, memoryview(b"".join(parts))).tensors())
+
+
+def bits(tensor: torch.Tensor) -> bytes:
+    return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
+
+
+@pytest.mark.parametrize("seed", SEEDS)
+def test_recorded_tensors_come_back_bit_for_bit(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Of two entries, in the same lanes."""
+    tensors, decoder = values(), EntryDecoder()
+    stored = entry(tensors)
+    with decoding(seed):
+        for _ in range(2):
+            found = list(decoder.on_gpu(HERE, stored))
+            assert [bits(one) for one in found] == [bits(tensor) for tensor in tensors]
+            assert [(one.dtype, one.shape) for one in found] == [(tensor.dtype, tensor.shape) for tensor in tensors]
+        decoder.close()
+    assert "decoded on the CPU" not in caplog.text
+
+
+def test_other_values_than_were_recorded_are_refused() -> None:
+    *others, last = entry(values())
+    *parts, part = last.recorded.parts
+    wrong = replace(last.recorded, parts=(*parts, replace(part, digest=part.digest ^ 1)))
+    decoder = EntryDecoder()
+    with decoding(SEEDS[0]), pytest.raises(Damaged, match="digest"):
+        list(decoder.on_gpu(HERE, [*others, last._replace(recorded=wrong)]))
