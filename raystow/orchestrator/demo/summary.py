@@ -53,7 +53,7 @@ def _course(fail: Failure) -> RenderableType:
         (f"{fail.detected:.1f}", "failure detected by Ray Train, which restarts the workers", ""),
         (f"{fail.restored:.1f}", f"restored from version {fail.version}, step {fail.restored_step}", ""),
         ("", f"replayed {replayed} recorded steps, up to step {fail.reached}", f"lost: {lost} steps"),
-        (f"{fail.durable:.1f}", "next version durable", ""),
+        (f"{fail.durable:.1f}", "next version durable; the number of the save that failed is not used again", ""),
     ]
     return table("The failure", (">after s", "event", ""), rows)
 
