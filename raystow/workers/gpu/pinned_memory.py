@@ -1,4 +1,4 @@
-"""Pins host memory for copies of a GPU: part by part, by several threads, in the background.
+"""Pins host memory for copies of a GPU: part by part, in the background, by several threads once somebody waits for it.
 
 Most of the time goes into allocating pages, which the kernel does much faster with huge pages and several threads.
 """
@@ -12,7 +12,7 @@ import math
 import mmap
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 
 import numpy as np
@@ -23,27 +23,46 @@ from ...storage.errors import ClusterError
 
 logger = logging.getLogger(__name__)
 
+_THREADS = min(16, os.cpu_count() or 1)
 _HUGE_PAGES, _POPULATE = 14, 23  # MADV_HUGEPAGE, MADV_POPULATE_WRITE (Linux 5.14)
 _REMEDY = "pass a smaller memory= to Checkpointer, or raise the limit of locked memory (ulimit -l)"
 
 
 class PinnedMemory:
-    """Pins ``memory`` (uint8, page-aligned) in parts of ``part`` bytes, in the background. A copy must not cross parts."""
+    """Pins ``memory`` (uint8, page-aligned) in parts of ``part`` bytes, in the background. A copy must not cross parts.
 
-    def __init__(self, memory: Bytes, part: int) -> None:
-        self.memory, self._part = memory, part
-        starts = range(0, memory.size, part)
-        self._parts: list[Future[int]] = [_pool().submit(_pin, memory[start : start + part]) for start in starts]
+    With ``ahead`` one thread pins until somebody waits for it: while many threads allocate pages, the rest of the process is slow
+    to map memory and to launch kernels.
+    """
+
+    def __init__(self, memory: Bytes, part: int, *, ahead: bool = False) -> None:
+        self.memory, self._part, self._ahead = memory, part, ahead
+        threads = _pool(1) if ahead else _pool(_THREADS)
+        self._parts: list[Future[int]] = [threads.submit(_pin, of) for of in self._split()]
 
     def wait(self, start: int) -> None:
         """Wait until the part that contains the byte ``start`` is pinned. Raises ``ClusterError`` if CUDA cannot pin it."""
-        self._parts[start // self._part].result()
+        number = start // self._part
+        if self._ahead and not self._parts[number].done():
+            self._ahead = False
+            self._hurry()
+        self._parts[number].result()
 
     def close(self) -> None:
         """Unpin the memory; copies must have ended."""
         for pinned in self._parts:
             if not pinned.cancel() and pinned.exception() is None and (address := pinned.result()):
                 torch.cuda.cudart().cudaHostUnregister(address)
+
+    def _hurry(self) -> None:
+        """Let all threads pin what no thread has begun."""
+        for number, of in enumerate(self._split()):
+            if self._parts[number].cancel():
+                self._parts[number] = _pool(_THREADS).submit(_pin, of)
+
+    def _split(self) -> Iterator[Bytes]:
+        for start in range(0, self.memory.size, self._part):
+            yield self.memory[start : start + self._part]
 
 
 class HostBuffers:
@@ -99,6 +118,6 @@ def _madvise() -> Callable[[int, int, int], int]:
 
 
 @functools.cache
-def _pool() -> ThreadPoolExecutor:
-    """Return the threads that pin. They end when the process does."""
-    return ThreadPoolExecutor(min(16, os.cpu_count() or 1), "raystow-pin")
+def _pool(threads: int) -> ThreadPoolExecutor:
+    """Return threads that pin. They end when the process does."""
+    return ThreadPoolExecutor(threads, "raystow-pin")

@@ -45,7 +45,7 @@ class PinnedRing:
     ) -> None:
         self._ring, self._take, self._release, self._free = ring, take, release, free
         self._memory = torch.from_numpy(ring.memory)
-        self._pinned = PinnedMemory(ring.memory, max(1, _PART // ring.slot_size) * ring.slot_size)
+        self._pinned = PinnedMemory(ring.memory, max(1, _PART // ring.slot_size) * ring.slot_size, ahead=True)
         self._slot, self._used = -1, ring.slot_size
         self._runs: Counter[int] = Counter()  # slot -> spans in it that are not announced yet
         self._open: set[int] = set()  # slots that are not released yet
