@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 import torch
@@ -13,7 +11,6 @@ from encoder_run import HERE, KIB, MIB, weights
 from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder
 from raystow.orchestrator.journal.gradient_coding import decode
 from raystow.orchestrator.journal.state_digests import _whole_spans
-from raystow.orchestrator.journal.step_hooks import _allocate
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu.span_digests import SpanDigests
 
@@ -37,10 +34,7 @@ def gradients(step: int) -> list[torch.Tensor]:
 
 def copied(values: list[torch.Tensor]) -> list[torch.Tensor]:
     """As ``GradientBuffers`` does."""
-    views: list[Any] = _allocate(values)
-    for view, value in zip(views, values, strict=True):
-        view.copy_(value)
-    return views
+    return [value.clone() for value in values]
 
 
 def overwrite(buffers: list[torch.Tensor]) -> None:

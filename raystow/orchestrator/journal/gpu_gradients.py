@@ -1,7 +1,7 @@
 """Encodes recorded tensors in device memory, by the encoder that saves use.
 
 float32 gradients whose values are bfloat16 values times one number are replaced by these values first, in place: the tensors are
-copies. Neighbors in memory are examined together, by few kernels, because each launch takes time from the training's thread.
+copies.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from ...workers.gpu.encode.encoder import Encoder
 from ...workers.gpu.encode.pinned_ring import PinnedRing
 from ...workers.gpu.encode.stages import Arrived
 from ...workers.gpu.encode_request import EncodeRequest
+from ...workers.gpu.kernels import bfloat16_kernels
 from ...workers.protocol.messages import ChunkInfo, CodedPart, RecordedTensor
 from ...workers.shm.coded_layout import CodedChunk, Layout
 from ...workers.shm.ring import DEVICE_SLOT, Ring
@@ -30,7 +31,6 @@ from .gradient_coding import SMALL, Recorded, TensorEncoder, coded_part, divided
 _RING = 8 * DEVICE_SLOT
 _MEMORY = 512 << 20  # device memory of the encoder
 _PIECE = 16 << 20  # raw bytes of a part
-_EXAMINED = 16 << 20  # elements that are examined together, unless one tensor has more
 _SAMPLED, _SAMPLE = 4, 1024  # tensors and elements from which a factor is found
 
 
@@ -115,7 +115,6 @@ class GpuGradientEncoder:
         with torch.cuda.device(self._device):
             self._stream = torch.cuda.Stream(self._device)
         self._factor = 1.0
-        self._replaced: list[torch.Tensor] = []
         self._pieces: tuple[object, list[GradientPiece]] = (None, [])
         self._layout: tuple[object, Layout | None] = (None, None)
         self._arenas, self._used = [np.empty(0, np.uint8), np.empty(0, np.uint8)], 0
@@ -131,15 +130,7 @@ class GpuGradientEncoder:
                 found[place] = self._host.encode(copied)
             examined = [Examined(tensors[place]) for place in large]
             self._examine(examined)
-
-            def read() -> None:
-                for values in self._replaced:  # also what is between the tensors
-                    values.zero_()
-                self._replaced.clear()
-                self._stream.synchronize()
-                on_read()
-
-            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), read)
+            self._encode([one for one in examined if one.kind != "zero"], self._stream.record_event(), on_read)
         found.update({place: one.record for place, one in zip(large, examined, strict=True)})
         return [found[place] for place in range(len(tensors))]
 
@@ -169,48 +160,43 @@ class GpuGradientEncoder:
 
         The host waits for the device a few times only: kernels of the training go first, so every wait may take milliseconds.
         """
-        if not examined:
-            return
-        norms = torch.stack(torch._foreach_norm([one.tensor for one in examined], ord=float("inf"))).cpu().tolist()
-        for one, norm in zip(examined, norms, strict=True):
-            if norm == 0.0 and not bool(one.tensor.reshape(-1).view(torch.uint8).any()):
-                one.kind = "zero"
-        groups = list(_neighbors([one for one in examined if one.tensor.dtype == torch.float32 and one.kind != "zero"]))
-        factor = self._common_factor(groups)
-        if factor is None:
-            return
-        self._factor = factor
-        failed = self._replace(groups, factor)
-        alone = self._replace([[one] for group in failed for one in group], factor)
-        if factor != 1.0:
-            self._replace(alone, 1.0)
+        floats = [one for one in examined if one.tensor.dtype == torch.float32]
+        others = [one for one in examined if one.tensor.dtype != torch.float32]
+        if others:
+            norms = torch.stack(torch._foreach_norm([one.tensor for one in others], ord=float("inf"))).cpu().tolist()
+            for one, norm in zip(others, norms, strict=True):
+                if norm == 0.0 and not bool(one.tensor.reshape(-1).view(torch.uint8).any()):
+                    one.kind = "zero"
+        if floats:
+            self._factor = self._common_factor([one.tensor for one in floats])
+            left = self._replace(floats, self._factor)
+            if self._factor != 1.0:
+                self._replace(left, 1.0)
 
-    def _common_factor(self, groups: Sequence[list[Examined]]) -> float | None:
-        """The factor that fits a sample of the largest tensors, the last one first."""
-        largest = sorted((one.tensor for group in groups for one in group), key=torch.numel, reverse=True)[:_SAMPLED]
-        if not largest:
-            return None
+    def _common_factor(self, tensors: Sequence[torch.Tensor]) -> float:
+        """The factor that fits a sample of one of the largest tensors; 1 if there is none."""
+        largest = sorted(tensors, key=torch.numel, reverse=True)[:_SAMPLED]
         words = torch.stack([sampled(tensor.reshape(-1).view(torch.int32))[:_SAMPLE] for tensor in largest]).cpu()
         for sample in words:
             for factor in dict.fromkeys((self._factor, 1.0, *factors(sample))):
-                if divided(sample.view(torch.float32), factor) is not None:
+                if bool(sample.any()) and divided(sample.view(torch.float32), factor) is not None:
                     return factor
-        return None
+        return 1.0
 
-    def _replace(self, groups: Sequence[list[Examined]], factor: float) -> list[list[Examined]]:
-        """Replace the values of those groups that are multiples of the factor; return the others."""
-        if not groups:
+    def _replace(self, examined: Sequence[Examined], factor: float) -> list[Examined]:
+        """Replace the values of tensors that are multiples of the factor; return those that are not. Note which are zero."""
+        if not examined:
             return []
-        fits = torch.stack([_fits(_covering(group), factor) for group in groups]).cpu().tolist()
-        for group in itertools.compress(groups, fits):
-            values, start = _covering(group), group[0].tensor.storage_offset()
-            target = values.view(torch.bfloat16)[: values.numel()].copy_((values / factor).to(torch.bfloat16))
-            self._replaced.append(values)
-            for one in group:
-                at = one.tensor.storage_offset() - start
-                one.kind, one.factor = ("bfloat16" if factor == 1.0 else "scaled"), factor
-                one.values = target[at : at + one.tensor.numel()]
-        return [group for group, fit in zip(groups, fits, strict=True) if not fit]
+        found = bfloat16_kernels.check([one.tensor for one in examined], factor)
+        self._stream.synchronize()
+        some, misses = found.T.tolist()
+        for one in itertools.compress(examined, (not nonzero for nonzero in some)):
+            one.kind = "zero"
+        multiples = [one for one, miss in zip(examined, misses, strict=True) if one.kind != "zero" and not miss]
+        if multiples:
+            for one, values in zip(multiples, bfloat16_kernels.narrow([one.tensor for one in multiples], factor), strict=True):
+                one.kind, one.factor, one.values = ("bfloat16" if factor == 1.0 else "scaled"), factor, values
+        return list(itertools.compress(examined, misses))
 
     def _encode(self, examined: Sequence[Examined], ready: torch.cuda.Event, on_read: Callable[[], None]) -> None:
         pieces, owners = self._cut(examined)
@@ -276,34 +262,3 @@ class GpuGradientEncoder:
             target[done : done + size] = self._ring.slot(slot)[at : at + size]
             done += size
         return target
-
-
-def _neighbors(examined: Sequence[Examined]) -> Iterator[list[Examined]]:
-    """Tensors of one storage in the order of their memory, in groups."""
-
-    def place(one: Examined) -> tuple[int, int]:
-        return one.tensor.untyped_storage().data_ptr(), one.tensor.storage_offset()
-
-    group = list[Examined]()
-    for one in sorted(examined, key=place):
-        first = group[0] if group else one
-        size = one.tensor.storage_offset() + one.tensor.numel() - first.tensor.storage_offset()
-        if group and (place(first)[0] != place(one)[0] or size > _EXAMINED):
-            yield group
-            group = []
-        group.append(one)
-    if group:
-        yield group
-
-
-def _fits(values: torch.Tensor, factor: float) -> torch.Tensor:
-    """Whether float32 values are multiples of bfloat16 values by a factor, on the device."""
-    products = (values / factor).to(torch.bfloat16).to(torch.float32).mul_(factor)
-    return (products.view(torch.int32) == values.view(torch.int32)).all()
-
-
-def _covering(group: Sequence[Examined]) -> torch.Tensor:
-    """All float32 elements from the first to the last tensor of a group."""
-    first, last = group[0].tensor, group[-1].tensor
-    size = last.storage_offset() + last.numel() - first.storage_offset()
-    return torch.as_strided(first, (size,), (1,), first.storage_offset())

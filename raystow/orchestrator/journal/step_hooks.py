@@ -15,9 +15,6 @@ _SCALE = ("grad_scale", "found_inf")
 """Attributes by which ``GradScaler`` tells a fused optimizer to unscale gradients, and to skip a step."""
 
 
-_ALIGN = 128  # elements
-
-
 @dataclass
 class CapturedStep:
     """What one call of ``step`` depends on, besides the state. ``groups``: hyper-parameters without the parameters."""
@@ -119,13 +116,10 @@ class StepHooks:
 
 
 class GradientBuffers:
-    """Copies gradients into memory that is used again for each entry: on their own device, so one set of gradients more.
-
-    The copies of one device and element type follow each other in one storage, so that a GPU can examine many by one kernel.
-    """
+    """Copies gradients into memory that is used again for each entry: on their own device, so one set of gradients more."""
 
     def __init__(self) -> None:
-        self._views: dict[tuple[int, int], list[torch.Tensor | None]] = {}
+        self._copies: dict[tuple[int, int], list[torch.Tensor | None]] = {}
         self._calls = 0
 
     def begin(self) -> None:
@@ -139,9 +133,10 @@ class GradientBuffers:
         """
         optimizer = state.optimizers[number]
         gradients = [gradient_of(parameter) for parameter in state.parameters(number)]
-        copies = self._views.get((self._calls, number), [])
+        copies = self._copies.get((self._calls, number), [])
         if [_layout(copy) for copy in copies] != [_layout(gradient) for gradient in gradients]:
-            copies = self._views[self._calls, number] = _allocate(gradients)
+            copies = [None if one is None else torch.empty(one.shape, dtype=one.dtype, device=one.device) for one in gradients]
+            self._copies[self._calls, number] = copies
         self._calls += 1
         targets = [copy for copy in copies if copy is not None]
         if targets:
@@ -153,24 +148,6 @@ class GradientBuffers:
 
 def _layout(tensor: torch.Tensor | None) -> object:
     return None if tensor is None else (tensor.shape, tensor.dtype, tensor.device)
-
-
-def _allocate(gradients: Sequence[torch.Tensor | None]) -> list[torch.Tensor | None]:
-    """Memory like these gradients, in one storage for each device and element type."""
-    ends: dict[tuple[torch.device, torch.dtype], int] = {}
-    starts = list[int]()
-    for gradient in gradients:
-        if gradient is None:
-            starts.append(0)
-            continue
-        kind = gradient.device, gradient.dtype
-        starts.append(ends.get(kind, 0))
-        ends[kind] = starts[-1] + -(-gradient.numel() // _ALIGN) * _ALIGN
-    flat = {kind: torch.zeros(end, dtype=kind[1], device=kind[0]) for kind, end in ends.items()}
-    return [
-        None if one is None else flat[one.device, one.dtype][start : start + one.numel()].view(one.shape)
-        for one, start in zip(gradients, starts, strict=True)
-    ]
 
 
 def hyper_parameters(optimizer: torch.optim.Optimizer) -> list[dict[str, object]]:

@@ -20,6 +20,8 @@ LINE_UP = {"MOST": 1024}
 PACK7 = {"SPAN": 1024}
 """Groups of eight bytes that a program packs or unpacks."""
 COMPARE = {"SPAN": 4096}
+CHECK = {"LANES": 1024, "SPAN": 16384}
+NARROW = {"SPAN": 4096}
 
 SLICE = 1024
 """32-bit words of each digest block that a program reads, always with the same keys."""

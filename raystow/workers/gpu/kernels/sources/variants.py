@@ -37,6 +37,9 @@ def variants() -> Iterator[Variant]:
     """Yield every variant that this package launches."""
     words = {"values": "*u32", "others": "*u32", "digests": "*u32"}
     aligned = frozenset({"values", "others", "digests"})
+    values = {"table": POINTER, "found": POINTER, "factor": INT}
+    yield Variant("bfloat16.check", values, of.CHECK)
+    yield Variant("bfloat16.narrow", {"table": POINTER, "factor": INT, "first": LONG, "last": LONG}, of.NARROW)
     yield Variant("blake3.leaves", {"table": POINTER, "values": "*u32"}, of.BLAKE3, aligned=aligned)
     yield Variant("blake3.tree", {"table": POINTER, **words}, of.BLAKE3, aligned=aligned)
     yield Variant("copies.move", {"table": POINTER}, of.MOVE)

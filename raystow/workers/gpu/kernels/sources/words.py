@@ -47,7 +47,7 @@ def _joined(row, at, inside, W: tl.constexpr, LANES: tl.constexpr):
 
 
 @triton.jit
-def _rounded(x, BF16: tl.constexpr):
+def rounded(x, BF16: tl.constexpr):
     """Round float32, as int32, to bfloat16 or float16; the result is in the lower half of an int32."""
     if BF16:  # to nearest, ties to even
         made = (x + 0x7FFF + ((x >> 16) & 1)) >> 16
@@ -142,7 +142,7 @@ def transform(
             inside = at < n
             if ROUND != "":
                 x = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
-                v = _rounded(x, ROUND == "bfloat16")
+                v = rounded(x, ROUND == "bfloat16")
                 tl.store(items + at, v.to(tl.int16), mask=inside)
             elif JOIN:
                 t = tl.zeros((LANES,), tl.int64) if ITEM == 8 else tl.zeros((LANES,), tl.int32)
@@ -181,7 +181,7 @@ def transform(
                         tl.store(plane + at, ((t >> (8 * p)) & 255).to(tl.uint8), mask=inside)
                     odd = odd | (t & 1).to(tl.int32)
             if FOLLOWED != "":
-                half = _rounded(v, FOLLOWED == "bfloat16").to(tl.int64) * tl.load(block_keys + block // 2)
+                half = rounded(v, FOLLOWED == "bfloat16").to(tl.int64) * tl.load(block_keys + block // 2)
                 even += tl.where(block % 2 == 0, half, 0)
                 uneven += tl.where(block % 2 == 0, 0, half)
                 nan = nan | ((v & 0x7FFFFFFF) > 0x7F800000).to(tl.int32)
@@ -223,6 +223,6 @@ def compare(table, misses, BF16: tl.constexpr, SPAN: tl.constexpr):
     inside = at < n
     x = tl.load(tl.load(row).to(tl.pointer_type(tl.int32)) + at, mask=inside, other=0)
     found = tl.load(tl.load(row + 1).to(tl.pointer_type(tl.uint16)) + at, mask=inside, other=0).to(tl.int32)
-    missed = (_rounded(x, BF16) != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing is derived from a NaN
+    missed = (rounded(x, BF16) != found) | ((x & 0x7FFFFFFF) > 0x7F800000)  # nothing is derived from a NaN
     if tl.max((missed & inside).to(tl.int32)) != 0:
         tl.store(misses + tl.program_id(1), 1)

@@ -1,0 +1,27 @@
+"""float32 values that are multiples of bfloat16 values are found and replaced by these in place, by many programs at once."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bfloat16_multiples import FACTOR, cases
+
+from raystow.orchestrator.journal.gradient_coding import divided
+from raystow.workers.gpu.kernels import bfloat16_kernels
+
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
+
+
+def test_multiples_are_replaced_by_their_values() -> None:
+    hosts, fit = zip(*cases(large=30_000_000), strict=True)
+    tensors = [one.cuda() for one in hosts]
+    found = bfloat16_kernels.check(tensors, FACTOR)
+    torch.cuda.synchronize()
+    some, misses = found.T.tolist()
+    assert [bool(one) for one in misses] == [not fits for fits in fit]
+    assert [bool(one) for one in some] == [bool(one.view(torch.int32).any()) for one in hosts]
+    multiples = [one for one, fits in zip(tensors, fit, strict=True) if fits]
+    expected = [divided(one.reshape(-1), FACTOR) for one, fits in zip(hosts, fit, strict=True) if fits]
+    for values, those in zip(bfloat16_kernels.narrow(multiples, FACTOR), expected, strict=True):
+        assert those is not None
+        assert torch.equal(values.cpu().view(torch.int16), those.view(torch.int16))

@@ -1,0 +1,30 @@
+"""float32 values that are multiples of bfloat16 values are found and replaced by these, as ``gradient_coding.divided`` does."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from bfloat16_multiples import FACTOR, cases
+from device import SEEDS, Device
+
+from raystow.orchestrator.journal.gradient_coding import divided
+from raystow.workers.gpu.kernels import bfloat16_kernels
+
+pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
+
+
+def test_multiples_are_replaced_by_their_values(gpu: Device) -> None:
+    tensors, fit = zip(*cases(large=40_000), strict=True)
+    found = bfloat16_kernels.check(tensors, FACTOR)
+    gpu.synchronize()
+    some, misses = found.T.tolist()
+    assert [bool(one) for one in misses] == [not fits for fits in fit]
+    assert [bool(one) for one in some] == [bool(one.view(torch.int32).any()) for one in tensors]
+    multiples = [one for one, fits in zip(tensors, fit, strict=True) if fits]
+    expected = [divided(one.clone().reshape(-1), FACTOR) for one in multiples]
+    replaced = bfloat16_kernels.narrow(multiples, FACTOR)
+    gpu.synchronize()
+    for values, those, tensor in zip(replaced, expected, multiples, strict=True):
+        assert those is not None
+        assert torch.equal(values.view(torch.int16), those.view(torch.int16))
+        assert values.data_ptr() == tensor.data_ptr()
