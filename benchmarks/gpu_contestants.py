@@ -192,8 +192,10 @@ def size(folder: Path) -> int:
 
 
 def start_ray() -> None:
-    """Start a Ray cluster on this machine."""
+    """Start a Ray cluster on this machine. New processes use compiled bytecode, as of packages that pip has installed."""
     import ray
+
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
     ray.init(
         address="local",
