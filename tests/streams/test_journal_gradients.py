@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from device import SEEDS, Device
 from encoder_run import HERE, KIB, MIB, weights
+from msgspec.structs import replace
 
+from raystow.orchestrator.journal.entry_encoder import CapturedEntry, EntryEncoder
+from raystow.orchestrator.journal.entry_file import parse
 from raystow.orchestrator.journal.gpu_gradients import GpuGradientEncoder
 from raystow.orchestrator.journal.gradient_coding import decode
 from raystow.orchestrator.journal.state_digests import _whole_spans
 from raystow.storage.coding.digest import raw_digest
 from raystow.workers.gpu.span_digests import SpanDigests
+from raystow.workers.protocol.messages import EntryInfo, Generation
 
 pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
@@ -65,6 +71,25 @@ def test_gradients_come_back_bit_for_bit(gpu: Device) -> None:
         assert kinds == ["scaled"] * 3 + ["plain", "zero", "plain", "plain", "plain", "bfloat16"]
         sizes = [sum(sum(part.stored) for part in recorded.tensor.parts) for recorded in found]
         assert sizes[0] < 0.75 * 2 * values[0].numel()
+    encoder.close()
+
+
+def test_buffers_are_kept_for_the_comparison_with_the_next_step(gpu: Device) -> None:
+    """They have values that a GPU's encoder would replace in place, and another order of elements."""
+    encoder, info = EntryEncoder(), EntryInfo("0" * 16, 0, 1, 1, 0, (Generation("0", 1),))
+    device: Any = None  # of tensors that stand for those of a GPU
+    encoder._devices[device] = GpuGradientEncoder(HERE, ring=32 * 64 * KIB, slot=64 * KIB, memory=24 * MIB, small=4 * KIB)
+    buffer = weights(12_000, torch.bfloat16).to(torch.float32).reshape(100, 120).t()
+    for expected in (["running"], []):
+        captured = CapturedEntry(buffers={"running": buffer.clone()}, fresh=False, ready={device: gpu.default.record_event()})
+        _, parts = encoder.encode(captured, info)
+        gpu.synchronize()
+        entry = parse(replace(info, size=sum(memoryview(part).nbytes for part in parts)), memoryview(b"".join(parts)))
+        assert [name for name, _ in entry.header.buffers] == expected
+        for stored in entry.tensors():
+            again = stored.decode()
+            assert again is not None
+            assert bits(again) == bits(buffer)
     encoder.close()
 
 

@@ -82,7 +82,8 @@ class EntryEncoder:
             self._buffers.clear()
         buffers = self._changed_buffers(captured)
         gradients = [gradient for step in captured.steps for gradient in step.gradients]
-        recorded = self._encode([*gradients, *(buffer for _, buffer in buffers)], captured.ready, on_read)
+        recorded = self._encode(gradients, captured.ready, on_read)
+        recorded += [self._host.encode(buffer.cpu()) for _, buffer in buffers]  # a GPU's encoder would overwrite them
         records = iter([one.tensor for one in recorded])
         steps = tuple(
             OptimizerStep(
