@@ -42,7 +42,7 @@ def entry(tensors: list[torch.Tensor]) -> list[StoredTensor]:
     assert min(len(one.tensor.parts) for one in recorded) > 1
     info = EntryInfo("r", 0, 1, 1, 0, (Generation("g", 0),), 0)
     step = OptimizerStep(0, (), tuple(one.tensor for one in recorded), "")
-    header = EntryHeader(info, b"", (step,), (), "", (), b"", b"", False, b"", ())
+    header = EntryHeader(info, b"", (step,), (), "", (), b"", b"", False, ())
     info, _, parts = entry_file.pack(header, [part for one in recorded for part in one.stored])
     return list(entry_file.parse(info, memoryview(b"".join(parts))).tensors())
 
@@ -65,10 +65,11 @@ def test_recorded_tensors_come_back_bit_for_bit(seed: int, caplog: pytest.LogCap
     assert "decoded on the CPU" not in caplog.text
 
 
-def test_other_values_than_were_recorded_are_refused() -> None:
+@pytest.mark.parametrize("change", [{"digest": 1}, {"stored_digest": bytes(32)}])
+def test_other_values_than_were_recorded_are_refused(change: dict[str, object]) -> None:
     *others, last = entry(values())
     *parts, part = last.recorded.parts
-    wrong = replace(last.recorded, parts=(*parts, replace(part, digest=part.digest ^ 1)))
+    wrong = replace(last.recorded, parts=(*parts, replace(part, **change)))
     decoder = EntryDecoder()
     with decoding(SEEDS[0]), pytest.raises(Damaged, match="digest"):
         list(decoder.on_gpu(HERE, [*others, last._replace(recorded=wrong)]))

@@ -104,7 +104,6 @@ class EntryEncoder:
             before=captured.before.packed() if captured.before is not None else b"",
             after=captured.after.packed() if captured.after is not None else b"",
             whole=captured.whole,
-            data=b"",
             layout=captured.layout,
         )
         stored: list[Bytes] = [part for one in recorded for part in one.stored]

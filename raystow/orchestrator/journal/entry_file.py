@@ -1,6 +1,6 @@
 """The bytes of an entry: the size and the digest of its header, the header, and the stored bytes of its tensors.
 
-Nothing of an entry is used before the digests of its header and of its data were checked.
+The header has the digest of the stored bytes of each part of a tensor, which is checked before the part is decoded.
 """
 
 from __future__ import annotations
@@ -34,35 +34,31 @@ _MOST_HEADER = 256 << 20
 
 @dataclass(frozen=True)
 class JournalEntry:
-    """An entry whose digests were checked. ``digest``: of its header. ``data``: the stored bytes of all tensors, uint8.
-    ``parts``: the digest of those of each part."""
+    """An entry whose header was checked. ``digest``: of the header. ``data``: the stored bytes of all tensors, uint8."""
 
     info: EntryInfo
     header: EntryHeader
     digest: bytes
     data: Bytes
-    parts: Sequence[bytes]
 
     def tensors(self) -> Iterator[StoredTensor]:
         """Yield all tensors in the order of ``tensors_of``."""
-        at, first = 0, 0
+        at = 0
         for tensor in tensors_of(self.header):
-            last = first + len(tensor.parts)
-            yield StoredTensor(tensor, self.data, at, self.parts[first:last])
+            yield StoredTensor(tensor, self.data, at)
             at += sum(stored_sizes([tensor]))
-            first = last
 
 
 class StoredTensor(NamedTuple):
-    """A tensor of an entry, whose parts begin at byte ``start`` of the entry's ``data`` and have these ``digests``."""
+    """A tensor of an entry, whose parts begin at byte ``start`` of the entry's ``data``."""
 
     recorded: RecordedTensor
     data: Bytes
     start: int
-    digests: Sequence[bytes]
 
     def decode(self) -> torch.Tensor | None:
-        """The tensor in host memory; None if none was recorded. ``Damaged`` if its bytes do not fit its description."""
+        """The tensor in host memory; None if none was recorded. ``Damaged`` if its bytes do not have their digests, or do
+        not fit its description."""
         ends = itertools.accumulate(stored_sizes([self.recorded]), initial=self.start)
         return decode_tensor(self.recorded, (self.data[first:last] for first, last in itertools.pairwise(ends)))
 
@@ -74,8 +70,11 @@ def tensors_of(header: EntryHeader) -> list[RecordedTensor]:
 
 
 def pack(header: EntryHeader, stored: Sequence[Bytes]) -> tuple[EntryInfo, bytes, list[Buffer]]:
-    """Return what is known of an entry, the digest of its header, and its bytes in parts."""
-    header = replace(header, data=stored_digest(*POOL.map(stored_digest, stored)))
+    """Return what is known of an entry, the digest of its header, and its bytes in parts.
+
+    Args:
+        stored: The bytes of its tensors.
+    """
     body = encode(header, most=_MOST_HEADER)
     digest = stored_digest(body)
     parts: list[Buffer] = [_HEAD.pack(len(body), digest) + body, *(part.data for part in stored)]
@@ -84,7 +83,8 @@ def pack(header: EntryHeader, stored: Sequence[Bytes]) -> tuple[EntryInfo, bytes
 
 
 def parse(info: EntryInfo, content: memoryview) -> JournalEntry:
-    """Return the entry in these bytes. Raises ``Damaged`` unless they are all of the entry that ``info`` describes."""
+    """Return the entry in these bytes. Raises ``Damaged`` unless they are the header of the entry that ``info`` describes, and as
+    many bytes as it promises."""
     subject = f"journal entry of step {info.step}, rank {info.rank}"
     if content.nbytes != info.size or content.nbytes < _HEAD.size:
         raise Damaged(f"{content.nbytes} bytes where {info.size} were expected", subject=subject)
@@ -101,10 +101,6 @@ def parse(info: EntryInfo, content: memoryview) -> JournalEntry:
         raise Damaged(f"not a header of this version of raystow: {error}", subject=subject) from error
     if replace(info, size=0) != header.info:
         raise Damaged("the bytes are another entry", subject=subject)
-    ends = list(itertools.accumulate(stored_sizes(tensors_of(header)), initial=0))
-    if ends[-1] != data.size:
+    if sum(stored_sizes(tensors_of(header))) != data.size:
         raise Damaged("the tensors do not add up to the entry", subject=subject)
-    parts = list(POOL.map(stored_digest, (data[first:last] for first, last in itertools.pairwise(ends))))
-    if stored_digest(*parts) != header.data:
-        raise Damaged("the tensors do not have their digest", subject=subject)
-    return JournalEntry(info, header, digest, data, parts)
+    return JournalEntry(info, header, digest, data)

@@ -16,6 +16,7 @@ import torch
 
 from ...storage.coding import dtypes
 from ...storage.coding.chunk import DEFLATE
+from ...storage.coding.digest import stored_digest
 from ...storage.coding.kernels import Bytes
 from ...workers.gpu.encode.encoder import Encoder
 from ...workers.gpu.encode.pinned_ring import PinnedRing
@@ -203,8 +204,7 @@ class GpuGradientEncoder:
         if not pieces:
             on_read()
             return
-        coded: dict[int, CodedChunk] = {}
-        copied: dict[int, Bytes] = {}
+        coded: dict[int, tuple[CodedChunk, Bytes, bytes]] = {}  # by number of the piece: its bytes, and their digest
         self._reserve(sum(piece.nbytes for piece in pieces) + len(pieces))
 
         def emit(arrived: list[Arrived]) -> None:
@@ -215,8 +215,8 @@ class GpuGradientEncoder:
             layout = self._layout[1]
             assert layout is not None
             chunks = [chunk for one in arrived for chunk in layout.chunks(one.message)]
-            for chunk, place in zip(chunks, POOL.map(self._copy, chunks, [self._place(chunk) for chunk in chunks]), strict=True):
-                coded[int(chunk.info.name)], copied[int(chunk.info.name)] = chunk, place
+            copies = POOL.map(self._copy, chunks, [self._place(chunk) for chunk in chunks])
+            coded.update({int(chunk.info.name): (chunk, *copy) for chunk, copy in zip(chunks, copies, strict=True)})
             self._pinned.announced(run for one in arrived for run in one.runs)
 
         try:
@@ -226,9 +226,9 @@ class GpuGradientEncoder:
             self._pinned.abandon()
             raise
         for number, (piece, owner) in enumerate(zip(pieces, owners, strict=True)):
-            chunk = coded[number]
-            owner.parts.append(coded_part(chunk.coding, piece.nbytes, chunk.digest))
-            owner.stored.append(copied[number])
+            chunk, stored, digest = coded[number]
+            owner.parts.append(coded_part(chunk.coding, piece.nbytes, chunk.digest, digest))
+            owner.stored.append(stored)
 
     def _cut(self, examined: Sequence[Examined]) -> tuple[list[GradientPiece], list[Examined]]:
         """Cut tensors into parts; the same list as before if they are the same, so that the encoder reuses its plan."""
@@ -255,10 +255,10 @@ class GpuGradientEncoder:
         start, self._used = self._used, self._used + sum(size for _, _, size in chunk.parts)
         return self._arenas[0][start : self._used]
 
-    def _copy(self, chunk: CodedChunk, target: Bytes) -> Bytes:
-        """Copy a chunk out of the ring."""
+    def _copy(self, chunk: CodedChunk, target: Bytes) -> tuple[Bytes, bytes]:
+        """Copy a chunk out of the ring; return the copy and its digest."""
         done = 0
         for slot, at, size in chunk.parts:
             target[done : done + size] = self._ring.slot(slot)[at : at + size]
             done += size
-        return target
+        return target, stored_digest(target)

@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from ...storage.coding import chunk, dtypes
-from ...storage.coding.digest import raw_digest
+from ...storage.coding.digest import raw_digest, stored_digest
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import Damaged
 from ...workers.protocol.messages import CodedPart, RecordedTensor
@@ -72,7 +72,7 @@ class TensorEncoder:
         for start in range(0, raw.size, PART):
             piece = raw[start : start + PART]
             out, coding = self._chunks.encode(piece, dtype)
-            parts.append(coded_part(coding, piece.size, raw_digest(piece)))
+            parts.append(coded_part(coding, piece.size, raw_digest(piece), stored_digest(out)))
             stored.append(out)
         return tuple(parts), stored
 
@@ -127,9 +127,9 @@ def dtype_name(dtype: torch.dtype) -> str:
     return dtypes.dtype(str(dtype).removeprefix("torch.")).name
 
 
-def coded_part(coding: chunk.Coding, nbytes: int, digest: int) -> CodedPart:
-    """The description of a part."""
-    return CodedPart(nbytes, digest, coding.planes, coding.rotated, coding.codecs, coding.stored, coding.streams, coding.stream)
+def coded_part(of: chunk.Coding, nbytes: int, digest: int, stored: bytes) -> CodedPart:
+    """The description of a part. ``stored``: the digest of its stored bytes."""
+    return CodedPart(nbytes, digest, stored, of.planes, of.rotated, of.codecs, of.stored, of.streams, of.stream)
 
 
 def decode(tensor: RecordedTensor, stored: Iterator[Bytes]) -> torch.Tensor | None:
@@ -173,7 +173,9 @@ def checked_dtype(tensor: RecordedTensor) -> str:
 
 
 def decode_part(part: CodedPart, name: str, stored: Bytes, raw: Bytes) -> None:
-    """Decode a part into ``raw``; ``Damaged`` if that does not have its digest."""
+    """Decode a part into ``raw``; ``Damaged`` if the stored bytes or the result do not have their digest."""
+    if stored_digest(stored) != part.stored_digest:
+        raise Damaged("the stored bytes of a recorded tensor do not have their digest")
     coding = chunk.Coding(part.planes, part.rotated, part.codecs, part.stored, part.streams, part.stream)
     chunk.decode(coding, dtypes.dtype(name), stored, raw)
     if raw_digest(raw) != part.digest:

@@ -89,10 +89,12 @@ class ShardBox(MessagePart, frozen=True):
 
 
 class CodedPart(MessagePart, frozen=True):
-    """A piece of a recorded tensor: the fields of its ``Coding``, and the digest of its ``nbytes`` raw bytes."""
+    """A piece of a recorded tensor: the fields of its ``Coding``, and the digests of its ``nbytes`` raw bytes (``digest``) and of
+    the stored ones (``stored_digest``)."""
 
     nbytes: int
     digest: Digest
+    stored_digest: DigestBytes
     planes: bool
     rotated: bool
     codecs: Annotated[tuple[Text, ...], Meta(max_length=16)]
@@ -145,7 +147,6 @@ class EntryHeader(Message, frozen=True):
         before: Digests of all tensors of the state before the step; only in the first entry after a version.
         after: Digests of the state after the step.
         whole: Whether ``after`` covers every byte, and not only a sample.
-        data: Digest of the bytes that follow.
         layout: The rank's parts of all parameters, only in the first entry after a version; empty if they are not boxes.
     """
 
@@ -158,7 +159,6 @@ class EntryHeader(Message, frozen=True):
     before: Packed
     after: Packed
     whole: bool
-    data: DigestBytes
     layout: Column[ShardBox] = ()
 
 
