@@ -73,10 +73,12 @@ test-streams: $(READY)  ## stream order of the GPU code without a GPU, SEEDS=2 o
 	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[streams]"
 	SEEDS=$(SEEDS) $(BIN)/pytest tests/streams
 
+MARK ?= not slow
+
 test-frameworks: export DS_ACCELERATOR := cpu
-test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frameworks, in environments of their own (some minutes)
-	$(FRAMEWORKS)/bin/python -m pytest -m "not slow" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
-	$(VERL)/bin/python -m pytest -m "not slow" tests/integration/test_verl.py
+test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frameworks, in environments of their own (MARK=slow: the slow ones)
+	$(FRAMEWORKS)/bin/python -m pytest -m "$(MARK)" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
+	$(VERL)/bin/python -m pytest -m "$(MARK)" tests/integration/test_verl.py
 
 # An environment on top of .venv: what these frameworks pin stays out of it, and torch and Ray are not installed twice.
 .venv-%/below: $(READY) pyproject.toml
@@ -86,16 +88,17 @@ test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frame
 		> $$($(@D)/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/below.pth
 	touch $@
 
+# With Triton, which the models of TorchTitan import.
 $(FRAMEWORKS)/ready: $(FRAMEWORKS)/below
 	$(@D)/bin/python -m pip install --quiet setuptools wheel
 	DS_BUILD_OPS=0 $(@D)/bin/python -m pip install --quiet --no-build-isolation -c constraints.txt "deepspeed<0.20"
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchft,torchtitan]"
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt -e ".[deepspeed,torchft,torchtitan,streams]"
 	touch $@
 
 # verl itself without what it needs for GPUs, rollouts and trackers.
 $(VERL)/ready: $(VERL)/below
 	$(@D)/bin/python -m pip install --quiet --no-deps "verl<0.10" -e .
-	$(@D)/bin/python -m pip install --quiet -c constraints.txt cachetools codetiming datasets fastapi hydra-core peft pylatexenc \
+	$(@D)/bin/python -m pip install --quiet -c constraints.txt cachetools codetiming datasets fastapi hydra-core peft pillow pylatexenc \
 		"tensordict>=0.8,<=0.10" torchdata "transformers>=5.5.3,<5.11" uvicorn
 	touch $@
 
