@@ -4,6 +4,9 @@ knows nothing of raystow but the Writer and the Reader."""
 from __future__ import annotations
 
 import itertools
+import os
+import subprocess
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 import raystow
 from raystow.dcp import Reader, Writer
 
+EXAMPLE = Path(__file__).parents[2] / "examples" / "dcp_fsdp2.py"
 EVERY = 2
 _TAGS = itertools.count()
 
@@ -141,3 +145,16 @@ def test_a_trainer_that_was_restarted_goes_on_in_the_same_bits(ranks: Ranks, tmp
     assert [version.step for version in repository.versions()] == [2, 4, 6]
     for version in repository.versions():
         repository.verify(version)
+
+
+def test_the_example_resumes_on_fewer_ranks(tmp_path: Path) -> None:
+    def printed(ranks: int, steps: int) -> str:
+        launch = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(ranks)]
+        command = [*launch, str(EXAMPLE), str(tmp_path / "run"), str(steps)]
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, timeout=120, env={**os.environ, "CUDA_VISIBLE_DEVICES": ""}
+        ).stdout
+
+    assert "rank 1 of 2: starts at step 0" in printed(2, 2)
+    assert "rank 0 of 1: starts at step 2" in printed(1, 4)
+    assert [version.step for version in raystow.open(tmp_path / "run").versions()] == [3, 4]
