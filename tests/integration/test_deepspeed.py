@@ -79,6 +79,39 @@ def test_every_stage_and_world_restores_every_other(cluster: Cluster, tmp_path: 
             assert found == wanted
 
 
+def offload(engine: Any, *kinds: str) -> None:
+    from deepspeed.ops.adam import fused_adam
+    from deepspeed.runtime.zero.offload_config import OffloadStateTypeEnum
+
+    fused_adam.FusedAdam = type(engine.optimizer.optimizer)  # ZeRO 3 refuses others, and this one needs a GPU
+    engine.offload_states(include={OffloadStateTypeEnum(kind) for kind in kinds}, pin_memory=False)
+
+
+def save_while_offloaded(engine: Any) -> dict[str, str]:
+    """As a trainer that shares its GPUs with inference does."""
+    train(engine, 2)
+    found = digests(engine)
+    offload(engine, "optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")
+    engine.save_checkpoint("checkpoints", client_state=CLIENT_STATE)
+    engine.reload_states()
+    train(engine, 1)
+    return found
+
+
+@pytest.mark.parametrize("stage", [2, 3])
+def test_an_offloaded_state_is_restored(cluster: Cluster, tmp_path: Path, stage: int) -> None:
+    uri = str(tmp_path / "run")
+    [wanted, _] = run(tmp_path / "a", 2, cluster.address, uri, config(stage, "bf16"), save_while_offloaded)
+    version = raystow.latest(uri)
+    assert version is not None
+    assert {name.rpartition(".")[2] for name in version.tensors() if name.startswith("optim.")} <= {
+        "exp_avg",
+        "exp_avg_sq",
+        "step",
+    }
+    assert run(tmp_path / "b", 1, cluster.address, uri, config(5 - stage, "bf16"), load) == [[wanted]]
+
+
 def resume(engine: Any, end: int) -> list[str]:
     engine.load_checkpoint("checkpoints")
     losses = []
@@ -168,12 +201,20 @@ def load_weights(engine: Any) -> None:
     engine.load_checkpoint("checkpoints", load_module_only=True)
 
 
+def save_without_weights(engine: Any) -> None:
+    train(engine, 1)
+    offload(engine, "lp_params")
+    engine.save_checkpoint("checkpoints")
+
+
 def test_what_is_not_supported_is_refused(cluster: Cluster, tmp_path: Path) -> None:
     uri = str(tmp_path / "run")
     with pytest.raises(RankFailed, match="the engine does not use ZeRO 1, 2 or 3"):
         run(tmp_path / "a", 1, cluster.address, uri, config(0, "fp32"), save, 1)
     with pytest.raises(RankFailed, match="the engine is attached already"):
         run(tmp_path / "b", 1, cluster.address, uri, config(1, "fp32"), attach_twice)
+    with pytest.raises(RankFailed, match="the weights of the model are offloaded"):
+        run(tmp_path / "d", 1, cluster.address, uri, config(2, "bf16"), save_without_weights)
     dcp.save({"model": Net().state_dict()}, storage_writer=raystow.dcp.Writer(uri))
     with pytest.raises(RankFailed, match="version 1 was not saved by"):
         run(tmp_path / "c", 1, cluster.address, uri, config(1, "fp32"), load_weights)

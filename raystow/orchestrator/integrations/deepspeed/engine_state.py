@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from ....storage.errors import Damaged
+from ....storage.errors import Damaged, StateError
 from ....storage.format.values import is_plain
 from ...save.state_tree import State
 from ..value_text import text_of, value_of
@@ -23,6 +23,8 @@ from .partitions import Engine, ParameterGroup, groups, partition_of
 logger = logging.getLogger(__name__)
 
 _COUNTERS = ("global_steps", "global_samples", "skipped_steps")
+_OFFLOAD_BUFFER = "_offload_buffer"
+"""``offload_states`` of ZeRO 3 adds a copy of each moment to the optimizer's state under a key with this end."""
 
 
 @dataclass(frozen=True)
@@ -37,7 +39,10 @@ class EngineState:
 
 def engine_state(engine: Engine) -> EngineState:
     """Return the state without ``progress``. An optimizer without moments is initialized first. Buffers are copied, because
-    unlike parameters they change before the optimizer step."""
+    unlike parameters they change before the optimizer step. Raises ``StateError`` if ZeRO 1 or 2 has offloaded the weights: the
+    model has none then."""
+    if engine.zero_optimization_stage() < 3 and "lp_params" in getattr(engine.optimizer, "offloaded_states", ()):
+        raise StateError("the weights of the model are offloaded", remedy="call engine.reload_states() first")
     module, optimizer = engine.module, engine.optimizer.optimizer
     found = EngineState({"model": {}, "master": {}, "optim": {"state": {}, "param_groups": []}}, list(groups(engine)))
     names = {parameter: name for name, parameter in module.named_parameters()}
@@ -55,7 +60,8 @@ def engine_state(engine: Engine) -> EngineState:
         _initialize(optimizer, group, partition.flat)
         state = optimizer.state[partition.flat]
         flat = {key for key, value in state.items() if torch.is_tensor(value) and value.shape == partition.flat.shape}
-        own = {key: partition.fragment(value) if key in flat else value for key, value in state.items()}
+        kept = {key: value for key, value in state.items() if not key.endswith(_OFFLOAD_BUFFER)}
+        own = {key: partition.fragment(value) if key in flat else value for key, value in kept.items()}
         found.tree["optim"]["state"][name] = own
         found.steps.append((state, own))
     for group in found.groups:
