@@ -10,9 +10,8 @@ from typing import TypeVar
 from . import leases, store_clock
 from .clock import SYSTEM, Clock
 from .delta_chain import needed
-from .errors import Damaged, NotFound
-from .format import keys
-from .format.root import REPAIR, Entry, Root
+from .errors import NotFound
+from .format.root import Entry, Root
 from .format.signature import PublicKey, Signer, Trust
 from .leases import Lease
 from .object_store import ObjectStore
@@ -46,11 +45,9 @@ class Catalog:
         return self.store.uri
 
     def root(self) -> Root:
-        """Read the root. Raises ``Damaged`` if it is missing, cannot be read, or is of another repository."""
-        try:
-            return self.register.read()
-        except NotFound:
-            raise Damaged("the repository's root is missing", subject=keys.ROOT, remedy=REPAIR) from None
+        """Read the root; an empty one if the creation of the repository has not ended. Raises ``Damaged`` if the root was lost,
+        cannot be read, or is of another repository."""
+        return self.register.read_or_empty()
 
     def at(self, entry: Entry, *, store: ObjectStore | None = None, siblings: Sequence[Entry] = ()) -> Version:
         """Open the version of an entry of the root, or read it through another store. ``siblings``: see ``Version``."""

@@ -318,9 +318,7 @@ def create_repository(
     try:
         repository.register.read()
     except NotFound:
-        # A creator died between marker and root; or, if there are versions, a root was lost.
-        if next(iter(store.list(keys.VERSIONS)), None) is not None:
-            raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT, remedy=REPAIR) from None
+        repository.root()  # raises if a root was lost; otherwise a creator died between marker and root
         copied = first is not None and first.repository == repository.id
         repository.register.create(first if first is not None and copied else Root(repository=repository.id))
     return repository.trusting(signer)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 
 from . import invariants
 from .clock import Clock
-from .errors import Damaged
+from .errors import Damaged, NotFound
 from .format import keys
 from .format.root import REPAIR, Root
 from .invariants import Claims
@@ -21,7 +21,7 @@ class RootRegister:
     """Reads and swaps the root of one repository. ``deadline``: seconds after which an update gives up."""
 
     def __init__(self, store: ObjectStore, clock: Clock, *, repository: str, deadline: float = 60.0) -> None:
-        self._uri, self._repository = store.uri, repository
+        self._store, self._uri, self._repository = store, store.uri, repository
         self._register = Register(store, keys.ROOT, self._load, clock, max_bytes=MAX_ROOT, deadline=deadline)
 
     def read(self) -> Root:
@@ -33,6 +33,18 @@ class RootRegister:
             seen.check(root)
             seen.note(root)
             return root
+
+    def read_or_empty(self) -> Root:
+        """As ``read``, but an empty root if none was created yet: a creator has written the marker, and maybe died. Raises
+        ``Damaged`` if a root was lost, which is so if objects of versions exist."""
+        seen, empty = SeenRoot(self._uri, self._repository), Root(repository=self._repository)
+        for _ in range(2):  # a root that is created meanwhile is written before the first of these objects
+            with contextlib.suppress(NotFound):
+                return self.read()
+            if next(iter(self._store.list(keys.VERSIONS)), None) is None:
+                seen.check(empty)
+                return empty
+        raise Damaged("the repository's root is missing, but versions exist", subject=keys.ROOT, remedy=REPAIR)
 
     def create(self, root: Root) -> Root:
         """Write the first root, or return the one that another writer created first."""

@@ -48,9 +48,27 @@ def test_no_version_and_no_repository(repository: Repository, tmp_path: Path) ->
     repository.store.put(keys.ROOT, [b"damaged"])
     with pytest.raises(raystow.Damaged, match="raystow repair"):
         raystow.latest(repository.uri)
-    repository.store.delete([keys.ROOT])
-    with pytest.raises(raystow.Damaged, match="root is missing"):
-        raystow.latest(repository.uri)
+
+
+def test_an_interrupted_creation_has_no_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A creator writes the root after the marker, and a save writes its objects after the root."""
+    root = Path(create_repository(str(tmp_path)).uri.removeprefix("file://"), keys.ROOT)
+    written = root.read_bytes()
+    root.unlink()
+    assert raystow.latest(tmp_path) is None
+    assert raystow.open(tmp_path).versions() == []
+    LocalStore(str(tmp_path)).put(keys.pack(1, "0" * 16, 0, "g", 0), [b"of a save"])
+    for read in (raystow.latest, create_repository):
+        with pytest.raises(raystow.Damaged, match=r"root is missing, but versions exist.*raystow repair"):
+            read(str(tmp_path))
+    list_objects = LocalStore.list
+
+    def list_after_creation(store: LocalStore, prefix: str) -> Iterator[ObjectInfo]:
+        root.write_bytes(written)
+        return list_objects(store, prefix)
+
+    monkeypatch.setattr(LocalStore, "list", list_after_creation)
+    assert raystow.latest(tmp_path) is None
 
 
 def test_signatures_are_checked_when_the_record_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
