@@ -77,6 +77,7 @@ MARK ?= not slow
 
 test-frameworks: export DS_ACCELERATOR := cpu
 test-frameworks: $(FRAMEWORKS)/ready $(VERL)/ready  ## tests with training frameworks, in environments of their own (MARK=slow: the slow ones)
+	for env in $(FRAMEWORKS) $(VERL); do $$env/bin/python -m pytest tests/unit/test_public_docstrings.py || exit; done
 	$(FRAMEWORKS)/bin/python -m pytest -m "$(MARK)" tests/integration/test_torch*.py tests/integration/test_deepspeed*.py
 	$(VERL)/bin/python -m pytest -m "$(MARK)" tests/integration/test_verl.py
 
