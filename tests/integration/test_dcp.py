@@ -1,4 +1,4 @@
-"""The door for torch's DCP, on real gloo process groups without Ray, and both ways with the Checkpointer."""
+"""The interface for torch's DCP, on real gloo process groups without Ray, and both ways with the Checkpointer."""
 
 from __future__ import annotations
 
