@@ -333,6 +333,15 @@ def test_an_entry_of_the_journal_is_kept_and_read(cluster: Cluster) -> None:
 
 def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_journal, "_LEAST", 100_000)
+    channel, all_four = cluster["b"].peers._channel, threading.Barrier(4)
+
+    def together(node: str) -> TcpChannel:
+        """No thread is done, and leaves its connection to another, before all have one."""
+        found = channel(node)
+        all_four.wait(10)
+        return found
+
+    monkeypatch.setattr(cluster["b"].peers, "_channel", together)
     info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 700_001)
     cluster["a"].journal.store.add(info, EntryMemory.of([DATA[: info.size]], info.size), own=True)
     assert cluster["a"].peers.put_entry("b", PutEntry(info, 4, "a")).copies == 1
