@@ -169,19 +169,6 @@ def test_the_newest_version_is_not_evicted_for_an_open_save(tier, caplog):
     assert (ids(tier), tier.used) == ([2], 4 * KIB)
 
 
-def test_more_versions_are_kept_while_there_is_room():
-    tier = MemoryTier(10 * KIB, versions=3)
-    for id in range(1, 6):
-        tier.put(attempt_key(id), 0, f"pack {id}", [bytes(2 * KIB)])
-        tier.committed(attempt_key(id))
-    assert ids(tier) == [3, 4, 5]
-    assert tier.put(attempt_key(6), 0, "pack 6", [bytes(7 * KIB)]) is not None
-    assert ids(tier) == [5, 6]
-    tier.resize(0)
-    assert ids(tier) == []
-    tier.close()
-
-
 def test_repositories_do_not_replace_each_other(tier):
     tier.put(attempt_key(1, "r"), 0, "a", [bytes(KIB)])
     tier.put(attempt_key(9, "s"), 0, "a", [b"other"])

@@ -53,10 +53,10 @@ class KeptAttempt:
 
 
 class MemoryTier:
-    """Thread-safe. ``budget``: bytes; ``versions``: how many committed versions of a repository are kept."""
+    """Keeps the newest version of each repository, what it is a delta to, and open saves, in ``budget`` bytes. Thread-safe."""
 
-    def __init__(self, budget: int, *, versions: int = 1) -> None:
-        self._budget, self._versions, self._used = budget, versions, 0
+    def __init__(self, budget: int) -> None:
+        self._budget, self._used = budget, 0
         self._lock = threading.Lock()
         self._holdings: dict[AttemptKey, KeptAttempt] = {}
         self._writes: dict[str, int] = {}  # repository -> when it was last written to
@@ -285,7 +285,7 @@ class MemoryTier:
         to other repositories, those first that nothing was stored in for longest; at last copies, the oldest first."""
         others = [attempt for attempt in self._holdings if attempt.repository != repository]
         others.sort(key=lambda attempt: (self._writes[attempt.repository], attempt.id))
-        self._drop_while_needed(size, (*self._superseded(keep=1), *self._given_up()))
+        self._drop_while_needed(size, (*self._superseded(), *self._given_up()))
         self._drop_bases_while_needed(size)
         self._drop_while_needed(size, others)
         for holding in sorted(self._holdings.values(), key=lambda holding: holding.attempt.id):
@@ -300,7 +300,7 @@ class MemoryTier:
 
     def _drop_bases_while_needed(self, size: int) -> None:
         """The newest version is worth more here than that later ones are smaller."""
-        for attempt in self._replaced(keep=1):
+        for attempt in self._replaced():
             if not self._fits(size):
                 what = "nothing is stored as a difference to version %d from now on: it has to make room in %.1f MB of memory"
                 about(logger, version=attempt.id, attempt=attempt.token).warning(what, attempt.id, self._budget / 1e6)
@@ -310,9 +310,9 @@ class MemoryTier:
         """Attempts that will be no versions, the oldest first."""
         return sorted((attempt for attempt, held in self._holdings.items() if held.given_up), key=lambda attempt: attempt.id)
 
-    def _superseded(self, keep: int | None = None) -> list[AttemptKey]:
-        """What was replaced, but for what others lean on."""
-        old, needed = self._replaced(keep), set[AttemptKey]()
+    def _superseded(self) -> list[AttemptKey]:
+        """What was replaced, except what others are deltas to."""
+        old, needed = self._replaced(), set[AttemptKey]()
         for held in self._holdings.values():
             base = held.base if held.attempt not in old else None
             while base is not None and base not in needed:
@@ -320,15 +320,17 @@ class MemoryTier:
                 base = self._holdings[base].base if base in self._holdings else None
         return [attempt for attempt in old if attempt not in needed]
 
-    def _replaced(self, keep: int | None = None) -> list[AttemptKey]:
+    def _replaced(self) -> list[AttemptKey]:
         """Committed versions that newer ones have replaced, and older attempts with them; the oldest first."""
-        old: list[AttemptKey] = []
-        for repository in {attempt.repository for attempt in self._holdings}:
-            ids = sorted(h.attempt.id for h in self._holdings.values() if h.committed and h.attempt.repository == repository)
-            newest = ids[-(keep or self._versions) :]
-            if newest:
-                of = (held for held in self._holdings.values() if held.attempt.repository == repository)
-                old += [h.attempt for h in of if h.attempt.id < newest[0] or (h.given_up and h.attempt.id <= newest[-1])]
+        newest: dict[str, int] = {}  # repository -> its newest version
+        for held in self._holdings.values():
+            if held.committed:
+                newest[held.attempt.repository] = max(held.attempt.id, newest.get(held.attempt.repository, 0))
+        old = []
+        for held in self._holdings.values():
+            id, last = held.attempt.id, newest.get(held.attempt.repository, -1)
+            if id < last or (held.given_up and id == last):
+                old.append(held.attempt)
         return sorted(old, key=lambda attempt: attempt.id)
 
     def _drop(self, attempt: AttemptKey) -> None:
