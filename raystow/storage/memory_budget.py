@@ -1,28 +1,57 @@
-"""A number of bytes that several threads share."""
+"""A budget of bytes that threads share: a thread that would exceed it waits."""
 
 from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 
 class MemoryBudget:
-    """Lets threads work while they take at most ``limit`` bytes together. One that takes more works alone."""
+    """Admits work by its size in bytes. Work larger than the whole budget is admitted alone."""
 
-    def __init__(self, limit: int) -> None:
-        self._limit, self._taken = limit, 0
+    def __init__(self, total: int = 0) -> None:
+        self._total, self._used = total, 0
         self._changed = threading.Condition()
+
+    @property
+    def used(self) -> int:
+        """Acquired bytes."""
+        return self._used
+
+    @property
+    def total(self) -> int:
+        return self._total
+
+    def grow(self, nbytes: int) -> None:
+        """Change the budget by ``nbytes``, which may be negative."""
+        with self._changed:
+            self._total += nbytes
+            self._changed.notify_all()
+
+    def acquire(self, nbytes: int, relieve: Callable[[], None] = lambda: None) -> None:
+        """Wait until ``nbytes`` fit. ``relieve`` is called repeatedly meanwhile, and may cause bytes to be released."""
+        while True:
+            with self._changed:
+                if self._changed.wait_for(lambda: self._fits(nbytes), timeout=0.05):
+                    self._used += nbytes
+                    return
+            relieve()  # repeatedly, since other threads may have acquired more
+
+    def release(self, nbytes: int) -> None:
+        """Release acquired bytes."""
+        with self._changed:
+            self._used -= nbytes
+            self._changed.notify_all()
 
     @contextlib.contextmanager
     def taking(self, nbytes: int) -> Iterator[None]:
-        """Wait until so many bytes are free, and take them for the block."""
-        with self._changed:
-            self._changed.wait_for(lambda: not self._taken or self._taken + nbytes <= self._limit)
-            self._taken += nbytes
+        """Acquire ``nbytes`` for the block."""
+        self.acquire(nbytes)
         try:
             yield
         finally:
-            with self._changed:
-                self._taken -= nbytes
-                self._changed.notify_all()
+            self.release(nbytes)
+
+    def _fits(self, nbytes: int) -> bool:
+        return self._used == 0 or self._used + nbytes <= self._total

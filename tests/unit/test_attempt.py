@@ -5,9 +5,9 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from raystow.storage.errors import SaveFailed
+from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome
-from raystow.workers.packing.budget import Budget
 from raystow.workers.packing.stale_state import OptimizerWatch
 from raystow.workers.protocol.messages import Ticket
 
@@ -28,7 +28,7 @@ def test_a_rank_that_joins_too_late_hears_so() -> None:
     with ThreadPoolExecutor(1) as pool:
         port: Any = GivenUp()
         ticket = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
-        shared = Executors(pool, pool, pool, Budget())
+        shared = Executors(pool, pool, pool, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("late"), port, ticket, shared, OptimizerWatch("memory://late"))
         attempt.join(0, [], lambda outcome, _: first.set())
         assert first.wait(10)

@@ -32,9 +32,9 @@ from raystow.storage.errors import (
 )
 from raystow.storage.format.root import Dropped, Entry
 from raystow.storage.format.version_record import FragmentInfo
+from raystow.storage.memory_budget import MemoryBudget
 from raystow.storage.stores.memory import MemoryStore
 from raystow.workers.packing.attempt import Executors, NodeAttempt, Outcome
-from raystow.workers.packing.budget import Budget
 from raystow.workers.packing.stale_state import OptimizerWatch
 from raystow.workers.protocol.messages import STAGING, AttemptJoined, EndSave, OpenSession, SaveLost, SessionOpened, Ticket
 from raystow.workers.protocol.unix_channel import Listener
@@ -177,7 +177,7 @@ def test_a_node_that_gets_no_answer_does_not_say_failed(error: Exception, kind: 
     port: Any = LostAnswer(error)
     with ThreadPoolExecutor(1) as pool:
         ticket = Ticket(1, "0123456789abcdef", 0, 60.0, 1)
-        shared = Executors(pool, pool, pool, Budget())
+        shared = Executors(pool, pool, pool, MemoryBudget())
         attempt = NodeAttempt(MemoryStore("lost"), port, ticket, shared, OptimizerWatch("memory://lost"))
         attempt.join(0, [], lambda outcome, _: heard.put(outcome))
         outcome = heard.get(timeout=10)

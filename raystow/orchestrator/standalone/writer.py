@@ -19,9 +19,9 @@ from ...storage.format import values
 from ...storage.format.groups import group
 from ...storage.format.manifest import Value, path_text
 from ...storage.format.version_record import FragmentInfo, PackInfo
+from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import ObjectStore
 from ...workers.packing.attempt import draft
-from ...workers.packing.budget import Budget
 from ...workers.packing.chunk_writer import ChunkWriter
 from ...workers.packing.packer import Packer
 from ...workers.protocol.coordinator_client import MODULUS, coverage
@@ -49,7 +49,7 @@ class StandaloneWriter:
 
     def __init__(self, store: ObjectStore, ticket: Ticket, *, memory: int, threads: int) -> None:
         self._store, self._ticket = store, ticket
-        self._budget = Budget(memory)
+        self._budget = MemoryBudget(memory)
         self._coders = ThreadPoolExecutor(threads, "raystow-code")
         self._uploads = ThreadPoolExecutor(_UPLOADS, "raystow-upload")
         self._packer = Packer(store, ticket, uploads=self._uploads, on_error=self._fail)

@@ -16,6 +16,7 @@ from ...storage import background
 from ...storage.clock import SYSTEM
 from ...storage.errors import ClusterError, NotARepository, RaystowError, SaveFailed
 from ...storage.log import about
+from ...storage.memory_budget import MemoryBudget
 from ...storage.repository import open_repository
 from ...storage.stores import open_store
 from ..cache.base_version import BaseVersion, KnownChunks
@@ -27,7 +28,6 @@ from ..cache.tier import MemoryTier
 from ..journal.entry_replicator import EntryPeers
 from ..journal.node_journal import NodeJournal
 from ..packing.attempt import Executors, NodeAttempt, Outcome
-from ..packing.budget import Budget
 from ..packing.chunk_writer import warm_up
 from ..packing.metered_store import Metered
 from ..packing.stale_state import OptimizerWatch
@@ -129,7 +129,7 @@ class Node:
             coders=ThreadPoolExecutor(threads or os.cpu_count() or 1, "raystow-code", initializer=give_way),
             sealers=ThreadPoolExecutor(_SEALERS, "raystow-seal", initializer=give_way),
             uploads=ThreadPoolExecutor(_UPLOADS, "raystow-upload", initializer=give_way),
-            budget=Budget(),
+            budget=MemoryBudget(),
         )
         self._lock = threading.Lock()
         self._repositories: dict[str, _Repository] = {}  # by URI

@@ -23,12 +23,12 @@ from ...storage.errors import DeadlineExceeded, Fenced, OutcomeUnknown, RaystowE
 from ...storage.format.manifest import Chunk, Value
 from ...storage.format.root import Entry
 from ...storage.log import about
+from ...storage.memory_budget import MemoryBudget
 from ...storage.object_store import ObjectStore
 from ..cache.base_version import BaseVersion, KnownChunks
 from ..cache.pack_cache import Keep, keep_nothing
 from ..protocol.coordinator_client import MODULUS, CoordinatorClient, coverage
 from ..protocol.messages import AttemptKey, AttemptStatus, ChunkInfo, Stage, Ticket
-from .budget import Budget
 from .chunk_writer import ChunkWriter
 from .packer import NOT_IN_TIME, Packer
 from .stale_state import OptimizerWatch
@@ -49,7 +49,7 @@ class Executors:
     coders: Executor
     sealers: Executor
     uploads: Executor
-    budget: Budget
+    budget: MemoryBudget
 
 
 class NodeAttempt:

@@ -17,10 +17,10 @@ from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
 from ...storage.format import keys
 from ...storage.format.manifest import Chunk, Fragment, Value
+from ...storage.memory_budget import MemoryBudget
 from ..cache.base_version import BaseVersion, Identity, KnownChunks
 from ..protocol.messages import AttemptKey, Ticket
 from ..shm.ring import SLOT
-from .budget import Budget
 from .packer import Packer
 
 _scratch = threading.local()
@@ -38,7 +38,7 @@ class ChunkWriter:
         base: An earlier version, which unchanged chunks refer to.
     """
 
-    def __init__(self, packer: Packer, budget: Budget, ticket: Ticket, base: BaseVersion | None = None) -> None:
+    def __init__(self, packer: Packer, budget: MemoryBudget, ticket: Ticket, base: BaseVersion | None = None) -> None:
         self._packer, self._budget, self._ticket, self._base = packer, budget, ticket, base
         self._lock = threading.Lock()
         self._stored: list[Chunk] = []
