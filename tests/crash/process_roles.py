@@ -26,7 +26,7 @@ from tripwire import Control, Message, Tripwire
 
 from raystow.orchestrator import ray_cluster
 from raystow.orchestrator.cli import app
-from raystow.orchestrator.client import checkpointer, node_connection, startup
+from raystow.orchestrator.client import checkpointer, startup
 from raystow.orchestrator.client.options import Compression
 from raystow.orchestrator.coordinator import actor as coordinator_actor
 from raystow.orchestrator.coordinator.housekeeping import Housekeeping
@@ -73,7 +73,7 @@ def _no_ray(*_: object, **__: object) -> None:
 def _coordinator(request: Message, control: Control, trip: Tripwire) -> None:
     crash_points.watch_core(trip)
     nodes = NodePeers(request["port"])
-    node_actor._holdings, node_actor._journal_entries = nodes.holdings, nodes.journal_entries
+    node_actor._held = nodes.held
 
     class Told(Housekeeping):
         """Deletes what it drops at once, and tells when it is through."""
@@ -122,8 +122,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     ray_cluster.connect, ray_cluster.call = lambda: None, lambda answer, *_: answer
     startup.RayCoordinatorClient = lambda uri: port
     startup.coordinator_actor = _actor("start", port.start)
-    worker = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
-    startup.node_actor = node_connection.node_actor = worker
+    startup.node_actor = _actor("address", lambda *_: control.ask(where=request["node"])["address"])
     checkpointer.Checkpointer.prepare = lambda self, state: None  # it would ask for the address on another thread
     ckpt = checkpointer.Checkpointer(
         request["uri"],
@@ -142,7 +141,7 @@ def _trainer(request: Message, control: Control, trip: Tripwire) -> None:
     if request["journal"]:
         opening = OpenJournal(request["uri"], port.start().repository, rank, replicas=0, durable_every=trial_journal.EVERY)
         base = START if version is None else version.step
-        journal = trial_journal.TrialJournal(opening, worker().address.remote(), port, request["world_size"], base)
+        journal = trial_journal.TrialJournal(opening, startup.node_address(), port, request["world_size"], base)
         found = {**found, "whole": found["whole"] and journal.whole, "step": journal.step, "generation": journal.generation}
     control.send(ready=found)
     while True:

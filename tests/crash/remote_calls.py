@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 from typing import Any
 
 from node_process import RemotePort
@@ -88,16 +89,10 @@ class NodePeers:
         except (OSError, EOFError) as error:
             raise ClusterError(f"does not answer: {error}", subject=f"node {node}") from error
 
-    async def holdings(self, node: str, repository: str) -> list[Any]:
+    async def held(self, node: str, method: Callable[..., Any], repository: str) -> list[Any]:
+        """What a node has in memory."""
         try:
-            held: list[Any] = await asyncio.to_thread(RemotePort(self.at(node)).holdings, repository)
+            held: list[Any] = await asyncio.to_thread(getattr(RemotePort(self.at(node)), method.__name__), repository)
         except (OSError, EOFError):
             return []
         return held
-
-    async def journal_entries(self, node: str, repository: str) -> list[Any]:
-        try:
-            found: list[Any] = await asyncio.to_thread(RemotePort(self.at(node)).journal_entries, repository)
-        except (OSError, EOFError):
-            return []
-        return found

@@ -46,7 +46,7 @@ from .pending import Pending
 from .rank_discovery import placement
 from .save_outcome import find_outcome
 from .saves_in_flight import SOON, SavesInFlight
-from .startup import Startup
+from .startup import Startup, node_address
 from .version_callbacks import VersionCallback, VersionCallbacks
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ class Checkpointer:
         who = JournalIdentity(self.uri, repository, self.rank, self.world_size, self._incarnation, self._timeout)
         memory, replicas = self._memory.journal, self._replication.replicas
         opening = OpenJournal(self.uri, who.repository, self.rank, replicas, memory, durable_every)
-        self._journal = cluster_journal(model, optimizers, who, opening, self._node.address, self._port)
+        self._journal = cluster_journal(model, optimizers, who, opening, node_address, self._port)
         self._journal.restored(*self._restored)
         return self._journal
 
@@ -373,7 +373,7 @@ class Checkpointer:
             version=asked,
         )
         repository = self._repository()
-        agreement = ClusterAgreement(repository, self._port, vote, self._node.address, here=ray_cluster.node_here())
+        agreement = ClusterAgreement(repository, self._port, vote, node_address, here=ray_cluster.node_here())
         options = RestoreOptions(self.rank, self.world_size, strict, cast)
         restored = restore_agreed(repository, into, agreement, options, progress=progress)
         self._restored = (START if restored is None else restored.step), asked == LATEST

@@ -7,15 +7,11 @@ import threading
 
 from ...storage import background
 from ...storage.errors import RaystowError, StateError
-from ...workers.node.actor import node_actor
-from ...workers.protocol.messages import PROTOCOL
 from ...workers.staging.client import Staging
-from .. import ray_cluster
-from ..coordinator.ray_client import RayCoordinatorClient
 from ..save.planner import SavePlan
 from .open_session import open_session
 from .options import Compression, Memory, Replication
-from .startup import ACTOR_START, Startup
+from .startup import Startup, node_address
 
 logger = logging.getLogger(__name__)
 
@@ -50,17 +46,12 @@ class NodeConnection:
             if self._staging is None:
                 startup = self._startup
                 opening = open_session(startup.uri, startup.wait().repository, startup.member, plan, self._options)
-                self._staging = Staging(self.address(), opening, codec=self._codec)
+                self._staging = Staging(node_address(), opening, codec=self._codec)
             return self._staging
 
     def prepare(self, plan: SavePlan) -> None:
         """Connect and prepare saves like this plan in the background. A failure is logged."""
         background.start("raystow-prepare", self._prepare, plan)
-
-    def address(self) -> str:
-        """Return the address of this node's worker, which is started if there is none."""
-        address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), ACTOR_START, "node worker")
-        return address
 
     def reset(self, *, patience: float = 10.0, why: str = "") -> None:
         """Disconnect; the next save connects again. Saves that are not staged within ``patience`` seconds fail. ``why``: reported

@@ -18,6 +18,12 @@ ACTOR_START = 120.0
 """Seconds that an actor may take to start."""
 
 
+def node_address() -> str:
+    """Return the address of this node's worker, which is started if there is none."""
+    address: str = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), ACTOR_START, "node worker")
+    return address
+
+
 class Startup:
     """Starts the coordinator of ``uri`` and this node's worker, and registers the rank, on a thread of its own.
 

@@ -153,11 +153,11 @@ def _ask(
 
 
 def node_actor(connect: Callable[[str], CoordinatorClient]) -> ActorHandle:
-    """The handle to this node's worker, started if there is none.
+    """Return the handle to this node's worker, started if there is none.
 
-    Pinned hard to its node: on another it could not see the ring. It asks for no CPU: the least sliver of one would keep a
-    training worker off a node whose CPUs are all spoken for. It asks for no GPU either, and sees them all the same: with
-    ``compress_in="node"`` it codes on them. When its process dies, Ray starts it again, empty.
+    It runs on this node only, since it shares memory with the node's processes. It asks for no CPU, since even a fraction of one
+    could keep a training worker off a node whose CPUs are all taken. It asks for no GPU either, but sees all of them, since with
+    ``Compression(process="node")`` it codes on them. If its process dies, Ray starts it again, with nothing in memory.
     """
     node = ray.get_runtime_context().get_node_id()
     return (
@@ -194,9 +194,8 @@ def saves_on(node: str) -> dict[str, Saves] | None:
 
 async def holders(repository: str) -> dict[str, dict[int, tuple[str, ...]]]:
     """Attempt -> number of a node in it -> the nodes that have all its objects in memory, as far as they answer in time."""
-    alive = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
     found: dict[str, dict[int, list[str]]] = defaultdict(lambda: defaultdict(list))
-    for node, held in zip(alive, await asyncio.gather(*(_holdings(node, repository) for node in alive)), strict=True):
+    for node, held in (await _held_by_each(NodeActor.holdings, repository)).items():
         for holding in held:
             for number in holding.whole:
                 found[holding.attempt.token][number].append(node)
@@ -205,23 +204,18 @@ async def holders(repository: str) -> dict[str, dict[int, tuple[str, ...]]]:
 
 async def journal_entries(repository: str) -> dict[str, list[EntryInfo]]:
     """The entries of recorded steps that nodes have in memory, by node, as far as they answer in time."""
+    return await _held_by_each(NodeActor.journal_entries, repository)
+
+
+async def _held_by_each(method: Callable[[NodeActor, str], list[_Answer]], repository: str) -> dict[str, list[_Answer]]:
     alive = [node["NodeID"] for node in await asyncio.to_thread(ray.nodes) if node["Alive"]]
-    return dict(zip(alive, await asyncio.gather(*(_journal_entries(node, repository) for node in alive)), strict=True))
+    return dict(zip(alive, await asyncio.gather(*(_held(node, method, repository) for node in alive)), strict=True))
 
 
-async def _journal_entries(node: str, repository: str) -> list[EntryInfo]:
+async def _held(node: str, method: Callable[[NodeActor, str], list[_Answer]], repository: str) -> list[_Answer]:
     try:
         worker = await asyncio.to_thread(_worker, node)
-        held: list[EntryInfo] = await asyncio.wait_for(worker.journal_entries.remote(repository), _SURVEY)
-        return held
-    except (ValueError, RayError, asyncio.TimeoutError):
-        return []  # it has no worker, or one that is dead or frozen
-
-
-async def _holdings(node: str, repository: str) -> list[Holding]:
-    try:
-        worker = await asyncio.to_thread(_worker, node)
-        held: list[Holding] = await asyncio.wait_for(worker.holdings.remote(repository), _SURVEY)
+        held: list[_Answer] = await asyncio.wait_for(getattr(worker, method.__name__).remote(repository), _SURVEY)
         return held
     except (ValueError, RayError, asyncio.TimeoutError):
         return []  # it has no worker, or one that is dead or frozen

@@ -18,13 +18,12 @@ from ....storage.clock import SYSTEM
 from ....storage.coding.kernels import Bytes
 from ....storage.errors import Damaged, DeadlineExceeded
 from ....storage.extras import check_methods
-from ....workers.node.actor import contact_of, node_actor
-from ....workers.protocol.messages import PROTOCOL, StateHeader
+from ....workers.node.actor import contact_of
+from ....workers.protocol.messages import StateHeader
 from ....workers.states.state_client import StateClient
 from ....workers.states.state_reader import StateReader
 from ... import ray_cluster
-from ...client.startup import ACTOR_START
-from ...coordinator.ray_client import RayCoordinatorClient
+from ...client.startup import node_address
 from ...save.state_tree import State
 from .flat_bytes import CHUNK, FlatBytes
 from .staged_state import OwnState, build, chunk_digest, describe, head, is_chunk, memory, read_header
@@ -121,8 +120,7 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
     def _connected(self) -> StateClient:
         """Connect again if the node worker has died: replicas that ask the new one must find this sender."""
         if self._client is None or self._client.lost:
-            address = ray_cluster.call(node_actor(RayCoordinatorClient).address.remote(PROTOCOL), ACTOR_START, "node worker")
-            self._client = StateClient(address, self._name)
+            self._client = StateClient(node_address(), self._name)
         return self._client
 
 
