@@ -18,8 +18,7 @@ from .lossy.profiles import KINDS, LEAST, Lossy, kind, suitable
 from .lossy.rounded_chunk import round_in_place
 from .lossy.rules import MantissaBits, RuleSelector
 from .lossy.tensor_roles import role
-from .lossy.tensor_values import words_of
-from .save.shards import dtype_name
+from .lossy.tensor_values import dtype_name, words_of
 from .save.state_tree import flatten
 
 if TYPE_CHECKING:

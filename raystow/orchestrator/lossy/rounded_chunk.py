@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING
 from ...storage.coding.dtypes import MANTISSA
 from ...storage.coding.rounded import Rounded
 from ...storage.errors import SaveFailed
-from .rules import Rule, RuleSelector, dtype_of
-from .tensor_values import Numbers, words_of
+from .rules import Rule, RuleSelector
+from .tensor_values import Numbers, dtype_name, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -107,7 +107,7 @@ def check(name: str, rule: Rule, findings: Iterable[Tensor]) -> Rounded:
 
 def round_in_place(selector: RuleSelector, tensor: Tensor) -> None:
     """Round a torch tensor as a save would."""
-    values, dtype = tensor.detach(), dtype_of(tensor)
+    values, dtype = tensor.detach(), dtype_name(tensor.dtype)
     rows = values.reshape(-1, values.shape[-1] if values.dim() else 1).contiguous().view(words_of(values.element_size()))
     rule = selector.choose(lambda: Numbers("tensor", dtype, rows, [((0, 0), tuple(rows.shape))]))
     if rule is not None:

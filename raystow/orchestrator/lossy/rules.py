@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, ClassVar, Protocol
 from ...storage.coding import dtypes
 from ...storage.coding.dtypes import MANTISSA
 from ...storage.errors import StateError
-from .tensor_values import Numbers, words_of
+from .tensor_values import Numbers, dtype_name, words_of
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -94,7 +94,7 @@ class MantissaBits:
         import torch
 
         words = values.view(words_of(values.element_size()))
-        kept = 1 << (MANTISSA[dtype_of(values)] - self.bits)
+        kept = 1 << (MANTISSA[dtype_name(values.dtype)] - self.bits)
         some = ((words & (kept - 1)) != 0).to(words.dtype)
         made = ((words & -kept) | (some * kept)).view(values.dtype)
         tiny = torch.finfo(values.dtype).smallest_normal
@@ -151,11 +151,6 @@ class Blockwise:
         made = (blocks / grid).round_().clamp_(-most, most).mul_(grid)
         bound = (largest * 2.0 ** (1 - self.bits)).expand_as(made)
         return tuple(found.reshape(rows, -1)[:, start : start + n] for found in (made.to(values.dtype), bound))
-
-
-def dtype_of(values: Tensor) -> str:
-    """The format's name of a tensor's dtype."""
-    return str(values.dtype).removeprefix("torch.")
 
 
 def _power_of_two(exponents: Tensor, dtype: TorchDtype) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -59,6 +60,12 @@ def _torch(words: npt.NDArray[np.generic] | Tensor) -> Tensor:
         words = torch.from_numpy(np.array(words, order="C").view(f"i{words.itemsize}"))
         return words.view(words_of(words.element_size()))
     return words.clone(memory_format=torch.contiguous_format)
+
+
+@functools.cache
+def dtype_name(dtype: TorchDtype) -> str:
+    """The format's name of a torch dtype."""
+    return str(dtype).removeprefix("torch.")
 
 
 def words_of(itemsize: int) -> TorchDtype:

@@ -17,6 +17,7 @@ from ...storage.errors import StateError
 from ...storage.format import manifest
 from ...storage.format.boxes import Box
 from ..lossy.rules import Rule, RuleSelector
+from ..lossy.tensor_values import dtype_name
 from .dtensor_layout import dtensor_shard
 from .flat_fragment import FragmentBox
 from .state_tree import Elements, Leaf, show
@@ -198,12 +199,6 @@ def overlaps(local: Elements) -> bool:
             return True
         least += stride * (size - 1)  # what the dimensions so far reach over
     return False
-
-
-@functools.cache
-def dtype_name(dtype: torch.dtype) -> str:
-    """The format's name of a torch dtype."""
-    return str(dtype).removeprefix("torch.")
 
 
 def bits(tensor: torch.Tensor) -> Elements:

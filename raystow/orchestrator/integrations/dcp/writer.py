@@ -27,7 +27,8 @@ from ....workers.protocol.coordinator_client import coverage
 from ....workers.protocol.messages import Ticket
 from ... import argument_checks
 from ...coordinator.housekeeping import kept_by_a_run
-from ...save.shards import Shard, dtype_name, shard_of
+from ...lossy.tensor_values import dtype_name
+from ...save.shards import Shard, shard_of
 from ...save.state_tree import Leaf, flatten
 from ...standalone.commit import StandaloneCommit
 from ...standalone.writer import StandaloneWriter, StoredPart, cores
