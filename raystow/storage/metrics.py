@@ -78,7 +78,7 @@ UPLOADS = _gauge("raystow_uploads_in_flight", "Objects on their way from a node 
 QUEUE = _gauge("raystow_queue_bytes", "Bytes being coded, or coded and not uploaded yet.", "node")
 QUEUE_LIMIT = _gauge("raystow_queue_limit_bytes", "What the queue may grow to; then saves wait.", "node")
 MEMORY_TIER = _gauge("raystow_memory_tier_bytes", "Bytes kept in a node's memory to restore from.", "node")
-MEMORY_TIER_LIMIT = _gauge("raystow_memory_tier_limit_bytes", "What keep_in_memory allows.", "node")
+MEMORY_TIER_LIMIT = _gauge("raystow_memory_tier_limit_bytes", "What Memory(cache=) allows.", "node")
 JOURNAL_MEMORY = _gauge("raystow_journal_memory_bytes", "Bytes of entries of recorded steps in a node's memory.", "node")
 RECORDED_STEP = _gauge("raystow_recorded_step", "The newest step in a node's memory.", "repository", "node")
 REPLICAS_WANTED = _gauge(

@@ -101,7 +101,7 @@ def test_all_ranks_of_a_node_are_told(cluster: LocalCluster, told: list[list[str
 
 def test_repositories_are_watched_apart() -> None:
     rows = rows_and_pack({name: whole(np.arange(9, dtype=np.float32)) for name in "ab"})[0]
-    rows = [replace(row, group=stale_state.GROUP) for row in rows]
+    rows = [replace(row, group="optimizer") for row in rows]
     one, other = stale_state.OptimizerWatch("memory://1"), stale_state.OptimizerWatch("memory://2")
     assert one.saved(1, rows) == other.saved(2, rows) == ()
     assert len(one.saved(2, rows[::-1])) == 1

@@ -6,10 +6,8 @@ import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
-import numpy as np
-import numpy.typing as npt
-
 from ...storage.coding import dtypes
+from ...storage.coding.kernels import Bytes
 from ...storage.format.boxes import Box
 from ...storage.reader import PackReader, Request
 from ...storage.version import TensorInfo, Version
@@ -58,7 +56,7 @@ def read_slab(
     version: Version,
     reader: PackReader,
     slab: Iterable[TensorBox],
-    buffer: npt.NDArray[np.uint8],
+    buffer: Bytes,
     progress: Callable[[int], None] = lambda done: None,
 ) -> int:
     """Read the boxes of a slab one after another into ``buffer`` (uint8 [n]), and return their bytes."""

@@ -11,6 +11,7 @@ import numpy.typing as npt
 
 from ...storage.coding import dtypes
 from ...storage.coding.dtypes import DType
+from ...storage.coding.kernels import Bytes
 from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
 from ...storage.version import TensorInfo, Version
@@ -22,8 +23,6 @@ SLAB = 64 << 20
 """Bytes of each version that are decoded into memory at a time; more only where one chunk has more."""
 
 _BLOCK = 1 << 20  # elements that are compared at a time, so that temporaries stay small
-
-Bytes = npt.NDArray[np.uint8]
 
 
 class Change(str, Enum):

@@ -13,14 +13,12 @@ from collections.abc import Iterable
 
 from ...storage.coding import dtypes
 from ...storage.coding.digest import stored_digest
+from ...storage.format.groups import OPTIMIZER
 from ...storage.format.manifest import Chunk
 from ...storage.log import about
 from ...storage.metrics import STALE, record
 
 logger = logging.getLogger(__name__)
-
-GROUP = "optimizer"
-"""The group of chunks that change in every step of the optimizer."""
 
 
 class OptimizerWatch:
@@ -59,4 +57,4 @@ def state_digest(chunks: Iterable[Chunk]) -> bytes | None:
 
 
 def _moves(chunk: Chunk) -> bool:
-    return chunk.group == GROUP and dtypes.dtype(chunk.dtype).is_float and math.prod(chunk.shape) > 1
+    return chunk.group == OPTIMIZER and dtypes.dtype(chunk.dtype).is_float and math.prod(chunk.shape) > 1

@@ -145,7 +145,7 @@ class Connection:
                 self.send(message)
             except Exception as error:
                 logger.warning("a message could not be sent: %s", error)
-                self._shut()
+                self.shut()
                 return
 
     def receive(self, *expected: type[_Message]) -> tuple[_Message, int | None] | None:
@@ -170,7 +170,7 @@ class Connection:
         except OSError:
             return None
         except ProtocolError:
-            self._shut()
+            self.shut()
             raise
 
     def _exactly(self, length: int) -> bytes:
@@ -185,13 +185,10 @@ class Connection:
         if self._sender is not None:
             self._posted.put(None)
             self._sender.join(_DRAIN)
-        self._shut()
+        self.shut()
         self._socket.close()
 
     def shut(self) -> None:
         """End the connection at once; ``close`` still has to be called."""
-        self._shut()
-
-    def _shut(self) -> None:
         with contextlib.suppress(OSError):  # the peer was faster
             self._socket.shutdown(socket.SHUT_RDWR)

@@ -8,7 +8,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from ....storage.limits import MAX_ROWS
 from ..codec import Column, Digest, JsonText, Message, MessagePart, Packed, Shape, Text
 
 START = -1
@@ -265,12 +264,6 @@ class PutEntry(Message, frozen=True):
     info: EntryInfo
     oldest: int
     holder: Text
-
-
-class JournalHoldings(Message, frozen=True):
-    """The entries of a repository that a node has in memory."""
-
-    entries: Annotated[tuple[EntryInfo, ...], Meta(max_length=MAX_ROWS)]
 
 
 class JournalVote(Message, frozen=True):
