@@ -83,14 +83,8 @@ class Checkpointing(TrainerCallback):
         replayed = self._replay(trainer.model, optimizer, None if restored is None else state) if self._journaled else None
         if restored is None and replayed is None:
             return None
-        self._restored = state if replayed is None else replayed
-        state = self._restored
         attempt = "start" if restored is None else restored.attempt
-        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
-        with trainer.args.main_process_first(local=True):
-            if not self._folder.exists():
-                _write(self._folder, trainer.model, json.loads(state["trainer"])["state"])
-        return os.fspath(self._folder)
+        return self._resume_from(trainer, trainer.model, state if replayed is None else replayed, attempt)
 
     def _resume_engine(self, trainer: Trainer, version: VersionSelector) -> str | None:
         """Attach DeepSpeed's engine, which exists only later, and return a folder that the Trainer accepts."""
@@ -101,11 +95,16 @@ class Checkpointing(TrainerCallback):
         self._engine = TrainerEngine(trainer, self._checkpointer, version)
         if (found := self._engine.client_state()) is None:
             return None
-        restored, self._restored = found
-        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{restored.attempt}"
+        restored, state = found
+        return self._resume_from(trainer, None, state, restored.attempt)
+
+    def _resume_from(self, trainer: Trainer, model: torch.nn.Module | None, restored: State, attempt: str) -> str:
+        """Load ``restored`` when the training begins; return the folder for the Trainer, which one process of a machine makes."""
+        self._restored = restored
+        self._folder = Path(trainer.args.output_dir) / f"raystow-{platform.node()}-{attempt}"
         with trainer.args.main_process_first(local=True):
             if not self._folder.exists():
-                _write(self._folder, None, json.loads(self._restored["trainer"])["state"])
+                _write(self._folder, model, json.loads(restored["trainer"])["state"])
         return os.fspath(self._folder)
 
     def on_train_begin(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **parts: object) -> None:
