@@ -104,12 +104,11 @@ def test_unmatched_names_are_reported(version, stray):
 
 
 def test_it_is_priced_by_source_and_says_why(version):
-    rates = Rates(memory=4e6, peer=2e6, store=1e6)
-    plan = plan_restore(version, two_tensors(2), sources=Sources({0: ["here", "there"], 1: ["there"]}, "here", rates))
+    plan = plan_restore(version, two_tensors(2), sources=Sources({0: ["here", "there"], 1: ["there"]}, "here"))
     first, second = plan.reads
     assert (first.source, first.holder, first.why) == (MEMORY, "here", "kept by this node")
     assert (second.source, second.holder, second.why) == (PEER, "there", "node there keeps a copy")
-    assert (first.seconds, second.seconds) == (first.nbytes / 4e6, second.nbytes / 2e6)
+    assert (first.seconds, second.seconds) == (first.nbytes / 1e9, second.nbytes / 5e8)
     assert plan.seconds == first.seconds + second.seconds
     lines = plan.explain()
     assert len(lines) == 2
@@ -121,16 +120,9 @@ def test_it_is_priced_by_source_and_says_why(version):
 
 
 def test_without_holders_it_is_the_store(version):
-    parts = plan_restore(version, two_tensors(2), sources=Sources({}, "here", Rates(store=1e6))).reads
+    parts = plan_restore(version, two_tensors(2), sources=Sources({}, "here")).reads
     assert {(part.source, part.why) for part in parts} == {(STORE, "nobody has it in memory")}
-    assert sum(part.seconds for part in parts) == pytest.approx(version.bytes / 1e6)
-
-
-def test_a_store_that_is_faster_than_peers_is_asked_at_once():
-    sources = Sources({0: ["there"], 1: ["here"]}, "here", Rates(memory=3.0, peer=1.0, store=2.0))
-    assert sources.peers(0) == ()
-    assert sources.first(0) == (STORE, "", "the store is faster than other nodes")
-    assert sources.first(1)[0] == MEMORY
+    assert sum(part.seconds for part in parts) == pytest.approx(version.bytes / 1.2e8)
 
 
 def test_nodes_ask_different_holders_first_and_never_themselves():

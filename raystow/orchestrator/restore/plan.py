@@ -44,6 +44,9 @@ class Rates:
         return {MEMORY: self.memory, PEER: self.peer, STORE: self.store}[source]
 
 
+_RATES = Rates()
+
+
 @dataclass(frozen=True)
 class Sources:
     """The sources of stored bytes. ``near``: number of a node of the save -> the nodes with all of its objects in memory.
@@ -52,7 +55,6 @@ class Sources:
 
     near: Mapping[int, Sequence[str]] = field(default_factory=dict)
     here: str = ""
-    rates: Rates = Rates()
     company: RestoreGroup = NO_GROUP
     bases: Mapping[int, Mapping[int, Sequence[str]]] = field(default_factory=dict)
 
@@ -61,10 +63,10 @@ class Sources:
         return (self.bases.get(version, {}) if version else self.near).get(node, ())
 
     def peers(self, node: int, version: int = 0) -> tuple[str, ...]:
-        """The other nodes to ask for these objects before the store, in order; none if the store is faster. Each node starts with
-        another one, which spreads the load."""
+        """The other nodes to ask for these objects before the store, in order. Each node starts with another one, which spreads
+        the load."""
         others = [holder for holder in self.holders(node, version) if holder != self.here]
-        if not others or self.rates.peer < self.rates.store:
+        if not others:
             return ()
         turn = int.from_bytes(stored_digest(self.here.encode())[:4], "little") % len(others)
         return (*others[turn:], *others[:turn])
@@ -75,9 +77,9 @@ class Sources:
             return MEMORY, self.here, "kept by this node"
         if peers := self.peers(node, version):
             return PEER, peers[0], f"node {peers[0][:8]} keeps a copy" + (f", {len(peers) - 1} more do" if peers[1:] else "")
-        why = "the store is faster than other nodes" if self.holders(node, version) else "nobody has it in memory"
         nodes = len(self.company.nodes)
-        return STORE, "", why + (f"; what several of {nodes} nodes want one of them reads" if nodes > 1 else "")
+        shared = f"; what several of {nodes} nodes want one of them reads" if nodes > 1 else ""
+        return STORE, "", f"nobody has it in memory{shared}"
 
 
 FROM_STORE = Sources()
@@ -157,7 +159,7 @@ def build(
         source, holder, why = sources.first(node, base)
         why = f"the base of deltas or references; {why}" if base else why
         nbytes, chunks = sum(run.length for run in found), sum(len(run.pieces) for run in found)
-        seconds = nbytes / sources.rates.of(source)
+        seconds = nbytes / _RATES.of(source)
         reads.append(PlannedRead(node, source, holder, chunks, len(found), nbytes, seconds, why, base))
     return RestorePlan(tuple(reads), raw, names, execute)
 
