@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import Counter
 from collections.abc import Callable
 
 import pytest
@@ -37,6 +38,7 @@ class FetchingNode:
         self.tier = MemoryTier(10_000)
         self.store = MemoryStore("fetcher")
         self.fetcher = Fetcher(self.tier, nodes, budget=budget)
+        self.read = Counter[str]()
         self.visit = self.fetcher.visit()
         self.visit.__enter__()
 
@@ -44,7 +46,7 @@ class FetchingNode:
         self.visit.__exit__(None, None, None)
 
     def get(self, key: str, *spans: tuple[int, int], nearby: tuple[str, ...] = ()) -> list[bytes]:
-        lent = self.fetcher.get(ReadCached("r", key, len(DATA), spans, nearby), self.store)
+        lent = self.fetcher.get(ReadCached("r", key, len(DATA), spans, nearby), self.store, self.read)
         self.whole = lent.whole
         with open(lent.memory.descriptor, "rb") as file:
             return [os.pread(file.fileno(), end - start, start) for start, end in spans]
@@ -58,20 +60,16 @@ def make() -> Callable[..., FetchingNode]:
 def test_memory_before_peers_before_the_store(make, caplog):
     world = make(Nodes(a={"pack": DATA}, b=None, c={}))
     assert world.get("pack", (0, 10), nearby=("c", "b", "a")) == [DATA[:10]]
-    assert told(world) == {"peer": 10}
+    assert world.read == {"peer": 10}
     assert "another node: b: died" in caplog.text
     world.store.put("pack", [DATA])
     assert world.get("pack", (0, 20), (900, 1000)) == [DATA[:20], DATA[900:]]
-    assert told(world) == {"peer": 10, "store": 110}
+    assert world.read == {"peer": 10, "store": 110}
     assert not world.whole
     world.tier.put(AttemptKey("r", 1, "a"), 0, "pack", [DATA])
     assert world.get("pack", (0, 1000), nearby=("a",)) == [DATA]
-    assert told(world) == {"memory": 1000, "peer": 10, "store": 110}
+    assert world.read == {"memory": 1000, "peer": 10, "store": 110}
     assert world.whole
-
-
-def told(world: FetchingNode) -> dict[str, int]:
-    return {source: nbytes for source, nbytes in world.fetcher.read.items() if nbytes}
 
 
 def test_what_nobody_has_is_told(make):
@@ -85,9 +83,9 @@ def test_what_came_from_elsewhere_stays_within_the_budget(make):
         world.store.put(key, [DATA])
         world.get(key, (0, 60))
     world.get("c", (0, 60))  # still here
-    assert world.fetcher.read["store"] == 180
+    assert world.read["store"] == 180
     world.get("a", (0, 60))  # was let go
-    assert world.fetcher.read["store"] == 240
+    assert world.read["store"] == 240
 
 
 def test_when_the_last_visitor_leaves_all_of_it_goes(make):
@@ -97,7 +95,7 @@ def test_when_the_last_visitor_leaves_all_of_it_goes(make):
         world.get("pack", (0, 10))
         world.close()
         world.get("pack", (0, 10))
-        assert world.fetcher.read["store"] == 10
+        assert world.read["store"] == 10
     with world.fetcher.visit():
         world.get("pack", (0, 10))
-        assert world.fetcher.read["store"] == 20
+        assert world.read["store"] == 20

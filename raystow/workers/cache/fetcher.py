@@ -54,10 +54,7 @@ class NoPeers:
 
 
 class Fetcher:
-    """From any thread, during a ``visit``. ``node``: this one. ``budget``: bytes from elsewhere that stay meanwhile.
-
-    ``read``: bytes by source; "instead" is the store, asked because the node that was to read them did not send them.
-    """
+    """From any thread, during a ``visit``. ``node``: this one. ``budget``: bytes from elsewhere that stay meanwhile."""
 
     def __init__(self, tier: MemoryTier, peers: PeerReader, *, budget: int, node: str = "") -> None:
         self._tier, self._peers, self._budget, self._node = tier, peers, budget, node
@@ -67,17 +64,16 @@ class Fetcher:
         self._busy: Counter[PackFile] = Counter()
         self._claimed = set[tuple[str, str]]()  # files of which other nodes count on a part
         self._visitors = 0
-        self.read: dict[str, int] = {"memory": 0, "peer": 0, "store": 0, "instead": 0}
 
-    def get(self, request: ReadCached, store: ObjectStore, read: Counter[str] | None = None) -> CachedMemory:
-        """Memory in which the spans are filled. Raises what the store raises.
+    def get(self, request: ReadCached, store: ObjectStore, read: Counter[str]) -> CachedMemory:
+        """Return memory in which the spans are filled. Raises what the store raises.
 
-        ``read`` is told the bytes that this call got, by source; what peers got meanwhile or before is not among them.
+        The bytes that this call reads are added to ``read``, by source; "instead" is the store, because the node that was to read
+        them did not send them. What other threads have read is not counted.
         """
-        read = Counter() if read is None else read
         kept = self._tier.borrow(request.repository, request.key)
         if kept is not None:
-            self._count(read, "memory", sum(end - start for start, end in request.spans))
+            read["memory"] += sum(end - start for start, end in request.spans)
             return CachedMemory(kept, whole=True)
         with self._file(request) as file:
             file.ensure(request.spans, lambda start, target: self._fetch(request, store, read, start, target))
@@ -117,7 +113,7 @@ class Fetcher:
     def _fetch(self, request: ReadCached, store: ObjectStore, read: Counter[str], start: int, target: memoryview) -> None:
         for node in request.nearby:
             if self._from_node(node, request, start, target):
-                self._count(read, "peer", target.nbytes)
+                read["peer"] += target.nbytes
                 return
         span = start, start + target.nbytes
         for first, end, node in self._claim(request, span):
@@ -125,16 +121,16 @@ class Fetcher:
             if node == self._node:
                 self._claimed.add((request.repository, request.key))
                 store.get_range_into(request.key, first, part)
-                self._count(read, "store", part.nbytes)
+                read["store"] += part.nbytes
             elif self._from_node(node, request, first, part):
-                self._count(read, "peer", part.nbytes)
+                read["peer"] += part.nbytes
             else:
                 told = (request.key, first, end, node)
                 log = about(logger, **whose(request.key))
                 log.warning("%s, bytes %d to %d: read from the store, since node %s did not send them", *told)
                 self._claim(request, (first, end), lost=[node])  # so that the next one asks here
                 store.get_range_into(request.key, first, part)
-                self._count(read, "instead", part.nbytes)
+                read["instead"] += part.nbytes
 
     def _from_node(self, node: str, request: ReadCached, start: int, target: memoryview) -> bool:
         try:
@@ -186,8 +182,3 @@ class Fetcher:
                 self._files.pop(where).close()
                 self._claimed.discard(where)
                 excess -= filled[where]
-
-    def _count(self, read: Counter[str], source: str, nbytes: int) -> None:
-        with self._lock:
-            self.read[source] += nbytes
-            read[source] += nbytes
