@@ -73,7 +73,7 @@ class CoordinatorActor:
         self._restoring, self._recalling = asyncio.Lock(), asyncio.Lock()
         self._replays = JournalRounds(SYSTEM)
         self._in_store: dict[EntryInfo, StoredEntry] = {}  # the entries that the store has, when all ranks voted last
-        self._offers: tuple[int, dict[str, RestoreChoice]] = (0, {})
+        self._choices: tuple[int, dict[str, RestoreChoice]] = (0, {})  # by attempt, since this change of the rounds
         self._shared: tuple[tuple[bytes, ...], ray.ObjectRef | None] = ((), None)
         self._keeper: asyncio.Task[None] | None = None
         self._chores: asyncio.Task[None] | None = None
@@ -144,18 +144,15 @@ class CoordinatorActor:
 
     async def fragment(self, ticket: Ticket, info: FragmentInfo, packs: Sequence[PackInfo]) -> Entry:
         """Take a node's fragment, and return when the attempt is a version."""
-        await self.start()
-        assert self._core is not None
-        if self._core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
+        core = await self._started()
+        if core.find(ticket.attempt) is None:  # an earlier coordinator may have committed it
             return await self.outcome(ticket.id, ticket.attempt)
         await self._apply(lambda core: core.fragment(ticket, info, packs))
         return (await self._until(ticket, lambda attempt: attempt.phase.over)).result()
 
     async def outcome(self, id: int, name: str) -> Entry:
         """Return the entry of the version that an attempt has become, once it is over. Raises what ``outcome_in`` raises."""
-        await self.start()
-        assert self._core is not None
-        attempt = self._core.find(name)
+        attempt = (await self._started()).find(name)
         if attempt is not None:
             async with self._changed:
                 await self._changed.wait_for(lambda: attempt.phase.over)
@@ -173,12 +170,11 @@ class CoordinatorActor:
 
     async def next_save(self, ask: messages.AskNextSave) -> messages.NextSave:
         """See ``save_schedule``. The records of earlier versions are read before the first answer that needs them."""
-        await self.start()
-        assert self._core is not None
+        core = await self._started()
         if ask.seconds is None:
             async with self._recalling:
-                if not self._core.costs.recalled:
-                    self._core.costs.recall(await asyncio.to_thread(newest_records, self._committer.catalog))
+                if not core.costs.recalled:
+                    core.costs.recall(await asyncio.to_thread(newest_records, self._committer.catalog))
         return await self._apply(lambda core: core.next_save(ask))
 
     async def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
@@ -242,12 +238,11 @@ class CoordinatorActor:
 
     async def settle(self, vote: RestoreVote) -> RestoreChoice | None:
         """Take a rank's vote on the version to restore. Returns the version to restore, or the one that all have restored."""
-        await self.start()
-        assert self._core is not None
+        core = await self._started()
         async with self._restoring:
-            held = await self._held() if vote.tried is None else None
-            round = await asyncio.to_thread(self._rounds.vote, vote, held)
-            self._core.restored(self._rounds.restored())
+            in_memory = await self._newest_in_memory(core) if vote.tried is None else None
+            round = await asyncio.to_thread(self._rounds.vote, vote, in_memory)
+            core.restored(self._rounds.restored())
         await self._tell()
         async with self._changed:
             await self._changed.wait_for(lambda: round.answers(vote.tried))
@@ -257,7 +252,7 @@ class CoordinatorActor:
         if round.held is not None and entry == round.held.entry:
             return replace(round.held, company=round.company)
         async with self._restoring:
-            choice = await self._offer(entry.attempt, lambda: (entry, b""))
+            choice = await self._choice(entry.attempt, lambda: (entry, b""))
             return replace(choice, company=round.company)
 
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:
@@ -287,35 +282,38 @@ class CoordinatorActor:
             self._in_store = {}
         return {**held, messages.STORE: tuple(self._in_store)}
 
-    async def _offer(self, attempt: str, describe: Callable[[], tuple[Entry, bytes]]) -> RestoreChoice:
+    async def _choice(self, attempt: str, describe: Callable[[], tuple[Entry, bytes]]) -> RestoreChoice:
         """The restore choice of an attempt. ``describe``: its entry, and its record if it is not a version yet. The contents of
         node memories are requested once for all ranks, and again after a change of any round."""
-        if self._offers[0] != self._rounds.changes:
-            self._offers = self._rounds.changes, {}
-        offers = self._offers[1]
-        if attempt not in offers:
+        if self._choices[0] != self._rounds.changes:
+            self._choices = self._rounds.changes, {}
+        choices = self._choices[1]
+        if attempt not in choices:
             entry, promised = describe()
             near = await holders(self._committer.catalog.id)
             known = {entry: promised} if promised else {}
-            offers[attempt] = RestoreChoice.of(
+            choices[attempt] = RestoreChoice.of(
                 entry, self._known.entries, near, lambda of: known.get(of) or self._committer.record(of)
             )
-        return offers[attempt]
+        return choices[attempt]
 
-    async def _held(self) -> RestoreChoice | None:
+    async def _newest_in_memory(self, core: Coordinator) -> RestoreChoice | None:
         """The newest save that is not a version but is complete in the memory of live nodes."""
-        assert self._core is not None
-        for record in () if self._committer.signs else self._core.held():
-            choice = await self._offer(record.attempt, functools.partial(_promised, record))
+        for record in () if self._committer.signs else core.held():
+            choice = await self._choice(record.attempt, functools.partial(_promised, record))
             if all(info.node in choice.near for info in record.fragments):
                 return choice
         return None
 
-    async def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
+    async def _started(self) -> Coordinator:
         await self.start()
         assert self._core is not None
+        return self._core
+
+    async def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
+        core = await self._started()
         try:
-            return change(self._core)
+            return change(core)
         finally:
             await self._tell()
 
@@ -330,9 +328,7 @@ class CoordinatorActor:
                 self._changed.notify_all()
 
     async def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
-        await self.start()
-        assert self._core is not None
-        attempt = self._core.attempt(ticket)
+        attempt = (await self._started()).attempt(ticket)
         async with self._changed:
             await self._changed.wait_for(lambda: reached(attempt))
         if attempt.phase is Phase.ABORTED:
