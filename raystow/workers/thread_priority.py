@@ -1,4 +1,4 @@
-"""How urgent threads are that do what nobody waits for."""
+"""Lowers the priority of threads that work in the background."""
 
 from __future__ import annotations
 
@@ -7,11 +7,11 @@ import os
 import sys
 import threading
 
-_NICE = 10  # the training, which has to launch kernels in time, goes before them
+_NICE = 10  # the training comes first: it has to launch kernels in time
 
 
 def give_way() -> None:
-    """Let this thread have the CPU when nothing more urgent wants it. On Linux, where that can be said of a thread."""
+    """Lower the priority of this thread, on Linux only: elsewhere a thread has no priority of its own."""
     if sys.platform == "linux":
         with contextlib.suppress(OSError):  # some sandboxes refuse it
             os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICE)

@@ -1,8 +1,9 @@
 """Reads stored bytes for all ranks of a node, each byte once, from the nearest place that has them.
 
 The memory tier comes first, then the memory of other nodes, then the store. When several nodes restore together, one of them
-reads each byte from the store and sends it to the peers. Bytes from elsewhere are kept for a while, since other ranks and other
-nodes often need them too; a request for bytes that are being read waits for them. Decoders check everything against its digest.
+reads each byte from the store and sends it to the others. What was read from other nodes or the store is kept while this node
+restores, since other ranks and nodes often need it too; a request for bytes that are being read waits for them. Decoders check
+everything against its digest.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 
 class CachedMemory(NamedTuple):
-    """Memory, which the caller closes. ``whole``: the whole object is there, not only the requested spans."""
+    """Memory, which the caller closes. ``whole``: it has the whole object, not only the requested spans."""
 
     memory: LentMemory
     whole: bool
@@ -37,7 +38,8 @@ class PeerReader(Protocol):
     """The workers of other nodes: see ``peers.Peers``. Methods raise ``ClusterError`` if a node does not answer."""
 
     def read(self, node: str, repository: str, key: str, start: int, target: memoryview) -> bool:
-        """Fill ``target`` with an object's bytes from ``start``; return whether the node has them, or had them soon."""
+        """Fill ``target`` with an object's bytes from ``start``; return whether the node has them. Waits while the
+        node reads them from the store."""
 
     def claim(self, owner: str, round: str, key: str, span: Span, node: str, *, lost: Sequence[str] = ()) -> list[Claim]:
         """See ``ReadClaims.claim``: at the node ``owner``."""
@@ -54,7 +56,7 @@ class NoPeers:
 
 
 class Fetcher:
-    """From any thread, during a ``visit``. ``node``: this one. ``budget``: bytes from elsewhere that stay meanwhile."""
+    """Thread-safe; use it within a ``visit``. ``node``: this node. ``budget``: bytes read from elsewhere that are kept."""
 
     def __init__(self, tier: MemoryTier, peers: PeerReader, *, budget: int, node: str = "") -> None:
         self._tier, self._peers, self._budget, self._node = tier, peers, budget, node
@@ -62,7 +64,7 @@ class Fetcher:
         self._lock = threading.Lock()
         self._files: OrderedDict[tuple[str, str], PackFile] = OrderedDict()
         self._busy: Counter[PackFile] = Counter()
-        self._claimed = set[tuple[str, str]]()  # files of which other nodes count on a part
+        self._claimed = set[tuple[str, str]]()  # files that other nodes rely on: this node has claimed a part
         self._visitors = 0
 
     def get(self, request: ReadCached, store: ObjectStore, read: Counter[str]) -> CachedMemory:
@@ -80,8 +82,8 @@ class Fetcher:
             return CachedMemory(LentMemory(file.lend()), whole=False)
 
     def lend(self, repository: str, key: str, span: Span, seconds: float) -> LentMemory | None:
-        """Memory in which a span is filled, for another node; None if it is not here. What is being fetched is
-        waited for: ``DeadlineExceeded`` if that takes longer than ``seconds``."""
+        """Return memory in which a span is filled, for another node; None if it is not here. Waits while it is being fetched:
+        ``DeadlineExceeded`` if that takes longer than ``seconds``."""
         kept = self._tier.borrow(repository, key)
         if kept is not None:
             return kept
@@ -100,7 +102,7 @@ class Fetcher:
 
     @contextlib.contextmanager
     def visit(self) -> Iterator[None]:
-        """While someone visits, what was read from elsewhere stays; when the last one leaves it goes."""
+        """Keep what was read from elsewhere for the block; it is dropped when the last of the visits ends."""
         with self._lock:
             self._visitors += 1
         try:
@@ -141,7 +143,7 @@ class Fetcher:
             return False
 
     def _claim(self, request: ReadCached, span: Span, *, lost: Sequence[str] = ()) -> list[Claim]:
-        """What this node is to read from the store, and what peers read; all of it, if nobody can be asked."""
+        """Return which node reads which part of the span from the store: this node all of it, if the owner does not answer."""
         if request.owner == self._node:
             return self.claims.claim(request.round, request.key, span, self._node, lost=lost)
         if request.owner:
@@ -159,7 +161,7 @@ class Fetcher:
             file = self._files.pop(where, None)
             if file is None or file.size != request.size:
                 file = PackFile(request.size)
-            self._files[where] = file  # the newest
+            self._files[where] = file  # the most recently used
             self._busy[file] += 1
         try:
             yield file
@@ -172,8 +174,8 @@ class Fetcher:
             self._make_room()
 
     def _make_room(self) -> None:
-        """Let go of what does not fit, and without visitors of everything, unless somebody is at it: first of what other nodes
-        will not ask for, and of that first what was request longest ago."""
+        """Drop files that are not in use until the rest fits, or all of them without a visit: first those that other nodes will
+        not ask for, the least recently requested one first."""
         self._busy += Counter()  # forgets those at zero
         filled = {where: file.filled for where, file in self._files.items()}
         excess = sum(filled.values()) - (self._budget if self._visitors else -1)

@@ -1,4 +1,4 @@
-"""What one node makes for one attempt, kept in memory before it is stored."""
+"""Keeps the packs and the fragment of a node's part of an attempt in memory, before they are stored."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def keep_nothing(key: str, parts: Sequence[Buffer], uses: Sequence[SlotUse] = ()
 
 
 def keeper(tier: MemoryTier, attempt: AttemptKey, node: int, kept: Callable[[], None]) -> Keep:
-    """Keeps what node number ``node`` makes for the attempt ``attempt``; ``kept`` is called after each object."""
+    """Return what keeps the objects of node number ``node`` for ``attempt``; ``kept`` is called after each object."""
 
     def keep(key: str, parts: Sequence[Buffer], uses: Sequence[SlotUse] = ()) -> memoryview | None:
         copy = tier.put(attempt, node, key, parts, uses=uses)

@@ -23,31 +23,31 @@ class MappedFile:
 
     def __init__(self) -> None:
         self.descriptor = os.memfd_create("raystow-pack", os.MFD_CLOEXEC)
-        os.ftruncate(self.descriptor, 1)  # nothing at all cannot be mapped
+        os.ftruncate(self.descriptor, 1)  # an empty file cannot be mapped
         self.mapping = mmap.mmap(self.descriptor, 1)
-        self.used = False  # its pages are there, most likely
+        self.used = False  # it probably has pages
 
     def resize(self, size: int) -> None:
-        """``BufferError`` if somebody looks at it."""
+        """Raises ``BufferError`` if a view of the mapping exists."""
         self.mapping.resize(max(1, size))
         os.ftruncate(self.descriptor, size)
 
     def close(self) -> None:
-        """Let go of it. The memory stays as long as somebody looks at it."""
+        """Release the memory. It stays valid for existing views and for other processes that map it."""
         descriptor, self.descriptor = self.descriptor, -1  # the number may be another file's soon
         os.close(descriptor)
         mapping = self.mapping
-        del self.mapping  # a view of it that is still held closes it when it goes
+        del self.mapping  # an existing view closes it when the view is deleted
         with contextlib.suppress(BufferError):
             mapping.close()
 
 
 class PackFile:
-    """Anonymous memory of the object's size. Pages that nobody filled take no memory, and other processes map it instead
-    of getting a copy. From any thread. Closing it lets go of this process's part; what was lent stays with the borrower."""
+    """Anonymous memory of the object's size. Pages that were not written take no memory. Other processes map it instead of
+    copying it; what was lent stays valid for them after ``close``. Thread-safe."""
 
     def __init__(self, size: int, memory: MappedFile | None = None) -> None:
-        """``memory``: what another one has ``vacated``."""
+        """``memory``: from ``vacate`` of another one."""
         self.size = size
         self._memory = memory or MappedFile()
         self._memory.resize(size)
@@ -58,7 +58,7 @@ class PackFile:
 
     @property
     def filled(self) -> int:
-        """Bytes that are here."""
+        """Bytes that were filled."""
         with self._changed:
             return sum(end - start for start, end in self._present)
 
@@ -72,7 +72,7 @@ class PackFile:
             self._present = [(0, self.size)]
 
     def _write(self, parts: Sequence[memoryview]) -> None:
-        """As a file: pages that are not there yet would be found and cleared one by one."""
+        """Write to the file: in a mapping, each new page would cost a page fault."""
         left, at = deque(part for part in parts if part.nbytes), 0
         while left:
             written = os.pwritev(self._memory.descriptor, list(itertools.islice(left, _PARTS)), at)
@@ -83,15 +83,15 @@ class PackFile:
                 left[0] = left[0][written:]
 
     def _copy(self, parts: Sequence[memoryview]) -> None:
-        """Within memory, by numpy, which lets go of the interpreter meanwhile."""
+        """Write to the mapping, by numpy, which releases the interpreter's lock."""
         whole, at = np.frombuffer(self._memory.mapping, np.uint8), 0
         for part in parts:
             whole[at : at + part.nbytes] = np.frombuffer(part, np.uint8)
             at += part.nbytes
 
     def ensure(self, spans: Sequence[Span], fetch: Callable[[int, memoryview], None]) -> None:
-        """Return when the spans are here. ``fetch(start, target)`` gets what is missing, every byte once however many threads ask
-        at a time. Its errors are raised here; threads that wait for the same bytes then fetch them themselves."""
+        """Return when the spans are filled. ``fetch(start, target)`` fills what is missing, each byte once, even if several
+        threads ask for it. Its errors are raised here; threads that wait for the same bytes then fetch them themselves."""
         for wanted in spans:
             while (claimed := self._claim(wanted)) is not None:
                 arrived = False
@@ -107,33 +107,34 @@ class PackFile:
                         self._changed.notify_all()
 
     def arrives(self, span: Span, seconds: float) -> bool | None:
-        """Whether a span is here, waited for while it is being fetched; None if it still is after so many seconds."""
+        """Whether a span is filled. Waits while it is being fetched; None if it still is after ``seconds``."""
         with self._changed:
             self._changed.wait_for(lambda: not self._is_coming(span), seconds)
             return None if self._is_coming(span) else not without(span, self._present)
 
     @property
     def content(self) -> memoryview:
-        """All of it. The memory stays as long as a view of it is held."""
+        """A view of the whole object. The memory stays valid as long as the view exists."""
         return self._view().toreadonly()
 
     def lend(self) -> int:
-        """A descriptor of the memory, for the caller to close. No other object will be there: nobody says when it is free."""
+        """Return a descriptor of the memory, which the caller closes. The memory is not reused, since its readers do not report
+        when they have read it."""
         self._lent = True
         return os.dup(self._memory.descriptor)
 
     def close(self) -> None:
-        """Let go of the memory."""
+        """Release the memory."""
         if (memory := self.vacate()) is not None:
             memory.close()
 
     def vacate(self) -> MappedFile | None:
-        """Close it, and give away its memory, if nobody else has that."""
+        """Close it, and return its memory for reuse; None if others still use that."""
         memory = self._memory
-        del self._memory  # which may be another file's soon
+        del self._memory  # which another file may get soon
         if not self._lent:
             with contextlib.suppress(BufferError):
-                memory.resize(self.size)  # the same: asks whether somebody looks at it
+                memory.resize(self.size)  # keeps the size, but fails if a view exists
                 memory.used = True
                 return memory
         memory.close()
@@ -159,24 +160,23 @@ class PackFile:
 
 
 class Spares:
-    """Memory of objects that are gone, for those that come: pages that the kernel has to find, clear and map cost more than what
-    is written to them. Not thread-safe."""
+    """Memory of deleted objects, for new ones: new pages cost more than writing to them. Not thread-safe."""
 
     def __init__(self) -> None:
         self._spares: list[tuple[int, MappedFile]] = []  # bytes of the object that was there
 
     @property
     def nbytes(self) -> int:
-        """Of all memory that waits, in whole pages."""
+        """Bytes of all spare memory, in whole pages."""
         return sum(-(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size, _ in self._spares)
 
     def give(self, file: PackFile) -> None:
-        """Close a file; what it leaves waits for another one."""
+        """Close a file, and keep its memory for another one."""
         if (memory := file.vacate()) is not None:
             self._spares.append((file.size, memory))
 
     def take(self, size: int) -> MappedFile | None:
-        """What ``PackFile`` takes as ``memory``: the smallest that is large enough, else the largest; None if there is none."""
+        """Return memory for a ``PackFile``: the smallest that is large enough, else the largest; None if there is none."""
         if not self._spares:
             return None
         fitting = [spare for spare in self._spares if spare[0] >= size]
@@ -185,7 +185,7 @@ class Spares:
         return found[1]
 
     def keep(self, nbytes: int) -> None:
-        """Let go of what is more than so many bytes."""
+        """Release all but ``nbytes`` bytes."""
         while self._spares and self.nbytes > max(0, nbytes):
             self._spares.pop()[1].close()
 
@@ -195,7 +195,7 @@ def _nbytes(spare: tuple[int, MappedFile]) -> int:
 
 
 def _merged(spans: Sequence[Span]) -> list[Span]:
-    """The same bytes in as few spans as hold them, ascending."""
+    """Join spans that touch or overlap; ascending."""
     merged: list[Span] = []
     for start, end in sorted(spans):
         if merged and start <= merged[-1][1]:

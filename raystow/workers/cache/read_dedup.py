@@ -1,5 +1,5 @@
-"""Who reads which bytes from the store when several nodes restore together: each byte is read by the first node that asks for it,
-and the others get it from there.
+"""Decides which node reads which bytes from the store when several nodes restore together: the first node that asks for a byte
+reads it, and the others get it from there.
 
 The bytes that a node needs are known to that node only, so nothing is divided beforehand. Each object has an *owner*, the same
 for all nodes, that they ask before they read it. A claim is a hint: a node that does not get the bytes from their claimant reads

@@ -1,4 +1,4 @@
-"""An object of the store in the slots of a staging ring, where a GPU has put it, so that it is kept in memory without a copy."""
+"""An object of the store in the slots of a staging ring, where a GPU has written it: it is kept in memory without a copy."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .pack_file import PackFile
 
 
 class RingPack:
-    """``size`` bytes in ``parts`` of slots, which are kept until ``close``."""
+    """``size`` bytes in ``parts`` of slots, which stay in use until ``close``."""
 
     def __init__(self, slots: Slots, parts: Sequence[SlotPart], size: int) -> None:
         self.slots, self.size = slots, size
@@ -20,14 +20,14 @@ class RingPack:
 
     @staticmethod
     def of(uses: Sequence[SlotUse]) -> RingPack | None:
-        """Keep chunks that are in use in one ring; None if the ring keeps as much as it may."""
+        """Keep chunks that are in use in one ring; return None if the ring may not keep more slots."""
         parts = [part for use in uses for part in use.parts]
         if not parts or not uses[0].slots.keep(parts):
             return None
         return RingPack(uses[0].slots, parts, sum(size for _, _, size in parts))
 
     def lend(self) -> LentMemory:
-        """The memory, once the ring is retired. Before that, slots may be filled meanwhile: copy what ``hold`` returns."""
+        """Return the memory, after the ring is retired. Before that, slots may be filled again: copy what ``hold`` returns."""
         ring, extents = self.slots.ring, list[Span]()
         for slot, at, size in self._parts:
             start = slot * ring.slot_size + at
@@ -42,12 +42,12 @@ class RingPack:
         return [part.data for part in parts], use
 
     def close(self) -> None:
-        """Let go of the slots."""
+        """Free the slots."""
         self.slots.let_go(self._parts)
 
 
 def copied(held: tuple[list[memoryview], SlotUse], size: int) -> PackFile:
-    """Copy a ``RingPack`` that is held, and end the hold."""
+    """Copy what ``hold`` has returned, and end the use of the slots."""
     parts, done = held
     try:
         file = PackFile(size)

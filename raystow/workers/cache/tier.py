@@ -1,9 +1,9 @@
 """The memory tier: the newest objects of each repository, coded as in the store, in this node's memory.
 
-The budget is hard: objects that do not fit are not kept, and a warning is logged. Replicas of other nodes' objects evict nothing,
-and are evicted for this node's own objects. Freed memory is reused as far as the budget allows, and released otherwise.
+The budget is never exceeded: an object that does not fit is not kept, and a warning is logged. Replicas of other nodes' objects
+evict nothing, and are evicted for this node's own objects. Freed memory is reused within the budget, or released.
 
-What a GPU has put into a staging ring stays there as long as the ring's share of the budget allows, and is not copied.
+An object that a GPU has written to a staging ring stays there, without a copy, if the ring's share of the budget allows.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KeptPart:
-    """A ``NodePart`` that changes."""
+    """A ``NodePart`` under construction."""
 
     objects: dict[str, int] = field(default_factory=dict)
     replica_order: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class KeptPart:
 
 @dataclass
 class KeptAttempt:
-    """A ``Holding`` that changes."""
+    """A ``Holding`` under construction."""
 
     attempt: AttemptKey
     parts: dict[int, KeptPart] = field(default_factory=dict)
@@ -47,7 +47,7 @@ class KeptAttempt:
     base: AttemptKey | None = None
 
     def snapshot(self) -> Holding:
-        """Return what is kept now."""
+        """Return an immutable copy."""
         parts = {n: NodePart(dict(part.objects), part.replica_order, part.incomplete) for n, part in self.parts.items()}
         return Holding(self.attempt, parts, self.committed, self.given_up, self.base)
 
@@ -63,8 +63,8 @@ class MemoryTier:
         self._numbers = itertools.count()
         self._files: dict[tuple[str, str], PackFile | RingPack] = {}  # by repository and key
         self._rings: Counter[Slots] = Counter()  # with the bytes that are kept in each
-        self._leaving: list[RingPack] = []  # to close without the lock
-        self._spares = Spares()  # within the budget as well
+        self._leaving: list[RingPack] = []  # to be closed after the lock is released
+        self._spares = Spares()  # freed memory; counts towards the budget
 
     @property
     def used(self) -> int:
@@ -73,7 +73,7 @@ class MemoryTier:
 
     @property
     def spare(self) -> int:
-        """Bytes that were kept, and wait to be used again."""
+        """Bytes of freed memory that can be reused."""
         with self._lock:
             return self._spares.nbytes
 
@@ -83,14 +83,14 @@ class MemoryTier:
         return self._budget
 
     def resize(self, budget: int) -> None:
-        """Change the budget; the oldest versions go if they do not fit any more."""
+        """Change the budget; evict what no longer fits, the oldest versions first."""
         with self._changing():
             self._budget = budget
             self._make_room(0, "")
             self._spares.keep(self._budget - self._taken)
 
     def admit(self, slots: Slots) -> bool:
-        """Let a new ring keep objects, in ``slots.reserved`` bytes of the budget; return False if these are in use."""
+        """Reserve ``slots.reserved`` bytes of the budget for objects in a new ring; return False if they are not free."""
         with self._changing():
             for ring in [ring for ring in self._rings if ring.retired and not self._rings[ring]]:
                 del self._rings[ring]
@@ -110,10 +110,10 @@ class MemoryTier:
         replica_order: tuple[str, ...] = (),
         uses: Sequence[SlotUse] = (),
     ) -> memoryview | None:
-        """Keep an object that node number ``node`` has made, given in parts; return the copy, None if there is none.
+        """Keep an object of node number ``node``, given in parts; return the copy, or None if there is none.
 
-        ``replica_order``: see ``NodePart``, for what another node has made. ``uses``: the parts, if all are in one ring: they
-        stay there if they may.
+        ``replica_order``: see ``NodePart``; for an object of another node. ``uses``: the parts, if all are in one ring: they stay
+        there if the ring may keep them.
         """
         views = [memoryview(part).cast("B") for part in parts]
         size = sum(view.nbytes for view in views)
@@ -150,7 +150,7 @@ class MemoryTier:
             return file.content
 
     def set_base(self, attempt: AttemptKey, base: AttemptKey) -> None:
-        """Keep a version for as long as an attempt that may be a delta to it, if it is here or comes later."""
+        """Keep the version ``base`` as long as ``attempt``, which may be a delta to it. Either may be stored here later."""
         with self._lock:
             if base in self._holdings:
                 self._holdings.setdefault(attempt, KeptAttempt(attempt))
@@ -159,7 +159,7 @@ class MemoryTier:
 
     def committed(self, attempt: AttemptKey, *, alone: bool = False) -> None:
         """Note that an attempt is a version. Versions that it replaces are dropped, and replicas that did not fit may be sent
-        again. ``alone``: it is no delta."""
+        again. ``alone``: it is not a delta."""
         with self._changing():
             holding = self._holdings.setdefault(attempt, KeptAttempt(attempt))
             holding.committed, holding.given_up = True, False
@@ -171,8 +171,8 @@ class MemoryTier:
                 self._drop(old)
 
     def given_up(self, attempt: AttemptKey) -> None:
-        """The attempt will never be a version. Parts of which all is here stay, since a part that is whole was staged whole:
-        if all of the attempt is alive somewhere, it is the newest state there is. One such attempt of a repository is enough."""
+        """Note that an attempt will never be a version. Its complete parts stay: if all parts of the attempt are complete in the
+        memory of some node, it is the newest state there is. Only the newest such attempt of a repository is kept."""
         with self._changing():
             holding = self._holdings.get(attempt)
             if holding is None or holding.committed:
@@ -185,7 +185,7 @@ class MemoryTier:
                 self._drop(old)
 
     def holdings(self, repository: str) -> list[Holding]:
-        """What is kept of a repository, oldest first."""
+        """Return what is kept of a repository, oldest first."""
         with self._lock:
             found = [held.snapshot() for held in self._holdings.values() if held.attempt.repository == repository]
         return sorted(found, key=lambda held: held.attempt.id)
@@ -196,12 +196,12 @@ class MemoryTier:
             return attempt in self._holdings
 
     def repositories(self) -> set[str]:
-        """Those of which anything is kept."""
+        """The repositories of which anything is kept."""
         with self._lock:
             return {attempt.repository for attempt in self._holdings}
 
     def view(self, repository: str, key: str) -> memoryview | None:
-        """An object; None if it is not here. Its memory stays as long as the view is held: what is in a ring is copied."""
+        """Return an object; None if it is not here. Its memory is valid as long as the view exists: a ring's object is copied."""
         with self._lock:
             file = self._files.get((repository, key))
             if not isinstance(file, RingPack):
@@ -210,8 +210,8 @@ class MemoryTier:
         return copied(held, file.size).content
 
     def borrow(self, repository: str, key: str) -> LentMemory | None:
-        """An object's memory, for the caller to close; None if it is not here. What is in a ring that a process still fills is
-        copied first, since nobody tells when the memory has been read."""
+        """Return an object's memory, which the caller closes; None if it is not here. An object in a ring that a process still
+        fills is copied first, since the reader does not report when it has read the memory."""
         with self._lock:
             file = self._files.get((repository, key))
             if file is None:
@@ -232,7 +232,7 @@ class MemoryTier:
         return lent
 
     def close(self) -> None:
-        """Let go of everything. What was lent stays with the borrower."""
+        """Drop everything. Memory that was lent stays valid for its readers."""
         with self._changing():
             for attempt in list(self._holdings):
                 self._drop(attempt)
@@ -240,7 +240,7 @@ class MemoryTier:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Hold the lock, and let go of slots afterwards: their processes are told, which may take a while."""
+        """Hold the lock, and free slots after it is released: this sends messages to other processes, which may take a while."""
         try:
             with self._lock:
                 yield
@@ -259,7 +259,7 @@ class MemoryTier:
         return self._taken + size <= self._budget
 
     def _place(self, repository: str, key: str, file: PackFile | RingPack) -> None:
-        """Make a file an object, instead of one that was stored before its answer was lost, or of one in a ring."""
+        """Make a file the object. It may replace one: the same, sent again after a lost answer, or one in a ring."""
         if (replaced := self._files.pop((repository, key), None)) is not None:
             self._remove(replaced)
         self._files[repository, key] = file
@@ -281,8 +281,8 @@ class MemoryTier:
         part.incomplete = True
 
     def _make_room(self, size: int, repository: str) -> None:
-        """Drop what is replaced, then what was given up, then what only differences need, then what belongs
-        to other repositories, those first that nothing was stored in for longest; at last copies, the oldest first."""
+        """Evict until ``size`` bytes fit: first replaced versions, then attempts that were given up, then versions that only
+        deltas need, then other repositories, the least recently written first, and then replicas, the oldest first."""
         others = [attempt for attempt in self._holdings if attempt.repository != repository]
         others.sort(key=lambda attempt: (self._writes[attempt.repository], attempt.id))
         self._drop_while_needed(size, (*self._superseded(), *self._given_up()))
@@ -299,7 +299,7 @@ class MemoryTier:
                 self._drop(old)
 
     def _drop_bases_while_needed(self, size: int) -> None:
-        """The newest version is worth more here than that later ones are smaller."""
+        """Evict the bases of deltas: later versions get larger, but the newest version stays in memory."""
         for attempt in self._replaced():
             if not self._fits(size):
                 what = "nothing is stored as a difference to version %d from now on: it has to make room in %.1f MB of memory"
@@ -307,11 +307,11 @@ class MemoryTier:
                 self._drop(attempt)
 
     def _given_up(self) -> list[AttemptKey]:
-        """Attempts that will be no versions, the oldest first."""
+        """Attempts that will never be versions, the oldest first."""
         return sorted((attempt for attempt, held in self._holdings.items() if held.given_up), key=lambda attempt: attempt.id)
 
     def _superseded(self) -> list[AttemptKey]:
-        """What was replaced, except what others are deltas to."""
+        """Replaced versions and older attempts, except those that others are deltas to."""
         old, needed = self._replaced(), set[AttemptKey]()
         for held in self._holdings.values():
             base = held.base if held.attempt not in old else None

@@ -92,7 +92,7 @@ class NodeActor:
         return self._node.saves()
 
     def copies(self) -> ReplicationProgress:
-        """How far the copies are that this node sees to."""
+        """The progress of the copies that this node is responsible for."""
         return self._node.replicator.progress
 
     def status(self) -> NodeStatus:

@@ -1,4 +1,4 @@
-"""Which nodes keep copies of what a node has in memory. Pure: every node computes the same from the same membership."""
+"""Chooses the nodes that keep copies of a node's objects. A pure function: every node computes the same from the same nodes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,11 @@ from ...storage.coding.digest import stored_digest
 
 
 def partners(zones: Mapping[str, str], replicas: int) -> dict[str, tuple[str, ...]]:
-    """Node -> the ``replicas`` others that keep its copies, fewer if there are no more. ``zones``: node -> its failure domain.
+    """Node -> the ``replicas`` others that keep its copies, fewer if there are not enough. ``zones``: node -> failure domain.
 
-    Nodes stand on a ring, in the order of a hash of their names. Each takes the next ones: first of zones that neither it nor its
-    other partners are in, then of any other zone, at last of its own. One that serves twice as many as its share is passed over
-    while others will do, so that a run of nodes of one zone does not all choose the node after it. A node that comes or goes
-    changes the partners of few.
+    Nodes form a ring, in the order of a hash of their names. Each takes the next ones: first of zones that neither it nor its
+    other partners are in, then of any other zone, then of its own. A node that serves twice its share is skipped while there are
+    others, so that adjacent nodes of one zone do not all choose the same node. When a node joins or leaves, few partners change.
     """
     ring = sorted(zones, key=lambda node: stored_digest(node.encode()))
     domains = set(zones.values())

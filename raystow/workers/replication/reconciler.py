@@ -1,4 +1,4 @@
-"""What all threads that keep copies on other nodes have in common: the choice of partners, and the loop."""
+"""The common parts of the threads that keep copies on other nodes: the choice of partners, and the loop."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from .partners import partners
 logger = logging.getLogger(__name__)
 
 LOOK = 3.0
-"""Seconds between looks at the other nodes."""
+"""Seconds from one comparison with the other nodes to the next."""
 
-_CENSUS = 30.0  # seconds between looks at which nodes there are while there are enough: thousands of nodes ask the head
+_CENSUS = 30.0  # seconds between lists of all nodes while there are enough partners: thousands of nodes ask the head node
 _SHUN = 30.0  # seconds for which a node that did not answer is no partner
 
 
@@ -26,7 +26,7 @@ class ClusterNodes(Protocol):
     """The cluster as a node sees it."""
 
     def nodes(self) -> Mapping[str, str]:
-        """The nodes alive that have a worker, this one too -> their failure domains. ``ClusterError`` if nobody answers."""
+        """Live nodes with a worker, also this one -> their failure domains. ``ClusterError`` if the head node does not answer."""
 
 
 class PartnerNodes:
@@ -40,7 +40,7 @@ class PartnerNodes:
         self.zones: Mapping[str, str] = {}
 
     def refresh(self, degrees: Iterable[int]) -> None:
-        """See which nodes there are, if it is time to: sooner if there are fewer partners than these numbers of replicas."""
+        """List the nodes again if it is time to: sooner if there are fewer partners than one of these numbers of replicas."""
         now = self._clock.monotonic()
         if any(until <= now for until in self._shunned.values()):
             self._shunned = {node: until for node, until in self._shunned.items() if until > now}
@@ -56,18 +56,18 @@ class PartnerNodes:
         self._chosen.clear()
 
     def of(self, replicas: int) -> tuple[str, ...]:
-        """The nodes that keep so many copies of what this node has; fewer if there are no more."""
+        """The nodes that keep ``replicas`` copies of this node's objects; fewer if there are not enough."""
         if replicas not in self._chosen:
             able = {node: zone for node, zone in self.zones.items() if node not in self._shunned}
             self._chosen[replicas] = partners(able, replicas).get(self._node, ())
         return self._chosen[replicas]
 
     def answers(self, node: str) -> bool:
-        """Whether a node has answered when it was asked last, or may be asked again."""
+        """Whether a node may be asked: it has answered the last time, or that was long ago."""
         return node not in self._shunned
 
     def shun(self, node: str, error: RaystowError) -> None:
-        """Take other partners than a node that did not answer, for a while."""
+        """Choose other partners for a while, in place of a node that did not answer."""
         logger.warning("no copies go to a node that does not answer, for %.0f s: %s", _SHUN, error)
         self._shunned[node] = self._clock.monotonic() + _SHUN
         self._counted = -math.inf
@@ -82,10 +82,10 @@ class Reconciler(abc.ABC):
 
     @abc.abstractmethod
     def step(self) -> float:
-        """Do the next thing; the seconds after which there is something to do again, if nothing changes here before."""
+        """Do the next thing; return the seconds until there is more to do, unless ``wake`` is called before."""
 
     def wake(self) -> None:
-        """Look again soon: something has changed."""
+        """Let ``run`` call ``step`` at once, since something has changed."""
         self._woken.set()
 
     def close(self) -> None:

@@ -1,8 +1,8 @@
 """Keeps replicas of this node's objects in the memory of other nodes, so that a dead node's part of a version need not be read
 from the store.
 
-A reconciler: it compares what is here with what its partners have, and sends the next missing object. It keeps no state that it
-could not learn again by looking.
+A reconciler: it compares what this node has with what its partners have, and sends the next missing object. All its state can be
+rebuilt by asking the partners again.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ class ReplicationPeers(ClusterNodes, Protocol):
     """The workers of other nodes. Methods raise ``ClusterError`` if one does not answer in time."""
 
     def holdings(self, node: str, repository: str) -> Sequence[Holding]:
-        """What a node has in memory of a repository."""
+        """Return what a node has of a repository in memory."""
 
     def accept(self, node: str, replica: Replica, data: Buffer) -> NodePart:
-        """Give a node an object; what it has of that part then."""
+        """Send an object to a node; return what the node has of that part then."""
 
     def committed(self, node: str, attempt: AttemptKey) -> None:
         """Tell a node that an attempt is a version."""
@@ -75,14 +75,15 @@ class Replicator(Reconciler):
         self._replicas: dict[str, int] = {}  # by repository
         self._rate = math.inf
         self._given_up: deque[AttemptKey] = deque()
-        self._seen: dict[str, dict[AttemptKey, Holding]] = {}  # node -> what it had in memory when it was last looked at
+        self._seen: dict[str, dict[AttemptKey, Holding]] = {}  # node -> what it had in memory when it was last asked
         self._inherited: set[tuple[AttemptKey, int]] = set()
         self._looked = self._ready = -math.inf
         self._complete = True
         self.progress = ReplicationProgress()
 
     def want(self, repository: str, replicas: int, rate: float | None) -> None:
-        """Copy what is made here of a repository to so many other nodes; all in all at no more than ``rate`` bytes per second."""
+        """Copy this node's parts of a repository to ``replicas`` other nodes; all copies together take at most ``rate`` bytes per
+        second."""
         self._replicas = {**self._replicas, repository: replicas}  # another thread may iterate over the old one
         self._rate = rate or math.inf
         self.wake()
@@ -93,7 +94,7 @@ class Replicator(Reconciler):
         self.wake()
 
     def step(self) -> float:
-        """Do the next thing; the seconds after which there is something to do again, if nothing changes here before."""
+        """See ``Reconciler``."""
         now = self._clock.monotonic()
         looking = now - self._looked >= LOOK
         if looking:
@@ -108,9 +109,9 @@ class Replicator(Reconciler):
         return max(0.0, min(self._ready if missing else math.inf, self._looked + LOOK) - now)
 
     def _look(self, now: float) -> None:
-        """See which nodes there are, what those that matter have, and what of the copies here is this node's to see to.
+        """Update which nodes there are, what the relevant ones have in memory, and for which replicas this node is responsible.
 
-        What is here is looked at first: a node before this one in a part's line that has nothing afterwards has lost it.
+        This node's memory is read first: if a node before it in a replica order then has nothing, that node has lost the part.
         """
         mine, self._looked = self._mine(), now
         degrees = {*self._replicas.values(), *(self._degree(held, part) for held in mine for part in held.parts.values())}
@@ -127,11 +128,11 @@ class Replicator(Reconciler):
         self._inherited = {(held.attempt, number) for held in mine for number in held.whole if self._inherits(held, number)}
 
     def _degree(self, held: Holding, part: NodePart) -> int:
-        """How many copies there should be of a part: who inherits it, and has not been told, does as the one before."""
+        """The number of copies that a part should have. If no process has told this node: as many as the nodes before it kept."""
         return self._replicas.get(held.attempt.repository, max(0, len(part.replica_order) - 1))
 
     def _inherits(self, held: Holding, number: int) -> bool:
-        """Whether this node is the first in a copy's line that has it. What a newer version has replaced needs no heir."""
+        """Whether this node maintains the copies of a replica: no node before it in its order has it, or a newer version."""
         order = held.parts[number].replica_order
         for node in itertools.takewhile(lambda node: node != self._node, order):
             for attempt, theirs in self._seen.get(node, {}).items():
@@ -141,7 +142,8 @@ class Replicator(Reconciler):
         return bool(order)
 
     def _tell(self) -> None:
-        """Pass on what has become of attempts. Who does not hear it finds out when the next version replaces this one."""
+        """Tell the other nodes which attempts are versions, and which never will be. A node that is not reached finds out when
+        the next version replaces this one."""
         mine = {held.attempt: held for held in self._mine()}
         for node, attempts in list(self._seen.items()):
             for attempt, theirs in list(attempts.items()):
@@ -159,14 +161,14 @@ class Replicator(Reconciler):
                     self._ask(node, functools.partial(self._peers.given_up, node, attempt))
 
     def _missing(self) -> list[tuple[str, Replica]]:
-        """Nodes and the objects that they should have and have not, in the order in which they are to be sent."""
+        """Nodes and the objects that they should have but lack, in the order in which they are to be sent."""
         missing, expected, present, chosen = list[tuple[str, Replica]](), 0, 0, dict[str, None]()
         mine = self._mine()
         newest = {held.attempt.repository: held for held in mine if held.committed}  # ids ascend
         for held in mine:
             last = newest.get(held.attempt.repository, held)
             if held.committed and held.attempt.id < last.attempt.id and held.attempt != last.base:
-                continue  # kept for a save under way alone
+                continue  # is here only for a save under way
             for number, part in held.parts.items():
                 if part.incomplete or (part.replica_order and (held.attempt, number) not in self._inherited):
                     continue
@@ -185,7 +187,7 @@ class Replicator(Reconciler):
     def _push(self, node: str, replica: Replica) -> None:
         data = self._tier.view(replica.attempt.repository, replica.key)
         if data is None:
-            return  # replaced or given up this moment
+            return  # replaced or given up meanwhile
         self._ready = self._clock.monotonic() + data.nbytes / self._rate
         part = self._ask(node, lambda: self._peers.accept(node, replica, data))
         if part is None:
@@ -193,14 +195,14 @@ class Replicator(Reconciler):
         if part.incomplete:
             log = about(logger, version=replica.attempt.id, attempt=replica.attempt.token)
             log.warning("node %s has no room for a copy of version %d", node, replica.attempt.id)
-        if replica.key not in part.objects:  # whatever the reason: not again until the next look at that node
+        if replica.key not in part.objects:  # refused for any reason: not sent again before the node is asked again
             part = replace(part, incomplete=True)
         seen = self._seen.setdefault(node, {})
         theirs = seen.get(replica.attempt, Holding(replica.attempt))
         seen[replica.attempt] = replace(theirs, parts={**theirs.parts, replica.number: part})
 
     def _ask(self, node: str, question: Callable[[], _Answer]) -> _Answer | None:
-        """What a node answers; None if it does not: then it is no partner for a while, and others are looked for at once."""
+        """Return a node's answer; None if there is none: then it is no partner for a while, and others are chosen at once."""
         if not self._partners.answers(node):
             return None
         try:
@@ -222,7 +224,7 @@ class Replicator(Reconciler):
 
 
 def _lacking(held: Holding, number: int, theirs: NodePart, order: tuple[str, ...]) -> Iterator[Replica]:
-    """The objects of a part that another node lacks; the fragment when it has all others, as its presence says that it has."""
+    """The objects of a part that another node lacks. The fragment comes last, since a part with a fragment counts as complete."""
     fragment, before = held.fragment(number), list[str]()
     for key in held.parts[number].objects:
         if key != fragment:

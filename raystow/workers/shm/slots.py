@@ -58,16 +58,16 @@ class Slots:
         return True
 
     def let_go(self, parts: Sequence[SlotPart]) -> None:
-        """End the use of parts by a version in memory."""
+        """End the use that ``keep`` began."""
         slots = [slot for slot, _, _ in parts]
         with self._changed:
             self._kept.subtract(slots)
-            self._kept += Counter()  # forgets those at zero
+            self._kept += Counter()  # removes those at zero
         self.release(slots)
 
     def lend(self, parts: Sequence[SlotPart]) -> int:
         """Return a descriptor of the ring, for the caller to close, through which these parts can be read. Only after ``retire``:
-        nobody tells when the parts are read, so that nothing else may ever come there."""
+        the reader does not report when it has read the parts, so they must never be filled again."""
         with self._changed:
             self._lent.update(slot for slot, _, _ in parts)
             return os.dup(self.ring.fd)
@@ -103,7 +103,7 @@ class Slots:
             self._changed.wait_for(lambda: self._uses == self._kept)
 
     def retire(self) -> None:
-        """Nobody fills the ring any more: free all slots but those in use, now and as their uses end."""
+        """End the filling of the ring: free the memory of all slots, of those in use when their uses end."""
         with self._changed:
             self.retired = True
             self._discard([slot for slot in range(self.ring.slots) if not self._uses[slot]])

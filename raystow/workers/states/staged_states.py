@@ -15,7 +15,7 @@ from ..journal.entry_memory import EntryMemory
 from ..protocol.messages import STAGED, DropState, MapState, ObjectState, OpenStates, StageState, StateRoom, StateStaged
 from ..protocol.unix_channel import Connection
 
-_WAIT = 5.0  # seconds after which a process is told that a state is not staged yet
+_WAIT = 5.0  # seconds that a process waits for a state; then it is told that it is not staged yet
 
 
 @dataclass
@@ -80,7 +80,7 @@ class StagedStates:
             return sender.memory.lend()
 
     def close(self) -> None:
-        """Let go of everything. What was lent stays with the borrower."""
+        """Drop everything. Memory that was lent stays valid for its readers."""
         with self._changed:
             for sender in self._senders.values():
                 self._release(sender)
