@@ -151,7 +151,7 @@ class Run:
 
     @contextlib.contextmanager
     def needing(self, piece: Piece) -> Iterator[None]:
-        """Add to errors of a base who needs it."""
+        """Add to errors of a base which chunk needs it."""
         try:
             yield
         except (Damaged, Unsupported) as error:

@@ -31,14 +31,14 @@ class Seeker:
     saved: int
 
     def near(self, rank: int) -> range:
-        """The ranks of the save that had what ``rank`` of this world has, if both split tensors evenly."""
+        """The ranks of the save with the parts of tensors that ``rank`` has now, if both worlds split tensors evenly."""
         first, end = rank * self.saved // self.world_size, -(-(rank + 1) * self.saved // self.world_size)
         return range(first, max(first + 1, end))
 
 
 @dataclass
 class FoundRows:
-    """Chunk rows that overlap what is sought, and value rows, by name. ``names``: all names that were read."""
+    """Chunk rows that overlap the sought boxes, and value rows, by name. ``names``: all names that were read."""
 
     chunks: dict[str, list[Chunk]] = field(default_factory=lambda: defaultdict(list))
     values: dict[str, Value] = field(default_factory=dict)
@@ -46,7 +46,7 @@ class FoundRows:
 
 
 class Finder:
-    """Reads fragments for one rank. ``read``: what a fragment has of what is sought, by name."""
+    """Reads fragments for one rank. ``read``: returns the rows of a fragment that are sought, by name."""
 
     def __init__(
         self,
@@ -112,7 +112,7 @@ class Finder:
                     self._spans[name][place] = held
 
     def _parts(self, places: Sequence[int]) -> Iterator[Selection]:
-        """What the fragments at ``places`` have, in order; several are read in parallel."""
+        """The sought rows of the fragments at ``places``, in order; several are read in parallel."""
 
         def read(place: int) -> Selection:
             return self._read_one(self._fragments[place], self._open)
@@ -124,7 +124,7 @@ class Finder:
             yield from pool.map(read, places)
 
     def _take(self, value: Value) -> None:
-        """Of a rank that took part in the save keep its own value, else that of the lowest rank."""
+        """Keep the rank's own value if it took part in the save, else that of the lowest rank."""
         known = self.found.values.get(value.name)
         if self._seeker.rank < self._seeker.saved:
             if self._seeker.rank in value.ranks:
@@ -142,12 +142,12 @@ class Finder:
         if wanted.box is None:
             return sum(math.prod(row.extent) for row in rows) >= math.prod(rows[0].shape)
         if rows[0].shape != wanted.shape:
-            return True  # the caller will say so
+            return True  # the caller reports it
         return tile([part for row in rows if (part := overlap(wanted.box, row.box)) is not None], wanted.box)
 
     def _guessed(self) -> set[int]:
-        """The fragments between those that should contain the ends of open boxes, by what is known: ranks mostly have a tensor in
-        their order, though not always evenly."""
+        """The fragments from the one that should contain the beginning of an open box to the one with its end, interpolated from
+        those that were read: a tensor's parts mostly ascend with the ranks, though not always evenly."""
         guessed = set[int]()
         for name, wanted in self._open.items():
             spans = sorted((place, *held) for place, held in self._spans[name].items())

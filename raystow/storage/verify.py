@@ -23,10 +23,10 @@ Packs = Mapping[str, list[Chunk]]
 
 @dataclass(frozen=True)
 class Verified:
-    """What a verification that found nothing wrong has looked at: counts, and bytes after decoding (``raw``) and in the store.
+    """The result of a verification that found nothing wrong: counts, and bytes after decoding (``raw``) and in the store.
 
-    ``read``: stored bytes of the packs that it read: none, or if it was deep all but ``resumed``, those of packs that the journal
-    says were read before.
+    ``read``: stored bytes of the packs that were read; none unless it was deep. ``resumed``: those of packs that were not read,
+    since they are in the journal.
     """
 
     version: int
@@ -62,10 +62,10 @@ def verify_bytes(
     journal: VerifyJournal | None = None,
     memory: int = MEMORY,
 ) -> Verified:
-    """``verify_sizes``, then read and decode every pack that is not in the journal; each chunk is held against both its digests.
+    """Call ``verify_sizes``, then read and decode every pack that is not in the journal, and check both digests of each chunk.
 
-    ``progress`` is told the decoded bytes of each chunk, those of packs in the journal at once. Packs read to the end go to the
-    journal. Memory: the manifest and ``memory`` bytes of chunks under way; one is under way in any case, however large it is.
+    ``progress`` is called with the decoded bytes of each chunk, first with those of all packs in the journal. A pack that was
+    read to its end is added to the journal. Takes memory for the manifest and ``memory`` bytes of chunks, or one larger chunk.
     """
     found, packs = _verify_sizes(version, store)
     record = version.entry.digest

@@ -116,14 +116,14 @@ class Version:
 
     @property
     def record_key(self) -> str:
-        """Where its record lies."""
+        """The key of its record."""
         return keys.record(self.id, self.attempt)
 
     @functools.cached_property
     def record(self) -> VersionRecord:
         """The version record, checked against the digest in the root and, with trusted keys, for a signature: else ``Untrusted``.
 
-        Everything else that a version tells of itself, but for what the root's entry says, goes through here.
+        Everything that is known of a version beyond its entry in the root is read through this property.
         """
         key, data = self.record_key, self.record_bytes()
         trust = self.trust or key_files.trust() or Trust()
@@ -174,8 +174,8 @@ class Version:
         return Bases(self, self.sibling)
 
     def sibling(self, id: int) -> Version | None:
-        """Another version of the repository, where the root says that it lies now; or where it lay when this one was found, if
-        the root does not hold it any more, or this one: what this one needs may have been thinned when it was itself."""
+        """Open another version of the repository, by its entry in the root now. If the root does not list this version any more,
+        the entries from when this one was found come first: a base may have been thinned together with it."""
         entries = RootRegister(self.store, SYSTEM, repository=self.repository_id).read().listed
         places = (*entries, *self.siblings) if self.entry in entries else (*self.siblings, *entries)
         found = (entry for entry in places if entry.id == id)
@@ -192,7 +192,7 @@ class Version:
         return None
 
     def finder(self, seeker: Seeker) -> Finder:
-        """Finds the rows of the manifest that a rank needs, with as little of the manifest read as will do."""
+        """Return what finds the manifest rows that a rank needs, and reads no more of the manifest than necessary."""
 
         def rows(info: FragmentInfo, sought: Mapping[str, Sought]) -> Selection:
             with _parsed.taking(_memory(info)):

@@ -33,7 +33,7 @@ STREAMED = (ZSTD, DEFLATE, ANS)
 """Codecs whose planes are made of streams."""
 
 SMALL = 1024
-"""Bytes; in a smaller chunk a stream's header eats what coding gains."""
+"""Bytes; in a smaller chunk a stream's header costs more than coding saves."""
 
 WORTH = 7.95
 """Bits per byte; above, a plane is noise."""
@@ -47,7 +47,7 @@ _SAMPLE = 64  # pieces of 64 words, evenly spread
 
 @dataclass(frozen=True)
 class Coding:
-    """How a chunk's bytes lie in its pack.
+    """How a chunk's bytes are stored in its pack.
 
     ``planes``: False for bytes as they are (then there is one plane). ``rotated``: words were rotated left by one bit. ``base``:
     the words are differences to those of this version; see ``kernels.subtract``.
@@ -106,7 +106,7 @@ class ChunkEncoder:
             return raw.copy(), Coding(False, False, (RAW,), (raw.size,))
         out = np.empty(raw.size + 512 * (raw.size // STREAM + 16), np.uint8)  # zstd may add some bytes per frame
         stored, streams = self._encode_planes(raw, dtype, codecs, out)
-        out.resize(sum(stored), refcheck=False)  # gives the rest back; whatever views of it there were are gone
+        out.resize(sum(stored), refcheck=False)  # returns unused memory: no view of it is left
         return out, Coding(width > 1, dtype.rotate, tuple(codecs), tuple(stored), packed(streams), STREAM)
 
     def _encode_planes(self, raw: Bytes, dtype: DType, codecs: list[str], out: Bytes) -> tuple[list[int], list[int]]:
@@ -199,7 +199,7 @@ class Plane(NamedTuple):
 
 def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane]:
     """The planes of a chunk of ``nbytes``, in the order of storage; ``Damaged`` if the description does not fit the sizes,
-    ``Unsupported`` if it names a codec that nobody here knows."""
+    ``Unsupported`` if it names an unknown codec."""
     width = dtype.width if coding.planes else 1
     n, rest = divmod(nbytes, width)
     if rest or len(coding.codecs) != width or len(coding.stored) != width or coding.size != stored or coding.stream < 1:

@@ -1,4 +1,4 @@
-"""Tensors of which another one says every bit: a version holds the other's bytes, and how to get these from them.
+"""Tensors that follow from another one, bit for bit: a version stores the other one's bytes, and how to derive these.
 
 In mixed precision weights are the optimizer's master copy, rounded; two names may stand for one tensor.
 """
@@ -34,13 +34,13 @@ def derive(words: Bytes, source: str, dtype: str) -> Bytes:
     """The bytes (uint8) of the elements derived from the source's. A copy is the argument itself."""
     if source == dtype:
         return words
-    with np.errstate(over="ignore", invalid="ignore"):  # what is too large becomes infinite, as everywhere
+    with np.errstate(over="ignore", invalid="ignore"):  # numbers that are too large become infinite
         return words.view(dtypes.to_numpy(source)).astype(dtypes.to_numpy(dtype)).view(np.uint8)
 
 
 def followed(raw: Bytes, words: Bytes, source: str, dtype: str) -> int | None:
-    """Return the digest of ``raw`` if ``derive`` computes it from ``words`` on any machine, else None. A NaN is not rounded alike
-    everywhere: nothing follows from one."""
+    """Return the digest of ``raw`` if ``derive`` computes it from ``words`` on any machine, else None. Machines
+    round NaNs differently, so nothing with a NaN is derived by rounding."""
     made = derive(words, source, dtype)
     if not np.array_equal(made, raw):
         return None

@@ -1,9 +1,10 @@
 """The two digests of a chunk.
 
-*Of the raw bytes*: ``raw_digest``, 64 bits, a sum of products that a GPU computes at memory speed in any order. It tells that
-what was coded is what was read, and that what was decoded is what was coded; it does not stand against an adversary.
+*Of the raw bytes*: ``raw_digest``, 64 bits, a sum of products that a GPU computes at memory speed in any order. It
+proves that the coded bytes are those that were read, and the decoded ones those that were coded. It is no protection from an
+attacker.
 
-*Of the raw bytes, to find what has not changed*: ``digest_pair``, ``raw_digest`` and a second one with other keys, 128 bits. It
+*Of the raw bytes, to find unchanged chunks*: ``digest_pair``, ``raw_digest`` and a second one with other keys, 128 bits. It
 is never stored.
 
 *Of the stored bytes*: BLAKE3, 256 bits, checked before any decoder sees them. Records hold the digests of fragments, and the

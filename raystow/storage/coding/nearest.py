@@ -1,7 +1,7 @@
-"""Numbers rounded to the nearest one with fewer bits of mantissa: what stays of old weights, where that is asked for.
+"""Rounds numbers to the nearest ones with fewer bits of mantissa: for the weights of old versions, if a retention policy says so.
 
-Where nothing narrower is to follow from them any more, the nearest number is the best there is. What is saved to train on is
-rounded in another way, by ``lossy=``.
+The nearest number has the smallest error, and is right where no narrower tensor is derived from the result any more. States that
+are saved to train on are rounded in another way, by ``lossy=``.
 """
 
 from __future__ import annotations

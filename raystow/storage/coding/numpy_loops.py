@@ -1,6 +1,6 @@
 """The loops over bytes for processes without numba: several passes of numpy each, and Python for the frames of a plane.
 
-Contracts are those of the functions in ``loops`` and ``zstd_loops``, against which tests hold these.
+The functions do the same as those of ``loops`` and ``zstd_loops``; tests compare them.
 """
 
 from __future__ import annotations

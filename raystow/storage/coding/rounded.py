@@ -1,4 +1,4 @@
-"""What rounding has done to a tensor that was stored with less than all its bits: for people, and proof that a bound held."""
+"""The effect of rounding on a tensor, shown to users; it proves that the error bound was kept."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from functools import reduce
 
 @dataclass(frozen=True, slots=True)
 class Rounded:
-    """``rule``: by which; all of them, where ranks chose differently. ``error``: the largest difference to what was given to
-    ``save``; ``relative``: the largest one by the number itself. ``signal`` and ``noise``: the sums of the squares of all
-    numbers, and of all differences. Numbers that are infinite or NaN stay as they are and count nowhere. ``spared``: bytes of the
-    mantissas that are zeros now and were not."""
+    """``rule``: how it was rounded; several rules, if ranks chose differently. ``error``: the largest difference to the numbers
+    given to ``save``; ``relative``: the largest difference divided by the number. ``signal`` and ``noise``: the sums of the
+    squares of all numbers, and of all differences. Infinities and NaNs are not changed and not counted. ``spared``: bytes of the
+    mantissas that rounding made zero."""
 
     rule: str
     error: float
@@ -24,12 +24,12 @@ class Rounded:
 
     @property
     def sqnr(self) -> float | None:
-        """Signal by noise, in decibels; None if nothing was changed."""
+        """The signal divided by the noise, in decibels; None if nothing was changed."""
         ratio = self.signal / self.noise if self.noise > 0 else 0.0
         return 10 * math.log10(ratio) if 0 < ratio < math.inf else None
 
     def __or__(self, other: Rounded) -> Rounded:
-        """Of both parts of a tensor."""
+        """The effect on two parts of a tensor together."""
         rules = {*self.rule.split(" and "), *other.rule.split(" and ")}
         return Rounded(
             " and ".join(sorted(rules)),
