@@ -222,8 +222,8 @@ def test_ranks_of_a_node_read_the_record_once():
         for rank in ranks:
             rank.settle(None, "")
             assert rank.version(saved.entry).record == saved.record
-            assert rank._borrowing is not None
-            read.update(rank._borrowing.read)
+            assert rank._cache is not None
+            read.update(rank._cache.read)
         for rank in ranks:
             rank.give_up("enough")
     assert read == {"store": saved.entry.size}

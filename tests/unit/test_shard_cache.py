@@ -24,17 +24,17 @@ MEMORY = torch.arange(240, dtype=torch.float32)
 
 
 def look(seen: ShardCache, tensor: Any) -> TensorView:
-    (sight,) = seen.look(flatten({"a": {"b": tensor}}))
-    return sight
+    (view,) = seen.look(flatten({"a": {"b": tensor}}))
+    return view
 
 
 def test_the_same_tensor_is_found_again() -> None:
     """Its elements are not kept."""
     seen = ShardCache()
     first, again = look(seen, MEMORY.view(24, 10)), look(seen, MEMORY.view(24, 10).detach())
-    assert again.known is first.known
-    assert again.known.local is None
-    assert again.known.leaf.value is None
+    assert again.shard is first.shard
+    assert again.shard.local is None
+    assert again.shard.leaf.value is None
     assert again.local.data_ptr() == MEMORY.data_ptr()
 
 
@@ -65,19 +65,19 @@ def test_nothing_is_kept_of_what_is_looked_at_anew_each_time() -> None:
 def test_one_that_differs_is_looked_at_anew(other: Callable[[], Any]) -> None:
     seen = ShardCache()
     for state in (MEMORY.view(24, 10), torch.view_as_complex(MEMORY.view(12, 10, 2)), other()):
-        sight = look(seen, state)
+        view = look(seen, state)
     (leaf,) = flatten({"a": {"b": other()}})
     fresh = shard_of(leaf)
     for what in ("kind", "dtype", "shape", "extent", "device"):
-        assert getattr(sight.known, what) == getattr(fresh, what)
-    made = sight.known.again(sight.leaf, sight.local)
+        assert getattr(view.shard, what) == getattr(fresh, what)
+    made = view.shard.again(view.leaf, view.local)
     assert bytes(made.bits.tobytes()) == bytes(fresh.bits.tobytes())
 
 
 def test_another_path_is_another_tensor_with_the_same_name() -> None:
     seen = ShardCache()
-    assert seen.look(flatten({"a": {"b": MEMORY}}))[0].known.leaf.path == ("a", "b")
-    assert seen.look(flatten({"a.b": MEMORY}))[0].known.leaf.path == ("a.b",)
+    assert seen.look(flatten({"a": {"b": MEMORY}}))[0].shard.leaf.path == ("a", "b")
+    assert seen.look(flatten({"a.b": MEMORY}))[0].shard.leaf.path == ("a.b",)
 
 
 @pytest.mark.parametrize(
@@ -150,12 +150,12 @@ def test_a_dtensor_with_another_placement_is_another_tensor(alone: None) -> None
 
     seen, mesh = ShardCache(), init_device_mesh("cpu", (1,))
     first, again = look(seen, spread(mesh, Shard(0))), look(seen, spread(mesh, Shard(0)))
-    assert again.known is first.known
-    assert again.known.extent == (24, 10)
+    assert again.shard is first.shard
+    assert again.shard.extent == (24, 10)
     assert again.local.data_ptr() == MEMORY.data_ptr()
-    assert look(seen, spread(mesh, Replicate())).known is not first.known
-    assert look(seen, spread(init_device_mesh("cpu", (1,)), Replicate())).known is not first.known
-    assert look(seen, MEMORY.view(24, 10)).known.holders == ()
+    assert look(seen, spread(mesh, Replicate())).shard is not first.shard
+    assert look(seen, spread(init_device_mesh("cpu", (1,)), Replicate())).shard is not first.shard
+    assert look(seen, MEMORY.view(24, 10)).shard.holders == ()
 
 
 def test_arrays_are_looked_at_without_torch() -> None:

@@ -47,7 +47,7 @@ class Coordinator:
         self._world_size: int | None = None  # of that generation, once known
         self._attempts: dict[str, Attempt] = {}
         self._restores: tuple[RestoreInfo, ...] = ()  # not reported by a version yet
-        self._row: DeltaGroup | None = None  # of the newest whole version
+        self._group: DeltaGroup | None = None  # of the newest whole version
         self._lost: VersionRecord | None = None  # of the newest attempt that was aborted after all was staged
         self._schedule, self.costs = SaveSchedule(clock), SaveCosts(clock.now())
         self.changes = 0
@@ -64,7 +64,7 @@ class Coordinator:
     def bases(self) -> set[int]:
         """Ids of the versions that open and future saves may be deltas to. They must not be dropped."""
         named = {attempt.base.id for attempt in self._open(*Phase) if attempt.base is not None}
-        return named if self._row is None else named | {self._row.whole.id}
+        return named if self._group is None else named | {self._group.whole.id}
 
     def join(self, rank: int, incarnation: str, world_size: int | None = None) -> None:
         """A process has taken a rank. Attempts that wait for the rank's previous process, or have a part of it, are aborted.
@@ -248,9 +248,9 @@ class Coordinator:
             took = self._clock.monotonic() - attempt.opened
             self.costs.saved(max(stalls, default=None), took, cold=1 in attempt.saves.values())
             if not (attempt.deltas and outcome.bases):
-                self._row = after(self._row, outcome, attempt.base if attempt.deltas else None)
-            elif self._row is not None:
-                self._row = self._row.difference(outcome)
+                self._group = after(self._group, outcome, attempt.base if attempt.deltas else None)
+            elif self._group is not None:
+                self._group = self._group.difference(outcome)
             self.aborted_in_a_row = 0
             self._enter(attempt, Phase.COMMITTED)
             for metric, number in ((VERSIONS, 1), (RAW, outcome.raw), (STORED, outcome.stored)):
@@ -261,7 +261,7 @@ class Coordinator:
             self._log(attempt).info("version %d, step %d: %d bytes stored of %d", *told)
             return
         if isinstance(outcome, Fenced):
-            self._row = None
+            self._group = None
             for other in self._open(*Phase):
                 self._abort(other, self._fenced(attempt, outcome))
             return
@@ -269,8 +269,8 @@ class Coordinator:
             self._abort(attempt, OutcomeUnknown(outcome.what, subject=attempt.subject, remedy=outcome.remedy))
         else:
             self._abort(attempt, f"the commit failed: {outcome}")
-        if self._row is not None and attempt.base == self._row.whole:  # the base may be dropped: the next save is whole
-            self._row = None
+        if self._group is not None and attempt.base == self._group.whole:  # the base may be dropped: the next save is whole
+            self._group = None
         # Unless the root refused it, a pending write may still make it a version: its objects must stay until a collection has
         # spent the id.
         attempt.swept = not isinstance(outcome, SaveFailed)
@@ -330,13 +330,13 @@ class Coordinator:
         now = self._clock.monotonic()
         attempt = self._attempts[token] = Attempt(id, token, begin.step, begin.world_size, now, now + begin.timeout)
         attempt.generation = self._generation
-        if self._row is not None and not self._committer.is_current(self._row.whole.id):
-            self._row = None  # its versions may be rolled back: the next one is whole
-        if begin.delta and self._row is not None:
-            attempt.deltas, why = self._row.goes_on(begin.delta)
-            attempt.base = self._row.base
+        if self._group is not None and not self._committer.is_current(self._group.whole.id):
+            self._group = None  # its versions may be rolled back: the next one is whole
+        if begin.delta and self._group is not None:
+            attempt.deltas, why = self._group.goes_on(begin.delta)
+            attempt.base = self._group.base
             if attempt.base is not None and attempt.deltas:
-                self._row = self._row.begun()
+                self._group = self._group.begun()
                 why = f"to version {attempt.base.id} where that is smaller, {why}"
             attempt.coding["difference" if attempt.deltas else "whole"] = why
         return attempt

@@ -75,7 +75,7 @@ class DeltaGroup:
             return True, f"number {number}; none is stored yet"
         expected = 2 * self.stored[-1] - self.stored[-2] if self.stored[1:] else self.stored[-1]
         mean = (self.whole.stored + sum(self.stored)) / (1 + len(self.stored))
-        told = f"{expected:,} bytes expected, {mean:,.0f} the mean of the row"
+        told = f"{expected:,} bytes expected, {mean:,.0f} the mean of the group"
         return expected <= mean, f"number {number}; {told}" if expected <= mean else f"after {number - 1} differences; {told}"
 
     def begun(self) -> DeltaGroup:
@@ -90,17 +90,17 @@ class DeltaGroup:
         return replace(self, stored=(*self.stored, entry.stored), misses=0 if paid else self.misses + 1)
 
 
-def after(row: DeltaGroup | None, entry: Entry, base: Entry | None) -> DeltaGroup:
-    """The group that starts with the whole version ``entry``. ``row``: the group before. ``base``: the version that it
+def after(group: DeltaGroup | None, entry: Entry, base: Entry | None) -> DeltaGroup:
+    """The group that starts with the whole version ``entry``. ``group``: the group before. ``base``: the version that it
     could have been a delta to; it is whole because deltas were too large, or because the base was in no memory."""
-    before = row.depths if row is not None else {}
+    before = group.depths if group is not None else {}
     depths = {id: before.get(id, DEEPEST) for id in entry.bases}
     depths[entry.id] = 1 + max(depths.values(), default=0)
-    if row is None:
+    if group is None:
         return DeltaGroup(entry, depths=depths)
-    if row.pause:
-        return DeltaGroup(entry, misses=row.misses, pause=row.pause - 1, depths=depths)
-    misses = row.misses + (base == row.whole and not row.stored)
+    if group.pause:
+        return DeltaGroup(entry, misses=group.misses, pause=group.pause - 1, depths=depths)
+    misses = group.misses + (base == group.whole and not group.stored)
     # The first time no further whole version is stored; then one, three, seven, fifteen.
     pause = min(_LONGEST_PAUSE, 1 << (misses - 1)) - 1 if misses else 0
     return DeltaGroup(entry, misses=misses, pause=pause, depths=depths)

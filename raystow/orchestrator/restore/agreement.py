@@ -117,10 +117,10 @@ class ClusterAgreement:
         self._here, self.sources = here, Sources()
         self._log = about(logger, repository=repository.uri, rank=opening.rank)
         self._choice: RestoreChoice | None = None
-        self._borrowing: NodeCacheStore | None = None
+        self._cache: NodeCacheStore | None = None
 
     def settle(self, tried: Entry | None, damage: str, *, whole: bool = False) -> Entry | None:
-        read = dict(self._borrowing.read) if self._borrowing is not None else {}
+        read = dict(self._cache.read) if self._cache is not None else {}
         try:  # the node worker keeps the data that was read until all ranks have finished
             self._choice = self._port.settle(replace(self._opening, tried=tried, damage=damage, whole=whole, read=read))
         finally:
@@ -132,20 +132,20 @@ class ClusterAgreement:
         assert self._choice is not None
         self.sources = Sources()
         try:
-            self._borrowing = NodeCacheStore(self._repository.store, self._address(), self._repository.id)
+            self._cache = NodeCacheStore(self._repository.store, self._address(), self._repository.id)
         except RaystowError as error:
             said = {"version": entry.id, "attempt": entry.attempt, "step": entry.step}
             self._log.warning("restoring from the store without the node worker: %s", error, extra=said)
             return self._repository.at(entry, siblings=[choice.entry for choice in self._choice.needed])
         choices = (self._choice, *self._choice.needed)
-        version = self._repository.at(entry, store=self._borrowing)
-        needed = {choice.entry.id: self._repository.at(choice.entry, store=self._borrowing) for choice in choices[1:]}
+        version = self._repository.at(entry, store=self._cache)
+        needed = {choice.entry.id: self._repository.at(choice.entry, store=self._cache) for choice in choices[1:]}
         # Usually without reading the root.
         version.bases = Bases(version, lambda base: needed.get(base) or version.sibling(base))
         given = {keys.record(choice.entry.id, choice.entry.attempt): choice.record for choice in choices if choice.record}
-        self._borrowing.given = given
+        self._cache.given = given
         records = {version.record_key: ObjectLocation(entry.size)}
-        self._borrowing.location = records.get  # otherwise once for all ranks of the node
+        self._cache.location = records.get  # otherwise once for all ranks of the node
         near = {choice.entry.id: choice.near for choice in choices}
         self.sources = sources = Sources(near.pop(entry.id), self._here, company=self._choice.company, bases=near)
         company, sizes = self._choice.company, {(version.id, version.attempt): _sizes(version)}
@@ -162,7 +162,7 @@ class ClusterAgreement:
             peers = sources.peers(parts[0], 0 if whose[0] == version.id else whose[0])
             return ObjectLocation(size, peers, company.round, company.owner(key))
 
-        self._borrowing.location = place
+        self._cache.location = place
         return version
 
     def give_up(self, error: str) -> None:
@@ -171,13 +171,13 @@ class ClusterAgreement:
             self._port.settle(replace(self._opening, error=error))
 
     def _let_go(self) -> None:
-        if self._borrowing is not None:
-            read = self._borrowing.read
+        if self._cache is not None:
+            read = self._cache.read
             self._log.info("this rank's restore has read %s", by_source(read), extra={"bytes_read": dict(read)})
             for source, nbytes in read.items():
                 record(RESTORED, nbytes, repository=self._repository.uri, source=source)
-            self._borrowing.close()
-            self._borrowing = None
+            self._cache.close()
+            self._cache = None
 
 
 def _sizes(version: Version) -> dict[Any, int]:

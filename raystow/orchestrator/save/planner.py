@@ -44,8 +44,8 @@ class Planner:
     def divide(self, plan: SavePlan) -> ChunkAssignment:
         """Assign the chunks of a save. On the staging thread. ``StateError`` if a tensor's memory was freed."""
         for view in plan.views:  # the memory of a known tensor may have shrunk, at the same address
-            check_memory(view.leaf, view.local, view.known.reach)
-        known = [view.known for view in plan.views]
+            check_memory(view.leaf, view.local, view.shard.reach)
+        known = [view.shard for view in plan.views]
         sources = self.derived.of([k.likeness for k in known], lambda: plan.shards, plan.ready, save=plan.save)
         key, last = [shard.identity for shard in known], self._last
         if last is not None and sources is last.sources and key == self._key:
@@ -87,7 +87,7 @@ class SavePlan:
 
     @functools.cached_property
     def shards(self) -> tuple[Shard, ...]:
-        return tuple(view.known.again(view.leaf, view.local) for view in self.views)
+        return tuple(view.shard.again(view.leaf, view.local) for view in self.views)
 
     @functools.cached_property
     def division(self) -> ChunkAssignment:
@@ -161,7 +161,7 @@ def plan_save(
         what = f"plain values take more than {MAX_VALUES >> 20} MiB"
         raise StateError(what, subject=show(largest.path), remedy="make it an array")
     views = planner.shards.look([box for leaf in leaves if leaf.is_tensor for box in boxes(leaf)], rank)
-    ready = {device: _record_event(device) for device in {view.known.device for view in views} if device is not None}
+    ready = {device: _record_event(device) for device in {view.shard.device for view in views} if device is not None}
     views = copy_small(views)
     return SavePlan(rank, world_size, views, rows, ready, on_gpu, planner, save, WriteCheck(views))
 

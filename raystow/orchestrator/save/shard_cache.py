@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 
 
 class TensorView(NamedTuple):
-    """A tensor, this rank's elements of it, and its shard; one kept from an earlier save has no elements of its own."""
+    """A tensor, this rank's elements of it, and its shard. A shard that is kept from an earlier save has no elements."""
 
     leaf: Leaf
     local: Elements
-    known: Shard
+    shard: Shard
 
 
 class ShardCache:
@@ -42,7 +42,7 @@ class ShardCache:
             return tuple(map(TensorView._make, zip(leaves, locals, self._shards, strict=True)))
         views = self._find(leaves, locals, marks, rank)
         usual = None not in marks  # shards of other tensors have elements
-        self._marks, self._shards = (marks, [sight.known for sight in views]) if usual else ([], [])
+        self._marks, self._shards = (marks, [view.shard for view in views]) if usual else ([], [])
         return tuple(views)
 
     def _find(
@@ -65,7 +65,7 @@ class ShardCache:
 
 
 def _glance(leaves: Sequence[Leaf]) -> tuple[list[torch.Tensor], list[object]]:
-    """This rank's part of each tensor, and a mark to recognize it by; None for a tensor that has no usual memory."""
+    """Return this rank's part of each tensor, and a mark by which to recognize it; None for a tensor without plain memory."""
     loaded, distributed = sys.modules.get("torch"), sys.modules.get("torch.distributed.tensor")  # not imported for other states
     plain = () if loaded is None else (loaded.Tensor, loaded.nn.Parameter)
     values: list[torch.Tensor] = [leaf.value for leaf in leaves]

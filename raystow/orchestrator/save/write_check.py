@@ -25,29 +25,29 @@ _SAMPLE = 64  # elements
 
 
 def copy_small(views: Iterable[TensorView]) -> tuple[TensorView, ...]:
-    """Replace the elements of small tensors in host memory by a copy, which nobody else can change.
+    """Replace the elements of small tensors in host memory by a copy, which the training cannot change.
 
     Raises ``StateError`` if the memory of a tensor of the host was freed.
     """
     left, copied = _COPIED, list[TensorView]()
     for view in views:
-        leaf, local, known = view
-        if known.device is None:
+        leaf, local, shard = view
+        if shard.device is None:
             if not isinstance(local, np.ndarray):
-                check_memory(leaf, local, known.reach)
+                check_memory(leaf, local, shard.reach)
             if (size := local.nbytes) <= SMALL and size <= left and _is_dense(local):
                 left -= size
-                view = TensorView(leaf, _copy(local), known)
+                view = TensorView(leaf, _copy(local), shard)
         copied.append(view)
     return tuple(copied)
 
 
 class WriteCheck:
-    """What the tensors of one save were like when ``save`` was called, but for those that it has copied."""
+    """Notes the tensors of one save that were not copied, as they were when ``save`` was called."""
 
     def __init__(self, views: Iterable[TensorView]) -> None:
         self._noted = [
-            (view, _version(view.local), None if view.known.device is not None else _sample(view.local))
+            (view, _version(view.local), None if view.shard.device is not None else _sample(view.local))
             for view in views
             if view.local.nbytes > SMALL
         ]
@@ -77,7 +77,7 @@ def _copy(local: Elements) -> Elements:
 
 
 def _version(local: Elements) -> int | None:
-    """How many operations in place a tensor, or one that shares its memory, has seen; None if nobody counts them."""
+    """The number of operations in place on a tensor and those that share its memory; None if torch does not count them."""
     if isinstance(local, np.ndarray) or local.is_inference():
         return None
     return int(local._version)
