@@ -10,16 +10,13 @@ import os
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from obstore.store import AzureStore as ObstoreAzure
 
 from ..errors import StoreError
 from .cloud import METADATA, CloudStore, require_metadata
 from .store_answers import StoreAnswers
-
-if TYPE_CHECKING:
-    from obstore import UpdateVersion
 
 _RIGHTS = "this needs the role Storage Blob Data Contributor, or a SAS token that reads, writes, lists and deletes"
 _CREDENTIALS = (
@@ -81,19 +78,12 @@ class AzureStore(CloudStore):
     """Blobs under ``prefix`` of container ``bucket``, reached as the Azure configuration says. Azure removes the blocks of an
     upload that was never completed after a week."""
 
-    scheme, answers = "az", _ANSWERS
+    scheme, answers, tag_field = "az", _ANSWERS, "e_tag"
 
     def _client(self, options: Mapping[str, Any]) -> ObstoreAzure:
         config = _configuration(self.uri)
         http = {"allow_http": str(config.get("endpoint", "")).startswith("http://")}
         return ObstoreAzure(self._bucket, config=config, **{**options, "client_options": options["client_options"] | http})  # type: ignore[arg-type]
-
-    def _tag(self, described: Mapping[str, Any]) -> str | None:
-        tag: str | None = described["e_tag"]
-        return tag
-
-    def _version(self, tag: str) -> UpdateVersion:
-        return {"e_tag": tag}
 
 
 def _configuration(subject: str) -> dict[str, object]:

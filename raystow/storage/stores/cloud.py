@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import islice
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 from urllib.parse import urlsplit
 
 import obstore
@@ -57,7 +57,9 @@ class CloudClients:
 
 
 class CloudStore(Bucket):
-    """An object store whose conditional writes obstore supports."""
+    """An object store whose conditional writes obstore supports. ``tag_field``: the tag, as obstore names it."""
+
+    tag_field: ClassVar[Literal["e_tag", "version"]]
 
     def __init__(self, bucket: str, prefix: str = "", *, limits: RequestLimits = DEFAULT_LIMITS) -> None:
         super().__init__(bucket, prefix, limits=limits)
@@ -67,14 +69,6 @@ class CloudStore(Bucket):
     @abstractmethod
     def _client(self, options: Mapping[str, Any]) -> ObstoreClient:
         """Make a client with these ``client_options`` and ``retry_config``. Raises ``StoreError`` without credentials."""
-
-    @abstractmethod
-    def _tag(self, described: Mapping[str, Any]) -> str | None:
-        """The tag in obstore's description of an object or the result of a put."""
-
-    @abstractmethod
-    def _version(self, tag: str) -> UpdateVersion:
-        """What obstore compares with the object."""
 
     def get_tagged(self, key: str, *, max_bytes: int) -> Tagged:
         subject, data = self._subject(key), bytearray()
@@ -94,7 +88,7 @@ class CloudStore(Bucket):
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""
         subject = self._subject(key)
-        mode: PutMode = "create" if tag is None else self._version(tag)
+        mode: PutMode = "create" if tag is None else self._with_tag(tag)
         try:
             with self.answers.obstore_errors(CONDITIONAL_PUT, subject):
                 result = obstore.put(self._clients.swap, self._below + key, data, mode=mode, use_multipart=False)
@@ -103,8 +97,13 @@ class CloudStore(Bucket):
             raise checks.stale(subject) from None
         return self._required_tag(result, CONDITIONAL_PUT, subject)
 
+    def _with_tag(self, tag: str) -> UpdateVersion:
+        version: UpdateVersion = {}
+        version[self.tag_field] = tag
+        return version
+
     def _required_tag(self, described: Mapping[str, Any], operation: str, subject: str) -> str:
-        tag = self._tag(described)
+        tag: str | None = described[self.tag_field]
         if not tag:
             raise StoreUnavailable(
                 f"{operation} failed: there is no tag in the answer", subject=subject, remedy=self.answers.later

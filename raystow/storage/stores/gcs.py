@@ -9,15 +9,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from obstore.store import GCSStore as ObstoreGcs
 
 from .cloud import METADATA, CloudStore, require_metadata
 from .store_answers import StoreAnswers
-
-if TYPE_CHECKING:
-    from obstore import UpdateVersion
 
 _RIGHTS = "this needs the role Storage Object User on the bucket"
 _CREDENTIALS = (
@@ -63,7 +60,7 @@ class GcsStore(CloudStore):
     """Objects under ``prefix`` of ``bucket``, reached as the Google configuration says. A lifecycle rule of the bucket
     (AbortIncompleteMultipartUpload) removes the parts of an upload that was never completed."""
 
-    scheme, answers = "gs", _ANSWERS
+    scheme, answers, tag_field = "gs", _ANSWERS, "version"
 
     def _client(self, options: Mapping[str, Any]) -> ObstoreGcs:
         config: dict[str, object] = {}
@@ -81,10 +78,3 @@ class GcsStore(CloudStore):
             config["base_url"] = emulator if "://" in emulator else f"http://{emulator}"
         http = {"allow_http": str(config.get("base_url", "")).startswith("http://")}
         return ObstoreGcs(self._bucket, config=config, **{**options, "client_options": options["client_options"] | http})  # type: ignore[arg-type]
-
-    def _tag(self, described: Mapping[str, Any]) -> str | None:
-        tag: str | None = described["version"]
-        return tag
-
-    def _version(self, tag: str) -> UpdateVersion:
-        return {"version": tag}
