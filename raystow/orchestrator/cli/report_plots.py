@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 _MARKERS = ("circle", "square", "triangle-up", "diamond")  # in addition to colours, for colour-blind readers
 _MARKED = 60  # points; above this, markers would hide the line
-_FLATTENED = 10  # a largest value above so many medians hides the others: the axis becomes logarithmic
+_FLATTENED = 10  # medians; a larger maximum hides the other values: the axis becomes logarithmic
 
 
 @dataclass(frozen=True)

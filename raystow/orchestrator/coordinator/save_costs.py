@@ -17,7 +17,7 @@ from ..save_interval import best_interval, time_between_failures
 
 logger = logging.getLogger(__name__)
 
-_RECORDS, _READERS = 64, 16  # versions read, by so many threads
+_RECORDS, _READERS = 64, 16  # versions read, and threads that read them
 _RECENT = 16  # saves whose medians count
 _UNMEASURED = 60.0  # seconds from save to save until a stall is measured
 

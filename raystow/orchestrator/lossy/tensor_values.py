@@ -69,7 +69,7 @@ def dtype_name(dtype: TorchDtype) -> str:
 
 
 def words_of(itemsize: int) -> TorchDtype:
-    """The torch dtype of integers of so many bytes."""
+    """The torch dtype of integers of ``itemsize`` bytes."""
     import torch
 
     return {2: torch.int16, 4: torch.int32, 8: torch.int64}[itemsize]

@@ -21,8 +21,8 @@ _Share = dict[int, float]  # number of a chunk -> the part of its elements that 
 
 @dataclass(frozen=True)
 class Reads:
-    """Reads of a rank or node: ``nbytes`` stored bytes of ``chunks`` in so many ``requests``. ``needed``: bytes of the needed
-    elements. ``passed_on``: bytes that another node reads from the store."""
+    """Reads of a rank or node: ``nbytes`` are stored bytes. ``needed``: bytes of the needed elements. ``passed_on``:
+    bytes that another node reads from the store."""
 
     nbytes: int
     chunks: int
@@ -46,14 +46,14 @@ class WorldPlan:
         return self.store.nbytes / self.store.needed if self.store.needed else 1.0
 
     def seconds(self, rates: Rates) -> float:
-        """Until the last node is through, if each reads from the store and takes from other nodes at these rates."""
+        """Until the last node is done, if each reads from the store and from other nodes at these rates."""
         return max(
             ((node.nbytes - node.passed_on) / rates.store + node.passed_on / rates.peer for node in self.nodes), default=0.0
         )
 
 
 def plan_world(version: Version, world_size: int, *, per_node: int, whole: bool = False) -> WorldPlan:
-    """The plan for so many ranks, ``per_node`` of them on each node. ``whole``: every rank reads every tensor whole.
+    """The plan for ``world_size`` ranks, ``per_node`` of them on each node. ``whole``: every rank reads every tensor whole.
 
     Of a chunk that several nodes want, each is taken to read an equal part from the store. Reads the manifest, and raises what
     reading it raises. Memory: the manifest, and some 100 bytes for each chunk of each rank.

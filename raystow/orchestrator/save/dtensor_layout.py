@@ -89,8 +89,8 @@ def _check_placements(tensor: DTensor, where: str) -> None:
 
 @functools.lru_cache(maxsize=1024)
 def _solid(size: int, splits: Sequence[tuple[Placement, int]]) -> bool:
-    """Whether each rank gets one range of a dimension of ``size`` that is split by these placements over so many ranks each.
-    With FSDP over tensor parallelism it does, although the placement is strided."""
+    """Whether each rank gets one range of a dimension of ``size``. ``splits``: placements that split it, each with a number of
+    ranks. With FSDP over tensor parallelism it does, although the placement is strided."""
     import torch
 
     parts = [torch.arange(size).view((1,) * splits[0][0].dim + (size,))]

@@ -42,7 +42,7 @@ class Goal:
     """What a version becomes, and on which conditions.
 
     ``outcome``: for the log. ``weights_only``: it keeps its weights only. ``recode``: chunks become deltas to ``base``, or whole
-    without one; else they keep their base. ``bits``: mantissa bits to which weights are rounded. ``resumable``: so many newer
+    without one; else they keep their base. ``bits``: mantissa bits to which weights are rounded. ``resumable``: how many newer
     versions must be complete. ``users``: ids of thinned versions that become deltas to this one afterwards.
     """
 

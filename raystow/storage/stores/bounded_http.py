@@ -24,7 +24,7 @@ _most: ContextVar[int] = ContextVar("most", default=16 << 20)  # a page of a lis
 
 @contextlib.contextmanager
 def at_most(body: int) -> Iterator[None]:
-    """Let the answers to this thread's requests have bodies of so many bytes."""
+    """Let the answers to this thread's requests have bodies of at most ``body`` bytes."""
     token = _most.set(body + _SLACK)
     try:
         yield
@@ -33,7 +33,7 @@ def at_most(body: int) -> Iterator[None]:
 
 
 def bound(client: Any, seconds: float) -> None:
-    """Bound the answers that a boto3 client reads; each ends within so many seconds."""
+    """Bound the answers that a boto3 client reads; each ends within ``seconds``."""
 
     class PlainConnection(_BoundedConnection, AWSHTTPConnection):  # type: ignore[misc]
         limit = seconds

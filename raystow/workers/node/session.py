@@ -78,7 +78,7 @@ class SessionHost(Protocol):
         """Let a ring keep versions, within this node's memory for them; return False if too little of that is left."""
 
     def replicate(self, repository: str, replicas: int, rate: float | None) -> None:
-        """Copy what is kept of a repository to so many other nodes, at ``rate`` bytes per second at most."""
+        """Copy what is kept of a repository to ``replicas`` other nodes, at ``rate`` bytes per second at most."""
 
 
 class GpuCoder(Protocol):

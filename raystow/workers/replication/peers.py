@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 _Answer = TypeVar("_Answer")
 _IDLE = 64  # channels that are kept open
 _SHUN = 1.0, 30.0  # the fewest and the most seconds for which a node that did not answer is not asked again
-_SHARE = 3  # it is not asked again for so many times the seconds of the attempt
+_SHARE = 3  # times the seconds of the attempt: for as long it is not asked again
 _LATE = 60.0  # seconds that another node may take to read bytes from the store or from this node
 
 

@@ -31,14 +31,14 @@ ALIGN = 64
 
 
 def slot_size(ring: int, *, gpu: bool) -> int:
-    """Return the slot size for a ring of so many bytes, such that it has several slots."""
+    """Return the slot size for a ring of ``ring`` bytes, such that it has several slots."""
     return max(SLOT, min(DEVICE_SLOT, ring // 16)) if gpu else SLOT
 
 
 class Ring:
     """``slots`` consecutive slots of ``slot_size`` bytes in ``memory``. Pages are allocated at their first use.
 
-    ``skip``: slots of the file before these. ``kept``: so many slots at most, any of them, keep versions after their upload.
+    ``skip``: slots of the file before these. ``kept``: the most slots, any of them, that keep versions after their upload.
     """
 
     def __init__(self, fd: int, slots: int, slot_size: int, *, skip: int = 0, kept: int = 0) -> None:

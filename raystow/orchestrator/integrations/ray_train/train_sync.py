@@ -22,7 +22,7 @@ from .pointer import Identity, folder
 logger = logging.getLogger(__name__)
 
 ListVersions = Callable[[float], Collection[Identity]]
-"""Returns the versions that Train lists, after waiting up to so many seconds until it has processed all reports."""
+"""Returns the versions that Train lists, after waiting up to this number of seconds until it has processed all reports."""
 
 
 @dataclass(frozen=True)
