@@ -4,7 +4,7 @@
         version = cluster.save({"w": torch.ones(3)}, step=1)                        # one rank
         version = cluster.save_all([state_of_rank_0, state_of_rank_1], step=2)      # several, each on a thread of its own
 
-With ``compress_in="node"`` the node workers are processes of their own, since no process can open its own device memory by IPC.
+With ``process="node"`` the node workers are processes of their own, since no process can open its own device memory by IPC.
 What Ray does in a cluster (calls between processes, restarts) is left out; planning, staging through the ring, coding, packing,
 uploading and committing are the production code. ``nodes`` node workers serve the ranks in turn.
 """
@@ -39,7 +39,7 @@ from raystow.storage.repository import create_repository
 from raystow.storage.version import Version
 from raystow.workers.cache.tier import MemoryTier
 from raystow.workers.node.node import Node
-from raystow.workers.protocol.messages import Begin, OpenSession, Ticket
+from raystow.workers.protocol.messages import Begin, EntryInfo, OpenSession, SegmentStored, SegmentTicket, Ticket
 from raystow.workers.shm.ring import SLOT
 from raystow.workers.staging.client import Staging
 from raystow.workers.staging.plan import SaveOrder
@@ -79,6 +79,12 @@ class LocalPort:
 
     def rank_disconnected(self, rank: int, incarnation: str, reason: str) -> None:
         self._apply(lambda core: core.rank_disconnected(rank, incarnation, reason))
+
+    def open_segment(self, newest: EntryInfo) -> SegmentTicket:
+        raise AssertionError("no rank records steps here")
+
+    def segment_stored(self, part: SegmentStored) -> None:
+        raise AssertionError("no rank records steps here")
 
     def _apply(self, change: Callable[[Coordinator], _Result]) -> _Result:
         with self._changed:
@@ -122,7 +128,7 @@ class LocalCluster:
         threads: int = 2,
         memory: int = 64 << 20,
         codec: str = "auto",
-        compress_in: Literal["training", "node"] = "training",
+        process: Literal["training", "node"] = "training",
         lossy: Mapping[str, RuleSelector] | str | None = None,
         delta: Delta = 0,
         clock: Clock = SYSTEM,
@@ -132,9 +138,9 @@ class LocalCluster:
         self.committer = Committer(self.repository, f"local-{SYSTEM.token()}")
         self.coordinator = Coordinator(self.committer, clock, writer={"raystow": __version__})
         self._port = LocalPort(self.coordinator, self.committer)
-        self._memory, self._codec, self._compress_in, self._lossy = memory, codec, compress_in, Lossy.of(lossy)
+        self._memory, self._codec, self._process, self._lossy = memory, codec, process, Lossy.of(lossy)
         self._delta = delta
-        self._threads, self._ports = threads, PortServer(self._port) if compress_in == "node" else None
+        self._threads, self._ports = threads, PortServer(self._port) if process == "node" else None
         self._nodes = [self._new_node(i) for i in range(nodes)]
         self._numbers = itertools.count(1)
         self._lock = threading.Lock()
@@ -242,7 +248,7 @@ class LocalCluster:
                 return known[1]
             if known is not None:
                 known[1].close()
-            opening = self._openings[rank] = replace(self.opening(rank, world_size), process=self._compress_in)
+            opening = self._openings[rank] = replace(self.opening(rank, world_size), process=self._process)
             staging = Staging(self.address(rank % len(self._nodes)), opening, codec=self._codec)
             self._stagings[rank] = world_size, staging
             return staging

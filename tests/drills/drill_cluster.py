@@ -168,7 +168,7 @@ class DrillCluster:
 def alive(process: psutil.Process) -> bool:
     """Whether it runs, or could; one that was killed and that nobody has asked after does not."""
     try:
-        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+        return bool(process.is_running() and process.status() != psutil.STATUS_ZOMBIE)
     except psutil.NoSuchProcess:
         return False
 

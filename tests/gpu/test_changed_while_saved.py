@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def uri(options: dict[str, Any]) -> Iterator[str]:
-    if options.get("compress_in") == "node":  # by another process, which sees none of this one's memory
+    if options.get("process") == "node":  # by another process, which sees none of this one's memory
         with tempfile.TemporaryDirectory(prefix="raystow-", dir="/dev/shm") as folder:
             yield folder
     else:
@@ -34,7 +34,7 @@ def uri(options: dict[str, Any]) -> Iterator[str]:
         # A GiB needs longer than 0.03 s to leave by a ring of 112 MiB.
         pytest.param({"memory": 128 * MIB, "threads": 1}, 8, id="coded in the training process"),
         # Two GiB need longer than that to be copied for the node worker.
-        pytest.param({"memory": 256 * MIB, "compress_in": "node"}, 16, id="coded in the node worker"),
+        pytest.param({"memory": 256 * MIB, "process": "node"}, 16, id="coded in the node worker"),
     ],
 )
 def test_a_tensor_that_changes_while_it_is_saved_is_named(uri: str, options: dict[str, Any], layers: int) -> None:

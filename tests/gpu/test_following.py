@@ -96,7 +96,7 @@ def mixed(stray: int | None = None) -> dict[str, torch.Tensor]:
 def test_what_follows_takes_no_bytes_and_comes_back(tmp_path: Path, codec: str, place: str) -> None:
     if (codec, place) == ("cpu", "node"):
         pytest.skip("nothing is coded on a GPU")
-    with LocalCluster(str(tmp_path), codec=codec, compress_in=place, memory=256 << 20) as cluster:
+    with LocalCluster(str(tmp_path), codec=codec, process=place, memory=256 << 20) as cluster:
         for step, stray in enumerate((None, N // 2, None)):
             state = mixed(stray)
             version = cluster.save(state, step=step)
@@ -122,7 +122,7 @@ def test_nothing_follows_from_a_nan(tmp_path: Path, place: str) -> None:
     state = mixed()
     state["optim.a"][N // 2] = float("nan")
     state["w.a"] = state["optim.a"].bfloat16()
-    with LocalCluster(str(tmp_path), compress_in=place, memory=256 << 20) as cluster:
+    with LocalCluster(str(tmp_path), process=place, memory=256 << 20) as cluster:
         version = cluster.save(state, step=1)
         sizes = {name: info.stored for name, info in version.tensors().items()}
         assert 0 < sizes["w.a"] <= 8 << 20, "not the chunk alone that holds it"

@@ -84,7 +84,7 @@ def test_statistics_choose_a_rule_per_tensor_that_stays(tmp_path: Path, place: s
     state = mixed()
     state["exp_avg.w"][::500] *= 1000
     lossy = {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(36), "master": Sqnr(61)}
-    with LocalCluster(str(tmp_path), compress_in=place, memory=512 << 20, lossy=lossy) as cluster:
+    with LocalCluster(str(tmp_path), process=place, memory=512 << 20, lossy=lossy) as cluster:
         versions = [cluster.save(state, step=1)]
         for step in (2, 3, 4):
             into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
@@ -111,7 +111,7 @@ def test_what_was_rounded_comes_back_and_is_smaller(tmp_path: Path, codec: str, 
         pytest.skip("nothing is coded on a GPU")
     state = mixed()
     wanted = rounded(state, RULES)
-    with LocalCluster(str(tmp_path), codec=codec, compress_in=place, memory=512 << 20, lossy=RULES) as cluster:
+    with LocalCluster(str(tmp_path), codec=codec, process=place, memory=512 << 20, lossy=RULES) as cluster:
         for step in range(2):
             version = cluster.save(state, step=step)
             infos, found = version.tensors(), version.rounded()

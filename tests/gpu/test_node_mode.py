@@ -1,4 +1,4 @@
-"""``compress_in="node"``: the node worker's process codes what training processes copy into device memory that both map."""
+"""``process="node"``: the node worker's process codes what training processes copy into device memory that both map."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def folder() -> Iterator[Path]:
 
 @pytest.fixture
 def cluster(folder: Path) -> Iterator[LocalCluster]:
-    with LocalCluster(str(folder), memory=256 * MIB, compress_in="node") as cluster:
+    with LocalCluster(str(folder), memory=256 * MIB, process="node") as cluster:
         yield cluster
 
 
@@ -101,7 +101,7 @@ def test_every_dtype_and_odd_sizes(folder: Path, codec: str, caplog: pytest.LogC
         "more than the ring in device memory": weights(100 * MIB, torch.float32),
         "not where four bytes begin": weights(MIB)[1:],
     }
-    with LocalCluster(str(folder), memory=256 * MIB, codec=codec, compress_in="node") as cluster:
+    with LocalCluster(str(folder), memory=256 * MIB, codec=codec, process="node") as cluster:
         for step in range(2):
             version = cluster.save(state, step=step)
             check(cluster, state)
