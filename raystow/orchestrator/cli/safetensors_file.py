@@ -10,9 +10,10 @@ from __future__ import annotations
 import json
 import math
 import struct
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from ...storage.batches import batches
 from ...storage.coding import dtypes
 from ...storage.errors import StateError
 from ...storage.format.groups import group as group_of
@@ -91,21 +92,9 @@ def files(tensors: Mapping[str, TensorInfo], *, limit: int) -> list[SafetensorsF
 
 def group_files(group: str, tensors: Mapping[str, TensorInfo], *, limit: int) -> list[SafetensorsFile]:
     """Plan the file of one group, or its numbered files of at most ``limit`` bytes or a single tensor."""
-    parts = list(_split(tensors, limit))
+    parts = [*batches(tensors.items(), lambda item: item[1].nbytes, limit)] or [[]]
     names = [f"{group}-{number:05d}-of-{len(parts):05d}" for number in range(1, len(parts) + 1)] if len(parts) > 1 else [group]
-    return [_file(f"{name}.safetensors", group, part) for name, part in zip(names, parts, strict=True)]
-
-
-def _split(tensors: Mapping[str, TensorInfo], limit: int) -> Iterator[dict[str, TensorInfo]]:
-    part: dict[str, TensorInfo] = {}
-    used = 0
-    for name, info in tensors.items():
-        if part and used + info.nbytes > limit:
-            yield part
-            part, used = {}, 0
-        part[name] = info
-        used += info.nbytes
-    yield part
+    return [_file(f"{name}.safetensors", group, dict(part)) for name, part in zip(names, parts, strict=True)]
 
 
 def _file(name: str, group: str, tensors: Mapping[str, TensorInfo]) -> SafetensorsFile:

@@ -38,20 +38,6 @@ def boxes_of(name: str, info: TensorInfo, limit: int) -> Iterator[TensorBox]:
         yield TensorBox(name, info.dtype, cut.box)
 
 
-def in_slabs(boxes: Iterable[TensorBox], limit: int) -> Iterator[list[TensorBox]]:
-    """Group boxes, in order, into lists of at most ``limit`` bytes or a single box."""
-    slab: list[TensorBox] = []
-    used = 0
-    for box in boxes:
-        if slab and used + box.nbytes > limit:
-            yield slab
-            slab, used = [], 0
-        slab.append(box)
-        used += box.nbytes
-    if slab:
-        yield slab
-
-
 def read_slab(
     version: Version,
     reader: PackReader,

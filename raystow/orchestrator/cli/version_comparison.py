@@ -9,6 +9,7 @@ from enum import Enum
 import numpy as np
 import numpy.typing as npt
 
+from ...storage.batches import batches
 from ...storage.coding import dtypes
 from ...storage.coding.dtypes import DType
 from ...storage.coding.kernels import Bytes
@@ -16,7 +17,7 @@ from ...storage.format.boxes import Box
 from ...storage.format.manifest import Chunk
 from ...storage.version import TensorInfo, Version
 from .output import dimensions
-from .slabs import TensorBox, boxes_of, in_slabs, read_slab
+from .slabs import TensorBox, boxes_of, read_slab
 from .version_files import value_texts
 
 SLAB = 64 << 20
@@ -140,7 +141,7 @@ def compare(before: Version, after: Version, found: Sequence[Difference], progre
     """
     sums: dict[str, Deviation] = {}
     readers = before.reader(), after.reader()
-    for slab in in_slabs(_boxes(after, found), SLAB):
+    for slab in batches(_boxes(after, found), lambda box: box.nbytes, SLAB):
         nbytes = sum(part.nbytes for part in slab)
         old, new = np.empty(nbytes, np.uint8), np.empty(nbytes, np.uint8)
         read_slab(before, readers[0], slab, old)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 
+from ...storage.batches import batches
 from ...storage.coding import dtypes
 from ...storage.coding.kernels import Bytes
 from ...storage.errors import StateError
@@ -19,7 +20,7 @@ from ...storage.format import values
 from ...storage.version import Version
 from .output_dir import durable_file
 from .safetensors_file import SafetensorsFile
-from .slabs import TensorBox, boxes_of, in_slabs, read_slab
+from .slabs import TensorBox, boxes_of, read_slab
 
 SLAB = 128 << 20
 """Bytes that are decoded into memory before they are written."""
@@ -45,7 +46,7 @@ def write_file(path: Path, file: SafetensorsFile, version: Version, progress: Ca
     boxes = (box for name, info in saved.items() for box in boxes_of(name, info, SLAB // 2))
     with durable_file(path) as sink:
         sink.write(file.header(metadata))
-        for slab in in_slabs(boxes, SLAB):
+        for slab in batches(boxes, lambda box: box.nbytes, SLAB):
             read_slab(version, reader, slab, buffer, progress)
             end = 0
             for box in slab:

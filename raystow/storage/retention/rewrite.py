@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from ..batches import batches
 from ..coding import delta, dtypes
 from ..coding.chunk import ChunkEncoder
 from ..coding.derived import Derivation
@@ -287,11 +288,5 @@ def _packs(node: int, bundles: Iterable[Bundle]) -> Iterator[PlannedPack]:
     """Packs of bounded size, one group each, with bundles in the order in which they are read."""
     ordered = sorted(bundles, key=lambda bundle: (bundle.rows[0].group, bundle.rows[0].pack, bundle.rows[0].start))
     for name, of in itertools.groupby(ordered, lambda bundle: bundle.rows[0].group):
-        full, size, number = list[Bundle](), 0, 0
-        for bundle in of:
-            if full and size + bundle.nbytes > _PACK:
-                yield PlannedPack(node, name, number, tuple(full))
-                full, size, number = [], 0, number + 1
-            full.append(bundle)
-            size += bundle.nbytes
-        yield PlannedPack(node, name, number, tuple(full))
+        for number, full in enumerate(batches(of, lambda bundle: bundle.nbytes, _PACK)):
+            yield PlannedPack(node, name, number, tuple(full))
