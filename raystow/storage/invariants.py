@@ -185,7 +185,7 @@ def bases_complete(root: Root) -> Iterator[str]:
 
 
 def chains_bounded(root: Root) -> Iterator[str]:
-    """No chain of differences is longer than the limit ``chain``."""
+    """No chain of deltas is longer than the limit ``chain``."""
     for id, depth in depths(root.listed).items():
         if depth > MAX_CHAIN:
             yield f"version {id} is read through {depth} versions"

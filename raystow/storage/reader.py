@@ -163,7 +163,7 @@ class BaseChunks(Protocol):
     """Finds the chunks of earlier versions that a version needs."""
 
     def run(self, chunk: Chunk) -> Run:
-        """What must be fetched for a chunk that is a difference."""
+        """What must be fetched for a chunk that is a delta."""
 
     def referenced(self, chunk: Chunk) -> tuple[PackReader, Chunk]:
         """The row of a reference with the place and coding of the bytes that it refers to, and the reader of their version."""

@@ -184,7 +184,7 @@ class Repository(Catalog):
         Args:
             policy: The rules.
             known: Metrics by attempt that need not be read; those that are read are added.
-            bases: Ids of the versions that saves under way may be differences to.
+            bases: Ids of the versions that saves under way may be deltas to.
             compact: Write deltas whole where that frees more bytes than it writes.
 
         Returns:
@@ -200,7 +200,7 @@ class Repository(Catalog):
         return retention.plan_release(self, names)
 
     def plan_compaction(self, ids: Collection[int] | None = None) -> CompactionPlan:
-        """Plan which differences are written whole, so that their bases may be dropped.
+        """Plan which deltas are written whole, so that their bases may be dropped.
 
         Changes nothing before ``execute()`` is called.
 

@@ -170,7 +170,7 @@ class Version:
 
     @functools.cached_property
     def bases(self) -> Bases:
-        """The versions that chunks of this one are differences to."""
+        """The versions that chunks of this one are deltas or references to."""
         return Bases(self, self.sibling)
 
     def sibling(self, id: int) -> Version | None:
@@ -378,12 +378,12 @@ _parsed = MemoryBudget(2 << 30)  # bytes of fragments that all threads of this p
 
 
 class Bases:
-    """The versions that one version is a difference to. A row names a version only; the root says which attempt that is now.
+    """The versions that one version is a delta to. A row names a version only; the root says which attempt that is now.
 
     Args:
         version: The version.
         look: Finds a version of the repository by its id.
-        depth: The version's place in the chain of differences that is read.
+        depth: The version's place in the chain of deltas that is read.
     """
 
     def __init__(self, version: Version, look: Callable[[int], Version | None], *, depth: int = 1) -> None:

@@ -25,7 +25,7 @@ def played(
         found.append(goes_on)
         if goes_on:
             row = row.begun()
-            row = row.difference(entry(id, sizes[len(row.stored)], row.whole.id))
+            row = row.with_delta(entry(id, sizes[len(row.stored)], row.whole.id))
         else:
             row = after(row, entry(id, whole), None)
     return found, row
@@ -83,21 +83,21 @@ def test_a_delta_that_is_stored_whole_is_one_miss() -> None:
     assert (second.misses, second.pause, second.goes_on(AUTO)[0]) == (1, 0, True)
     late = after(second.begun(), entry(3, 1000), first.whole)
     assert late.misses == 1, "it was begun against another"
-    row = second.begun().difference(entry(3, 600, 2))
+    row = second.begun().with_delta(entry(3, 600, 2))
     assert row.misses == 0
     assert after(row.begun(), entry(4, 1000), row.whole).misses == 0, "in the midst of a row it says nothing of what pays"
 
 
 def test_a_difference_to_the_row_before_does_not_count() -> None:
     row = after(None, entry(2, 1000), None)
-    assert row.difference(entry(3, 500, 1)) == row
+    assert row.with_delta(entry(3, 500, 1)) == row
 
 
 def test_what_is_asked_for_by_number_depends_on_the_number_alone() -> None:
     row = after(None, entry(1, 1000), None)
     for number in (1, 2):
         assert row.goes_on(2) == (True, f"number {number} of 2")
-        row = row.begun().difference(entry(1 + number, 5000, 1))
+        row = row.begun().with_delta(entry(1 + number, 5000, 1))
     assert row.goes_on(2) == (False, "after 2 differences")
 
 

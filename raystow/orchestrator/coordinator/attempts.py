@@ -250,7 +250,7 @@ class Coordinator:
             if not (attempt.deltas and outcome.bases):
                 self._group = after(self._group, outcome, attempt.base if attempt.deltas else None)
             elif self._group is not None:
-                self._group = self._group.difference(outcome)
+                self._group = self._group.with_delta(outcome)
             self.aborted_in_a_row = 0
             self._enter(attempt, Phase.COMMITTED)
             for metric, number in ((VERSIONS, 1), (RAW, outcome.raw), (STORED, outcome.stored)):

@@ -82,7 +82,7 @@ class DeltaGroup:
         """The group after the start of a save that may be a delta."""
         return replace(self, offered=self.offered + 1)
 
-    def difference(self, entry: Entry) -> DeltaGroup:
+    def with_delta(self, entry: Entry) -> DeltaGroup:
         """The group after a version that is a delta to this group's whole version, or to that of the group before."""
         if self.whole.id not in entry.bases:
             return self

@@ -4,7 +4,7 @@ After a float's sign bit is rotated out of the way, the topmost byte of each wor
 its size; the bytes below are noise and are stored as they are. Which plane is worth coding, and how, is decided per chunk from
 a sample. In the pack the raw planes come first, then the coded ones, each in ascending order.
 
-A chunk may be stored as the difference to the same chunk of an earlier version, where that codes better (``base``).
+A chunk may be stored as a delta to the same chunk of an earlier version, where that codes better (``base``).
 """
 
 from __future__ import annotations
@@ -228,7 +228,7 @@ def layout(coding: Coding, dtype: DType, nbytes: int, stored: int) -> list[Plane
 
 def decode(coding: Coding, dtype: DType, stored: Bytes, raw: Bytes, base: Bytes | None = None) -> None:
     """Decode ``stored`` (uint8, its digest checked by the caller) into ``raw`` (uint8, contiguous, exactly the chunk's bytes).
-    ``base``: of a difference, the bytes of what it is a difference to.
+    ``base``: of a delta, the bytes of the chunk that it is a delta to.
 
     Raises ``Damaged`` if the description does not fit the bytes, ``Unsupported`` for a codec this reader lacks. Allocates
     no more than the chunk's own size.

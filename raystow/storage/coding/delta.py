@@ -1,4 +1,4 @@
-"""Chunks as differences to the same chunks of an earlier version, where that pays.
+"""Deltas: chunks as differences to the same chunks of an earlier version, where that pays.
 
 Words are subtracted as integers, floats too: from one step to the next most of them keep sign, exponent and the upper bits of the
 mantissa, so that the difference is a small number and its upper planes are nearly empty. See docs/design/015-deltas.md.

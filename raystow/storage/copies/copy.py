@@ -217,7 +217,7 @@ def _segments(source_root: Root, root: Root, newest: int) -> tuple[Segment, ...]
 
 
 def _check_bases(version: Version, source_root: Root, replica: Catalog) -> None:
-    """Check that the replica has the bases of a version, with the bits that it is a difference to."""
+    """Check that the replica has the bases of a version, with the mantissa bits that they had when the version was made."""
     there = {entry.id: entry for entry in replica.root().listed}
     for entry in source_root.listed:
         if entry.id not in version.entry.bases:

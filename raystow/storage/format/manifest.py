@@ -198,7 +198,7 @@ class Fragment:
 
     @property
     def bases(self) -> tuple[int, ...]:
-        """Ids of the versions that chunks are differences to, ascending."""
+        """Ids of the versions that chunks are deltas or references to, ascending."""
         return tuple(sorted({chunk.coding.base for chunk in self.chunks if chunk.coding.base is not None}))
 
     def dump(self) -> bytes:

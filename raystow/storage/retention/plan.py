@@ -49,7 +49,7 @@ class RetentionPlan:
 
     @property
     def thinned(self) -> tuple[Entry, ...]:
-        """The versions to thin, newest first: one may be a difference to the next, until it is thinned itself."""
+        """The versions to thin, newest first: one may be a delta to the next, until it is thinned itself."""
         return tuple(decision.entry for decision in reversed(self.decisions) if decision.thin)
 
     @property
@@ -94,7 +94,7 @@ class RetentionPlan:
         if not decision.thin or self.policy is None or self.policy.resumable is None:
             return replacement.compact()
         bits, base = decision.mantissa_bits, decisions.get(decision.base or 0)
-        if base is not None and base.mantissa_bits is not None:  # it is rounded later, and then makes this its difference
+        if base is not None and base.mantissa_bits is not None:  # it is rounded later, and this one made a delta to it then
             base = None
         return replacement.thin(
             self.policy.resumable,
@@ -112,8 +112,8 @@ class RetentionPlan:
     def drop(self, fence: Fence | None = None) -> tuple[Entry, ...]:
         """Drop versions from the root in one swap. Objects stay until a collection deletes them.
 
-        A version stays that was pinned or verified since the plan was made, that has become the newest, or that a version that
-        stays is a difference to. What is to go once its users are whole is dropped by another call after that.
+        A version stays if it was pinned or verified since the plan was made, if it has become the newest, or if a version that
+        stays is a delta to it. A base that is dropped once its deltas are written whole needs another call after that.
 
         Args:
             fence: The epoch that must be in charge.
@@ -150,9 +150,9 @@ class RetentionPlan:
 
 @dataclass(frozen=True)
 class CompactionPlan:
-    """Differences to write whole.
+    """Deltas to write whole.
 
-    ``entries``: the versions, oldest first. ``kept``: other differences, each with the reason why it stays one. ``all``: the
+    ``entries``: the versions, oldest first. ``kept``: other deltas, each with the reason why it stays one. ``all``: the
     entries of the root that the plan was made for.
     """
 

@@ -99,7 +99,7 @@ class Policy:
 class Decision:
     """What becomes of one version. ``rules``, for people: all that keep it; or why it is dropped, then what would keep it.
     ``thin``: why its weights alone are kept; empty if all of it is. ``base``: the id of the version that these are to be a
-    difference to, None if they are to be whole, or if the policy does not say. ``mantissa_bits``: how many of these they keep,
+    delta to, None if they are to be whole, or if the policy does not say. ``mantissa_bits``: how many of these they keep,
     None for all. ``compact``: why it is to be written whole; empty if it is not."""
 
     entry: Entry

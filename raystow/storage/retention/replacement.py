@@ -78,19 +78,19 @@ def thin(
 ) -> Goal:
     """A version keeps its weights only, as they are stored; or with ``recode``, perhaps rounded, whole or as deltas to ``base``.
 
-    No difference may be made to a version before it is rounded. So what is to be a difference to it is written whole in its turn,
-    and as a difference (``users``) once this one is rounded.
+    No version may become a delta to another before that one is rounded. So the versions that are to be deltas to this one are
+    written whole in their turn, and as deltas (``users``) once this one is rounded.
     """
     return Goal("thinned", weights_only=True, recode=recode, base=base, bits=bits, resumable=resumable, users=tuple(users))
 
 
 def compact() -> Goal:
-    """A difference is written whole, so that its base can go. No bit changes."""
+    """A delta is written whole, so that its base can be dropped. No bit changes."""
     return Goal("written whole")
 
 
 def redelta(base: Entry) -> Goal:
-    """A thinned version that is whole becomes a difference to another. No bit changes."""
+    """A thinned version that is whole becomes a delta to another. No bit changes."""
     return Goal("written as a difference", base=base)
 
 

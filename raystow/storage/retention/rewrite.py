@@ -62,13 +62,13 @@ class Bundle:
         """Stored bytes to read; estimated for a reference."""
         return self.rows[0].nbytes // 2 if self.source is not None and self.source.is_reference else self.rows[0].coding.size
 
-    def likely(self, *, difference: bool) -> int:
-        """Estimated bytes in the pack. A rounded number takes a sign, three bits of exponent and its mantissa; a difference takes
+    def likely(self, *, as_delta: bool) -> int:
+        """Estimated bytes in the pack. A rounded number takes a sign, three bits of exponent and its mantissa; a delta takes
         half."""
         if self.source is None:
             return self.nbytes
         rounded = self.nbytes if self.bits is None else self.nbytes * (self.bits + 4) // (8 * self.rows[0].words.itemsize)
-        return rounded // 2 if difference else rounded
+        return rounded // 2 if as_delta else rounded
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ class PlannedPack:
 @dataclass(frozen=True)
 class Rewriting:
     """The plan. ``fragments``: the rows that are kept, with what the record says of each fragment now. ``base``: the version that
-    chunks become or stay differences to."""
+    chunks become or stay deltas to."""
 
     version: Version
     base: Version | None
@@ -100,8 +100,7 @@ class Rewriting:
     @property
     def stored(self) -> int:
         """Stored bytes of the new attempt, estimated."""
-        difference = self.base is not None
-        return sum(bundle.likely(difference=difference) for pack in self.packs for bundle in pack.bundles)
+        return sum(bundle.likely(as_delta=self.base is not None) for pack in self.packs for bundle in pack.bundles)
 
     def sampled(self) -> int:
         """Stored bytes of the new attempt, estimated by coding some chunks of each group and dtype, which are read for it.
@@ -181,13 +180,13 @@ class Rewriting:
 
     def _recoded(self, encoder: ChunkEncoder, source: Chunk, row: Chunk, bits: int | None) -> tuple[Bytes, Chunk, Rounded | None]:
         raw, dtype, former = _elements(self.version, source), dtypes.dtype(source.dtype), self._former(source)
-        difference = found = None
+        coded = found = None
         if bits is not None:
             found = round_to_nearest(raw, source.dtype, bits)
             row = replace(row, raw_digest=raw_digest(raw))
         if self.base is not None and former is not None:
-            difference = delta.encode(encoder, raw, dtype, former.copy(), self.base.id)
-        stored, coding = difference or encoder.encode(raw, dtype)
+            coded = delta.encode(encoder, raw, dtype, former.copy(), self.base.id)
+        stored, coding = coded or encoder.encode(raw, dtype)
         row = replace(row, coding=coding, stored_digest=stored_digest(stored))
         decode(row, stored, base=former)  # checked now: its source will be deleted
         return stored, row, found

@@ -177,8 +177,8 @@ def encode(dtype: str, raw: Bytes, base: tuple[int, Bytes] | None = None) -> tup
     encoder = getattr(_scratch, "encoder", None)
     if encoder is None:
         encoder = _scratch.encoder = ChunkEncoder(SLOT)
-    difference = delta.encode(encoder, raw, dtypes.dtype(dtype), base[1], base[0]) if base is not None else None
-    coded, coding = difference or encoder.encode(raw, dtypes.dtype(dtype))
+    as_delta = delta.encode(encoder, raw, dtypes.dtype(dtype), base[1], base[0]) if base is not None else None
+    coded, coding = as_delta or encoder.encode(raw, dtypes.dtype(dtype))
     return coding, coded.data
 
 

@@ -41,7 +41,7 @@ class RestoreVote(Message, frozen=True):
 class RestoreChoice(Message, frozen=True):
     """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
     ``record``: the version's record, where the coordinator still has it. ``company``: the nodes of all ranks. ``bases``: the same
-    of the versions that it is a difference to, as far as the coordinator knows them."""
+    of the versions that it is a delta to, as far as the coordinator knows them."""
 
     entry: Entry
     near: Table[int, Column[Text]] = {}
