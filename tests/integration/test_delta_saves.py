@@ -137,7 +137,7 @@ def test_what_is_wrong_in_memory_is_no_base(uri: str, caplog: pytest.LogCaptureF
         cluster.save(next(states), step=0)
         (held,) = cluster.tier(0).holdings(cluster.repository.id)
         key = next(key for key in held.parts[0].objects if "optimizer-" in key)
-        descriptor = cluster.tier(0).borrow(cluster.repository.id, key).descriptor
+        descriptor = cluster.tier(0).lend(cluster.repository.id, key).descriptor
         os.pwrite(descriptor, bytes(1000), 500)
         os.close(descriptor)
         cluster.save(state := next(states), step=1)

@@ -55,13 +55,11 @@ def read_of(cluster: LocalCluster, version: Version) -> dict[str, int]:
     return dict(cache.read)
 
 
-def borrowed(cluster: LocalCluster) -> tuple[LentMemory, list[int]]:
+def lent_pack(cluster: LocalCluster) -> tuple[LentMemory, list[int]]:
     """The memory of the newest version's only pack, and where its chunks begin, in their order in the tensor."""
     version = cluster.repository.latest()
     (pack,) = version.record.packs
-    lent = cluster.tier(0).borrow(
-        cluster.repository.id, keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number)
-    )
+    lent = cluster.tier(0).lend(cluster.repository.id, keys.pack(version.id, version.attempt, pack.node, pack.group, pack.number))
     assert lent is not None
     return lent, [row.start for row in sorted(version.chunks["w0"], key=lambda row: row.offset)]
 
@@ -93,7 +91,7 @@ def test_a_version_stays_where_the_gpu_has_put_it(cluster: LocalCluster) -> None
 def test_a_reader_gets_a_copy_while_the_ring_is_filled(cluster: LocalCluster) -> None:
     rank = connected(cluster)
     rank.save(1, first := random_bytes(1))
-    lent, place = borrowed(cluster)
+    lent, place = lent_pack(cluster)
     for step in range(2, 5):
         rank.save(step, random_bytes(step))  # all slots are filled again
     assert content(lent, place) == first.tobytes()
@@ -107,9 +105,9 @@ def test_what_was_lent_stays_when_its_version_is_replaced(cluster: LocalCluster)
     inode = os.fstat(rank.ring.fd).st_ino
     rank.close()
     wait_until(
-        lambda: os.fstat((lent := borrowed(cluster)[0]).descriptor).st_ino == inode and lent.extents, "the ring is retired"
+        lambda: os.fstat((lent := lent_pack(cluster)[0]).descriptor).st_ino == inode and lent.extents, "the ring is retired"
     )
-    lent, place = borrowed(cluster)
+    lent, place = lent_pack(cluster)
     again = connected(cluster)
     again.save(2, random_bytes(2))
     wait_until(lambda: [held.attempt.id for held in cluster.tier(0).holdings(cluster.repository.id)] == [2], "it is replaced")

@@ -19,7 +19,7 @@ def attempt_key(id: int, repository: str = "r") -> AttemptKey:
 
 
 def read(tier: MemoryTier, key: str, repository: str = "r") -> bytes | None:
-    lent = tier.borrow(repository, key)
+    lent = tier.lend(repository, key)
     if lent is None:
         return None
     with open(lent.descriptor, "rb") as file:
@@ -190,7 +190,7 @@ def test_a_repository_that_nobody_saves_to_makes_room(tier):
 def test_what_was_lent_outlives_the_tier():
     tier = MemoryTier(KIB)
     tier.put(attempt_key(1), 0, "a", [b"bytes"])
-    lent = tier.borrow("r", "a")
+    lent = tier.lend("r", "a")
     tier.close()
     with open(lent.descriptor, "rb") as file:
         assert os.pread(file.fileno(), 5, 0) == b"bytes"

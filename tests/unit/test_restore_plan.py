@@ -246,7 +246,7 @@ def spoil(cluster: LocalCluster, saved: Version) -> None:
     """Flip a bit of a chunk in the node worker's memory."""
     row = saved.chunks["a"][0]
     key = keys.pack(saved.id, saved.attempt, row.node, row.group, row.pack)
-    lent = cluster._nodes[0]._tier.borrow(cluster.repository.id, key)  # type: ignore[union-attr]
+    lent = cluster._nodes[0]._tier.lend(cluster.repository.id, key)  # type: ignore[union-attr]
     assert lent is not None
     with open(lent.descriptor, "r+b", buffering=0) as file:
         (byte,) = os.pread(file.fileno(), 1, row.start)

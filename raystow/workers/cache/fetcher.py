@@ -73,7 +73,7 @@ class Fetcher:
         The bytes that this call reads are added to ``read``, by source; "instead" is the store, because the node that was to read
         them did not send them. What other threads have read is not counted.
         """
-        kept = self._tier.borrow(request.repository, request.key)
+        kept = self._tier.lend(request.repository, request.key)
         if kept is not None:
             read["memory"] += sum(end - start for start, end in request.spans)
             return CachedMemory(kept, whole=True)
@@ -84,7 +84,7 @@ class Fetcher:
     def lend(self, repository: str, key: str, span: Span, seconds: float) -> LentMemory | None:
         """Return memory in which a span is filled, for another node; None if it is not here. Waits while it is being fetched:
         ``DeadlineExceeded`` if that takes longer than ``seconds``."""
-        kept = self._tier.borrow(repository, key)
+        kept = self._tier.lend(repository, key)
         if kept is not None:
             return kept
         with self._lock:

@@ -76,7 +76,7 @@ class NodeCacheStore:
             self._read(memory, start, memoryview(copy := bytearray(length)))
             return copy
 
-        found = self._borrowed(key, start, length, view)
+        found = self._through_worker(key, start, length, view)
         return self._store.get_range(key, start, length) if found is None else found
 
     def get_range_into(self, key: str, start: int, target: memoryview) -> None:
@@ -86,7 +86,7 @@ class NodeCacheStore:
             self._read(memory, start, target)
             return True
 
-        if self._borrowed(key, start, target.nbytes, read) is None:
+        if self._through_worker(key, start, target.nbytes, read) is None:
             self._store.get_range_into(key, start, target)
 
     def close(self) -> None:
@@ -113,7 +113,7 @@ class NodeCacheStore:
                     raise ClusterError(f"the memory that the node worker lent ends at {at}", subject=self._address)
                 done, at = done + got, at + got
 
-    def _borrowed(
+    def _through_worker(
         self, key: str, start: int, length: int, use: Callable[[ObjectLocation, LentMemory], _Result]
     ) -> _Result | None:
         """Return ``use`` of memory that contains these bytes; None if they must be read from the store."""
@@ -126,7 +126,7 @@ class NodeCacheStore:
             self._answered.add(asked)
             held = self._whole.get(key)
             if held is None:
-                return self._borrow(key, location, start, length, functools.partial(use, location))
+                return self._request(key, location, start, length, functools.partial(use, location))
             with self._lock:
                 self.read["memory"] += length
             return use(location, held)
@@ -136,7 +136,7 @@ class NodeCacheStore:
                 self.read["store"] += length
             return None
 
-    def _borrow(
+    def _request(
         self, key: str, location: ObjectLocation, start: int, length: int, use: Callable[[LentMemory], _Result]
     ) -> _Result:
         request = ReadCached(

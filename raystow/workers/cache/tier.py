@@ -209,7 +209,7 @@ class MemoryTier:
             held = file.hold()
         return copied(held, file.size).content
 
-    def borrow(self, repository: str, key: str) -> LentMemory | None:
+    def lend(self, repository: str, key: str) -> LentMemory | None:
         """Return an object's memory, which the caller closes; None if it is not here. An object in a ring that a process still
         fills is copied first, since the reader does not report when it has read the memory."""
         with self._lock:

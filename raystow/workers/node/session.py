@@ -52,7 +52,7 @@ from ..shm.slots import Slots
 logger = logging.getLogger(__name__)
 
 
-_OFFERED = 3  # versions besides the newest that a process may still refer to, since it does not know of a newer one yet
+_BASES = 3  # versions besides the newest that a process may still refer to, since it does not know of a newer one yet
 
 
 class SessionHost(Protocol):
@@ -106,8 +106,8 @@ class Session:
         self._coder: GpuCoder | None = None
         self._layouts: dict[int, Layout] = {}  # of the chunks on each device
         self._compared: dict[int, ComparedChunks] = {}  # by device
-        self._offered: dict[int, KnownChunks] = {}  # by id, what this process may refer to
-        self._offers: dict[int, tuple[int, int]] = {}  # by device, the version and the number of what was offered last
+        self._bases: dict[int, KnownChunks] = {}  # by id, the versions that this process may refer to
+        self._sent: dict[int, tuple[int, int]] = {}  # by device, the version and the chunks whose digests were sent last
         self._attempt: NodeAttempt | None = None
         self._number = 0
 
@@ -176,7 +176,7 @@ class Session:
                     active.add_coded(rank, draft(chunk.info, self._number, chunk.coding, raw_digest=chunk.digest), parts, done)
             case ComparedChunks(device):
                 self._compared[device] = message
-                self._offer()
+                self._send_base_digests()
             case ChunkDigests() if active is not None:
                 self._note_digests(active, message)
             case CodedLayout(device):
@@ -212,34 +212,34 @@ class Session:
         self._attempt = attempt
         self._connection.send(AttemptJoined(begin.save, attempt.id, attempt.name))
         attempt.join(begin.rank, message.values, functools.partial(self._tell, begin.save))
-        self._offer()
+        self._send_base_digests()
 
     def _note_digests(self, attempt: NodeAttempt, message: ChunkDigests) -> None:
         """Add references for the chunks that have not changed, and note the digests of the others, which come later."""
-        infos, offered = self._compared[message.device].chunks, self._offered.get(message.base)
+        infos, base = self._compared[message.device].chunks, self._bases.get(message.base)
         numbers = np.frombuffer(message.numbers, "<i8").tolist()
         pairs = np.frombuffer(message.pairs, "<u8").reshape(2, -1).T.tolist()
         for number, (first, second), same in zip(numbers, pairs, message.same, strict=True):
             chunk = draft(infos[number], self._number, raw_digest=first)
             if same:
-                attempt.refer(self._opening.rank, chunk, second, offered)
+                attempt.refer(self._opening.rank, chunk, second, base)
             else:
                 attempt.note(chunk, second)
 
-    def _offer(self) -> None:
+    def _send_base_digests(self) -> None:
         """Send the digests of the version that the save is compared with, once for each version and set of chunks."""
         base = self._attempt.base if self._attempt is not None else None
         for device, compared in self._compared.items():
-            offer = (base.id if base is not None else 0), compared.serial
-            if self._offers.get(device) == offer:
+            which = (base.id if base is not None else 0), compared.serial
+            if self._sent.get(device) == which:
                 continue
             pairs = np.zeros((2, len(compared.chunks)), "<u8")
             if base is not None:
-                self._offered = dict([*self._offered.items()][-_OFFERED:]) | {base.id: base.chunks}
+                self._bases = dict([*self._bases.items()][-_BASES:]) | {base.id: base.chunks}
                 found = [base.chunks.pair(draft(info, 0)) for info in compared.chunks]
                 pairs[:] = np.array(found, "<u8").reshape(-1, 2).T
-            self._offers[device] = offer
-            self._connection.send(BaseDigests(device, compared.serial, offer[0], pairs.tobytes()))
+            self._sent[device] = which
+            self._connection.send(BaseDigests(device, compared.serial, which[0], pairs.tobytes()))
 
     def _end(self, attempt: NodeAttempt, message: EndSave) -> None:
         attempt.stalled(message.stall)

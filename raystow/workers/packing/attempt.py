@@ -146,10 +146,10 @@ class NodeAttempt:
         """Remember the second number of ``digest_pair`` of a chunk that ``add_coded`` gets later."""
         self._writer.note(chunk, second)
 
-    def refer(self, rank: int, chunk: Chunk, second: int, offered: KnownChunks | None) -> None:
-        """Add a chunk that is the same as in a version that the rank was ``offered``."""
+    def refer(self, rank: int, chunk: Chunk, second: int, base: KnownChunks | None) -> None:
+        """Add a chunk that is the same as in the version ``base``."""
         try:
-            self._cover(rank, self._writer.refer(chunk, second, offered))
+            self._cover(rank, self._writer.refer(chunk, second, base))
         except SaveFailed as error:
             self.fail(str(error))
 

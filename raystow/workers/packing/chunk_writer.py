@@ -95,13 +95,13 @@ class ChunkWriter:
         with self._lock:
             self._second[chunk.name, chunk.box] = second
 
-    def refer(self, chunk: Chunk, second: int, offered: KnownChunks | None) -> Chunk:
-        """Add a chunk that a training process has found to be the same as in a version that it was offered; return its row.
+    def refer(self, chunk: Chunk, second: int, base: KnownChunks | None) -> Chunk:
+        """Add a chunk that a training process has found to be the same as in the version ``base``; return its row.
 
-        ``SaveFailed`` if no version that is known here has it: nothing was sent of it.
+        ``SaveFailed`` if no version that is known here has it: its bytes were not sent.
         """
         row = self._referenced(chunk, second)
-        if row is None and offered is not None and (row := offered.reference(chunk, second)) is not None:
+        if row is None and base is not None and (row := base.reference(chunk, second)) is not None:
             with self._lock:
                 self._stored.append(row)
         if row is None:

@@ -31,7 +31,7 @@ class Failing(MemoryStore):
 
 @pytest.fixture
 def failing() -> Failing:
-    return Failing("borrowing")
+    return Failing("cached")
 
 
 @pytest.fixture
@@ -56,12 +56,12 @@ def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
 
     serving = threading.Thread(target=serve)
     serving.start()
-    store = MemoryStore("borrowing")
+    store = MemoryStore("cached")
     store.put("pack", [b"bytes"])
-    borrowing = NodeCacheStore(store, listener.name, "r")
-    borrowing.location = lambda key: ObjectLocation(5)
-    yield borrowing
-    borrowing.close()
+    cached = NodeCacheStore(store, listener.name, "r")
+    cached.location = lambda key: ObjectLocation(5)
+    yield cached
+    cached.close()
     serving.join(10)
     listener.close()
 
