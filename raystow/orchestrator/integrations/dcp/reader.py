@@ -25,8 +25,7 @@ from ...argument_checks import address
 from ...restore.fill import fill_on_gpu
 from ...save.shards import bits
 from .checkpoint_id import is_id, parse_id
-from .dtensor_check import check_placed
-from .torch_files import refuse_torch_files
+from .checks import check_placed, refuse_torch_files
 from .version_metadata import UnreadMetadata, VersionMetadata
 
 _AT_ONCE = 64  # boxes that are converted or copied to another device together

@@ -33,9 +33,8 @@ from ...save.state_tree import Leaf, flatten
 from ...standalone.commit import StandaloneCommit
 from ...standalone.writer import StandaloneWriter, StoredPart, cores
 from .checkpoint_id import is_id, parse_id
-from .dtensor_check import check_placed
+from .checks import check_placed, refuse_torch_files
 from .keys import path_of
-from .torch_files import refuse_torch_files
 
 _WHAT = "state_dict"
 _MEMORY = 512 << 20
