@@ -59,9 +59,9 @@ def test_old_restores_are_forgotten():
     assert claims.claim("first", "pack", (0, 10), "b") == [(0, 10, "b")]
 
 
-def test_each_object_has_a_desk_and_all_nodes_serve():
-    company = RestoreGroup("r", ["a", "b", "c"])
-    desks = Counter(company.owner(f"pack {i}") for i in range(300))
-    assert desks.keys() == {"a", "b", "c"}
-    assert min(desks.values()) > 50
+def test_each_object_has_an_owner_and_all_nodes_own_some():
+    group = RestoreGroup("r", ["a", "b", "c"])
+    owners = Counter(group.owner(f"pack {i}") for i in range(300))
+    assert owners.keys() == {"a", "b", "c"}
+    assert min(owners.values()) > 50
     assert RestoreGroup("r", ["a"]).owner("pack") == RestoreGroup().owner("pack") == ""

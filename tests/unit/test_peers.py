@@ -212,9 +212,9 @@ class Counting(MemoryStore):
         super().get_range_into(key, start, target)
 
 
-def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, company: RestoreGroup | None = None) -> bytes:
-    company = company or RestoreGroup("restore", tuple(sorted(cluster.workers)))
-    wanted = ReadCached("r", key, len(DATA), ((span[0], span[1]),), round=company.round, owner=company.owner(key))
+def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, group: RestoreGroup | None = None) -> bytes:
+    group = group or RestoreGroup("restore", tuple(sorted(cluster.workers)))
+    wanted = ReadCached("r", key, len(DATA), ((span[0], span[1]),), round=group.round, owner=group.owner(key))
     cluster[by].reads.append(read := Counter[str]())
     with open(cluster[by].fetcher.get(wanted, store, read).memory.descriptor, "rb") as file:
         return os.pread(file.fileno(), span[1] - span[0], span[0])
@@ -277,12 +277,12 @@ def test_who_reads_too_slowly_is_not_waited_for_any_longer(cluster, monkeypatch,
 @pytest.mark.parametrize("dead", ["a", "b", "c"])
 def test_a_node_that_dies_leaves_its_part_to_the_others(cluster, dead):
     """For each node: the owner of the claims, the one that has read, and one that is neither."""
-    store, company = Counting("pack"), RestoreGroup("restore", ("a", "b", "c"))
+    store, group = Counting("pack"), RestoreGroup("restore", ("a", "b", "c"))
     reader = "a" if dead != "b" else "b"
-    assert get(cluster, reader, store, "pack", 0, 1000, company=company) == DATA[:1000]
+    assert get(cluster, reader, store, "pack", 0, 1000, group=group) == DATA[:1000]
     cluster.kill(dead)
     for node in cluster.workers:
-        assert get(cluster, node, store, "pack", 0, 2000, company=company) == DATA[:2000]
+        assert get(cluster, node, store, "pack", 0, 2000, group=group) == DATA[:2000]
     assert 2000 <= store.read["pack"] <= 5000
 
 

@@ -82,15 +82,15 @@ def test_a_restore_begins_when_all_ranks_have_joined(run):
     run.rounds.vote(RestoreVote(2, 3, "a2", 1, 60.0, node="node a"))
     assert round.answers(None)
     assert run.rounds.changes > changes
-    assert round.company.nodes == ("node a", "node b")
+    assert round.group.nodes == ("node a", "node b")
     for rank in range(3):
         run.rounds.vote(RestoreVote(rank, 3, f"a{rank}", 1, 60.0, entry))
     again = run.rounds.vote(RestoreVote(0, 3, "a0", 2, 60.0, node="node c"))
     assert not again.answers(None)
     for rank in (1, 2):
         run.rounds.vote(RestoreVote(rank, 3, f"a{rank}", 2, 60.0, node="node c"))
-    assert again.company.nodes == ("node c",)
-    assert again.company.round != round.company.round
+    assert again.group.nodes == ("node c",)
+    assert again.group.round != round.group.round
 
 
 def test_who_never_comes_is_named_too(run):

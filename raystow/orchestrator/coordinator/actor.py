@@ -250,10 +250,10 @@ class CoordinatorActor:
         if entry is None or entry == vote.tried:
             return None if entry is None else RestoreChoice(entry)
         if round.held is not None and entry == round.held.entry:
-            return replace(round.held, company=round.company)
+            return replace(round.held, group=round.group)
         async with self._restoring:
             choice = await self._choice(entry.attempt, lambda: (entry, b""))
-            return replace(choice, company=round.company)
+            return replace(choice, group=round.group)
 
     async def handle_journal(self, protocol: str, data: bytes) -> bytes:
         """Take a rank's vote on the step to replay to, and answer when all ranks have voted."""

@@ -147,8 +147,8 @@ class ClusterAgreement:
         records = {version.record_key: ObjectLocation(entry.size)}
         self._cache.location = records.get  # otherwise once for all ranks of the node
         near = {choice.entry.id: choice.near for choice in choices}
-        self.sources = sources = Sources(near.pop(entry.id), self._here, company=self._choice.company, bases=near)
-        company, sizes = self._choice.company, {(version.id, version.attempt): _sizes(version)}
+        self.sources = sources = Sources(near.pop(entry.id), self._here, group=self._choice.group, bases=near)
+        group, sizes = self._choice.group, {(version.id, version.attempt): _sizes(version)}
         for base in version.bases.all():
             records[base.record_key] = ObjectLocation(base.entry.size)
             sizes[base.id, base.attempt] = _sizes(base)
@@ -160,7 +160,7 @@ class ClusterAgreement:
             if parts is None or whose is None or size is None:
                 return None
             peers = sources.peers(parts[0], 0 if whose[0] == version.id else whose[0])
-            return ObjectLocation(size, peers, company.round, company.owner(key))
+            return ObjectLocation(size, peers, group.round, group.owner(key))
 
         self._cache.location = place
         return version

@@ -50,12 +50,12 @@ _RATES = Rates()
 @dataclass(frozen=True)
 class Sources:
     """The sources of stored bytes. ``near``: number of a node of the save -> the nodes with all of its objects in memory.
-    ``here``: this node's id; empty without a node worker. ``company``: the nodes that restore together; each byte that several of
+    ``here``: this node's id; empty without a node worker. ``group``: the nodes that restore together; each byte that several of
     them need is read from the store once. ``bases``: as ``near``, for the base versions by id."""
 
     near: Mapping[int, Sequence[str]] = field(default_factory=dict)
     here: str = ""
-    company: RestoreGroup = NO_GROUP
+    group: RestoreGroup = NO_GROUP
     bases: Mapping[int, Mapping[int, Sequence[str]]] = field(default_factory=dict)
 
     def holders(self, node: int, version: int = 0) -> Sequence[str]:
@@ -77,7 +77,7 @@ class Sources:
             return MEMORY, self.here, "kept by this node"
         if peers := self.peers(node, version):
             return PEER, peers[0], f"node {peers[0][:8]} keeps a copy" + (f", {len(peers) - 1} more do" if peers[1:] else "")
-        nodes = len(self.company.nodes)
+        nodes = len(self.group.nodes)
         shared = f"; what several of {nodes} nodes want one of them reads" if nodes > 1 else ""
         return STORE, "", f"nobody has it in memory{shared}"
 

@@ -30,12 +30,12 @@ _LISTED = 8  # ranks that an error lists for each version
 
 @dataclass
 class RestoreRound:
-    """One restore of all ranks. ``version``: what the first rank asks for; ``asked``: what each does; ``missing``: why there is
-    no such version. ``candidates``: newest first, the first is being tried. ``votes``: what each rank says of it;
-    ``damaged``: that any of them has found damage, and not only that it holds too little.
-    ``held``: a candidate that is no version. ``blind``: the store did not answer, and would take no lease either. ``nodes``:
-    where the ranks are; once all have ``come``, that is the ``company``. ``begun``: when the first came, in monotonic seconds.
-    ``read``: what each has read."""
+    """One restore of all ranks. ``version``: the one that the first rank asks for; ``asked``: those of all ranks; ``missing``:
+    why there is no such version. ``candidates``: newest first, the first is being tried. ``votes``: the damage that each rank has
+    found in it; ``damaged``: whether any has, and not only names that it lacks. ``held``: a candidate that is not a version, but
+    complete in memory. ``store_down``: the store did not answer, and cannot take a lease either. ``nodes``: of the ranks.
+    ``joined``: whether all ranks have joined; their nodes are the ``group`` then. ``begun``: when the first joined, in monotonic
+    seconds. ``read``: bytes by source that each rank has read."""
 
     world_size: int
     version: str
@@ -44,15 +44,15 @@ class RestoreRound:
     begun: float
     read: dict[int, Mapping[str, int]] = field(default_factory=dict)
     nodes: dict[int, str] = field(default_factory=dict)
-    come: bool = False
-    company: RestoreGroup = NO_GROUP
+    joined: bool = False
+    group: RestoreGroup = NO_GROUP
     members: dict[int, tuple[str, int]] = field(default_factory=dict)
     asked: dict[int, str] = field(default_factory=dict)
     missing: NotFound | None = None
     votes: dict[int, str] = field(default_factory=dict)
     damaged: bool = False
     held: RestoreChoice | None = None
-    blind: bool = False
+    store_down: bool = False
     lease: contextlib.ExitStack = field(default_factory=contextlib.ExitStack)
     done: bool = False
     failure: RaystowError | None = None
@@ -62,15 +62,15 @@ class RestoreRound:
         reads and must ask for the same version."""
         if self.done or self.failure is not None:
             return True
-        if not self.come and (self.missing or (tried is None and self.candidates)):
+        if not self.joined and (self.missing or (tried is None and self.candidates)):
             return False
         return tried not in self.candidates[:1]
 
     def answer(self, tried: Entry | None) -> Entry | None:
         """The answer for a rank that has ``tried`` this version: the version to restore, or the one that all have restored; None
-        if there is none. Raises if the round has failed, but not before the rank has tried a version that all have come for: its
-        own error may say more."""
-        if self.failure is not None and not (tried is None and self.come and self.candidates):
+        if there is none. Raises if the round has failed, but not before the rank has tried the version that all have joined
+        for: its own error may say more."""
+        if self.failure is not None and not (tried is None and self.joined and self.candidates):
             raise self.failure
         return self.candidates[0] if self.candidates else None
 
@@ -124,15 +124,15 @@ class RestoreRounds:
 
         ``held``: a save that is complete in memory but not a version; a new round starts with it.
         """
-        whom, failed = self._failed.get(vote.rank, (None, None))
-        if failed is not None and whom == (vote.incarnation, vote.number):  # the round failed while this rank was restoring
+        member, failed = self._failed.get(vote.rank, (None, None))
+        if failed is not None and member == (vote.incarnation, vote.number):  # the round failed while this rank was restoring
             return failed
         round = self._round_of(vote, held if vote.allow_uncommitted else None)
         round.members[vote.rank] = vote.incarnation, vote.number
         round.asked[vote.rank] = vote.version
         round.nodes[vote.rank] = vote.node
-        if not round.come and len(round.members) == round.world_size:
-            round.come, round.company = True, RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
+        if not round.joined and len(round.members) == round.world_size:
+            round.joined, round.group = True, RestoreGroup(self._clock.token(), tuple(sorted({*round.nodes.values()} - {""})))
             self.changes += 1
             self._check_asked(round)
         round.deadline = self._clock.monotonic() + vote.timeout
@@ -167,8 +167,8 @@ class RestoreRounds:
         """Fail the rounds that are past their deadline."""
         for round in list(self._open):
             if self._clock.monotonic() > round.deadline:
-                heard = round.votes if round.come else round.members
-                waiting = sorted(set(range(round.world_size)) - set(heard))
+                reported = round.votes if round.joined else round.members
+                waiting = sorted(set(range(round.world_size)) - set(reported))
                 self._fail(round, DeadlineExceeded(f"ranks {waiting} have not restored what the others have"))
 
     def _round_of(self, vote: RestoreVote, held: RestoreChoice | None) -> RestoreRound:
@@ -182,7 +182,7 @@ class RestoreRounds:
                 self._fail(round, ClusterError(f"rank {vote.rank} has begun another restore", remedy="restore again"))
         root, said = self._known.root()
         round = RestoreRound(vote.world_size, vote.version, list(reversed(root.versions)), 0.0, self._clock.monotonic())
-        round.blind = not said
+        round.store_down = not said
         newest = root.versions[-1].id if root.versions else 0
         if vote.version != LATEST:
             try:
@@ -200,7 +200,7 @@ class RestoreRounds:
         return round
 
     def _check_asked(self, round: RestoreRound) -> None:
-        """Fail a round that all ranks have come for if they ask for different versions, or for one that does not exist."""
+        """Fail a round that all ranks have joined if they ask for different versions, or for one that does not exist."""
         ranks: dict[str, list[int]] = {}
         for rank, version in sorted(round.asked.items()):
             ranks.setdefault(version, []).append(rank)
@@ -241,7 +241,7 @@ class RestoreRounds:
 
     def _lease(self, round: RestoreRound) -> None:
         """Lease the first candidate, so that it is not collected; skip candidates that were dropped."""
-        if round.blind:
+        if round.store_down:
             return
         while round.candidates and not (
             round.held and round.candidates[0] == round.held.entry
@@ -256,7 +256,7 @@ class RestoreRounds:
 
     def _fail(self, round: RestoreRound, error: RaystowError) -> None:
         round.failure = error
-        self._failed.update((rank, (whom, round)) for rank, whom in round.members.items())
+        self._failed.update((rank, (member, round)) for rank, member in round.members.items())
         self._close(round)
 
     def _close(self, round: RestoreRound) -> None:

@@ -40,13 +40,13 @@ class RestoreVote(Message, frozen=True):
 
 class RestoreChoice(Message, frozen=True):
     """A version to restore. ``near``: number of a node that saved it -> the nodes that have all its objects in memory.
-    ``record``: the version's record, where the coordinator still has it. ``company``: the nodes of all ranks. ``bases``: the same
+    ``record``: the version's record, where the coordinator still has it. ``group``: the nodes of all ranks. ``bases``: the same
     of the versions that it is a delta to, as far as the coordinator knows them."""
 
     entry: Entry
     near: Table[int, Column[Text]] = {}
     record: Annotated[bytes, Meta(max_length=MAX_RECORD)] = b""
-    company: RestoreGroup = NO_GROUP
+    group: RestoreGroup = NO_GROUP
     bases: Column[RestoreChoice] = ()
 
     @property
