@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 ATTENTION, FEED_FORWARD, EMBEDDINGS, NORMS, OTHER = "attention", "feed-forward", "embeddings", "norms", "other"
-ROLES = (ATTENTION, FEED_FORWARD, EMBEDDINGS, NORMS, OTHER)
 
 _WORDS = {
     EMBEDDINGS: "embed embedding embeddings embed_tokens embed_positions tok_embeddings token_embedding word_embeddings "

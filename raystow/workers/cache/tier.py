@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class KeptPart:
-    """A ``NodePart`` under construction."""
+    """A mutable ``NodePart``."""
 
     objects: dict[str, int] = field(default_factory=dict)
     replica_order: tuple[str, ...] = ()
@@ -38,7 +38,7 @@ class KeptPart:
 
 @dataclass
 class KeptAttempt:
-    """A ``Holding`` under construction."""
+    """A mutable ``Holding``."""
 
     attempt: AttemptKey
     parts: dict[int, KeptPart] = field(default_factory=dict)
