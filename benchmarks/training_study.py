@@ -128,7 +128,7 @@ def sizes(state: State, near: State, far: State) -> dict[str, int]:
 
 def saved(near: State, state: State, there: State) -> dict[str, int]:
     """Stored bytes of two states when they are saved one after the other out of the tensors ``there``, which change: the first is
-    whole, the second is a difference to it."""
+    whole, the second is a delta to it."""
     with (
         tempfile.TemporaryDirectory() as root,
         raystow.Checkpointer(

@@ -173,7 +173,7 @@ def bases_live(root: Root) -> Iterator[str]:
     live, listed = {entry.id for entry in root.versions}, {entry.id for entry in root.listed}
     for entry, base in _bases(root):
         if base not in (live if entry.id in live else listed) or base >= entry.id:
-            yield f"version {entry.id} is a difference to version {base}, which is not there"
+            yield f"version {entry.id} is a delta to version {base}, which is not there"
 
 
 def bases_complete(root: Root) -> Iterator[str]:
@@ -181,7 +181,7 @@ def bases_complete(root: Root) -> Iterator[str]:
     thinned = {entry.id for entry in root.listed if not entry.resumable}
     for entry, base in _bases(root):
         if entry.resumable and base in thinned:
-            yield f"version {entry.id} is a difference to version {base}, which is thinned"
+            yield f"version {entry.id} is a delta to version {base}, which is thinned"
 
 
 def chains_bounded(root: Root) -> Iterator[str]:

@@ -155,7 +155,7 @@ class Run:
         try:
             yield
         except (Damaged, Unsupported) as error:
-            what = f"{error.what}; {piece.chunk.name!r} of version {self.version} is a difference to it"
+            what = f"{error.what}; {piece.chunk.name!r} of version {self.version} is a delta to it"
             raise type(error)(what, subject=error.subject, remedy=error.remedy) from error
 
 

@@ -240,7 +240,7 @@ def _one_of_each_id(
                 f = replace(f, lacks=f"the id belongs to attempt {best.attempt} of epoch {best.epoch}")
             elif best is not None and not f.lacks and (bases := gone(best)):
                 as_it_was = " as it was" if bases[0] in back else ""
-                f = replace(f, lacks=f"it is a difference to version {bases[0]}, which does not come back{as_it_was}")
+                f = replace(f, lacks=f"it is a delta to version {bases[0]}, which does not come back{as_it_was}")
             judged.append(f)
         if best is not None and not gone(best):
             back[id] = best

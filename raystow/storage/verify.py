@@ -111,13 +111,13 @@ def _check_bases(version: Version, store: ObjectStore) -> None:
     needed = tuple(sorted({base for fragment in version.fragments for base in fragment.bases}))
     if not needed == version.record.bases == version.entry.bases:
         told = f"the manifest names {needed}, the record {version.record.bases}, the root {version.entry.bases}"
-        raise Damaged(f"differences to other versions than is said: {told}", subject=version.record.key())
+        raise Damaged(f"deltas to other versions than is said: {told}", subject=version.record.key())
     for id in needed:
         base = version.bases.version(id)
         try:
             _verify_sizes(base, store)
         except Damaged as error:
-            raise Damaged(f"{error.what}; version {version.id} is a difference to version {id}", subject=error.subject) from error
+            raise Damaged(f"{error.what}; version {version.id} is a delta to version {id}", subject=error.subject) from error
     version.reader().whole(chunk for rows in version.chunks.values() for chunk in rows)  # finds what each of them needs
 
 

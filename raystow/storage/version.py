@@ -396,7 +396,7 @@ class Bases:
         if id not in self._versions:
             base = self._look(id) if id < self._version.id and self._depth < MAX_CHAIN else None
             if base is None:
-                what = f"needs version {id}, which is not there, no older one, or too far down a chain of differences"
+                what = f"needs version {id}, which is not there, no older one, or too far down a chain of deltas"
                 raise Damaged(what, subject=self._version.record_key)
             base.bases = Bases(base, self._look, depth=self._depth + 1)
             self._versions[id] = base
@@ -439,7 +439,7 @@ class Bases:
         found = base.chunk(chunk.source, chunk.box, near=chunk.node)
         if found is None or (found.shape, found.dtype) != (chunk.shape, chunk.words.name):
             box = f"{chunk.source!r}, {chunk.offset} + {chunk.extent}"
-            what = f"has no chunk of just {box}, to which version {self._version.id} is a difference"
+            what = f"has no chunk of just {box}, to which version {self._version.id} is a delta"
             raise Damaged(what, subject=base.record_key)
         return base, found
 

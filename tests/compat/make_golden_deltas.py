@@ -2,7 +2,7 @@
 
     cd tests && python compat/make_golden_deltas.py compat/golden-deltas-new
 
-Version 1 is whole, 2 a difference to it, 3 one to 2. Of each width of words there is one tensor that moves by little; ``weights``
+Version 1 is whole, 2 a delta to it, 3 one to 2. Of each width of words there is one tensor that moves by little; ``weights``
 follow from ``master``; ``few`` is too small for a difference.
 """
 

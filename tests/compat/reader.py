@@ -82,7 +82,7 @@ def rounded(words, dtype):
 
 
 def chunk(row, stored, base):
-    """The decoded bytes of a chunk; ``base``: those of the one that it is a difference to, of the tensor with this name."""
+    """The decoded bytes of a chunk; ``base``: those of the one that it is a delta to, of the tensor with this name."""
     assert blake3(stored).digest() == row["stored_digest"], f"{row['name']}: damaged"
     name, transform, codecs = row["dtype"], row["transform"], row["codecs"]
     if transform[:1] in (["copy"], ["rounded:float32"]):
@@ -139,7 +139,7 @@ def elements(folder, row, pack):
     def base(name):
         box = name, row["offset"], row["extent"]
         same = [(r, p) for r, p in rows(folder, row["base"]) if (r["name"], r["offset"], r["extent"]) == box]
-        assert len(same) == 1, f"{name}: a difference to what is not there"
+        assert len(same) == 1, f"{name}: a delta to what is not there"
         return elements(folder, *same[0])
 
     if not row["stored"]:

@@ -160,9 +160,7 @@ def test_a_damaged_base_is_named_with_what_needs_it(
     store.put(key, [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]])
     try:
         into = {name: torch.zeros_like(states[2][name], device="cuda")}
-        with pytest.raises(
-            raystow.Damaged, match=rf"{name}'.*not match.*; '{name}' of version 3 is a difference to it"
-        ) as raised:
+        with pytest.raises(raystow.Damaged, match=rf"{name}'.*not match.*; '{name}' of version 3 is a delta to it") as raised:
             versions[2].restore(into, strict=False)
         assert key in str(raised.value)
     finally:

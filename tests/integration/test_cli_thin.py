@@ -118,7 +118,7 @@ def test_prune_rounds_what_it_thins(folder: Path) -> None:
     repository = open_repository(str(folder))
     exact = repository.version(1).read("model.layer1")
     said = " ".join(ran("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4, "--dry-run").stdout.split())
-    assert "older than the last 1 resumable, as a difference to version 1, 4 bits of mantissa: about" in said
+    assert "older than the last 1 resumable, as a delta to version 1, 4 bits of mantissa: about" in said
     done = run_json("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4)
     assert done["thinned"] == [1, 2, 3]
     for id in (1, 2, 3):

@@ -85,11 +85,11 @@ def test_rows_as_long_as_pay(uri: str) -> None:
             cluster.save({"w": torch.randn(300, 500)}, step=step)
         assert bases(cluster) == [(), (1,), (1,), (), (), ()]
         told = [version.record.coding for version in cluster.repository.versions()]
-        assert [list(coding) for coding in told] == [[], *[["difference"]] * 5]
-        assert told[1]["difference"] == "to version 1 where that is smaller, number 1; none is stored yet"
+        assert [list(coding) for coding in told] == [[], *[["delta"]] * 5]
+        assert told[1]["delta"] == "to version 1 where that is smaller, number 1; none is stored yet"
         cluster.save({"w": torch.randn(300, 500)}, step=6)
         assert cluster.repository.latest().record.coding == {
-            "whole": "differences did not pay: tried again after 1 more whole version"
+            "whole": "deltas did not pay: tried again after 1 more whole version"
         }
 
 
@@ -127,7 +127,7 @@ def test_memory_keeps_the_newest_version_and_not_its_base(uri: str, caplog: pyte
             if step == 1:
                 tier.resize(int(1.2 * tier.used))
         assert [found for found in bases(cluster) if found] == [(1,), (1,), (4,)], "4 found nothing in memory"
-        assert "nothing is stored as a difference to version 1 from now on" in caplog.text
+        assert "nothing is stored as a delta to version 1 from now on" in caplog.text
         assert all(same(version, state) for version, state in zip(cluster.repository.versions(), states, strict=True))
 
 

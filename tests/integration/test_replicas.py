@@ -74,7 +74,7 @@ independent = functools.partial(layers, size=SIZE)
 
 
 def near(seed: int) -> dict[str, Any]:
-    """Not far from any other: a difference to that is smaller."""
+    """Not far from any other: a delta to that is smaller."""
     return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in layers(0, SIZE).items()}
 
 

@@ -66,7 +66,7 @@ def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None
     full = sum(version.bytes for version in repository.versions())
     done = run_json("prune", folder, "--resumable", RESUMABLE, "--delta", DELTA)
     assert done["thinned"] == list(range(1, SAVES - RESUMABLE + 1))
-    assert done["versions"][1]["rules"][-1] == "older than the last 2 resumable, as a difference to version 1"
+    assert done["versions"][1]["rules"][-1] == "older than the last 2 resumable, as a delta to version 1"
     ran("gc", folder, "--grace", "0s", "--yes")
     assert orphans(repository) == []
     versions = repository.versions()

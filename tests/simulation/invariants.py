@@ -81,7 +81,7 @@ class Watch:
     lost: bool = False
     """Whether the root is lost at the moment, by the world's will."""
     read: dict[tuple[str, ...], Words] = field(default_factory=dict)
-    """Key of a pack, and those of what it is a difference to -> its numbers."""
+    """Key of a pack, and those of what it is a delta to -> its numbers."""
     records: dict[str, Json] = field(default_factory=dict)
 
     def __call__(self, change: Change) -> None:
@@ -220,9 +220,7 @@ class Watch:
         for entry in listed_in(root):  # ids ascend
             there = (ids if entry.get("groups") else whole) & (live if entry["id"] in live else ids)
             if not set(entry.get("bases", ())) <= there:
-                raise Violation(
-                    "what a version is a difference to is live", f"{change.who} left version {entry['id']} without it"
-                )
+                raise Violation("what a version is a delta to is live", f"{change.who} left version {entry['id']} without it")
             ids.add(entry["id"])
             whole |= set() if entry.get("groups") else {entry["id"]}
 
@@ -329,7 +327,7 @@ class Watch:
         if role.kind not in ("compactor", "coordinator") or after["id"] in (old["verified"], old["versions"][-1]["id"]):
             raise Violation("what is newest or verified is not written anew", f"{change.who} wrote {after['id']} whole")
         if after.get("bases") or not before.get("bases") or self._bits(before) != self._bits(after):
-            raise Violation("what is written whole was a difference", f"{change.who} made {after} of {before}")
+            raise Violation("what is written whole was a delta", f"{change.who} made {after} of {before}")
 
     def _pinned(self, change: Change, old: Json, new: Json) -> None:
         added = {name: id for name, id in new["pins"].items() if old["pins"].get(name) != id}
@@ -398,7 +396,7 @@ class Watch:
         names = [f"tensors-{f['node']:05d}.parquet" for f in fields["fragments"]]
         names += [f"{p['group']}-{p['node']:05d}-{p['number']:05d}.pack" for p in fields["packs"]]
         if entry.get("bases", []) != sorted({base for f in fields["fragments"] for base in f.get("bases", ())}):
-            raise Violation("a version is whole", f"the root does not tell what {folder} is a difference to")
+            raise Violation("a version is whole", f"the root does not tell what {folder} is a delta to")
         if sorted({f["node"] for f in fields["fragments"]}) != list(range(fields["world_size"])):
             raise Violation("a version is whole", f"{folder} has the fragments of {len(fields['fragments'])} nodes")
         for name in names:
@@ -407,7 +405,7 @@ class Watch:
 
     def _check_numbers(self) -> None:
         """Every live version has the numbers that were saved, or what they become when they are rounded as its record says,
-        whatever has become of what it is a difference to."""
+        whatever has become of what it is a delta to."""
         assert self.root is not None
         live = {entry["id"]: entry for entry in listed_in(self.root)}
         for entry in live.values():

@@ -34,7 +34,7 @@ class Part:
 @functools.cache
 def part(node: int, kind: int, base: int | None = None) -> Part:
     """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor, which thinning takes from every second
-    node. ``base``: the id of a version that it is a difference to."""
+    node. ``base``: the id of a version that it is a delta to."""
     name = f"optimizer.w{node}" if node % 2 else f"w{node}"
     words = numbers(node, kind)
     raw = words.view(np.uint8)

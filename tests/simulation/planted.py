@@ -161,7 +161,7 @@ BUGS = (
         ("Catalog.lease", "$version.entry not in $versions", "False"),
     ),
     _bug(
-        "retention does not keep what a version that stays is a difference to",
+        "retention does not keep what a version that stays is a delta to",
         ("policy:plan", "needed($entries, $ruled)", "needed((), $ruled)"),
         ("RetentionPlan.drop", _UNUSED, ""),
         _without("bases_live"),
@@ -172,13 +172,13 @@ BUGS = (
         _without("verified_stays"),
     ),
     _bug(
-        "a plan made before a commit drops what that is a difference to",
+        "a plan made before a commit drops what that is a delta to",
         ("RetentionPlan.drop", _UNUSED, ""),
         _without("bases_live"),
         ("Coordinator.bases", "return $bases", "return set()"),
     ),
     _bug(
-        "a commit does not look whether what it is a difference to is there",
+        "a commit does not look whether what it is a delta to is there",
         _without("bases_live"),
         _without("bases_complete"),
         ("Coordinator.bases", "return $bases", "return set()"),

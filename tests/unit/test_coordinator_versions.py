@@ -144,7 +144,7 @@ def test_after_a_commit_that_failed_the_next_save_is_whole(run: CoordinatedRun) 
     run.commit()
     tickets = run.both(2, delta=5)
     run.seal(tickets, (1,))
-    run.core.settled(run.core.next_commit(), SaveFailed("what it is a difference to is gone"))
+    run.core.settled(run.core.next_commit(), SaveFailed("what it is a delta to is gone"))
     assert run.both(3, delta=5)[0].base is None
 
 

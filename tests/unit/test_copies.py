@@ -39,7 +39,7 @@ def objects(repository: Repository) -> dict[str, bytes]:
 
 @pytest.fixture
 def committer(monkeypatch: pytest.MonkeyPatch) -> Committer:
-    """Of a repository of three versions; the third is a difference to the second."""
+    """Of a repository of three versions; the third is a delta to the second."""
     for name in (key_files.SIGNING_KEY, key_files.TRUSTED_KEYS):
         monkeypatch.delenv(name, raising=False)
     made = Committer(create_repository(f"memory://source-{SYSTEM.token()}"), SYSTEM.token())
@@ -206,6 +206,6 @@ def test_a_base_that_the_replica_dropped_is_named(committer: Committer, source: 
     replica.plan_retention(raystow.Policy(keep_last=1)).execute()
     assert live_ids(replica) == [4]
     save(committer, 1.0 + 2e-12, base=3, of_base=1.0 + 1e-12)
-    with pytest.raises(StateError, match="a difference to version 3, which was dropped there"):
+    with pytest.raises(StateError, match="a delta to version 3, which was dropped there"):
         raystow.copy(source.uri, there)
     assert live_ids(replica) == [4]

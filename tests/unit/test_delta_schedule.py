@@ -48,7 +48,7 @@ def test_the_row_that_it_makes_is_the_cheapest() -> None:
 def test_a_row_of_equal_differences_has_a_bound() -> None:
     found, _ = played(1000, [700] * 99, LONGEST + 2)
     assert found == [False, *[True] * LONGEST, False]
-    assert played(1000, [700] * 99, LONGEST + 1)[1].goes_on(AUTO) == (False, "after 16 differences")
+    assert played(1000, [700] * 99, LONGEST + 1)[1].goes_on(AUTO) == (False, "after 16 deltas")
 
 
 def test_deltas_are_tried_less_often_if_they_do_not_pay() -> None:
@@ -98,7 +98,7 @@ def test_what_is_asked_for_by_number_depends_on_the_number_alone() -> None:
     for number in (1, 2):
         assert row.goes_on(2) == (True, f"number {number} of 2")
         row = row.begun().with_delta(entry(1 + number, 5000, 1))
-    assert row.goes_on(2) == (False, "after 2 differences")
+    assert row.goes_on(2) == (False, "after 2 deltas")
 
 
 @pytest.mark.parametrize("whole", [0, 1])

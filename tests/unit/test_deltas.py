@@ -96,7 +96,7 @@ def cut(state: dict[str, np.ndarray]) -> dict[str, Cut]:
 
 
 def history(count: int, to: Sequence[int | None]) -> tuple[Repository, list[Version], list[dict[str, np.ndarray]]]:
-    """Versions of which each is a difference to the one with the index ``to``."""
+    """Versions of which each is a delta to the one with the index ``to``."""
     repo = memory_repository()
     committer, versions, states = Committer(repo, "me"), list[Version](), steps(count)
     for state, index in zip(states, to, strict=True):
@@ -183,7 +183,7 @@ def test_damage_of_a_base_names_its_pack_and_who_needs_it(deep: bool) -> None:
     else:
         repo.store.delete([pack])
     for version in versions[1:]:
-        with pytest.raises(Damaged, match=f"version {version.id}.*difference") as caught:
+        with pytest.raises(Damaged, match=f"version {version.id}.*delta") as caught:
             repo.verify(version, deep=deep)
         assert caught.value.subject == pack
         with pytest.raises(Damaged, match=f"'w' of version {version.id}") as caught:

@@ -66,7 +66,7 @@ def test_chains_of_differences_of_every_width() -> None:
 
 
 def with_weights() -> tuple[Committer, list[Version], list[dict[str, np.ndarray]]]:
-    """Versions whose ``weights`` follow from ``f4``, the second one a difference to the first."""
+    """Versions whose ``weights`` follow from ``f4``, the second one a delta to the first."""
     committer, versions, found, before = Committer(memory_repository(), "me"), list[Version](), states(2), None
     for i, state in enumerate(found):
         rows, pack = rows_and_pack({name: whole(a) for name, a in state.items()}, (i, before) if before else None)
@@ -97,7 +97,7 @@ def test_a_damaged_base_is_named_and_who_needs_it() -> None:
     at = len(flip(committer.catalog, key)) // 2
     rows = [row for same in versions[0].chunks.values() for row in same]
     (name,) = (row.name for row in rows if row.start <= at < row.start + row.stored)
-    needs = f"{name!r}, bytes .* not match.*; {name!r} of version 2 is a difference to it"
+    needs = f"{name!r}, bytes .* not match.*; {name!r} of version 2 is a delta to it"
     with pytest.raises(Damaged, match=needs) as raised:
         read(versions[1], {name: ((0,) * found[1][name].ndim, found[1][name].shape)})
     assert raised.value.subject == key
@@ -113,7 +113,7 @@ def test_words_that_are_not_what_was_saved_are_named() -> None:
     known = base.chunk("u8", rows_box := ((0,), found[1]["u8"].shape), near=0)
     assert known is not None
     base._boxes[0]["u8", rows_box] = replace(known, raw_digest=known.raw_digest ^ 1)
-    with pytest.raises(Damaged, match=r"'u8', bytes .* decoded bytes do not match .*'u8' of version 2 is a difference to it"):
+    with pytest.raises(Damaged, match=r"'u8', bytes .* decoded bytes do not match .*'u8' of version 2 is a delta to it"):
         read(versions[1], {"u8": rows_box})
 
 

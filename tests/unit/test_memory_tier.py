@@ -107,7 +107,7 @@ def test_what_others_lean_on_stays_with_them(tier):
     tier.set_base(attempt_key(7), attempt_key(5))
     staged(tier, 7)
     tier.committed(attempt_key(7), alone=True)
-    assert ids(tier) == [7], "nothing of it was smaller as a difference"
+    assert ids(tier) == [7], "nothing of it was smaller as a delta"
 
 
 def test_bases_are_evicted_for_the_newest_but_not_for_copies(tier, caplog):
@@ -124,7 +124,7 @@ def test_bases_are_evicted_for_the_newest_but_not_for_copies(tier, caplog):
     staged(tier, 3, size=4 * KIB)
     assert ids(tier) == [2, 3]
     assert tier.holdings("r")[1].whole == {0}
-    assert caplog.text.count("nothing is stored as a difference to version 1 from now on") == 1
+    assert caplog.text.count("nothing is stored as a delta to version 1 from now on") == 1
 
 
 def test_of_what_was_given_up_only_the_newest_stays(tier):

@@ -337,7 +337,7 @@ def test_what_a_newer_version_has_replaced_is_not_taken():
 
 
 def difference(member: Member, id: int, base: int) -> None:
-    """A version that a node makes as a difference to one that it has."""
+    """A version that a node makes as a delta to one that it has."""
     member.tier.set_base(attempt_key(id), attempt_key(base))
     member.make(id, 0)
     member.tier.committed(attempt_key(id))
@@ -361,7 +361,7 @@ def test_the_base_of_a_version_is_copied_with_it():
     world["b"].make(4, 0)
     world["b"].tier.committed(attempt_key(4))
     world.settle()
-    assert [world.holders(id, 0) for id in (1, 3, 4)] == [set(), set(), {"b", "c"}], "nothing is a difference to it any more"
+    assert [world.holders(id, 0) for id in (1, 3, 4)] == [set(), set(), {"b", "c"}], "nothing is a delta to it any more"
 
 
 def test_what_a_version_is_a_difference_to_may_come_after_it():

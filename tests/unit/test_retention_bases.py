@@ -21,7 +21,7 @@ from raystow.storage.version import Version
 @pytest.mark.parametrize(
     ("policy", "ids"),
     [
-        (Policy(keep_last=1), [4, 6, 7]),  # 7 is a difference to 6, and that to 4
+        (Policy(keep_last=1), [4, 6, 7]),  # 7 is a delta to 6, and that to 4
         (Policy(keep_last=3), [1, 4, 5, 6, 7]),
         (Policy(keep_last=1, max_bytes=1), [4, 6, 7]),  # nothing of it can go
         (Policy(keep_last=3, max_bytes=45), [4, 6, 7]),  # 1 only serves 5, and goes with it
@@ -64,7 +64,7 @@ def test_no_plan_leaves_a_version_without_its_bases(data: st.DataObject) -> None
 
 
 def write_difference(committer: Committer, *bases: int) -> Version:
-    """A version that says that it is a difference to these."""
+    """A version that says that it is a delta to these."""
     info = FragmentInfo(0, 1, "ab" * 32, (0,), 0, 0, 0, bases=bases)
     return committer.commit(replace(empty_record(committer), fragments=(info,)))
 

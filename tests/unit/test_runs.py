@@ -19,7 +19,7 @@ def raw_chunk(number: int, size: int, base: int | None = None) -> Chunk:
 
 
 def chain(one: Chunk, below: int) -> Run | None:
-    """What a chunk is a difference to: one as large, which is a difference itself, and so on."""
+    """What a chunk is a delta to: one as large, which is a delta itself, and so on."""
     if not below:
         return None
     return Run(f"versions/{below:08d}", 0, one.coding.size, (Piece(one, base=chain(one, below - 1)),))

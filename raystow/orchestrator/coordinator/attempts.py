@@ -338,7 +338,7 @@ class Coordinator:
             if attempt.base is not None and attempt.deltas:
                 self._group = self._group.begun()
                 why = f"to version {attempt.base.id} where that is smaller, {why}"
-            attempt.coding["difference" if attempt.deltas else "whole"] = why
+            attempt.coding["delta" if attempt.deltas else "whole"] = why
         return attempt
 
     def _abort_skipped(self, begin: Begin) -> None:

@@ -63,20 +63,20 @@ class DeltaGroup:
         if self.base is None:
             return False, f"after references through {DEEPEST} versions"
         if delta != AUTO:
-            return self.offered < delta, f"number {number} of {delta}" if self.offered < delta else f"after {delta} differences"
+            return self.offered < delta, f"number {number} of {delta}" if self.offered < delta else f"after {delta} deltas"
         if self.pause:
             more = f"{self.pause} more whole version{'s' * (self.pause != 1)}"
-            return False, f"differences did not pay: tried again after {more}"
+            return False, f"deltas did not pay: tried again after {more}"
         if self.stored and self.stored[0] > PAYS * self.whole.stored:
-            return False, f"a difference took {self.stored[0] / max(1, self.whole.stored):.2f} of the whole version"
+            return False, f"a delta took {self.stored[0] / max(1, self.whole.stored):.2f} of the whole version"
         if self.offered >= LONGEST:
-            return False, f"after {LONGEST} differences"
+            return False, f"after {LONGEST} deltas"
         if not self.stored:
             return True, f"number {number}; none is stored yet"
         expected = 2 * self.stored[-1] - self.stored[-2] if self.stored[1:] else self.stored[-1]
         mean = (self.whole.stored + sum(self.stored)) / (1 + len(self.stored))
         told = f"{expected:,} bytes expected, {mean:,.0f} the mean of the group"
-        return expected <= mean, f"number {number}; {told}" if expected <= mean else f"after {number - 1} differences; {told}"
+        return expected <= mean, f"number {number}; {told}" if expected <= mean else f"after {number - 1} deltas; {told}"
 
     def begun(self) -> DeltaGroup:
         """The group after the start of a save that may be a delta."""

@@ -223,8 +223,8 @@ def _check_bases(version: Version, source_root: Root, replica: Catalog) -> None:
         if entry.id not in version.entry.bases:
             continue
         if entry.id not in there:
-            what = f"version {version.id} is a difference to version {entry.id}, which was dropped there"
+            what = f"version {version.id} is a delta to version {entry.id}, which was dropped there"
             raise StateError(what, subject=replica.uri, remedy=f"`raystow compact URI {version.id}` at the source, or {_EMPTY}")
         if there[entry.id] != entry and replica.at(there[entry.id]).record.bits != version.record.base_bits:
-            what = f"version {version.id} is a difference to version {entry.id} as it was rounded since"
+            what = f"version {version.id} is a delta to version {entry.id} as it was rounded since"
             raise StateError(what, subject=replica.uri, remedy=_EMPTY)

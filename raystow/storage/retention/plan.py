@@ -169,7 +169,7 @@ class CompactionPlan:
         """
         needs = {e: ", ".join(f"version {id}" for id in e.bases) for e in self.entries}
         lines = {entry: f"written whole: needs {bases} now" for entry, bases in needs.items()}
-        lines |= {entry: f"stays a difference: it {why}" for entry, why in self.kept.items()}
+        lines |= {entry: f"stays a delta: it {why}" for entry, why in self.kept.items()}
         return [f"version {e.id} (step {e.step}): {lines[e]}" for e in self.all if e in lines]
 
     def replacement(self, entry: Entry) -> Replacement:

@@ -184,7 +184,7 @@ def plan(
         elif id in over:
             rules = ["over max_bytes", *rules]
         how = [thin[id]] if id in thinned else []
-        how += [f"as a difference to version {delta_bases[id]}"] if id in delta_bases else []
+        how += [f"as a delta to version {delta_bases[id]}"] if id in delta_bases else []
         how += [f"{bits[id]} bits of mantissa"] if bits.get(id) is not None else []
         decisions[id] = Decision(
             entry,

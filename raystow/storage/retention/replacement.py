@@ -91,7 +91,7 @@ def compact() -> Goal:
 
 def redelta(base: Entry) -> Goal:
     """A thinned version that is whole becomes a delta to another. No bit changes."""
-    return Goal("written as a difference", base=base)
+    return Goal("written as a delta", base=base)
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,7 @@ class Replacement:
                 plan(self.catalog, entries[id], redelta(entries[self.version.id])).execute(fence)
             except Damaged as error:
                 log = about(logger, repository=self.catalog.uri, version=id)
-                log.warning("version %d stays whole, and is no difference to version %d: %s", id, self.version.id, error)
+                log.warning("version %d stays whole, and is no delta to version %d: %s", id, self.version.id, error)
 
 
 def plan(catalog: Catalog, entry: Entry, goal: Goal, *, siblings: Sequence[Entry] = ()) -> Replacement:

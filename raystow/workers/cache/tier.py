@@ -302,7 +302,7 @@ class MemoryTier:
         """Evict the bases of deltas: later versions get larger, but the newest version stays in memory."""
         for attempt in self._replaced():
             if not self._fits(size):
-                what = "nothing is stored as a difference to version %d from now on: it has to make room in %.1f MB of memory"
+                what = "nothing is stored as a delta to version %d from now on: it has to make room in %.1f MB of memory"
                 about(logger, version=attempt.id, attempt=attempt.token).warning(what, attempt.id, self._budget / 1e6)
                 self._drop(attempt)
 

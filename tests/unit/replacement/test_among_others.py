@@ -59,7 +59,7 @@ def test_a_base_is_not_thinned_before_what_needs_it(repository: Repository) -> N
     repository.plan_retention(Policy(resumable=1)).execute()
     assert [version.resumable for version in repository.versions()] == [False, False, False, True]
     assert all(as_it_was(version, arrays) for version in repository.versions())
-    with pytest.raises(SaveFailed, match="difference to version 1"):
+    with pytest.raises(SaveFailed, match="delta to version 1"):
         write(committer, {"optimizer.step": halves(WORDS)}, base=(1, arrays[0]))
 
 

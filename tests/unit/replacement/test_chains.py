@@ -52,9 +52,9 @@ def test_each_is_a_delta_to_the_one_before_with_every_bit(
     older = "no rule drops it; older than the last 1 resumable"
     assert [decision.why for decision in plan.decisions] == [
         older,
-        *(f"{older}, as a difference to version {base}" for base in (1, 2, 3)),
+        *(f"{older}, as a delta to version {base}" for base in (1, 2, 3)),
         older,
-        *(f"{older}, as a difference to version {base}" for base in (5, 6)),
+        *(f"{older}, as a delta to version {base}" for base in (5, 6)),
         "newest",
     ]
     likely, other = (plan.replacement(decision.entry).stored for decision in plan.decisions[:2])

@@ -1,4 +1,4 @@
-"""Compaction: what is a difference is written whole; no bit changes, whatever happens meanwhile and wherever it is cut short."""
+"""Compaction: what is a delta is written whole; no bit changes, whatever happens meanwhile and wherever it is cut short."""
 
 from __future__ import annotations
 
@@ -162,7 +162,7 @@ def test_the_plan_tells_what_stays_as_it_is(repository: Repository) -> None:
     star(Committer(repository, "me"))
     verified(repository)
     assert repository.plan_compaction([2, 3, 4]).explain() == [
-        "version 2 (step 0): stays a difference: it was verified last",
+        "version 2 (step 0): stays a delta: it was verified last",
         "version 3 (step 0): written whole: needs version 1 now",
     ]
     with pytest.raises(StateError, match="there is no version 7"):
@@ -184,7 +184,7 @@ def test_a_damaged_base_is_named_and_nothing_changes(repository: Repository) -> 
     data = repository.store.get(key, max_bytes=1 << 30)
     repository.store.put(key, [bytes(len(data))])
     before = repository.root().versions
-    with pytest.raises(Damaged, match="of version 2 is a difference to it") as caught:
+    with pytest.raises(Damaged, match="of version 2 is a delta to it") as caught:
         compact(repository)
     assert caught.value.subject == key
     assert repository.root().versions == before

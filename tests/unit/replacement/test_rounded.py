@@ -89,7 +89,7 @@ def test_rounded_weights_become_deltas_to_rounded_ones(repository: Repository, c
     older = "no rule drops it; older than the last 1 resumable"
     assert [decision.why for decision in plan.decisions[:2]] == [
         f"{older}, 4 bits of mantissa",
-        f"{older}, as a difference to version 1, 4 bits of mantissa",
+        f"{older}, as a delta to version 1, 4 bits of mantissa",
     ]
     likely = plan.replacement(plan.decisions[0].entry).stored
     plan.execute()
@@ -237,7 +237,7 @@ def test_what_cannot_be_linked_stays_whole_and_the_rest_is_done(repository: Repo
     repository.store.put(keys.pack(2, whole.attempt, *pack.place), [bytes(pack.size)])
     assert first.execute() is not None
     assert bases(repository) == [(), (), ()]
-    assert "version 2 stays whole, and is no difference to version 1" in caplog.text
+    assert "version 2 stays whole, and is no delta to version 1" in caplog.text
     repository.verify(repository.version(1))
 
 
