@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import threading
 import types
 from collections.abc import Iterator
 from unittest import mock
 
-from raystow.storage import leases, reader, repository, scan
+from raystow.storage import background, leases, reader, repository, scan
 from raystow.storage.retention import plan, rewrite
 
 from . import clocks
@@ -17,8 +18,9 @@ from .cluster import Cluster
 
 @contextlib.contextmanager
 def fakes(cluster: Cluster) -> Iterator[None]:
-    """For as long as this world is played."""
-    threading = types.SimpleNamespace(Event=clocks.Event, Thread=clocks.Thread)
+    """For as long as this world is played, in which no real thread may begin."""
+    simulated = types.SimpleNamespace(Event=clocks.Event, Thread=clocks.Thread)
+    real = set(threading.enumerate())
     logger = logging.getLogger("raystow")
     level = logger.level
     logger.setLevel(logging.CRITICAL + 1)
@@ -28,9 +30,12 @@ def fakes(cluster: Cluster) -> Iterator[None]:
         mock.patch.object(reader, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(rewrite, "ThreadPoolExecutor", clocks.Serially),
         mock.patch.object(scan, "ThreadPoolExecutor", clocks.Serially),
-        mock.patch.object(leases, "threading", threading),
+        mock.patch.object(background, "threading", simulated),
+        mock.patch.object(leases, "threading", simulated),
     ):
         try:
             yield
         finally:
             logger.setLevel(level)
+    begun = [thread.name for thread in threading.enumerate() if thread not in real and thread.name.startswith("raystow-")]
+    assert not begun, f"real threads have begun: {begun}"
