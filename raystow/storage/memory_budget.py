@@ -21,6 +21,7 @@ class MemoryBudget:
 
     @property
     def total(self) -> int:
+        """The budget in bytes."""
         return self._total
 
     def grow(self, nbytes: int) -> None:

@@ -6,6 +6,7 @@ import threading
 
 import numpy as np
 import pytest
+from polling import wait_until
 
 from raystow.workers.gpu import pinned_memory
 from raystow.workers.gpu.pinned_memory import PinnedMemory
@@ -14,10 +15,10 @@ PART = 1 << 12
 
 
 class Pinning:
-    """Stands for ``_pin``: counts the threads that pin at a time, each of which waits for ``allowed``."""
+    """Stands for ``_pin``: counts the threads that pin at a time. Each waits for ``allowed``, but not for parts in ``free``."""
 
     def __init__(self) -> None:
-        self.allowed = threading.Event()
+        self.allowed, self.free = threading.Event(), set[int]()
         self.parts: list[int] = []
         self._changed = threading.Condition()
         self._now = self._most = 0
@@ -28,7 +29,7 @@ class Pinning:
             self._now += 1
             self._most = max(self._most, self._now)
             self._changed.notify_all()
-        assert self.allowed.wait(30)
+        assert int(memory[0]) in self.free or self.allowed.wait(30)
         with self._changed:
             self._now -= 1
         return 0
@@ -63,6 +64,17 @@ def test_one_thread_pins_until_somebody_waits(pinning: Pinning) -> None:
     for part in range(9):
         pinned.wait(part * PART)
     assert sorted(pinning.parts) == list(range(9)), "each part is pinned once"
+    pinned.close()
+
+
+def test_a_part_that_is_pinned_hurries_no_other(pinning: Pinning) -> None:
+    pinning.free.add(0)
+    pinned = PinnedMemory(memory(9), PART, ahead=True)
+    wait_until(lambda: len(pinning.parts) == 2, "the first part is pinned")
+    pinned.wait(0)
+    assert pinning.threads(2, patience=0.2) == 1
+    pinning.allowed.set()
+    pinned.wait(8 * PART)
     pinned.close()
 
 
