@@ -4,6 +4,9 @@ The training of ``gpu_workload`` (6.17 GB of state) runs on a Ray cluster of two
 worker, and a partner that keeps a copy of each entry. Windows of steps that are recorded alternate with windows that are not, and
 each is compared with the mean of its two neighbors, because clocks drift. Every step ends with a synchronization of the GPU.
 
+Peers are measured in the same way, in the same run: a version in every step, by raystow and by torch_checkpointing. The last row
+of the table is the journal with one version in ``VERSIONS`` steps.
+
 Before the windows, steps are recorded, the state from before them is put back, and they are replayed: the result must have the
 same bits. With ``--device cpu`` and a small model the benchmark can be tried; such figures mean nothing.
 """
@@ -23,6 +26,7 @@ import ray
 import report
 import torch
 import typer
+from gpu_contestants import TORCH_CHECKPOINTING, Contestant, field, ours, size
 from gpu_workload import Size, Training, about, device_named, nbytes, tensors_of
 from ray.cluster_utils import Cluster
 from report import table_of
@@ -35,6 +39,8 @@ from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.workers.node.actor import NAMESPACE, node_actor
 
 SHORT, LONG = 1, 8
+VERSIONS = 100  # steps from one version to the next beside a journal
+SAVES, FIRST = 6, 2  # steps of a window in which each is saved, and of those that do not count: nothing is in flight before them
 now = time.perf_counter
 
 
@@ -157,11 +163,73 @@ def cost(
     }
 
 
+def every_step(training: Training, contestant: Contestant, folder: Path, *, windows: int, micro: int) -> dict[str, Any]:
+    """Alternate windows in which every step is saved with windows without saves; the time that a save adds to its step."""
+    stored = list[int]()
+
+    def window(saved: bool) -> float:
+        training.synchronize()
+        times, waits = list[float](), list[Any]()
+        for _ in range(SAVES):
+            start = now()
+            if saved:
+                waits.append(contestant.save(training.state(), training.step))
+            for _ in range(micro):
+                training.forward_backward()
+            if saved:
+                contestant.fence()
+            training.update()
+            training.synchronize()
+            times.append(now() - start)
+        for wait in waits:
+            wait()
+        if saved:
+            stored.append(size(folder) // SAVES)
+            clear(folder)
+        return statistics.mean(times[FIRST:])
+
+    window(True)
+    calm, busy = [window(False)], list[float]()
+    for _ in range(windows):
+        busy.append(window(True))
+        calm.append(window(False))
+    added = [one - (before + after) / 2 for one, before, after in zip(busy, calm, calm[1:], strict=False)]
+    base = statistics.median(calm)
+    return {
+        "step ms": 1e3 * base,
+        "added ms": 1e3 * statistics.median(added),
+        "added ms of each window": [1e3 * one for one in added],
+        "added %": 100 * statistics.median(added) / base,
+        "bytes a step": statistics.median(stored),
+    }
+
+
+def clear(folder: Path) -> None:
+    """Delete what was saved, but not what a contestant needs to go on."""
+    for file in folder.rglob("*"):
+        if file.is_file() and file.stat().st_size > 1 << 20:
+            file.unlink()
+
+
+def with_versions(recorded: dict[str, Any], saved: dict[str, Any], entry: float) -> dict[str, Any]:
+    """What each step costs on average if all are recorded and one in ``VERSIONS`` is saved, in a store with one version and the
+    entries after it."""
+    return {
+        "step ms": recorded["step ms"],
+        "added ms": recorded["added ms"] + saved["added ms"] / VERSIONS,
+        "added %": recorded["added %"] + saved["added %"] / VERSIONS,
+        "bytes a step": entry + saved["bytes a step"] / VERSIONS,
+    }
+
+
 def tables(results: dict[str, Any]) -> Iterator[Table]:
     """Yield the tables of the results."""
-    table = table_of("Recording every step", "step ms", "added ms", "added %")
-    for name, row in results["steps"].items():
-        table.add_row(f"{name} micro-batches", f"{row['step ms']:.1f}", f"{row['added ms']:.2f}", f"{row['added %']:.2f}")
+    table = table_of("Nothing is lost but the step that fails", "step ms", "added ms", "added %", "MB a step")
+    for count, row in results["steps"].items():
+        rows = {"journal": {**row, "bytes a step": results["replay"]["bytes of an entry"]}, **results["every step"][count]}
+        for name, one in rows.items():
+            figures = (f"{one[key]:.{places}f}" for key, places in (("step ms", 1), ("added ms", 2), ("added %", 2)))
+            table.add_row(f"{count} micro-batches: {name}", *figures, f"{one['bytes a step'] / 1e6:.1f}")
     yield table
     row = results["replay"]
     table = table_of("Replay", "ms a step", "entry MB", "of the state")
@@ -212,6 +280,7 @@ def main(
         "replication": raystow.Replication(replicas=replicas),
     }
     results: dict[str, Any] = {**about(where), "settings": settings, "state bytes": nbytes(training.state()), "steps": {}}
+    results["every step"] = {str(count): {} for count in lengths}
     with tempfile.TemporaryDirectory(prefix="raystow-gpu-journal-", dir="/dev/shm") as folder:
         results["replay"] = replay(training, f"{folder}/replay", replayed, options)
         console.print(results["replay"])
@@ -230,6 +299,17 @@ def main(
                 measured = cost(training, journal, checkpoint, windows=windows, steps=steps, micro=count)
                 results["steps"][str(count)] = measured
                 console.print(f"{count} micro-batches: {measured['added ms']:.2f} ms of {measured['step ms']:.1f} ms a step")
+        makers = field(Path(folder), ("deflate",), None)
+        for name in (TORCH_CHECKPOINTING, ours("deflate")):
+            peer = makers[name]()
+            for count in lengths:
+                saved = every_step(training, peer, Path(folder), windows=windows, micro=count)
+                results["every step"][str(count)][f"a version, {name}"] = saved
+                console.print(f"{count} micro-batches, {name}: {saved['added ms']:.2f} ms of {saved['step ms']:.1f} ms a step")
+            peer.close()
+        for count, rows in results["every step"].items():
+            entry, saved = results["replay"]["bytes of an entry"], rows[f"a version, {ours('deflate')}"]
+            rows[f"journal, a version in {VERSIONS} steps"] = with_versions(results["steps"][count], saved, entry)
     results["claims"] = claims(results)
     report.show(console, tables(results), results["claims"])
     report.write(console, out, "gpu_journal", results)
