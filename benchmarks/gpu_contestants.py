@@ -2,7 +2,8 @@
 
 Each is used as its documentation recommends. All write whole states to the same file system and report when they are durable.
 
-- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant per codec.
+- raystow: ``Checkpointer`` in the training process, on a Ray cluster of this machine; one contestant per codec, and
+  one whose node worker encodes (``process="node"``).
 - torch.save: training waits for the whole save.
 - DCP: ``async_save`` whose stager keeps its pinned memory.
 - torch_checkpointing: ``CheckpointManager`` with asynchronous saves, fenced by its lock.
@@ -26,6 +27,7 @@ Wait = Callable[[], Any]
 TORCH_SAVE, DCP, TORCH_CHECKPOINTING = "torch.save", "DCP async pinned", "torch_checkpointing"
 PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
 NONE = "no save"
+NODE = "raystow deflate, node"
 
 
 class Contestant:
@@ -137,13 +139,12 @@ class TorchCheckpointing(Folder):
 class Raystow(Contestant):
     """raystow; a discarded version keeps its root entry and manifest but not its packs."""
 
-    def __init__(self, root: Path, codec: str, memory: int | None, *, references: bool = True) -> None:
+    def __init__(self, root: Path, codec: str, memory: int | None, **options: Any) -> None:
         import raystow
 
         self._root = root
-        compression = raystow.Compression(codec) if references else raystow.Compression(codec, delta=None)
         self.checkpointer = raystow.Checkpointer(
-            str(root), rank=0, world_size=1, memory=raystow.Memory(memory), compression=compression
+            str(root), rank=0, world_size=1, memory=raystow.Memory(memory), compression=raystow.Compression(codec, **options)
         )
 
     def save(self, state: State, step: int) -> Wait:
@@ -180,6 +181,7 @@ def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, 
     """Return a factory for each contestant by name; each uses a folder of its own below ``root``."""
     return {
         **{ours(codec): partial(Raystow, root / f"raystow-{codec}", codec, memory) for codec in codecs},
+        NODE: partial(Raystow, root / "raystow-node", "deflate", memory, process="node"),
         TORCH_SAVE: lambda: TorchSave(root / "torch-save"),
         DCP: lambda: Dcp(root / "dcp"),
         TORCH_CHECKPOINTING: lambda: TorchCheckpointing(root / "torch-checkpointing"),
