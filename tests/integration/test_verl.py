@@ -6,6 +6,9 @@ import contextlib
 import dataclasses
 import io
 import itertools
+import os
+import subprocess
+import sys
 import threading
 import types
 from collections import Counter
@@ -250,6 +253,28 @@ def test_ray_workers_save_one_version(cluster: Cluster, run_folder: Path, monkey
     assert {name.partition(".")[0] for name in names} == {"actor", "critic"}
     assert all(torch.equal(one.read(name), two.read(name)) for name in names)
     assert {"files.data.pt", "files.actor/huggingface/config.json"} <= one.tensors().keys()
+
+
+def test_trainers_that_are_imported_later_save_versions(cluster: Cluster, tmp_path: Path) -> None:
+    script = """
+import sys
+from pathlib import Path
+import verl_cpu
+from torch import distributed
+import raystow.verl
+assert not any(name.startswith("verl.trainer.ppo") for name in sys.modules)
+import verl_toy
+distributed.init_process_group("gloo", rank=0, world_size=1, store=distributed.HashStore())
+verl_toy.train(0, 1, sys.argv[1], sys.argv[2], Path(sys.argv[3]), 4 * verl_toy.BATCH)
+"""
+    uri = str(tmp_path / "repository")
+    paths = os.pathsep.join(path for path in sys.path if path)
+    command = [sys.executable, "-c", script, cluster.address, uri, str(tmp_path / "run")]
+    subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, check=True, timeout=120)
+    versions = raystow.open(uri).versions()
+    assert [version.step for version in versions] == [2, 4]
+    for version in versions:
+        check_parts(version)
 
 
 def test_an_api_that_has_changed_names_the_tried_version(monkeypatch: pytest.MonkeyPatch) -> None:
