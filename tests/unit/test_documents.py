@@ -81,6 +81,16 @@ def test_the_site_has_every_page() -> None:
     assert sorted(listed) == sorted(there)
 
 
+def test_the_table_of_integrations_agrees_with_their_pages() -> None:
+    readme = (ROOT / "README.md").read_text()
+    rows = re.findall(r"^\| \[[^]]+\]\((docs/\S+\.md)\S*\)[^|]* \| (\w+ [\d.]+) \| \[`(\w+\.py)`\]", readme, re.MULTILINE)
+    assert len(rows) == readme.partition("| Integration |")[2].count("\n| [")
+    for path, version, example in rows:
+        page = (ROOT / path).read_text()
+        assert re.search(rf"\b{re.escape(version)}(?![.\d]*\d)", page), version
+        assert f"examples/{example})" in page, example
+
+
 def test_the_named_tests_exist() -> None:
     named = {found for page in PAGES for found in re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", page.read_text())}
     for path, test in named:
