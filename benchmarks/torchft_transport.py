@@ -4,7 +4,8 @@ Method. For each figure a sender and a receiver are started anew, as a replica t
 the call of ``send_checkpoint`` until ``recv_checkpoint`` has returned. The contestants take turns; a cell is the median over the
 rounds. On one node raystow's receiver maps the sender's memory. With *TCP* it is made to believe that it is on another node: its
 bytes then go through the loopback device without TLS, as those of torchft always do. *Unchanged*: the receiver has a state of
-which 90 % of the tensors are the same. The CPU seconds are those of both processes, without the node worker's.
+which 90 % of the tensors are the same. The CPU seconds are those of both processes, without the node worker's. Before each
+transfer, memory is taken and returned: otherwise the host of a virtual machine has to provide pages meanwhile.
 """
 
 from __future__ import annotations
@@ -113,6 +114,7 @@ def measure(name: str, address: str, total: int) -> dict[str, float]:
         ends.append(end)
     sender, receiver = ends
     metadata, _ = sender.recv(), receiver.recv()
+    np.empty(4 * total, np.uint8)[::4096] = 0  # freed at once
     begun = time.perf_counter()
     sender.send(None)
     receiver.send(metadata)
@@ -149,11 +151,15 @@ def main(
     for name, of in runs.items():
         medians = {key: statistics.median(run[key] for run in of) for key in of[0]}
         results["results"][name] = {**medians, "runs": of}
-        seconds = [run["s"] for run in of]
-        table.add_row(name, *(f"{value:.2f}" for value in medians.values()), f"{min(seconds):.2f} to {max(seconds):.2f}")
+        spread = [run["s"] for run in of]
+        table.add_row(name, *(f"{value:.2f}" for value in medians.values()), f"{min(spread):.2f} to {max(spread):.2f}")
     results["machine"]["load after"] = os.getloadavg()[0]
-    least = min(results["results"][name]["s"] for name in (HTTP, CHUNKED))
-    report.show(console, [table], {"at least as fast as torchft's HTTP transport": results["results"][ALL]["s"] <= least})
+    seconds = {name: of["s"] for name, of in results["results"].items()}
+    goals = {
+        "within a node at least as fast as torchft's HTTP transport": seconds[ALL] <= min(seconds[HTTP], seconds[CHUNKED]),
+        "over TCP at least as fast as torchft's HTTP transport": seconds[TCP] <= seconds[HTTP],
+    }
+    report.show(console, [table], goals)
     report.write(console, out, "torchft_transport", results)
 
 

@@ -232,9 +232,9 @@ def test_a_replica_heals_from_another_sender(transport: Transports, monkeypatch:
 
 
 @anywhere
-@pytest.mark.parametrize("start", [7, 8, 40, 4096, 2 * CHUNK])
+@pytest.mark.parametrize("start", [7, 8, 40, 4096, 2 * CHUNK, 4096 + 5 * CHUNK])
 def test_changed_bytes_are_not_returned(transport: Transports, monkeypatch: pytest.MonkeyPatch, start: int) -> None:
-    """In the size of the header, in its digest, in the header, and in two chunks."""
+    """In the size of the header, in its digest, in the header, in two chunks, and in the digests."""
     write = healing._write_all
 
     def change_and_write(descriptor: int, part: memoryview, at: int) -> None:

@@ -48,6 +48,17 @@ def test_memory_of_another_size_is_refused() -> None:
         EntryMemory.received(EntryMemory.of([DATA], len(DATA)).lend(), len(DATA) + 1)
 
 
+def test_received_memory_cannot_be_made_smaller() -> None:
+    """Who reads a mapping of it would be killed."""
+    with (
+        closing(EntryMemory.of([DATA], len(DATA))) as memory,
+        closing(EntryMemory.received(memory.lend(), len(DATA))) as received,
+    ):
+        with pytest.raises(PermissionError):
+            memory.cut(1)
+        assert received.content == DATA
+
+
 def test_the_next_entry_gets_what_was_prepared() -> None:
     """Also if it is a little larger; one that is much smaller does not get it."""
     with closing(SpareMemory()) as spare:

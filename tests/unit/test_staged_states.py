@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing
+from contextlib import ExitStack, closing, suppress
 
 import pytest
 from polling import wait_until
@@ -75,7 +76,7 @@ def client(worker: Worker) -> Iterator[Callable[[str], StateClient]]:
         yield lambda name: stack.enter_context(closing(StateClient(worker.address, name)))
 
 
-def write(descriptor: int) -> None:
+def write(descriptor: int, staged: Callable[[int], None]) -> None:
     assert os.pwrite(descriptor, DATA, 0) == len(DATA)
 
 
@@ -107,8 +108,8 @@ def test_a_state_outlives_its_process_for_some_seconds(worker: Worker, client: C
 
 
 def test_a_state_that_was_not_staged_whole_is_not_read(worker: Worker) -> None:
-    def fail(descriptor: int) -> None:
-        write(descriptor)
+    def fail(descriptor: int, staged: Callable[[int], None]) -> None:
+        write(descriptor, staged)
         raise RuntimeError("the copy failed")
 
     sender = StateClient(worker.address, "sender")
@@ -119,6 +120,43 @@ def test_a_state_that_was_not_staged_whole_is_not_read(worker: Worker) -> None:
     sender.close()
     with pytest.raises(ClusterError, match="has died"):
         worker.read("sender", 3)
+
+
+@pytest.mark.parametrize("end", ["staged", "dropped", "dead"])
+def test_first_bytes_are_read_before_the_others_are_staged(worker: Worker, end: str) -> None:
+    def write_in_parts(descriptor: int, staged: Callable[[int], None]) -> None:
+        os.pwrite(descriptor, DATA[:1000], 0)
+        staged(1000)
+        assert go_on.wait(30)
+        if end != "staged":
+            raise RuntimeError(end)
+        os.pwrite(descriptor, DATA[1000:], 1000)
+
+    def stage() -> None:
+        with suppress(RuntimeError):
+            sender.stage(3, len(DATA), 30, write_in_parts)
+        if end == "dead":
+            sender.close()
+
+    sender, go_on = StateClient(worker.address, "sender"), threading.Event()
+    wait_until(lambda: "sender" in worker.states._senders, "the sender is known")
+    staging = background.start("raystow-staging", stage)
+    with closing(sender), closing(StateReader(worker.server.contact, "sender", 3, 30)) as reader:
+        first, last = bytearray(1000), bytearray(1000)
+        reader.read(0, memoryview(first))
+        assert first == DATA[:1000]
+        with pytest.raises(DeadlineExceeded), closing(StateReader(worker.server.contact, "sender", 3, 0.2)) as other:
+            other.read(1, memoryview(first))
+        background.after(0.1, "raystow-go-on", go_on.set)
+        if end == "staged":
+            reader.read(len(DATA) - 1000, memoryview(last))
+            assert last == DATA[-1000:]
+            with pytest.raises(ClusterError, match="its node does not answer"):
+                reader.read(len(DATA) - 999, memoryview(last))
+        else:
+            with pytest.raises(ClusterError, match="sender of the state: has died, or has no state of step 3 any more"):
+                reader.read(len(DATA) - 1000, memoryview(last))
+        staging.join()
 
 
 def test_a_receiver_waits_for_a_step_and_gets_no_other(worker: Worker, client: Callable[[str], StateClient]) -> None:

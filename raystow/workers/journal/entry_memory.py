@@ -6,6 +6,7 @@ pages more slowly than they are filled, so the memory of the next entry is prepa
 
 from __future__ import annotations
 
+import fcntl
 import mmap
 import os
 import threading
@@ -35,7 +36,9 @@ class EntryMemory:
 
     @staticmethod
     def received(descriptor: int, size: int) -> EntryMemory:
-        """Take over a descriptor from another process; ``ProtocolError`` if it has not that size."""
+        """Take over a descriptor from another process, which cannot make the file smaller from now on: a read of a mapping would
+        kill this process then. ``ProtocolError`` if it has not that size."""
+        fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)
         found = os.fstat(descriptor).st_size
         if found != size:
             os.close(descriptor)
@@ -45,7 +48,7 @@ class EntryMemory:
     @staticmethod
     def empty(size: int) -> EntryMemory:
         """Memory that is to be filled: see ``fill`` and ``target``."""
-        descriptor = os.memfd_create("raystow-entry", os.MFD_CLOEXEC)
+        descriptor = os.memfd_create("raystow-entry", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         os.ftruncate(descriptor, size)
         return EntryMemory(descriptor, size)
 

@@ -51,9 +51,9 @@ class EntryHost(Protocol):
 class StateHost(Protocol):
     """The states that processes of this node have staged for other replicas: see ``states.staged_states``."""
 
-    def lend(self, key: str, seconds: float) -> int | None:
-        """Return a descriptor of a state's memory, for the caller to close; None if it will not come. ``DeadlineExceeded`` if it
-        may still come, but has not within ``seconds``."""
+    def read(self, key: str, span: tuple[int, int], seconds: float) -> memoryview | None:
+        """Return the bytes of ``span`` of a state, fewer at its end; None if they will not come. ``DeadlineExceeded`` if they may
+        still come, but have not within ``seconds``."""
 
 
 class PeerServer:
@@ -168,7 +168,8 @@ class PeerServer:
             if request.key.startswith(JOURNAL):
                 lent = _whole(self._journal.lend(request.repository, request.key))
             elif request.key.startswith(STAGED):
-                lent = _whole(self._states.lend(request.key, _WAIT))
+                self._send_state(channel, self._states.read(request.key, (start, start + length), _WAIT), length)
+                return
             else:
                 lent = self._fetcher.lend(request.repository, request.key, (start, start + length), _WAIT)
         except DeadlineExceeded:
@@ -183,6 +184,15 @@ class PeerServer:
                 channel.send_file(lent.descriptor, at, size)
         finally:
             lent.close()
+
+    def _send_state(self, channel: TcpChannel, content: memoryview | None, length: int) -> None:
+        if content is None:
+            channel.send(ObjectState("absent"))
+            return
+        if content.nbytes != length:
+            raise ConnectionError("the state ended")
+        channel.send(ObjectState("present"))
+        channel.send_bytes(content)  # half the time of ``send_file``, which passes on page after page
 
 
 def _whole(descriptor: int | None) -> LentMemory | None:

@@ -20,12 +20,17 @@ _WAIT = 5.0  # seconds that a process waits for a state; then it is told that it
 
 @dataclass
 class _Sender:
-    """``staged``: the memory is complete."""
+    """``content``: of the memory. ``staged``: how many of the first bytes are there."""
 
     step: int = -1
     memory: EntryMemory | None = None
-    staged: bool = False
+    content: memoryview | None = None
+    staged: int = 0
     seconds: float = 0.0
+
+    @property
+    def complete(self) -> bool:
+        return self.memory is not None and self.staged >= self.memory.size
 
 
 class StagedStates:
@@ -48,36 +53,29 @@ class StagedStates:
                     case StageState() if descriptor is not None:
                         memory = EntryMemory.received(descriptor, message.size)
                         connection.send(StateRoom(self._announce(sender, message, memory)))
-                    case StateStaged():
+                    case StateStaged(size):
                         with self._changed:
-                            sender.staged = sender.memory is not None
+                            sender.staged = size
                             self._changed.notify_all()
                     case DropState():
                         self._drop(sender)
                     case MapState(key):
                         self._answer(connection, key)
         finally:
-            if sender.staged:
+            if sender.complete:
                 background.after(sender.seconds, "raystow-states", lambda: self._forget(opening.sender, sender))
             else:
                 self._forget(opening.sender, sender)
 
-    def lend(self, key: str, seconds: float) -> int | None:
-        """Return a descriptor of a state's memory, for the caller to close; None if it will not come.
+    def read(self, key: str, span: tuple[int, int], seconds: float) -> memoryview | None:
+        """Return the bytes of ``span`` of a state, fewer at its end; None if they will not come. They stay valid.
 
         Raises:
-            DeadlineExceeded: It may still come, but has not within ``seconds``.
+            DeadlineExceeded: They may still come, but have not within ``seconds``.
         """
-        name, _, number = key.removeprefix(STAGED).rpartition("/")
-        step = int(number) if number.isdecimal() else -1
         with self._changed:
-            self._changed.wait_for(lambda: not self._may_come(name, step), seconds)
-            if self._may_come(name, step):
-                raise DeadlineExceeded(f"not staged after {seconds:.0f} s", subject=key)
-            sender = self._senders.get(name)
-            if sender is None or sender.memory is None or sender.step != step:
-                return None
-            return sender.memory.lend()
+            sender = self._await(key, span, seconds)
+            return None if sender is None or sender.content is None else sender.content[slice(*span)]
 
     def close(self) -> None:
         """Drop everything. Memory that was lent stays valid for its readers."""
@@ -87,7 +85,9 @@ class StagedStates:
 
     def _answer(self, connection: Connection, key: str) -> None:
         try:
-            descriptor = self.lend(key, _WAIT)
+            with self._changed:
+                sender = self._await(key, None, _WAIT)
+                descriptor = None if sender is None or sender.memory is None else sender.memory.lend()
         except DeadlineExceeded:
             connection.send(ObjectState("pending"))
             return
@@ -99,10 +99,26 @@ class StagedStates:
         finally:
             os.close(descriptor)
 
-    def _may_come(self, name: str, step: int) -> bool:
-        """Whether a living sender has no state of this step yet, nor of a later one."""
+    def _await(self, key: str, span: tuple[int, int] | None, seconds: float) -> _Sender | None:
+        """Return the sender whose memory has these bytes, or with None all of them; None if they will not come."""
+        name, _, number = key.removeprefix(STAGED).rpartition("/")
+        step = int(number) if number.isdecimal() else -1
+        self._changed.wait_for(lambda: not self._may_come(name, step, span), seconds)
+        if self._may_come(name, step, span):
+            raise DeadlineExceeded(f"not staged after {seconds:.0f} s", subject=key)
         sender = self._senders.get(name)
-        return sender is not None and sender.step <= step and not (sender.step == step and sender.staged)
+        return None if sender is None or sender.memory is None or sender.step != step else sender
+
+    def _may_come(self, name: str, step: int, span: tuple[int, int] | None) -> bool:
+        """Whether a living sender has no state of this step yet, nor of a later one, or not these bytes of it. Who asks for later
+        bytes has read the first ones: a state without memory has been dropped then."""
+        sender = self._senders.get(name)
+        if sender is None or sender.step != step:
+            return sender is not None and sender.step < step
+        if sender.memory is None:
+            return span is None or span[0] == 0
+        size = sender.memory.size
+        return sender.staged < (size if span is None else min(size, span[1]))
 
     def _announce(self, sender: _Sender, message: StageState, memory: EntryMemory) -> str:
         with self._changed:
@@ -112,6 +128,7 @@ class StagedStates:
                 memory.close()
                 return f"{message.size} bytes do not fit into {self._budget}, of which {used} are used"
             sender.step, sender.memory, sender.seconds = message.step, memory, max(0.0, message.seconds)
+            sender.content = memory.content
             self._changed.notify_all()
         return ""
 
@@ -127,6 +144,7 @@ class StagedStates:
             self._changed.notify_all()
 
     def _release(self, sender: _Sender) -> None:
-        memory, sender.memory, sender.staged = sender.memory, None, False
+        memory, sender.memory, sender.content, sender.staged = sender.memory, None, None, 0
         if memory is not None:
             memory.close()
+            self._changed.notify_all()

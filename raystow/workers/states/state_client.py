@@ -36,8 +36,9 @@ class StateClient:
         self.lost = False
         self._thread = background.start("raystow-states", self._listen)
 
-    def stage(self, step: int, size: int, seconds: float, fill: Callable[[int], None]) -> None:
-        """Hand over the state of a step. ``fill`` writes its ``size`` bytes to the descriptor that it is called with.
+    def stage(self, step: int, size: int, seconds: float, fill: Callable[[int, Callable[[int], None]], None]) -> None:
+        """Hand over the state of a step. ``fill`` writes its ``size`` bytes to the descriptor that it is called with, and may say
+        how many of the first bytes are written: other nodes read these then.
 
         Raises:
             ClusterError: The node worker is gone, or has no memory for the state.
@@ -49,10 +50,10 @@ class StateClient:
             try:
                 self._connection.send(StageState(step, size, seconds), fd=descriptor)
                 self._check_room(step, seconds)
-                fill(descriptor)
+                fill(descriptor, self._staged)
             finally:
                 os.close(descriptor)
-            self._connection.send(StateStaged())
+            self._staged(size)
         except BaseException:
             self.drop()
             raise
@@ -92,6 +93,9 @@ class StateClient:
             return np.frombuffer(mmap.mmap(descriptor, 0, flags, access), np.uint8)
         finally:
             os.close(descriptor)
+
+    def _staged(self, size: int) -> None:
+        self._connection.send(StateStaged(size))
 
     def _check_room(self, step: int, seconds: float) -> None:
         answer, _ = self._await(f"the node worker did not answer within {seconds:.1f} s", SYSTEM.monotonic() + seconds)

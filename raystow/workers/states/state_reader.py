@@ -20,24 +20,23 @@ class StateReader:
         self._end = SYSTEM.monotonic() + seconds
         self._lock = threading.Lock()
         self._idle, self._open = list[TcpChannel](), set[TcpChannel]()
-        self._begun = self._closed = False
+        self._closed = False
         self._timer = background.after(max(0.0, seconds), "raystow-states", self.close)
 
     def read(self, start: int, target: memoryview) -> None:
-        """Fill ``target`` with the bytes from ``start``; waits until the state is staged.
+        """Fill ``target`` with the bytes from ``start``; waits until they are staged.
 
         Raises:
             ClusterError: The sender is gone, or its node is.
             DeadlineExceeded: The time is over.
         """
         try:
-            state = ""
-            while not state or (state == "pending" and not self._begun):
+            state = "pending"
+            while state == "pending":
                 channel = self._take()
                 channel.send(ReadObject("", self._key, start, target.nbytes))
                 state = channel.receive(ObjectState).state
                 if state == "present":
-                    self._begun = True
                     channel.receive_into(target)
                 with self._lock:
                     self._idle.append(channel)

@@ -1,6 +1,7 @@
-"""A state as a header and flat bytes, and back.
+"""A state as a header, flat bytes and the digests of their chunks, and back.
 
-The header is checked by its digest, and each chunk by its own, before anything is made of it.
+The digests come last, so that chunks are sent while later ones are still copied. The header and the list of digests each have a
+digest of their own. Everything is checked before anything is made of it.
 """
 
 from __future__ import annotations
@@ -34,6 +35,7 @@ Read = Callable[[int, memoryview], None]
 
 _HEAD = struct.Struct("<Q32s")  # the first bytes of a staged state: the size of the header that follows, and its digest
 
+_TABLE_DIGEST = 32
 _MOST_HEADER = 256 << 20
 _DIGEST = struct.Struct("<2Q")
 _PAGE = 4096
@@ -50,7 +52,7 @@ class OwnTensor:
 
 
 def describe(state: State, step: int) -> tuple[StateHeader, FlatBytes]:
-    """Return a header, whose digests are zero, and the bytes of the tensors.
+    """Return the header, and the bytes of the tensors.
 
     Raises:
         StateError: The state contains something else than tensors, arrays, plain values, dicts, lists and tuples.
@@ -65,11 +67,16 @@ def describe(state: State, step: int) -> tuple[StateHeader, FlatBytes]:
             leaves.append(StagedLeaf(manifest.path_text(leaf.path), manifest.VALUE, values.dumps(leaf.value)))
     places, size = _places(leaves)
     flat = FlatBytes([FlatPiece(*place, part) for place, part in zip(places, contents, strict=True) if place[1]])
-    return StateHeader(step, size, tuple(leaves), tuple(meshes), bytes(_DIGEST.size * -(-size // CHUNK))), flat
+    return StateHeader(step, size, tuple(leaves), tuple(meshes)), flat
+
+
+def chunks_of(header: StateHeader) -> int:
+    """Return the number of chunks of a state."""
+    return -(-header.size // CHUNK)
 
 
 def head(header: StateHeader) -> bytes:
-    """Return what comes before the bytes of the tensors. Its size does not depend on the digests."""
+    """Return what comes before the bytes of the tensors."""
     body = encode(header, most=_MOST_HEADER)
     whole = _HEAD.pack(len(body), stored_digest(body)) + body
     return whole + bytes(-len(whole) % _PAGE)
@@ -95,8 +102,7 @@ def _parsed(body: bytes, step: int) -> StateHeader:
     except ProtocolError as error:
         raise Damaged(f"the header is invalid: {error}", subject=_SUBJECT) from error
     _, size = _places(header.leaves)
-    chunks = -(-size // CHUNK)
-    if header.step != step or header.size != size or len(header.digests) != _DIGEST.size * chunks:
+    if header.step != step or header.size != size:
         raise Damaged("the header does not fit the state", subject=_SUBJECT)
     if size > memory_limit():
         raise Damaged(f"{size} bytes are more than this machine's memory", subject=_SUBJECT)
@@ -108,14 +114,38 @@ def chunk_digest(content: Bytes) -> bytes:
     return _DIGEST.pack(*digest_pair(content))
 
 
-def is_chunk(header: StateHeader, chunk: int, content: Bytes) -> bool:
-    """Return whether a chunk has its digest."""
-    return chunk_digest(content) == header.digests[_DIGEST.size * chunk : _DIGEST.size * (chunk + 1)]
+def tail(digests: Sequence[bytes]) -> bytes:
+    """Return what comes after the bytes of the tensors."""
+    table = b"".join(digests)
+    return table + stored_digest(table)
+
+
+def whole_size(header: StateHeader) -> int:
+    """Return the size of all of it."""
+    return len(head(header)) + header.size + _DIGEST.size * chunks_of(header) + _TABLE_DIGEST
+
+
+def read_digests(read: Read, header: StateHeader, start: int) -> list[bytes]:
+    """Return the digest of each chunk. ``start``: where the bytes of the tensors begin."""
+    whole = bytearray(_DIGEST.size * chunks_of(header) + _TABLE_DIGEST)
+    read(start + header.size, memoryview(whole))
+    table = bytes(whole[:-_TABLE_DIGEST])
+    if stored_digest(table) != whole[-_TABLE_DIGEST:]:
+        raise Damaged("the digests do not have their digest", subject=_SUBJECT)
+    return [table[at : at + _DIGEST.size] for at in range(0, len(table), _DIGEST.size)]
+
+
+def check_chunks(found: Sequence[bytes], digests: Sequence[bytes]) -> None:
+    """Raise ``Damaged`` if a chunk does not have its digest."""
+    for chunk, (one, digest) in enumerate(zip(found, digests, strict=True)):
+        if one != digest:
+            raise Damaged(f"chunk {chunk} does not have its digest", subject=_SUBJECT)
 
 
 def memory(size: int) -> Bytes:
-    """Return new memory, in huge pages where the system has them: to find pages takes longer than to fill them."""
-    mapped = mmap.mmap(-1, max(1, size))
+    """Return new memory, in huge pages where the system has them: to find pages takes longer than to fill them. Private memory
+    gets them more often than shared memory."""
+    mapped = mmap.mmap(-1, max(1, size), mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with suppress(OSError):
         mapped.madvise(mmap.MADV_HUGEPAGE)
     return np.frombuffer(mapped, np.uint8)[:size]

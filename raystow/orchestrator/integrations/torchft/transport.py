@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
+from typing import TypeVar
 
-import msgspec
 import numpy as np
 from torchft.checkpointing import transport
 
@@ -26,11 +28,27 @@ from ... import ray_cluster
 from ...client.startup import node_address
 from ...save.state_tree import State
 from .flat_bytes import CHUNK, FlatBytes
-from .staged_state import OwnState, build, chunk_digest, describe, head, is_chunk, memory, read_header
+from .staged_state import (
+    OwnState,
+    build,
+    check_chunks,
+    chunk_digest,
+    chunks_of,
+    describe,
+    head,
+    memory,
+    read_digests,
+    read_header,
+    tail,
+    whole_size,
+)
 
 logger = logging.getLogger(__name__)
 
+_Result = TypeVar("_Result")
+
 _THREADS = min(8, os.cpu_count() or 1)
+_STEP = 16  # chunks that are staged at a time for other nodes
 
 check_methods(
     transport.CheckpointTransport, ("metadata", "send_checkpoint", "disallow_checkpoint", "recv_checkpoint", "shutdown")
@@ -41,8 +59,8 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
     """Send states through the memory of nodes: pass it to torchft's ``Manager`` as ``checkpoint_transport``.
 
     A replica that is ahead copies its state to its node worker and goes on with its training; it may even die then. A replica
-    that is behind reads it from there, and only the chunks that differ from its own tensors; on the same node it maps the
-    memory. Each chunk is compared with its digest. Received tensors are in host memory. Ray must be running.
+    that is behind reads it from there while it is copied, and only the chunks that differ from its own tensors; on the same node
+    it maps the memory. Each chunk is compared with its digest. Received tensors are in host memory. Ray must be running.
 
     Args:
         state_dict: The ``state_dict`` function of the Manager. Tensors that it returns are compared with what would be received;
@@ -80,8 +98,8 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
         seconds = timeout.total_seconds()
         end = SYSTEM.monotonic() + seconds
         header, flat = describe(state_dict, step)
-        size = len(head(header)) + header.size
-        self._connected().stage(step, size, seconds, lambda descriptor: _write(header, flat, descriptor, end))
+        write = functools.partial(_write, header, flat, end)
+        self._connected().stage(step, whole_size(header), seconds, write)
 
     def disallow_checkpoint(self) -> None:
         """Free the memory of the state that was sent."""
@@ -106,8 +124,10 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
         contact = contact_of(node, seconds)
         with contextlib.closing(StateReader(contact, sender, step, end - SYSTEM.monotonic())) as reader:
             header, start = read_header(reader.read, step)
-            receiver = _Receiver(header, reader, start, None if own is None else own.flat(header))
-            self.received = _each(receiver.fill, -(-header.size // CHUNK), on_error=reader.close)
+            receiver = _Receiver(header, reader, start)
+            if own is not None:
+                receiver.copy(own.flat(header))
+            self.received = receiver.receive()
         logger.info("received %d of %d bytes of the state of step %d", self.received, header.size, step)
         return build(header, receiver.data, own)
 
@@ -127,20 +147,41 @@ class CheckpointTransport(transport.CheckpointTransport[State]):
 class _Receiver:
     """Fills ``data`` from this process's own tensors and, where these differ, from the sender."""
 
-    def __init__(self, header: StateHeader, reader: StateReader, start: int, own: FlatBytes | None) -> None:
-        self._header, self._reader, self._start, self._own = header, reader, start, own
+    def __init__(self, header: StateHeader, reader: StateReader, start: int) -> None:
+        self._header, self._reader, self._start = header, reader, start
+        self._found: dict[int, bytes] = {}  # the digest of each chunk that is filled
         self.data = memory(header.size)
 
-    def fill(self, chunk: int) -> int:
-        """Fill a chunk; return how many bytes were received."""
-        at = chunk * CHUNK
-        target = self.data[at : at + CHUNK]
-        # What the digest is computed of is the copy: the training may write to its own tensors meanwhile.
-        if self._own is not None and self._own.copy(at, target) and is_chunk(self._header, chunk, target):
-            return 0
-        self._reader.read(self._start + at, target.data)
-        _check(self._header, chunk, target)
-        return int(target.size)
+    def copy(self, own: FlatBytes) -> None:
+        """Fill what there is with tensors of this process."""
+
+        def copy(chunk: int) -> None:
+            # The digest is that of the copy: the training may write to its own tensors meanwhile.
+            if own.copy(chunk * CHUNK, target := self._chunk(chunk)):
+                self._found[chunk] = chunk_digest(target)
+
+        _each(copy, range(chunks_of(self._header)))
+
+    def receive(self) -> int:
+        """Receive the other chunks, also while the sender copies its state, and those that differ; return how many bytes."""
+        every = range(chunks_of(self._header))
+        received = self._receive([chunk for chunk in every if chunk not in self._found])
+        digests = read_digests(self._reader.read, self._header, self._start)
+        received += self._receive([chunk for chunk in every if self._found[chunk] != digests[chunk]])
+        check_chunks([self._found[chunk] for chunk in every], digests)
+        return received
+
+    def _receive(self, chunks: Sequence[int]) -> int:
+        def receive(chunk: int) -> int:
+            target = self._chunk(chunk)
+            self._reader.read(self._start + chunk * CHUNK, target.data)
+            self._found[chunk] = chunk_digest(target)
+            return int(target.size)
+
+        return sum(_each(receive, chunks, on_error=self._reader.close))
+
+    def _chunk(self, chunk: int) -> Bytes:
+        return self.data[chunk * CHUNK : (chunk + 1) * CHUNK]
 
 
 def _mapped(whole: Bytes, step: int) -> tuple[StateHeader, Bytes]:
@@ -151,36 +192,35 @@ def _mapped(whole: Bytes, step: int) -> tuple[StateHeader, Bytes]:
             raise Damaged("the header is longer than the memory", subject="the received state")
         target[:] = whole[start : start + target.nbytes].data
 
-    def check(chunk: int) -> int:
-        _check(header, chunk, data[chunk * CHUNK : (chunk + 1) * CHUNK])
-        return 0
-
     header, start = read_header(read, step)
     data = whole[start : start + header.size]
-    _each(check, -(-header.size // CHUNK))
+    found = _each(lambda chunk: chunk_digest(data[chunk * CHUNK : (chunk + 1) * CHUNK]), range(chunks_of(header)))
+    check_chunks(found, read_digests(read, header, start))
     return header, data
 
 
-def _check(header: StateHeader, chunk: int, content: Bytes) -> None:
-    if not is_chunk(header, chunk, content):
-        raise Damaged(f"chunk {chunk} does not have its digest", subject="the received state")
+def _write(header: StateHeader, flat: FlatBytes, end: float, descriptor: int, staged: Callable[[int], None]) -> None:
+    start, count, lock = len(head(header)), chunks_of(header), threading.Lock()
 
-
-def _write(header: StateHeader, flat: FlatBytes, descriptor: int, end: float) -> None:
-    start, digests = len(head(header)), [b""] * -(-header.size // CHUNK)
-
-    def write(chunk: int) -> int:
+    def write(chunk: int) -> bytes:
         if SYSTEM.monotonic() >= end:
-            raise DeadlineExceeded(f"timed out: {chunk} of {len(digests)} chunks were copied in time", subject="the state")
+            raise DeadlineExceeded(f"timed out: {chunk} of {count} chunks were copied in time", subject="the state")
         at = chunk * CHUNK
         part = np.empty(min(CHUNK, header.size - at), np.uint8)
         flat.copy(at, part)
-        digests[chunk] = chunk_digest(part)
-        _write_all(descriptor, part.data, start + at)
-        return int(part.size)
+        digest = chunk_digest(part)
+        with lock:  # writes to one file wait for each other: here they take no CPU time meanwhile
+            _write_all(descriptor, part.data, start + at)
+        return digest
 
-    _each(write, len(digests))
-    _write_all(descriptor, memoryview(head(msgspec.structs.replace(header, digests=b"".join(digests)))), 0)
+    def written(chunks: int) -> None:
+        if chunks % _STEP == 0:
+            staged(start + min(chunks * CHUNK, header.size))
+
+    _write_all(descriptor, memoryview(head(header)), 0)
+    staged(start)
+    digests = _each(write, range(count), then=written)
+    _write_all(descriptor, memoryview(tail(digests)), start + header.size)
 
 
 def _write_all(descriptor: int, part: memoryview, at: int) -> None:
@@ -189,12 +229,22 @@ def _write_all(descriptor: int, part: memoryview, at: int) -> None:
         part, at = part[written:], at + written
 
 
-def _each(do: Callable[[int], int], count: int, *, on_error: Callable[[], None] = lambda: None) -> int:
-    """Call ``do`` with each number on several threads; return the sum of the results."""
+def _each(
+    do: Callable[[int], _Result],
+    numbers: Sequence[int],
+    *,
+    then: Callable[[int], None] = lambda done: None,
+    on_error: Callable[[], None] = lambda: None,
+) -> list[_Result]:
+    """Call ``do`` with each number on several threads; return the results. ``then`` gets how many of the first ones there are."""
+    results = list[_Result]()
     with ThreadPoolExecutor(_THREADS, "raystow-states") as pool:
         try:
-            return sum(pool.map(do, range(count)))
+            for result in pool.map(do, numbers):
+                results.append(result)
+                then(len(results))
         except BaseException:
             on_error()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
+    return results

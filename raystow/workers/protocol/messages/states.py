@@ -6,7 +6,6 @@ from typing import Annotated, Literal
 
 from msgspec import Meta
 
-from ....storage.limits import MAX_ROWS
 from ..codec import Column, JsonText, Message, MessagePart, Shape, Text
 
 STAGED = "staged/"
@@ -67,18 +66,16 @@ class StagedLeaf(MessagePart, frozen=True):
 
 
 class StateHeader(Message, frozen=True):
-    """The beginning of a staged state. The bytes of its tensors follow, in the order of the leaves.
+    """The beginning of a staged state. The bytes of its tensors follow, in the order of the leaves, and then their digests.
 
     Args:
         size: Bytes of the tensors, each at a multiple of 64.
-        digests: ``digest_pair`` of each 4 MiB of these bytes, concatenated.
     """
 
     step: int
     size: StateSize
     leaves: Column[StagedLeaf]
     meshes: Column[StagedMesh]
-    digests: Annotated[bytes, Meta(max_length=16 * MAX_ROWS)]
 
 
 class OpenStates(Message, frozen=True):
@@ -114,7 +111,13 @@ class StateRoom(Message, frozen=True):
 
 
 class StateStaged(Message, frozen=True):
-    """The announced state is complete: other nodes may read it."""
+    """The first bytes of the announced state are there: other nodes may read them.
+
+    Args:
+        size: How many. Processes of this node get the memory when it is complete.
+    """
+
+    size: StateSize
 
 
 class DropState(Message, frozen=True):
