@@ -252,8 +252,7 @@ def restore(
     with uncollected():  # imports and the set-up of a store allocate much
         from .orchestrator.standalone.restore import restore as restore_alone
 
-        repository = open(uri)
-    return restore_alone(repository, into, version, strict=strict, cast=cast, progress=progress)
+        return restore_alone(open(uri), into, version, strict=strict, cast=cast, progress=progress)
 
 
 def restore_latest(uri: str | os.PathLike[str], into: State, *, strict: bool = True, cast: bool = False) -> Version | None:

@@ -206,10 +206,13 @@ class PackReader:
         threads = max(1, min(self.threads, len(runs)))
         left = deque[Run | None]([*runs, *[None] * threads])
 
+        longest = max((run.length for run in runs), default=0)
+
         def work() -> None:
+            memory = np.empty(longest, np.uint8).data  # for all runs: pages of new memory cost as much as a copy
             try:
                 while (run := left.popleft()) is not None:
-                    self._decode(run, progress)
+                    self._decode(run, progress, memory[: run.length])
             except BaseException:
                 left.extendleft([None] * threads)  # ends the other threads
                 raise
@@ -269,11 +272,16 @@ class PackReader:
             return self._fetch(run, into)
 
     def elements(
-        self, run: Run, into: Callable[[Piece], Bytes | None] = lambda piece: None, *, proven: bool = True
+        self,
+        run: Run,
+        into: Callable[[Piece], Bytes | None] = lambda piece: None,
+        *,
+        memory: memoryview | None = None,
+        proven: bool = True,
     ) -> Iterator[tuple[Piece, Bytes]]:
         """A run's pieces, each with the bytes of its chunk's elements, fetched and checked. ``into``: memory to decode into, if
-        the elements are what is stored. ``proven``: see ``decode``."""
-        data = np.frombuffer(self.fetch(run), np.uint8)
+        the elements are what is stored. ``memory``: for the run's stored bytes. ``proven``: see ``decode``."""
+        data = np.frombuffer(self.fetch(run, memory), np.uint8)
         for place in run.places:
             words: Bytes | None = None
             for piece in place.pieces:
@@ -322,9 +330,9 @@ class PackReader:
         first = int(len(runs) * self._turn)
         return runs[first:] + runs[:first]
 
-    def _decode(self, run: Run, progress: Callable[[int], None]) -> None:
-        """Read a run, check it, and fill the targets of its pieces."""
-        for piece, raw in self.elements(run, _own_memory):
+    def _decode(self, run: Run, progress: Callable[[int], None], memory: memoryview | None = None) -> None:
+        """Read a run, check it, and fill the targets of its pieces. ``memory``: for its stored bytes."""
+        for piece, raw in self.elements(run, _own_memory, memory=memory):
             chunk, target = piece.chunk, piece.target
             if target is not None and not np.may_share_memory(raw, target):
                 target[...] = raw.view(target.dtype).reshape(chunk.extent)[piece.source]

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import boto3
 import pytest
+from botocore.exceptions import UnknownServiceError
+from botocore.loaders import Loader
 from scripted_server import SECRET, TOKEN, Scripted, failures, operations
 
 from raystow.storage.clock import SYSTEM
@@ -162,6 +164,22 @@ def test_where_requests_go(
     for client in (clients.send, clients.fetch):
         assert client.config is not None
         assert client.config["endpoint"] == expected
+
+
+@pytest.mark.parametrize("kind", ["service-2", "endpoint-rule-set-1", "paginators-1"])
+def test_descriptions_of_services_are_those_of_botocore(kind: str) -> None:
+    own, theirs = s3_clients._models(None), Loader()
+    assert own.load_service_model("s3", kind) == theirs.load_service_model("s3", kind)
+    assert set(theirs.list_available_services(kind)) <= set(own.list_available_services(kind))
+    with pytest.raises(UnknownServiceError):
+        own.load_service_model("s4", kind)
+
+
+def test_descriptions_of_services_in_a_folder_of_the_user_come_first(tmp_path: Path) -> None:
+    (folder := tmp_path / "s3" / "2999-01-01").mkdir(parents=True)
+    (folder / "service-2.json").write_text('{"metadata": {}}')
+    folders = os.pathsep.join([str(tmp_path / "missing"), str(tmp_path)])
+    assert s3_clients._models(folders).load_service_model("s3", "service-2") == {"metadata": {}}
 
 
 def test_without_credentials_it_says_so(aws: pytest.MonkeyPatch) -> None:

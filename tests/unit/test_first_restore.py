@@ -45,7 +45,7 @@ def test_store_calls_imports_and_threads(tmp_path: Path, sizes: dict[str, int], 
     calls, threads, loaded = json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout)
     # Read once each: marker, record, fragment. Read twice: the root, because a version may be dropped before its lease
     # is written. get_tagged reads through get. One range for each pack of at most 16 MiB; the lease is written and deleted.
-    assert calls == {"get_tagged": 2, "get": 5, "put": 1, "get_range": reads, "delete": 1}
+    assert calls == {"get_tagged": 2, "get": 5, "put": 1, "get_range_into": reads, "delete": 1}
     assert [name for name in UNWANTED if name in loaded] == []
     # The lease is renewed by a thread of its own. A pool is started only for several reads.
     assert {name.partition("_")[0] for name in threads} == {"raystow-lease"} | ({"raystow-read"} if reads > 1 else set())

@@ -49,6 +49,10 @@ class Counting:
         self.read += length
         return self._store.get_range(key, start, length)
 
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        self.read += target.nbytes
+        self._store.get_range_into(key, start, target)
+
     def __getattr__(self, name: str) -> Any:
         return getattr(self._store, name)
 

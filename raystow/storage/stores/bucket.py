@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, ClassVar, Protocol
 
 import obstore
@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from obstore.store import ObjectStore as ObstoreClient
 
 _MIB = 1 << 20
+_PIECE = 256 << 10
 _MOST_PARTS = 10_000
 
 
@@ -65,34 +66,46 @@ class Bucket(ABC):
         return self.get_tagged(key, max_bytes=max_bytes).data
 
     def get_range(self, key: str, start: int, length: int) -> Buffer:
-        """As the protocol says; the memory belongs to obstore and is not copied."""
-        subject = self._subject(key)
+        data = bytearray()
+        for piece in self._body(key, start, length):
+            data += piece
+        return data
+
+    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
+        """As the protocol says; each piece of the body is copied as it arrives, so that nothing takes memory for the whole."""
+        filled = 0
+        for piece in self._body(key, start, target.nbytes):
+            target[filled : filled + len(piece)] = piece
+            filled += len(piece)
+
+    def _body(self, key: str, start: int, length: int) -> Iterator[Buffer]:
+        """Exactly the bytes of a range, in pieces. What a server sends beyond them is an error, and is not read."""
+        subject, left = self._subject(key), length
         checks.checked_range(subject, start, length)
         if length == 0:
             # HTTP has no empty range.
             with self.answers.obstore_errors("HEAD", subject):
-                size = obstore.head(self._clients.fetch, self._below + key)["size"]
-            data = memoryview(b"")
+                left = max(0, start - obstore.head(self._clients.fetch, self._below + key)["size"])
         else:
             with self.answers.obstore_errors(GET_OF_RANGE, subject):
-                data = self._fetch(self._below + key, start, length)
-            size = start + data.nbytes
-            if data.nbytes > length:
-                raise checks.too_large(subject, f"at least {data.nbytes}", length)
-        if size < start + length:
+                for piece in self._pieces(self._below + key, start, length):
+                    left -= len(piece)
+                    if left < 0:
+                        raise checks.too_large(subject, f"at least {length - left}", length)
+                    yield piece
+                    if not left:
+                        break
+        if left:
             raise checks.ends_early(subject, start, length)
-        return data
 
-    def _fetch(self, path: str, start: int, length: int) -> memoryview:
-        """The bytes of a range, or a few more if the server goes on: the rest is not read."""
-        return self._first(obstore.get(self._clients.fetch, path, options={"range": (start, start + length)}), length)
+    def _pieces(self, path: str, start: int, length: int) -> Iterator[Buffer]:
+        """The body of the answer to a request for a range."""
+        return self._stream(obstore.get(self._clients.fetch, path, options={"range": (start, start + length)}), length)
 
     @staticmethod
-    def _first(answer: GetResult, length: int) -> memoryview:
-        return memoryview(next(iter(answer.stream(min_chunk_size=length)), b""))
-
-    def get_range_into(self, key: str, start: int, target: memoryview) -> None:
-        target[:] = self.get_range(key, start, target.nbytes)
+    def _stream(answer: GetResult, length: int) -> Iterator[Buffer]:
+        # obstore's pieces of a fast answer have some 300 KiB; smaller ones are joined, since each costs a call.
+        return iter(answer.stream(min_chunk_size=min(length, _PIECE)))
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         """As the protocol says. The server makes the object visible only when it is whole: by the answer to one PUT, or to the

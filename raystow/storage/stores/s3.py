@@ -66,7 +66,7 @@ class S3Store(Bucket):
                     record(RETRIES, repository=self.uri)
         raise AssertionError("unreachable")
 
-    def _fetch(self, path: str, start: int, length: int) -> memoryview:
+    def _pieces(self, path: str, start: int, length: int) -> Iterator[Buffer]:
         client, limits = self._clients.fetch, self._limits
         try:
             answer = endless_answers.result_of(
@@ -75,15 +75,16 @@ class S3Store(Bucket):
                 growth=limits.suspect_bytes,
             )
         except endless_answers.EndlessAnswer:
-            return self._fetch_bounded(path, start, length)
-        return self._first(answer, length)
+            return iter([self._bounded_body(path, start, length)])
+        return self._stream(answer, length)
 
-    def _fetch_bounded(self, path: str, start: int, length: int) -> memoryview:
+    def _bounded_body(self, path: str, start: int, length: int) -> bytes:
         with boto_errors(GET_OF_RANGE, f"s3://{self._bucket}/{path}"), bounded_http.at_most(length):
             area = f"bytes={start}-{start + length - 1}"
             answer = self._clients.decide.get_object(Bucket=self._bucket, Key=path, Range=area)
             with contextlib.closing(answer["Body"]) as body:
-                return memoryview(body.read())
+                data: bytes = body.read()
+                return data
 
     def put_if(self, key: str, data: bytes, tag: str | None) -> str:
         """As the protocol says. Sent once and never again: after a lost answer a repeated request would lose against itself."""

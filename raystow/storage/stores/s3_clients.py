@@ -7,6 +7,7 @@ botocore and passed to obstore, so that both use the same endpoint.
 from __future__ import annotations
 
 import functools
+import gzip
 import os
 from dataclasses import dataclass
 from datetime import timedelta
@@ -16,8 +17,9 @@ from urllib.parse import urlsplit
 
 import boto3
 import botocore.session
+import msgspec
 from botocore.config import Config
-from botocore.loaders import create_loader
+from botocore.loaders import JSONFileLoader, Loader
 from obstore.auth.boto3 import Boto3CredentialProvider
 from obstore.store import S3Store as ObstoreS3
 
@@ -84,10 +86,31 @@ def connect(bucket: str, limits: RequestLimits) -> S3Clients:
         )
 
 
+class _ModelFiles(JSONFileLoader):  # type: ignore[misc]
+    def load_file(self, file_path: str) -> Any:
+        """As botocore's, with a faster parser."""
+        for path, opener in ((f"{file_path}.json", open), (f"{file_path}.json.gz", gzip.open)):
+            if os.path.isfile(path):
+                with opener(path, "rb") as file:
+                    return msgspec.json.decode(file.read())
+        return None
+
+
+class _Models(Loader):  # type: ignore[misc]
+    """Reads botocore's descriptions of services."""
+
+    FILE_LOADER_CLASS = _ModelFiles
+
+    def list_available_services(self, type_name: str) -> list[str]:
+        """All services. botocore would look into the folder of each: 4,000 system calls to learn that there is S3."""
+        return sorted({name for folder in self.search_paths if os.path.isdir(folder) for name in os.listdir(folder)})
+
+
 @functools.cache
-def _models(folders: str | None) -> Any:
-    """botocore's description of S3: a megabyte of JSON that each session would parse again, in 50 ms or more."""
-    return create_loader(folders)
+def _models(folders: str | None) -> _Models:
+    """botocore's description of S3: three megabytes of JSON that each session would parse again."""
+    given = folders.split(os.pathsep) if folders else []
+    return _Models([os.path.expanduser(os.path.expandvars(folder)) for folder in given])
 
 
 def _place(session: Any, core: Any, bucket: str) -> _Place:
