@@ -175,7 +175,7 @@ def test_descriptions_of_services_are_those_of_botocore(kind: str) -> None:
         own.load_service_model("s4", kind)
 
 
-def test_descriptions_of_services_in_a_folder_of_the_user_come_first(tmp_path: Path) -> None:
+def test_descriptions_of_services_in_a_users_folder_come_first(tmp_path: Path) -> None:
     (folder := tmp_path / "s3" / "2999-01-01").mkdir(parents=True)
     (folder / "service-2.json").write_text('{"metadata": {}}')
     folders = os.pathsep.join([str(tmp_path / "missing"), str(tmp_path)])
