@@ -200,12 +200,11 @@ class PackReader:
         Raises ``Damaged`` naming pack and tensor, or the store's error; then the content of the targets is undefined. Takes 16
         MiB of stored bytes and one chunk for each thread, of which the caller's is one.
         """
-        # Of a file, smaller ranges: each takes new memory, and its pages cost more than a request does.
+        # Of a file, smaller ranges: they take less memory, and are as fast.
         if self._range_bytes < _RUN:
             runs = [part for run in runs for part in _coalesced(run.key, run.pieces, self._range_bytes)]
         threads = max(1, min(self.threads, len(runs)))
         left = deque[Run | None]([*runs, *[None] * threads])
-
         longest = max((run.length for run in runs), default=0)
 
         def work() -> None:
