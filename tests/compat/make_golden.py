@@ -1,11 +1,12 @@
-"""Made ``golden/`` and ``golden/expected.json``; kept to show how.
+"""Script that wrote ``golden/`` and ``golden/expected.json``.
 
-Never run by the tests: what it made must stay readable for ever.
+The tests do not run it: every later raystow must read the files that it wrote once.
 
     cd tests && python compat/make_golden.py compat/golden-v1-new      # for a new format number, into a new folder
 
-Version 1 is one rank's training state, version 2 that of two ranks on two nodes with every dtype, version 3 was coded by hand,
-to hold what this raystow's own encoder does not write: Deflate, other stream sizes, transforms left out, boxes cut by columns.
+Version 1 is the training state of one rank. Version 2 is the state of two ranks on two nodes, with every dtype. Version 3 is
+encoded by this script, with features that the encoder of this raystow does not write: Deflate, other stream sizes, chunks
+without some transforms, boxes that split columns.
 """
 
 import json
@@ -43,9 +44,9 @@ def normal(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
 
 
 def training_state() -> dict:
-    """Plain values of every kind, and tensors that the encoder stores with planes raw, zstd and pack7."""
+    """Return plain values of every kind, and tensors whose planes the encoder stores as raw, zstd and pack7."""
     weight = normal(64, 40, dtype=torch.bfloat16)
-    moment = weight.float().square().bfloat16()  # never negative, so its lowest plane is even: pack7
+    moment = weight.float().square().bfloat16()  # never negative: its lowest plane is even, so pack7
     group = {"lr": 1e-3, "betas": (0.9, 0.95), "params": [0, 1], "amsgrad": False, "foreach": None, "empty": {}}
     return {
         "model": {
@@ -75,7 +76,7 @@ def training_state() -> dict:
 
 
 def every_dtype() -> dict:
-    """Every dtype of the format, in odd shapes; random bits, so NaNs of all kinds are among them."""
+    """Return tensors of every dtype of the format, in unusual shapes, of random bits (NaNs of all kinds included)."""
     shapes = [(), (1,), (5, 1, 3), (17,), (0,), (2, 0, 3)]
     tensors = {}
     for i, (name, dtype) in enumerate(DTYPES.items()):
@@ -109,7 +110,7 @@ def coded(plane: np.ndarray, codec: str, stream: int) -> list[bytes]:
 
 
 class Hand:
-    """Writes one node's part of a version chunk by chunk."""
+    """Writer of one node's part of a version, chunk by chunk."""
 
     def __init__(self, node: int) -> None:
         self.node, self.chunks, self.pack = node, [], b""
@@ -137,7 +138,7 @@ class Hand:
 def by_hand() -> tuple[list[Hand], dict[str, np.ndarray]]:
     long = np.resize(np.float32([1, 2, 3, 5, 8, 13]), 70_001)
     mixed = (RANDOM.integers(0, 2**30, 1024, np.uint32) & ~np.uint32(0x100) | 0x10000).view(np.float32)
-    mixed.view(np.uint32)[:] = (mixed.view(np.uint32) >> 1) | (mixed.view(np.uint32) << 31)  # undoes the rotation to come
+    mixed.view(np.uint32)[:] = (mixed.view(np.uint32) >> 1) | (mixed.view(np.uint32) << 31)  # undoes rotl1
     columns, table = RANDOM.normal(size=(6, 10)).astype(np.float16), np.repeat(np.arange(40, dtype=np.int32), 30)
     wide = table.astype(np.float64)
     nodes = [Hand(0), Hand(1)]
@@ -181,7 +182,7 @@ def leaves(node: object, name: str = "") -> dict[str, object]:
 
 
 def expected(*states: dict) -> dict:
-    """Dtype, shape and BLAKE3 of every tensor; the JSON text of every plain value, for each rank."""
+    """Return dtype, shape and BLAKE3 of every tensor, and the JSON text of every plain value of each rank."""
     tensors, plain = {}, [{} for _ in states]
     for rank, state in enumerate(states):
         for name, leaf in leaves(state).items():

@@ -1,9 +1,9 @@
-"""Made ``golden-deltas/``: differences to earlier versions. As ``make_golden.py``, kept to show how, and never run by the tests.
+"""Script that wrote ``golden-deltas/``, a repository with deltas to earlier versions. The tests do not run it.
 
     cd tests && python compat/make_golden_deltas.py compat/golden-deltas-new
 
-Version 1 is whole, 2 a delta to it, 3 one to 2. Of each width of words there is one tensor that moves by little; ``weights``
-follow from ``master``; ``few`` is too small for a difference.
+Version 1 is whole, version 2 a delta to version 1, version 3 a delta to version 2. One tensor of each word width changes by small
+amounts. ``weights`` is derived from ``master``. ``few`` is too small for a delta.
 """
 
 import json

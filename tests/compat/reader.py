@@ -1,7 +1,7 @@
-"""A second reader of raystow repositories, written from ``docs/spec/format-v1.md`` alone: nothing of raystow is imported here.
+"""An independent reader of raystow repositories, written from ``docs/spec/format-v1.md``. It imports nothing from raystow.
 
-``read(folder)`` gives the newest version's tensors as numpy arrays, every digest checked. Types that numpy lacks come as the
-unsigned integers of their size. Any deviation from the format is an ``AssertionError``: this is a check, not a product.
+``read(folder)`` returns the tensors of the newest version as numpy arrays and checks every digest. A dtype that numpy lacks is
+returned as unsigned integers of the same size. Any deviation from the format raises ``AssertionError``.
 """
 
 import json
@@ -54,7 +54,7 @@ def record(path):
 
 
 def plane(codec, coded, n, sizes, stream):
-    """One plane of n bytes; takes its stream sizes from the iterator."""
+    """Decode one plane of n bytes; its stream sizes are taken from the iterator."""
     if codec == "raw":
         decoded = coded
     elif codec == "pack7":
@@ -74,7 +74,7 @@ def plane(codec, coded, n, sizes, stream):
 
 
 def rounded(words, dtype):
-    """The bits of float32 rounded to the nearest bfloat16 or float16."""
+    """Return the bits of float32 words rounded to the nearest bfloat16 or float16."""
     if dtype == "float16":
         return words.astype("<f2")
     bits = words.view("<u4")
@@ -82,7 +82,7 @@ def rounded(words, dtype):
 
 
 def chunk(row, stored, base):
-    """The decoded bytes of a chunk; ``base``: those of the one that it is a delta to, of the tensor with this name."""
+    """Return the decoded bytes of a chunk; ``base(name)`` returns the bytes of its base, from the tensor of that name."""
     assert blake3(stored).digest() == row["stored_digest"], f"{row['name']}: damaged"
     name, transform, codecs = row["dtype"], row["transform"], row["codecs"]
     if transform[:1] in (["copy"], ["rounded:float32"]):
@@ -116,7 +116,7 @@ def chunk(row, stored, base):
 
 
 def rows(folder, version):
-    """The rows of a version (the newest if None), each with the reader of its elements."""
+    """Yield each chunk row of a version (the newest if None) and the path of its pack."""
     root = record(folder / "root.json")
     assert record(folder / "raystow.json")["repository"] == root["repository"]
     entry = root["versions"][-1] if version is None else next(e for e in root["versions"] if e["id"] == version)
@@ -134,7 +134,7 @@ def rows(folder, version):
 
 
 def elements(folder, row, pack):
-    """The bytes of a row's elements; those of a difference from the same box of an earlier version."""
+    """Return the bytes of a row's elements; the base of a delta is the same box in an earlier version."""
 
     def base(name):
         box = name, row["offset"], row["extent"]
@@ -150,7 +150,7 @@ def elements(folder, row, pack):
 
 
 def read(folder, version=None):
-    """Every tensor of a version (the newest unless told) as {name: array}."""
+    """Return every tensor of a version (the newest by default) as {name: array}."""
     folder, tensors, filled = Path(folder), {}, {}
     for row, pack in rows(folder, version):
         name, dtype = row["name"], np.dtype(row["dtype"] if row["dtype"] in NUMPY else f"u{SIZES.get(row['dtype'], 1)}")

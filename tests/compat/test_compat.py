@@ -1,4 +1,4 @@
-"""What was written stays readable: by this raystow, and by a reader that shares no code with it."""
+"""Stored repositories stay readable, by raystow and by an independent reader."""
 
 import ast
 import json
@@ -83,7 +83,7 @@ def test_raystow_reads_the_golden_repository(version):
 
 
 def test_golden_covers_every_dtype_codec_and_transform():
-    """The golden repository also has a pin and metrics."""
+    """The golden repository also contains a pin and metrics."""
     from raystow.storage.coding.dtypes import DTYPES
 
     repository = raystow.open(GOLDEN)
@@ -97,7 +97,7 @@ def test_golden_covers_every_dtype_codec_and_transform():
     assert values.dumps(versions[0].metrics["bad"]) == '{"float": "7ff8000000000000"}'
 
 
-def test_the_reader_reads_what_is_written_today(reader, tmp_path):
+def test_the_reader_reads_a_new_repository(reader, tmp_path):
     generator = torch.Generator().manual_seed(3)
     weight = torch.randn(700, 900, generator=generator)
     state = {
@@ -117,7 +117,7 @@ def test_the_reader_reads_what_is_written_today(reader, tmp_path):
 
 
 @pytest.mark.parametrize("version", [1, 2, 3])
-def test_the_golden_differences_are_read(reader, version):
+def test_golden_deltas_are_readable(reader, version):
     wanted = json.loads((DELTAS / "expected.json").read_text())[str(version)]
     assert digests(reader.read(DELTAS, version)) == wanted
     repository = raystow.open(DELTAS)
@@ -128,8 +128,8 @@ def test_the_golden_differences_are_read(reader, version):
     assert bases == {name: {version - 1 or None} if name != "few" else {None} for name in wanted}
 
 
-def test_the_reader_reads_differences_to_earlier_versions(reader, tmp_path):
-    """Words of every width, through a chain of three."""
+def test_the_reader_reads_a_chain_of_deltas(reader, tmp_path):
+    """The chain has three versions and tensors of every word width."""
     random, committer = np.random.default_rng(3), Committer(create_repository(str(tmp_path / "run")), "me")
     first = {name: random.integers(0, 200, 9000 * 8, np.uint8).view(name) for name in ("uint8", "int16", "uint32", "float64")}
     states = [
@@ -148,7 +148,7 @@ def test_the_reader_reads_differences_to_earlier_versions(reader, tmp_path):
     assert {chunk.coding.base for rows in newest.chunks.values() for chunk in rows} == {2}
 
 
-def test_the_reader_finds_damage(reader, tmp_path):
+def test_the_reader_detects_a_flipped_bit(reader, tmp_path):
     shutil.copytree(GOLDEN, tmp_path / "run")
     for path in [*tmp_path.glob("run/*.json"), *tmp_path.glob("run/versions/00000002*/*")]:
         if path.name == "expected.json":
@@ -163,8 +163,8 @@ def test_the_reader_finds_damage(reader, tmp_path):
 
 
 @pytest.mark.parametrize("golden", [GOLDEN, DELTAS], ids=lambda folder: folder.name)
-def test_a_reader_without_rollbacks_takes_the_chosen_version(reader, tmp_path, golden):
-    """It does not know the field, and sees the others as removed; raystow has read a root that has none of them."""
+def test_a_reader_without_rollbacks_reads_the_chosen_version(reader, tmp_path, golden):
+    """The independent reader ignores the field ``rolled_back``: it sees rolled-back versions as removed."""
     shutil.copytree(golden, tmp_path / "run")
     repository = raystow.open(tmp_path / "run")
     wanted = digests(reader.read(golden, 2))

@@ -1,4 +1,4 @@
-"""Every store that raystow has, one after the other, under the name ``store``."""
+"""The fixture ``store``, parametrized over every store of raystow."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raystow.storage.stores import open_store
 
 @pytest.fixture(params=["memory", "local", pytest.param("s3", marks=pytest.mark.s3), "az", "gs"])
 def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
-    """The address of an empty store."""
+    """Return the address of an empty store."""
     if request.param == "memory":
         return f"memory://t-{SYSTEM.token()}"
     if request.param == "local":
@@ -23,5 +23,5 @@ def uri(request: pytest.FixtureRequest, tmp_path: Path) -> str:
 
 @pytest.fixture
 def store(uri: str) -> ObjectStore:
-    """An empty store."""
+    """Return an empty store."""
     return open_store(uri)

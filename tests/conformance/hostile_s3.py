@@ -1,4 +1,4 @@
-"""An S3 server that answers as no server should: one behavior for all requests, until its ``with`` block ends."""
+"""A malformed S3 server: it answers every request with one invalid behavior until its ``with`` block ends."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Behavior = Callable[["Connection"], Answer]
 
 
 class Connection:
-    """The request that is answered. ``gone``: set when the test is over, or the client has gone."""
+    """The request to answer. ``gone`` is set when the server stops."""
 
     def __init__(self, head: bytes, gone: threading.Event) -> None:
         self.ranged = b"\r\nrange:" in head.lower()
@@ -29,23 +29,23 @@ class Connection:
         self.gone = gone
 
     def endless(self, *, chunked: bool = False) -> Answer:
-        """Bytes without an end."""
+        """Yield bytes without an end."""
         while not self.gone.is_set():
             yield b"10000\r\n" + BLOCK + b"\r\n" if chunked else BLOCK
 
     def drip(self, data: bytes = b"x") -> Answer:
-        """A byte from time to time, for ever: each resets a time-out that starts anew with each byte."""
+        """Yield one byte every 0.05 s without an end: each byte resets a time-out that counts from the last byte."""
         while not self.gone.wait(0.05):
             yield data
 
     @property
     def first_line(self) -> bytes:
-        """Of a right answer."""
+        """The status line and headers of a correct answer."""
         return PART if self.ranged else OK + TAGGED
 
 
 def of(*parts: bytes) -> Behavior:
-    """One fixed answer; the connection is closed after it."""
+    """Return a behavior with one fixed answer; the connection is closed after it."""
     return lambda connection: iter(parts)
 
 
@@ -119,11 +119,11 @@ ONLY = {
     **dict.fromkeys(("no_list", "size_is_no_number", "time_is_none", "keys_out_of_order", "same_page_for_ever"), "list"),
     **dict.fromkeys(("wrong_range", "no_range"), "get_range"),
 }
-"""Behaviors that are odd as answers to one operation only."""
+"""Behaviors that are invalid for one operation only, and that operation."""
 
 
 class HostileServer:
-    """Serves on a free port of this machine until the ``with`` block ends. ``behavior``: of all requests from now on."""
+    """A server on a free local port. ``behavior`` answers every request from the assignment on."""
 
     def __init__(self) -> None:
         self.behavior: Behavior = of(b"")
@@ -131,7 +131,7 @@ class HostileServer:
 
     @contextmanager
     def running(self) -> Iterator[str]:
-        """Serve; the address."""
+        """Serve until the ``with`` block ends; yield the address."""
         outer = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -160,4 +160,4 @@ class HostileServer:
         for data in self.behavior(Connection(head, self._over)):
             client.sendall(data)
         client.shutdown(socket.SHUT_WR)
-        client.recv(65536)  # lets what was sent arrive
+        client.recv(65536)  # a close with unread data would discard the answer that was sent

@@ -1,4 +1,4 @@
-"""A server that answers each request with the next answer of a script, and the operations that are sent to it."""
+"""A server that answers each request with the next answer of a script, and the store operations that tests send to it."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ SECRET, TOKEN = "wJalrXUtnFEMI/K7MDENG", "FwoGZXIvYXdzEXAMPLETOKEN"
 
 
 class Scripted(ThreadingHTTPServer):
-    """Answers each request with the next (status, code) of a script, the last one for ever; "stall" never answers."""
+    """A server that answers with the next (status, code) of a script; the last one repeats, "stall" never answers."""
 
     daemon_threads = True
 
@@ -51,7 +51,7 @@ class _Handler(BaseHTTPRequestHandler):
         if code == "stall":
             server.closing.wait()
             return
-        # As servers do: the answer to a bad signature repeats the request, session token and all.
+        # Real servers do so: the answer to an invalid signature repeats the request, including the session token.
         echo = "".join(f"{name}:{value}\n" for name, value in self.headers.items())
         body = f"<Error><Code>{code}</Code><Message>{SECRET} {TOKEN}</Message><CanonicalRequest>{echo}</CanonicalRequest></Error>"
         self.send_response(status)
@@ -80,7 +80,7 @@ def operations(store: ObjectStore) -> dict[str, Any]:
 
 
 def failures(store: ObjectStore) -> dict[str, RaystowError]:
-    """What each operation raises; it must raise, name the object, and keep the secrets."""
+    """Return the error of each operation; each must raise, name the store, and contain no secret."""
     found = {}
     for name, operation in operations(store).items():
         with pytest.raises(RaystowError) as caught:

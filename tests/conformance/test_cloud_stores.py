@@ -1,4 +1,4 @@
-"""What is of Azure's and Google's stores alone: configuration, deadlines, requests that must be sent once, secrets in answers."""
+"""Behaviour specific to the Azure and Google stores: configuration, deadlines, requests sent once, secrets in answers."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ ACCOUNT_KEY = base64.b64encode(SECRET.encode()).decode()
 
 @pytest.fixture
 def clouds(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """A configuration of this test's own: an account without credentials, and no service that gives any."""
+    """Isolate the configuration: an account without credentials, and no service that issues them."""
     for name in [name for name in os.environ if name.startswith(("AZURE_", "GOOGLE_"))]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AZURE_CONFIG_DIR", str(tmp_path))
@@ -72,7 +72,7 @@ def google() -> CloudStore:
     ],
     indirect=["server"],
 )
-def test_refusals_of_google_do_so_too(server: Scripted, google: CloudStore, kind: type[StoreError]) -> None:
+def test_refusals_by_google_have_a_remedy_and_no_secrets(server: Scripted, google: CloudStore, kind: type[StoreError]) -> None:
     for name, error in failures(google).items():
         if name != "get_range empty" and not (name == "delete" and "NoSuchBucket" in str(server.script)):
             assert type(error) is kind, name
@@ -91,7 +91,7 @@ def test_refusals_of_google_do_so_too(server: Scripted, google: CloudStore, kind
     indirect=["server"],
 )
 @pytest.mark.parametrize("tag", ["1234", None])
-def test_google_gets_a_conditional_write_once(
+def test_a_conditional_write_to_google_is_sent_once(
     server: Scripted, google: CloudStore, kind: type[StoreError], tag: str | None
 ) -> None:
     with pytest.raises(StoreError) as caught:
@@ -100,7 +100,7 @@ def test_google_gets_a_conditional_write_once(
     assert server.requests == ["PUT /bucket/run%2Froot%2Ejson"]
 
 
-def test_without_googles_credentials_it_says_so(clouds: pytest.MonkeyPatch, google: CloudStore, tmp_path: Path) -> None:
+def test_missing_google_credentials_are_reported(clouds: pytest.MonkeyPatch, google: CloudStore, tmp_path: Path) -> None:
     [(_, finding)] = check_store("gs://bucket/run")
     assert finding.status is Status.FAILED
     assert "GOOGLE_APPLICATION_CREDENTIALS" in finding.follows
@@ -121,9 +121,9 @@ def test_without_googles_credentials_it_says_so(clouds: pytest.MonkeyPatch, goog
     ],
     indirect=["server"],
 )
-def test_refusals_say_what_to_do_and_keep_secrets(server: Scripted, store: CloudStore, kind: type[StoreError]) -> None:
+def test_refusals_have_a_remedy_and_no_secrets(server: Scripted, store: CloudStore, kind: type[StoreError]) -> None:
     for name, error in failures(store).items():
-        if name == "get_range empty":  # the answer to HEAD has no body, so no code
+        if name == "get_range empty":  # the answer to HEAD has no body, so it has no error code
             continue
         assert type(error) is kind, name
         assert error.remedy
@@ -131,12 +131,12 @@ def test_refusals_say_what_to_do_and_keep_secrets(server: Scripted, store: Cloud
 
 @pytest.mark.parametrize("server", [[(0, "stall")]], indirect=True)
 @pytest.mark.parametrize("name", ["get", "get_range", "put", "put_if", "list"])
-def test_a_server_that_stalls_is_given_up(server: Scripted, store: CloudStore, name: str) -> None:
+def test_a_stalled_request_raises_store_unavailable(server: Scripted, store: CloudStore, name: str) -> None:
     with pytest.raises(StoreUnavailable, match="az://bucket/run"):
         operations(store)[name]()
 
 
-def test_a_server_that_does_not_listen(clouds: pytest.MonkeyPatch, store: CloudStore) -> None:
+def test_a_refused_connection_raises_store_unavailable(clouds: pytest.MonkeyPatch, store: CloudStore) -> None:
     clouds.setenv("AZURE_STORAGE_ACCOUNT_KEY", ACCOUNT_KEY)
     clouds.setenv("AZURE_STORAGE_ENDPOINT", "http://127.0.0.1:1")
     assert {type(error) for error in failures(store).values()} == {StoreUnavailable}
@@ -164,7 +164,7 @@ def test_a_conditional_write_is_sent_once(server: Scripted, store: CloudStore, k
 
 @pytest.mark.parametrize("server", [[(503, "ServerBusy"), (404, "BlobNotFound")]], indirect=True)
 @pytest.mark.parametrize("name", ["get", "get_range"])
-def test_a_read_is_tried_again(server: Scripted, store: CloudStore, name: str) -> None:
+def test_a_failed_read_is_retried(server: Scripted, store: CloudStore, name: str) -> None:
     with pytest.raises(NotFound):
         operations(store)[name]()
     assert len(server.requests) == 2
@@ -185,7 +185,7 @@ def test_a_range_past_the_end_is_damage(server: Scripted, store: CloudStore) -> 
         {"AZURE_STORAGE_CONNECTION_STRING": f"AccountName=account;AccountKey={ACCOUNT_KEY};BlobEndpoint={{}}"},
     ],
 )
-def test_the_usual_variables_of_azure_count(
+def test_standard_azure_variables_configure_the_store(
     server: Scripted, clouds: pytest.MonkeyPatch, store: CloudStore, settings: dict[str, str]
 ) -> None:
     for name in ("ACCOUNT_NAME", "ACCOUNT_KEY", "ENDPOINT"):
@@ -197,7 +197,7 @@ def test_the_usual_variables_of_azure_count(
     assert [request.split("?")[0] for request in server.requests] == ["GET /bucket/run/k"]
 
 
-def test_without_credentials_it_says_so(clouds: pytest.MonkeyPatch, store: CloudStore) -> None:
+def test_missing_azure_credentials_are_reported(clouds: pytest.MonkeyPatch, store: CloudStore) -> None:
     with pytest.raises(StoreError, match=r"az://bucket/run: there are no credentials \(check the Azure credentials"):
         store.get("k", max_bytes=1)
     [(name, finding)] = check_store("az://bucket/run")
@@ -208,21 +208,21 @@ def test_without_credentials_it_says_so(clouds: pytest.MonkeyPatch, store: Cloud
         store.get("k", max_bytes=1)
 
 
-def test_an_address_holds_no_credentials() -> None:
+def test_an_address_with_credentials_is_rejected() -> None:
     with pytest.raises(StateError, match="into the Azure configuration") as refused:
         open_store(f"az://account:{SECRET}@bucket/run")
     assert SECRET not in str(refused.value)
 
 
 @pytest.mark.parametrize("kind", ["az", "gs"])
-def test_doctor_accepts_it(request: pytest.FixtureRequest, kind: str) -> None:
+def test_doctor_accepts_a_working_store(request: pytest.FixtureRequest, kind: str) -> None:
     uri = request.getfixturevalue(f"{kind}_uri")
     found = {name: finding.status for name, finding in check_store(uri)}
     assert found["store"] is found["conditional writes"] is Status.OK
     assert list(open_store(uri).list("")) == []
 
 
-def test_a_version_goes_through_every_kind_of_store(s3_uri: str, az_uri: str, gs_uri: str, tmp_path: Path) -> None:
+def test_a_version_is_copied_through_every_kind_of_store(s3_uri: str, az_uri: str, gs_uri: str, tmp_path: Path) -> None:
     source = memory_repository()
     write(Committer(source, "training"), {"w": whole(np.arange(5000.0))})
     addresses = [source.uri, s3_uri, az_uri, gs_uri, str(tmp_path)]

@@ -1,4 +1,4 @@
-"""Versions are copied into every store, and out of it."""
+"""Versions are copied into each store and out of it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import raystow
 from raystow.storage.committer import Committer
 
 
-def test_a_version_goes_into_a_store_and_out_of_it(uri: str) -> None:
+def test_a_version_is_copied_into_a_store_and_out_of_it(uri: str) -> None:
     source = memory_repository()
     version = write(Committer(source, "training"), {"w": whole(array := np.arange(5000.0))})
     assert raystow.copy(source.uri, uri) == [version]

@@ -1,4 +1,4 @@
-"""What a hostile server answers ends in an error of ours that names the object, in bounded time and, with S3, memory."""
+"""Every invalid answer of a server raises a raystow error that names the object, in bounded time and, with S3, bounded memory."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ ENDLESS = ("endless_error", "endless_body", "endless_chunked_body", "body_larger
 
 
 def unbounded(scheme: str, name: str, operation: str) -> bool:
-    """obstore reads errors and listings to their end: until ``request_seconds`` are over."""
+    """Return whether memory is not bounded: obstore reads errors and listings to their end, until ``request_seconds``."""
     if scheme == "s3":
         return False
     return name == "endless_error" or (name in ENDLESS and operation not in ("get", "get_range"))
@@ -47,21 +47,21 @@ CASES = [
 ]
 FAST = [("drips_its_body", "get"), ("drips_its_body", "get_range"), ("body_larger_than_any", "get"), ("no_tag", "get")]
 WRITTEN = ("drips_its_body", "stalls_in_its_body", "cuts_its_body", *ENDLESS[1:])
-"""These begin with status and tag: obstore ends a write there and does not read what follows."""
+"""Behaviors that begin with a valid status and tag: obstore completes a write there and does not read the body."""
 
 FATAL = ("body_larger_than_any", "list")
-"""obstore asks for the memory that a listing says it needs, and a failure of that ends the process."""
+"""obstore allocates the memory that a listing declares; the failed allocation ends the process."""
 
 CLOUD_CASES = [
     pytest.param(scheme, name, operation, marks=[] if (name, operation) in FAST else [pytest.mark.slow])
     for scheme in ("az", "gs")
     for name in BEHAVIORS
     for only in [ONLY.get(name)]
-    if only != "list"  # those are of S3's form
+    if only != "list"  # those listings have the form of S3
     for operation in ([only] if only else OPERATIONS)
     if operation != "unfinished"  # sends nothing
     if (name, operation) != FATAL and not (operation == "put_if" and name in WRITTEN)
-    if not ((scheme, operation) == ("gs", "delete") and name in (*WRITTEN, "no_tag"))  # Google deletes by a request each
+    if not ((scheme, operation) == ("gs", "delete") and name in (*WRITTEN, "no_tag"))  # one request per object on Google
 ]
 
 
@@ -90,13 +90,13 @@ def stores(server: HostileServer) -> Iterator[dict[str, ObjectStore]]:
 
 
 def peak() -> int:
-    """The most memory that this process has had since it was reset, in bytes."""
+    """Return the peak memory of this process since the last reset, in bytes."""
     status = dict(line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines())
     return int(status["VmHWM"].split()[0]) << 10
 
 
 def check(server: HostileServer, store: ObjectStore, name: str, operation: str) -> None:
-    """The answer ends in an error that names the object, and takes no more memory than it may."""
+    """Check that the answer raises an error that names the object, within the memory limit."""
     server.behavior = BEHAVIORS[name]()
     Path("/proc/self/clear_refs").write_text("5")  # resets the peak
     before = peak()
@@ -108,20 +108,20 @@ def check(server: HostileServer, store: ObjectStore, name: str, operation: str) 
 
 
 @pytest.mark.parametrize(("name", "operation"), CASES)
-def test_each_answer_ends_in_an_error_of_ours(
+def test_each_invalid_answer_of_s3_raises_a_raystow_error(
     server: HostileServer, stores: dict[str, ObjectStore], name: str, operation: str
 ) -> None:
     check(server, stores["s3"], name, operation)
 
 
-def test_memory_before_the_deadline_of_an_endless_error(server: HostileServer, stores: dict[str, ObjectStore]) -> None:
-    """The default deadline would let 90 s of it arrive."""
+def test_an_endless_error_is_bounded_before_the_deadline(server: HostileServer, stores: dict[str, ObjectStore]) -> None:
+    """The default deadline alone would accept 90 s of the answer."""
     limits = replace(DEFAULT_LIMITS, suspect_seconds=0.05, suspect_bytes=16 << 20)
     check(server, S3Store("bucket", "run", limits=limits), "endless_error", "get_range")
 
 
 @pytest.mark.parametrize(("scheme", "name", "operation"), CLOUD_CASES)
-def test_each_answer_to_obstore_alone_does_so_too(
+def test_each_invalid_answer_of_clouds_raises_a_raystow_error(
     server: HostileServer, stores: dict[str, ObjectStore], scheme: str, name: str, operation: str
 ) -> None:
     check(server, stores[scheme], name, operation)

@@ -1,4 +1,4 @@
-"""What is a disk's alone: several processes, full disks, half-written files, the folders themselves."""
+"""Behaviour specific to the local store: several processes, full disks, partial files, folders."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def increment(store: ObjectStore, times: int) -> None:
 
 
 def test_eight_processes_lose_no_increment(store: LocalStore, processes: ProcessPoolExecutor) -> None:
-    """One of them creates the object."""
+    """Exactly one process creates the object."""
     won = [number for number in processes.map(create, [store] * 16, range(16)) if number is not None]
     assert [b"%d" % number for number in won] == [store.get("root.json", max_bytes=9)]
     for waiting in [processes.submit(increment, store, 10) for _ in range(8)]:
@@ -78,7 +78,7 @@ def test_eight_processes_lose_no_increment(store: LocalStore, processes: Process
 
 @pytest.mark.parametrize("operation", ["put", "put_if"])
 def test_a_write_that_fails_leaves_the_old_content(store: LocalStore, root: Path, operation: str) -> None:
-    """No partial file is left either."""
+    """The failed write leaves no partial file."""
     tag = store.put_if("root.json", b"old", None)
     script = f"""
 import resource
@@ -110,7 +110,7 @@ else:
     ],
 )
 @pytest.mark.parametrize("call", ["writev", "fsync", "replace"])
-def test_failures_of_the_disk_are_named(
+def test_disk_errors_name_the_object_and_the_errno(
     store: LocalStore, root: Path, monkeypatch: pytest.MonkeyPatch, number: int, kind: type[StoreError], call: str
 ) -> None:
     store.put(KEY, [b"old"])
@@ -137,7 +137,7 @@ def test_short_writes_are_continued(store: LocalStore, monkeypatch: pytest.Monke
     assert store.get(KEY, max_bytes=10**6) == b"".join(parts)
 
 
-def test_few_threads_write_and_a_register_waits_for_none(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_concurrent_writes_are_limited_but_never_block_put_if(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(local, "WRITERS", 2)
     store, begun, gate, write = LocalStore(root), threading.Semaphore(0), threading.Event(), durable.write
 
@@ -163,7 +163,7 @@ def test_few_threads_write_and_a_register_waits_for_none(root: Path, monkeypatch
     assert set(files(root)) == {LOCK, "root.json", *names}
 
 
-def test_a_killed_writer_leaves_nothing_that_is_seen(store: LocalStore, root: Path) -> None:
+def test_a_killed_writer_leaves_nothing_in_the_listing(store: LocalStore, root: Path) -> None:
     tag = store.put_if("root.json", b"old", None)
     script = f"""
 import os, signal
@@ -174,11 +174,11 @@ LocalStore({str(root)!r}).put_if("root.json", b"new", {tag!r})
     killed = subprocess.run([sys.executable, "-c", script], timeout=60)
     assert killed.returncode == -signal.SIGKILL
     assert [info.key for info in store.list("")] == ["root.json"]
-    # The lock went with its holder.
+    # The kernel released the lock when its holder died.
     store.put_if("root.json", b"newer", tag)
 
 
-def test_a_lock_that_is_held_is_waited_for_and_then_given_up(root: Path) -> None:
+def test_a_held_lock_is_awaited_until_the_lock_timeout(root: Path) -> None:
     hasty = LocalStore(str(root), lock_timeout=0.2)
     tag = hasty.put_if("root.json", b"0", None)
     with (root / LOCK).open("w") as held:
@@ -208,7 +208,7 @@ def test_a_file_system_without_flock_is_refused(store: LocalStore, monkeypatch: 
     assert list(store.list("")) == []
 
 
-def test_folders_come_and_go_with_their_objects(store: LocalStore, root: Path) -> None:
+def test_an_empty_folder_is_removed_with_its_last_object(store: LocalStore, root: Path) -> None:
     store.put(KEY, [b"x"])
     store.put("versions/2/y", [b"y"])
     store.delete([KEY])
@@ -218,7 +218,7 @@ def test_folders_come_and_go_with_their_objects(store: LocalStore, root: Path) -
     assert root.is_dir()
 
 
-def test_a_put_beside_a_delete_of_the_last_neighbour_succeeds(store: LocalStore) -> None:
+def test_a_put_during_the_removal_of_its_folder_succeeds(store: LocalStore) -> None:
     def churn(name: str) -> None:
         for _ in range(150):
             store.put(f"versions/deep/{name}", [b"x"])
@@ -229,7 +229,7 @@ def test_a_put_beside_a_delete_of_the_last_neighbour_succeeds(store: LocalStore)
         list(pool.map(churn, "abc"))
 
 
-def test_what_is_not_an_object_is_left_alone(store: LocalStore, root: Path, tmp_path: Path) -> None:
+def test_files_that_are_not_objects_are_ignored(store: LocalStore, root: Path, tmp_path: Path) -> None:
     store.put("versions/a", [b"x"])
     (root / "versions" / ".raystow.tmp-0123").write_bytes(b"half")
     (root / ".raystow.lock").touch()
@@ -241,7 +241,7 @@ def test_what_is_not_an_object_is_left_alone(store: LocalStore, root: Path, tmp_
     assert (root / "versions" / "notes of mine.txt").exists()
 
 
-def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
+def test_a_file_at_the_root_path_is_not_overwritten(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("mine")
     store = LocalStore(str(tmp_path / "run"))
     assert list(store.list("")) == []
@@ -252,7 +252,7 @@ def test_a_file_in_the_place_of_a_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_without_rights(store: LocalStore, root: Path) -> None:
+def test_a_folder_without_write_permission_is_reported(store: LocalStore, root: Path) -> None:
     root.mkdir()
     root.chmod(0o500)
     with pytest.raises(StoreError, match="right to read and write"):
@@ -260,11 +260,11 @@ def test_a_folder_without_rights(store: LocalStore, root: Path) -> None:
 
 
 @pytest.mark.parametrize("form", ["{0}", "file://{0}", "file://localhost{0}", "{0}/", "{0}/../run"])
-def test_one_folder_has_one_address(root: Path, form: str) -> None:
+def test_all_spellings_of_a_folder_give_one_uri(root: Path, form: str) -> None:
     assert open_store(form.format(root)).uri == root.as_uri()
 
 
-def test_relative_addresses_and_homes(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_relative_and_home_paths_become_absolute_uris(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HOME", str(tmp_path))
     assert open_store("run").uri == open_store("./run").uri == open_store("~/run").uri == root.as_uri()
@@ -290,13 +290,13 @@ def test_relative_addresses_and_homes(root: Path, tmp_path: Path, monkeypatch: p
         "memory://a/b",
     ],
 )
-def test_a_bad_address_is_explained(uri: str) -> None:
+def test_an_invalid_address_lists_the_valid_forms(uri: str) -> None:
     with pytest.raises(StateError, match=r"use s3://bucket/prefix, gs://bucket/prefix, az://") as caught:
         open_store(uri)
     assert "hush" not in str(caught.value)
 
 
-def test_a_folder_needs_no_s3_library(tmp_path: Path) -> None:
+def test_a_local_store_imports_no_cloud_library(tmp_path: Path) -> None:
     script = f"""
 import sys
 from raystow.storage.object_store import ObjectStore
@@ -312,7 +312,7 @@ def special_file(kind: str, path: Path) -> None:
         case "pipe":
             os.mkfifo(path)
         case "socket":
-            with socket.socket(socket.AF_UNIX) as made, tempfile.TemporaryDirectory() as short:  # the path may be too long for it
+            with socket.socket(socket.AF_UNIX) as made, tempfile.TemporaryDirectory() as short:  # the path may be too long
                 made.bind(f"{short}/socket")
                 shutil.move(f"{short}/socket", path)
         case "symbolic link":
@@ -325,7 +325,7 @@ def special_file(kind: str, path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["pipe", "socket", "symbolic link", "device"])
-def test_special_files_are_no_objects(store: LocalStore, root: Path, kind: str) -> None:
+def test_special_files_raise_damaged(store: LocalStore, root: Path, kind: str) -> None:
     store.put(KEY, [b"x"])
     (root / KEY).unlink()
     special_file(kind, root / KEY)
@@ -340,11 +340,11 @@ def test_special_files_are_no_objects(store: LocalStore, root: Path, kind: str) 
             access()
         assert caught.value.subject == str(root / KEY)
     assert list(store.list("")) == []
-    store.put(KEY, [b"x"])  # takes its place
+    store.put(KEY, [b"x"])  # replaces the special file
     assert store.get(KEY, max_bytes=10) == b"x"
 
 
-def test_a_huge_file_is_not_read_for_a_swap(store: LocalStore, root: Path) -> None:
+def test_put_if_does_not_read_a_huge_file(store: LocalStore, root: Path) -> None:
     store.put(KEY, [b"x"])
     os.truncate(root / KEY, 1 << 42)
     with pytest.raises(PreconditionFailed):
@@ -352,7 +352,7 @@ def test_a_huge_file_is_not_read_for_a_swap(store: LocalStore, root: Path) -> No
 
 
 def page_cached(path: Path) -> bool:
-    """Whether the file's first page is in the page cache."""
+    """Return whether the first page of the file is in the page cache."""
     with path.open("rb") as file:
         try:
             return os.preadv(file.fileno(), [bytearray(1)], 0, os.RWF_NOWAIT) == 1
@@ -361,7 +361,7 @@ def page_cached(path: Path) -> bool:
 
 
 @pytest.mark.parametrize("size", [4 << 20, (5 << 20) + 1, (1 << 20) + 4095])
-def test_whole_pages_go_to_the_disk_directly(size: int, root: Path, store: LocalStore) -> None:
+def test_page_aligned_data_bypasses_the_page_cache(size: int, root: Path, store: LocalStore) -> None:
     pages = mmap.mmap(-1, size)
     pages[:] = os.urandom(size)
     store.put(KEY, [memoryview(pages)])
@@ -369,15 +369,15 @@ def test_whole_pages_go_to_the_disk_directly(size: int, root: Path, store: Local
     if direct_io.refused(root.stat().st_dev) is None:
         assert not page_cached(root / KEY)
     assert (root / KEY).read_bytes() == pages[:]
-    store.put(KEY, [pages[1:]])  # begins in the middle of a page
+    store.put(KEY, [pages[1:]])  # not page-aligned
     assert page_cached(root / KEY)
     assert (root / KEY).read_bytes() == pages[1:]
 
 
-def test_a_file_system_that_refuses_direct_writes(
+def test_refused_direct_writes_use_the_page_cache(
     root: Path, store: LocalStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It is said once; a full disk is no refusal."""
+    """The refusal is logged once; a full disk is not treated as a refusal."""
     pages, refusal, write = mmap.mmap(-1, 3 << 20), [errno.EINVAL], os.write
 
     def refuse(descriptor: int, data: memoryview) -> int:

@@ -1,4 +1,4 @@
-"""What is S3's alone: the AWS configuration, deadlines, requests that must be sent once, answers that must not be repeated."""
+"""Behaviour specific to the S3 store: AWS configuration, deadlines, requests sent once, secrets in answers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ IMPATIENT = RequestLimits(connect_seconds=1, stall_seconds=1, request_seconds=4,
 
 @pytest.fixture
 def aws(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> pytest.MonkeyPatch:
-    """An AWS configuration of this test's own: nothing but credentials."""
+    """Isolate the AWS configuration: it contains only credentials."""
     for name in [name for name in os.environ if name.startswith("AWS_")]:
         monkeypatch.delenv(name)
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
@@ -59,22 +59,22 @@ def server(request: pytest.FixtureRequest, aws: pytest.MonkeyPatch) -> Iterator[
     ],
     indirect=["server"],
 )
-def test_refusals_say_what_to_do_and_keep_secrets(server: Scripted, kind: type[StoreError]) -> None:
+def test_refusals_have_a_remedy_and_no_secrets(server: Scripted, kind: type[StoreError]) -> None:
     for name, error in failures(S3Store("bucket", "run", limits=IMPATIENT)).items():
-        # The answer to HEAD has no body, so no code.
+        # The answer to HEAD has no body, so it has no error code.
         expected = NotFound if name == "get_range empty" and server.script == [(404, "NoSuchBucket")] else kind
         assert type(error) is expected, name
         assert error.remedy or expected is NotFound
 
 
-def test_a_server_that_does_not_listen(aws: pytest.MonkeyPatch) -> None:
+def test_a_refused_connection_raises_store_unavailable(aws: pytest.MonkeyPatch) -> None:
     aws.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:1")
     assert {type(error) for error in failures(S3Store("bucket", "run", limits=IMPATIENT)).values()} == {StoreUnavailable}
 
 
 @pytest.mark.parametrize("server", [[(0, "stall")]], indirect=True)
 @pytest.mark.parametrize("name", ["get", "get_range", "put", "put_if", "list"])
-def test_a_server_that_stalls_is_given_up_in_time(server: Scripted, name: str) -> None:
+def test_a_stalled_request_raises_store_unavailable_in_time(server: Scripted, name: str) -> None:
     store = S3Store("bucket", "run", limits=IMPATIENT)
     begin = SYSTEM.monotonic()
     with pytest.raises(StoreUnavailable, match="s3://bucket/run"):
@@ -106,7 +106,7 @@ def test_a_conditional_write_is_sent_once(server: Scripted, kind: type[StoreErro
 
 @pytest.mark.parametrize("server", [[(503, "SlowDown"), (404, "NoSuchKey")]], indirect=True)
 @pytest.mark.parametrize("name", ["get", "get_range"])
-def test_a_read_is_tried_again(server: Scripted, name: str) -> None:
+def test_a_failed_read_is_retried(server: Scripted, name: str) -> None:
     with pytest.raises(NotFound):
         operations(S3Store("bucket", "run", limits=IMPATIENT))[name]()
     assert len(server.requests) == 2
@@ -151,7 +151,7 @@ def test_both_clients_follow_the_aws_configuration(
         (None, "s3 =\n  addressing_style = path\n", "bucket", "https://s3.eu-west-1.amazonaws.com"),
     ],
 )
-def test_where_requests_go(
+def test_requests_go_to_the_configured_endpoint(
     aws: pytest.MonkeyPatch, tmp_path: Path, endpoint: str | None, config: str, bucket: str, expected: str
 ) -> None:
     (tmp_path / "config").write_text(f"[default]\n{config}")
@@ -192,7 +192,7 @@ def test_without_credentials_it_says_so(aws: pytest.MonkeyPatch) -> None:
         S3Store("bucket").get("k", max_bytes=1)
 
 
-def test_a_forked_process_is_told_instead_of_hanging(s3_uri: str) -> None:
+def test_a_forked_process_raises_instead_of_hanging(s3_uri: str) -> None:
     store = open_store(s3_uri)
     store.put("k", [b"x"])
     child = os.fork()
@@ -217,7 +217,7 @@ def test_a_missing_bucket_is_named(s3_endpoint: str) -> None:
             operation()
 
 
-def test_the_folders_of_consoles_are_not_listed(s3_uri: str) -> None:
+def test_folder_markers_and_other_prefixes_are_not_listed(s3_uri: str) -> None:
     store = open_store(s3_uri)
     store.put("versions/a", [b"x"])
     bucket, _, prefix = s3_uri.removeprefix("s3://").partition("/")
@@ -226,7 +226,7 @@ def test_the_folders_of_consoles_are_not_listed(s3_uri: str) -> None:
     assert [info.key for info in store.list("")] == ["versions/a"]
 
 
-def test_a_bucket_alone_is_a_place_too(s3_bucket: str) -> None:
+def test_a_bucket_without_a_prefix_is_a_store(s3_bucket: str) -> None:
     store = S3Store(s3_bucket)
     store.put("probe-of-the-top", [b"x"])
     assert store.uri == f"s3://{s3_bucket}"

@@ -1,4 +1,4 @@
-"""Every store keeps segments of the step journal: written, replayed, damaged, collected."""
+"""Segments of the step journal are written, replayed and collected in every store."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from segment_run import SegmentRun, begin, record, replay, states
 from raystow.storage.format import keys
 
 
-def test_segments_in_every_store(uri: str) -> None:
+def test_segments_are_replayed_and_collected_in_every_store(uri: str) -> None:
     run = SegmentRun(uri)
     training, journal = begin(run)
     record(run, journal, training, range(1, 5))

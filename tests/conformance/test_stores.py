@@ -1,4 +1,4 @@
-"""One suite for every store: what ``ObjectStore`` promises, seen from outside."""
+"""Tests of the ``ObjectStore`` contract, run against every store."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def read(store: ObjectStore, key: str = KEY) -> bytes:
 
 
 def read_into(store: ObjectStore, key: str, start: int, length: int) -> bytes:
-    """A range, read into the middle of memory that is there already."""
+    """Read a range into the middle of a buffer and check that the bytes around it are unchanged."""
     memory = bytearray(b"\xa5") * (length + 20)
     store.get_range_into(key, start, memoryview(memory)[10 : length + 10])
     assert memory[:10] == memory[length + 10 :] == b"\xa5" * 10
@@ -40,12 +40,12 @@ def keys(store: ObjectStore, prefix: str = "") -> list[str]:
     return [info.key for info in store.list(prefix)]
 
 
-def test_is_an_object_store_and_knows_its_address(store: ObjectStore, uri: str) -> None:
+def test_a_store_implements_the_protocol_and_returns_its_uri(store: ObjectStore, uri: str) -> None:
     assert isinstance(store, ObjectStore)
     assert store.uri == uri
 
 
-def test_what_was_put_is_read_and_can_be_replaced(store: ObjectStore) -> None:
+def test_put_writes_and_replaces_an_object(store: ObjectStore) -> None:
     store.put(KEY, [b"one"])
     assert read(store) == b"one"
     store.put(KEY, [b"tw", bytearray(b"o"), memoryview(b"!")])
@@ -54,7 +54,7 @@ def test_what_was_put_is_read_and_can_be_replaced(store: ObjectStore) -> None:
 
 
 @pytest.mark.parametrize("parts", [[], [b""], [b"", memoryview(b""), bytearray()]])
-def test_an_empty_object_is_an_object(store: ObjectStore, parts: list[Buffer]) -> None:
+def test_an_empty_object_is_stored_and_listed(store: ObjectStore, parts: list[Buffer]) -> None:
     store.put(KEY, parts)
     assert read(store) == b""
     assert [info.size for info in store.list("")] == [0]
@@ -64,7 +64,7 @@ def test_an_empty_object_is_an_object(store: ObjectStore, parts: list[Buffer]) -
             read_range(KEY, 0, 1)
 
 
-def test_a_large_object_of_many_parts(store: ObjectStore) -> None:
+def test_a_large_object_of_many_parts_is_read_in_ranges(store: ObjectStore) -> None:
     random = np.random.default_rng(1)
     data = random.bytes(40 * MIB + 12345)
     cuts = [0, 1, 1, 7, 5 * MIB - 1, 5 * MIB, 16 * MIB, 16 * MIB + 1, 17 * MIB, 17 * MIB, 39 * MIB, len(data)]
@@ -79,12 +79,12 @@ def test_a_large_object_of_many_parts(store: ObjectStore) -> None:
         assert read_into(store, KEY, start, length) == data[start : start + length]
 
 
-def test_numbers_and_memory_of_other_kinds_are_bytes(store: ObjectStore) -> None:
+def test_buffers_of_any_format_are_written_as_bytes(store: ObjectStore) -> None:
     store.put(KEY, [memoryview(bytes(range(24))).cast("i"), memoryview(bytes(range(24))).cast("B", (4, 6))])
     assert read(store) == bytes(range(24)) * 2
 
 
-def test_ranges_are_exact_or_an_error(store: ObjectStore) -> None:
+def test_get_range_is_exact_or_raises_damaged(store: ObjectStore) -> None:
     data = bytes(range(200))
     store.put(KEY, [data])
     for start, length in ((0, 200), (0, 1), (199, 1), (50, 100), (7, 0), (200, 0)):
@@ -94,7 +94,7 @@ def test_ranges_are_exact_or_an_error(store: ObjectStore) -> None:
             store.get_range(KEY, start, length)
 
 
-def test_ranges_into_memory_are_exact_or_an_error(store: ObjectStore) -> None:
+def test_get_range_into_is_exact_or_raises_damaged(store: ObjectStore) -> None:
     data = bytes(range(200))
     store.put(KEY, [data])
     for start, length in ((0, 200), (0, 1), (199, 1), (50, 100), (7, 0), (200, 0)):
@@ -104,14 +104,14 @@ def test_ranges_into_memory_are_exact_or_an_error(store: ObjectStore) -> None:
             read_into(store, KEY, start, length)
 
 
-def test_a_range_is_read_into_memory_of_numpy(store: ObjectStore) -> None:
+def test_get_range_into_fills_a_numpy_array(store: ObjectStore) -> None:
     store.put(KEY, [bytes(range(200))])
     target = np.zeros(100, np.uint8)
     store.get_range_into(KEY, 50, target.data)
     assert target.tolist() == list(range(50, 150))
 
 
-def test_what_is_missing_is_not_found_by_name(store: ObjectStore) -> None:
+def test_a_missing_object_raises_not_found_with_its_key(store: ObjectStore) -> None:
     reads: list[Callable[[str], Any]] = [
         lambda key: store.get(key, max_bytes=10),
         lambda key: store.get_tagged(key, max_bytes=10),
@@ -130,7 +130,7 @@ def test_what_is_missing_is_not_found_by_name(store: ObjectStore) -> None:
     assert keys(store, "nothing/") == []
 
 
-def test_too_large_is_refused_before_it_is_read(store: ObjectStore) -> None:
+def test_an_object_larger_than_max_bytes_raises_damaged(store: ObjectStore) -> None:
     store.put(KEY, [b"x" * 1000])
     assert len(store.get(KEY, max_bytes=1000)) == 1000
     for attempt in (store.get, store.get_tagged):
@@ -138,7 +138,7 @@ def test_too_large_is_refused_before_it_is_read(store: ObjectStore) -> None:
             attempt(KEY, max_bytes=999)
 
 
-def test_listing_is_by_prefix_and_in_order(store: ObjectStore) -> None:
+def test_list_filters_by_prefix_and_sorts_by_key(store: ObjectStore) -> None:
     names = ["a", "a-b", "a.b", "a/b", "a/b-c", "a0", "aa/b/c", "ab", "b/a", "b/a/"]
     written = sorted(name for name in names if not name.endswith("/") and name != "a")
     for name in np.random.default_rng(3).permutation(written).tolist():
@@ -151,8 +151,8 @@ def test_listing_is_by_prefix_and_in_order(store: ObjectStore) -> None:
     assert all(infos[name].modified > 1.6e9 for name in written)
 
 
-def test_listing_and_deleting_more_than_a_page(store: ObjectStore) -> None:
-    number = 263 if isinstance(store, CloudStore) else 1203  # more than one request deletes
+def test_list_and_delete_handle_more_than_one_page(store: ObjectStore) -> None:
+    number = 263 if isinstance(store, CloudStore) else 1203  # more than one delete request
     names = [f"versions/{i % 7:08d}-0123456789abcdef/other-00000-{i:05d}.pack" for i in range(number)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: store.put(name, [b"x"]), names))
@@ -164,7 +164,7 @@ def test_listing_and_deleting_more_than_a_page(store: ObjectStore) -> None:
     assert keys(store) == []
 
 
-def test_deleting_what_is_not_there_is_no_error(store: ObjectStore) -> None:
+def test_deleting_a_missing_object_is_no_error(store: ObjectStore) -> None:
     store.delete([])
     store.delete([KEY])
     store.put(KEY, [b"x"])
@@ -175,7 +175,7 @@ def test_deleting_what_is_not_there_is_no_error(store: ObjectStore) -> None:
     assert read(store) == b"again"
 
 
-def test_a_register_is_created_once_and_replaced_by_its_tag_only(store: ObjectStore) -> None:
+def test_put_if_creates_once_and_replaces_only_by_current_tag(store: ObjectStore) -> None:
     first = store.put_if("root.json", b"1", None)
     assert store.get_tagged("root.json", max_bytes=10).data == b"1"
     assert store.get_tagged("root.json", max_bytes=10).tag == first
@@ -195,7 +195,7 @@ def test_a_register_is_created_once_and_replaced_by_its_tag_only(store: ObjectSt
     store.put_if("root.json", b"4", None)
 
 
-def test_an_object_put_without_condition_has_a_tag_too(store: ObjectStore) -> None:
+def test_an_object_written_by_put_has_a_tag(store: ObjectStore) -> None:
     store.put("root.json", [b"1"])
     old = store.get_tagged("root.json", max_bytes=10).tag
     store.put("root.json", [b"2"])
@@ -205,7 +205,7 @@ def test_an_object_put_without_condition_has_a_tag_too(store: ObjectStore) -> No
     assert read(store, "root.json") == b"3"
 
 
-def test_one_of_sixteen_creates_it(store: ObjectStore) -> None:
+def test_exactly_one_of_sixteen_writers_creates_an_object(store: ObjectStore) -> None:
     gate = threading.Barrier(16)
 
     def contend(number: int) -> str | None:
@@ -223,7 +223,7 @@ def test_one_of_sixteen_creates_it(store: ObjectStore) -> None:
     assert (found.data, found.tag) == (b"%d" % winners[0], tags[winners[0]])
 
 
-def test_no_increment_is_lost(store: ObjectStore) -> None:
+def test_concurrent_put_if_loses_no_increment(store: ObjectStore) -> None:
     store.put_if("root.json", b"0", None)
 
     def increment(opened: ObjectStore) -> None:
@@ -241,7 +241,7 @@ def test_no_increment_is_lost(store: ObjectStore) -> None:
     assert read(store, "root.json") == b"20"
 
 
-def test_readers_see_whole_contents_only(store: ObjectStore) -> None:
+def test_readers_never_see_partial_content(store: ObjectStore) -> None:
     contents = [bytes([value]) * (100_000 + value) for value in range(20)]
     store.put(KEY, [contents[0]])
     done = threading.Event()
@@ -266,7 +266,7 @@ def test_readers_see_whole_contents_only(store: ObjectStore) -> None:
     "key",
     ["", "/etc/passwd", "../up", "a/../../b", "a//b", "a/", ".", "..", "a/.", ".raystow.lock", "a\\b", "a\0b", "é", "a" * 600],
 )
-def test_a_key_cannot_lead_out(store: ObjectStore, key: str) -> None:
+def test_a_key_outside_the_store_is_rejected(store: ObjectStore, key: str) -> None:
     attempts: list[Callable[[], Any]] = [
         lambda: store.put(key, [b"x"]),
         lambda: store.put_if(key, b"x", None),
@@ -283,12 +283,12 @@ def test_a_key_cannot_lead_out(store: ObjectStore, key: str) -> None:
 
 
 @pytest.mark.parametrize("prefix", ["/", "../", "a//", ".raystow", "a/../b"])
-def test_a_prefix_cannot_lead_out(store: ObjectStore, prefix: str) -> None:
+def test_a_prefix_outside_the_store_is_rejected(store: ObjectStore, prefix: str) -> None:
     with pytest.raises(StoreError, match="not a prefix"):
         list(store.list(prefix))
 
 
-def test_a_store_travels_by_its_address(store: ObjectStore) -> None:
+def test_a_store_can_be_pickled_and_reopened_by_its_uri(store: ObjectStore) -> None:
     store.put(KEY, [b"x"])
     again = pickle.loads(pickle.dumps(store))
     assert again.uri == store.uri
@@ -296,14 +296,14 @@ def test_a_store_travels_by_its_address(store: ObjectStore) -> None:
     assert read(open_store(store.uri)) == b"x"
 
 
-def test_the_probe_accepts_it_and_leaves_nothing(store: ObjectStore) -> None:
+def test_the_probe_accepts_each_store_and_leaves_no_object(store: ObjectStore) -> None:
     probe_conditional_writes(store)
     probe_conditional_writes(store)
     assert keys(store, PREFIX) == []
 
 
 class Careless(MemoryStore):
-    """A server that takes the conditions of ``ignores`` and does not look at them, as some do."""
+    """A store that ignores the write conditions named by ``ignores``, as some servers do."""
 
     def __init__(self, ignores: str) -> None:
         super().__init__("careless")

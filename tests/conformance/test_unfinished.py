@@ -1,4 +1,4 @@
-"""Writes that were begun and never completed: every store finds them, and takes back what they have stored."""
+"""Unfinished writes (begun and never completed) are listed and aborted by each store that can list them."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ open_store(sys.argv[1]).put(sys.argv[2], [b"x" * 1000])
 
 
 def killed_writer(uri: str, key: str) -> None:
-    """A process that dies in the middle of a put."""
+    """Run a process that is killed during a put."""
     ended = subprocess.run([sys.executable, "-c", _KILLED, uri, key], timeout=60)
     assert ended.returncode == -signal.SIGKILL
 
 
 def begun_upload(uri: str, key: str) -> None:
-    """A multipart upload with one part, as a killed process leaves it."""
+    """Start a multipart upload with one part, as a killed process leaves it."""
     bucket, _, prefix = uri.removeprefix("s3://").partition("/")
     client, key = boto3.client("s3"), f"{prefix}/{key}"
     upload = client.create_multipart_upload(Bucket=bucket, Key=key)["UploadId"]
@@ -47,7 +47,7 @@ def begun_upload(uri: str, key: str) -> None:
 
 @pytest.fixture
 def begin(uri: str) -> Callable[[str], None]:
-    """Leaves a write to a key unfinished. A store in memory has none, and obstore does not list those of the others."""
+    """Return a function that leaves a write unfinished. Memory has no such writes, and obstore does not list them."""
     if uri.startswith(("memory:", "az:", "gs:")):
         pytest.skip("its unfinished writes are not listed")
     leave = begun_upload if uri.startswith("s3:") else killed_writer
@@ -67,7 +67,7 @@ def test_finished_writes_are_not_listed(store: ObjectStore) -> None:
     assert len(list(store.list(""))) == 3
 
 
-def test_what_was_begun_is_found_and_taken_back(store: ObjectStore, begin: Callable[[str], None]) -> None:
+def test_unfinished_writes_are_listed_and_aborted(store: ObjectStore, begin: Callable[[str], None]) -> None:
     store.put(f"{FOLDERS[0]}/a.pack", [b"whole"])
     for folder in FOLDERS:
         begin(f"{folder}/b.pack")
@@ -81,7 +81,7 @@ def test_what_was_begun_is_found_and_taken_back(store: ObjectStore, begin: Calla
     assert store.get(f"{FOLDERS[0]}/a.pack", max_bytes=9) == b"whole"
 
 
-def test_several_unfinished_writes_of_one_key(store: ObjectStore, begin: Callable[[str], None]) -> None:
+def test_unfinished_writes_of_one_key_are_aborted_separately(store: ObjectStore, begin: Callable[[str], None]) -> None:
     for _ in range(2):
         begin(f"{FOLDERS[0]}/a.pack")
     first, second = found(store)
@@ -89,13 +89,13 @@ def test_several_unfinished_writes_of_one_key(store: ObjectStore, begin: Callabl
     assert found(store) == [second]
 
 
-def test_only_what_lies_in_the_store_is_found(store: ObjectStore, uri: str, begin: Callable[[str], None]) -> None:
+def test_unfinished_writes_of_other_stores_are_not_listed(store: ObjectStore, uri: str, begin: Callable[[str], None]) -> None:
     begin("a.pack")
-    assert found(open_store(uri[:-1])) == []  # an address that the real one starts with
+    assert found(open_store(uri[:-1])) == []  # this uri is a prefix of the real one
     assert len(found(store)) == 1
 
 
-def test_a_metered_store_passes_them_on(store: ObjectStore, begin: Callable[[str], None]) -> None:
+def test_a_metered_store_lists_and_aborts_unfinished_writes(store: ObjectStore, begin: Callable[[str], None]) -> None:
     begin("versions/a.pack")
     metered = Metered(store, SYSTEM)
     metered.abort(metered.unfinished())
@@ -104,7 +104,7 @@ def test_a_metered_store_passes_them_on(store: ObjectStore, begin: Callable[[str
 
 @pytest.mark.s3
 @pytest.mark.skipif(MOTO, reason="moto gives every upload the same date")
-def test_an_upload_tells_when_it_was_begun(s3_uri: str) -> None:
+def test_an_unfinished_upload_has_its_start_time(s3_uri: str) -> None:
     begun_upload(s3_uri, "a.pack")
     (write,) = open_store(s3_uri).unfinished()
     assert abs(write.started - SYSTEM.now()) < 60
@@ -112,7 +112,7 @@ def test_an_upload_tells_when_it_was_begun(s3_uri: str) -> None:
 
 @pytest.mark.s3
 @pytest.mark.skipif(MOTO, reason="moto has one page for all")
-def test_more_uploads_than_a_page(s3_uri: str) -> None:
+def test_more_than_one_page_of_uploads_is_listed(s3_uri: str) -> None:
     bucket, _, prefix = s3_uri.removeprefix("s3://").partition("/")
     client, names = boto3.client("s3"), [f"{FOLDERS[0]}/{number:04d}.pack" for number in range(1050)]
     with ThreadPoolExecutor(8) as pool:
@@ -123,7 +123,7 @@ def test_more_uploads_than_a_page(s3_uri: str) -> None:
     assert found(store) == []
 
 
-def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
+def test_files_of_other_programs_are_not_listed_or_aborted(tmp_path: Path) -> None:
     root, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
     store = LocalStore(root)
     store.put("versions/a.pack", [b"x"])
@@ -145,7 +145,7 @@ def test_files_of_others_are_left_alone(tmp_path: Path) -> None:
     assert (elsewhere / ".raystow.tmp-00").exists()
 
 
-def test_a_writer_whose_file_is_taken_away_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_writer_whose_temporary_file_was_aborted_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(tmp_path / "run")
     real = os.fsync
 

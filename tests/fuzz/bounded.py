@@ -1,7 +1,7 @@
-"""Run targets on files and say what each took: ``python tests/fuzz/bounded.py TARGET FILE TARGET FILE ...``.
+"""Run targets on files and report the resources of each: ``python tests/fuzz/bounded.py TARGET FILE TARGET FILE ...``.
 
-One line of JSON for each: seconds of processor time, and the bytes by which memory grew at its peak. The address space is
-bounded as well: what asks for too much at once fails here, though nobody would have touched it.
+It prints one line of JSON per file: seconds of processor time, and the growth of peak memory in bytes. The address space is
+limited as well, so an excessive allocation fails even if its memory is never used.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ SPACE = 3 << 30
 
 
 def status(field: str) -> int:
-    """A line of the process's status, in bytes."""
+    """Return a field of ``/proc/self/status``, in bytes."""
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in lines if line.startswith(field + ":"))
 
 
 def processor() -> float:
-    """Seconds of processor time so far: other processes of a busy machine do not count."""
+    """Return the processor time of this process in seconds, which a busy machine does not distort."""
     used = resource.getrusage(resource.RUSAGE_SELF)
     return used.ru_utime + used.ru_stime
 
 
 def main(arguments: list[str]) -> None:
     for name, target in TARGETS.items():
-        allowed(lambda name=name, target=target: target(seeds()[name][0]))  # imports, compiled code
+        allowed(lambda name=name, target=target: target(seeds()[name][0]))  # imports and compiles
     resource.setrlimit(resource.RLIMIT_AS, (status("VmSize") + SPACE, resource.RLIM_INFINITY))
     for name, file in zip(arguments[::2], arguments[1::2], strict=True):
         data = Path(file).read_bytes()
-        Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
+        Path("/proc/self/clear_refs").write_text("5")  # resets the peak
         before, begin = status("VmRSS"), processor()
         whole = allowed(lambda name=name, data=data: TARGETS[name](data))
         took = {"file": file, "whole": whole, "seconds": processor() - begin, "bytes": status("VmHWM") - before}

@@ -1,8 +1,8 @@
-"""Fuzz one target with atheris, guided by what of the parser was reached: ``python tests/fuzz/campaign.py TARGET SECONDS``.
+"""Fuzz one target with atheris, guided by the coverage of the parser: ``python tests/fuzz/campaign.py TARGET SECONDS``.
 
-The inputs that reached something new are kept in ``.fuzz/TARGET``, and the next run goes on from them. An input that makes the
-target fail, crash, or take more than 2 GiB or 10 seconds, is kept as ``.fuzz/TARGET-error-...`` and the like, and the exit code
-is not 0. Give that file in the place of the seconds to run the target on it once.
+Inputs that reach new code are kept in ``.fuzz/TARGET``; the next run starts from them. An input that makes the target fail,
+crash, or take more than 2 GiB or 10 seconds is kept as ``.fuzz/TARGET-error-...`` or a similar name, and the exit code is not 0.
+Pass that file instead of the seconds to run the target on it once.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 import atheris
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
-COMPILED = ["raystow.storage.coding.kernels", "raystow.storage.coding.zstd"]  # numba does not know what atheris puts in
+COMPILED = ["raystow.storage.coding.kernels", "raystow.storage.coding.zstd"]  # numba cannot compile the instrumented code
 with atheris.instrument_imports(include=["raystow.storage", "json"], exclude=COMPILED):
     from fuzz.seeds import seeds
     from fuzz.targets import TARGETS, allowed
@@ -24,7 +24,7 @@ with atheris.instrument_imports(include=["raystow.storage", "json"], exclude=COM
 
 
 def main(name: str, how: str) -> None:
-    """Run until the seconds are over, or on one file."""
+    """Run for a number of seconds, or on one file."""
     target, folder = TARGETS[name], Path(".fuzz") / name
     folder.mkdir(parents=True, exist_ok=True)
     for number, seed in enumerate(seeds()[name]):
@@ -34,7 +34,7 @@ def main(name: str, how: str) -> None:
     def once(data: bytes) -> None:
         try:
             allowed(lambda: target(data))
-        except BaseException:  # kept here: after some errors of C++ libraries atheris does not come to it
+        except BaseException:  # written here because atheris does not write it after some errors of C++ libraries
             kept = Path(f".fuzz/{name}-error-{stored_digest(data).hex()[:16]}")
             kept.write_bytes(data)
             traceback.print_exc()

@@ -1,4 +1,4 @@
-"""Valid inputs for every target: what fuzzing starts from."""
+"""Valid inputs of each target, from which fuzzing starts."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ RECORD = VersionRecord(
 
 
 def row(**fields: Any) -> dict[str, Any]:
-    """A right chunk row: eight elements, the pack's bytes as they are."""
+    """Return a valid chunk row of eight elements, stored raw."""
     part = np.frombuffer(PACK, np.uint8)
     whole: dict[str, Any] = {
         "name": "w",
@@ -67,13 +67,13 @@ def row(**fields: Any) -> dict[str, Any]:
 
 
 def value_row(**fields: Any) -> dict[str, Any]:
-    """A right value row."""
+    """Return a valid value row."""
     whole = dict.fromkeys(row()) | {"name": "lr", "path": '["lr"]', "kind": "value", "ranks": [0, 1], "value": "0.1"}
     return {**whole, **fields}
 
 
 def fragments() -> list[bytes]:
-    """One of chunks and values, one without rows."""
+    """Return a fragment with a chunk and a value, and a fragment without rows."""
     one = row()
     chunk = Chunk(
         *(one[name] for name in ("name", "path", "kind", "dtype")),
@@ -90,7 +90,7 @@ def fragments() -> list[bytes]:
 
 
 def packs() -> list[bytes]:
-    """Chunks of every codec that a CPU decodes."""
+    """Return chunks of every codec that a CPU decodes."""
     random, found = np.random.default_rng(1), []
     weights = random.normal(0, 0.02, 3000).astype(np.float32)
     for kind, array in (("float32", weights), ("float32", weights**2), ("uint8", np.arange(4096) // 9), ("bool", weights > 0)):
@@ -107,7 +107,7 @@ def packs() -> list[bytes]:
 
 
 def seeds() -> dict[str, list[bytes]]:
-    """By target."""
+    """Return the seeds by the name of the target."""
     plain = [None, True, -1, 1.5, "text", b"bytes", 2**70, float("nan"), complex(1, float("inf")), {}, [], ()]
     return {
         "any_record": [MARKER],

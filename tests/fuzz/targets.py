@@ -1,7 +1,7 @@
-"""What is fuzzed: every parser of stored bytes, each behind the digest that would stop all other inputs.
+"""The fuzz targets: every parser of stored bytes. The digests are valid, because a digest check would reject all other inputs.
 
-A target takes bytes and returns, or raises raystow's own error. Anything else is a finding. Hypothesis calls them in
-``tests/property``, atheris in ``campaign.py``.
+A target takes bytes and returns, or raises a raystow error. Any other error is a finding. Hypothesis calls the targets in
+``tests/property``, atheris calls them in ``campaign.py``.
 """
 
 from __future__ import annotations
@@ -29,21 +29,21 @@ ID, ATTEMPT = "cafe", "0" * 16
 RECORD = keys.record(1, ATTEMPT)
 PACK = bytes(range(32))
 READ = 1 << 20
-"""Bytes; a larger tensor is not read: ``tensors()`` tells how large one is before anybody takes memory for it."""
+"""Largest tensor in bytes that is read: ``tensors()`` returns the size of a tensor before memory is allocated."""
 
 
 def sealed(body: bytes) -> bytes:
-    """A record with a right first line, whatever follows it."""
+    """Return a record of this body with a valid digest line."""
     return b'{"digest": "%s",\n' % stored_digest(body).hex().encode() + body
 
 
 def body(data: bytes) -> bytes:
-    """The inverse."""
+    """Return the body of a record (the inverse of ``sealed``)."""
     return data.partition(b"\n")[2]
 
 
 def repository_of(objects: dict[str, bytes]) -> Repository:
-    """A repository of these objects, with a marker and an empty root unless they are given."""
+    """Return a repository of these objects, with a default marker and an empty root."""
     store = open_store(URI)
     store.delete([info.key for info in store.list("")])
     whole = {keys.MARKER: records.dump({"repository": ID, "created": 0}, keys.MARKER), keys.ROOT: Root(ID).dump()}
@@ -53,17 +53,17 @@ def repository_of(objects: dict[str, bytes]) -> Repository:
 
 
 def any_record(data: bytes) -> None:
-    """Open a repository whose marker is these very bytes."""
+    """Open a repository whose marker is these bytes."""
     repository_of({keys.MARKER: data})
 
 
 def marker(data: bytes) -> None:
-    """The same with a right first line."""
+    """Open a repository whose marker has this body and a valid digest line."""
     repository_of({keys.MARKER: sealed(data)})
 
 
 def root(data: bytes) -> None:
-    """List the versions, and look for what the newest holds."""
+    """List the versions and the tensors of the newest one."""
     latest = repository_of({keys.ROOT: sealed(data)}).latest()
     if latest is not None:
         assert latest.created < 1e12
@@ -71,7 +71,7 @@ def root(data: bytes) -> None:
 
 
 def record(data: bytes) -> None:
-    """Look for what a version with this record holds; the record, written again, is the same."""
+    """List the tensors of a version with this record; check that the record is unchanged when it is written again."""
     whole = sealed(data)
     record = VersionRecord.load(whole, RECORD)
     again = record.dump()
@@ -82,13 +82,13 @@ def record(data: bytes) -> None:
 
 
 def root_of(record: VersionRecord, data: bytes) -> bytes:
-    """A root that lists the version with this record."""
+    """Return a root that lists the version of this record."""
     entry = replace(record.entry(stored_digest(data), len(data)), id=1, attempt=ATTEMPT)
     return Root(ID, next_id=2, versions=(entry,)).dump()
 
 
 def fragment(data: bytes) -> None:
-    """Read everything in a version of this fragment and ``PACK``, then verify it; what is read twice is the same."""
+    """Read every tensor of a version of this fragment and ``PACK``, then verify the version."""
     info = FragmentInfo(0, len(data), stored_digest(data).hex(), (0,), 1, 32, 32)
     record = VersionRecord(ID, 1, ATTEMPT, 1, 1, 1.0, 1, fragments=(info,), packs=(PackInfo(0, "weights", 0, len(PACK)),))
     whole, name, pack = record.dump(), keys.fragment(1, ATTEMPT, 0), keys.pack(1, ATTEMPT, 0, "weights", 0)
@@ -103,17 +103,17 @@ def fragment(data: bytes) -> None:
 
 
 def allowed(work: Callable[[], object]) -> bool:
-    """Whether the work ended well; if not, by one of raystow's errors."""
+    """Return whether the work succeeded; any error that is not a raystow error is raised."""
     try:
         work()
     except RaystowError as error:
-        str(error)  # what says it must not fail either
+        str(error)  # formatting the message must not fail
         return False
     return True
 
 
 def value(data: bytes) -> None:
-    """A value's text; what comes out goes in again, to the same text in the end."""
+    """Parse the text of a value; check that its text is stable when it is parsed and written again."""
     found = values.loads(data.decode("utf-8", "replace"))
     text = values.dumps(found)
     assert values.dumps(values.loads(text)) == text
@@ -123,13 +123,13 @@ CODECS = ("raw", "zstd", "deflate", "pack7", "ans", "lzw")
 
 
 def described(coding: Coding, kind: str, nbytes: int, stored: bytes) -> bytes:
-    """What ``pack`` takes: a description, a line feed, and the bytes in the pack."""
+    """Return an input of ``pack``: a description, a line feed, and the stored bytes."""
     fields = asdict(coding) | {"streams": coding.sizes.tolist()}
     return json.dumps([*fields.values(), kind, nbytes]).encode() + b"\n" + stored
 
 
 def pack(data: bytes) -> None:
-    """Decode a chunk by its description. Of the right types, as Parquet gives them; the numbers may be anything."""
+    """Decode a chunk by its description. Its types are those that Parquet guarantees; its numbers are arbitrary."""
     head, _, stored = data.partition(b"\n")
     try:
         planes, rotated, codecs, sizes, streams, stream, *base, kind, nbytes = json.loads(head)
@@ -141,7 +141,7 @@ def pack(data: bytes) -> None:
         dtype = DTYPES[kind]
     except (ValueError, TypeError, KeyError, RecursionError):
         return
-    if min(sizes, default=-1) < 0 or not 0 <= nbytes <= READ:  # refused with the manifest
+    if min(sizes, default=-1) < 0 or not 0 <= nbytes <= READ:  # the parser of the manifest rejects these
         return
     delta = base not in ([], [None])
     coding = Coding(
@@ -151,7 +151,7 @@ def pack(data: bytes) -> None:
 
 
 def key(data: bytes) -> None:
-    """What a listing may hold. A key that is understood is one that raystow would have made."""
+    """Parse a key of a listing; check that a key that is accepted begins with the prefix of its attempt."""
     text = data.decode("utf-8", "replace")
     if keys.attempt_of(text) is not None:
         assert text.startswith(keys.prefix(*keys.attempt_of(text)))
