@@ -1,4 +1,4 @@
-"""float32 values that are multiples of bfloat16 values are found and replaced by these in place, by many programs at once."""
+"""Kernels on a GPU replace float32 multiples of bfloat16 values by these values in place, in many concurrent programs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from raystow.workers.gpu.kernels import bfloat16_kernels
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")]
 
 
-def test_multiples_are_replaced_by_their_values() -> None:
+def test_multiples_of_bfloat16_values_are_replaced() -> None:
     hosts, fit = zip(*cases(large=30_000_000), strict=True)
     tensors = [one.cuda() for one in hosts]
     found = bfloat16_kernels.check(tensors, FACTOR)

@@ -1,4 +1,4 @@
-"""A tensor that changes while it is saved, whatever reads it: the save fails and names it, and the next save is whole."""
+"""A tensor that changes during its save fails the save, and the error names the tensor; the next save succeeds."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ MIB = 1 << 20
 
 @pytest.fixture
 def uri(options: dict[str, Any]) -> Iterator[str]:
-    if options.get("process") == "node":  # by another process, which sees none of this one's memory
+    if options.get("process") == "node":  # another process, which cannot read the memory of this one
         with tempfile.TemporaryDirectory(prefix="raystow-", dir="/dev/shm") as folder:
             yield folder
     else:
@@ -31,17 +31,17 @@ def uri(options: dict[str, Any]) -> Iterator[str]:
 @pytest.mark.parametrize(
     ("options", "layers"),
     [
-        # A GiB needs longer than 0.03 s to leave by a ring of 112 MiB.
+        # The transfer of 1 GiB through a ring of 112 MiB takes longer than 0.03 s.
         pytest.param({"memory": 128 * MIB, "threads": 1}, 8, id="coded in the training process"),
-        # Two GiB need longer than that to be copied for the node worker.
+        # The copy of 2 GiB for the node worker takes longer than 0.03 s.
         pytest.param({"memory": 256 * MIB, "process": "node"}, 16, id="coded in the node worker"),
     ],
 )
-def test_a_tensor_that_changes_while_it_is_saved_is_named(uri: str, options: dict[str, Any], layers: int) -> None:
+def test_a_tensor_changed_during_its_save_is_named(uri: str, options: dict[str, Any], layers: int) -> None:
     state = {f"layer{i}": torch.randn(32 * MIB, device="cuda") * 0.02 for i in range(layers)}
 
     def change() -> None:
-        threading.Event().wait(0.03)  # the save has begun, and is not over
+        threading.Event().wait(0.03)  # by then the save has begun and has not ended
         for tensor in state.values():
             tensor.add_(1)
         torch.cuda.synchronize()

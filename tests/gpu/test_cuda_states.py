@@ -1,4 +1,4 @@
-"""State on a GPU is saved and restored bit for bit, also by the path that codes on the CPU."""
+"""State on a GPU is saved and restored bit for bit, with encoding on the GPU and on the CPU."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "raw", "cpu"])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-def test_every_dtype_comes_back_on_a_gpu_and_without_one(dtype: torch.dtype, codec: str) -> None:
+def test_every_dtype_is_restored_on_a_gpu_and_on_a_cpu(dtype: torch.dtype, codec: str) -> None:
     base = random_bits(dtype, 700, 1030)
     state = {
         "plain": base,
@@ -58,11 +58,11 @@ def test_every_dtype_comes_back_on_a_gpu_and_without_one(dtype: torch.dtype, cod
         assert as_bytes(version.read(name)) == as_bytes(tensor), name
 
 
-def test_what_a_side_stream_is_still_writing_is_waited_for() -> None:
+def test_a_save_waits_for_writes_of_a_side_stream() -> None:
     tensor = torch.zeros(64 << 20, device="cuda")
     stream = torch.cuda.Stream()
     with torch.cuda.stream(stream), LocalCluster("memory://cuda-stream", memory=256 << 20) as cluster:
         for _ in range(200):
-            tensor.add_(1)  # some hundred milliseconds of work in the queue
+            tensor.add_(1)  # some hundred milliseconds of queued work
         version = cluster.save({"w": tensor}, step=1)
     assert torch.equal(version.read("w"), torch.full((64 << 20,), 200.0))

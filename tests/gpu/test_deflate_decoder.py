@@ -1,4 +1,4 @@
-"""The GPU decodes what its Deflate coder writes, and refuses what others write."""
+"""The Deflate decoder of the GPU decodes the streams of its own encoder and rejects all others."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FILLED = 0xAB
 
 
 def decode(streams: list[bytes], sizes: list[int], *, shift: int = 0) -> tuple[list[int], list[bytes]]:
-    """The status of each stream, and its bytes. Nothing outside the room of a stream may be written."""
+    """Return the status and the bytes of each stream; check that the decoder writes nothing outside each output buffer."""
     from raystow.workers.gpu.kernels.deflate_kernels import Deflate
 
     coder, n, room = Deflate(), len(streams), STREAM + 64
@@ -58,7 +58,7 @@ def encode(streams: list[torch.Tensor]) -> list[bytes]:
 
 
 @pytest.mark.parametrize("shift", [0, 1, 5])
-def test_what_was_coded_is_decoded(shift: int) -> None:
+def test_encoded_streams_are_decoded(shift: int) -> None:
     torch.manual_seed(shift)
     given = [*cases().values(), *(torch.randint(0, k, (STREAM - 7 * k,), dtype=torch.uint8) for k in range(2, 60))]
     coded = encode(given)
@@ -68,7 +68,7 @@ def test_what_was_coded_is_decoded(shift: int) -> None:
     assert found == [stream.numpy().tobytes() for _, stream in kept]
 
 
-def test_other_and_damaged_streams_stay_within_their_memory() -> None:
+def test_foreign_and_damaged_streams_stay_in_their_buffers() -> None:
     torch.manual_seed(0)
     plain = cases()["exponents"].numpy().tobytes()
     others = []

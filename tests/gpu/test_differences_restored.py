@@ -1,4 +1,4 @@
-"""Differences to other versions are decoded on a GPU: their bases go up with them, and are added where the words belong."""
+"""Deltas to earlier versions are decoded on a GPU: the bases are uploaded with the deltas and added on the GPU."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ DTYPES = (
 WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
-def test_the_kernel_adds_what_the_cpu_adds() -> None:
+def test_the_kernel_adds_the_same_words_as_the_cpu() -> None:
     from raystow.workers.gpu import kernel_args
     from raystow.workers.gpu.kernels import word_kernels
 
@@ -58,8 +58,8 @@ def test_the_kernel_adds_what_the_cpu_adds() -> None:
 
 
 @pytest.mark.parametrize("id", [1, 2, 3])
-def test_a_chain_is_decoded_without_the_host(id: int, caplog: pytest.LogCaptureFixture) -> None:
-    """The repository of which every reader of the format is held against: words of every width, and weights on top."""
+def test_a_chain_of_deltas_is_decoded_on_the_gpu(id: int, caplog: pytest.LogCaptureFixture) -> None:
+    """The golden repository, against which every reader is tested: words of every width, and weights derived from a delta."""
     version = raystow.open(str(GOLDEN)).version(id)
     expected = json.loads((GOLDEN / "expected.json").read_text())[str(id)]
     into = {
@@ -80,7 +80,7 @@ def as_bytes(tensor: torch.Tensor) -> bytes:
 
 
 def moved(state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Every word by a little; the weights follow."""
+    """Return a state whose words all change by 0 or 1; the weights are derived from the new master copy."""
     after = {}
     for name, tensor in state.items():
         words = tensor.clone().view(torch.int64 if tensor.itemsize == 16 else WORDS[tensor.itemsize])
@@ -99,7 +99,7 @@ def begun() -> dict[str, torch.Tensor]:
 
 @pytest.fixture(scope="module")
 def row() -> tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]:
-    """Versions of tensors on the CPU: one whole, two differences to it."""
+    """Save three versions of tensors on the CPU: one whole, two deltas to it."""
     states, versions = [begun()], list[Version]()
     cluster = LocalCluster("memory://differences-restored", delta=3, memory=512 << 20)
     with cluster:
@@ -110,7 +110,7 @@ def row() -> tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]:
     return cluster, versions, states
 
 
-def test_a_row_comes_back_bit_for_bit(
+def test_deltas_are_restored_bit_for_bit(
     row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]], caplog: pytest.LogCaptureFixture
 ) -> None:
     _, versions, states = row
@@ -124,8 +124,8 @@ def test_a_row_comes_back_bit_for_bit(
     assert "on the CPU" not in caplog.text
 
 
-def test_slices_and_weights_without_their_master(row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]) -> None:
-    """What another number of ranks asks for: parts of chunks, which go through memory of the lane."""
+def test_slices_and_derived_weights_are_decoded(row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]]) -> None:
+    """A restore on another number of ranks requests parts of chunks, which are decoded through memory of the lane."""
     from raystow.workers.gpu.decode.decoder import Decoder
 
     _, versions, states = row
@@ -147,7 +147,7 @@ def test_slices_and_weights_without_their_master(row: tuple[LocalCluster, list[V
         decoder.close()
 
 
-def test_a_damaged_base_is_named_with_what_needs_it(
+def test_a_damaged_base_names_the_base_and_its_delta(
     row: tuple[LocalCluster, list[Version], list[dict[str, torch.Tensor]]],
 ) -> None:
     _, versions, states = row

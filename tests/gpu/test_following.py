@@ -1,4 +1,4 @@
-"""Weights on a GPU that are their master copy rounded leave no bytes behind, and come back."""
+"""Weights on a GPU that are the rounded master copy are stored without bytes and restored by rounding the master copy."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def host(tensor: torch.Tensor) -> np.ndarray:
     return tensor.cpu().contiguous().view(torch.uint8).numpy().reshape(-1)
 
 
-def test_the_gpu_says_what_the_cpu_says() -> None:
+def test_the_gpu_and_the_cpu_find_the_same_derived_chunks() -> None:
     from raystow.workers.gpu.encode.derived_check import check_derived
 
     followers = []
@@ -93,7 +93,7 @@ def mixed(stray: int | None = None) -> dict[str, torch.Tensor]:
 
 @pytest.mark.parametrize("place", ["training", "node"])
 @pytest.mark.parametrize("codec", ["deflate", "ans", "cpu"])
-def test_what_follows_takes_no_bytes_and_comes_back(tmp_path: Path, codec: str, place: str) -> None:
+def test_derived_tensors_take_no_bytes_and_are_restored(tmp_path: Path, codec: str, place: str) -> None:
     if (codec, place) == ("cpu", "node"):
         pytest.skip("nothing is coded on a GPU")
     with LocalCluster(str(tmp_path), codec=codec, process=place, memory=256 << 20) as cluster:
@@ -103,7 +103,7 @@ def test_what_follows_takes_no_bytes_and_comes_back(tmp_path: Path, codec: str, 
             sizes = {name: info.stored for name, info in version.tensors().items()}
             assert {name for name, size in sizes.items() if not size} == {"w.b", "tied", "tied.b"} | ({"w.a"} - {stray and "w.a"})
             if stray is not None:
-                assert sizes["w.a"] <= 8 << 20, "more than the chunk that does not follow was stored"
+                assert sizes["w.a"] <= 8 << 20, "more than the chunk that is not derived was stored"
             for names in (list(state), ["w.a", "w.b"], ["tied"], ["optim.a", "w.a"]):
                 into = {name: torch.zeros_like(state[name]) for name in names}
                 raystow.restore_latest(cluster.uri, into=into, strict=False)
@@ -118,14 +118,14 @@ def test_what_follows_takes_no_bytes_and_comes_back(tmp_path: Path, codec: str, 
 
 
 @pytest.mark.parametrize("place", ["training", "node"])
-def test_nothing_follows_from_a_nan(tmp_path: Path, place: str) -> None:
+def test_a_chunk_with_a_nan_is_not_derived(tmp_path: Path, place: str) -> None:
     state = mixed()
     state["optim.a"][N // 2] = float("nan")
     state["w.a"] = state["optim.a"].bfloat16()
     with LocalCluster(str(tmp_path), process=place, memory=256 << 20) as cluster:
         version = cluster.save(state, step=1)
         sizes = {name: info.stored for name, info in version.tensors().items()}
-        assert 0 < sizes["w.a"] <= 8 << 20, "not the chunk alone that holds it"
+        assert 0 < sizes["w.a"] <= 8 << 20, "more than the chunk with the NaN was stored"
         assert not sizes["w.b"]
         into = {name: torch.zeros_like(tensor) for name, tensor in state.items()}
         raystow.restore_latest(cluster.uri, into=into)

@@ -1,4 +1,4 @@
-"""What the GPU's Deflate coder writes is Deflate: zlib and nvCOMP read it, whatever is coded."""
+"""The Deflate encoder of the GPU writes valid Deflate: zlib and the decoder of the GPU read it."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from plane_streams import STREAM, cases, check_sizes
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no NVIDIA GPU here")]
 
 
-def test_whatever_is_coded_is_read_by_zlib_and_by_nvcomp() -> None:
+def test_zlib_and_the_gpu_decode_encoded_streams() -> None:
     from raystow.workers.gpu.kernels.deflate_kernels import Deflate
 
     coder, given = Deflate(), cases()
@@ -38,14 +38,14 @@ def test_whatever_is_coded_is_read_by_zlib_and_by_nvcomp() -> None:
         assert torch.equal(row[: len(stream)], stream), what
 
 
-def test_what_would_grow_beyond_its_room_is_given_up() -> None:
+def test_a_stream_that_expands_stays_in_its_buffer() -> None:
     from raystow.workers.gpu.kernels import constants, deflate_kernels
 
     coder = deflate_kernels.Deflate()
     at = torch.arange(STREAM, device="cuda")
-    looked_at = at % 4 == at // (4 * constants.WORDS) % 4
-    steep = torch.rand(STREAM, device="cuda").log2().neg().floor().clamp(max=14)  # zeros in half of the places, and so on
-    misleading = torch.where(looked_at, steep, 14).to(torch.uint8)  # all others hold what is rarest among these
+    sampled = at % 4 == at // (4 * constants.WORDS) % 4
+    steep = torch.rand(STREAM, device="cuda").log2().neg().floor().clamp(max=14)  # value k has probability 2**-(k + 1)
+    misleading = torch.where(sampled, steep, 14).to(torch.uint8)  # the rarest value where the encoder does not sample
     out = torch.full((2 * coder.stride,), 0xAB, dtype=torch.uint8, device="cuda")
     places = [torch.tensor([number], device="cuda") for number in (misleading.data_ptr(), STREAM, out.data_ptr(), 0)]
     scratch = torch.empty(coder.coding_scratch(1), dtype=torch.uint8, device="cuda")

@@ -1,4 +1,4 @@
-"""States on a GPU of which not every bit is kept: rounded there, and coded in all planes that are worth it."""
+"""Tensors on a GPU that are saved with lossy rules: they are rounded and encoded on the GPU."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def rounded(state: dict[str, torch.Tensor], rules: dict[str, Rule]) -> dict[str,
     "rule", [MantissaBits(1), MantissaBits(5), MantissaBits(16), Blockwise(8, 64), Blockwise(2, 33)], ids=str
 )
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_gpu_rounds_and_finds_what_the_cpu_does(rule: Rule, dtype: torch.dtype) -> None:
+def test_the_gpu_and_the_cpu_round_equally(rule: Rule, dtype: torch.dtype) -> None:
     name, words = str(dtype)[6:], {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     if not rule.changes(name):
         pytest.skip("nothing to round")
@@ -66,7 +66,7 @@ def test_the_gpu_rounds_and_finds_what_the_cpu_does(rule: Rule, dtype: torch.dty
 
 @pytest.mark.parametrize("asked", [Sqnr(40), Sqnr(40, ())], ids=str)
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
-def test_the_gpu_chooses_what_the_cpu_does(asked: Sqnr, dtype: torch.dtype) -> None:
+def test_the_gpu_and_the_cpu_choose_the_same_rule(asked: Sqnr, dtype: torch.dtype) -> None:
     name, words = str(dtype)[6:], {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     generator = torch.Generator().manual_seed(0)
     normal, tenth = torch.randn(700, 900, generator=generator), torch.rand(700, 900, generator=generator) < 0.1
@@ -80,7 +80,7 @@ def test_the_gpu_chooses_what_the_cpu_does(asked: Sqnr, dtype: torch.dtype) -> N
 
 
 @pytest.mark.parametrize("place", ["training", "node"])
-def test_statistics_choose_a_rule_per_tensor_that_stays(tmp_path: Path, place: str) -> None:
+def test_the_rule_chosen_for_a_tensor_stays_the_same(tmp_path: Path, place: str) -> None:
     state = mixed()
     state["exp_avg.w"][::500] *= 1000
     lossy = {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(36), "master": Sqnr(61)}
@@ -96,7 +96,7 @@ def test_statistics_choose_a_rule_per_tensor_that_stays(tmp_path: Path, place: s
         last = cluster.save(changed, step=9)
         raystow.open(cluster.uri).verify(last, deep=True)
     for version in (versions[0], last):
-        assert not version.tensors()["model.w"].stored or version is last, "it follows from the master copy as that is stored"
+        assert not version.tensors()["model.w"].stored or version is last, "the weights are derived from the stored master copy"
         for name, one in version.rounded().items():
             assert (one.sqnr or 0) >= (61 if "master" in name else 36), (name, one)
             assert "exp_avg_sq" not in name or one.rule == "MantissaBits(5)", (name, one)
@@ -106,7 +106,7 @@ def test_statistics_choose_a_rule_per_tensor_that_stays(tmp_path: Path, place: s
 
 @pytest.mark.parametrize("place", ["training", "node"])
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "ans", "raw", "cpu"])
-def test_what_was_rounded_comes_back_and_is_smaller(tmp_path: Path, codec: str, place: str) -> None:
+def test_rounded_tensors_are_smaller_and_restored_exactly(tmp_path: Path, codec: str, place: str) -> None:
     if (codec, place) == ("cpu", "node"):
         pytest.skip("nothing is coded on a GPU")
     state = mixed()
@@ -128,10 +128,10 @@ def test_what_was_rounded_comes_back_and_is_smaller(tmp_path: Path, codec: str, 
             if codec != "ans":
                 raystow.open(cluster.uri).verify(version, deep=True)
         again = cluster.save(into, step=9)
-        assert not any(one.noise for one in again.rounded().values()), "it was rounded already"
+        assert not any(one.noise for one in again.rounded().values()), "a restored state is rounded already"
 
 
-def test_eight_bits_are_too_few_for_weights_to_follow(tmp_path: Path) -> None:
+def test_weights_are_not_derived_from_eight_bit_masters(tmp_path: Path) -> None:
     state = mixed(200_000)
     with LocalCluster(str(tmp_path), memory=256 << 20, lossy={"master": MantissaBits(8)}) as cluster:
         version = cluster.save(state, step=1)
@@ -139,7 +139,7 @@ def test_eight_bits_are_too_few_for_weights_to_follow(tmp_path: Path) -> None:
     assert torch.equal(version.read("model.w"), state["model.w"].cpu())
 
 
-def test_a_bound_that_does_not_hold_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_violated_error_bound_fails_the_save(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(rule: MantissaBits, values: torch.Tensor, first: int) -> tuple[Any, Any]:
         made, bound = honest(rule, values, first)
         return made, bound / 4

@@ -1,4 +1,4 @@
-"""``process="node"``: the node worker's process codes what training processes copy into device memory that both map."""
+"""``process="node"``: the node worker encodes tensors that training processes copy into shared device memory."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ DTYPES = [torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.flo
 def folder() -> Iterator[Path]:
     path = Path(tempfile.mkdtemp(prefix="raystow-", dir="/dev/shm"))
     yield path
-    shutil.rmtree(path, ignore_errors=True)  # a node worker that was killed may be writing its last
+    shutil.rmtree(path, ignore_errors=True)  # a killed node worker may still be writing
 
 
 @pytest.fixture
@@ -58,13 +58,13 @@ def random_bits(dtype: torch.dtype, *shape: int) -> torch.Tensor:
 
 
 def same_bits(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Compared as bytes, by the device on which they are: NaNs have bits, too."""
+    """Return whether two tensors are equal in every bit, NaNs included."""
     bits_a, bits_b = (tensor.contiguous().reshape(-1).view(torch.uint8) for tensor in (a, b))
     return a.dtype == b.dtype and a.shape == b.shape and torch.equal(bits_a, bits_b)
 
 
 def check(cluster: LocalCluster, state: dict[str, torch.Tensor]) -> None:
-    """The newest version is ``state``, bit for bit, by both ways of reading."""
+    """Check that ``restore_latest`` and ``Version.read`` return ``state`` bit for bit."""
     into = {name: torch.zeros_like(tensor, memory_format=torch.contiguous_format) for name, tensor in state.items()}
     version = raystow.restore_latest(cluster.uri, into=into)
     assert version is not None
@@ -74,7 +74,7 @@ def check(cluster: LocalCluster, state: dict[str, torch.Tensor]) -> None:
 
 
 def free_memory() -> int:
-    """Bytes of the whole device that nobody holds; a ring on it and an encoder take more than a GiB together."""
+    """Return the free bytes of the device, to detect a leaked ring or encoder (together more than 1 GiB)."""
     torch.cuda.synchronize()
     gc.collect()
     torch.cuda.empty_cache()
@@ -83,7 +83,7 @@ def free_memory() -> int:
 
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "raw"])
-def test_every_dtype_and_odd_sizes(folder: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_dtype_and_odd_sizes_are_restored(folder: Path, codec: str, caplog: pytest.LogCaptureFixture) -> None:
     state = {"host": torch.randn(1000), "integers": torch.arange(3 * MIB, device="cuda")}
     for dtype in DTYPES:
         base = random_bits(dtype, 700, 1030)
@@ -107,18 +107,18 @@ def test_every_dtype_and_odd_sizes(folder: Path, codec: str, caplog: pytest.LogC
             check(cluster, state)
             if codec != "raw":
                 assert version.tensors()["weights"].stored < 0.75 * version.tensors()["weights"].nbytes
-    assert "is not available" not in caplog.text  # it was the node worker that coded
+    assert "is not available" not in caplog.text  # the node worker encoded
 
 
-def test_two_ranks_at_once(cluster: LocalCluster) -> None:
+def test_two_ranks_save_at_once(cluster: LocalCluster) -> None:
     state = {f"layer{i}": weights(24 * MIB + i, torch.float32) for i in range(8)}
     for step in range(2):
         cluster.save_all([state, dict(state)], step=step)
         check(cluster, state)
 
 
-def test_with_expandable_segments() -> None:
-    """Torch's own memory cannot be exported then; the ring's can."""
+def test_node_mode_works_with_expandable_segments() -> None:
+    """The memory of torch cannot be exported with expandable segments; the memory of the ring can."""
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-x", "-k", "odd_sizes and deflate or two_ranks", __file__],
         env={**os.environ, "PYTORCH_CUDA_ALLOC_CONF": "expandable_segments:True"},
@@ -132,7 +132,7 @@ def test_with_expandable_segments() -> None:
 
 
 @pytest.mark.parametrize("broken", ["open", "signature"])
-def test_where_ipc_fails_the_training_process_codes_and_says_so(
+def test_without_ipc_the_training_process_encodes_with_a_warning(
     cluster: LocalCluster, broken: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     from raystow.workers.gpu.node_mode import device_ring
@@ -155,7 +155,7 @@ def test_where_ipc_fails_the_training_process_codes_and_says_so(
 
 
 def train(address: str, opening: OpenSession, layers: int) -> None:
-    """A training process that saves until it is killed."""
+    """Run a training process that saves until it is killed."""
     state = {f"layer{i}": weights(64 * MIB, torch.float32) for i in range(layers)}
     staging = Staging(address, replace(opening, pid=os.getpid(), process="node"))
     plan = plan_save(state, rank=opening.rank, world_size=opening.world_size)
@@ -163,9 +163,9 @@ def train(address: str, opening: OpenSession, layers: int) -> None:
     threading.Event().wait(600)
 
 
-def test_a_training_process_that_is_killed_leaves_nothing_behind(cluster: LocalCluster) -> None:
+def test_a_killed_training_process_leaks_no_device_memory(cluster: LocalCluster) -> None:
     small = {"w": weights(40 * MIB)}
-    cluster.save(small, step=0)  # the node worker's CUDA context stays; what comes now must go
+    cluster.save(small, step=0)  # creates the CUDA context of the node worker, which stays; later memory must be freed
     check(cluster, small)
     free = free_memory()
     training = multiprocessing.get_context("spawn").Process(target=train, args=(cluster.address(0), cluster.opening(1, 2), 32))
@@ -177,7 +177,7 @@ def test_a_training_process_that_is_killed_leaves_nothing_behind(cluster: LocalC
         return bool(its)
 
     wait_until(begun, "rank 1 begins its save", 120)
-    training.kill()  # 8 GiB are on their way
+    training.kill()  # while 8 GiB are being transferred
     training.join()
     wait_until(lambda: its[0].phase.over, "the save fails")
     assert its[0].reason == f"rank 1 (process {training.pid}) died while it was staging"
@@ -186,7 +186,7 @@ def test_a_training_process_that_is_killed_leaves_nothing_behind(cluster: LocalC
     wait_until(lambda: free - free_memory() < 128 * MIB, "device memory comes back")
 
 
-def test_a_node_worker_that_is_killed_costs_one_save(cluster: LocalCluster) -> None:
+def test_a_killed_node_worker_fails_one_save_only(cluster: LocalCluster) -> None:
     state = {f"layer{i}": weights(64 * MIB, torch.float32) for i in range(32)}
     cluster.save({"w": state["layer0"]}, step=0)
     check(cluster, {"w": state["layer0"]})
@@ -200,7 +200,7 @@ def test_a_node_worker_that_is_killed_costs_one_save(cluster: LocalCluster) -> N
     killing = threading.Thread(target=kill)
     killing.start()
     with pytest.raises(raystow.SaveFailed, match="node worker"):
-        cluster.save(state, step=1)  # 8 GiB, so that it is killed long before the end
+        cluster.save(state, step=1)  # 8 GiB: the node worker is killed long before the end
     killing.join()
     part = {f"layer{i}": state[f"layer{i}"] for i in range(4)}
     cluster.save(part, step=2)

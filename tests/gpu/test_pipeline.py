@@ -1,4 +1,4 @@
-"""What the GPU path promises beyond coming back bit for bit: odd sizes, bounded memory, and errors that name the tensor."""
+"""Saving from a GPU: odd sizes, large tensors, restores across devices, and bounded device memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "ans", "raw"])
-def test_odd_sizes_and_values(codec: str) -> None:
+def test_odd_sizes_and_values_are_restored(codec: str) -> None:
     nan = torch.randint(0, 1 << 16, (3 * MIB + 7,), device="cuda").to(torch.int32).to(torch.int16).view(torch.bfloat16)
     state = {
         "one": weights(1, torch.float32),
@@ -71,7 +71,7 @@ def test_odd_sizes_and_values(codec: str) -> None:
         assert version.tensors()["never negative"].stored < 0.85 * version.tensors()["never negative"].nbytes
 
 
-def test_three_gib_in_one_tensor(folder: Path) -> None:
+def test_a_tensor_of_three_gib_is_restored(folder: Path) -> None:
     state = {"w": weights(3 << 29)}
     with LocalCluster(str(folder), memory=1 << 30) as cluster:
         cluster.save(state, step=1)
@@ -80,7 +80,7 @@ def test_three_gib_in_one_tensor(folder: Path) -> None:
     assert torch.equal(into["w"].view(torch.int16), state["w"].view(torch.int16))
 
 
-def test_cpu_and_gpu_restore_parts_that_the_other_saved() -> None:
+def test_cpu_and_gpu_states_are_restored_on_either_device() -> None:
     state = {
         "w": weights(3000 * 4096, torch.float32).reshape(3000, 4096),
         "i": torch.arange(5 * MIB, device="cuda"),
@@ -97,8 +97,8 @@ def test_cpu_and_gpu_restore_parts_that_the_other_saved() -> None:
                 assert same(holes["w"], state["w"])
 
 
-def test_device_memory_is_bounded_and_given_back(folder: Path) -> None:
-    with LocalCluster("memory://first", memory=256 * MIB) as cluster:  # what is loaded into the CUDA context by it stays there
+def test_device_memory_is_bounded_and_freed(folder: Path) -> None:
+    with LocalCluster("memory://first", memory=256 * MIB) as cluster:  # loads the kernels, whose memory stays in the CUDA context
         cluster.save({"w": weights(16 * MIB), "m": weights(16 * MIB, torch.float32)}, step=0)
     state = {f"layer{i}": weights(256 * MIB, torch.float32 if i % 2 else torch.bfloat16) for i in range(4)}
     torch.cuda.synchronize()

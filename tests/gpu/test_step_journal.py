@@ -1,4 +1,4 @@
-"""The step journal on a GPU: gradients are encoded there, digests are taken there, and replays end in the same bits."""
+"""The step journal on a GPU: gradients are encoded and digests taken on the GPU, and replays are exact to the bit."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ OPTIMIZERS: dict[str, Callable[[Parameters], torch.optim.Optimizer]] = {
 
 
 class Run:
-    """Mixed precision: bf16 weights, a float32 master copy, clipping. Large enough that several parts are encoded."""
+    """A training in mixed precision (bf16 weights, float32 master copy, clipping), large enough for several parts."""
 
     def __init__(self, optimizer: str, *, seed: int = 0) -> None:
         torch.manual_seed(0)
@@ -91,7 +91,7 @@ def test_steps_are_replayed_bit_for_bit(optimizer: str) -> None:
     assert again.bits() == run.bits()
 
 
-def test_clipped_gradients_take_the_bytes_of_bfloat16() -> None:
+def test_clipped_gradients_take_as_many_bytes_as_bfloat16() -> None:
     box, run = EntryBox(), Run("adamw-fused")
     recorded(box, run)
     state = 14 * sum(one.numel() for one in run.master)
@@ -109,7 +109,7 @@ def test_skipped_steps_of_a_scaler_are_replayed() -> None:
             one.grad = torch.randn_like(one) * 1024
             if number == 3:
                 one.grad[0] = float("inf")
-        scaler.scale(torch.zeros((), device="cuda"))  # makes its state
+        scaler.scale(torch.zeros((), device="cuda"))  # initializes the scaler
         scaler.step(run.optimizer)
         scaler.update()
         run.copy_weights()
@@ -121,8 +121,8 @@ def test_skipped_steps_of_a_scaler_are_replayed() -> None:
     assert runs[1].bits() == runs[0].bits()
 
 
-def test_a_gpu_and_a_cpu_take_the_same_digests() -> None:
-    """Of all bytes and of the sample; of odd sizes, views and several types."""
+def test_a_gpu_and_a_cpu_compute_the_same_digests() -> None:
+    """The state has odd sizes, a view and several dtypes; digests are of all bytes and of the sample."""
     torch.manual_seed(0)
     model = nn.Linear(1, 1)
     model.weight = nn.Parameter(torch.randn(1237, 2049)[:, 1:])
@@ -136,7 +136,7 @@ def test_a_gpu_and_a_cpu_take_the_same_digests() -> None:
     assert found[:2] == found[2:]
 
 
-def test_a_difference_on_the_gpu_is_found_and_undone(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_different_step_on_the_gpu_is_detected_and_undone(caplog: pytest.LogCaptureFixture) -> None:
     box, run, again = EntryBox(), Run("adamw-fused"), Run("adamw-fused")
     recorded(box, run)
     before = again.bits()
@@ -148,8 +148,8 @@ def test_a_difference_on_the_gpu_is_found_and_undone(caplog: pytest.LogCaptureFi
     assert "the state differs from the recorded one" in caplog.text
 
 
-def test_the_next_steps_do_not_disturb_what_is_being_encoded() -> None:
-    """Many short steps in a row, with gradients of another size in each."""
+def test_later_steps_do_not_change_entries_being_encoded() -> None:
+    """Many short steps follow one another, each with gradients of another magnitude."""
     box, run, again = EntryBox(), Run("adamw-foreach"), Run("adamw-foreach")
     journal = box.journal(run.model, run.optimizer)
     journal.replay()

@@ -1,4 +1,4 @@
-"""A training on a GPU that is killed and goes on from its last version ends with the bits of one that was never disturbed."""
+"""A training on a GPU that is killed and resumed ends with the same bits as an uninterrupted training."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDTH, VOCABULARY = 384, 256
 
 
 def fresh() -> dict[str, Any]:
-    """Weights in bf16, their master copy, Adam's moments, and the generator of the batches."""
+    """Return bf16 weights, their master copy, Adam's moments, the step, and the state of the random generator."""
     torch.manual_seed(7)
     shapes = {"embed": (VOCABULARY, WIDTH), "up": (4 * WIDTH, WIDTH), "down": (WIDTH, 4 * WIDTH), "head": (VOCABULARY, WIDTH)}
     master = {name: torch.randn(shape, device="cuda") * 0.02 for name, shape in shapes.items()}
@@ -36,7 +36,7 @@ def fresh() -> dict[str, Any]:
 
 
 def step(state: dict[str, Any], text: torch.Tensor) -> None:
-    """One of AdamW, on random places of real text."""
+    """Run one AdamW step on random excerpts of a real text."""
     weights = {name: tensor.requires_grad_(True) for name, tensor in state["weights"].items()}
     starts = torch.randint(len(text) - 65, (32, 1))
     batch = text[(starts + torch.arange(65)).cuda()].long()
@@ -54,7 +54,7 @@ def step(state: dict[str, Any], text: torch.Tensor) -> None:
 
 
 def train(folder: str, death: int) -> None:
-    """From the newest version on, to the end or to ``death``; prints a digest of everything."""
+    """Train from the newest version to the end, or to step ``death``, where the process kills itself; print a digest."""
     from blake3 import blake3
     from local_cluster import LocalCluster
 
@@ -84,7 +84,7 @@ def run(folder: Path, death: int = 0) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_a_killed_training_ends_as_if_nothing_had_been(tmp_path: Path) -> None:
+def test_a_killed_training_ends_with_the_same_bits(tmp_path: Path) -> None:
     undisturbed = run(tmp_path / "undisturbed")
     assert undisturbed.returncode == 0, undisturbed.stderr
     killed = run(tmp_path / "killed", DEATH)

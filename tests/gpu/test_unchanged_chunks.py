@@ -1,4 +1,4 @@
-"""Tensors on a GPU that have not changed are stored once, and cost neither coding nor copying."""
+"""Unchanged tensors on a GPU are stored once and are not encoded or copied again."""
 
 from __future__ import annotations
 
@@ -60,8 +60,8 @@ def test_frozen_tensors_are_stored_once(tmp_path: Path, codec: str) -> None:
         check(cluster, cluster.repository.latest(), state)
 
 
-def test_unchanged_chunks_are_not_sent(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """From the third save on; in the second the node worker finds them."""
+def test_unchanged_chunks_are_not_encoded_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training process skips them from the third save on; in the second save the node worker detects them."""
     from raystow.workers.gpu.encode.encode_run import Emit
     from raystow.workers.gpu.encode.encoder import Encoder
     from raystow.workers.gpu.encode_request import EncodeRequest
@@ -81,7 +81,7 @@ def test_unchanged_chunks_are_not_sent(tmp_path: Path, monkeypatch: pytest.Monke
     assert all(nbytes < MIB for nbytes in coded[3:])
 
 
-def test_what_thaws_and_freezes_is_stored_as_it_is(tmp_path: Path) -> None:
+def test_tensors_that_change_at_times_are_restored_exactly(tmp_path: Path) -> None:
     frozen = frozen_model()
     with LocalCluster(str(tmp_path), codec="deflate", delta="auto", memory=256 * MIB) as cluster:
         for step in range(9):
@@ -95,7 +95,7 @@ def test_what_thaws_and_freezes_is_stored_as_it_is(tmp_path: Path) -> None:
         assert {"any bits", "double"} - references(version) <= {"any bits"}
 
 
-def test_everything_that_changes_is_compared_twice_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_always_changing_tensors_are_compared_in_two_saves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from raystow.workers.gpu import unchanged
 
     taken, take = list[int](), unchanged.Digests.take
@@ -113,7 +113,7 @@ def test_everything_that_changes_is_compared_twice_only(tmp_path: Path, monkeypa
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.uint8])
 @pytest.mark.parametrize("n", [4, 28, 4096, 100_004, 4 * MIB])
-def test_the_gpu_takes_the_digests_of_the_cpu(dtype: torch.dtype, n: int) -> None:
+def test_the_gpu_and_the_cpu_compute_the_same_digests(dtype: torch.dtype, n: int) -> None:
     from raystow.storage.coding.digest import finish
     from raystow.workers.gpu import kernel_args
     from raystow.workers.gpu.kernels import word_kernels

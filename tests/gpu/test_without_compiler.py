@@ -23,11 +23,11 @@ def find_others(name, path=None, target=None):
 
 PathFinder.find_spec = find_others
 """
-"""A ``sitecustomize`` that Python imports when it starts: also in Ray's processes, and so in the node worker."""
+"""A ``sitecustomize`` that hides Triton. Python imports it at its start, also in Ray's processes (the node worker)."""
 
 
 def state(device: str) -> dict[str, torch.Tensor]:
-    """Weights and their master copy, and bits of every kind, long enough for the GPU's kernels; equal in every process."""
+    """Return tensors large enough for the GPU's kernels, equal in every process: weights, their master copy, random bits."""
     numbers = torch.Generator().manual_seed(0)
     master = torch.randn(20_000_003, generator=numbers) * 0.02
     bits = torch.randint(-(1 << 31), 1 << 31, (5_000_001,), generator=numbers).to(torch.int32)
@@ -47,7 +47,7 @@ def check_environment() -> None:
 
 
 def save_or_restore(what: str, folder: str, place: str, device: str) -> None:
-    """Be a process that saves, or another one that restores, with a Ray cluster of its own. ``place``: the process that codes."""
+    """Save or restore with a new Ray cluster. ``place`` is the process that encodes."""
     import ray
 
     import raystow
@@ -72,7 +72,7 @@ def save_or_restore(what: str, folder: str, place: str, device: str) -> None:
 
 
 def run(what: str, folder: Path, place: str) -> subprocess.CompletedProcess[str]:
-    """Save or restore in a new process on such a machine."""
+    """Save or restore in a new process without Triton and without a C compiler."""
     for name in ("bin", "triton", "site"):
         (folder / name).mkdir(exist_ok=True)
     (folder / "site" / "sitecustomize.py").write_text(WITHOUT_TRITON)
@@ -85,7 +85,7 @@ def run(what: str, folder: Path, place: str) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("place", ["training", "node"])
-def test_a_state_is_saved_and_restored(tmp_path: Path, place: str) -> None:
+def test_a_state_is_saved_and_restored_without_compiler(tmp_path: Path, place: str) -> None:
     saved = run("save", tmp_path, place)
     assert saved.returncode == 0, saved.stderr
     state_bytes = sum(tensor.nbytes for tensor in state("cpu").values())

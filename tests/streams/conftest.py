@@ -1,4 +1,4 @@
-"""Devices for tests that need none."""
+"""The fixture ``gpu``: a simulated device."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 @pytest.fixture
 def gpu(request: pytest.FixtureRequest) -> Iterator[Any]:
-    """A device with the seed that the test gives."""
+    """Yield a simulated device with the seed that the test passes."""
     from encoder_run import streams
 
     with streams(request.param) as device:

@@ -1,10 +1,10 @@
-"""A GPU's streams on the CPU: what is enqueued runs when somebody waits for it, or when it happens to.
+"""Simulated CUDA streams on the CPU: enqueued work runs when the host waits for it, or at a random earlier time.
 
-Kernels run in Triton's interpreter, on tensors in host memory. The next stream is drawn at random, and most run
-only when they must: code that reads a result without waiting for it finds that it is missing. So the host's commands to a device
-are tested without one, and in more orders than a device would choose.
+Kernels run in Triton's interpreter, on tensors in host memory. The next stream is drawn at random, and most work runs only when
+the host waits for it: code that reads a result without waiting does not find the result. The commands of the host to a device are
+so tested without a GPU, and in more orders than a GPU would execute.
 
-Needs Triton (``make test-streams``). Where there is a GPU, modules that import this are skipped.
+Needs Triton (``make test-streams``). On a machine with a GPU, modules that import this one are skipped.
 """
 
 from __future__ import annotations
@@ -37,15 +37,15 @@ from raystow.workers.gpu.kernels import word_kernels
 from raystow.workers.gpu.kernels.library import Architecture, Kernel, variant_name
 
 SEEDS = range(int(os.environ.get("SEEDS", "2")))
-"""In how many orders a test is played."""
+"""Seeds of each test; each seed gives another order of execution."""
 
-_SOME = (0, 0, 1, 3)  # pieces of work that are done while somebody looks whether an event has come
+_STEPS = (0, 0, 1, 3)  # numbers of work items that run during a query of an event, drawn at random
 
-_OF_THE_HOST = {"__getitem__", "__iter__", "__len__", "data_ptr", "element_size", "numel", "numpy", "split", "tolist", "view"}
-"""Calls that look at a tensor's place, or at what is in host memory: a device knows nothing of them."""
+_HOST_CALLS = {"__getitem__", "__iter__", "__len__", "data_ptr", "element_size", "numel", "numpy", "split", "tolist", "view"}
+"""Calls that read a tensor's address or host memory: the host executes them without the device."""
 
-_FRESH = {"arange", "empty", "from_numpy", "ones", "zeros"}
-"""Calls whose memory is nobody else's yet: they need not wait."""
+_NEW_MEMORY = {"arange", "empty", "from_numpy", "ones", "zeros"}
+"""Calls that return new memory: no earlier work can use it, so they do not wait."""
 
 
 class Event:
@@ -55,7 +55,7 @@ class Event:
         self._device, self.passed = device, False
 
     def query(self) -> bool:
-        """Whether it has come."""
+        """Return whether the event has passed."""
         self._device.go_on()
         return self.passed
 
@@ -64,7 +64,7 @@ class Event:
 
 
 class Stream:
-    """Work, and events that it waits for, in the order in which they were enqueued."""
+    """A queue of work and of events to wait for, in the order of their submission."""
 
     def __init__(self, device: Device) -> None:
         self._device, self.queue = device, deque[Callable[[], Any] | Event]()
@@ -83,15 +83,15 @@ class Stream:
 
 
 class Device:
-    """Draws by ``seed``."""
+    """A device whose order of execution is drawn from ``seed``."""
 
     def __init__(self, seed: int) -> None:
-        self._lot, self.streams = np.random.default_rng(seed), list[Stream]()
-        self._one = threading.RLock()  # thread at a time makes it go on
+        self._random, self.streams = np.random.default_rng(seed), list[Stream]()
+        self._lock = threading.RLock()  # only one thread at a time runs work
         self.current = self.default = Stream(self)
         self.busy = False
         self.kept = list[Any]()
-        """All that was made: torch gives the memory of what was let go of to what comes later on the same stream."""
+        """All tensors that were made: torch would reuse the memory of a freed tensor for later work on the same stream."""
 
     @contextlib.contextmanager
     def on(self, stream: Stream) -> Iterator[None]:
@@ -105,8 +105,8 @@ class Device:
         self.current.queue.append(work)
 
     def go_on(self) -> None:
-        """Do some of what is enqueued, or nothing."""
-        for _ in range(int(self._lot.choice(_SOME))):
+        """Run a random number of enqueued work items, possibly none."""
+        for _ in range(int(self._random.choice(_STEPS))):
             self._step()
 
     def run_until(self, reached: Callable[[], bool]) -> None:
@@ -117,14 +117,14 @@ class Device:
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
 
     def _step(self) -> bool:
-        with self._one:
+        with self._lock:
             return self._next()
 
     def _next(self) -> bool:
         ready = [stream for stream in self.streams if stream.queue and getattr(stream.queue[0], "passed", True)]
         if not ready:
             return False
-        work = ready[self._lot.integers(len(ready))].queue.popleft()
+        work = ready[self._random.integers(len(ready))].queue.popleft()
         if not isinstance(work, Event):
             before, self.busy = self.busy, True
             try:
@@ -135,8 +135,8 @@ class Device:
 
 
 class _Calls(TorchFunctionMode):
-    """torch's functions, as they are for tensors on a device: copies that block nobody come later, all else when what the current
-    stream has to do before is done."""
+    """torch's functions as they behave for tensors on a device: non-blocking copies are enqueued; every other call first waits
+    for the current stream."""
 
     def __init__(self, device: Device) -> None:
         super().__init__()
@@ -148,14 +148,14 @@ class _Calls(TorchFunctionMode):
         later = more.pop("non_blocking", False)
         if func is torch.Tensor.pin_memory:
             return args[0]
-        if self._device.busy or func.__name__ in _OF_THE_HOST or func.__name__ == "__get__":
+        if self._device.busy or func.__name__ in _HOST_CALLS or func.__name__ == "__get__":
             return func(*args, **more)
         if later:
             target, source = (torch.empty_like(args[0]), args[0]) if func is torch.Tensor.to else args
             self._device.enqueue(functools.partial(torch.Tensor.copy_, target, source))
             self._device.kept.append(target)
             return target
-        if func.__name__ not in _FRESH:
+        if func.__name__ not in _NEW_MEMORY:
             self._device.current.synchronize()
         made = func(*args, **more)
         self._device.kept.append(made)
@@ -163,7 +163,7 @@ class _Calls(TorchFunctionMode):
 
 
 def _tensor(of: Any) -> Any:
-    """What stands for a tensor by its address alone, as one: the interpreter asks for no less."""
+    """Return a tensor for an argument that has only an address and a dtype, because the interpreter needs a tensor."""
     if isinstance(of, torch.Tensor) or not hasattr(of, "data_ptr"):
         return of
     first = (ctypes.c_uint8 * of.dtype.itemsize).from_address(of.data_ptr())
@@ -171,18 +171,18 @@ def _tensor(of: Any) -> Any:
 
 
 def interpret(kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:
-    """Run a kernel in Triton's interpreter, and check that there is a compiled form of it for these arguments."""
+    """Run a kernel in Triton's interpreter, and check that a compiled variant exists for these arguments."""
     compiled = Architecture("sm_90").binary(variant_name(kernel.name, constants))
-    assert len(compiled.arguments) == len(args), "what was compiled takes as many"
+    assert len(compiled.arguments) == len(args), "the compiled kernel has another number of arguments"
     module, name = kernel.name.split(".")
     function = getattr(importlib.import_module(f"raystow.workers.gpu.kernels.sources.{module}"), name)
-    one_block = {"GROUP": 1} if kernel.name == "words.transform" else {}  # of digests in a program: chunks have few
+    one_block = {"GROUP": 1} if kernel.name == "words.transform" else {}  # digest blocks per program: test chunks have few
     function[grid](*map(_tensor, args), **{**constants, **one_block})
 
 
 @contextlib.contextmanager
 def device(seed: int) -> Iterator[Device]:
-    """``torch.cuda`` is this device's, and kernels are enqueued on it."""
+    """Replace ``torch.cuda`` by a simulated device and enqueue kernels on that device."""
     made = Device(seed)
 
     def launch(kernel: Kernel, grid: tuple[int, ...], *args: Any, **constants: Any) -> None:

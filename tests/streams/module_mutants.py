@@ -1,4 +1,4 @@
-"""Modules with bugs planted in them, which tests must find."""
+"""Copies of modules with a planted bug, which the tests must detect."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def rewritten(module: types.ModuleType, right: str, wrong: str) -> types.ModuleType:
-    """The module, with one passage of its text replaced."""
+    """Return the module with one passage of its source replaced."""
     assert module.__file__ is not None
     text = Path(module.__file__).read_text()
     assert text.count(right) == 1, right

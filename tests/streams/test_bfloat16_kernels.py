@@ -1,4 +1,4 @@
-"""float32 values that are multiples of bfloat16 values are found and replaced by these, as ``gradient_coding.divided`` does."""
+"""Kernels replace float32 multiples of bfloat16 values by these values, with the result of ``gradient_coding.divided``."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from raystow.workers.gpu.kernels import bfloat16_kernels
 pytestmark = pytest.mark.parametrize("gpu", SEEDS, indirect=True)
 
 
-def test_multiples_are_replaced_by_their_values(gpu: Device) -> None:
+def test_multiples_of_bfloat16_values_are_replaced(gpu: Device) -> None:
     tensors, fit = zip(*cases(large=40_000), strict=True)
     found = bfloat16_kernels.check(tensors, FACTOR)
     gpu.synchronize()

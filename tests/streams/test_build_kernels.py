@@ -1,4 +1,4 @@
-"""The build step makes the binaries in the tree, byte for byte."""
+"""The build step reproduces the kernel binaries in the package byte for byte."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ print("equal")
 """
 
 
-def test_the_build_step_makes_the_binaries(tmp_path: Path) -> None:
+def test_the_build_step_reproduces_the_binaries(tmp_path: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     environment["TRITON_CACHE_DIR"] = str(tmp_path)
     root = Path(__file__).parents[2]

@@ -1,4 +1,4 @@
-"""The Deflate coder without a GPU: in Triton's interpreter it writes what zlib reads."""
+"""The Deflate encoder, run in Triton's interpreter, writes streams that zlib decodes."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ TRIED = (
 )
 
 
-def test_what_is_coded_is_read_by_zlib(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_zlib_decodes_encoded_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Kernel, "launch", interpret)
     coder, given = Deflate(), {name: stream for name, stream in cases().items() if name in TRIED}
     n = len(given)

@@ -1,4 +1,4 @@
-"""A GPU decodes what steps have recorded, over streams that go on as late as they may."""
+"""A simulated GPU decodes recorded tensors of journal entries, in many orders of its streams."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raystow.workers.protocol.messages import EntryHeader, EntryInfo, Generation
 
 @pytest.fixture(autouse=True)
 def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Each tensor has several."""
+    """Reduce the part size so that each tensor has several parts."""
     monkeypatch.setattr(gradient_coding, "PART", 8 << 10)
 
 
 def values() -> list[torch.Tensor]:
-    """Recorded in each way, and of each width."""
+    """Return tensors of each kind of record and each word width."""
     torch.manual_seed(1)
     exact = weights(12_000, torch.bfloat16).to(torch.float32)
     return [
@@ -36,7 +36,7 @@ def values() -> list[torch.Tensor]:
 
 
 def entry(tensors: list[torch.Tensor]) -> list[StoredTensor]:
-    """The same tensors, read from an entry."""
+    """Return the tensors as stored in a journal entry."""
     recorded = [TensorEncoder().encode(tensor) for tensor in tensors]
     assert {one.tensor.kind for one in recorded} == {"plain", "bfloat16", "scaled"}
     assert min(len(one.tensor.parts) for one in recorded) > 1
@@ -52,8 +52,8 @@ def bits(tensor: torch.Tensor) -> bytes:
 
 
 @pytest.mark.parametrize("seed", SEEDS)
-def test_recorded_tensors_come_back_bit_for_bit(seed: int, caplog: pytest.LogCaptureFixture) -> None:
-    """Of two entries, in the same lanes."""
+def test_recorded_tensors_are_decoded_bit_for_bit(seed: int, caplog: pytest.LogCaptureFixture) -> None:
+    """Two entries are decoded in the same lanes."""
     tensors, decoder = values(), EntryDecoder()
     stored = entry(tensors)
     with decoding(seed):
@@ -66,7 +66,7 @@ def test_recorded_tensors_come_back_bit_for_bit(seed: int, caplog: pytest.LogCap
 
 
 @pytest.mark.parametrize("change", [{"digest": 1}, {"stored_digest": bytes(32)}])
-def test_other_values_than_were_recorded_are_refused(change: dict[str, object]) -> None:
+def test_a_wrong_digest_raises_damaged(change: dict[str, object]) -> None:
     *others, last = entry(values())
     *parts, part = last.recorded.parts
     wrong = replace(last.recorded, parts=(*parts, replace(part, **change)))

@@ -1,6 +1,6 @@
-"""The decoder of Deflate streams without a GPU: it decodes what the coder writes, and refuses everything else.
+"""The Deflate decoder, run in Triton's interpreter, decodes the streams of the encoder and rejects all others.
 
-Streams are short, because the interpreter is slow; tests/gpu/test_deflate_decoder.py has all kinds.
+Streams are short because the interpreter is slow; tests/gpu/test_deflate_decoder.py tests all kinds of streams.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def coded(stream: torch.Tensor) -> bytes:
 
 
 def decoded(data: bytes, room: int, *, shift: int = 0) -> tuple[int, bytes]:
-    """The status, and the bytes that were decoded; ``shift``: of the address."""
+    """Return the status and the decoded bytes; ``shift`` is added to the address of the stream."""
     padded = np.frombuffer(bytes(8 + shift) + data + bytes(8), np.uint8).copy()
     out = torch.full((STREAM + 64,), FILLED, dtype=torch.uint8)
     numbers = [torch.tensor([number]) for number in (padded.ctypes.data + 8 + shift, len(data), out.data_ptr() + 32, room)]
@@ -47,7 +47,7 @@ def decoded(data: bytes, room: int, *, shift: int = 0) -> tuple[int, bytes]:
 
 
 def uniform(symbols: int, length: int) -> torch.Tensor:
-    """Codes of one length do not synchronize."""
+    """Return bytes of uniform frequency, whose codes have one length and do not synchronize."""
     return torch.randint(0, symbols, (length,), dtype=torch.uint8, generator=torch.Generator().manual_seed(symbols))
 
 
@@ -62,7 +62,7 @@ TRIED = {
 
 
 @pytest.mark.parametrize("name", TRIED)
-def test_what_was_coded_is_decoded(name: str) -> None:
+def test_encoded_streams_are_decoded(name: str) -> None:
     stream = TRIED[name]
     data = coded(stream)
     if len(data) >= len(stream) + 400:
@@ -70,19 +70,19 @@ def test_what_was_coded_is_decoded(name: str) -> None:
     assert decoded(data, len(stream), shift=len(name) % 8) == (0, stream.numpy().tobytes())
 
 
-def test_other_streams_are_refused() -> None:
+def test_foreign_streams_are_rejected() -> None:
     stream = TRIED["exponents"].numpy().tobytes()
     for level in (0, 1, 9):
         made = zlib.compressobj(level, zlib.DEFLATED, -15)
         assert decoded(made.compress(stream) + made.flush(), len(stream)) == (1, b"")
     data = coded(TRIED["exponents"])
-    assert decoded(data, len(stream) - 1)[0] == 1, "more bytes than are expected"
-    assert decoded(data[:-40], len(stream))[0] == 1, "cut off"
+    assert decoded(data, len(stream) - 1)[0] == 1, "the stream has more bytes than expected"
+    assert decoded(data[:-40], len(stream))[0] == 1, "the stream is truncated"
     assert decoded(b"", 100)[0] == 1
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_damaged_streams_end_within_their_memory(seed: int) -> None:
+def test_damaged_streams_stay_in_their_buffers(seed: int) -> None:
     draw = np.random.default_rng(seed)
     data = bytearray(coded(uniform(40, 600)))
     for _ in range(3):

@@ -1,4 +1,4 @@
-"""Gradients in device memory are recorded without loss, and digests of a state are those of a CPU, in any order of streams."""
+"""Gradients in device memory are recorded exactly and digests equal those of a CPU, in any order of streams."""
 
 from __future__ import annotations
 
@@ -39,12 +39,12 @@ def gradients(step: int) -> list[torch.Tensor]:
 
 
 def copied(values: list[torch.Tensor]) -> list[torch.Tensor]:
-    """As ``GradientBuffers`` does."""
+    """Copy gradients as ``GradientBuffers`` does."""
     return [value.clone() for value in values]
 
 
 def overwrite(buffers: list[torch.Tensor]) -> None:
-    """As the next step does, once it may."""
+    """Overwrite the buffers, as the next step does after the encoder released them."""
     for buffer in buffers:
         buffer.fill_(7)
 
@@ -53,8 +53,8 @@ def bits(tensor: torch.Tensor) -> bytes:
     return tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes()
 
 
-def test_gradients_come_back_bit_for_bit(gpu: Device) -> None:
-    """Of two steps, in the same memory."""
+def test_gradients_are_decoded_bit_for_bit(gpu: Device) -> None:
+    """The gradients of two steps are encoded from the same memory."""
     encoder = GpuGradientEncoder(HERE, ring=32 * 64 * KIB, slot=64 * KIB, memory=24 * MIB, small=4 * KIB)
     buffers = copied(gradients(0))
     for step in (1, 2):
@@ -74,10 +74,10 @@ def test_gradients_come_back_bit_for_bit(gpu: Device) -> None:
     encoder.close()
 
 
-def test_buffers_are_kept_for_the_comparison_with_the_next_step(gpu: Device) -> None:
-    """They have values that a GPU's encoder would replace in place, and another order of elements."""
+def test_buffers_are_unchanged_after_they_are_recorded(gpu: Device) -> None:
+    """The values are some that the GPU encoder would replace in place, and the elements are not contiguous."""
     encoder, info = EntryEncoder(), EntryInfo("0" * 16, 0, 1, 1, 0, (Generation("0", 1),))
-    device: Any = None  # of tensors that stand for those of a GPU
+    device: Any = None  # the key of tensors that represent tensors of a GPU
     encoder._devices[device] = GpuGradientEncoder(HERE, ring=32 * 64 * KIB, slot=64 * KIB, memory=24 * MIB, small=4 * KIB)
     buffer = weights(12_000, torch.bfloat16).to(torch.float32).reshape(100, 120).t()
     for expected in (["running"], []):
@@ -93,7 +93,7 @@ def test_buffers_are_kept_for_the_comparison_with_the_next_step(gpu: Device) -> 
     encoder.close()
 
 
-def test_digests_are_those_of_a_cpu(gpu: Device) -> None:
+def test_digests_equal_those_of_a_cpu(gpu: Device) -> None:
     tensors = [weights(5_000), weights(3_001, torch.bfloat16), weights(40_000), weights(8_000).reshape(80, 100).t()]
     pieces = [(one, first, last) for one in tensors for first, last in _whole_spans(one.numel() * one.itemsize)]
     pieces += [(tensors[2], 4096, 8192)]

@@ -1,4 +1,4 @@
-"""Chunks that have not changed are found by pairs of digests, and only looked for where that may pay."""
+"""Unchanged chunks are detected by pairs of digests; only chunks that were equal in recent saves are compared."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def pair(source: Source) -> tuple[int, int]:
 
 
 @seeds
-def test_the_device_takes_the_pairs_of_the_host(gpu: Device) -> None:
+def test_the_device_and_the_host_compute_the_same_pairs(gpu: Device) -> None:
     sources = [Source("one", weights(1)), Source("transposed", weights(6_000).reshape(60, 100).t())]
     for dtype in (torch.float32, torch.bfloat16, torch.float64, torch.float8_e5m2):
         sources += [Source(f"{dtype}{n}", weights(n).to(dtype)) for n in (20, 9_000, 40_004)]  # whole words of 32 bits
@@ -37,14 +37,14 @@ def test_the_device_takes_the_pairs_of_the_host(gpu: Device) -> None:
 
 
 def numbers(rest: Remaining) -> list[int]:
-    """Which chunks were compared."""
+    """Return the indices of the chunks that were compared."""
     message = rest.messages[-1]
     assert isinstance(message, ChunkDigests)
     return np.frombuffer(message.numbers, "<i8").tolist()
 
 
 class Saves:
-    """Saves of the same tensors, as a training process compares them. What a node worker keeps is kept in ``base``."""
+    """Saves of the same tensors, compared as in a training process. ``base`` holds the digests that a node worker keeps."""
 
     def __init__(self, gpu: Device, sources: list[Source], followers: list[Follower]) -> None:
         self.gpu, self.sources, self.followers = gpu, sources, followers
@@ -64,13 +64,13 @@ class Saves:
 
 
 def unfinished(source: Source) -> int:
-    """The sum whose ``finish`` is the digest: ``finish`` is replaced by a function that changes nothing."""
+    """Return the sum that ``finish`` turns into the digest; ``plain_sums`` replaces ``finish`` by the identity."""
     return pair(source)[0]
 
 
 @pytest.fixture
 def plain_sums(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Let ``note`` take digests as they are, and leave those of the device as they should be."""
+    """Make ``finish`` the identity for the sums of ``note``, and leave it unchanged for the sums of the device."""
     real = unchanged.finish
 
     def finish(total: Any, nbytes: Any) -> Any:
@@ -86,11 +86,11 @@ def test_unchanged_chunks_are_not_stored(gpu: Device) -> None:
     half = Follower(Source("half", frozen.tensor.bfloat16()), frozen)
     saves = Saves(gpu, [frozen, trained, small], [half])
     first = saves.save()
-    assert (first.pieces, first.followers) == (saves.sources, saves.followers), "nothing is offered yet"
+    assert (first.pieces, first.followers) == (saves.sources, saves.followers), "no base is known yet"
     compared, digests = first.messages
     assert isinstance(compared, ComparedChunks)
     assert [chunk.name for chunk in compared.chunks] == ["frozen", "trained", "small", "half"]
-    assert numbers(first) == [0, 1, 3], "the large ones"
+    assert numbers(first) == [0, 1, 3], "only the large chunks are compared"
     assert not any(digests.same)
     saves.commit(1)
     trained.tensor.mul_(1.5)
@@ -101,21 +101,21 @@ def test_unchanged_chunks_are_not_stored(gpu: Device) -> None:
     assert list(digests.same) == [1, 0, 1]
     trained.tensor.mul_(1.5)
     third = saves.save()
-    assert numbers(third) == [0, 3], "the others change"
-    assert third.pieces is second.pieces, "so that its plan is the same"
+    assert numbers(third) == [0, 3], "changing chunks are not compared"
+    assert third.pieces is second.pieces, "the encoder can reuse its plan"
     frozen.tensor[3] += 1
     fourth = saves.save()
     assert [piece.name for piece in fourth.pieces] == ["frozen", "trained", "small"]
-    assert [follower.piece.name for follower in fourth.followers] == [], "what follows has not changed with it"
+    assert [follower.piece.name for follower in fourth.followers] == [], "the derived chunk is unchanged"
     fifth = saves.save()
-    assert numbers(fifth) == [1], "it was equal in two saves"
+    assert numbers(fifth) == [1], "only the chunk that was equal in two saves is compared"
     sixth = saves.save()
     assert numbers(sixth) == [0, 1, 3]
 
 
 @pytest.mark.parametrize("gpu", [0], indirect=True)
 @pytest.mark.usefixtures("plain_sums")
-def test_what_always_changes_is_compared_in_two_saves_only(gpu: Device) -> None:
+def test_always_changing_chunks_are_compared_in_two_saves(gpu: Device) -> None:
     sources = [Source(str(i), weights(10_000)) for i in range(3)]
     saves = Saves(gpu, sources, [])
     for number in range(4):
@@ -129,11 +129,11 @@ def test_what_always_changes_is_compared_in_two_saves_only(gpu: Device) -> None:
 
 @pytest.mark.parametrize("gpu", [0], indirect=True)
 @pytest.mark.usefixtures("plain_sums")
-def test_other_chunks_and_old_offers_are_not_mixed_up(gpu: Device) -> None:
+def test_a_base_of_other_chunks_is_ignored(gpu: Device) -> None:
     saves = Saves(gpu, [Source("a", weights(10_000))], [])
     saves.save()
     saves.commit(1)
     saves.sources = [Source("b", saves.sources[0].tensor)]
     rest = saves.save()
-    assert rest.pieces is saves.sources, "the offer is of other chunks"
+    assert rest.pieces is saves.sources, "the base describes other chunks"
     assert [message.serial for message in rest.messages] == [2, 2]
