@@ -1,4 +1,4 @@
-"""What two boxes share is what torch.distributed.checkpoint finds; see docs/design/010-overlap.md."""
+"""The overlap of two boxes equals the one that torch.distributed.checkpoint computes; see docs/design/010-overlap.md."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def as_torch(box: Box) -> ChunkStorageMetadata:
 
 @settings(max_examples=500, deadline=None)
 @given(boxes=boxes)
-def test_torch_would_read_the_same(boxes: list[Box]) -> None:
+def test_overlaps_equal_the_read_plan_of_torch(boxes: list[Box]) -> None:
     mine, *saved = boxes
     size = torch.Size([20] * len(mine[0]))
     metadata = TensorStorageMetadata(TensorProperties(), size, [as_torch(box) for box in saved])
@@ -41,7 +41,7 @@ def test_torch_would_read_the_same(boxes: list[Box]) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(shape=st.lists(st.integers(1, 9), min_size=1, max_size=3).map(tuple), ranks=st.integers(1, 12), data=st.data())
-def test_shards_of_torch_tile_and_one_more_or_less_does_not(shape: tuple[int, ...], ranks: int, data: st.DataObject) -> None:
+def test_shards_tile_a_tensor_only_if_each_occurs_once(shape: tuple[int, ...], ranks: int, data: st.DataObject) -> None:
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 
@@ -56,7 +56,7 @@ def test_shards_of_torch_tile_and_one_more_or_less_does_not(shape: tuple[int, ..
 
 
 @given(shape=st.lists(st.integers(1, 5), max_size=4).map(tuple), ends=st.tuples(st.integers(0, 625), st.integers(0, 625)))
-def test_a_range_of_elements_is_a_few_boxes(shape: tuple[int, ...], ends: tuple[int, int]) -> None:
+def test_a_range_of_elements_is_covered_by_few_boxes(shape: tuple[int, ...], ends: tuple[int, int]) -> None:
     elements = np.arange(math.prod(shape)).reshape(shape)
     start, stop = (min(end, elements.size) for end in sorted(ends))
     found = boxes_of_range(start, stop, shape)

@@ -1,4 +1,4 @@
-"""Whatever happens to any object of a repository: an error that names it, or the very bits that were saved. Nothing else.
+"""A read of a damaged repository returns the saved bits or raises an error that names the damaged object.
 
 ``make test`` damages each kind of object in a few places, ``make soak`` in hundreds.
 """
@@ -27,13 +27,13 @@ KINDS = {
     "root": "root.json",
     "record": "version.json",
     "fragment": "tensors-00001.parquet",
-    "weights": "weights-",  # which node stores it depends on which begins first
+    "weights": "weights-",  # the node that stores it depends on which node begins first
     "optimizer": "optimizer-",
 }
 
 
 def varied_state(seed: int) -> dict[str, Any]:
-    """Planes raw, zstd and pack7, several streams in a plane, arrays, scalars, empty tensors and plain values."""
+    """Return a state with planes raw, zstd and pack7, several streams in a plane, arrays, scalars and plain values."""
     generator = torch.Generator().manual_seed(seed)
     weight = torch.randn(150, 110, generator=generator) * 0.02
     return {
@@ -52,7 +52,7 @@ def leaves(node: Any, name: str = "") -> dict[str, Any]:
 
 
 def exact(value: Any) -> Any:
-    """A value in a form that is equal only if every bit is."""
+    """Return a form of a value that is equal only if every bit is equal."""
     if isinstance(value, torch.Tensor):
         return value.dtype, value.shape, bits(value).tobytes()
     if isinstance(value, np.ndarray | np.generic):
@@ -66,8 +66,8 @@ SAVED = {
 }
 
 
-class Patient:
-    """A repository of two versions, saved by two ranks on two nodes, that can be damaged and healed."""
+class SavedRepository:
+    """A repository of two versions, saved by two ranks on two nodes, whose objects can be damaged and repaired."""
 
     def __init__(self) -> None:
         self.uri = f"memory://damage-{SYSTEM.token()}"
@@ -83,7 +83,7 @@ class Patient:
         return name if name in self.objects else min(key for key in self.objects if key.startswith(self.home + name))
 
     def examine(self, key: str, damaged: bytes | None, *named: str) -> None:
-        """Put ``damaged`` (None: nothing) in the place of an object, and see that nobody takes it for what it was."""
+        """Replace an object by ``damaged`` (delete it if None) and check that reads are exact or fail with its name."""
         try:
             if damaged is None:
                 self.store.delete([key])
@@ -114,7 +114,7 @@ class Patient:
 
 
 def tolerated(work: Callable[[], None], names: tuple[str, ...]) -> bool:
-    """Whether the work succeeded; if not, its error must be raystow's and name the object."""
+    """Return whether the work succeeded; check that an error is a raystow error and names an object of ``names``."""
     try:
         work()
     except raystow.RaystowError as error:
@@ -126,118 +126,118 @@ def tolerated(work: Callable[[], None], names: tuple[str, ...]) -> bool:
 
 
 @pytest.fixture(scope="module")
-def patient() -> Iterator[Patient]:
-    patient = Patient()
-    patient.restore()
-    patient.verify()
+def target() -> Iterator[SavedRepository]:
+    target = SavedRepository()
+    target.restore()
+    target.verify()
     for name in SAVED[2]:
-        patient.read(name)
-    yield patient
-    patient.restore()
-    patient.verify()
+        target.read(name)
+    yield target
+    target.restore()
+    target.verify()
 
 
 @pytest.fixture(scope="module")
-def other() -> Patient:
-    return Patient()
+def other() -> SavedRepository:
+    return SavedRepository()
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=8, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_a_changed_byte(patient: Patient, kind: str, where: float, flip: int) -> None:
-    change(patient, kind, where, flip)
+def test_a_changed_byte_is_detected(target: SavedRepository, kind: str, where: float, flip: int) -> None:
+    change(target, kind, where, flip)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=200, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True), flip=st.integers(1, 255))
-def test_hundreds_of_changed_bytes(patient: Patient, kind: str, where: float, flip: int) -> None:
-    change(patient, kind, where, flip)
+def test_hundreds_of_changed_bytes_are_detected(target: SavedRepository, kind: str, where: float, flip: int) -> None:
+    change(target, kind, where, flip)
 
 
-def change(patient: Patient, kind: str, where: float, flip: int) -> None:
-    """One byte, at a share of the object's length."""
-    key = patient.key(kind)
-    whole = patient.objects[key]
+def change(target: SavedRepository, kind: str, where: float, flip: int) -> None:
+    """Change one byte, at the fraction ``where`` of the object's length."""
+    key = target.key(kind)
+    whole = target.objects[key]
     at = int(where * len(whole))
-    patient.examine(key, whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
+    target.examine(key, whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=5, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True))
-def test_truncation(patient: Patient, kind: str, where: float) -> None:
-    truncate(patient, kind, where)
+def test_truncation_is_detected(target: SavedRepository, kind: str, where: float) -> None:
+    truncate(target, kind, where)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=100, deadline=None)
 @given(where=st.floats(0, 1, exclude_max=True))
-def test_hundreds_of_truncations(patient: Patient, kind: str, where: float) -> None:
-    truncate(patient, kind, where)
+def test_hundreds_of_truncations_are_detected(target: SavedRepository, kind: str, where: float) -> None:
+    truncate(target, kind, where)
 
 
-def truncate(patient: Patient, kind: str, where: float) -> None:
-    key = patient.key(kind)
-    patient.examine(key, patient.objects[key][: int(where * len(patient.objects[key]))])
+def truncate(target: SavedRepository, kind: str, where: float) -> None:
+    key = target.key(kind)
+    target.examine(key, target.objects[key][: int(where * len(target.objects[key]))])
 
 
 @pytest.mark.parametrize("kind", KINDS)
 @settings(max_examples=3, deadline=None)
 @given(more=st.binary(min_size=1, max_size=200) | st.sampled_from([b"\n", b" ", b"\0", bytes(100_000)]))
-def test_appended_bytes(patient: Patient, kind: str, more: bytes) -> None:
-    key = patient.key(kind)
-    patient.examine(key, patient.objects[key] + more)
+def test_appended_bytes_are_detected(target: SavedRepository, kind: str, more: bytes) -> None:
+    key = target.key(kind)
+    target.examine(key, target.objects[key] + more)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_missing_object(patient: Patient, kind: str) -> None:
-    patient.examine(patient.key(kind), None)
+def test_a_missing_object_is_detected(target: SavedRepository, kind: str) -> None:
+    target.examine(target.key(kind), None)
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_another_object_in_its_place(patient: Patient, other: Patient, kind: str) -> None:
-    """One of another kind, and that of another repository."""
+def test_replacement_by_another_object_is_detected(target: SavedRepository, other: SavedRepository, kind: str) -> None:
+    """The replacements are an object of another kind and the same object of another repository."""
     following = dict(zip(KINDS, [*KINDS][1:] + [*KINDS][:1], strict=True))
-    replace(patient, kind, [patient.objects[patient.key(following[kind])], other.objects[other.key(kind)]])
+    replace(target, kind, [target.objects[target.key(following[kind])], other.objects[other.key(kind)]])
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", KINDS)
-def test_any_other_object_in_its_place(patient: Patient, other: Patient, kind: str) -> None:
-    replace(patient, kind, [*patient.objects.values(), *other.objects.values()])
+def test_replacement_by_any_object_is_detected(target: SavedRepository, other: SavedRepository, kind: str) -> None:
+    replace(target, kind, [*target.objects.values(), *other.objects.values()])
 
 
-def replace(patient: Patient, kind: str, by: list[bytes]) -> None:
-    key = patient.key(kind)
+def replace(target: SavedRepository, kind: str, by: list[bytes]) -> None:
+    key = target.key(kind)
     for data in by:
-        if data != patient.objects[key]:
-            # Of a marker and a root that name two repositories, no one can tell which is the right one.
-            patient.examine(key, data, *((key, keys.ROOT) if kind == "marker" else (key,)))
+        if data != target.objects[key]:
+            # If marker and root name two repositories, either of the two may be the wrong one.
+            target.examine(key, data, *((key, keys.ROOT) if kind == "marker" else (key,)))
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_an_object_swapped_with_its_neighbour(patient: Patient, kind: str) -> None:
-    """The neighbour: an object of the same kind in the same repository, where there is one."""
-    key, name = patient.key(kind), KINDS[kind].partition("-")[0]
-    for neighbour, data in patient.objects.items():
+def test_two_swapped_objects_are_detected(target: SavedRepository, kind: str) -> None:
+    """One object is swapped with each other object of the same kind in the repository."""
+    key, name = target.key(kind), KINDS[kind].partition("-")[0]
+    for neighbour, data in target.objects.items():
         if neighbour != key and neighbour.rpartition("/")[2].startswith(name):
-            patient.store.put(neighbour, [patient.objects[key]])
+            target.store.put(neighbour, [target.objects[key]])
             try:
-                patient.examine(key, data, key, neighbour)
+                target.examine(key, data, key, neighbour)
             finally:
-                patient.store.put(neighbour, [patient.objects[neighbour]])
+                target.store.put(neighbour, [target.objects[neighbour]])
 
 
 @pytest.mark.parametrize("kind", ["marker", "root", "record"])
-def test_every_byte_of_a_record_counts(patient: Patient, kind: str) -> None:
+def test_the_digest_covers_every_byte_of_a_record(target: SavedRepository, kind: str) -> None:
     from raystow.storage.format import records
 
-    key = patient.key(kind)
-    whole = patient.objects[key]
+    key = target.key(kind)
+    whole = target.objects[key]
     records.load(whole, key)
     for at in range(len(whole)):
         for flip in (1, 0x20, 0x80):
@@ -245,14 +245,14 @@ def test_every_byte_of_a_record_counts(patient: Patient, kind: str) -> None:
                 records.load(whole[:at] + bytes([whole[at] ^ flip]) + whole[at + 1 :], key)
 
 
-def test_an_older_root_is_a_valid_root(patient: Patient) -> None:
-    """Rolling the root back is outside the threat model (docs/spec/format-v1.md): the older version is read, bit for bit."""
-    root = Root.load(patient.objects[keys.ROOT])
+def test_an_older_root_is_accepted(target: SavedRepository) -> None:
+    """A restored old root is outside the threat model (docs/spec/format-v1.md): the older version is read bit for bit."""
+    root = Root.load(target.objects[keys.ROOT])
     older = Root(root.repository, root.epoch, root.owner, 2, "0" * 16, {}, root.versions[:1])
-    patient.store.put(keys.ROOT, [older.dump()])
+    target.store.put(keys.ROOT, [older.dump()])
     try:
-        patient.restore()
-        patient.verify()
-        assert [version.id for version in raystow.open(patient.uri).versions()] == [1]
+        target.restore()
+        target.verify()
+        assert [version.id for version in raystow.open(target.uri).versions()] == [1]
     finally:
-        patient.store.put(keys.ROOT, [patient.objects[keys.ROOT]])
+        target.store.put(keys.ROOT, [target.objects[keys.ROOT]])

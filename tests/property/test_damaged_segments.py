@@ -1,4 +1,4 @@
-"""Damaged segments shorten a replay. Its state is always one that the training has had."""
+"""Damaged segments shorten a replay, which always ends in a recorded state of the training."""
 
 from __future__ import annotations
 
@@ -23,8 +23,8 @@ FIRST_STATES = cache(states)
     st.floats(0, 1, exclude_max=True),
     st.integers(0, STEPS - 1),
 )
-def test_a_state_that_never_was_is_never_reached(damage: str, number: int, where: float, other: int) -> None:
-    """Of the three segments' objects, three with entries and three records, ``number`` is damaged at the fraction ``where``."""
+def test_a_replay_of_damaged_segments_ends_in_a_recorded_state(damage: str, number: int, where: float, other: int) -> None:
+    """Three segments have six objects (entries and a record each); object ``number`` is damaged at the fraction ``where``."""
     with tempfile.TemporaryDirectory() as folder:
         run = SegmentRun(Path(folder))
         training, journal = begin(run)
@@ -47,4 +47,4 @@ def test_a_state_that_never_was_is_never_reached(damage: str, number: int, where
         run.start()
         reached, bits = replay(run)
         assert bits == FIRST_STATES(STEPS)[reached or 0]
-        assert (reached or 0) >= 2 * (number // 2)  # all before the damaged segment
+        assert (reached or 0) >= 2 * (number // 2)  # at least all steps before the damaged segment

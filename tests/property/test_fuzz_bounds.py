@@ -1,4 +1,4 @@
-"""Inputs of some bytes that say that they are of gigabytes, and others that take long: each ends at once, in little memory."""
+"""Small inputs that declare gigabytes and inputs that are slow to parse: each ends within bounds of time and memory."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from raystow.storage.format.manifest import SCHEMA
 MIB = 1 << 20
 PLAIN = {"write_statistics": False, "store_schema": False}
 SECONDS = 10
-"""Processor time that no bomb may take."""
+"""Upper bound of the processor time of each bomb."""
 
 
 def table(rows: int, base: dict[str, Any], **columns: pa.Array) -> pa.Table:
-    """A row, many times, with some columns in the place of its own."""
+    """Return a table that repeats one row, with some columns replaced."""
     one = pa.Table.from_pylist([base], SCHEMA)
     zeros = pa.array(np.zeros(rows, np.int32))
     return pa.table([columns.get(name, one.column(name).combine_chunks().take(zeros)) for name in SCHEMA.names], SCHEMA.names)
@@ -63,12 +63,12 @@ def pages_of_text_that_expands(path: Path) -> None:
             writer.write_table(one)
 
 
-def pages_without_end(path: Path) -> None:
+def many_tiny_pages(path: Path) -> None:
     many = pa.Table.from_pylist([value_row()] * (limits.MAX_PAGES // 20 + 20), SCHEMA)
     pq.write_table(many, path, data_page_size=1, write_batch_size=1, use_dictionary=False, write_statistics=False)
 
 
-def a_name_without_end(path: Path) -> None:
+def a_name_of_64_mib(path: Path) -> None:
     one = pa.Table.from_pylist([row(name="x" * (64 * MIB))], SCHEMA)
     pq.write_table(one, path, compression="zstd", use_dictionary=False, **PLAIN)
 
@@ -77,12 +77,12 @@ def many_columns(path: Path) -> None:
     pq.write_table(pa.table({f"c{i}": [1] for i in range(5_000)}), path)
 
 
-def shape_beyond_all_numbers(path: Path) -> None:
+def shape_beyond_int64(path: Path) -> None:
     rows = [row(shape=[2**62] * 64, offset=[0] * 64, extent=[0] + [1] * 63), row(name="v", shape=[2**62] * 100_000)]
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
 
 
-def a_chunk_stated_to_be_huge(path: Path) -> None:
+def a_chunk_declared_to_be_huge(path: Path) -> None:
     rows = [row(name=f"w{i}", shape=[2**26], offset=[0], extent=[2**26], stored=[2**28]) for i in range(100)]
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
 
@@ -92,7 +92,7 @@ def overlapping_rows(path: Path) -> None:
     pq.write_table(pa.Table.from_pylist(rows, SCHEMA), path)
 
 
-def boxes_that_no_plane_parts(path: Path) -> None:
+def boxes_that_no_plane_separates(path: Path) -> None:
     n = 30_000
     rows = [row(shape=[n, n], offset=[i, n - 1 - i], extent=[1, 1], stored=[4]) for i in range(n)]
     rows += [row(shape=[n, n], offset=[0, 0], extent=[n, n], stored=[4])]
@@ -138,13 +138,13 @@ BOMBS: dict[Callable[[Path], None], tuple[str, int]] = {
     one_list_of_all_elements: ("fragment", 32),
     more_rows_than_allowed: ("fragment", 32),
     pages_of_text_that_expands: ("fragment", 32),
-    pages_without_end: ("fragment", 128),
-    a_name_without_end: ("fragment", 512),
+    many_tiny_pages: ("fragment", 128),
+    a_name_of_64_mib: ("fragment", 512),
     many_columns: ("fragment", 64),
-    shape_beyond_all_numbers: ("fragment", 64),
-    a_chunk_stated_to_be_huge: ("fragment", 64),
+    shape_beyond_int64: ("fragment", 64),
+    a_chunk_declared_to_be_huge: ("fragment", 64),
     overlapping_rows: ("fragment", 128),
-    boxes_that_no_plane_parts: ("fragment", 128),
+    boxes_that_no_plane_separates: ("fragment", 128),
     a_zstd_stream_that_expands: ("pack", 32),
     a_deflate_stream_that_expands: ("pack", 32),
     streams_of_one_byte: ("pack", 128),
@@ -153,12 +153,12 @@ BOMBS: dict[Callable[[Path], None], tuple[str, int]] = {
     digits_of_a_value: ("value", 64),
     a_key_of_a_million_digits: ("key", 32),
 }
-"""What makes a file -> the target that gets it, and the MiB of memory that it may take at most."""
+"""Writer of a file -> its fuzz target, and the upper bound of its memory in MiB."""
 
 
 @pytest.fixture(scope="module")
 def took(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
-    """What each bomb took, by its name: in a process of its own, whose memory is bounded."""
+    """Run all bombs in one process with bounded memory; return the resources of each, by its name."""
     folder = tmp_path_factory.mktemp("bombs")
     arguments = []
     for make, (target, _) in BOMBS.items():
@@ -172,7 +172,7 @@ def took(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
 
 
 @pytest.mark.parametrize("bomb", BOMBS, ids=lambda make: make.__name__)
-def test_a_bomb_is_found_before_it_goes_off(took: dict[str, dict[str, Any]], bomb: Callable[[Path], None]) -> None:
+def test_each_bomb_stays_within_time_and_memory(took: dict[str, dict[str, Any]], bomb: Callable[[Path], None]) -> None:
     found, (target, most) = took[bomb.__name__], BOMBS[bomb]
     assert found["seconds"] < SECONDS
     assert found["bytes"] < most * MIB
@@ -180,7 +180,7 @@ def test_a_bomb_is_found_before_it_goes_off(took: dict[str, dict[str, Any]], bom
 
 
 def spiral(turns: int) -> list[boxes.Box]:
-    """Strips around what is left, side by side: each split peels off one box only."""
+    """Return boxes that form a spiral: a plane can separate only the outermost box from all others."""
     low, high, cut = [0, 0], [8 * turns, 8 * turns], []
     for turn in range(4 * turns):
         axis, extent = turn % 2, [high[0] - low[0], high[1] - low[1]]
@@ -194,14 +194,14 @@ def spiral(turns: int) -> list[boxes.Box]:
     return [*cut, (tuple(low), (high[0] - low[0], high[1] - low[1]))]
 
 
-def test_a_tensor_cut_into_a_spiral_is_tiled() -> None:
-    """Thousands of boxes, of which no plane parts more than one: parting them by recursion ended in a RecursionError."""
+def test_a_spiral_of_boxes_tiles_a_tensor() -> None:
+    """Regression: no plane separates more than one of the thousands of boxes, so recursion raised a RecursionError."""
     cut, whole = spiral(2000), ((0, 0), (16_000, 16_000))
     assert boxes.tile(cut, whole)
     assert not boxes.tile([*cut[:-1], cut[0]], whole)
 
 
-def test_an_overlap_of_the_size_of_a_hole_is_no_tiling() -> None:
+def test_an_overlap_as_large_as_a_gap_is_no_tiling() -> None:
     cut = [((0, 0), (2, 4)), ((1, 0), (2, 4)), ((2, 0), (1, 4)), ((3, 0), (1, 4))]
     assert not boxes.tile([cut[0], cut[1]], ((0, 0), (4, 4)))
     assert boxes.tile([cut[0], cut[2], cut[3]], ((0, 0), (4, 4)))

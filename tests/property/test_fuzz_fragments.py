@@ -1,6 +1,6 @@
-"""Whatever a manifest fragment holds: its digest is right, and still only a value or one of raystow's errors comes of it.
+"""A manifest fragment with arbitrary content and a valid digest is read as values or raises a raystow error.
 
-Rows are written by pyarrow with hostile values; bytes of whole files are changed; pages and footers say what is not so.
+The inputs are rows with hostile values, written by pyarrow, files with changed bytes, and pages with wrong headers.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from raystow.storage.limits import MAX_NAME
 
 FOUND = sorted((Path(__file__).parents[1] / "fuzz" / "found").iterdir())
 checked = settings(max_examples=30, deadline=10_000)
-"""A time-out of 10 seconds for each input: no input may take long."""
+"""Settings with a time-out of 10 seconds for each input."""
 
 NUMBERS = [-(2**63), -(2**31), -1, 0, 1, 2, 4, 8, 2**27, 2**31 - 1, 2**31, 2**32, 2**48, 10**18, 2**62, 2**63 - 1]
 TEXTS = ["", "w", "lr", "../../x", "/etc/passwd", "\0", "a" * 100_000, "é", "{" * 2000, "[" * 2000, "1e999", '{"complex": [1.0]}']
@@ -57,7 +57,7 @@ HOSTILE: dict[str, st.SearchStrategy[Any]] = {
 
 
 def written(rows: list[dict[str, Any]], schema: pa.Schema = SCHEMA, **options: Any) -> bytes:
-    """A Parquet file of these rows."""
+    """Return a Parquet file of these rows."""
     sink = io.BytesIO()
     pq.write_table(pa.Table.from_pylist(rows, schema), sink, **options)
     return sink.getvalue()
@@ -65,7 +65,7 @@ def written(rows: list[dict[str, Any]], schema: pa.Schema = SCHEMA, **options: A
 
 @st.composite
 def hostile_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
-    """Some rows, right but for a few fields each."""
+    """Return rows that are valid except for a few fields."""
     rows = []
     for _ in range(draw(st.integers(1, 4))):
         fields = draw(st.lists(st.sampled_from(list(HOSTILE)), max_size=3, unique=True))
@@ -81,15 +81,15 @@ def hostile_rows(draw: st.DrawFn) -> list[dict[str, Any]]:
 
 @checked
 @given(rows=hostile_rows())
-def test_rows_that_make_no_sense(rows: list[dict[str, Any]]) -> None:
+def test_hostile_rows_raise_only_raystow_errors(rows: list[dict[str, Any]]) -> None:
     data = written(rows)
     allowed(lambda: TARGETS["fragment"](data))
 
 
 @checked
 @given(data=st.data())
-def test_changed_bytes(data: st.DataObject) -> None:
-    """More of them in the footer, where the library believes everything."""
+def test_changed_bytes_raise_only_raystow_errors(data: st.DataObject) -> None:
+    """Half of the changes are in the footer, which the Parquet library trusts."""
     seed = bytearray(data.draw(st.sampled_from(fragments())))
     footer = len(seed) - 8 - int.from_bytes(seed[-8:-4], "little")
     for _ in range(data.draw(st.integers(1, 4))):
@@ -100,7 +100,7 @@ def test_changed_bytes(data: st.DataObject) -> None:
 
 @checked
 @given(data=st.binary(max_size=300), ends=st.sampled_from([b"", b"PAR1"]))
-def test_arbitrary_bytes(data: bytes, ends: bytes) -> None:
+def test_arbitrary_bytes_raise_only_raystow_errors(data: bytes, ends: bytes) -> None:
     allowed(lambda: TARGETS["fragment"](ends + data + ends))
 
 
@@ -111,7 +111,7 @@ VALUES: dict[str, Any] = {"int8": 1, "double": 1.5, "bool": True}
 
 
 @pytest.mark.parametrize("kind", TYPES, ids=str)
-def test_a_column_of_any_other_type(kind: pa.DataType) -> None:
+def test_a_wrong_column_type_raises_only_raystow_errors(kind: pa.DataType) -> None:
     for name in SCHEMA.names:
         schema = pa.schema([pa.field(f.name, kind if f.name == name else f.type) for f in SCHEMA])
         for value in (None, VALUES.get(str(kind))):
@@ -139,14 +139,14 @@ def test_a_column_of_any_other_type(kind: pa.DataType) -> None:
     ],
     ids=str,
 )
-def test_what_other_writers_may_do_is_read(options: dict[str, Any]) -> None:
+def test_options_of_other_parquet_writers_are_read(options: dict[str, Any]) -> None:
     rows = [row(name=f"w{i}", path=f'["w{i}"]') for i in range(30)] + [value_row()]
     data = written(rows, **{"schema": SCHEMA, **options})
     assert Fragment.load(data, 0, "x") == Fragment.load(written(rows), 0, "x")
 
 
 @pytest.mark.parametrize("name", SCHEMA.names)
-def test_a_column_that_is_missing_or_there_twice(name: str) -> None:
+def test_a_missing_or_repeated_column_is_rejected(name: str) -> None:
     table = pa.Table.from_pylist([row(), value_row()], SCHEMA)
     at = SCHEMA.get_field_index(name)
     for changed in (table.remove_column(at), table.append_column(name, table.column(at))):
@@ -157,7 +157,7 @@ def test_a_column_that_is_missing_or_there_twice(name: str) -> None:
 
 @checked
 @given(data=st.data())
-def test_a_chunk_whose_bytes_or_description_are_changed(data: st.DataObject) -> None:
+def test_a_changed_chunk_raises_only_raystow_errors(data: st.DataObject) -> None:
     seed = bytearray(data.draw(st.sampled_from(packs())))
     for _ in range(data.draw(st.integers(1, 4))):
         at = data.draw(st.integers(0, len(seed) - 1) | st.integers(0, seed.index(b"\n")))
@@ -168,20 +168,20 @@ def test_a_chunk_whose_bytes_or_description_are_changed(data: st.DataObject) -> 
 
 
 @pytest.mark.parametrize("path", FOUND, ids=lambda path: path.name)
-def test_what_fuzzing_has_found(path: Path) -> None:
+def test_inputs_found_by_fuzzing_raise_only_raystow_errors(path: Path) -> None:
     allowed(lambda: TARGETS[path.name.partition("-")[0]](path.read_bytes()))
 
 
-def test_texts_that_are_pieces_of_one_another_are_refused() -> None:
-    """They can grow with the square of a page's size, and nobody tells before they have."""
+def test_delta_encoded_texts_are_rejected() -> None:
+    """The decoded size can grow with the square of the page size and is unknown before the decoding."""
     options = {"use_dictionary": False, "column_encoding": {"value": "DELTA_BYTE_ARRAY"}}
     with pytest.raises(Unsupported, match="DELTA_BYTE_ARRAY"):
         Fragment.load(written([value_row()], **options), 0, "x")
 
 
 @pytest.mark.parametrize("said", [b"\x04", b"\x00", b"\x01", b"\xff\xff\xff\xff\x0f", b"\xff\xff\xff\xff\x1f"], ids=bytes.hex)
-def test_a_page_with_another_count_than_the_footer(said: bytes) -> None:
-    """The library believes the page: two billion values of one column, out of 30 bytes."""
+def test_a_page_with_a_wrong_value_count_is_rejected(said: bytes) -> None:
+    """The library trusts the page header: 30 bytes can declare two billion values of a column."""
     right = b"\x2c\x15\x02\x15"  # field 5, the header of a data page; its field 1: one value
     data = written([value_row()], use_dictionary=False, compression="none", write_statistics=False)
     assert right in data
@@ -190,7 +190,7 @@ def test_a_page_with_another_count_than_the_footer(said: bytes) -> None:
         Fragment.load(changed, 0, "x")
 
 
-def test_a_writer_refuses_a_name_that_no_reader_would_take() -> None:
+def test_a_writer_rejects_a_name_that_is_too_long() -> None:
     name = "x" * (MAX_NAME + 1)
     assert Fragment.load(Fragment(0, (), (Value(name[1:], "[]", "1", (0,)),)).dump(), 0, "x").values[0].name == name[1:]
     with pytest.raises(StateError, match="characters"):
@@ -198,8 +198,8 @@ def test_a_writer_refuses_a_name_that_no_reader_would_take() -> None:
 
 
 @pytest.mark.parametrize("shape", [[0, 2**40, 2**40], [2**62, 2**62, 0], [1] * 65], ids=str)
-def test_an_empty_tensor_of_an_absurd_shape_is_damage(shape: list[int]) -> None:
-    """numpy multiplies the dimensions that are not zero, and raised what was no error of raystow's."""
+def test_an_empty_tensor_of_a_huge_shape_raises_damaged(shape: list[int]) -> None:
+    """Regression: numpy multiplies the dimensions that are not zero and raised an error that is not a raystow error."""
     data = written([row(shape=shape, offset=[0] * len(shape), extent=shape, stored=[0])])
     with pytest.raises(Damaged):
         Fragment.load(data, 0, "x")

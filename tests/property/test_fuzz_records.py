@@ -1,4 +1,4 @@
-"""Whatever a marker, a root, a version record, a value or a key says: a value comes back or one of raystow's errors, at once."""
+"""A marker, root, version record, value or key with arbitrary content is read or raises a raystow error, in bounded time."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from raystow.storage.format.version_record import VersionRecord
 from raystow.storage.limits import MAX_DIGITS, MAX_MARKER
 
 checked = settings(max_examples=50, deadline=10_000)
-"""A time-out of 10 seconds for each input: no input may take long."""
+"""Settings with a time-out of 10 seconds for each input."""
 RECORDS = {"marker": MARKER, "root": ROOT.dump(), "record": RECORD.dump()}
 
-# Pieces of JSON that no Python value stands for, by the string that holds their place.
+# JSON texts to insert into a record, by the placeholder string that each text replaces.
 RAW = {
     "@inf": "1e999",
     "@nan": "NaN",
@@ -49,14 +49,14 @@ hostile = st.sampled_from(HOSTILE) | st.integers() | st.floats() | st.text(max_s
 
 
 def places(node: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
-    """Every place in a JSON tree."""
+    """Yield the path of every node in a JSON tree."""
     yield path
     for key, child in node.items() if isinstance(node, dict) else enumerate(node) if isinstance(node, list) else ():
         yield from places(child, (*path, key))
 
 
 def changed(node: Any, path: tuple[Any, ...], change: Any) -> Any:
-    """The tree with one place changed."""
+    """Return the tree with the node at ``path`` changed."""
     if not path:
         return change(node)
     inner = changed(node[path[0]], path[1:], change)
@@ -66,7 +66,7 @@ def changed(node: Any, path: tuple[Any, ...], change: Any) -> Any:
 
 
 def grown(node: Any, value: Any) -> Any:
-    """A container with another entry, or twice the same; anything else becomes one."""
+    """Return a container with more and repeated entries; wrap any other value in a list."""
     return (
         {**node, "further": value, "@twice": value}
         if isinstance(node, dict)
@@ -75,25 +75,25 @@ def grown(node: Any, value: Any) -> Any:
 
 
 def tree_of(kind: str) -> dict[str, Any]:
-    """A valid record without its first line."""
+    """Return a valid record as a tree, without its digest."""
     return {name: value for name, value in json.loads(RECORDS[kind]).items() if name != "digest"}
 
 
 def text(tree: Any) -> bytes:
-    """A tree as the text below a record's first line."""
+    """Return a tree as the text below the first line of a record."""
     return re.sub(r'"(@\w+)"', lambda found: RAW[found[1]], json.dumps(tree)[1:]).encode()
 
 
 @st.composite
 def trees(draw: st.DrawFn, kind: str) -> bytes:
-    """A valid record, but for one to three places that are replaced, doubled or left out."""
+    """Return a valid record with one to three nodes replaced, extended or removed."""
     tree = tree_of(kind)
     for _ in range(draw(st.integers(1, 3))):
         path = draw(st.sampled_from([p for p in places(tree) if p and p[0] not in ("format", "record")] or [("x",)]))
         value = draw(hostile)
         how = draw(st.sampled_from(["replace", "grow", "remove"]))
         if path == ("x",):
-            break  # everything is removed already
+            break  # no node is left to change
         if how == "remove" and isinstance(path[-1], str):
             tree = changed(tree, path[:-1], lambda node, path=path: {k: v for k, v in node.items() if k != path[-1]})
         else:
@@ -104,14 +104,14 @@ def trees(draw: st.DrawFn, kind: str) -> bytes:
 @pytest.mark.parametrize("kind", RECORDS)
 @checked
 @given(data=st.data())
-def test_a_record_that_makes_no_sense(kind: str, data: st.DataObject) -> None:
+def test_hostile_records_raise_only_raystow_errors(kind: str, data: st.DataObject) -> None:
     changed = data.draw(trees(kind))
     allowed(lambda: TARGETS[kind](changed))
 
 
 @pytest.mark.parametrize("value", HOSTILE, ids=lambda value: repr(value)[:24])
 @pytest.mark.parametrize("kind", RECORDS)
-def test_every_field_with_every_hostile_value(kind: str, value: Any) -> None:
+def test_hostile_fields_raise_only_raystow_errors(kind: str, value: Any) -> None:
     tree = tree_of(kind)
     for path in places(tree):
         if path:
@@ -121,8 +121,8 @@ def test_every_field_with_every_hostile_value(kind: str, value: Any) -> None:
 @pytest.mark.parametrize("target", ["any_record", "marker", "root", "record", "value", "key"])
 @checked
 @given(data=st.data())
-def test_changed_bytes(target: str, data: st.DataObject) -> None:
-    """Behind the digest: the first line is made right again."""
+def test_changed_bytes_raise_only_raystow_errors(target: str, data: st.DataObject) -> None:
+    """The changes are made before the digest is computed, so the digest is valid."""
     seed = data.draw(st.sampled_from(seeds()[target]) | st.binary(max_size=200))
     at = data.draw(st.integers(0, len(seed)))
     inserted = data.draw(
@@ -144,34 +144,34 @@ values_trees = st.recursive(
 
 @checked
 @given(tree=values_trees)
-def test_any_json_is_a_value_or_damage(tree: Any) -> None:
+def test_any_json_is_a_value_or_raises_a_raystow_error(tree: Any) -> None:
     allowed(lambda: TARGETS["value"](json.dumps(tree).encode()))
 
 
-# Regressions: each of these was an error of Python's, or came back as what was not written.
+# Regressions: each input raised a Python error or was read as a value that was not written.
 
 
 @pytest.mark.parametrize("raw", ["@int", "@inf", "@nan", "@float", "@infinity"])
-def test_a_time_that_no_calendar_has_is_damage(raw: str) -> None:
+def test_an_invalid_time_raises_damaged(raw: str) -> None:
     with pytest.raises(Damaged, match=r"root\.json"):
         Root.load(sealed(text(changed(tree_of("root"), ("versions", 0, "created"), lambda node: raw))))
 
 
 @pytest.mark.parametrize("rank", ["@inf", "@nan", "1", 1.0, True, -1, 2**40])
-def test_a_rank_that_is_none_is_damage(rank: Any) -> None:
+def test_an_invalid_rank_raises_damaged(rank: Any) -> None:
     data = sealed(text(changed(tree_of("record"), ("fragments", 0, "ranks"), lambda node: [rank])))
     with pytest.raises(Damaged, match=r"version\.json"):
         VersionRecord.load(data, RECORD.key())
 
 
 @pytest.mark.parametrize("number", [2**63, "@int"])
-def test_an_integer_of_more_than_63_bits_is_damage(number: Any) -> None:
+def test_an_integer_of_more_than_63_bits_raises_damaged(number: Any) -> None:
     with pytest.raises(Damaged, match=r"root\.json"):
         Root.load(sealed(text({**tree_of("root"), "next_id": number})))
 
 
-def test_a_deep_tree_where_a_text_is_expected_is_damage() -> None:
-    """An error that showed it ended in a RecursionError."""
+def test_a_deep_tree_in_place_of_a_text_raises_damaged() -> None:
+    """Regression: the error message that showed the tree raised a RecursionError."""
     for depth in range(900, 1000):
         whole = text({**tree_of("root"), "owner": "here"}).replace(b'"here"', b"[" * depth + b"]" * depth)
         with pytest.raises(Damaged, match=r"root\.json"):
@@ -193,17 +193,17 @@ def test_a_deep_tree_where_a_text_is_expected_is_damage() -> None:
     ],
     ids=lambda form: form[:30],
 )
-def test_a_form_that_is_never_written_is_damage(form: str) -> None:
+def test_a_value_form_that_is_never_written_raises_damaged(form: str) -> None:
     with pytest.raises(Damaged):
         values.loads(form)
 
 
-def test_what_is_no_utf8_is_damage() -> None:
+def test_invalid_utf8_raises_damaged() -> None:
     with pytest.raises(Damaged, match=r"root\.json"):
         Root.load(sealed(body(ROOT.dump()).replace(b'"me"', b'"\xed\xa0\x80"')))
 
 
-def test_a_writer_refuses_what_no_reader_would_take() -> None:
+def test_a_writer_rejects_values_that_readers_reject() -> None:
     largest = 16**MAX_DIGITS - 1
     assert values.loads(values.dumps(-largest)) == -largest
     with pytest.raises(StateError, match="bits"):

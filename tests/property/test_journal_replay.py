@@ -1,4 +1,4 @@
-"""A journal replays the steps of many optimizers bit for bit, or ends at the last step that agrees, with its exact state."""
+"""A journal replays steps bit for bit; a replay that fails ends with the exact state of the last correct step."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class Net(nn.Module):
-    """Matrices, a vector unless there are ``only_matrices``, a buffer that forward passes change, an unused parameter."""
+    """A model with matrices, vectors (unless ``only_matrices``), buffers that change in forward passes, an unused parameter."""
 
     def __init__(self, *, only_matrices: bool = False, dtype: torch.dtype = torch.float32) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Run:
         if clip:
             nn.utils.clip_grad_norm_(self.model.parameters(), 0.01)
         self.opt.step()
-        group = self.opt.param_groups[number % 2]  # as a scheduler does
+        group = self.opt.param_groups[number % 2]  # as a learning rate scheduler does
         if not isinstance(group["lr"], torch.Tensor):
             group["lr"] *= 0.97
 
@@ -92,7 +92,7 @@ class Run:
         return snapshot(self.model, self.opt)
 
     def load(self, other: Run) -> None:
-        """Not by ``Optimizer.load_state_dict``, which casts values such as NAdam's ``mu_product`` to bfloat16."""
+        """Copy model and optimizer; ``Optimizer.load_state_dict`` would cast NAdam's ``mu_product`` to bfloat16."""
         self.model.load_state_dict(copy.deepcopy(other.model.state_dict()))
         for mine, theirs in zip(self.opt.param_groups, other.opt.param_groups, strict=True):
             mine.update({key: copy.deepcopy(value) for key, value in theirs.items() if key != "params"})
@@ -102,7 +102,7 @@ class Run:
 
 
 def recorded(box: EntryBox, run: Run, steps: int, *, first: int = 1, **how: Any) -> list[list[bytes]]:
-    """Record steps; the states after each, with the one before them first."""
+    """Record steps; return the state before the first step and the state after each step."""
     journal = box.journal(run.model, run.opt)
     journal.replay()
     states = [run.snapshot()]
@@ -145,7 +145,7 @@ def test_steps_are_replayed_bit_for_bit(optimizer: str) -> None:
     st.booleans(),
 )
 def test_a_replay_continues_a_version(optimizer: str, dtype: torch.dtype, steps: int, base: int, nan: bool, clip: bool) -> None:
-    """Also with NaN gradients, with clipping, and from a state in the midst of the entries."""
+    """The gradients may be NaN or clipped, and the version may have been saved between two recorded steps."""
     base = min(base, steps - 1)
     box, run, kept = EntryBox(), Run(optimizer, dtype), Run(optimizer, dtype)
     journal = box.journal(run.model, run.opt)
@@ -181,7 +181,7 @@ def test_a_flipped_bit_ends_the_replay_before_it(step: int, at: int) -> None:
 
 
 def made() -> tuple[EntryBox, list[list[bytes]]]:
-    """Six recorded steps, and the states after each; recorded once."""
+    """Return a copy of the six steps that are recorded once, and their states."""
     box, states = recorded_once()
     copied = EntryBox()
     copied.entries = dict(box.entries)
@@ -203,7 +203,7 @@ def test_a_missing_entry_ends_the_replay_before_it() -> None:
 
 
 def test_entries_of_another_run_are_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
-    """They have the same numbers, but start from another state."""
+    """The entries have the same step numbers but start from another state."""
     box, other = EntryBox(), EntryBox()
     recorded(box, Run(), 3)
     theirs = Run()
@@ -220,7 +220,7 @@ def test_entries_of_another_run_are_not_replayed(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("forged", [False, True])
 def test_mixed_entries_end_the_replay(forged: bool, caplog: pytest.LogCaptureFixture) -> None:
-    """Of two runs from the same state; also if their lineages are forged to be the same."""
+    """The entries are from two runs that start from the same state; ``forged`` makes their lineages equal."""
     (box, states), other = made(), EntryBox()
     recorded(other, Run(data=1), 6)
     theirs = other.info(4)
@@ -233,8 +233,8 @@ def test_mixed_entries_end_the_replay(forged: bool, caplog: pytest.LogCaptureFix
     assert ("another entry" in caplog.text) == forged
 
 
-def test_a_step_that_computes_otherwise_is_undone(caplog: pytest.LogCaptureFixture) -> None:
-    """The optimizer of the restart is another one; the state is that of the version again, and the warning names the tensor."""
+def test_a_step_with_other_results_is_undone(caplog: pytest.LogCaptureFixture) -> None:
+    """The optimizer of the restart computes other values: the state is reset to the version and the warning names the tensor."""
     box, _ = made()
     again = Run()
     again.opt.register_step_post_hook(lambda *_: again.model.second.weight.data.mul_(1.0 + 1e-6))
@@ -245,7 +245,7 @@ def test_a_step_that_computes_otherwise_is_undone(caplog: pytest.LogCaptureFixtu
     assert "the replay ends before step 1: the state differs from the recorded one in second.weight" in caplog.text
 
 
-def test_a_difference_in_a_later_step_leaves_the_step_before() -> None:
+def test_a_replay_ends_before_the_first_differing_step() -> None:
     box, states = made()
     again, calls = Run(), 0
 
@@ -261,7 +261,7 @@ def test_a_difference_in_a_later_step_leaves_the_step_before() -> None:
     assert again.snapshot() == states[3]
 
 
-def test_a_repeated_step_replaces_the_one_before() -> None:
+def test_a_repeated_step_replaces_the_earlier_one() -> None:
     """A run restarts at step 3, repeats step 4 with other data, and restarts again: the first step 4 is not replayed."""
     box, _ = made()
     for step in (5, 6):
@@ -277,7 +277,7 @@ def test_a_repeated_step_replaces_the_one_before() -> None:
 
 
 def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Until the next save; the training goes on, and each step that is not recorded is counted."""
+    """Recording resumes at the next save; the training continues, and each unrecorded step is counted."""
     counted = Counter[metrics.Metric]()
     monkeypatch.setattr(metrics, "_recorder", SimpleNamespace(record=lambda metric, value, tags: counted.update([metric])))
     box, run = EntryBox(), Run()
@@ -295,7 +295,7 @@ def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monke
     journal.close()
     assert not journal.save_advised
     assert "step 3 is not recorded" in caplog.text
-    assert counted[metrics.UNRECORDED] >= 3  # of steps 3, 5 and 6; step 4 may have been handed over
+    assert counted[metrics.UNRECORDED] >= 3  # steps 3, 5 and 6; step 4 may already have been queued
     steps = box.steps()
     assert steps[:2] == [1, 2]
     assert steps[-1] == 7
@@ -304,8 +304,8 @@ def test_nothing_is_recorded_after_a_gap(caplog: pytest.LogCaptureFixture, monke
     assert at_six.snapshot() == run.snapshot()
 
 
-def test_entries_of_another_attempt_do_not_follow_a_version(caplog: pytest.LogCaptureFixture) -> None:
-    """The other attempt has not saved that step, and its state was another in one element, which no sample may cover."""
+def test_entries_of_another_attempt_are_not_replayed(caplog: pytest.LogCaptureFixture) -> None:
+    """The other attempt did not save that step; its state differs in one element, which the digest sample may omit."""
 
     def build() -> tuple[nn.Module, torch.optim.Optimizer]:
         torch.manual_seed(0)
@@ -336,7 +336,7 @@ def test_entries_of_another_attempt_do_not_follow_a_version(caplog: pytest.LogCa
 
 
 def test_a_skipped_step_of_a_scaler_is_replayed() -> None:
-    """Of fused optimizers, which get the scale and decide themselves, and of others, which are not called."""
+    """A fused optimizer receives the scale and skips the step itself; other optimizers are not called."""
     for name in ("adamw-fused", "adamw-loop"):
         box, run = EntryBox(), Run(name)
         journal = box.journal(run.model, run.opt)
@@ -355,8 +355,8 @@ def test_a_skipped_step_of_a_scaler_is_replayed() -> None:
         assert again.snapshot() == run.snapshot(), name
 
 
-def test_closures_and_two_optimizers() -> None:
-    """Gradients are those that the closure has computed; two optimizers step between two records."""
+def test_steps_of_closures_and_two_optimizers_are_replayed() -> None:
+    """The journal records the gradients that a closure computes, and two optimizers step between two records."""
     box = EntryBox()
 
     def build() -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -387,7 +387,7 @@ def test_closures_and_two_optimizers() -> None:
 
 
 def test_master_weights_are_copied_after_each_step() -> None:
-    """Custom mixed precision: the optimizer has a float32 copy of bfloat16 weights; gradients take half their bytes."""
+    """Mixed precision: the optimizer has a float32 copy of bfloat16 weights; float32 gradients are stored as bfloat16."""
     box = EntryBox()
 
     def build() -> tuple[nn.Module, list[nn.Parameter], torch.optim.Optimizer, Callable[[], None]]:
@@ -421,11 +421,11 @@ def test_master_weights_are_copied_after_each_step() -> None:
     other.close()
     assert snapshot(again, theirs) == snapshot(model, optimizer)
     state = 14 * sum(one.numel() for one in master)
-    assert box.info(4).size < 0.2 * state  # few elements: headers count
+    assert box.info(4).size < 0.2 * state  # the model is small, so headers are a large part
 
 
 def test_steps_without_records_are_not_collected(caplog: pytest.LogCaptureFixture) -> None:
-    """A loop that does not call ``record`` any more takes no more and more memory."""
+    """A loop that never calls ``record`` uses bounded memory."""
     box, run = EntryBox(), Run()
     journal = box.journal(run.model, run.opt)
     journal.replay()
@@ -440,7 +440,7 @@ def test_steps_without_records_are_not_collected(caplog: pytest.LogCaptureFixtur
 
 @pytest.mark.parametrize("optimizer", ["adamw-foreach", "muon"])
 def test_another_number_of_ranks_replays_elementwise_steps(optimizer: str, caplog: pytest.LogCaptureFixture) -> None:
-    """And is told why nothing else is replayed; parts of parameters are in ``integration/test_journal_ranks.py``."""
+    """The log says why other steps are not replayed. ``integration/test_journal_ranks.py`` tests parts of parameters."""
     box, before = EntryBox(), Run(optimizer).snapshot()
     states = recorded(box, Run(optimizer), 3)
     runs = [Run(optimizer), Run(optimizer)]
@@ -455,8 +455,8 @@ def test_another_number_of_ranks_replays_elementwise_steps(optimizer: str, caplo
     assert all(run.snapshot() == (before if optimizer == "muon" else states[-1]) for run in runs)
 
 
-def test_ranks_go_back_to_the_step_that_all_reach() -> None:
-    """One rank lacks the last entry, and another computes step 3 otherwise: all end at step 2."""
+def test_all_ranks_end_at_the_last_step_that_all_reach() -> None:
+    """One rank lacks the last entry and another rank computes other values in step 3: all ranks end at step 2."""
     box, states = EntryBox(), dict[int, list[list[bytes]]]()
     runs = [Run(), Run(), Run()]
 

@@ -1,4 +1,4 @@
-"""Messages between processes come back as they were, and arbitrary bytes never do more than raise ``ProtocolError``."""
+"""Messages are decoded as they were encoded, and the decoding of arbitrary bytes raises only ``ProtocolError``."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def fits(most: int, value: Any) -> bool:
 
 
 def within(hint: Any) -> st.SearchStrategy[Any]:
-    """Values of a field's type within its bounds."""
+    """Return a strategy for the values of a field's type within the bounds of the field."""
     values = st.from_type(hint)
     for bound in getattr(hint, "__metadata__", ()):
         if bound.le is not None:
@@ -41,7 +41,7 @@ def within(hint: Any) -> st.SearchStrategy[Any]:
 
 
 def built(kind: type[MessagePart], **given: object) -> st.SearchStrategy[Any]:
-    """Instances with all fields given."""
+    """Return a strategy for instances with all fields set."""
     fields: dict[str, Any] = {name: within(hint) for name, hint in get_type_hints(kind, include_extras=True).items()}
     return st.builds(kind, **(fields | given))
 
@@ -59,7 +59,7 @@ ANY = st.one_of([st.from_type(message) for message in MESSAGES])
 
 @settings(max_examples=150, deadline=None)
 @given(ANY)
-def test_every_message_comes_back_as_it_was(message: Message) -> None:
+def test_every_message_is_decoded_as_it_was_encoded(message: Message) -> None:
     data = encode(message)
     assert decode(data, type(message)) == message
     with pytest.raises(ProtocolError, match="trailing"):
@@ -71,7 +71,7 @@ def test_every_message_comes_back_as_it_was(message: Message) -> None:
 
 @settings(max_examples=150, deadline=None)
 @given(st.data())
-def test_changed_bytes_raise_nothing_but_protocol_errors(data: st.DataObject) -> None:
+def test_changed_bytes_raise_only_protocol_errors(data: st.DataObject) -> None:
     encoded = bytearray(encode(data.draw(ANY)))
     for _ in range(data.draw(st.integers(1, 3))):
         encoded[data.draw(st.integers(0, len(encoded) - 1))] = data.draw(st.integers(0, 255))
@@ -80,13 +80,13 @@ def test_changed_bytes_raise_nothing_but_protocol_errors(data: st.DataObject) ->
 
 @settings(max_examples=150, deadline=None)
 @given(st.sampled_from([*(message.__name__ for message in MESSAGES), "Unknown"]), st.integers(1, 15), st.binary(max_size=400))
-def test_random_bytes_raise_nothing_but_protocol_errors(name: str, fields: int, body: bytes) -> None:
+def test_random_bytes_raise_only_protocol_errors(name: str, fields: int, body: bytes) -> None:
     check(bytes([0x90 | fields]) + msgspec.msgpack.encode(name) + body)
     check(body)
 
 
 def check(data: bytes) -> None:
-    """Decode; memory is taken in proportion to the bytes that are there, whatever lengths they claim."""
+    """Decode, and check that memory is proportional to the number of bytes, not to the lengths that they declare."""
     tracemalloc.start()
     try:
         decode(data, *MESSAGES)

@@ -1,4 +1,4 @@
-"""Who keeps copies for whom."""
+"""The assignment of partner nodes, which keep copies of a node's data."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ def serving(chosen: dict[str, tuple[str, ...]]) -> Counter[str]:
 
 
 @given(ZONED, st.integers(0, 4))
-def test_everyone_has_as_many_others_as_there_can_be(zones, replicas):
+def test_each_node_has_as_many_partners_as_possible(zones, replicas):
     chosen = partners(zones, replicas)
     assert chosen.keys() == zones.keys()
     for node, others in chosen.items():
@@ -26,13 +26,13 @@ def test_everyone_has_as_many_others_as_there_can_be(zones, replicas):
 
 
 @given(ZONED, st.integers(1, 4))
-def test_failure_domains_differ_as_far_as_they_can(zones, replicas):
+def test_partners_are_in_as_many_zones_as_possible(zones, replicas):
     for node, others in partners(zones, replicas).items():
         assert len({zones[other] for other in (node, *others)}) == min(len(others) + 1, len(set(zones.values())))
 
 
 @given(NAMES, st.integers(1, 3))
-def test_without_zones_everyone_serves_alike(names, replicas):
+def test_without_zones_each_node_serves_equally_many(names, replicas):
     served = serving(partners(dict.fromkeys(names, ""), replicas))
     assert set(served.values()) <= {min(replicas, len(names) - 1)}
 
@@ -44,7 +44,7 @@ def test_with_equal_zones_load_is_at_most_twice_the_share(nodes, zones, replicas
 
 
 @given(NAMES.filter(bool), st.integers(1, 3), st.data())
-def test_a_lost_node_is_replaced_only_where_it_served(names, replicas, data):
+def test_a_lost_node_is_replaced_only_for_nodes_it_served(names, replicas, data):
     gone = data.draw(st.sampled_from(names))
     before = partners(dict.fromkeys(names, ""), replicas)
     after = partners(dict.fromkeys(set(names) - {gone}, ""), replicas)
@@ -52,7 +52,7 @@ def test_a_lost_node_is_replaced_only_where_it_served(names, replicas, data):
     assert all({*before[node]} - {gone} <= {*after[node]} for node in after)
 
 
-def test_with_zones_few_change_when_a_node_comes_or_goes():
+def test_with_zones_a_lost_node_changes_few_partners():
     zones = {f"node-{i}": str(i % 4) for i in range(200)}
     before = partners(zones, 1)
     changed = []

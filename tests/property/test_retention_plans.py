@@ -1,4 +1,4 @@
-"""Plans of any retention policy on any versions."""
+"""Properties of the plans of arbitrary retention policies on arbitrary versions."""
 
 from __future__ import annotations
 
@@ -43,13 +43,13 @@ def always(world: dict[str, Any]) -> set[int]:
 
 
 @given(worlds, rules)
-def test_keep_rules_are_united(world: dict[str, Any], policy: dict[str, Any]) -> None:
+def test_a_version_is_kept_if_any_rule_keeps_it(world: dict[str, Any], policy: dict[str, Any]) -> None:
     alone = [ids(world, **{name: rule}) for name, rule in policy.items()] or [ids(world)]
     assert ids(world, **policy) == set().union(*alone)
 
 
 @given(worlds, rules, st.none() | st.integers(1, 200))
-def test_newest_and_pinned_versions_stay_with_reasons(world: Any, policy: Any, max_bytes: int | None) -> None:
+def test_newest_and_pinned_versions_are_kept_with_reasons(world: Any, policy: Any, max_bytes: int | None) -> None:
     made = plan(policy=Policy(**policy, max_bytes=max_bytes), **world)
     assert [decision.entry for decision in made] == world["entries"]
     assert always(world) <= {decision.entry.id for decision in made if decision.keep}
@@ -57,18 +57,18 @@ def test_newest_and_pinned_versions_stay_with_reasons(world: Any, policy: Any, m
 
 
 @given(worlds, rules, st.integers(1, 200))
-def test_max_bytes_is_kept_to_where_it_can_be(world: Any, policy: Any, max_bytes: int) -> None:
+def test_max_bytes_drops_the_oldest_versions_and_no_more(world: Any, policy: Any, max_bytes: int) -> None:
     stored = {one.id: one.stored for one in world["entries"]}
     without, within = ids(world, **policy), ids(world, **policy, max_bytes=max_bytes)
     assert within <= without
     assert sum(stored[id] for id in within) <= max(max_bytes, sum(stored[id] for id in always(world)))
     if lost := without - within:
-        assert sum(stored[id] for id in within | {max(lost)}) > max_bytes  # not one too many
-        assert max(lost) < min(within - always(world), default=len(stored) + 1)  # the oldest
+        assert sum(stored[id] for id in within | {max(lost)}) > max_bytes  # no version is dropped without need
+        assert max(lost) < min(within - always(world), default=len(stored) + 1)  # the oldest versions are dropped
 
 
 @given(worlds, rules, st.integers(1, 12), st.integers(1, 200))
-def test_a_weaker_policy_keeps_no_less(world: Any, policy: dict[str, Any], more: int, max_bytes: int) -> None:
+def test_a_weaker_policy_keeps_at_least_as_much(world: Any, policy: dict[str, Any], more: int, max_bytes: int) -> None:
     weaker = dict(policy)
     if "keep_last" in policy:
         weaker["keep_last"] += more
@@ -83,7 +83,7 @@ def test_a_weaker_policy_keeps_no_less(world: Any, policy: dict[str, Any], more:
 
 
 @given(worlds, rules, st.none() | st.integers(1, 200))
-def test_a_plan_is_pure_and_carried_out_drops_no_more(world: Any, policy: Any, max_bytes: int | None) -> None:
+def test_a_plan_is_pure_and_idempotent(world: Any, policy: Any, max_bytes: int | None) -> None:
     whole = Policy(**policy, max_bytes=max_bytes)
     before = repr(world)
     made = plan(policy=whole, **world)
@@ -94,7 +94,7 @@ def test_a_plan_is_pure_and_carried_out_drops_no_more(world: Any, policy: Any, m
 
 
 @given(worlds, rules, st.integers(1, 12), st.sets(small))
-def test_thinning_drops_nothing_and_spares_the_newest(world: Any, policy: Any, resumable: int, thin: set[int]) -> None:
+def test_thinning_drops_no_version_and_skips_the_newest(world: Any, policy: Any, resumable: int, thin: set[int]) -> None:
     entries = [replace(one, groups=("weights",) if one.id in thin else ()) for one in world["entries"]]
     world = {**world, "entries": entries}
     made = plan(policy=Policy(**policy, resumable=resumable), **world)
@@ -105,4 +105,4 @@ def test_thinning_drops_nothing_and_spares_the_newest(world: Any, policy: Any, r
     assert thinned == {decision.entry.id for decision in whole[:-resumable]} - always(world)
     rest = [replace(d.entry, groups=("weights",)) if d.thin else d.entry for d in kept]
     again = plan(rest, Policy(**policy, resumable=resumable), pins=world["pins"], metrics=world["metrics"])
-    assert all(decision.verdict == "keep" for decision in again), "carried out, it leaves nothing to do"
+    assert all(decision.verdict == "keep" for decision in again), "an executed plan leaves nothing to do"

@@ -1,4 +1,4 @@
-"""Encoding and decoding give back every bit; digests, kernels and the specification's own code agree."""
+"""Decoding returns every encoded bit; digests and kernels agree with the code in the specification."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ quick = settings(max_examples=60, deadline=None)
 
 
 def content(kind: str, size: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    """``size`` bytes of the kinds that tensors hold."""
+    """Return ``size`` bytes of a kind that occurs in tensors."""
     random = np.random.default_rng(seed)
     if kind == "random":
         return random.integers(0, 256, size, np.uint8)
@@ -41,7 +41,7 @@ def content(kind: str, size: int, seed: int) -> np.ndarray[Any, np.dtype[np.uint
         return np.full(size, seed % 256, np.uint8)
     if kind == "even":
         return random.integers(0, 128, size, np.uint8) * np.uint8(2)
-    if kind == "late odd":  # all even where a sample may look, but not everywhere
+    if kind == "late odd":  # even except for one byte, which a sample may miss
         even = random.integers(0, 128, size, np.uint8) * np.uint8(2)
         even[size * 2 // 3 : size * 2 // 3 + 1] |= 1
         return even
@@ -69,7 +69,7 @@ def round_trip(raw: np.ndarray[Any, Any], kind: DType) -> Coding:
     stored, coding = ENCODER.encode(raw, kind)
     assert coding.size == stored.size
     assert stored.size <= raw.size + raw.size // 100 + 512
-    decoded = np.empty(raw.size + 1, np.uint8)[1:]  # at an odd address
+    decoded = np.empty(raw.size + 1, np.uint8)[1:]  # an unaligned address
     decode(coding, kind, np.frombuffer(stored.tobytes(), np.uint8), decoded)
     assert decoded.tobytes() == raw.tobytes()
     return coding
@@ -78,19 +78,19 @@ def round_trip(raw: np.ndarray[Any, Any], kind: DType) -> Coding:
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
 @settings(max_examples=25, deadline=None)
 @given(raw=contents)
-def test_a_chunk_comes_back_bit_for_bit(layout: tuple[int, int, bool], raw: np.ndarray[Any, Any]) -> None:
+def test_a_chunk_is_decoded_bit_for_bit(layout: tuple[int, int, bool], raw: np.ndarray[Any, Any]) -> None:
     kind = next(d for d in DTYPES.values() if (d.itemsize, d.width, d.rotate) == layout)
     round_trip(raw[: raw.size // kind.itemsize * kind.itemsize], kind)
 
 
 @pytest.mark.parametrize("name", DTYPES)
-def test_every_dtype_comes_back_bit_for_bit(name: str) -> None:
+def test_every_dtype_is_decoded_bit_for_bit(name: str) -> None:
     for seed, kind in enumerate(("random", "normal", "squares", "constant", "even")):
         round_trip(content(kind, 9 * 1024 + 16 * seed, seed), dtype(name))
 
 
-def test_what_coding_is_worth_is_found() -> None:
-    """The reason for planes: exponents code well, mantissas are left alone, and a constant bit is dropped."""
+def test_each_plane_gets_the_codec_that_saves_bytes() -> None:
+    """The planes of exponents are compressed, those of mantissas stay raw, and a constant bit is dropped."""
     weights, moments = content("bf16", 1 << 18, 1), content("bf16", 1 << 18, 1)
     moments.view(np.uint16)[:] &= 0x7FFF
     assert round_trip(weights, dtype("bfloat16")).codecs == ("raw", "zstd")
@@ -102,7 +102,7 @@ def test_what_coding_is_worth_is_found() -> None:
 
 @quick
 @given(raw=contents, base=contents, width=st.sampled_from([1, 2, 4, 8]))
-def test_differences_are_those_of_the_specification(raw: np.ndarray[Any, Any], base: np.ndarray[Any, Any], width: int) -> None:
+def test_deltas_match_the_specification(raw: np.ndarray[Any, Any], base: np.ndarray[Any, Any], width: int) -> None:
     size = min(raw.size, base.size) // width * width
     words, others = (array[:size].view(f"u{width}") for array in (raw, base))
     stored = np.empty_like(words)
@@ -117,7 +117,7 @@ def test_differences_are_those_of_the_specification(raw: np.ndarray[Any, Any], b
 @given(
     raw=contents, flaw=st.sampled_from(["streams", "more", "stored", "codec", "stream", "cut", "planes"]), i=st.integers(0, 99)
 )
-def test_a_wrong_description_is_damage(raw: np.ndarray[Any, Any], flaw: str, i: int) -> None:
+def test_a_wrong_description_raises_an_error(raw: np.ndarray[Any, Any], flaw: str, i: int) -> None:
     kind = dtype("bfloat16")
     raw = raw[: raw.size // 2 * 2]
     stored, coding = ENCODER.encode(raw, kind)
@@ -145,7 +145,7 @@ def test_a_wrong_description_is_damage(raw: np.ndarray[Any, Any], flaw: str, i: 
 
 @quick
 @given(data=st.binary(max_size=64), size=st.integers(0, 300))
-def test_arbitrary_bytes_never_break_a_decoder(data: bytes, size: int) -> None:
+def test_arbitrary_bytes_raise_only_damaged(data: bytes, size: int) -> None:
     for codec in ("zstd", "deflate", "pack7", "raw"):
         streams = packed([len(data)]) if codec in ("zstd", "deflate") else b""
         coding = Coding(False, False, (codec,), (len(data),), streams)
@@ -161,7 +161,7 @@ def deflated(data: bytes, *, end: bool = True) -> bytes:
 
 
 @pytest.mark.parametrize("length", [1, 999, 65_536])
-def test_a_deflate_stream_is_exactly_as_long_as_it_says(length: int) -> None:
+def test_a_deflate_stream_of_another_length_raises_damaged(length: int) -> None:
     text = content("text", length + 1, 0).tobytes()
     raw = np.empty(length, np.uint8)
 
@@ -183,7 +183,7 @@ def test_a_deflate_stream_is_exactly_as_long_as_it_says(length: int) -> None:
 
 
 def pure_digest(raw: bytes) -> int:
-    """``raw_digest`` in integers, after its definition."""
+    """Compute ``raw_digest`` by its definition, in Python integers."""
     mask = 2**64 - 1
 
     def mix(x: int) -> int:
@@ -211,7 +211,7 @@ def test_three_raw_digests_agree(raw: bytes, shift: int) -> None:
     assert raw_digest(array) == SPEC["raw_digest"](raw) == pure_digest(raw)
 
 
-def test_the_vectors_of_the_specification() -> None:
+def test_raw_digests_match_the_vectors_of_the_specification() -> None:
     rows = re.findall(r"^\| `([^`]+)` \| `([0-9a-f]{16})` \|$", SPEC_FILE.read_text(), re.MULTILINE)
     assert len(rows) >= 5
     for expression, digest in rows:
@@ -224,7 +224,7 @@ def test_the_vectors_of_the_specification() -> None:
     raw=st.binary(min_size=1, max_size=300) | contents.map(lambda a: (a[:200_000] if a.size else a[:0].copy()).tobytes()),
     data=st.data(),
 )
-def test_any_change_of_one_byte_changes_the_raw_digest(raw: bytes, data: st.DataObject) -> None:
+def test_a_changed_byte_changes_the_raw_digest(raw: bytes, data: st.DataObject) -> None:
     assume(raw)
     before = raw_digest(np.frombuffer(raw, np.uint8))
     changed = np.frombuffer(raw, np.uint8).copy()
@@ -235,7 +235,7 @@ def test_any_change_of_one_byte_changes_the_raw_digest(raw: bytes, data: st.Data
 
 @quick
 @given(raw=contents, width=st.sampled_from([2, 4, 8]), rotate=st.booleans())
-def test_planes_are_those_of_the_specification(raw: np.ndarray[Any, Any], width: int, rotate: bool) -> None:
+def test_planes_match_the_specification(raw: np.ndarray[Any, Any], width: int, rotate: bool) -> None:
     words = raw[: raw.size // width * width].view(kernels.WORDS[width])
     planes = tuple(np.empty(words.size, np.uint8) for _ in range(width))
     kernels.split(words, rotate, planes)
@@ -249,7 +249,7 @@ def test_planes_are_those_of_the_specification(raw: np.ndarray[Any, Any], width:
 
 @quick
 @given(raw=contents)
-def test_packed_planes_are_those_of_the_specification(raw: np.ndarray[Any, Any]) -> None:
+def test_packed_planes_match_the_specification(raw: np.ndarray[Any, Any]) -> None:
     plane = raw[: raw.size // 8 * 8] & 0xFE
     packed = np.empty(plane.size // 8 * 7, np.uint8)
     kernels.pack7(plane, packed)
@@ -297,7 +297,7 @@ json_forms = st.recursive(
 @example(value=-0.0)
 @example(value=complex(-0.0, -math.inf))
 @example(value="\ud800 \udfff \0")
-def test_a_plain_value_comes_back_bit_for_bit(value: Any) -> None:
+def test_a_plain_value_is_decoded_bit_for_bit(value: Any) -> None:
     text = values.dumps(value)
     assert text.isascii()
     assert bits_of(values.loads(text)) == bits_of(value)
@@ -305,7 +305,7 @@ def test_a_plain_value_comes_back_bit_for_bit(value: Any) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(form=json_forms)
-def test_any_json_is_a_value_or_damage(form: Any) -> None:
+def test_any_json_is_a_value_or_raises_damaged(form: Any) -> None:
     try:
         value = values.decode(form)
     except Damaged:
@@ -315,13 +315,13 @@ def test_any_json_is_a_value_or_damage(form: Any) -> None:
 
 @quick
 @given(text=st.text())
-def test_any_text_is_a_value_or_damage(text: str) -> None:
+def test_any_text_is_a_value_or_raises_damaged(text: str) -> None:
     try:
         values.loads(text)
     except Damaged:
         pass
 
 
-def test_json_too_deep_is_damage() -> None:
+def test_json_that_is_too_deep_raises_damaged() -> None:
     with pytest.raises(Damaged):
         values.loads("[" * 100_000)

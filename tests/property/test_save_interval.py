@@ -1,4 +1,4 @@
-"""The recommended interval loses the least time, within the budget."""
+"""The recommended save interval minimizes the lost time within the budget."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from hypothesis import strategies as st
 from raystow.orchestrator.save_interval import best_interval, lost_share
 
 MTBF = st.floats(60, 1e7)
-SHARE = st.floats(1e-6, 0.4)  # of the time between failures
+SHARE = st.floats(1e-6, 0.4)  # cost of a save as a fraction of the mean time between failures
 
 
 @given(MTBF, SHARE, st.floats(0.01, 100))
-def test_no_other_interval_loses_less(mtbf: float, share: float, factor: float) -> None:
+def test_the_best_interval_loses_the_least_time(mtbf: float, share: float, factor: float) -> None:
     cost = share * mtbf
     best = best_interval(cost, mtbf)
     assert lost_share(best, cost, mtbf) <= lost_share(best * factor, cost, mtbf) * (1 + 1e-9)
@@ -32,6 +32,6 @@ def test_the_interval_is_at_most_the_time_between_failures(mtbf: float, cost: fl
     assert 0 <= best_interval(cost, mtbf) <= mtbf
 
 
-def test_an_example_of_young() -> None:
+def test_the_best_interval_matches_the_formula_of_young() -> None:
     assert best_interval(50, 40_000) == 2000
     assert lost_share(2000, 50, 40_000) == pytest.approx(0.05)

@@ -1,4 +1,4 @@
-"""Every rank gets the same answer from ``due``, whenever it asks; and saves are due at their times."""
+"""``due`` gives every rank the same answer at each step, and saves are due at the configured interval."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ LOGGER = logging.getLogger("raystow")
 
 
 class ScheduledRun:
-    """Ranks that ask one schedule, at once."""
+    """Ranks that share one save schedule."""
 
     def __init__(self, interval: float) -> None:
         self.clock = FakeClock()
@@ -36,7 +36,7 @@ class ScheduledRun:
 @settings(max_examples=40)
 @given(st.data(), st.floats(0.1, 100))
 def test_all_ranks_get_the_same_answers(data: st.DataObject, interval: float) -> None:
-    """Also if they run apart by a few steps, call ``due`` at some steps only, or go back to an earlier step together."""
+    """Ranks may be a few steps apart, call ``due`` at some steps only, or return to an earlier step together."""
     run, every = ScheduledRun(interval), data.draw(st.integers(1, 3), label="due is called every so many steps")
     for start in (0, data.draw(st.integers(0, 30), label="restored step")):
         steps, answers = range(start, start + 20, every), [list[bool]() for _ in range(RANKS)]
@@ -50,7 +50,7 @@ def test_all_ranks_get_the_same_answers(data: st.DataObject, interval: float) ->
 
 
 @pytest.mark.parametrize("per_step", [0.01, 1.0, 7.0])
-def test_saves_are_due_at_their_times(per_step: float) -> None:
+def test_saves_are_due_at_the_interval(per_step: float) -> None:
     run, saved = ScheduledRun(100.0), [0.0]
     for step in range(int(1000 / per_step)):
         if run.ranks[0].due(step):
@@ -59,7 +59,7 @@ def test_saves_are_due_at_their_times(per_step: float) -> None:
     gaps = [after - before for before, after in itertools.pairwise(saved)]
     assert len(gaps) >= 8
     assert all(abs(gap - 100) <= 2 * per_step for gap in gaps)
-    assert run.asked <= 30 * len(gaps)  # few questions, however many steps
+    assert run.asked <= 30 * len(gaps)  # the number of requests does not depend on the number of steps
 
 
 def test_a_slower_step_moves_the_save_to_an_earlier_one() -> None:
@@ -85,7 +85,7 @@ def test_ranks_agree_again_after_a_restart_of_the_coordinator() -> None:
     assert late[0] == late[1] == late[2] != []
 
 
-def test_no_step_is_due_while_nobody_answers(caplog: pytest.LogCaptureFixture) -> None:
+def test_no_step_is_due_while_the_coordinator_is_unreachable(caplog: pytest.LogCaptureFixture) -> None:
     answers: list[NextSave | ClusterError] = [ClusterError("no head node"), ClusterError("no head node"), NextSave(7, save=True)]
 
     def ask(first: int) -> NextSave:
@@ -100,7 +100,7 @@ def test_no_step_is_due_while_nobody_answers(caplog: pytest.LogCaptureFixture) -
     assert caplog.messages == ["no step is due until the coordinator says when to save: no head node"]
 
 
-def test_an_answer_that_is_late_is_waited_for_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_late_answer_is_awaited_once(caplog: pytest.LogCaptureFixture) -> None:
     later = list[object]()
     due = DueSteps(lambda first: NextSave(3, save=True), LOGGER, patience=0, start=later.append)
     with caplog.at_level(logging.WARNING):
