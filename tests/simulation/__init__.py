@@ -1,5 +1,5 @@
-"""The deterministic simulation: real coordinators, collections and readers on a mock clock and a store that fails.
+"""The deterministic simulation: real coordinators, collections and readers on a mock clock and a faulty store.
 
-``docs/design/008-simulation.md`` says what is real, what is not, and what is checked.
-``python -m tests.simulation SEED`` plays one seed again.
+``docs/design/008-simulation.md`` describes which parts are simulated and which invariants are checked.
+``python -m tests.simulation SEED`` replays one seed.
 """

@@ -1,4 +1,4 @@
-"""``python -m tests.simulation SEED`` plays one seed; ``python -m tests.simulation FIRST LAST`` some, until one fails."""
+"""``python -m tests.simulation SEED`` plays one seed; ``FIRST LAST`` plays a range of seeds until one fails."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from .run import play
 
 
 def main() -> int:
-    """Play; 1 if an invariant was broken."""
+    """Play the seeds of the command line; return 1 if an invariant was violated."""
     first, last = int(sys.argv[1]), int(sys.argv[-1])
     for seed in range(first, last + 1):
         outcome = play(seed)

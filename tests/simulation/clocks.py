@@ -1,4 +1,4 @@
-"""The clock of one simulated process, and threads that are greenlets."""
+"""The clock of a simulated process, and replacements of ``threading`` classes that run on greenlets."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from .random_source import RandomSource
 from .scheduler import Process, current
 
 EPOCH = 1_700_000_000.0
-"""The store's time when a world begins, in seconds since 1970."""
+"""Time of the store at the start of a world, in seconds since 1970."""
 
 
 class SimClock:
-    """``raystow.storage.clock.Clock``. ``offset``: how far the wall clock is off; it may change at any time."""
+    """A ``Clock`` whose wall clock differs by ``offset`` seconds, which may change at any time."""
 
     def __init__(self, process: Process, rng: RandomSource) -> None:
         self._process, self._rng, self.offset = process, rng, 0.0
@@ -33,7 +33,7 @@ class SimClock:
 
 
 class Event:
-    """``threading.Event``, as far as it is used."""
+    """The part of ``threading.Event`` that raystow uses."""
 
     def __init__(self) -> None:
         self._set, self._process = False, current().process
@@ -47,7 +47,7 @@ class Event:
 
 
 class Thread:
-    """``threading.Thread``, as far as it is used: another task of the process."""
+    """The part of ``threading.Thread`` that raystow uses; a thread is a task of the process."""
 
     def __init__(self, *, target: Callable[[], None], name: str, daemon: bool) -> None:
         self._target = target
@@ -57,7 +57,7 @@ class Thread:
 
 
 class Serially:
-    """``ThreadPoolExecutor``, one thing after the other."""
+    """A ``ThreadPoolExecutor`` that runs its work serially."""
 
     def __init__(self, *_: object) -> None:
         pass
@@ -66,7 +66,7 @@ class Serially:
         return map(function, items)
 
     def shutdown(self, **_: object) -> None:
-        """Nothing waits."""
+        """Do nothing: no work is pending."""
 
     def __enter__(self) -> Serially:
         return self

@@ -1,4 +1,4 @@
-"""A world: one seed, one store, some coordinators, nodes and operators, fault rates, and the events that follow."""
+"""A simulated world: one seed, one store, coordinators, nodes, operators, fault rates, and their events."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from .scheduler import Process, Scheduler, current
 
 _ROUND = 30.0  # seconds between restarts of dead processes
 _HOSTS = 3
-_QUIET = 4800.0  # seconds that all deadlines, leases and graces are over after
+_QUIET = 4800.0  # seconds after which all deadlines, leases and grace periods have ended
 
 
 class Cluster:
-    """``play`` it once."""
+    """A world that can be played once."""
 
     uri = "sim://run"
 
@@ -51,7 +51,7 @@ class Cluster:
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
         self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
         self._kinds += ["roller"] if root.fork("roller").chance(0.35) else []
-        # A lost root is made anew from what can be read: so no read may return wrong bytes then.
+        # A repair rebuilds the root from what it reads, so reads must not be corrupted in such a world.
         lossy = shape.chance(0.3) and not self.rates.stale and not self.rates.corrupted
         self._loss = shape.between(0.3, 0.9) * self._hours * 3600.0 if lossy else 0.0
         self.scheduler = Scheduler(root.fork("order"))
@@ -69,7 +69,7 @@ class Cluster:
         self._calm = False
 
     def play(self) -> None:
-        """Live through some hours of faults, then a calm end. ``Violation`` at once if an invariant is broken."""
+        """Run hours of faults, then an end without faults. A violated invariant raises ``Violation`` immediately."""
         self._hosts.append(Host(self))
         self._nodes = [Node(self, rank) for rank in range(self.ranks)]
         for node in self._nodes:
@@ -83,7 +83,7 @@ class Cluster:
         self._end()
 
     def process(self, name: str, role: Role) -> Process:
-        """A new process."""
+        """Return a new process with a store and a clock."""
         self._processes += 1
         process = Process(self.scheduler, f"{name}.{self._processes}")
         self._stores[process] = FaultyStore(self.model, process, self.rates, self.rng, self.journal)
@@ -92,23 +92,23 @@ class Cluster:
         return process
 
     def store(self, process: Process) -> FaultyStore:
-        """The store as this process sees it."""
+        """Return the store as this process sees it."""
         return self._stores[process]
 
     def clock(self, process: Process) -> SimClock:
-        """The clock of this process."""
+        """Return the clock of this process."""
         return self._clocks[process]
 
     def store_here(self, uri: str) -> FaultyStore:
-        """Replaces ``open_store``: the store of the calling process."""
+        """Return the store of the calling process (replaces ``open_store``)."""
         return self._stores[current().process]
 
     def note(self, process: Process, what: str) -> None:
-        """Something for the journal."""
+        """Add an event to the journal."""
         self.journal.note(self.scheduler.time, process.name, what)
 
     def some_host(self) -> Host:
-        """The coordinator that a caller reaches: mostly the newest."""
+        """Return the coordinator that a caller reaches, in most cases the newest."""
         alive = [host for host in self._hosts if host.process.alive] or self._hosts[-1:]
         return alive[-1] if self.rng.chance(0.85) else self.rng.choice(alive)
 
@@ -116,7 +116,7 @@ class Cluster:
         return {node.process.name for node in self._nodes if node.process.alive}
 
     def grace(self) -> float:
-        """What a collection is told to wait, in seconds."""
+        """Return the grace period of a collection in seconds."""
         return self.rng.choice([0.0, 600.0, LEASE]) if self._hasty else LEASE
 
     def _every(self, seconds: float, action: Callable[[], None]) -> None:
@@ -128,17 +128,17 @@ class Cluster:
         self.scheduler.after(seconds, again)
 
     def _train(self) -> None:
-        """The next step of all ranks is to be saved."""
+        """Train one step on all ranks and save it."""
         self._step, self._saves = self._step + 1, self._saves + 1
         for node in self._nodes:
             if node.process.alive:
                 node.save(self._step, self._saves)
 
     def _look_after(self) -> None:
-        """Restart what has died, and let accidents happen that no call of a store is part of."""
+        """Restart dead processes, and cause the faults that are independent of store calls."""
         rng, rates = self.rng, self.rates
         alive = [host for host in self._hosts if host.process.alive]
-        dead = not alive or (alive[-1].process.frozen_until > self.scheduler.time + 60 and rng.chance(0.3))  # or thought dead
+        dead = not alive or (alive[-1].process.frozen_until > self.scheduler.time + 60 and rng.chance(0.3))  # or believed dead
         if dead or rng.chance(rates.takeovers * _ROUND / 3600):
             self._hosts.append(Host(self))
             for old in alive[: 1 - _HOSTS]:
@@ -155,7 +155,7 @@ class Cluster:
             self.note(process, f"has its clock off by {self._clocks[process].offset:.0f} s")
 
     def _lose_root(self, newest: Host | None = None) -> None:
-        """The root is lost just after a coordinator has taken charge. The operator repairs it while nothing is deleted."""
+        """Lose the root just after a coordinator has taken charge, while no deletion is under way; start a repair."""
         if self._calm:
             return
         if newest is None or not newest.process.alive:
@@ -179,11 +179,11 @@ class Cluster:
 
     @property
     def rolls_back(self) -> bool:
-        """Whether somebody rolls back now and then."""
+        """Whether the world has an operator that rolls back."""
         return "roller" in self._kinds
 
     def restart_training(self) -> None:
-        """A rank is lost, or a person restarts them: all training processes start again, from the newest version."""
+        """Restart all training processes from the newest version, after the loss of a rank or by hand."""
         self._nodes = [node if node.process.alive else Node(self, node.rank) for node in self._nodes]
         versions = self.watch.root["versions"] if self.watch.root is not None else []
         self._step, self._saves = (versions[-1]["step"] if versions else 0), 0
@@ -202,7 +202,7 @@ class Cluster:
         self.scheduler.after(seconds, lambda: set_all(False))
 
     def _end(self) -> None:
-        """No more faults: all that was begun comes to an end, the next save works, and a collection leaves what is live alone."""
+        """End the world without faults: all saves end, the next save succeeds, and a collection leaves live objects only."""
         self._calm = True
         self.rates.calm()
         self.journal.note(self.scheduler.time, "world", "is calm")

@@ -1,4 +1,4 @@
-"""What the code under test finds in the place of stores that are opened by address, of threads and of its log."""
+"""Replace stores that are opened by address, threads and the log of the code under test."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .cluster import Cluster
 
 @contextlib.contextmanager
 def fakes(cluster: Cluster) -> Iterator[None]:
-    """For as long as this world is played, in which no real thread may begin."""
+    """Replace them while this world is played; check that no real thread was started."""
     simulated = types.SimpleNamespace(Event=clocks.Event, Thread=clocks.Thread)
     real = set(threading.enumerate())
     logger = logging.getLogger("raystow")

@@ -1,4 +1,4 @@
-"""Which faults a world has, and how often: every seed has another climate, so that rare faults are met alone and together."""
+"""The faults of a world and their rates, which differ by seed, so that rare faults occur alone and together."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from .random_source import RandomSource
 
 @dataclass
 class FaultRates:
-    """Probabilities per call of the store, or per message. ``freezes``: at each switch, with ``longest_freeze`` seconds at most.
-    ``cut_off``: at a swap of the root, whose answer is lost then.
+    """Probabilities of faults per store call or per message. ``freezes``: each time a request or its answer travels.
+    ``cut_off``: per swap of the root; the process freezes and the answer may be lost.
 
-    Where listings lag, no process is frozen for as long as a grace period: the store's contract forbids such listings, and with
-    default graces they still harm nobody, but nothing is claimed for both together.
+    In worlds with stale listings no process freezes for a whole grace period: raystow makes no guarantee for both faults
+    together (the contract of a store forbids stale listings).
     """
 
     lost_answer: float = 0.0
@@ -37,13 +37,13 @@ class FaultRates:
     page: int = 1000
 
     def calm(self) -> None:
-        """No faults from now on."""
+        """Set all rates to zero."""
         for name, value in vars(FaultRates()).items():
             setattr(self, name, value)
 
 
 def draw(rng: RandomSource) -> FaultRates:
-    """The climate of a seed."""
+    """Draw the fault rates of a seed."""
 
     def sometimes(share: float, low: float, high: float) -> float:
         return rng.between(low, high) if rng.chance(share) else 0.0

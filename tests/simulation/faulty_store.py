@@ -1,7 +1,7 @@
-"""The store as one process sees it: every call takes time, during which others run, and may fail in all the ways that stores do.
+"""The store as one process sees it: every call takes time, during which other processes run, and may fail as in real stores.
 
-A call travels to the store, takes effect at one moment, and its answer travels back; faults strike on either way. Reads are cut
-and corrupted as the real stores let through; retries of theirs show as calls that take long.
+A request travels to the store, takes effect at one moment, and the answer travels back; faults occur on both ways. Reads are
+truncated or corrupted where real stores do not detect it; retries inside real stores appear as slow calls.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from .random_source import RandomSource
 from .scheduler import Process
 
 T = TypeVar("T")
-_LONG = 400.0  # seconds that no connection lives without a word
+_LONG = 400.0  # seconds after which an idle connection may be closed
 
 
 class FaultyStore:
-    """``raystow.storage.object_store.ObjectStore``. ``outage``: nothing gets through. ``looked``: how many
-    changes there had been when this process last read the root. ``failed_leases``: how often it could not write one.
-    ``late_deletes``: how many are on their way without anyone waiting for them."""
+    """An ``ObjectStore`` with faults. ``outage``: every call fails. ``looked``: the number of changes of the store when this
+    process last read the root. ``failed_leases``: the number of leases that it could not write. ``late_deletes``: the number of
+    deletions under way whose caller has given up."""
 
     def __init__(self, model: ModelStore, process: Process, rates: FaultRates, rng: RandomSource, journal: Journal) -> None:
         self._model, self._process, self._rates, self._rng, self._journal = model, process, rates, rng, journal
@@ -51,7 +51,7 @@ class FaultyStore:
 
     def put(self, key: str, parts: Sequence[Buffer]) -> None:
         data = b"".join(parts)
-        for patience in (True, True, False):  # stores try again by themselves what may be done twice
+        for patience in (True, True, False):  # real stores retry idempotent calls
             try:
                 self._call("put", key, lambda: self._model.put(self._process.name, key, data), write=True)
                 return
@@ -77,7 +77,7 @@ class FaultyStore:
 
     def list(self, prefix: str) -> Iterator[ObjectInfo]:
         rates, size, shown = self._rates, self._rates.page, ""
-        while True:  # page by page: what is listed is no snapshot
+        while True:  # page by page: a listing is not a snapshot
             lag = self._rng.between(0.0, STALE) if self._rng.chance(rates.stale) else 0.0
             found = self._call("list", prefix, lambda lag=lag: self._model.listing(prefix, lag))
             page = [info for info in found if info.key > shown][:size]
@@ -114,7 +114,7 @@ class FaultyStore:
             self._call("abort", batch[0].key, drop)
 
     def _call(self, name: str, key: str, effect: Callable[[], T], *, write: bool = False) -> T:
-        """One request; its effect, if it has one, takes place at one moment."""
+        """Send one request; its effect, if any, takes place at one moment."""
         rates, rng = self._rates, self._rng
         upload = self._begun(key) if name == "put" else ""
         self._travel(0.02)
@@ -138,7 +138,7 @@ class FaultyStore:
             self._travel(0.02)
             raise
         cut_off = name == "swap" and rng.chance(rates.cut_off)
-        stalls_late = cut_off and rng.chance(0.5)  # after it was told that there is no answer, or while it waits for one
+        stalls_late = cut_off and rng.chance(0.5)  # the process stalls after the call failed, or while it waits
         if cut_off and not stalls_late:
             self._freeze()
         sent = self._process.scheduler.time
@@ -154,7 +154,7 @@ class FaultyStore:
         return result
 
     def _late(self, name: str, key: str, effect: Callable[[], object], upload: str) -> None:
-        """A request whose sender has given up arrives."""
+        """Execute a request whose sender has given up."""
         self.late_deletes -= name == "delete"
         if upload and self._model.unfinished.pop(upload, None) is None:
             return
@@ -170,7 +170,7 @@ class FaultyStore:
         return token
 
     def _travel(self, typical: float) -> None:
-        """On the way: time passes, others run, and this process may die or stand still."""
+        """Let time pass for a message; other processes run, and this process may die or freeze."""
         rates, rng = self._rates, self._rng
         if rng.chance(rates.deaths):
             self._journal.note(self._process.scheduler.time, self._process.name, "dies")
@@ -194,7 +194,7 @@ class FaultyStore:
         return held
 
     def _received(self, key: str, data: bytes) -> bytes:
-        """What arrives of an object: sometimes cut, or with a bit flipped."""
+        """Return the data of an object as received: sometimes truncated, or with a flipped bit."""
         if not data or not self._rng.chance(self._rates.corrupted):
             return data
         if self._rng.chance(0.5):

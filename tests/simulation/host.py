@@ -1,4 +1,4 @@
-"""A coordinator's host: does with the real state machine what ``orchestrator.coordinator_actor`` does, without Ray."""
+"""A simulated coordinator actor: drives the real state machine as ``orchestrator.coordinator_actor`` does, without Ray."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ from .journal import Violation
 if TYPE_CHECKING:
     from .cluster import Cluster
 
-_TICK = 60.0  # seconds; the actor's are shorter, which costs a simulation time and changes nothing
+_TICK = 60.0  # seconds; shorter ticks, as in the actor, would only slow the simulation down
 _PATIENCE = 3600.0
 _FOR_EVER = 1e9
 
 
 class Host:
-    """One coordinator. Each of its methods is what the actor's method of that name is."""
+    """One coordinator, with the methods of the actor."""
 
     def __init__(self, cluster: Cluster) -> None:
         self._cluster = cluster
@@ -39,7 +39,7 @@ class Host:
         self._told = 0
         self._keeping_house = False
         self.deleting = False
-        """Whether it may be about to delete objects, by a look at the root that it has taken already."""
+        """Whether it may delete objects based on a root that it has already read."""
         self._tickets: dict[str, Ticket] = {}
         self.process.spawn(self._main)
 
@@ -47,7 +47,7 @@ class Host:
         self._apply(lambda core: core.join(rank, incarnation, world_size))
 
     def restore(self) -> None:
-        """What a round of restores does with the root."""
+        """Read the root as a round of restores does."""
         self._apply(lambda core: None)
         self._committer.notice(self._committer.catalog.root())
 
@@ -80,11 +80,11 @@ class Host:
 
     @property
     def in_charge(self) -> bool:
-        """Whether it has taken an epoch."""
+        """Whether the coordinator has taken an epoch."""
         return self._core is not None
 
     def check_ended(self) -> None:
-        """Every attempt that this coordinator has opened is over."""
+        """Check that every attempt of this coordinator has ended."""
         if self._core is not None:
             for attempt in self._open():
                 raise Violation("every attempt ends", f"{self.process} still has {attempt.attempt}: {attempt.phase.value}")
@@ -115,7 +115,7 @@ class Host:
                 repository = create_repository(self._cluster.uri, clock=self._clock)
                 self._committer = Committer(repository, f"{self.process}-{self._clock.token()}")
             except RaystowError:
-                self._clock.sleep(5.0)  # the next call starts it again
+                self._clock.sleep(5.0)  # the actor is restarted by the next call
                 continue
             self._role.epoch, self._role.owner = self._committer.epoch, self._committer.fence.owner
             self._housekeeping = Housekeeping(self._committer)
@@ -176,16 +176,16 @@ class Host:
         try:
             self._committer.discard(id, attempt)
         except RaystowError:
-            pass  # stays until the next collection
+            pass  # the objects stay until the next collection
 
     def _open(self) -> list[Attempt]:
-        """The attempts that are not over."""
+        """Return the attempts that have not ended."""
         found = []
         for token, ticket in list(self._tickets.items()):
             try:
                 assert self._core is not None
                 attempt = self._core.attempt(ticket)
-            except SaveFailed:  # over, and forgotten
+            except SaveFailed:  # ended and removed
                 del self._tickets[token]
                 continue
             if attempt.phase.over:

@@ -1,8 +1,8 @@
 """Invariants that are checked after every change of the store by any process.
 
-Looks at the true store, and shares no code with what it checks (but to decode numbers). The harness tells it what only the actors
-know: who is who (``roles``), which bytes belong where (``expected``), who reads what under a lease, and when an operator began to
-look.
+They read the true store and share no code with the package, except to decode numbers. The simulation reports what the store does
+not show: the role of each process (``roles``), the expected bytes of each object (``expected``), leases, and the time at which an
+operator began its plan.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ _REWRITERS = ("thinner", "compactor", "coordinator")
 
 @dataclass
 class Role:
-    """What a process is doing, as far as it must keep to something.
+    """The role of a process and the parameters that its actions must respect.
 
-    ``grace``: what it collects with, in seconds. ``since``: the store's time at which it began to look, for a plan that it is
-    carrying out. ``asked``: when it last asked the store what time it is. ``keep_last``, ``resumable``, ``bits`` (of mantissa):
-    of the policy it applies. ``epoch``, ``owner``: of a coordinator.
+    ``grace``: grace period of its collections, in seconds. ``since``: time of the store at which it began to make the plan that
+    it executes. ``asked``: time at which it last asked the store for the time. ``keep_last``, ``resumable``, ``bits`` (of
+    mantissa): from the policy that it applies. ``epoch``, ``owner``: of a coordinator.
     """
 
     kind: str
@@ -52,8 +52,8 @@ class Role:
 
 @dataclass
 class Lease:
-    """A lease in the store. ``first``: number of the change that put it there, at the time ``began``. ``guards``: the holder
-    has read the root after that and found its version live, and the lease has been valid since."""
+    """A lease in the store. ``first``: number of the change that wrote it, at the time ``began``. ``guards``: the holder has
+    since read the root with the version live, and the lease has been valid since then."""
 
     who: str
     attempt: Attempt
@@ -65,7 +65,7 @@ class Lease:
 
 @dataclass
 class Watch:
-    """Raises ``Violation`` from within the change that breaks an invariant."""
+    """Observer of the store: raises ``Violation`` during the change that violates an invariant."""
 
     model: ModelStore
     roles: dict[str, Role] = field(default_factory=dict)
@@ -76,16 +76,16 @@ class Watch:
     leases: dict[str, Lease] = field(default_factory=dict)
     owners: dict[str, str] = field(default_factory=dict)
     left: dict[Attempt, int] = field(default_factory=dict)
-    """What is no version any more -> number of the change that took it out of the root."""
+    """Former version -> number of the change that removed it from the root."""
     histories: Histories = field(default_factory=Histories)
     lost: bool = False
-    """Whether the root is lost at the moment, by the world's will."""
+    """Whether the simulation has removed or corrupted the root."""
     read: dict[tuple[str, ...], Words] = field(default_factory=dict)
-    """Key of a pack, and those of what it is a delta to -> its numbers."""
+    """Keys of a pack and of its bases -> the decoded numbers."""
     records: dict[str, Json] = field(default_factory=dict)
 
     def __call__(self, change: Change) -> None:
-        """The store has changed."""
+        """Check a change of the store."""
         if change.key == "root.json":
             self._root_changed(change)
         elif match := _ATTEMPT.fullmatch(change.key):
@@ -102,10 +102,10 @@ class Watch:
             raise Violation("the marker never changes", f"{change.who} has replaced or deleted it")
 
     def guards(self, who: str, attempt: Attempt, looked: int, *, written: bool) -> None:
-        """A reader was told that the version it leased is live; it last looked at the root after the ``looked``-th change.
-        ``written``: it knows that its lease was."""
+        """A reader got a lease on a live version; it last read the root after change number ``looked``.
+        ``written``: the reader knows that its lease was written."""
         if self.left.get(attempt, looked + 1) <= looked and not (self.root and attempt in attempts_of(listed_in(self.root))):
-            raise Violation("what is leased is live", f"{who} was told so of {attempt}, and had seen that it is not")
+            raise Violation("a leased version is live", f"{who} was told so of {attempt}, and had seen that it is not")
         for lease in self.leases.values():
             if (lease.who, lease.attempt) == (who, attempt) and self._counts(lease):
                 lease.guards = lease.first <= looked
@@ -113,18 +113,18 @@ class Watch:
                     raise Violation("a lease is confirmed after it is written", f"{who} has not looked at the root since")
 
     def says_never(self, attempt: Attempt) -> None:
-        """A commit was refused for good: the attempt must never be a version from now on."""
+        """Record that a commit was permanently refused: the attempt must never become a version."""
         if self.root is not None and attempt in attempts_of(listed_in(self.root)):
             raise Violation("a refused commit is no version", f"attempt {attempt} was refused, and the root lists it")
         self.refused.add(attempt)
 
     def says_committed(self, attempt: Attempt) -> None:
-        """A commit was reported as done."""
+        """Check a commit that was reported as successful."""
         if attempt not in self.committed:
             raise Violation("a reported commit is a version", f"attempt {attempt} was never in the root")
 
     def whole(self) -> None:
-        """Every listed version is complete, byte for byte."""
+        """Check that every listed version is complete, byte for byte."""
         for entry in listed_in(self.root) if self.root is not None else ():
             self._check_whole(entry)
         self._check_numbers()
@@ -180,7 +180,7 @@ class Watch:
             self._pinned(change, old, new)
         elif kinds == {"verified"}:
             if new["verified"] < old["verified"] or new["verified"] not in {id for id, _ in live_in(new)}:
-                raise Violation("what is verified is live", f"{change.who} set verified to {new['verified']}")
+                raise Violation("the verified version is live", f"{change.who} set verified to {new['verified']}")
         elif kinds == {"next_id"}:
             self._spent(change, role, old, new)
         elif kinds == {"dropped"}:
@@ -192,12 +192,12 @@ class Watch:
         self.histories.check(change, new)
 
     def _repaired(self, change: Change) -> None:
-        """The root is there again: it lists what it listed before, and is a root that nobody else knows."""
+        """Check a repaired root: it lists the former versions and has a new owner."""
         assert change.new is not None
         assert self.root is not None
         old, new = self.root, json.loads(change.new.data)
         listed = {entry["id"]: entry for entry in listed_in(old)}
-        # Of a thinned version perhaps all of it; of one being written whole perhaps what is complete, and not swapped in yet.
+        # A repair may list the unthinned attempt of a version, or a complete rewrite that was not yet in the root.
         back = {
             e["id"] for e in new["versions"] if (e["id"], e["attempt"]) in self.committed or is_as_much(e, listed.get(e["id"]))
         }
@@ -220,12 +220,12 @@ class Watch:
         for entry in listed_in(root):  # ids ascend
             there = (ids if entry.get("groups") else whole) & (live if entry["id"] in live else ids)
             if not set(entry.get("bases", ())) <= there:
-                raise Violation("what a version is a delta to is live", f"{change.who} left version {entry['id']} without it")
+                raise Violation("the bases of a version are live", f"{change.who} left version {entry['id']} without it")
             ids.add(entry["id"])
             whole |= set() if entry.get("groups") else {entry["id"]}
 
     def _took(self, change: Change, role: Role, old: Json, new: Json) -> None:
-        # Who has lost an epoch before it was told that it had it takes another one.
+        # A coordinator that lost its epoch before it received the answer takes another epoch.
         again = self.owners.setdefault(new["owner"], change.who) == change.who and role.epoch < 0
         if new["epoch"] != old["epoch"] + 1 or not again:
             raise Violation("an epoch is taken once", f"{change.who} took epoch {new['epoch']} as {new['owner']}")
@@ -251,7 +251,7 @@ class Watch:
         gone = [e for e in listed_in(old) if (e["id"], e["attempt"]) not in attempts_of(listed_in(new))]
         noted = [(d["id"], d["attempt"]) for d in new["dropped"][len(old["dropped"]) :]]
         if noted != [(e["id"], e["attempt"]) for e in gone] or new["dropped"][: len(old["dropped"])] != old["dropped"]:
-            raise Violation("what is dropped is noted", f"{change.who} dropped {gone} and noted {noted}")
+            raise Violation("dropped versions are noted in the root", f"{change.who} dropped {gone} and noted {noted}")
         ids = {e["id"] for e in gone}
         if old["versions"][-1]["id"] in ids:
             raise Violation("the newest version stays", f"{change.who} dropped version {old['versions'][-1]['id']}")
@@ -269,28 +269,28 @@ class Watch:
     def _noted(self, change: Change, role: Role, old: Json, new: Json) -> None:
         (note,) = [rewrite for rewrite in new["rewrites"] if rewrite not in old["rewrites"]]
         if role.kind not in _REWRITERS or note["id"] not in {e["id"] for e in old["versions"][:-1]}:
-            raise Violation("what is rewritten is an old version", f"{change.who} noted {note}")
+            raise Violation("only an old version is rewritten", f"{change.who} noted {note}")
         if any(key.startswith(folder_of(note)) for key in self.model.objects):
             raise Violation("a rewrite is noted before it is written", f"{change.who} noted {note}")
 
     def _struck_out(self, change: Change, role: Role, old: Json, new: Json) -> None:
-        """Only what was idle."""
+        """Check that only notes of idle rewrites are removed."""
         for note in old["rewrites"]:
             written = [held.modified for key, held in self.model.objects.items() if key.startswith(folder_of(note))]
             if note not in new["rewrites"] and role.asked - role.grace < max([note["at"], *written]) < role.asked - STALE:
                 raise Violation("rewrites under way keep their notes", f"{change.who} struck out {note}")
 
     def _replaced(self, change: Change, role: Role, old: Json, new: Json) -> None:
-        """A version was thinned, or written whole."""
+        """Check a version that was replaced: thinned, linked, or written whole."""
         pairs = [(e, f) for e, f in zip(old["versions"], new["versions"], strict=True) if e != f]
         ((before, after),) = pairs
         attempt, note = (after["id"], after["attempt"]), {"id": before["id"], "attempt": before["attempt"]}
         noted = [{"id": d["id"], "attempt": d["attempt"]} for d in new["dropped"][len(old["dropped"]) :]]
         if noted != [note] or attempt not in attempts_of(old["rewrites"]) or attempt in attempts_of(new["rewrites"]):
-            raise Violation("what is replaced was noted, and what it was is dropped", f"{change.who} wrote {attempt}, {noted}")
+            raise Violation("a replacement was noted and drops the replaced attempt", f"{change.who} wrote {attempt}, {noted}")
         same = ("id", "step", "created")
         if attempt in self.committed or [before[name] for name in same] != [after[name] for name in same]:
-            raise Violation("what is replaced is the same version", f"{change.who} made {after} of {before}")
+            raise Violation("a replacement is the same version", f"{change.who} made {after} of {before}")
         if role.kind == "coordinator" and (role.owner, role.epoch) != (new["owner"], new["epoch"]):
             raise Violation("at most one coordinator's writes win", f"{change.who} of epoch {role.epoch} replaced {after['id']}")
         for lease in self.leases.values():
@@ -310,24 +310,24 @@ class Watch:
     def _thinned(self, change: Change, role: Role, old: Json, before: Json, after: Json) -> None:
         newer = sum(not e.get("groups") for e in old["versions"] if e["id"] > after["id"])
         if role.kind != "thinner" or newer < max(1, role.resumable) or after["id"] in {*old["pins"].values(), old["verified"]}:
-            raise Violation("what is pinned, verified or new is not thinned", f"{change.who} thinned {after['id']}")
+            raise Violation("a pinned, verified or new version is not thinned", f"{change.who} thinned {after['id']}")
         weights = [node for node in self._nodes(before) if node % 2 == 0]
         if not weights or self._nodes(after) != weights:
-            raise Violation("what is thinned holds its weights", f"{change.who} made {after} of {before}")
+            raise Violation("a thinned version keeps its weights", f"{change.who} made {after} of {before}")
         if self._bits(after) not in (None, role.bits):
-            raise Violation("numbers are rounded as was asked for", f"{change.who} made {after}")
+            raise Violation("numbers are rounded as the policy says", f"{change.who} made {after}")
 
     def _linked(self, change: Change, old: Json, before: Json, after: Json) -> None:
         if after["id"] in {*old["pins"].values(), old["verified"]}:
-            raise Violation("what is pinned or verified is not linked", f"{change.who} linked {after['id']}")
+            raise Violation("a pinned or verified version is not linked", f"{change.who} linked {after['id']}")
         if not after.get("groups") or before.get("bases") or self._bits(before) != self._bits(after):
-            raise Violation("what is linked was whole, and has the same numbers", f"{change.who} made {after} of {before}")
+            raise Violation("a linked version was whole and keeps its numbers", f"{change.who} made {after} of {before}")
 
     def _written_whole(self, change: Change, role: Role, old: Json, before: Json, after: Json) -> None:
         if role.kind not in ("compactor", "coordinator") or after["id"] in (old["verified"], old["versions"][-1]["id"]):
-            raise Violation("what is newest or verified is not written anew", f"{change.who} wrote {after['id']} whole")
+            raise Violation("the newest or verified version is not written whole", f"{change.who} wrote {after['id']} whole")
         if after.get("bases") or not before.get("bases") or self._bits(before) != self._bits(after):
-            raise Violation("what is written whole was a delta", f"{change.who} made {after} of {before}")
+            raise Violation("a version written whole was a delta", f"{change.who} made {after} of {before}")
 
     def _pinned(self, change: Change, old: Json, new: Json) -> None:
         added = {name: id for name, id in new["pins"].items() if old["pins"].get(name) != id}
@@ -335,7 +335,7 @@ class Watch:
             raise Violation("a pin names a listed version", f"{change.who} pinned {added}")
 
     def _spent(self, change: Change, role: Role, old: Json, new: Json) -> None:
-        """An attempt in flight may lose its id only if it was idle."""
+        """Check that only idle attempts lose their ids."""
         for key, held in self.model.objects.items():
             recent = role.asked - role.grace < held.modified < role.asked - STALE
             if recent and (match := _ATTEMPT.fullmatch(key)) and old["next_id"] <= int(match[1]) < new["next_id"]:
@@ -376,12 +376,12 @@ class Watch:
         lease = self.leases.get(change.key)
         if change.new is None:
             if lease is not None and lease.who != change.who and self._counts(lease):
-                raise Violation("a lease that counts is not deleted", f"{change.who} deleted {change.key} of {lease.who}")
+                raise Violation("a valid foreign lease is not deleted", f"{change.who} deleted {change.key} of {lease.who}")
             self.leases.pop(change.key, None)
         elif lease is None:
             self.leases[change.key] = Lease(change.who, attempt, self.model.changes, self.model.now, self.model.now)
         else:
-            lease.guards = lease.guards and self._counts(lease)  # one that has ended guards nothing, also if it is renewed
+            lease.guards = lease.guards and self._counts(lease)  # an expired lease guards nothing, even if it is renewed
             lease.modified = self.model.now
 
     def _counts(self, lease: Lease) -> bool:
@@ -404,8 +404,8 @@ class Watch:
                 raise Violation("a version is whole", f"{folder}{name} is not what was saved")
 
     def _check_numbers(self) -> None:
-        """Every live version has the numbers that were saved, or what they become when they are rounded as its record says,
-        whatever has become of what it is a delta to."""
+        """Check that every live version decodes to the saved numbers, rounded as its record says, whatever happened to its
+        bases."""
         assert self.root is not None
         live = {entry["id"]: entry for entry in listed_in(self.root)}
         for entry in live.values():
@@ -415,7 +415,7 @@ class Watch:
                     raise Violation("a version has its numbers", f"the part of node {node} in {folder_of(entry)} has others")
 
     def _numbers(self, live: dict[int, Json], entry: Json, node: int) -> tuple[tuple[str, ...], Words]:
-        """The packs that a version's part is made of, and its numbers."""
+        """Return the keys of the packs from which a part of a version is decoded, and its numbers."""
         pack = f"{folder_of(entry)}{payload.GROUP}-{node:05d}-00000.pack"
         beneath = {base: self._numbers(live, live[base], node) for base in entry.get("bases", ())}
         made_of = (pack, *(key for packs, _ in beneath.values() for key in packs))
@@ -428,16 +428,16 @@ class Watch:
         return made_of, self.read[made_of]
 
     def _nodes(self, entry: Json) -> list[int]:
-        """Those that hold something of a version."""
+        """Return the nodes that store packs of a version."""
         return sorted(pack["node"] for pack in self._record(entry)["packs"])
 
     def _bits(self, entry: Json) -> int | None:
-        """To how many bits of mantissa a version was rounded when it was thinned, as its record says."""
+        """Return the mantissa bits to which a thinned version was rounded, from its record."""
         bits: int | None = self._record(entry).get("thinned", {}).get("mantissa_bits")
         return bits
 
     def _record(self, entry: Json) -> Json:
-        """Written once."""
+        """Return the parsed version record, cached because records are written once."""
         folder = folder_of(entry)
         if folder not in self.records:
             self.records[folder] = json.loads(self._bytes(folder + "version.json"))

@@ -1,4 +1,4 @@
-"""What has happened in a world: the last events for people, all of them for the digest."""
+"""The event log of a world: it keeps the last events for reports and a digest of all events."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ SHOWN = 40
 
 
 class Violation(AssertionError):
-    """What must never happen has happened. ``invariant`` names it."""
+    """A violated invariant."""
 
     def __init__(self, invariant: str, what: str) -> None:
         super().__init__(f"{invariant}: {what}")
@@ -18,7 +18,7 @@ class Violation(AssertionError):
 
 
 class Journal:
-    """``time``: asked for the time of each event, in seconds."""
+    """The event log."""
 
     def __init__(self) -> None:
         self.time = 0.0
@@ -27,16 +27,16 @@ class Journal:
         self._digest = blake3()
 
     def note(self, time: float, who: str, what: str) -> None:
-        """An event. No text of it may depend on anything but the seed."""
+        """Add an event. Its text must depend only on the seed."""
         self.events += 1
         self._last.append((time, who, what))
         self._digest.update(f"{time!r} {who} {what}\n".encode())
 
     @property
     def digest(self) -> str:
-        """Of every event so far."""
+        """Digest of all events so far."""
         return self._digest.hexdigest()[:32]
 
     def lines(self) -> list[str]:
-        """The last events."""
+        """Return the last events as lines of text."""
         return [f"{time:12.3f}  {who:<14} {what}" for time, who, what in self._last]

@@ -1,7 +1,7 @@
-"""A training with a step journal on nodes that die: real memories, replicators and agreements, and a model of the ranks.
+"""A simulated training with a step journal on nodes that die: real stores, replicators and agreements, and modelled ranks.
 
-The state after a step is a digest of the state before and of a random draw, so that a step that is trained again leads to another
-state. An entry holds both states: a replay that mixes two lines of history shows in them.
+The state after a step is a digest of the state before it and of a random number, so a repeated step leads to another state. An
+entry contains both states: so a replay that mixes the entries of two histories is detected.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _STATE = 8  # bytes
 
 
 class WorldPeers:
-    """The nodes as they see each other: ``EntryPeers``."""
+    """``EntryPeers`` of the simulated nodes."""
 
     def __init__(self, alive: Mapping[str, JournalNode]) -> None:
         self._alive = alive
@@ -48,7 +48,7 @@ class WorldPeers:
 
 
 class JournalNode:
-    """A node's memory of entries."""
+    """A node with its memory of entries."""
 
     def __init__(self, name: str, world: JournalWorld) -> None:
         self.name, self.store, self.memory = name, EntryStore(1 << 20), world.clock.token()
@@ -58,13 +58,13 @@ class JournalNode:
 
 @dataclass
 class ModelRank:
-    """A rank as ``Journal`` is: ``record`` returns when entries of earlier steps have their copies.
+    """A model of a rank's ``Journal``: ``record`` returns when the entries of earlier steps have their copies.
 
     Args:
-        outbox: Entries that have not come to the node.
+        outbox: Entries that have not been sent to the node.
         in_flight: Steps whose entries are not known to have copies.
         returned: The last step whose ``record`` has returned.
-        chained: Whether steps are recorded: not after an entry was lost, until the next save.
+        chained: Whether steps are recorded. False after an entry was lost, until the next save.
     """
 
     number: int
@@ -79,10 +79,10 @@ class ModelRank:
 
 
 class JournalWorld:
-    """``play`` lets a number of random events happen, and raises ``Violation``.
+    """A world in which ``play`` runs random events; a violated invariant raises ``Violation``.
 
-    ``digests``: a replay ends at the version if the state before the first entry was another one. This happens, rarely: entries
-    of a line that was given up may be left where nobody could drop them, and the version does not tell its line.
+    ``digests``: a replay ends at the version if the first entry starts from another state. This happens rarely: entries of an
+    abandoned history may remain on unreachable nodes, and a version does not record its history.
     """
 
     def __init__(self, seed: int, *, digests: bool = True) -> None:
@@ -92,18 +92,18 @@ class JournalWorld:
         self.replayed = self.deaths = 0
         self._names = 0
         self._rounds = JournalRounds(self.clock)
-        self._states = {START: b"\0" * _STATE}  # of the steps of this line of history
+        self._states = {START: b"\0" * _STATE}  # by step, of the current history
         self._version, self._saves = START, list[tuple[int, bytes]]()
         self._saved = {START: self._states[START]}
-        self._copies = 0  # of the entries of steps that are done, as far as is known
-        self._gap = START  # the last step whose entries were lost, or not recorded
+        self._copies = 0  # known copies of the entries of completed steps
+        self._gap = START  # the last step whose entries were lost or not recorded
         self._single = START  # the newest step whose entries lost a copy when a node worker ended
         for _ in range(self.rng.number(2, 4)):
             self._add_node()
         self._start()
 
     def play(self, events: int) -> None:
-        """Let so many events happen, and let go of everything."""
+        """Run a number of random events, then close all stores."""
         try:
             for _ in range(events):
                 self._event()
@@ -137,7 +137,7 @@ class JournalWorld:
         self.nodes[name] = JournalNode(name, self)
 
     def _deliver(self, rank: ModelRank) -> None:
-        """An entry comes to the rank's node."""
+        """Deliver one entry to the node of a rank."""
         if rank.outbox:
             info, data = rank.outbox.pop(0)
             problem = rank.node.store.add(info, EntryMemory.of([data], info.size), own=True)
@@ -145,7 +145,7 @@ class JournalWorld:
             rank.node.replicator.submit(info, rank.kept)
 
     def _train(self) -> None:
-        """Let a ``record`` return or, when all have, train a step: it takes gradients of all ranks."""
+        """Let one ``record`` return, or train the next step if all have returned (a step needs the gradients of all ranks)."""
         rank = self.rng.choice(self.ranks)
         if rank.returned < self._step:
             if not any(step < self._step for step in rank.in_flight):
@@ -165,7 +165,7 @@ class JournalWorld:
                 self._gap = self._step
 
     def _save(self) -> None:
-        """All ranks save the state of a step that they have recorded."""
+        """Save the state of all ranks after a step that all have recorded."""
         if self._step > self._version and all(rank.returned == self._step for rank in self.ranks):
             self._saves.append((self._step, self._states[self._step]))
             for rank in self.ranks:
@@ -173,7 +173,7 @@ class JournalWorld:
                 rank.chained = True
 
     def _make_durable(self) -> None:
-        """The oldest save becomes a version; some nodes do not hear of it."""
+        """Make the oldest save a version; some nodes are not notified."""
         if self._saves:
             self._version, state = self._saves.pop(0)
             self._saved = {self._version: state}
@@ -182,12 +182,12 @@ class JournalWorld:
                     node.store.committed(_R, self._version)
 
     def _settle(self) -> None:
-        """Time passes until there is nothing left to copy."""
+        """Let time pass until all entries are copied."""
         for rank in self.ranks:
             while rank.outbox:
                 self._deliver(rank)
         for _ in range(3):
-            self.clock.sleep(31)  # nodes that did not answer are asked again
+            self.clock.sleep(31)  # longer than the wait before a retry
             for node in self.nodes.values():
                 while not node.replicator.step():
                     pass
@@ -195,7 +195,7 @@ class JournalWorld:
             self._copies = 2
 
     def _restart_worker(self) -> None:
-        """A node worker dies and comes back empty; ranks that had entries on the way there lose them, and record no more."""
+        """Restart a node worker without its entries; ranks with entries under way to it lose them and stop recording."""
         old = self.rng.choice([*self.nodes.values()])
         new = self.nodes[old.name] = JournalNode(old.name, self)
         old.store.close()
@@ -209,7 +209,7 @@ class JournalWorld:
                 rank.in_flight.clear()
 
     def _fail(self, *, kill: bool) -> None:
-        """All ranks end, with ``kill`` since one's node has died; they start again."""
+        """End and restart all ranks; with ``kill`` the node of one rank has died."""
         done = min(rank.returned for rank in self.ranks)
         safe = self._copies > kill and self._gap <= self._version
         if kill:
@@ -218,7 +218,7 @@ class JournalWorld:
             self.deaths += 1
         else:
             for rank in self.ranks:
-                if self.rng.chance(0.5):  # the node gets what was sent before the end
+                if self.rng.chance(0.5):  # an entry that was sent before the end arrives
                     self._deliver(rank)
         while len(self.nodes) < 2 or (len(self.nodes) < 5 and self.rng.chance(0.5)):
             self._add_node()
@@ -227,7 +227,7 @@ class JournalWorld:
             raise Violation("a failure costs one step at most", f"all had ended step {done}, and go on from step {self._step}")
 
     def _start(self) -> None:
-        """Begin on any nodes with any number of ranks: replay what there is after the version, and go on."""
+        """Start a random number of ranks on random nodes: replay the entries after the version and continue."""
         world = self.rng.number(1, 3)
         incarnation, base = self.clock.token(), self._version
         votes = [JournalVote(rank, world, incarnation, 1, 600.0, base) for rank in range(world)]
@@ -249,7 +249,7 @@ class JournalWorld:
         self.ranks = [ModelRank(vote.rank, node, step) for vote, node in zip(votes, places, strict=True)]
 
     def _replayed(self, entries: tuple[EntryPlace, ...], node: JournalNode) -> tuple[int, bytes]:
-        """What a rank replays: it fetches all entries to its node."""
+        """Fetch all entries to the node of a rank and replay them; return the last step and its state."""
         step, state = self._version, self._saved[self._version]
         for info, names in ((place.info, place.nodes) for place in entries):
             data = self.nodes[names[0]].store.view(info)
@@ -258,7 +258,7 @@ class JournalWorld:
             node.store.add(info, EntryMemory.of([data], info.size), own=True)
             node.replicator.wake()
             if info.step == step and after == state:
-                continue  # of another rank
+                continue  # the same step, recorded by another rank
             if (info.previous, before) != (step, state):
                 if self._digests and step == self._version:
                     break

@@ -1,4 +1,4 @@
-"""The store as it truly is: linearizable, with a clock of its own that never jumps, and a memory of what it held before."""
+"""The true store: linearizable, with its own clock that never jumps and a history of recent changes for stale listings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from .clocks import EPOCH
 from .scheduler import Scheduler
 
 STALE = 60.0
-"""Seconds that a listing lags behind at most."""
+"""Maximum lag of a listing in seconds."""
 
 
 @dataclass(frozen=True)
@@ -26,7 +26,7 @@ class Held:
 
 @dataclass(frozen=True)
 class Change:
-    """A write (``new``) or a deletion (``new`` is None) by ``who``, of what was ``old``."""
+    """A write or a deletion (``new`` is None) of an object by process ``who``; ``old`` is the object before it."""
 
     time: float
     who: str
@@ -36,7 +36,7 @@ class Change:
 
 
 class ModelStore:
-    """Objects in a dict. ``watch`` is called after each change."""
+    """A store that keeps objects in a dict and calls ``watch`` after each change."""
 
     def __init__(self, scheduler: Scheduler) -> None:
         self._scheduler = scheduler
@@ -53,7 +53,7 @@ class ModelStore:
         return EPOCH + self._scheduler.time
 
     def put(self, who: str, key: str, data: bytes) -> str:
-        """Write an object; its tag."""
+        """Write an object; return its tag."""
         self._writes += 1
         held = Held(data, f"{self._writes:x}", self.now)
         old = self.objects.get(key)
@@ -62,18 +62,18 @@ class ModelStore:
         return held.tag
 
     def delete(self, who: str, key: str) -> None:
-        """Forget an object; one that is not there is no error."""
+        """Delete an object; a missing object is no error."""
         old = self.objects.pop(key, None)
         if old is not None:
             self._changed(Change(self.now, who, key, old, None))
 
     def rot(self, key: str) -> None:
-        """An object loses its last byte, by nobody's will."""
+        """Corrupt an object: remove its last byte without a reported change."""
         self._writes += 1
         self.objects[key] = Held(self.objects[key].data[:-1], f"{self._writes:x}", self.now)
 
     def listing(self, prefix: str, lag: float) -> list[ObjectInfo]:
-        """What begins with ``prefix``, as it was ``lag`` seconds ago, in the order of keys."""
+        """Return the objects with this prefix, as they were ``lag`` seconds ago, sorted by key."""
         shown = {key: held for key, held in self.objects.items() if key.startswith(prefix)}
         if lag:
             for change in reversed(self._recent):

@@ -1,4 +1,4 @@
-"""Calls between processes as Ray carries them: at least once, late, twice, or not at all within the time the caller gives."""
+"""Simulated Ray calls between processes: delivered late, twice, or not within the caller's time limit."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _ANSWER = 60.0
 
 
 class SimPort:
-    """``raystow.workers.protocol.coordinator_client.CoordinatorClient``, to one coordinator, and to its successor."""
+    """A ``CoordinatorClient`` that calls one coordinator and, after its death, its successor."""
 
     def __init__(self, cluster: Cluster, caller: Process) -> None:
         self._cluster, self._caller = cluster, caller
@@ -61,7 +61,7 @@ class SimPort:
         end = cluster.scheduler.time + timeout
 
         def answer(value: object) -> None:
-            """Carries it back, unless it gets lost."""
+            """Send the answer back, unless the message is lost."""
 
             def arrive() -> None:
                 answers.append(value)

@@ -1,4 +1,4 @@
-"""A node with one rank: does with a save what ``NodeAttempt`` of the workers does, in that order, with bytes made beforehand."""
+"""A simulated node with one rank: it saves in the same order of steps as ``NodeAttempt``, with prepared bytes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Node:
         self.saving = 0
 
     def join(self) -> None:
-        """The training process is started anew."""
+        """Restart the training process."""
         former, self.incarnation = self.incarnation, self.clock.token()
         incarnation = self.incarnation
 
@@ -43,12 +43,12 @@ class Node:
                 if self._cluster.rolls_back:
                     port.restore()
             except RaystowError:
-                pass  # the coordinator learns it with the first save
+                pass  # the coordinator learns of the rank with its first save
 
         self.process.spawn(tell)
 
     def save(self, step: int, number: int) -> None:
-        """Begin to save a step; if the node stands still, it does so later, still for the process that there is now."""
+        """Begin to save a step; a frozen node does so later, for the present training process."""
         incarnation = self.incarnation
         self.process.spawn(lambda: self._save(step, number, incarnation))
 
@@ -87,7 +87,7 @@ class Node:
             self._end(step, None)
 
     def _store_and_wait(self, port: SimPort, ticket: Ticket) -> None:
-        lost = self._cluster.rng.chance(0.2)  # the base may not be in memory any more
+        lost = self._cluster.rng.chance(0.2)  # the base may no longer be in memory
         base = None if ticket.base is None or not ticket.deltas or lost else ticket.base.id
         part = payload.part(ticket.node, ticket.id % payload.KINDS, base)
         pack = keys.pack(ticket.id, ticket.attempt, ticket.node, GROUP, 0)

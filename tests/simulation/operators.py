@@ -31,7 +31,7 @@ _INTERVALS = {
 
 
 class Operator:
-    """A process that does one kind of thing again and again."""
+    """A process that repeats one kind of operation."""
 
     def __init__(self, cluster: Cluster, kind: str) -> None:
         self.kind, self._cluster = kind, cluster
@@ -50,7 +50,7 @@ class Operator:
                 self._cluster.note(self.process, f"gives up: {error}")
 
     def _think(self) -> None:
-        """A person reads the plan before it is carried out."""
+        """Wait as a person does who reads a plan before its execution."""
         self.clock.sleep(self._rng.choice([0.1, 60.0, 1200.0, 1200.0]))
 
     def _prune(self, repository: Repository) -> None:
@@ -105,7 +105,7 @@ class Operator:
             repository.unpin(name)
 
     def _roller(self, repository: Repository) -> None:
-        """A person rolls back, mostly by a few versions, or undoes it; then the training is perhaps started again."""
+        """Roll back by a few versions, or to a rolled-back version, and sometimes restart the training."""
         live, rolled_back = repository.versions(), repository.rolled_back()
         choices = rolled_back if rolled_back and self._rng.chance(0.4) else live[-4:]
         if not choices:
@@ -121,7 +121,7 @@ class Operator:
             self._cluster.restart_training()
 
     def _mend(self) -> None:
-        """Make the lost root anew, however often that takes."""
+        """Repair the lost root, with retries until it succeeds."""
         while True:
             self.clock.sleep(30.0)
             try:
@@ -140,7 +140,7 @@ class Operator:
             self._read_one(repository, self._rng.choice(versions[: len(versions) // 2 + 1]))
 
     def _read_one(self, repository: Repository, version: Version) -> None:
-        """As an evaluation does, of any version: it may be one that somebody is about to drop."""
+        """Read any version under a lease, as an evaluation does; another operator may be about to drop it."""
         failed = self.store.failed_leases
         with repository.lease(version):
             self._leased(version.entry, failed)
@@ -157,7 +157,7 @@ class Operator:
             alone.give_up("")
 
     def _settled(self, alone: LocalAgreement, tried: Entry | None, damage: str) -> Entry | None:
-        """The version to read next, under a lease."""
+        """Return the version to read next, under a lease."""
         failed, before = self.store.failed_leases, self._cluster.model.changes
         entry = alone.settle(tried, damage)
         if entry is not None:
@@ -166,13 +166,13 @@ class Operator:
         return entry
 
     def _leased(self, entry: Entry, failed: int) -> None:
-        """A lease on this version was given; ``failed``: how many could not be written before it."""
+        """Report a lease on this version; ``failed`` is the number of failed leases before it."""
         attempt, written = (entry.id, entry.attempt), failed == self.store.failed_leases
         self._cluster.watch.guards(self.process.name, attempt, self.store.looked, written=written)
         self._cluster.note(self.process, f"reads version {entry.id}")
 
     def _damage(self, repository: Repository, entry: Entry) -> str:
-        """Read a version slowly, object by object; what is wrong with it."""
+        """Read a version slowly, object by object; return a description of its damage, or an empty string."""
         pace = self._rng.choice([1.0, 300.0, 2000.0, 2000.0])
         version = repository.at(entry)
         try:

@@ -1,4 +1,4 @@
-"""What is saved: real fragments and packs of some kilobytes, made once and used by every world."""
+"""The saved data: real fragments and packs of a few kilobytes, made once and used by every world."""
 
 from __future__ import annotations
 
@@ -18,12 +18,12 @@ from raystow.storage.format.version_record import FragmentInfo, PackInfo
 
 KINDS = 4
 GROUP = "weights"
-_SHAPE = (128, 64)  # as many float32 numbers as are rounded, and made differences, when a version is thinned
+_SHAPE = (128, 64)  # enough float32 numbers that thinning rounds them and stores deltas
 
 
 @dataclass(frozen=True)
 class Part:
-    """What one node stores of one version."""
+    """The data that one node stores for one version."""
 
     pack: bytes
     fragment: bytes
@@ -33,8 +33,8 @@ class Part:
 
 @functools.cache
 def part(node: int, kind: int, base: int | None = None) -> Part:
-    """The part of node number ``node`` in a version of one of ``KINDS`` kinds: one tensor, which thinning takes from every second
-    node. ``base``: the id of a version that it is a delta to."""
+    """Return the part of a node in a version of one of ``KINDS`` kinds: one tensor, which thinning removes on every second node.
+    ``base``: id of the version to which the part is a delta."""
     name = f"optimizer.w{node}" if node % 2 else f"w{node}"
     words = numbers(node, kind)
     raw = words.view(np.uint8)
@@ -64,7 +64,7 @@ def part(node: int, kind: int, base: int | None = None) -> Part:
 
 @functools.cache
 def numbers(node: int, kind: int, bits: int | None = None) -> Words:
-    """The words of these float32 numbers. ``bits``: after they were rounded to so many bits of mantissa."""
+    """Return the words of a part's float32 numbers, rounded to ``bits`` bits of mantissa if given."""
     drawn = np.random.default_rng(node).integers(0, 1 << 23, math.prod(_SHAPE), np.uint32)
     words = ((127 << 23) + drawn + kind).astype(np.uint32)  # from 1 to 2; kinds differ in the last bits
     if bits is not None:
@@ -74,15 +74,15 @@ def numbers(node: int, kind: int, bits: int | None = None) -> Words:
 
 
 def decoded(node: int, fragment: bytes, pack: bytes, base: Callable[[int], Words]) -> Words:
-    """The words in a part. ``base``: gives those of the same part in another version. ``Damaged`` if they are not what the
-    fragment says."""
+    """Return the words of a part. ``base(id)`` returns the words of the same part in another version. Raises ``Damaged`` if a
+    digest of the fragment does not match."""
     row = _row(node, fragment)
     beneath = None if row.coding.base is None else base(row.coding.base).view(np.uint8)
     stored = np.frombuffer(pack, np.uint8)[row.start : row.start + row.coding.size]
     return reader.decode(row, stored, base=beneath)[1].view(np.uint32)
 
 
-@functools.lru_cache(1024)  # nodes store the same few again and again
+@functools.lru_cache(1024)  # nodes store the same few fragments repeatedly
 def _row(node: int, fragment: bytes) -> Chunk:
     (row,) = Fragment.load(fragment, node, "a fragment").chunks
     return row

@@ -1,4 +1,4 @@
-"""Bugs that the simulation must find: each is planted in a copy of the package, and seeds are played until one fails.
+"""Planted bugs that the simulation must detect: each is applied to a copy of the package, and seeds run until one fails.
 
 ``python -m tests.simulation.planted`` prints each bug with the seed and the invariant that it violates.
 
@@ -21,12 +21,12 @@ from .source_edits import Edit, edited
 
 _ROOT = Path(__file__).parents[2]
 SEEDS = 2000
-"""Within which every planted bug is found."""
+"""Number of seeds within which every planted bug is detected."""
 
 
 @dataclass(frozen=True)
 class Bug:
-    """A plausible mistake of a programmer."""
+    """A plausible programming error."""
 
     name: str
     edits: tuple[Edit, ...]
@@ -34,7 +34,7 @@ class Bug:
 
 @dataclass(frozen=True)
 class Finding:
-    """The first seed that fails, and the invariant that it violates. ``seed`` is None if none did."""
+    """The first seed that fails and the invariant that it violates. ``seed`` is None if no seed fails."""
 
     bug: Bug
     seed: int | None
@@ -46,7 +46,7 @@ def _bug(name: str, *edits: tuple[str, str, str]) -> Bug:
 
 
 def _without(invariant: str) -> tuple[str, str, str]:
-    """The invariant is not checked."""
+    """Return an edit that disables an invariant of the package."""
     return f"invariants:{invariant}", "^", "return"
 
 
@@ -74,7 +74,7 @@ BUGS = (
         _without("epoch_rises"),
     ),
     _bug(
-        "a refused swap is believed, though it may be one's own",
+        "a refused swap is not checked for an own earlier write",
         ("Register.update", "$store.put_if(*$write)", _GIVES_UP.format("PreconditionFailed")),
     ),
     _bug(
@@ -82,7 +82,7 @@ BUGS = (
         ("Register.update", "$store.put_if(*$write)", _GIVES_UP.format("StoreUnavailable")),
     ),
     _bug(
-        "one's own write is not recognized when it is read back",
+        "a process does not recognize its own write when it reads it back",
         ("Register.update", "$old.write_id in $ours", "False"),
         ("Committer.commit", "$entry in $root.listed", "False"),
     ),
@@ -96,11 +96,11 @@ BUGS = (
         ),
     ),
     _bug(
-        "a version that was dropped meanwhile is discarded with what was given up",
+        "an abandoned attempt is discarded although it was a version that was dropped",
         ("Committer.discard", "$live + [($d.id, $d.attempt) for $d in $root.dropped]", "$live"),
     ),
     _bug(
-        "objects are discarded although nobody knows what became of the commit",
+        "objects are discarded although the outcome of the commit is unknown",
         ("Coordinator.settled", "$attempt.swept = not isinstance($outcome, SaveFailed)", "$attempt.swept = False"),
     ),
     _bug(
@@ -108,14 +108,14 @@ BUGS = (
         ("Coordinator.fragment", "len($attempt.stored) == len($attempt.nodes)", "$attempt.stored"),
     ),
     _bug(
-        "whatever is complete is committed, out of order",
+        "complete attempts are committed out of order",
         (
             "Coordinator.next_commit",
             "min(($a for $a in $attempts if not $a.phase.over), key=$id, default=None)",
             "next(($a for $a in $attempts if $a.phase is Phase.READY), None)",
         ),
     ),
-    _bug("deadlines are not looked at", ("Coordinator.tick", "$now < $attempt.deadline", "True")),
+    _bug("deadlines are ignored", ("Coordinator.tick", "$now < $attempt.deadline", "True")),
     _bug(
         "objects are deleted before the version is dropped",
         (
@@ -142,13 +142,13 @@ BUGS = (
         _without("newest_stays"),
     ),
     _bug(
-        "retention does not look at the pins again",
+        "retention does not check the pins again",
         ("RetentionPlan.drop", "{$root.verified, *$pinned}", "{$root.verified}"),
         _without("pinned_stays"),
     ),
-    _bug("retention does not look for leases", ("plan_policy", "$catalog.leased()", "()")),
+    _bug("retention ignores leases", ("plan_policy", "$catalog.leased()", "()")),
     _bug(
-        "a reader does not look at the root after it wrote its lease",
+        "a reader does not read the root after it wrote its lease",
         ("Catalog.lease", "$versions = $self.root().listed", ""),
         (
             "Catalog.lease",
@@ -157,38 +157,38 @@ BUGS = (
         ),
     ),
     _bug(
-        "a reader is given a lease of what it sees to be gone",
+        "a reader gets a lease on a version that it saw as dropped",
         ("Catalog.lease", "$version.entry not in $versions", "False"),
     ),
     _bug(
-        "retention does not keep what a version that stays is a delta to",
+        "retention drops the bases of kept versions",
         ("policy:plan", "needed($entries, $ruled)", "needed((), $ruled)"),
         ("RetentionPlan.drop", _UNUSED, ""),
         _without("bases_live"),
     ),
     _bug(
-        "what was verified last is written whole",
+        "the verified version is written whole",
         ("Goal.allows", "$id == $root.verified", "False"),
         _without("verified_stays"),
     ),
     _bug(
-        "a plan made before a commit drops what that is a delta to",
+        "a plan made before a commit drops the bases of that commit",
         ("RetentionPlan.drop", _UNUSED, ""),
         _without("bases_live"),
         ("Coordinator.bases", "return $bases", "return set()"),
     ),
     _bug(
-        "a commit does not look whether what it is a delta to is there",
+        "a commit does not check that its bases exist",
         _without("bases_live"),
         _without("bases_complete"),
         ("Coordinator.bases", "return $bases", "return set()"),
     ),
     _bug(
-        "a version is rounded although a thinned one leans on it",
+        "a version is rounded although it is the base of a thinned one",
         ("Goal.allows", "$user.resumable or $self.bits is not None", "$user.resumable"),
         ("policy:plan", "{$base for $entry in $all if not $entry.resumable and $kept for $base in $entry.bases}", "set()"),
     ),
-    _bug("collection knows no grace period", ("collect:_kept", "if $garbage.since < $grace: ...", "if False: ...")),
+    _bug("collection ignores the grace period", ("collect:_kept", "if $garbage.since < $grace: ...", "if False: ...")),
     _bug(
         "collection does not spend ids",
         ("CollectionPlan._spend", "$register.update($spend)", "$register.read()"),
@@ -203,7 +203,7 @@ BUGS = (
         ("collect:_kept", "if ($garbage.id, $garbage.attempt) in $leased: ...", "if False: ..."),
     ),
     _bug(
-        "collection strikes out no notes of rewrites",
+        "collection leaves the notes of rewrites in the root",
         (
             "CollectionPlan._spend",
             "tuple($r for $r in $root.rewrites if ($r.id, $r.attempt) not in $gone)",
@@ -211,7 +211,7 @@ BUGS = (
         ),
     ),
     _bug(
-        "a commit does not look whether there was a rollback since its save began",
+        "a commit ignores a rollback since its save began",
         _without("commit_after_rollback"),
     ),
     _bug(
@@ -220,12 +220,12 @@ BUGS = (
         ("CollectionPlan._spend", "$root.listed", "$root.versions"),
     ),
     _bug(
-        "a rollback forgets what rolled-back versions follow",
+        "a rollback loses the predecessors of rolled-back versions",
         ("history:roll_back", "RolledBack($entry, $before, $at)", "RolledBack($entry, 0, $at)"),
         _without("history_stays"),
     ),
     _bug(
-        "a drop leaves others after what is dropped",
+        "a drop leaves dropped versions as predecessors",
         ("history:without", "remaining($before, $one.after, $gone)", "$one.after"),
         _without("history_stays"),
     ),
@@ -233,12 +233,12 @@ BUGS = (
         "a reader takes a rolled-back version for the newest",
         ("LocalAgreement.settle", "$siblings = $root.versions", "$siblings = $root.listed"),
     ),
-    _bug("ages are judged by the machine's own clock", ("store_clock:now", "^", "return clock.now()")),
+    _bug("ages are measured by the local clock", ("store_clock:now", "^", "return clock.now()")),
 )
 
 
 def changed(bug: Bug) -> dict[Path, str]:
-    """The sources of the package that this bug changes, by their paths below it. ``AssertionError`` if the bug does not fit."""
+    """Return the changed sources by their path in the package. ``AssertionError`` if the edits do not match the code."""
     try:
         return edited(_ROOT / "raystow", bug.edits)
     except AssertionError as error:
@@ -246,7 +246,7 @@ def changed(bug: Bug) -> dict[Path, str]:
 
 
 def plant(bug: Bug, folder: Path) -> None:
-    """Make a copy of the package and of the simulation below ``folder``, with this bug in it."""
+    """Copy the package and the simulation to ``folder`` and apply the bug to the copy."""
     ignored = shutil.ignore_patterns("__pycache__")
     shutil.copytree(_ROOT / "raystow", folder / "raystow", ignore=ignored)
     shutil.copytree(_ROOT / "tests" / "simulation", folder / "tests" / "simulation", ignore=ignored)
@@ -255,7 +255,7 @@ def plant(bug: Bug, folder: Path) -> None:
 
 
 def find(bug: Bug, seeds: int = SEEDS) -> Finding:
-    """Play seeds from 0 on with a bug, until one fails."""
+    """Play seeds with a bug, from 0 on, until one fails."""
     with tempfile.TemporaryDirectory(prefix="raystow-planted-") as folder:
         plant(bug, Path(folder))
         done = subprocess.run(
@@ -274,12 +274,12 @@ def find(bug: Bug, seeds: int = SEEDS) -> Finding:
 
 
 def find_all(workers: int = 2) -> list[Finding]:
-    """Every bug."""
+    """Find every bug of ``BUGS``."""
     with ThreadPoolExecutor(workers) as pool:
         return list(pool.map(find, BUGS))
 
 
 if __name__ == "__main__":
-    print("| planted bug | seed | what the simulation says |\n| --- | --- | --- |")
+    print("| planted bug | seed | violated invariant |\n| --- | --- | --- |")
     for finding in find_all():
         print(f"| {finding.bug.name} | {finding.seed} | {finding.broken} |")

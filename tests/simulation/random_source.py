@@ -1,4 +1,4 @@
-"""The one source of chance in a simulated world."""
+"""The only source of randomness in a simulated world."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ T = TypeVar("T")
 
 
 class RandomSource:
-    """Seeded. What is drawn depends on the seed and the order of draws alone, on every machine."""
+    """A seeded random source. Its numbers depend only on the seed and the order of draws, on every machine."""
 
     def __init__(self, seed: int | str) -> None:
         self._seed, self._random = seed, random.Random(seed)
 
     def fork(self, name: str) -> RandomSource:
-        """RandomSource of their own, so that draws elsewhere do not disturb them."""
+        """Return an independent source, whose numbers do not depend on other draws."""
         return RandomSource(f"{self._seed}/{name}")
 
     def chance(self, probability: float) -> bool:
@@ -26,16 +26,16 @@ class RandomSource:
         return low + (high - low) * self._random.random()
 
     def number(self, low: int, high: int) -> int:
-        """From ``low`` to ``high``, both included."""
+        """Return an integer from ``low`` to ``high``, both included."""
         return low + int(self._random.random() * (high - low + 1))
 
     def choice(self, options: Sequence[T]) -> T:
         return options[int(self._random.random() * len(options))]
 
     def around(self, typical: float) -> float:
-        """Mostly near ``typical``, sometimes many times as much."""
+        """Return a duration that is mostly near ``typical`` and sometimes many times longer."""
         return typical * (0.25 + self._random.expovariate(1.0))
 
     def token(self) -> str:
-        """16 hexadecimal digits."""
+        """Return 16 hexadecimal digits."""
         return f"{self._random.getrandbits(64):016x}"

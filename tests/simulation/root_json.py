@@ -1,4 +1,4 @@
-"""What ``root.json`` says, as parsed JSON."""
+"""Queries of the parsed JSON of ``root.json``."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ Attempt = tuple[int, str]
 Json = dict[str, Any]
 
 EMPTY: Json = {"dropped": [], "rewrites": [], "verified": 0, "rollbacks": 0, "rolled_back": []}
-"""Fields that may be absent."""
+"""Defaults of fields that may be absent."""
 
 
 def is_as_much(entry: Json, listed: Json | None) -> bool:
-    """Whether it is a version that was listed, written anew, with all that it had then."""
+    """Return whether an entry is a rewrite of a listed version with all of its groups."""
     if listed is None or (entry.get("saved") or entry["attempt"]) != (listed.get("saved") or listed["attempt"]):
         return False
     return not entry.get("groups") or entry["groups"] == listed.get("groups")
 
 
 def listed_in(root: Json) -> list[Json]:
-    """The live and the rolled-back versions, oldest first."""
+    """Return the live and the rolled-back versions, oldest first."""
     return sorted((*root["versions"], *root["rolled_back"]), key=lambda entry: entry["id"])
 
 
 def entry_of(one: Json) -> Json:
-    """What is said of a version, rolled back or not."""
+    """Return the entry of a version without the fields of a rollback."""
     return {name: value for name, value in one.items() if name not in ("after", "at")}
 
 

@@ -1,4 +1,4 @@
-"""Playing seeds, and telling what came of them."""
+"""Play one seed and report its outcome."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .journal import Violation
 
 @dataclass(frozen=True)
 class Outcome:
-    """What became of a seed. ``broken``: the invariant, empty if all held; ``report``: what a person wants to know of it."""
+    """The outcome of a seed. ``broken`` is the violated invariant (empty if none), ``report`` its description for a person."""
 
     seed: int
     digest: str
@@ -22,7 +22,7 @@ class Outcome:
 
 
 def play(seed: int) -> Outcome:
-    """Play one seed. Also an error that nobody expected is an outcome."""
+    """Play one seed. An unexpected error is an outcome too."""
     cluster = Cluster(seed)
     with fakes(cluster):
         broken = what = ""

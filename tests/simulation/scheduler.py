@@ -1,7 +1,7 @@
-"""Discrete events: many greenlets, one at a time, on a clock that goes from event to event.
+"""A discrete-event scheduler: many greenlets, one at a time, on a clock that advances from event to event.
 
-The code under test blocks in two places only: in calls of its store and in sleeps of its clock. Both end here, in ``pause``. A
-*process* is a group of greenlets that live, freeze and die together.
+The code under test blocks in two places only: in calls of its store and in sleeps of its clock. Both call ``pause``. A *process*
+is a group of greenlets that freeze and die together.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from .random_source import RandomSource
 
 
 class Process:
-    """What dies and freezes as one."""
+    """A group of tasks that freeze and die together."""
 
     def __init__(self, scheduler: Scheduler, name: str) -> None:
         self.scheduler, self.name = scheduler, name
@@ -29,14 +29,14 @@ class Process:
         return self.name
 
     def spawn(self, run: Callable[[], None]) -> Task:
-        """Another thread of this process."""
+        """Start another task of this process."""
         task = Task(self, run)
         self.tasks = [t for t in self.tasks if not t.dead] + [task]
         self.scheduler.wake(task, 0.0)
         return task
 
     def wait(self, reached: Callable[[], bool], seconds: float) -> bool:
-        """Let the running task wait until ``tell`` is called and ``reached()`` is true, or the time is over."""
+        """Block the running task until ``tell`` is called and ``reached()`` is true, or the time is over."""
         scheduler, task = self.scheduler, current()
         end = scheduler.time + seconds
         while not reached():
@@ -49,18 +49,18 @@ class Process:
         return True
 
     def tell(self) -> None:
-        """Something has changed: let those who wait look again."""
+        """Wake the waiting tasks, which check their conditions again."""
         waiting, self.waiting = self.waiting, []
         for task in waiting:
             self.scheduler.wake(task, 0.0)
 
     def freeze(self, seconds: float) -> None:
-        """Stand still for so long: what should happen meanwhile happens afterwards."""
+        """Freeze the process; its due events run after the freeze."""
         self.frozen_until = max(self.frozen_until, self.scheduler.time + seconds)
         self.scheduler.after(seconds, self.thaw)
 
     def thaw(self, *, now: bool = False) -> None:
-        """Go on, if it is time to."""
+        """Resume a frozen process if its time is over, or immediately with ``now``."""
         if now:
             self.frozen_until = self.scheduler.time
         if self.scheduler.time >= self.frozen_until:
@@ -69,7 +69,7 @@ class Process:
                 self.scheduler.after(0.0, functools.partial(self.resume, task, turn))
 
     def resume(self, task: Task, turn: int) -> None:
-        """Let a task run until it pauses, if nothing has let it since."""
+        """Run a task until it pauses, unless it has run since this turn was scheduled."""
         if task.turn != turn or task.dead or not self.alive:
             return
         if self.frozen_until > self.scheduler.time:
@@ -79,7 +79,7 @@ class Process:
         task.switch()
 
     def kill(self) -> None:
-        """End all its tasks where they stand. Nothing that they do on their way out reaches the store."""
+        """End all tasks where they are. No call of their cleanup reaches the store."""
         self.alive = False
         self.scheduler.after(0.0, self._reap)
         running = getcurrent()
@@ -93,7 +93,7 @@ class Process:
 
 
 class Task(greenlet):
-    """A thread of a process."""
+    """A simulated thread of a process."""
 
     def __init__(self, process: Process, run: Callable[[], None]) -> None:
         super().__init__(run, parent=process.scheduler.hub)
@@ -101,14 +101,14 @@ class Task(greenlet):
 
 
 def current() -> Task:
-    """The running task."""
+    """Return the running task."""
     task = getcurrent()
     assert isinstance(task, Task)
     return task
 
 
 class Scheduler:
-    """``time``: seconds since the world began. Events of one moment come in a random order."""
+    """A queue of events. ``time`` is in seconds since the start; events of the same time run in random order."""
 
     def __init__(self, rng: RandomSource) -> None:
         self.time = 0.0
@@ -118,17 +118,17 @@ class Scheduler:
         self._count = 0
 
     def after(self, seconds: float, action: Callable[[], None]) -> None:
-        """Do this later, on no process's account."""
+        """Schedule an action that belongs to no process."""
         self._count += 1
         heapq.heappush(self._events, (self.time + seconds, self._rng.between(0.0, 1.0), self._count, action))
 
     def wake(self, task: Task, seconds: float) -> None:
-        """Let a task go on later, unless something else lets it go on before."""
+        """Schedule a task to resume, unless it resumes earlier."""
         turn = task.turn
         self.after(seconds, functools.partial(task.process.resume, task, turn))
 
     def pause(self, seconds: float) -> None:
-        """Let others run for so long."""
+        """Suspend the running task for a time."""
         task = current()
         if not task.process.alive:
             raise GreenletExit
@@ -136,7 +136,7 @@ class Scheduler:
         self.hub.switch()
 
     def run(self, until: float) -> None:
-        """Go on until then, or until nothing is left to do."""
+        """Run events until a time, or until no event is left."""
         while self._events and self._events[0][0] <= until:
             self.time, _, _, action = heapq.heappop(self._events)
             action()

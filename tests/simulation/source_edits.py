@@ -35,7 +35,7 @@ Bound = dict[str, Any]
 
 @dataclass(frozen=True)
 class Edit:
-    """See the module."""
+    """One edit; see the docstring of the module."""
 
     function: str
     pattern: str
@@ -43,7 +43,7 @@ class Edit:
 
 
 def edited(package: Path, edits: tuple[Edit, ...]) -> dict[Path, str]:
-    """The new source of each file of ``package`` that the edits change, by the path below it."""
+    """Return the new source of each file that the edits change, by its path in ``package``."""
     trees: dict[Path, ast.Module] = {}
     bound: Bound = {}
     for edit in edits:
@@ -56,7 +56,7 @@ def edited(package: Path, edits: tuple[Edit, ...]) -> dict[Path, str]:
 
 @cache
 def _index(package: Path) -> dict[str, list[tuple[Path, int]]]:
-    """Qualified name -> the files that define a function of that name, and the line."""
+    """Return qualified name -> the files and lines that define a function of that name."""
     found: dict[str, list[tuple[Path, int]]] = {}
     for file in sorted(package.rglob("*.py")):
         for name, node in _functions(ast.parse(file.read_text())):
@@ -65,7 +65,7 @@ def _index(package: Path) -> dict[str, list[tuple[Path, int]]]:
 
 
 def _home(package: Path, function: str) -> Path:
-    """The one file that defines the function."""
+    """Return the only file that defines the function."""
     module, _, name = function.rpartition(":")
     homes = [(path, line) for path, line in _index(package).get(name, ()) if module in ("", path.stem)]
     assert len(homes) == 1, f"{function} is defined {len(homes)} times: {[f'{path}:{line}' for path, line in homes]}"
@@ -98,7 +98,7 @@ def _apply(function: Any, module: ast.Module, edit: Edit, bound: Bound) -> None:
     for parent in ast.walk(function):
         for field, value in ast.iter_fields(parent):
             for index, node in enumerate(value) if isinstance(value, list) else ((None, value),):
-                # A call that is a statement is matched as that, so that it can be removed.
+                # A call that is a statement is matched as a statement, so that an edit can remove it.
                 if isinstance(parent, ast.Expr) or not isinstance(node, (ast.stmt, ast.expr)):
                     continue
                 trial = dict(bound)
@@ -125,7 +125,7 @@ def _apply(function: Any, module: ast.Module, edit: Edit, bound: Bound) -> None:
 
 
 def _check_names(new: list[ast.stmt], module: ast.Module, edit: Edit) -> None:
-    """Each name that the replacement uses is one of the module's, a builtin, or bound by the replacement."""
+    """Check that each name in the replacement is in the module, a builtin, or bound by the replacement."""
     known = {*dir(builtins)}
     for tree in (module, *new):
         for node in ast.walk(tree):
@@ -154,7 +154,7 @@ def _is_header(node: ast.AST) -> bool:
 
 
 def _variable(node: Any) -> str:
-    """The name of a ``$name``, else empty."""
+    """Return the name of a ``$name`` variable, or an empty string."""
     return node.id.removeprefix(_PREFIX) if isinstance(node, ast.Name) and node.id.startswith(_PREFIX) else ""
 
 
@@ -212,7 +212,7 @@ def _match_keywords(patterns: list[Any], nodes: list[Any], bound: Bound) -> bool
 
 
 def _filled(node: Any, bound: Bound) -> Any:
-    """A copy of a replacement, with what its variables matched."""
+    """Return a copy of a replacement with its variables substituted."""
     if name := _variable(node):
         return _bound(name, bound)
     if isinstance(node, list):

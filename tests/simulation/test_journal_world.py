@@ -1,5 +1,5 @@
-"""Nodes and processes of journaled trainings die in many ways: a failure costs one step at most while one of two copies lives,
-and lines of history are not mixed. The checks find planted bugs."""
+"""Simulated failures of trainings with a journal: a failure costs at most one step while one of two copies survives, and no
+replay mixes histories. The checks detect planted bugs."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ QUICK, SOAK = 40, 5_000
 
 
 def violation(seed: int) -> str:
-    """The invariant that a world breaks; empty if all hold. Planning alone has to tell lines of history apart here."""
+    """Return the violated invariant, or an empty string. Without digests, only the plan can separate histories."""
     try:
         JournalWorld(seed, digests=False).play(EVENTS)
     except Violation as found:
@@ -42,17 +42,17 @@ def check(seeds: range) -> None:
     assert replayed > 10 * len(seeds)
 
 
-def test_worlds_with_journals_hold() -> None:
+def test_journal_worlds_violate_no_invariant() -> None:
     check(range(QUICK))
 
 
 @pytest.mark.slow
-def test_thousands_of_worlds_with_journals_hold() -> None:
+def test_thousands_of_journal_worlds_violate_no_invariant() -> None:
     check(range(SOAK))
 
 
 def _oldest_here(self: EntryStore, info: EntryInfo) -> int:
-    """As if what is not here was not needed: a restarted node gives up the last copies."""
+    """Treat entries that are not on this node as not needed, so a restarted node drops the last copies."""
     mine = [
         other.step for other in self.holdings(info.repository) if (other.rank, other.world_size) == (info.rank, info.world_size)
     ]
@@ -75,12 +75,12 @@ BUGS = {
 
 
 @pytest.mark.parametrize("bug", BUGS)
-def test_a_planted_bug_of_the_journal_is_found(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_planted_bug_of_the_journal_is_detected(bug: str, monkeypatch: pytest.MonkeyPatch) -> None:
     where, name, wrong, invariant = BUGS[bug]
     replace: Any = monkeypatch.setattr
     replace(where, name, wrong)
     assert invariant in (violation(seed) for seed in range(400))
 
 
-def test_planning_tells_lines_of_history_apart() -> None:
+def test_planning_separates_histories_without_digests() -> None:
     assert {violation(seed) for seed in range(QUICK)} == {""}

@@ -1,4 +1,4 @@
-"""The real repository, committer, retention and collection against a model of a few sets: Hypothesis calls both in any order."""
+"""A stateful Hypothesis test of the real repository, committer, retention and collection against a small model."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ Attempt = tuple[int, str]
 
 @dataclass
 class Model:
-    """What a repository is, in plain words. ``written``: when something of an attempt was last written."""
+    """A model of a repository. ``written`` is the time of the last write of each attempt."""
 
     next_id: int = 1
     epoch: int = 0
@@ -51,7 +51,7 @@ class Model:
         return {a for a in self.live if a == self.live[-1] or a[0] in {*self.pins.values(), self.verified}}
 
     def collectable(self, now: float, grace: float) -> set[Attempt]:
-        """What a collection that is planned now will delete."""
+        """Return the attempts that a collection planned now will delete."""
         idle = {a: now - self.dropped.get(a, at) for a, at in self.written.items() if a not in self.live and self.objects[a]}
         idle |= {a: now - at for a, at in self.dropped.items()}
         busy = any(a[0] >= self.next_id and seconds < grace for a, seconds in idle.items())
@@ -63,7 +63,7 @@ class Model:
 
 
 class RepositoryModel(RuleBasedStateMachine):
-    """Each rule does one thing to both."""
+    """The state machine: each rule applies one operation to the repository and to the model."""
 
     prunings = Bundle("prunings")
     collections = Bundle("collections")
@@ -97,13 +97,13 @@ class RepositoryModel(RuleBasedStateMachine):
 
     @rule(steps=st.integers(0, 20))
     def begin_to_save(self, steps: int) -> None:
-        """All is stored but the record: the commit may come later, or never."""
+        """Store everything except the record: the commit may follow later, or never."""
         self.saving.append((self.committers[-1], self._store_attempt(self.committers[-1], steps, 1)))
 
     @precondition(lambda self: self.saving)
     @rule(data=st.data())
     def end_a_save(self, data: st.DataObject) -> None:
-        """Perhaps after hours, in an epoch that is over."""
+        """Commit, possibly hours later in a past epoch."""
         self._commit(*self.saving.pop(data.draw(st.integers(0, len(self.saving) - 1))))
 
     @precondition(lambda self: self.saving)
@@ -115,8 +115,8 @@ class RepositoryModel(RuleBasedStateMachine):
 
     @precondition(lambda self: self.model.live)
     @rule(data=st.data())
-    def discard_what_is_or_was_a_version(self, data: st.DataObject) -> None:
-        """As a coordinator does that was told that it is fenced, and not that its commit had succeeded before."""
+    def discard_a_live_or_dropped_version(self, data: st.DataObject) -> None:
+        """Discard as a fenced coordinator does that did not learn that its commit had succeeded."""
         attempt = data.draw(st.sampled_from([*self.model.live, *self.model.dropped]))
         self.committers[0].discard(*attempt)
 
@@ -205,7 +205,7 @@ class RepositoryModel(RuleBasedStateMachine):
             self.model.dropped.pop(attempt, None)
 
     @invariant()
-    def the_root_is_as_the_model(self) -> None:
+    def the_root_equals_the_model(self) -> None:
         root = self.repository.root()
         model = self.model
         assert [(entry.id, entry.attempt) for entry in root.versions] == model.live
@@ -213,7 +213,7 @@ class RepositoryModel(RuleBasedStateMachine):
         assert {(d.id, d.attempt): d.at for d in root.dropped} == model.dropped
 
     @invariant()
-    def the_store_holds_what_the_model_says(self) -> None:
+    def the_store_contains_the_objects_of_the_model(self) -> None:
         held: dict[Attempt, int] = {}
         for info in self.store.list(keys.VERSIONS):
             attempt = keys.attempt_of(info.key)
@@ -239,12 +239,12 @@ class RepositoryModel(RuleBasedStateMachine):
                 committer.commit(record)
         else:
             version = committer.commit(record)
-            assert committer.commit(record) == version  # as after a lost answer
+            assert committer.commit(record) == version  # a repeated commit, as after a lost answer
             self.model.live.append(attempt)
             self.model.next_id = record.id + 1
 
     def _store_attempt(self, committer: Committer, step: int, nodes: int) -> VersionRecord:
-        """Everything of a save but its record."""
+        """Store everything of a save except its record."""
         id, attempt = committer.reserve()
         record = VersionRecord(self.repository.id, id, attempt, committer.epoch, step, created=1.5, world_size=nodes)
         parts = [payload.part(node, 0) for node in range(nodes)]
@@ -269,8 +269,8 @@ TestRepository.settings = settings(
 )
 
 
-def test_a_dropped_version_is_left_to_a_collection() -> None:
-    """It can be neither pinned nor leased nor committed again. The random rules above meet this seldom."""
+def test_a_dropped_version_cannot_be_used_again() -> None:
+    """A dropped version can be neither pinned nor leased nor committed again; the random rules rarely reach this case."""
     machine = RepositoryModel()
     machine.begin()
     machine.save([1], 1)
@@ -285,4 +285,4 @@ def test_a_dropped_version_is_left_to_a_collection() -> None:
     with pytest.raises(SaveFailed, match="spent"):
         machine.committers[-1].commit(record)
     machine.committers[-1].discard(version.id, version.attempt)
-    machine.the_store_holds_what_the_model_says()
+    machine.the_store_contains_the_objects_of_the_model()

@@ -1,4 +1,4 @@
-"""Hundreds of worlds hold; a seed is a history; and the checks do look: in the slow suite each planted bug is found."""
+"""Simulated worlds violate no invariant, a seed determines its history, and each planted bug is detected (slow suite)."""
 
 from __future__ import annotations
 
@@ -22,19 +22,19 @@ _QUICK, _SOAK = 50, 3_000
 
 
 @pytest.mark.parametrize("first", range(0, _QUICK, _AT_ONCE))
-def test_worlds_hold(first: int) -> None:
+def test_worlds_violate_no_invariant(first: int) -> None:
     outcomes = [play(seed) for seed in range(first, first + _AT_ONCE)]
     assert not any(outcome.broken for outcome in outcomes), _reports(outcomes)
-    assert sum(outcome.versions for outcome in outcomes) > 5 * _AT_ONCE  # they did not hold because nothing happened
+    assert sum(outcome.versions for outcome in outcomes) > 5 * _AT_ONCE  # enough happened in the worlds
 
 
-def test_a_seed_plays_the_same_history_again() -> None:
+def test_a_seed_replays_the_same_history() -> None:
     assert play(7) == play(7)
     assert play(7).digest != play(8).digest
 
 
-def test_a_seed_plays_the_same_history_in_another_process() -> None:
-    """Where sets have another order."""
+def test_a_seed_replays_its_history_in_another_process() -> None:
+    """Sets have another order there."""
     said = [
         subprocess.run(
             [sys.executable, "-m", "tests.simulation", "7"],
@@ -50,7 +50,7 @@ def test_a_seed_plays_the_same_history_in_another_process() -> None:
     assert play(7).digest in said[0]
 
 
-def test_a_failing_seed_says_what_where_and_how_to_see_it_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_report_of_a_failed_seed_has_the_replay_command(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(invariants, "OF_SWAP", ())
     broken = next(outcome for seed in range(100) if (outcome := play(seed)).broken)
     assert broken.broken == "at most one coordinator's writes win"
@@ -58,7 +58,7 @@ def test_a_failing_seed_says_what_where_and_how_to_see_it_again(monkeypatch: pyt
     assert broken.report.count("\n") >= 40
 
 
-def test_planted_bugs_still_fit_the_code() -> None:
+def test_planted_bugs_match_the_code() -> None:
     for bug in BUGS:
         for source in changed(bug).values():
             compile(source, bug.name, "exec")
@@ -66,14 +66,14 @@ def test_planted_bugs_still_fit_the_code() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
-def test_a_planted_bug_is_found(bug: Bug) -> None:
+def test_a_planted_bug_is_detected(bug: Bug) -> None:
     finding = find(bug)
     assert finding.seed is not None, f"{SEEDS} seeds did not find it: the simulation is too weak"
     assert not finding.broken.startswith("nothing crashes")
 
 
 @pytest.mark.slow
-def test_thousands_of_worlds_hold(capsys: pytest.CaptureFixture[str]) -> None:
+def test_thousands_of_worlds_violate_no_invariant(capsys: pytest.CaptureFixture[str]) -> None:
     begun, broken, played = SYSTEM.monotonic(), list[Outcome](), 0
     with multiprocessing.get_context("spawn").Pool() as pool:
         for outcome in pool.imap_unordered(play, range(_SOAK), chunksize=20):
@@ -90,6 +90,6 @@ def test_thousands_of_worlds_hold(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def _reports(outcomes: list[Outcome]) -> str:
-    """The first report whole, and which others failed."""
+    """Return the whole first report and the list of other failed seeds."""
     failed = sorted((outcome for outcome in outcomes if outcome.broken), key=lambda outcome: outcome.seed)
     return "\n".join([outcome.report for outcome in failed[:1]] + [f"also seed {o.seed}: {o.broken}" for o in failed[1:20]])

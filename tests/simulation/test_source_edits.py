@@ -1,4 +1,4 @@
-"""Edits by structure find what they name, in any layout, and fail where it is missing or not the only one."""
+"""Source edits match code in any layout and fail unless they match exactly once."""
 
 from __future__ import annotations
 
@@ -41,11 +41,11 @@ def same(source: str, wanted: str) -> bool:
         ("^", "return limit", "if self.total < limit:", "return limit\n        if self.total < limit:"),
     ],
 )  # fmt: skip
-def test_an_edit_changes_what_it_matches(tmp_path: Path, pattern: str, new: str, old_text: str, new_text: str) -> None:
+def test_an_edit_replaces_the_code_that_it_matches(tmp_path: Path, pattern: str, new: str, old_text: str, new_text: str) -> None:
     assert same(new_source(tmp_path, Edit("Counter.step", pattern, new)), SOURCE.replace(old_text, new_text))
 
 
-def test_layout_and_locals_do_not_matter(tmp_path: Path) -> None:
+def test_an_edit_ignores_layout_and_names_of_locals(tmp_path: Path) -> None:
     source = SOURCE.replace("self.total < limit:", "(self.total\n                < bound):").replace("limit", "bound")
     assert "if False:" in new_source(tmp_path, Edit("Counter.step", "$x.total < $limit", "False"), source=source)
 
@@ -61,6 +61,6 @@ def test_layout_and_locals_do_not_matter(tmp_path: Path) -> None:
         (Edit("Counter.step", "$x < $limit", "$other"), "is in no pattern"),
     ],
 )
-def test_an_edit_that_does_not_fit_is_refused(tmp_path: Path, edit: Edit, message: str) -> None:
+def test_an_edit_that_does_not_match_once_is_rejected(tmp_path: Path, edit: Edit, message: str) -> None:
     with pytest.raises(AssertionError, match=message):
         new_source(tmp_path, edit)
