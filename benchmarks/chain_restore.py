@@ -2,7 +2,7 @@
 
 A GPT (see ``study_models``) is trained in mixed precision and saved every 10 steps to two repositories: one with whole
 versions, one in which all but the first are deltas to the first (``Compression(delta=)``). A copy of the first repository is
-thinned to a chain, as ``raystow prune --resumable 1 --delta 6`` does. Then versions are restored into host memory in turns:
+thinned to a chain, as ``raystow prune --resumable 1 --delta 6`` does. The versions are then restored into host memory in turn:
 open, plan, read, decode. All files are in the page cache. Every tensor is compared bit for bit with the saved one.
 """
 

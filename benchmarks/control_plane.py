@@ -49,11 +49,11 @@ NODES = (16, 256, 2048)
 MANY = 10_000
 CPU, MEMORY, OPENING = 5.0, 2 << 30, 0.2
 LINEAR = 1.2
-"""Tolerance for linear cost: how much more a node may cost among many than among few."""
+"""Tolerance for linear cost: upper bound of the cost of one more node among many, relative to one more among few."""
 
 
 def entries(number: int) -> tuple[Entry, ...]:
-    """Entries of live versions; their objects do not exist and are not read."""
+    """Return entries of live versions, whose objects do not exist and are not read."""
     return tuple(
         Entry(i, SYSTEM.token(), "5e" * 32, 700, 500 * i, 1.79e9 + 600 * i, 10**12, 8 * 10**11) for i in range(1, number + 1)
     )
@@ -98,7 +98,7 @@ def commits(uri: str, live: int, rounds: int) -> dict[str, Any]:
 
 
 def spread(seconds: Sequence[float]) -> dict[str, float]:
-    """Milliseconds."""
+    """Return the median and the 99th percentile in milliseconds."""
     cuts = statistics.quantiles(seconds, n=100, method="inclusive")
     return {"p50": 1e3 * cuts[49], "p99": 1e3 * cuts[98]}
 
@@ -161,7 +161,7 @@ def s3() -> Iterator[tuple[str, str]]:
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool]:
-    """Return raystow's goals, and whether this run meets them."""
+    """Return raystow's goals and whether this run meets them."""
     few, some, many = results["coordinator"]
     found = results["opening"]["local"]["raystow.latest(uri)"]
     return {

@@ -1,8 +1,8 @@
-"""Measure what a save by many nodes costs the coordinator.
+"""Measure the cost of a save by many nodes for the coordinator.
 
-The coordinator is the product's class on an event loop in a process of its own, with the real committer and a real store, but
-without Ray. This process plays the nodes: each builds its fragment of real ``Chunk`` rows, and a few write Parquet. Reports
-cross a pipe as pickles, as they would cross the network.
+The coordinator is the product's class on an event loop in a separate process, with the real committer and a real store, but
+without Ray. This process simulates the nodes: each builds its fragment of real ``Chunk`` rows, and a few write Parquet. Reports
+are sent through a pipe as pickles, as they are sent over the network.
 """
 
 from __future__ import annotations
@@ -129,9 +129,9 @@ async def _coordinate(pipe: Connection, uri: str, nodes: int) -> None:
 
 
 async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Report, Report]]) -> Entry:
-    """Every call of a save, in an order that leaves as many as possible waiting at once.
+    """Send every call of a save, in the order with the most calls waiting concurrently.
 
-    A node tells of its part twice: when it is in memory, and when it is durable.
+    A node reports its part twice: when it is in memory, and when it is durable.
     """
     tickets: list[Ticket] = []
     for begins, _, _ in reports:
@@ -151,15 +151,15 @@ async def _save(actor: CoordinatorActor, reports: Sequence[tuple[list[Begin], Re
 
 
 async def _call(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Call like Ray calls an actor: as a separate task, so that awakened tasks run before the next call."""
+    """Call as Ray calls an actor: in a separate task, so that awakened tasks run before the next call."""
     return await asyncio.create_task(coroutine)
 
 
 def simulate(uri: str, nodes: int, saves: int) -> dict[str, Any]:
-    """Save ``saves`` times with so many nodes; the most that one of the saves has cost the coordinator.
+    """Save ``saves`` times with a number of nodes; return the highest cost of a save for the coordinator.
 
     ``cpu``: seconds of all threads of its process, from the first byte of the nodes' reports to the committed version. ``peak``:
-    bytes of its process after the last of the saves; it had ``empty`` before the first rank joined.
+    peak memory of its process after the last save, in bytes; ``empty``: the same before the first rank joined.
     """
     repository = create_repository(uri)
     start = time.perf_counter()

@@ -5,7 +5,7 @@ random numbers.
 
 Method. Contestants take turns in every round, in rotating order. A cell is the median over the rounds; "raystow / ZipNN" and
 gains are medians of quotients within a round. A measurement in which processes waited for a core (/proc/pressure/cpu) for more
-than a tenth of the time is repeated up to four times; the least disturbed counts. The allocator keeps freed memory, because
+than a tenth of the time is repeated up to four times; the least disturbed is used. The allocator keeps freed memory, because
 page faults would cost contestants that return new memory, ZipNN above all, up to half of their speed. Every decode is compared
 byte for byte, outside the clock. Sizes include descriptions.
 
@@ -99,7 +99,7 @@ def bytes_of(tensor: Tensor) -> Bytes:
 
 
 class Contestant:
-    """Codes a tensor and decodes it again. Only ``encode`` and ``decode`` are timed."""
+    """A codec under test. Only ``encode`` and ``decode`` are timed."""
 
     def __init__(self, threads: int) -> None:
         self.threads = threads
@@ -124,7 +124,7 @@ class Contestant:
         return pieces
 
     def _each(self, work: Callable[..., Any], *items: Sequence[Any]) -> list[Any]:
-        """Apply work to all items on this contestant's threads; each thread takes the next item when it is done."""
+        """Apply work to all items on this contestant's threads; a thread takes the next item when it has finished one."""
         if self.threads == 1:
             return list(map(work, *items))
         results: list[Any] = [None] * len(items[0])
@@ -283,7 +283,7 @@ def pressure() -> float:
 
 @dataclass(frozen=True)
 class Timing:
-    """``disturbance``: the part of the ``seconds`` in which some process waited for a core."""
+    """A measurement. ``disturbance``: the part of the ``seconds`` in which some process waited for a core."""
 
     disturbance: float
     seconds: float
@@ -325,7 +325,7 @@ def measure(tensor: Tensor, field: dict[str, dict[int, Contestant]], rounds: int
 
 
 def calmest(contestant: Contestant, tensor: Tensor, name: str) -> tuple[int, dict[str, Timing]]:
-    """Return the stored size, and the least disturbed timings in up to ``TRIES`` tries."""
+    """Return the stored size and the least disturbed timings of up to ``TRIES`` tries."""
     tries: dict[str, list[Timing]] = {"encode": [], "decode": []}
     for _ in range(TRIES):
         source = contestant.prepare(tensor)
@@ -430,7 +430,7 @@ def main(
         "steps": [steps // STATES * (i + 1) for i in range(STATES)],
     }
     data = parts(steps, cache or Path(tempfile.gettempdir()) / f"raystow-demo-state-{steps}.npz")
-    torch.set_num_threads(1)  # torch's own threads would spin after their work
+    torch.set_num_threads(1)  # torch's threads spin for a time after their work
     results = {}
     with tempfile.TemporaryDirectory(dir="/dev/shm" if Path("/dev/shm").is_dir() else None) as folder:
         field = contestants(Path(folder))

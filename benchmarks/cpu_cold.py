@@ -68,7 +68,7 @@ def tensors(of: dict[str, Any]) -> dict[str, Any]:
 
 
 def save(folder: Path, bucket: str) -> None:
-    """Save the state in every way."""
+    """Save the state with each library."""
     import torch
     import torch.distributed.checkpoint as dcp
     from local_cluster import LocalCluster
@@ -122,7 +122,7 @@ def prepared(way: str, folder: Path, bucket: str, into: dict[str, Any]) -> Calla
 
     if way == IMPORT:
         return lambda: (raystow.Checkpointer, raystow.Repository)
-    import raystow.orchestrator.standalone.restore  # else the call would import it
+    import raystow.orchestrator.standalone.restore  # otherwise the measured call would import it
     import raystow.storage.repository
     import raystow.storage.stores.local
 

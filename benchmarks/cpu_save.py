@@ -1,5 +1,5 @@
-"""Measure what a save of tensors in host memory costs: CPU seconds of all processes, time that training is held, and time until
-it is durable. raystow, torch.save, DCP and torch_checkpointing in one run.
+"""Measure the cost of a save of tensors in host memory: CPU seconds of all processes, blocked training time, and time until
+durable. One run compares raystow, torch.save, DCP and torch_checkpointing.
 
 *State.* That of ``cpu_cold``, ``--copies`` times: bf16 weights, fp32 master copy and two moments, .77 GB by default. Before each
 save all elements change by about a thousandth, as an optimizer's step changes them.
@@ -88,11 +88,11 @@ def main(
     note: Annotated[str, typer.Option(help="recorded: what else ran on the machine")] = "",
     one: Annotated[str, typer.Option(hidden=True)] = "",
 ) -> None:
-    """Measure what a save of tensors in host memory costs."""
+    """Measure the cost of a save of tensors in host memory."""
     if one:
         with tempfile.TemporaryDirectory(prefix="raystow-cpu-save-", dir=store) as folder:
             print(json.dumps(case(one, Path(folder), saves, copies)), flush=True)
-        os._exit(0)  # threads of peers would block the end
+        os._exit(0)  # threads of other libraries would block the exit
     about: dict[str, Any] = {**report.about("raystow", "ray", "torch", "torch_checkpointing"), "note": note}
     ways = tuple(contestant or CASES)
     found: dict[str, dict[str, list[float]]] = {way: {} for way in ways}

@@ -1,4 +1,4 @@
-"""What starts the training processes of ``faults.py``, starts them again when one has ended, and kills them."""
+"""Launchers of ``faults.py``: they start the training processes, restart them when one has ended, and kill them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Event = dict[str, Any]
 
 
 class Launcher(ABC):
-    """Starts all ranks, and all of them again when one has ended."""
+    """A launcher that starts all ranks, and restarts all of them when one has ended."""
 
     def __init__(self, saver: str, uri: str, folder: Path) -> None:
         self._saver, self._uri, self._folder = saver, uri, folder
@@ -34,14 +34,14 @@ class Launcher(ABC):
 
     @abstractmethod
     def ended(self) -> bool:
-        """Whether a rank has ended that nobody else starts again."""
+        """Return whether a rank has ended that no other component restarts."""
 
     @abstractmethod
     def stop(self) -> None:
         """End all ranks."""
 
     def kill_node(self) -> None:
-        """Kill the machine of the last rank, with all that runs there."""
+        """Kill the machine of the last rank with all its processes."""
         self.kill_rank()
 
     def close(self) -> None:
@@ -55,7 +55,7 @@ class Launcher(ABC):
 
     @property
     def crashes(self) -> int:
-        """How often the training was started again without a kill."""
+        """Number of restarts of the training that were not caused by a kill."""
         starts = len([one for one in self.events("started") if one["rank"] == 0])
         return max(0, starts - 1 - self._kills)
 
@@ -64,11 +64,11 @@ class Launcher(ABC):
         return [line for line in map(json.loads, self._log.read_text().splitlines()) if line["event"] == event]
 
     def stacks(self) -> list[str]:
-        """Say where each rank is."""
+        """Return the stack of each rank."""
         return [f"rank {rank}: {fault_ranks.stack_of(self._folder, rank, self._pid(rank))}" for rank in range(RANKS)]
 
     def until(self, reached: Callable[[], bool], patience: float) -> bool:
-        """Look after the ranks until a condition holds; False if it does not in time."""
+        """Supervise the ranks until a condition holds; return False if it does not hold in time."""
         end = time.monotonic() + patience
         while not reached():
             if time.monotonic() > end:
@@ -88,7 +88,7 @@ class Launcher(ABC):
 
 
 class Processes(Launcher):
-    """Ranks without Ray, as torchrun starts them. A machine has nothing but its rank."""
+    """Ranks without Ray, as torchrun starts them. The only process of a machine is its rank."""
 
     def __init__(self, saver: str, uri: str, folder: Path) -> None:
         super().__init__(saver, uri, folder)
@@ -135,7 +135,7 @@ class OnRay(Launcher):
     def close(self) -> None:
         """See ``Launcher``."""
         self.stop()
-        with contextlib.suppress(AssertionError):  # of the drills: a process took its time
+        with contextlib.suppress(AssertionError):  # a process may end too slowly for the check of the drills
             self._cluster.close()
 
     def _last_node(self) -> str:
@@ -176,7 +176,7 @@ class Tasks(OnRay):
 
 
 class RayTrain(OnRay):
-    """Ray Train starts the ranks, and the driver is started again if it ends."""
+    """Ranks that Ray Train starts; its driver is restarted if it ends."""
 
     def start(self) -> None:
         """See ``Launcher``."""
@@ -196,4 +196,4 @@ class RayTrain(OnRay):
 
 
 LAUNCHERS: dict[str, type[Launcher]] = {"raystow": Tasks, "ray.train.report": RayTrain}
-"""By saver; ``Processes`` for the others."""
+"""Launcher of each saver; ``Processes`` for the others."""

@@ -1,4 +1,4 @@
-"""The training processes of ``faults.py``: each restores, then saves after each step, and notes what happens in a file."""
+"""The training processes of ``faults.py``: each restores, saves after each step, and logs its events to a file."""
 
 from __future__ import annotations
 
@@ -107,7 +107,7 @@ class Dcp:
 
 
 class RayTrain:
-    """``ray.train.report`` with a folder that rank 0 has written, as for states that all ranks have."""
+    """``ray.train.report`` with a folder that rank 0 has written, as for replicated states."""
 
     def __init__(self, place: Place) -> None:
         self._rank = place.rank
@@ -147,7 +147,7 @@ SAVERS: dict[str, Callable[[Place], Saver]] = {
 
 
 def run(place: Place) -> None:
-    """Be one rank, for ever."""
+    """Run one rank until it is killed."""
     with (place.folder / f"stack-{place.rank}").open("w") as stack:
         faulthandler.register(signal.SIGUSR1, file=stack)
         place.note("started", pid=os.getpid())
@@ -178,14 +178,14 @@ def _train(place: Place) -> None:
 
 
 def _values(step: int) -> Any:
-    """The weights after a step."""
+    """Return the weights after a step."""
     import torch
 
     return torch.zeros(NUMBERS) if step == 0 else torch.randn(NUMBERS, generator=torch.Generator().manual_seed(step))
 
 
 def run_in_ray_train(uri: str, folder: Path) -> None:
-    """Be the driver of a training by Ray Train, which starts its ranks again when one fails."""
+    """Run the driver of a training by Ray Train, which restarts its ranks when one fails."""
     from pyarrow import fs
     from ray import train
     from ray.train.torch import TorchTrainer
@@ -204,7 +204,7 @@ def run_in_ray_train(uri: str, folder: Path) -> None:
 
 
 def stack_of(folder: Path, rank: int, pid: int) -> str:
-    """Say where a rank is, innermost call first."""
+    """Return the stack of a rank, innermost call first."""
     with contextlib.suppress(ProcessLookupError):
         os.kill(pid, signal.SIGUSR1)
     time.sleep(1)

@@ -1,21 +1,21 @@
-"""Run one script of faults against raystow and other checkpointers, on the same S3 server.
+"""Run the same faults against raystow and other checkpointers, on the same S3 server.
 
 Two ranks train and save a replicated state after each step; a save counts when it is durable. Each saver meets each fault:
 
 - *SlowDown*: every write is answered with 503 for 8 s.
-- *stall*: nobody reads the bodies of the next two writes, and nobody answers.
+- *stall*: the server does not read the bodies of the next two writes and does not answer.
 - *cut body*: the connection breaks in the middle of the bodies of the next two writes.
-- *kill of a rank*: SIGKILL while it saves. Then the other rank is ended and both are started again, as torchrun and Ray Train do.
+- *kill of a rank*: SIGKILL while it saves. The other rank is then ended and both are restarted, as torchrun and Ray Train do.
 - *kill of a node*: SIGKILL to a rank and all processes of its Ray node, while it saves. Without Ray, a node is a rank.
 
 Writes are those of tensors, not of metadata. Each library is used as its documentation does, with its default settings, and no
-error of a save is caught: an exception ends the training, which is then started again. Outcomes: *hung* (nothing durable for
-``--patience`` seconds), *crashed* (how often the training ended with an exception), *lost* (steps of which all ranks heard that
-they are durable, and which were not restored), *wrong* (restores of other bits), and the seconds from the fault to the next save
+error of a save is caught: an exception ends the training, which is then restarted. Outcomes: *hung* (nothing durable for
+``--patience`` seconds), *crashed* (number of trainings that ended with an exception), *lost* (steps that were reported as durable
+to all ranks and were not restored), *wrong* (restores of other bits), and the seconds from the fault to the next save
 that is durable for all ranks. The result file has the reason of each bad outcome.
 
-Savers that are not installed are left out by name: the peers need ``s3fs`` and ``s3torchconnector``. ``RAYSTOW_TEST_S3`` names
-the server, as in the tests (``tools/ceph_s3.sh`` starts one).
+Savers that are not installed are skipped with a message: the peers need ``s3fs`` and ``s3torchconnector``. ``RAYSTOW_TEST_S3`` is
+the address of the server, as in the tests (``tools/ceph_s3.sh`` starts one).
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ LEFT_OUT = {"torch_checkpointing": "its release 0.1.1 writes to file systems onl
 
 
 def measure(saver: str, fault: str, proxy: FaultProxy, patience: float) -> dict[str, Any]:
-    """Let a saver meet a fault; return the outcome."""
+    """Run a saver with a fault; return the outcome."""
     with tempfile.TemporaryDirectory() as place:
         folder = Path(place)
         launcher = LAUNCHERS.get(saver, Processes)(saver, f"s3://{BUCKET}/{folder.name}", folder)
@@ -103,7 +103,7 @@ def _outcome(launcher: Launcher, fault: str, proxy: FaultProxy, patience: float)
 
 
 def _durable(events: list[Event]) -> dict[int, float]:
-    """When the last rank was told that a step is durable, by step."""
+    """Return for each step the time at which the last rank learned that the step is durable."""
     told: dict[int, dict[int, float]] = {}
     for one in events:
         told.setdefault(one["step"], {}).setdefault(one["rank"], one["at"])
@@ -140,13 +140,13 @@ app = typer.Typer(add_completion=False)
 
 @app.command()
 def rank(saver: str, uri: str, rank: int, folder: Path) -> None:
-    """Be one rank (started by ``run``)."""
+    """Run one rank (started by ``run``)."""
     fault_ranks.run(Place(saver, uri, rank, folder))
 
 
 @app.command()
 def ray_train(uri: str, folder: Path) -> None:
-    """Be the driver of a training by Ray Train (started by ``run``)."""
+    """Run the driver of a training by Ray Train (started by ``run``)."""
     fault_ranks.run_in_ray_train(uri, folder)
 
 

@@ -22,7 +22,7 @@ class Pipeline:
     """One coder on chunks of one part of the state, with all tables prepared."""
 
     def __init__(self, words: Tensor, coder: str) -> None:
-        """``words``: integers of the part's width, [chunks, words in a chunk]."""
+        """Prepare the tables for ``words``: integers of the part's width, [chunks, words in a chunk]."""
         from raystow.workers.gpu.kernels.deflate_kernels import coder as coder_of
         from raystow.workers.gpu.nvcomp import STREAM
 

@@ -1,7 +1,7 @@
 """Measure the first restore and the first save of a process on one GPU: each case in a new process, in turn.
 
 *State.* Synthetic, mixed precision: bf16 weights, fp32 master copy, two moments, 14 bytes per parameter, 4.4 GB by default. It is
-saved once to /dev/shm by each contestant; raystow's version is in the memory of the node worker, too.
+saved once to /dev/shm by each contestant; raystow's version is also in the memory of the node worker.
 
 *Method.* Each measurement is a new process with a new HOME, TRITON_CACHE_DIR and CUDA_CACHE_PATH. It imports torch, creates the
 tensors on the GPU, imports what the case needs (``import``), and connects (``start``); then the clock of ``restore``, or of
@@ -199,7 +199,7 @@ def measure(what: str, cases: tuple[str, ...], root: Path, gigabytes: float, rou
 
 
 def claims(restores: dict[str, Any], saves: dict[str, Any]) -> dict[str, bool | None]:
-    """Return the goals, and whether this run meets them; None: not measured."""
+    """Return the goals and whether this run meets them; None: not measured."""
 
     def at_most(rows: dict[str, Any], case: str, key: str, limit: float | None) -> bool | None:
         value = rows.get(case, {}).get(key)

@@ -22,7 +22,7 @@ import torch
 from gpu_workload import State
 
 Wait = Callable[[], Any]
-"""Returns when a save is durable, raises if it failed. Called on a thread of its own."""
+"""A function that returns when a save is durable and raises if the save failed. It is called on a separate thread."""
 
 TORCH_SAVE, DCP, TORCH_CHECKPOINTING = "torch.save", "DCP async pinned", "torch_checkpointing"
 PEERS = (TORCH_SAVE, DCP, TORCH_CHECKPOINTING)
@@ -31,7 +31,7 @@ NODE = "raystow deflate, node"
 
 
 class Contestant:
-    """``save`` may return early; ``fence`` is called before the state changes. Saves nothing, and so measures the noise."""
+    """A contestant that saves nothing, to measure the noise. ``save`` may return early; ``fence`` precedes each update."""
 
     def save(self, state: State, step: int) -> Wait:
         return lambda: None
@@ -178,7 +178,7 @@ def ours(codec: str) -> str:
 
 
 def field(root: Path, codecs: tuple[str, ...], memory: int | None) -> dict[str, Callable[[], Contestant]]:
-    """Return a factory for each contestant by name; each uses a folder of its own below ``root``."""
+    """Return a factory for each contestant by name; each contestant has its own folder below ``root``."""
     return {
         **{ours(codec): partial(Raystow, root / f"raystow-{codec}", codec, memory) for codec in codecs},
         NODE: partial(Raystow, root / "raystow-node", "deflate", memory, process="node"),
@@ -194,7 +194,7 @@ def size(folder: Path) -> int:
 
 
 def start_ray() -> None:
-    """Start a Ray cluster on this machine. New processes use compiled bytecode, as of packages that pip has installed."""
+    """Start a Ray cluster on this machine. New processes use compiled bytecode, as packages installed by pip do."""
     import ray
 
     os.environ.pop("PYTHONDONTWRITEBYTECODE", None)

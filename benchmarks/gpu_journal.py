@@ -1,4 +1,4 @@
-"""Measure what the step journal costs a training loop on one GPU, what entries take, and how long a replay takes.
+"""Measure the cost of the step journal for a training loop on one GPU, the size of entries, and the duration of a replay.
 
 The training of ``gpu_workload`` (6.17 GB of state) runs on a Ray cluster of two nodes on this machine: the training's node
 worker, and a partner that keeps a copy of each entry. Windows of steps that are recorded alternate with windows that are not, and
@@ -7,8 +7,8 @@ each is compared with the mean of its two neighbors, because clocks drift. Every
 Peers are measured in the same way, in the same run: a version in every step, by raystow and by torch_checkpointing. The last row
 of the table is the journal with one version in ``VERSIONS`` steps.
 
-Before the windows, steps are recorded, the state from before them is put back, and they are replayed: the result must have the
-same bits. With ``--device cpu`` and a small model the benchmark can be tried; such figures mean nothing.
+Before the windows, steps are recorded, the state before them is put back, and they are replayed: the result must have the
+same bits. ``--device cpu`` with a small model only tests the benchmark; its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from raystow.orchestrator.journal.tracked_state import TrackedState
 from raystow.workers.node.actor import NAMESPACE, node_actor
 
 SHORT, LONG = 1, 8
-VERSIONS = 100  # steps from one version to the next beside a journal
-SAVES, FIRST = 6, 2  # steps of a window in which each is saved, and of those that do not count: nothing is in flight before them
+VERSIONS = 100  # steps between versions with a journal
+SAVES, FIRST = 6, 2  # steps of a window with a save in each, and first steps that are ignored, since no earlier save is in flight
 now = time.perf_counter
 
 
@@ -55,24 +55,24 @@ def start_cluster(gpus: int) -> Cluster:
 
 
 def start_node_worker() -> None:
-    """Start the worker of the node that this runs on."""
+    """Start the node worker of this node."""
     ray.get(node_actor(RayCoordinatorClient).address.remote(), timeout=100)
 
 
 def entries_of(repository: str) -> list[tuple[int, int]]:
-    """Step and bytes of the entries in this node's memory."""
+    """Return step and bytes of the entries in this node's memory."""
     worker = ray.get_actor(f"node-{ray.get_runtime_context().get_node_id()}", NAMESPACE)
     held = ray.get(worker.journal_entries.remote(repository), timeout=60)
     return sorted((info.step, info.size) for info in held)
 
 
 def same(ours: list[torch.Tensor], theirs: list[torch.Tensor]) -> bool:
-    """Whether all tensors have the same bits."""
+    """Return whether all tensors have the same bits."""
     return all(torch.equal(a.cpu().view(torch.uint8), b.cpu().view(torch.uint8)) for a, b in zip(ours, theirs, strict=True))
 
 
 def step(training: Training, journal: raystow.Journal | None, micro_batches: int) -> float:
-    """Train one step; its seconds."""
+    """Train one step; return its seconds."""
     training.synchronize()
     start = now()
     for _ in range(micro_batches):
@@ -85,7 +85,7 @@ def step(training: Training, journal: raystow.Journal | None, micro_batches: int
 
 
 def replay(training: Training, uri: str, steps: int, options: dict[str, Any]) -> dict[str, Any]:
-    """Record steps, put the state from before them back, and replay them."""
+    """Record steps, put the state before them back, and replay them."""
     tracked = TrackedState(training.model, [training.optimizer])
     before = tracked.copy()
     first = training.step
@@ -124,7 +124,7 @@ def replay(training: Training, uri: str, steps: int, options: dict[str, Any]) ->
 def cost(
     training: Training, journal: raystow.Journal, checkpoint: Any, *, windows: int, steps: int, micro: int
 ) -> dict[str, Any]:
-    """Alternate windows with and without recording; the time that recording adds to a step."""
+    """Alternate windows with and without recording; return the time that recording adds to a step."""
 
     peaks = {True: 0, False: 0}
 
@@ -139,7 +139,7 @@ def cost(
 
     def steps_of(recorded: bool) -> list[float]:
         if recorded:
-            checkpoint()  # a chain of entries begins
+            checkpoint()  # begins a chain of entries
             step(training, journal, micro)
         else:
             journal._chained = False  # the hooks copy nothing
@@ -164,7 +164,7 @@ def cost(
 
 
 def every_step(training: Training, contestant: Contestant, folder: Path, *, windows: int, micro: int) -> dict[str, Any]:
-    """Alternate windows in which every step is saved with windows without saves; the time that a save adds to its step."""
+    """Alternate windows with a save in every step and windows without saves; return the time that a save adds to its step."""
     stored = list[int]()
 
     def window(saved: bool) -> float:
@@ -205,15 +205,14 @@ def every_step(training: Training, contestant: Contestant, folder: Path, *, wind
 
 
 def clear(folder: Path) -> None:
-    """Delete what was saved, but not what a contestant needs to go on."""
+    """Delete saved files, except those that a contestant needs to continue."""
     for file in folder.rglob("*"):
         if file.is_file() and file.stat().st_size > 1 << 20:
             file.unlink()
 
 
 def with_versions(recorded: dict[str, Any], saved: dict[str, Any], entry: float) -> dict[str, Any]:
-    """What each step costs on average if all are recorded and one in ``VERSIONS`` is saved, in a store with one version and the
-    entries after it."""
+    """Return the mean cost and stored bytes of a step if all steps are recorded and one in ``VERSIONS`` is saved."""
     return {
         "step ms": recorded["step ms"],
         "added ms": recorded["added ms"] + saved["added ms"] / VERSIONS,
@@ -243,7 +242,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool | None]:
-    """Return the goals, and whether this run meets them."""
+    """Return the goals and whether this run meets them."""
     short, long = (results["steps"].get(str(count)) for count in (SHORT, LONG))
     return {
         "short steps: recording adds at most 3 %": short["added %"] <= 3 if short else None,
@@ -289,12 +288,12 @@ def main(
             journal.replay()
 
             def checkpoint() -> None:
-                """Begin a chain, as a save does; what was recorded before may be dropped."""
+                """Begin a chain as a save does; earlier entries may be dropped."""
                 journal.flush(600)
                 journal._last = training.step
                 journal.saved(training.step)
 
-            step(training, journal, SHORT)  # makes the encoder and the buffers
+            step(training, journal, SHORT)  # creates the encoder and the buffers
             for count in lengths:
                 measured = cost(training, journal, checkpoint, windows=windows, steps=steps, micro=count)
                 results["steps"][str(count)] = measured

@@ -1,9 +1,9 @@
 """Measure two GPUs of one host with one node worker: the cost of saves for each training, compared with one that runs alone.
 
 Two processes, each with a GPU, train the model of ``gpu_workload`` and save it to separate repositories; raystow has one node
-worker per node. One is measured alone, as by ``gpu_save``, then both at once. Then each restores its state from the node's
-memory, alone and at once; every tensor is compared bit for bit. Both start their windows together and are not synchronized
-later.
+worker per node. One process is measured alone, as by ``gpu_save``, then both concurrently. Then each restores its state from the
+node's memory, alone and concurrently; every tensor is compared bit for bit. Both start their windows together and are not
+synchronized later.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ NO_GROUP, BOTH = "alone", "both at once"
 
 
 class Trainer:
-    """One of the two trainings, in a process of its own."""
+    """One of the two trainings, in a separate process."""
 
     def __init__(self, number: int, root: str, codec: str, steps: int, size: Size) -> None:
         from gpu_contestants import Raystow
 
         class FromMemory(Raystow):
-            """Restores from the node's memory, as a rank of the run."""
+            """A restore from the node's memory, as in a rank of the run."""
 
             def load(self, into: State) -> None:
                 self.checkpointer.restore_latest(into=into, allow_uncommitted=False)

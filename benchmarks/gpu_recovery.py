@@ -1,8 +1,8 @@
 """Measure a whole recovery with Ray Train on one GPU: from SIGKILL of the training worker to the end of the first new step.
 
 *Run.* A ``TorchTrainer`` with one worker trains the model of ``gpu_workload`` (6.17 GB of state, on random tokens), saves once to
-/dev/shm, and trains on. When the save is durable the worker is killed; Ray Train starts another one, which restores and does one
-step. Each run has a new Ray cluster, a new folder and the same script but for the saver; runs of the savers take turns.
+/dev/shm, and continues to train. When the save is durable the worker is killed; Ray Train starts another one, which restores and
+trains one step. Each run has a new Ray cluster and a new folder; scripts differ only in the saver. Runs of the savers take turns.
 
 *Timeline.* Each row is the time since the row before, by the clock of the machine. "detected": Ray Train's controller polls its
 workers every two seconds, so the worker is killed in the middle between two polls. "worker placed": the training function begins,
@@ -42,12 +42,12 @@ ROWS = {
     "imported": "imports",
     "model built": "model built",
     "restored": "restored",
-    "checked": "",  # the checksum, which is no part of a recovery
+    "checked": "",  # the checksum, which is not part of a recovery
     "first step done": "first step",
 }
-"""Event -> name of the part that ends with it."""
+"""Event -> name of the part that this event ends."""
 SOURCES = {RAYSTOW: {"memory"}, STORE: {"store"}}
-"""Where raystow's restore reads the stored bytes: this node's memory, or the store."""
+"""Sources from which raystow's restore reads the stored bytes: this node's memory, or the store."""
 RESTORED, SUM = ROWS["restored"], "sum"
 MOST, TOLERANCE = 1.0, 1.02
 _POLLS = 2.0  # seconds between two polls of Ray Train's controller, by default
@@ -100,7 +100,7 @@ def recovery(saver: str, folder: Path, device: str, size: dict[str, int]) -> dic
 
 
 def timeline(saver: str, events: list[dict[str, Any]]) -> dict[str, float]:
-    """Return the seconds of each part, and their sum, if the recovery is a right one."""
+    """Return the seconds of each part and their sum. Raises ``SystemExit`` if the recovery is incorrect."""
     first = {note["event"]: note for note in reversed(events)}
     if "killed" not in first:
         raise SystemExit(f"{saver}: the worker ended before it was killed")

@@ -1,7 +1,7 @@
 """The training function of ``gpu_recovery.py``, and its callback in Ray Train's controller; both append to one file of notes.
 
-Each saver is used by the script that its documentation shows. Libraries are imported in the function, since their imports are a
-part of the recovery that is measured; torch is not among them, because Ray Train imports it before it calls the function.
+Each saver is used as its documentation shows. Libraries are imported in the function, because their imports are part of the
+measured recovery, except torch, which Ray Train imports before it calls the function.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ State = dict[str, dict[str, Any]]
 
 
 class Notes:
-    """Events of all processes of a run, as lines of JSON in one file of its folder."""
+    """The events of all processes of a run, as lines of JSON in one file of its folder."""
 
     def __init__(self, folder: Path) -> None:
         self._file = folder / "notes.jsonl"
@@ -46,7 +46,7 @@ class Notes:
 
 
 class NotePolls(WorkerGroupCallback):  # type: ignore[misc]
-    """Notes when the controller polls its workers, and when a poll finds that one has died."""
+    """A callback that notes each poll of the controller, and whether the poll found an error of a worker."""
 
     def __init__(self, folder: Path) -> None:
         self._notes = Notes(folder)
@@ -57,7 +57,7 @@ class NotePolls(WorkerGroupCallback):  # type: ignore[misc]
 
 
 class BytesRead(logging.Handler):
-    """The stored bytes that raystow's restore has read, by source, from its log."""
+    """A log handler that collects the bytes read by raystow's restore, by source."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class Saver(Protocol):
         """Save the state; return when it is durable."""
 
     def close(self) -> None:
-        """End what the library has started."""
+        """Stop the processes and threads of the library."""
 
 
 class Raystow:
@@ -181,7 +181,7 @@ def digest(state: State) -> list[int]:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train and save once, then train until the process is killed; after its restart restore, and do one step.
+    """Train and save once, then train until the process is killed; after the restart restore and train one step.
 
     ``folder``: of the run. ``saver``: its name. ``device``, and the fields of ``Size`` in ``size``.
     """
@@ -198,7 +198,7 @@ def train(config: dict[str, Any]) -> None:
     notes.add("imported")
 
     size, device = Size(**config["size"]), torch.device(config["device"])
-    with device:  # parameters are drawn where they stay
+    with device:  # parameters are initialized on the device
         training = Training(size, device, data=torch.randint(size.vocabulary, (1 << 20,), dtype=torch.int32))
     training.create_moments()
     state: State = {**training.state(), "counts": training.counts()}

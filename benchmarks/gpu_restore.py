@@ -90,7 +90,7 @@ def tables(results: dict[str, Any]) -> Iterator[Table]:
 
 
 def claims(results: dict[str, Any]) -> dict[str, bool | None]:
-    """Return raystow's goals, and whether this run meets them; None: not measured."""
+    """Return raystow's goals and whether this run meets them; None: not measured."""
     rates = {name: row["GB/s"] for name, row in results["contestants"].items() if "GB/s" in row}
     best = max((rates[name] for name in PEERS if name in rates), default=None)
     held: dict[str, bool | None] = {}

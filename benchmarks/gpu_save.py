@@ -1,9 +1,9 @@
-"""Measure what a save costs a training loop on one GPU: raystow, torch.save, DCP and torch_checkpointing in one run.
+"""Measure the cost of a save for a training loop on one GPU: raystow, torch.save, DCP and torch_checkpointing in one run.
 
 The training of ``gpu_workload`` continues while each contestant saves its state of 6.17 GB to /dev/shm, so that no disk limits
-the result. The figure is the time that the loop loses: windows of several steps that start with a save alternate with windows
+the result. The figure is the time that a save adds to the loop: windows of steps that start with a save alternate with windows
 without one, and each is compared with the mean of its two neighbors, because clocks drift by more than a good save costs. Short
-steps (one micro-batch) show what the computation cannot hide, long ones (eight) what slows it down.
+steps (one micro-batch) show the cost that computation cannot hide, long steps (eight) the slowdown of the computation.
 
 Method. Every step ends with a synchronization of the GPU and is timed between them. ``fence`` is called before the optimizer's
 step; its wait is part of the step. After a window, training continues in uncounted steps until the save is durable and deleted,
@@ -55,7 +55,7 @@ now = time.perf_counter
 
 @dataclass(frozen=True)
 class Window:
-    """Seconds of each step and, with a save, in its fences; and the save's outcome."""
+    """Seconds of each step and, with a save, of its fences, and the outcome of the save."""
 
     steps: list[float]
     fence: float = 0.0
@@ -172,7 +172,7 @@ def note_arrivals(contestant: Raystow) -> list[float]:
 
 
 def idle_rate(contestant: Raystow, state: State) -> dict[str, Any]:
-    """Time a save of ``state`` on an idle GPU: until all was read, in host memory, durable."""
+    """Time a save of ``state`` on an idle GPU: until it is read, in host memory, and durable."""
     found: dict[str, list[float]] = {"read": [], "arrived": [], "durable": []}
     arrivals: list[float] = []
     for turn in range(-2, ROUNDS):
@@ -336,7 +336,7 @@ def clear(folder: Path) -> None:
 
 
 def leave() -> None:
-    """End the process at once, because threads of peers would block its end."""
+    """End the process immediately, because threads of other libraries would block its exit."""
     import ray
 
     ray.shutdown()
@@ -382,7 +382,7 @@ def main(
     width: Annotated[int, typer.Option(help="of the model, a multiple of 64")] = Size.width,
     batch: Annotated[int, typer.Option(help="sequences in a micro-batch")] = Size.batch,
 ) -> None:
-    """Measure what a save costs a training loop."""
+    """Measure the cost of a save for a training loop."""
     where = device_named(device)
     console = console_for_tables()
     budget = int(memory * (1 << 30)) if memory else None

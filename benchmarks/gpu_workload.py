@@ -7,7 +7,7 @@ step has two parts, ``forward_backward`` and ``update``; a save can overlap with
 Training runs on a CUDA stream of high priority for every contestant, so other kernels yield to it. Plain copies are not
 affected.
 
-A small ``Size`` runs on a CPU to try a benchmark; such figures mean nothing.
+A small ``Size`` runs on a CPU, only to test a benchmark; its figures have no meaning.
 """
 
 from __future__ import annotations
@@ -167,7 +167,7 @@ class Training:
         self.step += 1
 
     def create_moments(self) -> None:
-        """Create the optimizer's state before the first step as torch's ``get_state_dict`` does: a step at a rate of 0."""
+        """Create the optimizer's state before the first step as torch's ``get_state_dict`` does, by a step at rate 0."""
         (group,) = self._optimizer.param_groups
         rate, group["lr"] = group["lr"], 0.0
         for master in self._master:
@@ -211,9 +211,8 @@ class Training:
         }
 
     def bf16_state(self, batches: int = 6) -> State:
-        """The weights, and their gradients by each of some micro-batches, all in bf16: what low-precision training has most of.
-        As many bytes as ``state`` has, so that both are measured alike. Nothing in it is a copy of anything else, which would be
-        found."""
+        """Return the weights and their gradients of several micro-batches in bf16, as in low-precision training, with as many
+        bytes as ``state``. No tensor equals another one, because raystow stores equal tensors once."""
         state = {"weights": self._named([p.detach() for p in self._weights])}
         for i in range(batches):
             self.forward_backward()

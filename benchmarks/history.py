@@ -41,7 +41,7 @@ WAYS = {
     "4 bits of mantissa, differences, the last resumable": raystow.Policy(resumable=1, delta=MOST, mantissa_bits=4),
 }
 LOOKED_AT = 10
-"""Every this many versions, one is evaluated."""
+"""One in this number of versions is evaluated."""
 
 
 Digests = dict[int | None, list[str]]
@@ -108,8 +108,8 @@ def thinned(folder: Path, policy: raystow.Policy, digests: list[str], run: Run) 
 
 
 def table(results: dict[str, Any]) -> Table:
-    """All ways, held against the raw bytes and against what the history takes in full; and by how much the loss of what is
-    restored is off, in the mean and at most."""
+    """Return the table of all ways of thinning: sizes relative to the raw bytes and to the full history, and the mean and
+    maximum difference of the loss of restored weights."""
     raw, whole = results["raw"], results["ways"]["in full"]["stored"]
     shown = Table(title=f"{results['settings']['saves']} versions")
     exact = next(iter(WAYS))
@@ -136,7 +136,7 @@ def main(
     rate: Annotated[float, typer.Option(help="highest learning rate")] = 3e-4,
     constant: Annotated[bool, typer.Option("--constant", help="use a constant learning rate")] = False,
 ) -> None:
-    """Train, save, thin in every way, restore and compare."""
+    """Train, save, thin, restore and compare."""
     where, console = device_named(device), Console(width=110)
     size = Size(layers=layers, width=width, batch=batch, context=128, vocabulary=vocabulary)
     logging.getLogger("raystow").setLevel(logging.ERROR)  # no warnings about tensors that are left out on purpose

@@ -1,13 +1,13 @@
-"""Measure what a node worker does with the saves of all GPUs of a host, without a GPU: one rank against eight.
+"""Measure the cost of a node worker for the saves of all GPUs of a host, without a GPU: one rank against eight.
 
-*What is simulated.* Each rank is a connection to one node worker, with a ring whose pages were filled before with random bytes,
-as a GPU fills them with coded chunks. A save announces the chunks of each slot at once, and again when the slot is free, so
-that the node worker alone sets the pace: digests of what is stored, writes to the store, the commit; in the case "copied" also
-the copy into its memory, which happens where not enough memory can be pinned to keep versions in the ring.
+*Simulation.* Each rank is a connection to one node worker, with a ring whose pages contain random bytes, as a GPU fills them with
+encoded chunks. A save announces the chunks of each slot at once, and again when the slot is free, so only the node worker limits
+the speed: digests of stored bytes, writes to the store, and the commit; in the case "copied" also the copy into the memory of the
+node worker, which is needed if not enough memory can be pinned to keep versions in the ring.
 
-*Method.* Node worker, coordinator and ranks are threads of this process, which does nothing else: its CPU time, the kernel's
-writes included, is the cost. ``--saves`` saves of one rank and of ``--ranks`` ranks take turns, after one of each that does not
-count. Figures are medians, per byte that comes from the GPU: about .7 of the state's bytes.
+*Method.* Node worker, coordinator and ranks are threads of this process, which does nothing else: the cost is its CPU time,
+including the kernel's writes. ``--saves`` saves of one rank and of ``--ranks`` ranks take turns, after a warm-up save of each.
+Figures are medians per byte that comes from the GPU, which is about .7 of the state's bytes.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _PER_SLOT = DEVICE_SLOT // CHUNK
 
 
 def measure(folder: Path, ranks: int, chunks: int, saves: int, *, copied: bool) -> dict[str, Any]:
-    """Return seconds until durable and CPU seconds of each save of so many ranks. ``copied``: into the node's memory."""
+    """Return seconds until durable and CPU seconds of each save of ``ranks`` ranks. ``copied``: into the node's memory."""
     found: dict[str, Any] = {"durable s": [], "cpu s": [], "bytes": ranks * chunks * CHUNK}
     with LocalCluster(str(folder), threads=os.cpu_count() or 1) as cluster, ThreadPoolExecutor(ranks) as pool:
         sizes = {"chunks": chunks, "chunk": CHUNK, "slots": SLOTS, "slot": DEVICE_SLOT}
@@ -67,7 +67,7 @@ def main(
     saves: Annotated[int, typer.Option(min=1, help="measured saves")] = 3,
     note: Annotated[str, typer.Option(help="recorded: what else ran on the machine")] = "",
 ) -> None:
-    """Measure what a node worker does with the saves of all GPUs of a host."""
+    """Measure the cost of a node worker for the saves of all GPUs of a host."""
     about: dict[str, Any] = {**report.about("raystow", "numpy", "blake3"), "note": note}
     chunks = max(1, round(gigabytes * 1e9 / DEVICE_SLOT)) * _PER_SLOT
     rows: dict[str, Any] = {}

@@ -1,8 +1,8 @@
-"""Measure what TLS between node workers costs: throughput over the loopback device, and CPU seconds per GB of both ends.
+"""Measure the cost of TLS between node workers: throughput over the loopback device, and CPU seconds per GB of both ends.
 
 Method. One process serves an object in memory with raystow's ``PeerServer``, another one reads it in ranges of 16 MiB with
-``Peers``, on one or more connections. With and without TLS take turns; a cell is the median over the rounds. The loopback device
-is faster than most networks, so the loss of throughput is an upper bound. CPU seconds include those of the kernel.
+``Peers``, on one or more connections. Runs with and without TLS alternate; a cell is the median over the rounds. The loopback
+device is faster than most networks, so the loss of throughput is an upper bound. CPU seconds include those of the kernel.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def cpu() -> float:
 
 
 def serve(pipe: Connection, tls: bool) -> None:
-    """Serve until the pipe closes; send the contact, then the CPU seconds each time that something arrives."""
+    """Serve until the pipe closes; send the contact, then the CPU seconds on each request through the pipe."""
     tier = MemoryTier(2 * SIZE)
     peers = Peers(lambda node: server.contact, SYSTEM)
     fetcher = Fetcher(tier, peers, budget=SIZE, node="server")
@@ -75,7 +75,7 @@ def measure(pipe: Connection, peers: Peers, connections: int, total: int) -> dic
         return pipe.recv(), cpu()
 
     with ThreadPoolExecutor(connections) as pool:
-        list(pool.map(read, range(connections)))  # connects, and touches the memory
+        list(pool.map(read, range(connections)))  # connects, and allocates the memory
         before, begun = used(), time.perf_counter()
         list(pool.map(read, range(connections)))
         seconds, after = time.perf_counter() - begun, used()

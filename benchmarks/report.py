@@ -1,4 +1,4 @@
-"""What all benchmarks share: the description of the machine, tables, goals, and the result file."""
+"""Shared by all benchmarks: the description of the machine, tables, goals, and the result file."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def table_of(title: str, *headings: str) -> Table:
 
 
 def show(console: Console, tables: Iterable[Table], claims: Mapping[str, bool | None]) -> None:
-    """Print tables, and which goals this run meets; None: not measured."""
+    """Print tables and whether this run meets each goal; None: not measured."""
     for table in tables:
         console.print(table)
     for claim, met in claims.items():
@@ -80,7 +80,7 @@ def write(console: Console, folder: Path, name: str, results: Mapping[str, Any])
 
 
 def cpu_seconds() -> float:
-    """Return the CPU seconds of this process and its descendants so far; those that have ended are counted by their parent."""
+    """Return the CPU seconds of this process and its descendants so far; a parent counts its ended children."""
     total, here = 0.0, psutil.Process()
     for process in (here, *here.children(recursive=True)):
         try:

@@ -1,8 +1,8 @@
-"""Measure restores from each source, and how long a rank of a very large run plans.
+"""Measure restores from each source, and the planning time of a rank in a very large run.
 
-*Restoring.* One or four ranks save a state of DTensors that is split over them; as many, or three, restore it in place. In one
-case all ranks hold all of it. One run compares: raystow from the memory of the saving node, from another node's memory, from a
-local folder, the same with each rank on a node of its own, from an S3 server; ``torch.distributed.checkpoint.load`` from a
+*Restoring.* One or four ranks save a state of sharded DTensors; the same number of ranks, or three, restore it in place. In one
+case the state is replicated on all ranks. One run compares: raystow from the memory of the saving node, from another node's
+memory, from a local folder, the same with one rank per node, from an S3 server; ``torch.distributed.checkpoint.load`` from a
 local folder; ``torch.load`` of one file per rank (same number of ranks only). Ranks are actors on a Ray cluster of four nodes
 on this machine, in gloo process groups. Data are normal random numbers, fp32 and bf16, of which raystow stores four fifths.
 
@@ -46,7 +46,7 @@ from raystow.orchestrator.restore.what_if import plan_world
 from raystow.workers.cache.node_cache_store import NodeCacheStore
 
 CASES = ((1, 1, False), (4, 4, False), (4, 3, False), (4, 3, True))
-"""Saving ranks, restoring ranks, and whether each rank holds the whole state."""
+"""Saving ranks, restoring ranks, and whether the state is replicated on each rank."""
 OURS = ("memory", "peer", "folder", "apart", "s3")
 WAYS = (*OURS, "dcp", "torch.load")
 TITLES = {
@@ -70,7 +70,7 @@ def whole(number: int, shape: tuple[int, int]) -> torch.Tensor:
 
 
 class Rank:
-    """A process that can become any rank of any world."""
+    """A process that can join a world as any rank."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
@@ -160,8 +160,8 @@ class Rank:
 
 @contextlib.contextmanager
 def nodes() -> Iterator[dict[str, list[Any]]]:
-    """Four processes on one node of a Ray cluster, ``near``, whose worker keeps what is saved; four on another, ``far``; and one
-    on each of four nodes, ``apart``."""
+    """Start processes on the nodes of a Ray cluster: four on one node (``near``), whose worker keeps the saved versions, four on
+    another node (``far``), and one on each of four nodes (``apart``)."""
     here = Path(__file__).parent
     os.environ["PYTHONPATH"] = os.pathsep.join([str(here), str(here.parent / "tests"), os.environ.get("PYTHONPATH", "")])
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -231,7 +231,7 @@ def measure(on: dict[str, list[Any]], folder: Path, bucket: str, case: tuple[int
 
 
 def from_store(read: dict[str, int]) -> int:
-    """Return bytes from the store, including those that another node should have sent."""
+    """Return the bytes read from the store, including those that another node should have sent."""
     return read.get("store", 0) + read.get("instead", 0)
 
 

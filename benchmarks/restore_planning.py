@@ -1,10 +1,9 @@
-"""Measure how long a rank of a very large run plans its restore, and how much memory it takes.
+"""Measure the time and memory in which a rank of a very large run plans its restore.
 
-2,048 nodes of 8 ranks have saved 1,000 tensors split over all ranks and 300 small replicated ones. The record is that of such a
-version, with all fragments and packs. Fragments are made by the classes of a save, for those nodes at which a rank may look
-first; the run ends if the rank asks for another. The measured code, in a process of its own, is what
-``Checkpointer.restore_latest`` does before it reads the first pack. The state consists of DTensors on a mesh of all ranks;
-torch's fake process group plays the others.
+2,048 nodes of 8 ranks have saved 1,000 tensors split over all ranks and 300 small replicated ones. The version record lists all
+fragments and packs. The classes of a save write the fragments of those nodes that a rank may read first; the run ends if the rank
+requests another fragment. The measured code runs in a separate process and is the part of ``Checkpointer.restore_latest`` before
+the first read of a pack. The state consists of DTensors on a mesh of all ranks; torch's fake process group simulates the others.
 """
 
 from __future__ import annotations
@@ -62,7 +61,7 @@ def small(i: int) -> str:
 
 
 def small_row(i: int) -> Chunk:
-    """Return its chunk, stored by the first holder."""
+    """Return the chunk of a replicated tensor, stored by the first rank that holds it."""
     name, coding = small(i), Coding(False, False, ("raw",), (4,), b"", 65536)
     return Chunk(
         name, path_text(tuple(name.split("."))), TENSOR, "float32", (), (), (), 0, "optimizer", 0, 4 * i, coding, 0, bytes(32)
@@ -87,12 +86,12 @@ class Sample:
         return self._folder.joinpath(name).read_bytes()
 
     def get_range(self, key: str, start: int, length: int) -> bytes:
-        """As ``get``."""
+        """Return a range of an object; end the run if it is not in the sample."""
         return self.get(key, max_bytes=length)[start : start + length]
 
 
 class Coordinator:
-    """Answers like the coordinator: the record, and which node has which objects in memory."""
+    """A coordinator that answers with the record and with the nodes that have each object in memory."""
 
     def __init__(self, entry: Entry, record: bytes) -> None:
         self._entry, self._record = entry, record
@@ -105,7 +104,7 @@ class Coordinator:
 
 
 def plan(folder: str, entry: Entry, rank: int, world: int, pipe: Any) -> None:
-    """Plan once in a process of its own, and report the cost."""
+    """Plan once in this process and report the cost."""
     import torch
     import torch.distributed as dist
     from torch.distributed.device_mesh import DeviceMesh

@@ -5,7 +5,7 @@
     python benchmarks/results_table.py --history   # print the medians of every GPU run, oldest first
 
 A document marks the place of a table by ``<!-- table: NAME -->`` and ``<!-- end of table -->``.
-``tests/unit/test_documents.py`` compares each of them with what this script renders.
+``tests/unit/test_documents.py`` compares each table with the output of this script.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def cold(case: str) -> str:
 
 
 def hold(case: str) -> str:
-    """Return how long the first save of a process holds the training."""
+    """Return the time for which the first save of a process blocks the training."""
     return f"{at(COLD, 'saves', case, 'hold'):.2f} s"
 
 
 def overview() -> str:
-    """The comparison in the README."""
+    """Render the comparison in the README."""
     plain = [at(OLD_PEERS, "savers", "torch.save", "lost ms", key) / 1000 for key in ("min", "max")]
     warm = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in (PEER, PINNED, "torch.save")]
     rows = (
@@ -110,7 +110,7 @@ def overview() -> str:
 
 
 def gpu() -> str:
-    """Saves and restores on one or two GPUs."""
+    """Render saves and restores on one or two GPUs."""
     pair = [at(PAIR, "steps", "1", "both at once", rank, "durable s") for rank in (0, 1)]
     peers = [at(FIRST_LOADS, "contestants", saver, "GB/s") for saver in ("torch.save", PINNED, PEER)]
     both = [at("gpu_pair-2026-11-22-later", "restore", "both at once", rank, "GB/s") for rank in (0, 1)]
@@ -168,7 +168,7 @@ def gpu() -> str:
 
 
 def cpu() -> str:
-    """The control plane, and restores without a GPU."""
+    """Render the control plane, and restores without a GPU."""
     most, local, s3 = ("results", "coordinator", 2), ("results", "commit", "local", 2), ("results", "commit", "s3", 2)
     folder = [at(CPU, "restoring", 0, "ways", way, "GB/s") for way in ("folder", "memory", "dcp", "torch.load")]
     newest = [at(CONTROL, "results", "opening", store, "raystow.latest(uri)", "ms", "p50") for store in ("local", "s3")]
@@ -195,7 +195,7 @@ def cpu() -> str:
 
 
 def study() -> str:
-    """The sizes of versions, and what becomes of a training resumed from them, in ``training_study.py``."""
+    """Render the sizes of versions and the losses of resumed trainings in ``training_study.py``."""
     models = tuple((model, file, at_step) for model, (file, at_step) in _STUDIES.items())
     header = ("stored / raw", *(f"{model} ([file](../benchmarks/results/{file}.json))" for model, file, _ in models))
     return table(
@@ -205,7 +205,7 @@ def study() -> str:
 
 
 def resumed() -> str:
-    """The loss after resuming in ``training_study.py``, less that of the run that was not interrupted."""
+    """Render the difference in loss between resumed and uninterrupted runs of ``training_study.py``."""
     models = tuple((model, file) for model, (file, _) in _STUDIES.items())
     ways = ("without loss", "resume-bounded", "archive", "weights alone", "weights alone, 4 bits")
     rows = [(way, *(_off(model, file, "resumed", way, "end") for model, file in models)) for way in ways]
@@ -214,7 +214,7 @@ def resumed() -> str:
 
 
 def history() -> str:
-    """The size of a hundred versions in ``history.py``."""
+    """Render the size of a hundred versions in ``history.py``."""
     runs = {
         "3e-4 to 3e-5, last fifth of the run": "history-2026-11-23-falling-late",
         "3e-4 to 3e-5": "history-2026-11-23-falling",
@@ -236,7 +236,7 @@ def history() -> str:
 
 
 def thinned_reads() -> str:
-    """The time to restore thinned versions in ``chain_restore.py``."""
+    """Render the time to restore thinned versions in ``chain_restore.py``."""
     file = "chain_restore-2026-11-23"
     labels = {
         "all of a whole version": "whole version",
@@ -316,7 +316,7 @@ def _machine(file: str) -> str:
 
 
 def runs() -> str:
-    """The medians of every run of ``gpu_save.py``: the history of these figures."""
+    """Render the medians of every run of ``gpu_save.py``."""
     rows = []
     for path in sorted(RESULTS.glob("gpu_save-*.json"), key=lambda path: json.loads(path.read_text())["date"]):
         found = json.loads(path.read_text())
@@ -330,7 +330,7 @@ def runs() -> str:
 
 
 def faults() -> str:
-    """What becomes of savers that meet the same faults."""
+    """Render the outcomes of all savers in ``faults.py``."""
     savers = dict(result(FAULTS)["savers"])  # type: ignore[index]
     kinds = list(next(iter(savers.values())))
     return table(("fault", *savers), ((kind, *(_outcome(savers[saver][kind]) for saver in savers)) for kind in kinds))
@@ -360,7 +360,7 @@ TABLES = {
 
 
 def filled(document: str) -> str:
-    """Return the text of a document with its tables rendered anew."""
+    """Return the text of a document with its tables rendered again."""
     return PLACE.sub(lambda place: place[1] + TABLES[place[2]]() + place[4], document)
 
 

@@ -1,8 +1,8 @@
 """Measure rounding rules on an optimizer's state: bytes per number, and signal-to-noise ratio in decibels.
 
 The state is that of a small GPT trained with AdamW on this machine: fp32 weights in place of a master copy, and both moments.
-Every tensor is rounded as in a save and coded by the CPU coder. The noise is that of all numbers of a group, and of the worst
-tensor.
+Every tensor is rounded as in a save and encoded by the CPU coder. The noise is measured over all numbers of a group, and for the
+worst tensor.
 """
 
 from __future__ import annotations

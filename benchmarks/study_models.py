@@ -1,4 +1,4 @@
-"""The models of the training study: a GPT, one with experts, and adapters to a frozen one.
+"""The models of the training study: a GPT, a GPT with experts, and a frozen GPT with adapters.
 
 The batch of a step depends only on seed and step, and algorithms are deterministic: a run that resumes from a bit-exact state
 continues bit for bit.
@@ -69,12 +69,12 @@ class Adapted(nn.Module):
 
 
 def gpt(size: Size) -> nn.Module:
-    """The model of the GPU benchmarks."""
+    """Return the model of the GPU benchmarks."""
     return GPT(size)
 
 
 def moe(size: Size) -> nn.Module:
-    """The same model with four experts per block."""
+    """Return the same model with four experts per block."""
     model = GPT(size)
     model.blocks = nn.ModuleList(ExpertBlock(size) for _ in range(size.layers))
     return model
@@ -91,8 +91,8 @@ def lora(base: nn.Module) -> nn.Module:
 
 
 class Run:
-    """Mixed-precision AdamW on one model. The learning rate rises to ``lr`` at first, and falls along a cosine to a tenth at
-    ``steps``; without ``steps`` it is always the same."""
+    """Mixed-precision AdamW on one model. The learning rate first rises to ``lr`` and then falls along a cosine to a tenth at
+    ``steps``; without ``steps`` it is constant."""
 
     def __init__(
         self, model: nn.Module, text: Tensor, size: Size, seed: int, *, lr: float = 3e-4, steps: int | None = None

@@ -35,7 +35,7 @@ CONTESTANTS = (ALL, HTTP, TCP, CHUNKED, PG, CHANGED)
 
 
 def state(total: int, *, changed: int = 0) -> dict[str, Any]:
-    """Make a state of float32 tensors; every tenth differs for another ``changed``."""
+    """Make a state of float32 tensors, of which every tenth depends on ``changed``."""
     noise = np.random.default_rng(0).integers(0, 1 << 30, total // TENSORS // 4 + 2 * TENSORS, dtype=np.int32)
     count = total // TENSORS // 4
     tensors = {f"layer{i}": torch.from_numpy(noise[i : i + count].copy()).view(torch.float32) for i in range(TENSORS)}
@@ -72,7 +72,7 @@ def begin(address: str) -> None:
 
 
 def send(pipe: Connection, name: str, address: str, store: str, total: int) -> None:
-    """Send a state when told to."""
+    """Send one state when the parent process requests it."""
     begin(address)
     sent = state(total)
     sender = transport(name, 0, store, None)
@@ -88,7 +88,7 @@ def send(pipe: Connection, name: str, address: str, store: str, total: int) -> N
 
 
 def receive(pipe: Connection, name: str, address: str, store: str, total: int) -> None:
-    """Receive a state when told to."""
+    """Receive one state when the parent process passes the metadata; report whether its bits are equal."""
     begin(address)
     own = state(total, changed=1) if name == CHANGED else None
     receiver = transport(name, 1, store, own)

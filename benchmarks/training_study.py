@@ -1,13 +1,13 @@
-"""Measure what each compression option saves on a real training, and how it affects training that is resumed from it.
+"""Measure the size reduction of each compression option on a real training, and its effect on training that is resumed.
 
-Three models are trained on real text (see ``study_models``): a GPT, one with experts, and adapters to the first, frozen. States
-are coded by the CPU coder in all ways: complete, with derived tensors, as deltas to the version 10 and 100 steps before,
+Three models are trained on real text (see ``study_models``): a GPT, a GPT with experts, and the first one, frozen, with adapters.
+States are encoded by the CPU coder in each way: complete, with derived tensors, as deltas to the version 10 and 100 steps before,
 rounded by each profile, and as weights alone, with all bits and with four mantissa bits. Training is resumed from one state in
-each way, and its loss compared with the undisturbed run. Runs that differ only in the order of the text show which difference
-is significant.
+each way, and its loss is compared with the uninterrupted run. Runs that differ only in the order of the text show which
+difference is significant.
 
 The learning rate rises for 100 steps and then falls along a cosine; the gain of deltas depends on it. Two states are also saved
-by a ``Checkpointer`` from where they were trained, because a GPU uses a coder of its own. Sizes are of packs, without
+by a ``Checkpointer`` from the device on which they were trained, because a GPU has its own coder. Sizes are of packs, without
 manifests. ``pictures`` draws the curves of a finished study.
 """
 
@@ -104,7 +104,7 @@ def _stored(name: str, start: int, state: Arrays, base: Arrays | None, derive: b
 
 
 def sizes(state: State, near: State, far: State) -> dict[str, int]:
-    """Return stored bytes of a state in every way; ``near`` and ``far``: the same training some steps before."""
+    """Return the stored bytes of a state in every way; ``near`` and ``far``: earlier states of the same training."""
     groups = tuple(state)
     whole, weights = arrays(state, groups), arrays(state, ("weights",))
     few, few_near = (arrays({"weights": coarse(one["weights"])}, ("weights",)) for one in (state, near))
@@ -127,8 +127,8 @@ def sizes(state: State, near: State, far: State) -> dict[str, int]:
 
 
 def saved(near: State, state: State, there: State) -> dict[str, int]:
-    """Stored bytes of two states when they are saved one after the other out of the tensors ``there``, which change: the first is
-    whole, the second is a delta to it."""
+    """Return the stored bytes of two states that are saved one after the other from the same tensors ``there``: the first is
+    whole, the second is a delta to the first."""
     with (
         tempfile.TemporaryDirectory() as root,
         raystow.Checkpointer(
@@ -151,7 +151,7 @@ def losses(run: Run, steps: int) -> list[float]:
 
 
 def study(run: Run, steps: int, resume_at: int, say: Any) -> dict[str, Any]:
-    """Train ``run`` to the end and measure sizes; then train again from ``resume_at`` in each way of resuming."""
+    """Train ``run`` to the end and measure sizes; then resume at ``resume_at`` from each kind of state."""
     found: dict[str, Any] = {"sizes": {}, "resumed": {}}
     curve: list[float] = []
     for target in (steps // 4, steps // 2, resume_at):
@@ -220,7 +220,7 @@ def pictures(
     file: Annotated[Path, typer.Argument(help="result file of a study")],
     folder: Annotated[Path, typer.Option(help="folder for the pictures")] = Path("docs/images"),
 ) -> None:
-    """Draw the loss curves of a study, resumed and undisturbed."""
+    """Draw the loss curves of a study, resumed and uninterrupted."""
     import matplotlib
 
     matplotlib.use("svg")
@@ -256,7 +256,7 @@ def main(
     rate: Annotated[float, typer.Option(help="highest learning rate; adapters have their own")] = 3e-4,
     constant: Annotated[bool, typer.Option("--constant", help="use a constant learning rate")] = False,
 ) -> None:
-    """Train, save in every way, resume, and compare."""
+    """Train, save with each option, resume, and compare."""
     lengths = {"GPT": steps, "experts": steps // 2, "adapters": steps // 2}
     if unknown := {*(only or ())} - lengths.keys():
         raise typer.BadParameter(f"there is no model {min(unknown)}: {', '.join(lengths)}")

@@ -1,4 +1,4 @@
-"""FSDP2 with torch.distributed.checkpoint: saves without waiting, and resumes on any number of processes. No Ray.
+"""FSDP2 with torch.distributed.checkpoint: asynchronous saves and resumption on any number of processes, without Ray.
 
 torchrun --nproc-per-node 2 examples/dcp_fsdp2.py /tmp/dcp-run 4    # four steps
 torchrun --nproc-per-node 1 examples/dcp_fsdp2.py /tmp/dcp-run 8    # four more
@@ -22,7 +22,7 @@ from raystow.dcp import Reader, Writer
 
 
 def has_version(uri: str) -> bool:
-    """Whether there is something to resume from."""
+    """Return whether there is a version to resume from."""
     try:
         return raystow.latest(uri) is not None
     except raystow.NotARepository:

@@ -1,4 +1,4 @@
-"""DeepSpeed with ZeRO: saves without waiting, and resumes with any stage and number of processes, also on CPUs.
+"""DeepSpeed with ZeRO: asynchronous saves and resumption with any stage and number of processes, also on CPUs.
 
 ray start --head
 DS_ACCELERATOR=cpu torchrun --nproc-per-node 2 examples/deepspeed_zero.py /tmp/deepspeed-run 4 2    # four steps of ZeRO 2

@@ -21,7 +21,7 @@ from torch.distributed.fsdp import fully_shard
 import raystow
 
 EVERY = 100  # steps between saves
-LOOK = 10  # steps between checks for a preemption notice; a check takes all workers some milliseconds
+LOOK = 10  # steps between checks for a preemption notice; a check takes a few milliseconds on all workers
 
 
 def train(config: dict[str, Any]) -> None:

@@ -1,4 +1,4 @@
-"""Ray Train with torchft: a killed worker comes back and gets its state from the memory of the other one's node, also on CPUs.
+"""Ray Train with torchft: a killed worker is restarted and receives its state from the memory of the other worker's node.
 
 python examples/ray_train_torchft.py /tmp/torchft-run 30 10      # 30 steps; worker 1 is killed after step 10
 """
@@ -24,9 +24,9 @@ import raystow.torchft
 
 
 def train(settings: dict[str, Any]) -> None:
-    """Train one replica: each worker is a replica group of its own."""
+    """Train one replica: each worker is its own replica group."""
     rank = ray.train.get_context().get_world_rank()
-    torch.manual_seed(rank)  # the replicas begin differently: torchft gives all of them the state of one
+    torch.manual_seed(rank)  # replicas start with different states: torchft copies the state of one to all
     model = nn.Sequential(nn.Linear(64, 256), nn.ReLU(), nn.Linear(256, 64))
     adamw = torch.optim.AdamW(model.parameters(), lr=1e-3)
 
@@ -44,7 +44,7 @@ def train(settings: dict[str, Any]) -> None:
         pg=torchft.ProcessGroupGloo(timeout=timedelta(seconds=30)),
         load_state_dict=load_state_dict,
         state_dict=state_dict,
-        min_replica_size=2,  # no replica goes on alone
+        min_replica_size=2,  # a single replica does not continue
         rank=0,
         world_size=1,
         replica_id=f"replica_{rank}",

@@ -12,7 +12,7 @@ from raystow.torchtitan import CheckpointManager
 
 
 def llama3_8b() -> Trainer.Config:
-    """TorchTitan's own configuration with raystow's checkpoints."""
+    """Return TorchTitan's configuration with raystow's checkpoints."""
     config = config_registry.llama3_8b()
     config.checkpoint = CheckpointManager.Config(
         enable=True,

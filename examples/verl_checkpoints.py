@@ -11,5 +11,5 @@ import raystow.verl
 raystow.verl.configure(
     retention=raystow.Policy(keep_last=2, keep_every=1000),
     compression=raystow.Compression(delta=None),
-    on_failure="warn",  # the training goes on if a save fails
+    on_failure="warn",  # the training continues if a save fails
 )

@@ -1,6 +1,6 @@
 """Compile the GPU kernels to raystow/workers/gpu/kernels/binaries: ``make kernels``. Needs no GPU.
 
-Cubins for the architectures below; PTX of the oldest one for all that are newer.
+It writes cubins for the architectures below, and PTX of the oldest one for newer architectures.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def compiled(variant: Variant, architecture: int) -> CompiledKernel:
 
 
 def binary(variant: Variant, kernel: CompiledKernel, kind: str) -> Binary:
-    """Return a compiled kernel as it is shipped. ``kind``: cubin or ptx."""
+    """Return the binary of a compiled kernel, as it is in the package. ``kind``: cubin or ptx."""
     made = kernel.metadata
     assert made.global_scratch_size == made.profile_scratch_size == 0, variant
     arguments = "".join(_TYPES.get(kind, "*") for kind in variant.arguments.values())
@@ -52,7 +52,7 @@ def binary(variant: Variant, kernel: CompiledKernel, kind: str) -> Binary:
 
 
 def main() -> None:
-    """Compile everything."""
+    """Compile all kernels for all architectures."""
     shutil.rmtree(BINARIES, ignore_errors=True)
     BINARIES.mkdir()
     all_variants = list(variants())

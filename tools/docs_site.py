@@ -1,7 +1,7 @@
 """MkDocs hook: add a page for each file and folder outside docs/ that a document links to.
 
 In a checkout and on the source host, a link to ``../examples/read_without_ray.py`` opens that file. On the site it opens a page
-with the file's text, so links work wherever the site is, and show the source of the same version.
+with the file's text, so links work on any host and show the source of the same version.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Draw the README's picture: run ``raystow demo`` in a terminal of 80 columns and draw its final screen.
+"""Draw the image of the README: run ``raystow demo`` in a terminal of 80 columns and draw its final screen.
 
     python tools/record_demo.py docs/images/demo.svg
 
@@ -31,10 +31,10 @@ from rich.terminal_theme import MONOKAI
 from rich.text import Text
 
 COLUMNS, ROWS = 80, 120
-"""Enough rows that nothing scrolls away; empty ones are not drawn."""
+"""Rows of the terminal: enough that nothing scrolls; empty rows are not drawn."""
 
 _NAMES = {"brown": "yellow", "brightbrown": "bright_yellow"}
-"""pyte's name of a colour -> rich's, where they differ."""
+"""Colour name in pyte -> name in rich, where they differ."""
 
 
 def main() -> int:
@@ -87,7 +87,7 @@ def _read(terminal: int) -> bytes:
 
 
 def lines(screen: pyte.Screen) -> Iterator[Text]:
-    """Yield the rows of a screen with their styles, up to the last that is not empty."""
+    """Yield the rows of a screen with their styles, up to the last row that is not empty."""
     last = max((row for row, text in enumerate(screen.display) if text.strip()), default=-1)
     for row in range(last + 1):
         line = Text()
