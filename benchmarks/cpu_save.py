@@ -6,7 +6,7 @@ save all elements change by about a thousandth, as an optimizer's step changes t
 
 *Method.* Each measurement is a new process: it starts what the contestant needs, saves twice without counting, and then
 ``--saves`` times, one after another; a save that is durable is deleted. The CPU seconds are those of the process and all its
-descendants, Ray's included, from ``save`` until it is durable; those of as long a pause after the saves are subtracted.
+descendants, Ray's included, from ``save`` until it is durable; those of an equally long pause after the saves are subtracted.
 Contestants take turns in every round; a cell is the median of all saves.
 """
 
@@ -42,7 +42,7 @@ def changed(state: dict[str, dict[str, torch.Tensor]]) -> None:
 
 
 def case(way: str, folder: Path, saves: int, copies: int) -> dict[str, list[float]]:
-    """Save some times in this process; return the seconds held, until durable and of the CPU, and the stored bytes."""
+    """Save several times in this process; return blocked, durable and CPU seconds, and the stored bytes."""
     parts = cpu_cold.state(0)
     state = {
         f"{part}{copy}": {name: one.clone() for name, one in inner.items()}

@@ -139,7 +139,7 @@ def elements(folder, row, pack):
     def base(name):
         box = name, row["offset"], row["extent"]
         same = [(r, p) for r, p in rows(folder, row["base"]) if (r["name"], r["offset"], r["extent"]) == box]
-        assert len(same) == 1, f"{name}: a delta to what is not there"
+        assert len(same) == 1, f"{name}: the base of the delta is missing"
         return elements(folder, *same[0])
 
     if not row["stored"]:

@@ -171,7 +171,7 @@ def test_a_failed_read_is_retried(server: Scripted, store: CloudStore, name: str
 
 
 @pytest.mark.parametrize("server", [[(416, "InvalidRange")]], indirect=True)
-def test_a_range_past_the_end_is_damage(server: Scripted, store: CloudStore) -> None:
+def test_a_range_past_the_end_raises_damaged(server: Scripted, store: CloudStore) -> None:
     with pytest.raises(Damaged, match="az://bucket/run/k"):
         store.get_range("k", 5, 5)
 

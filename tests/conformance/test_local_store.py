@@ -154,7 +154,7 @@ def test_concurrent_writes_are_limited_but_never_block_put_if(root: Path, monkey
         try:
             assert begun.acquire(timeout=30)
             assert begun.acquire(timeout=30)
-            assert not begun.acquire(timeout=0.5), "a third one writes as well"
+            assert not begun.acquire(timeout=0.5), "a third thread writes concurrently"
             store.put_if("root.json", b"1", None)
         finally:
             gate.set()
@@ -251,7 +251,7 @@ def test_a_file_at_the_root_path_is_not_overwritten(tmp_path: Path) -> None:
     assert (tmp_path / "run").read_text() == "mine"
 
 
-@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+@pytest.mark.skipif(os.geteuid() == 0, reason="root can write to every folder")
 def test_a_folder_without_write_permission_is_reported(store: LocalStore, root: Path) -> None:
     root.mkdir()
     root.chmod(0o500)

@@ -113,7 +113,7 @@ def test_a_failed_read_is_retried(server: Scripted, name: str) -> None:
 
 
 @pytest.mark.parametrize("server", [[(416, "InvalidRange")]], indirect=True)
-def test_a_range_past_the_end_is_damage(server: Scripted) -> None:
+def test_a_range_past_the_end_raises_damaged(server: Scripted) -> None:
     with pytest.raises(Damaged, match="s3://bucket/run/k"):
         S3Store("bucket", "run", limits=IMPATIENT).get_range("k", 5, 5)
 

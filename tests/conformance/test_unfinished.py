@@ -49,7 +49,7 @@ def begun_upload(uri: str, key: str) -> None:
 def begin(uri: str) -> Callable[[str], None]:
     """Return a function that leaves a write unfinished. Memory has no such writes, and obstore does not list them."""
     if uri.startswith(("memory:", "az:", "gs:")):
-        pytest.skip("its unfinished writes are not listed")
+        pytest.skip("this store does not list unfinished writes")
     leave = begun_upload if uri.startswith("s3:") else killed_writer
     return lambda key: leave(uri, key)
 
@@ -111,7 +111,7 @@ def test_an_unfinished_upload_has_its_start_time(s3_uri: str) -> None:
 
 
 @pytest.mark.s3
-@pytest.mark.skipif(MOTO, reason="moto has one page for all")
+@pytest.mark.skipif(MOTO, reason="moto returns all uploads in one page")
 def test_more_than_one_page_of_uploads_is_listed(s3_uri: str) -> None:
     bucket, _, prefix = s3_uri.removeprefix("s3://").partition("/")
     client, names = boto3.client("s3"), [f"{FOLDERS[0]}/{number:04d}.pack" for number in range(1050)]

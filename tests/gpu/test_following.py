@@ -95,7 +95,7 @@ def mixed(stray: int | None = None) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("codec", ["deflate", "ans", "cpu"])
 def test_derived_tensors_take_no_bytes_and_are_restored(tmp_path: Path, codec: str, place: str) -> None:
     if (codec, place) == ("cpu", "node"):
-        pytest.skip("nothing is coded on a GPU")
+        pytest.skip("this codec encodes nothing on a GPU")
     with LocalCluster(str(tmp_path), codec=codec, process=place, memory=256 << 20) as cluster:
         for step, stray in enumerate((None, N // 2, None)):
             state = mixed(stray)

@@ -53,7 +53,7 @@ def rounded(state: dict[str, torch.Tensor], rules: dict[str, Rule]) -> dict[str,
 def test_the_gpu_and_the_cpu_round_equally(rule: Rule, dtype: torch.dtype) -> None:
     name, words = str(dtype)[6:], {2: torch.int16, 4: torch.int32, 8: torch.int64}[dtype.itemsize]
     if not rule.changes(name):
-        pytest.skip("nothing to round")
+        pytest.skip("the rule does not change this dtype")
     limits = torch.iinfo(words)
     bits = torch.randint(limits.min, limits.max, (40, 1001), dtype=words)
     bits[20:] = torch.randn(20, 1001).to(dtype).view(words)
@@ -108,7 +108,7 @@ def test_the_rule_chosen_for_a_tensor_stays_the_same(tmp_path: Path, place: str)
 @pytest.mark.parametrize("codec", ["deflate", "zstd", "ans", "raw", "cpu"])
 def test_rounded_tensors_are_smaller_and_restored_exactly(tmp_path: Path, codec: str, place: str) -> None:
     if (codec, place) == ("cpu", "node"):
-        pytest.skip("nothing is coded on a GPU")
+        pytest.skip("this codec encodes nothing on a GPU")
     state = mixed()
     wanted = rounded(state, RULES)
     with LocalCluster(str(tmp_path), codec=codec, process=place, memory=512 << 20, lossy=RULES) as cluster:

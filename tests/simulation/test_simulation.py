@@ -68,7 +68,7 @@ def test_planted_bugs_match_the_code() -> None:
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: bug.name)
 def test_a_planted_bug_is_detected(bug: Bug) -> None:
     finding = find(bug)
-    assert finding.seed is not None, f"{SEEDS} seeds did not find it: the simulation is too weak"
+    assert finding.seed is not None, f"{SEEDS} seeds did not detect the bug: the simulation is too weak"
     assert not finding.broken.startswith("nothing crashes")
 
 

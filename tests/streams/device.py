@@ -26,7 +26,7 @@ import torch
 from torch.overrides import TorchFunctionMode
 
 if torch.cuda.is_available():
-    pytest.skip("there is a GPU: tests/gpu are for that", allow_module_level=True)
+    pytest.skip("this machine has a GPU: run tests/gpu", allow_module_level=True)
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton: make test-streams", allow_module_level=True)
 
@@ -111,7 +111,7 @@ class Device:
 
     def run_until(self, reached: Callable[[], bool]) -> None:
         while not reached():
-            assert self._step(), "it never comes: every stream waits"
+            assert self._step(), "deadlock: every stream waits for an event"
 
     def synchronize(self) -> None:
         self.run_until(lambda: not any(stream.queue for stream in self.streams))
