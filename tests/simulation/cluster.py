@@ -47,7 +47,7 @@ class Cluster:
             [None, None, Policy(keep_last=2), Policy(keep_last=1), Policy(keep_last=2, keep_best=("loss", "min", 1))]
         )
         self.delta = root.fork("delta").choice([0, 0, 1, 3])
-        self._hasty = shape.chance(0.35) and not self.rates.stale
+        self._short_grace = shape.chance(0.35) and not self.rates.stale
         self._kinds = [kind for kind in ("prune", "gc", "keeper", "reader", "reader", "reader") if shape.chance(0.7)]
         self._kinds += [kind for kind in ("thinner", "thinner", "compactor") if root.fork(kind).chance(0.4)]
         self._kinds += ["roller"] if root.fork("roller").chance(0.35) else []
@@ -66,7 +66,7 @@ class Cluster:
         self._nodes: list[Node] = []
         self._operators: list[Operator] = []
         self._step = self._saves = 0
-        self._calm = False
+        self._faults_ended = False
 
     def play(self) -> None:
         """Run hours of faults, then an end without faults. A violated invariant raises ``Violation`` immediately."""
@@ -75,7 +75,7 @@ class Cluster:
         for node in self._nodes:
             node.join()
         self._operators = [Operator(self, kind) for kind in self._kinds]
-        self._every(_ROUND, self._look_after)
+        self._every(_ROUND, self._supervise)
         self._every(self._interval, self._train)
         if self._loss:
             self.scheduler.after(self._loss, self._lose_root)
@@ -117,11 +117,11 @@ class Cluster:
 
     def grace(self) -> float:
         """Return the grace period of a collection in seconds."""
-        return self.rng.choice([0.0, 600.0, LEASE]) if self._hasty else LEASE
+        return self.rng.choice([0.0, 600.0, LEASE]) if self._short_grace else LEASE
 
     def _every(self, seconds: float, action: Callable[[], None]) -> None:
         def again() -> None:
-            if not self._calm:
+            if not self._faults_ended:
                 action()
                 self.scheduler.after(self.rng.around(seconds), again)
 
@@ -134,7 +134,7 @@ class Cluster:
             if node.process.alive:
                 node.save(self._step, self._saves)
 
-    def _look_after(self) -> None:
+    def _supervise(self) -> None:
         """Restart dead processes, and cause the faults that are independent of store calls."""
         rng, rates = self.rng, self.rates
         alive = [host for host in self._hosts if host.process.alive]
@@ -156,7 +156,7 @@ class Cluster:
 
     def _lose_root(self, newest: Host | None = None) -> None:
         """Lose the root just after a coordinator has taken charge, while no deletion is under way; start a repair."""
-        if self._calm:
+        if self._faults_ended:
             return
         if newest is None or not newest.process.alive:
             newest = Host(self)
@@ -203,7 +203,7 @@ class Cluster:
 
     def _end(self) -> None:
         """End the world without faults: all saves end, the next save succeeds, and a collection leaves live objects only."""
-        self._calm = True
+        self._faults_ended = True
         self.rates.calm()
         self.journal.note(self.scheduler.time, "world", "is calm")
         for operator in self._operators:

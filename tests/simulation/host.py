@@ -36,8 +36,8 @@ class Host:
         self.process = cluster.process("host", self._role)
         self._clock = cluster.clock(self.process)
         self._core: Coordinator | None = None
-        self._told = 0
-        self._keeping_house = False
+        self._notified_changes = 0
+        self._housekeeping_active = False
         self.deleting = False
         """Whether it may delete objects based on a root that it has already read."""
         self._tickets: dict[str, Ticket] = {}
@@ -94,19 +94,19 @@ class Host:
         while True:
             while (attempt := core.next_commit()) is not None:
                 core.settled(attempt, self._commit(core.record(attempt)))
-                self._tell()
+                self._notify()
                 if attempt.phase is Phase.COMMITTED:
                     self._check_order(attempt)
                     if attempt.retention is not None:
-                        self._keep_house(attempt.retention)
+                        self._start_housekeeping(attempt.retention)
             core.tick()
             self._check_deadlines()
             core.nodes_alive(self._cluster.nodes_alive())
-            self._tell()
+            self._notify()
             for id, token in core.abandoned():
                 self.deleting = True
                 self._discard(id, token)
-                self.deleting = self._keeping_house
+                self.deleting = self._housekeeping_active
             self.process.wait(lambda: core.next_commit() is not None, _TICK)
 
     def _start(self) -> Coordinator:
@@ -131,12 +131,12 @@ class Host:
         try:
             return change(self._core)
         finally:
-            self._tell()
+            self._notify()
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         assert self._core is not None
-        if self._core.changes != self._told:
-            self._told = self._core.changes
+        if self._core.changes != self._notified_changes:
+            self._notified_changes = self._core.changes
             self.process.tell()
 
     def _until(self, ticket: Ticket, reached: Callable[[Attempt], bool]) -> Attempt:
@@ -146,17 +146,17 @@ class Host:
             attempt.result()
         return attempt
 
-    def _keep_house(self, policy: Policy) -> None:
+    def _start_housekeeping(self, policy: Policy) -> None:
         assert self._core is not None
         bases = self._core.bases
 
         def run() -> None:
             self._role.since, self._role.keep_last = self._cluster.model.now, policy.keep_last or 0
             self._housekeeping.run(policy, bases)
-            self._keeping_house = self.deleting = False
+            self._housekeeping_active = self.deleting = False
 
-        if not self._keeping_house:
-            self._keeping_house = self.deleting = True
+        if not self._housekeeping_active:
+            self._housekeeping_active = self.deleting = True
             self.process.spawn(run)
 
     def _commit(self, record: VersionRecord) -> Entry | RaystowError:

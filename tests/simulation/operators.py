@@ -38,7 +38,7 @@ class Operator:
         self.role = Role(kind)
         self.process = cluster.process(kind, self.role)
         self.store, self.clock, self._rng = cluster.store(self.process), cluster.clock(self.process), cluster.rng
-        self.process.spawn(self._mend if kind == "repair" else self._main)
+        self.process.spawn(self._repair if kind == "repair" else self._main)
 
     def _main(self) -> None:
         act: Callable[[Repository], None] = getattr(self, f"_{self.kind}")
@@ -49,7 +49,7 @@ class Operator:
             except RaystowError as error:
                 self._cluster.note(self.process, f"gives up: {error}")
 
-    def _think(self) -> None:
+    def _read_plan(self) -> None:
         """Wait as a person does who reads a plan before its execution."""
         self.clock.sleep(self._rng.choice([0.1, 60.0, 1200.0, 1200.0]))
 
@@ -59,7 +59,7 @@ class Operator:
         )
         self.role.since, self.role.keep_last = self._cluster.model.now, policy.keep_last or 0
         plan = repository.plan_retention(policy)
-        self._think()
+        self._read_plan()
         for entry in plan.execute():
             self._cluster.note(self.process, f"dropped {entry.id}")
 
@@ -67,7 +67,7 @@ class Operator:
         self.role.resumable = self._rng.number(1, 2)
         delta, self.role.bits = self._rng.choice([(None, None), (2, None), (2, 4), (2, 4), (2, 7), (None, 4)])
         plan = repository.plan_retention(Policy(resumable=self.role.resumable, delta=delta, mantissa_bits=self.role.bits))
-        self._think()
+        self._read_plan()
         for entry in plan.thinned:
             thinning = plan.replacement(entry)
             if thinning.needed:
@@ -75,7 +75,7 @@ class Operator:
 
     def _compactor(self, repository: Repository) -> None:
         plan = repository.plan_compaction()
-        self._think()
+        self._read_plan()
         for entry in plan.entries:
             done = plan.replacement(entry).execute()
             self._cluster.note(self.process, f"writes {entry.id} whole: {'done' if done else 'it stays as it is'}")
@@ -83,7 +83,7 @@ class Operator:
     def _gc(self, repository: Repository) -> None:
         self.role.since, self.role.grace = self._cluster.model.now, self._cluster.grace()
         plan = repository.plan_collection(grace=self.role.grace)
-        self._think()
+        self._read_plan()
         done = plan.execute()
         self._cluster.note(self.process, f"collected {done.objects} objects of {done.attempts} attempts, {done.scraps} scraps")
 
@@ -93,7 +93,7 @@ class Operator:
         deed = self._rng.choice(["pin", "unpin", "verified"])
         if versions:
             version = self._rng.choice(versions)
-            self._think()
+            self._read_plan()
             try:
                 if deed == "pin":
                     repository.pin(version, name)
@@ -111,7 +111,7 @@ class Operator:
         if not choices:
             return
         version = self._rng.choice(choices)
-        self._think()
+        self._read_plan()
         try:
             left = [one.id for one in repository.rollback(version)]
         except NotFound:
@@ -120,13 +120,13 @@ class Operator:
         if self._rng.chance(0.5):
             self._cluster.restart_training()
 
-    def _mend(self) -> None:
+    def _repair(self) -> None:
         """Repair the lost root, with retries until it succeeds."""
         while True:
             self.clock.sleep(30.0)
             try:
                 plan = plan_repair(self.store, self.clock)
-                self._think()
+                self._read_plan()
                 plan.execute()
                 if not plan.needed:
                     return
