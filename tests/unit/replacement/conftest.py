@@ -1,4 +1,4 @@
-"""A repository with three versions in memory, by a clock that stands."""
+"""A repository in memory with three versions and a clock that does not advance."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Versions of which some are differences to another."""
+"""Versions of which some are deltas to another version."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ WORDS = np.random.default_rng(1).integers(0, 1 << 30, (4, 20000), np.int32)
 
 
 def star(committer: Committer) -> list[dict[str, np.ndarray]]:
-    """A whole version, two that are differences to it, and a whole one. The weights of the second follow from its master copy."""
+    """Commit a whole version, two deltas to it, and another whole version. Each version has weights derived from its master
+    weights. Return the arrays of each version.
+    """
     arrays = [{"optimizer.step": WORDS + i, "model.ids": WORDS[:1] * 3 + i} for i in range(4)]
     for i, one in enumerate(arrays):
         base = (1, arrays[0]) if i in (1, 2) else None

@@ -1,4 +1,4 @@
-"""A store whose user is killed at one of its changes."""
+"""A store whose process is killed at one of its changes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Killed(BaseException):
 
 
 class KilledStore:
-    """A store whose user dies before its ``last``-th change, or just after it."""
+    """A store that raises ``Killed`` directly before or after its ``last``-th change."""
 
     def __init__(self, store: ObjectStore, last: int, *, after: bool) -> None:
         self._store, self.left, self._after = store, last, after

@@ -1,4 +1,4 @@
-"""Thinning, where versions are differences to each other, and when the root is lost afterwards."""
+"""Thinning of versions that are deltas to each other, and repair after the loss of the root."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from raystow.storage.repository import Repository
 from raystow.storage.retention import replacement
 from raystow.storage.retention.policy import Policy
 
-# Differences
+# Deltas
 
 
-def test_what_was_a_difference_stays_one(repository: Repository) -> None:
+def test_a_thinned_delta_version_stays_a_delta(repository: Repository) -> None:
     arrays = star(Committer(repository, "me"))
     plan = repository.plan_retention(Policy(resumable=1))
     assert [entry.id for entry in plan.thinned] == [3, 2, 1]
@@ -38,11 +38,11 @@ def test_what_was_a_difference_stays_one(repository: Repository) -> None:
         (True, ()),
     ]
     assert repository.version(2).bytes < repository.version(1).bytes / 3
-    assert [row.coding.base for row in repository.version(2).chunks["model.step"]] == [1, 1], "coded anew"
+    assert [row.coding.base for row in repository.version(2).chunks["model.step"]] == [1, 1], "encoded again"
     assert not repository.plan_retention(Policy(resumable=1)).thinned
 
 
-def test_a_base_is_not_thinned_before_what_needs_it(repository: Repository) -> None:
+def test_a_base_is_not_thinned_before_its_deltas(repository: Repository) -> None:
     arrays = star(committer := Committer(repository, "me"))
     assert not thin(repository, 1, 1)
     repository.pin(repository.version(2), "good")
@@ -72,7 +72,7 @@ def test_a_version_found_before_is_readable_until_collected(
     committer, cut = Committer(repository, "me"), {name: halves(array) for name, array in arrays.items()}
     first, second, _ = (write(committer, cut, base=base) for base in (None, (1, arrays), None))
     found, before = repository.version(2), bits(repository.version(2))
-    sent = copy.copy(repository.version(2))  # as to another process
+    sent = copy.copy(repository.version(2))  # as if it were sent to another process
     assert found.entry.bases == (first.id,)
     repository.plan_retention(Policy(**rules)).execute()
     assert not any(version.resumable for version in repository.versions()[:2])
@@ -90,7 +90,7 @@ def test_versions_that_others_drop_or_compact_are_skipped(repository: Repository
     thinning_all, dropping = repository.plan_retention(Policy(resumable=1)), repository.plan_retention(Policy(keep_last=1))
     assert [entry.id for entry in dropping.dropped] == [1, 2, 3]
     repository.plan_compaction([2]).execute()
-    assert [entry.id for entry in dropping.drop()] == [1, 3], "not version 2, which is another attempt now, and live"
+    assert [entry.id for entry in dropping.drop()] == [1, 3], "version 2 has a new attempt, which stays"
     compacting = repository.plan_retention(Policy(resumable=1))
     repository.plan_retention(Policy(keep_last=1)).execute()
     for plan in (thinning_all, compacting):
@@ -99,7 +99,7 @@ def test_versions_that_others_drop_or_compact_are_skipped(repository: Repository
 
 
 def test_a_lease_keeps_a_dropped_version_readable(repository: Repository) -> None:
-    """By a plan that was made before the lease."""
+    """The plan that drops the version was made before the lease."""
     arrays = star(committer := Committer(repository, "me"))
     plan = repository.plan_retention(Policy(keep_last=1))
     reader = LocalAgreement(repository, fall_back=True)
@@ -115,7 +115,7 @@ def test_a_lease_keeps_a_dropped_version_readable(repository: Repository) -> Non
     assert committer.catalog.root().versions == (newest,)
 
 
-def test_what_is_kept_for_others_alone_is_thinned_with_them(repository: Repository) -> None:
+def test_a_version_kept_only_as_a_base_is_thinned(repository: Repository) -> None:
     arrays = star(Committer(repository, "me"))
     repository.plan_retention(Policy(keep_last=3, resumable=1)).execute()
     assert [version.resumable for version in repository.versions()] == [False, False, False, True]
@@ -126,14 +126,14 @@ def test_repair_takes_the_thinned_version_if_a_base_is_lost(repository: Reposito
     arrays = star(Committer(repository, "me"))
     first = repository.version(1)
     repository.plan_retention(Policy(resumable=1)).execute()
-    repository.store.delete([first.record_key])  # a collection began with the oldest
+    repository.store.delete([first.record_key])  # a collection starts with the record
     repository.store.delete([keys.ROOT])
     plan_repair(repository.store, clock).execute()
     assert [version.resumable for version in repository.versions()] == [False, False, False, True]
     assert all(as_it_was(version, arrays) for version in repository.versions())
 
 
-# A lost root
+# Repair after the loss of the root
 
 
 @pytest.mark.parametrize("swapped", [False, True])
@@ -148,7 +148,7 @@ def test_repair_prefers_the_whole_version_to_the_thinned_one(
     plan_repair(repository.store, clock).execute()
     assert bits(repository.version(1)) == full
     if swapped:
-        repository.store.delete([repository.version(1).record_key])  # as a collection begins
+        repository.store.delete([repository.version(1).record_key])  # a collection starts with the record
         repository.store.delete([keys.ROOT])
         plan_repair(repository.store, clock).execute()
         assert bits(repository.version(1)) == light

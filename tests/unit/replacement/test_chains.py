@@ -1,4 +1,4 @@
-"""Thinning to differences, each to the version before: every bit stays, whatever happens meanwhile and wherever it ends."""
+"""Thinning to chains of deltas: each version keeps its exact bits after concurrent changes and after a kill at any point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CHAINED = Policy(resumable=1, delta=3)
 
 
 def flip(repository: Repository, id: int) -> str:
-    """Damage the weights of a version; the key of the pack."""
+    """Damage the weights of a version. Return the key of the pack."""
     key = keys.pack(id, repository.version(id).attempt, 0, "weights", 0)
     data = repository.store.get(key, max_bytes=1 << 20)
     repository.store.put(key, [bytes([data[0] ^ 1]) + data[1:-1] + bytes([data[-1] ^ 1])])
@@ -45,7 +45,7 @@ def wanted(repository: Repository) -> list[dict[str, bytes]]:
     return train(Committer(repository, "me"), 8)
 
 
-def test_each_is_a_delta_to_the_one_before_with_every_bit(
+def test_each_version_becomes_a_delta_to_its_predecessor(
     repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock
 ) -> None:
     plan = repository.plan_retention(CHAINED)
@@ -60,7 +60,7 @@ def test_each_is_a_delta_to_the_one_before_with_every_bit(
     likely, other = (plan.replacement(decision.entry).stored for decision in plan.decisions[:2])
     plan.execute()
     assert bases(repository) == [(), (1,), (2,), (3,), (), (5,), (6,), ()]
-    assert other < 0.6 * likely, "told before it is done: a difference takes less"
+    assert other < 0.6 * likely, "the plan expects fewer bytes for a delta"
     assert [version.resumable for version in repository.versions()] == [False] * 7 + [True]
     check(repository, wanted)
     collect(repository, clock)
@@ -70,7 +70,7 @@ def test_each_is_a_delta_to_the_one_before_with_every_bit(
     assert not repository.plan_retention(CHAINED).thinned
 
 
-def test_one_at_a_time_comes_to_the_same(repository: Repository) -> None:
+def test_repeated_retention_makes_the_same_chains(repository: Repository) -> None:
     committer = Committer(repository, "me")
     for _ in range(8):
         train(committer, 1)
@@ -79,7 +79,7 @@ def test_one_at_a_time_comes_to_the_same(repository: Repository) -> None:
     assert bases(repository)[4] == ()
 
 
-def test_deltas_are_moved_to_the_version_before(repository: Repository, clock: FakeClock) -> None:
+def test_deltas_to_one_base_become_a_chain(repository: Repository, clock: FakeClock) -> None:
     arrays = star(Committer(repository, "me"))
     repository.plan_retention(CHAINED).execute()
     assert bases(repository) == [(), (1,), (2,), ()]
@@ -88,7 +88,7 @@ def test_deltas_are_moved_to_the_version_before(repository: Repository, clock: F
     assert all(as_it_was(version, arrays) for version in repository.versions())
 
 
-def test_it_is_restored_through_all_that_it_needs(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
+def test_a_restore_reads_all_bases_of_the_chain(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
     repository.plan_retention(CHAINED).execute()
     version = repository.version(4)
     into = {"model.scale": torch.zeros(2, 200), "model.w": torch.zeros(200, 200, dtype=torch.bfloat16)}
@@ -101,7 +101,7 @@ def test_it_is_restored_through_all_that_it_needs(repository: Repository, wanted
 def test_a_base_stays_as_long_as_a_delta_needs_it(
     repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock
 ) -> None:
-    """Also if no rule keeps it any more."""
+    """It stays even if no rule of the policy keeps it."""
     repository.plan_retention(CHAINED).execute()
     plan = repository.plan_retention(Policy(keep_last=5, resumable=1, delta=3))
     assert [decision.why for decision in plan.decisions[:4]] == [
@@ -117,7 +117,7 @@ def test_a_base_stays_as_long_as_a_delta_needs_it(
     check(repository, wanted)
 
 
-def test_what_is_kept_for_others_only_is_no_base_of_more(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
+def test_a_version_kept_only_as_a_base_gets_no_new_deltas(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
     repository.plan_retention(Policy(resumable=5, delta=6)).execute()
     assert bases(repository)[:4] == [(), (1,), (2,), ()]
     plan = repository.plan_retention(Policy(keep_last=4, resumable=1, delta=6))
@@ -129,7 +129,7 @@ def test_what_is_kept_for_others_only_is_no_base_of_more(repository: Repository,
     ]
 
 
-def test_a_compacted_version_frees_what_only_it_needed(
+def test_compaction_frees_bases_that_no_other_version_needs(
     repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock
 ) -> None:
     repository.plan_retention(Policy(resumable=1, delta=6)).execute()
@@ -143,17 +143,19 @@ def test_a_compacted_version_frees_what_only_it_needed(
     check(repository, wanted)
 
 
-# What happens meanwhile
+# Concurrent changes
 
 
-def test_without_its_base_it_stays_as_it_is(repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock) -> None:
+def test_a_version_is_unchanged_if_its_new_base_is_dropped(
+    repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock
+) -> None:
     plan = repository.plan_retention(CHAINED)
     early, late = (plan.replacement(entry) for entry in plan.thinned[:2])
     assert (early.version.id, late.version.id) == (7, 6)
 
     def dropped(nbytes: int) -> None:
         plan = repository.plan_retention(Policy(keep_last=3))
-        if [entry.id for entry in plan.dropped] == [1, 2, 3, 4]:  # but not the leased one, unless by an older plan
+        if [entry.id for entry in plan.dropped] == [1, 2, 3, 4]:  # version 5 is leased, so only an older plan drops it
             replace(plan, decisions=tuple(replace(one, keep=one.entry.id > 5) for one in plan.decisions)).drop()
 
     assert late.execute(progress=dropped) is None
@@ -164,10 +166,10 @@ def test_without_its_base_it_stays_as_it_is(repository: Repository, wanted: list
     collect(repository, clock)
 
 
-def test_no_chain_becomes_too_long(
+def test_concurrent_plans_cannot_exceed_the_chain_limit(
     repository: Repository, wanted: list[dict[str, bytes]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """By plans that fit alone, of several who thin at the same time."""
+    """Each plan is valid alone; together the concurrent plans would make a chain that is too long."""
     monkeypatch.setattr(invariants, "MAX_CHAIN", 4)
     plan = repository.plan_retention(Policy(resumable=1, delta=2))
     chain = replace(plan, decisions=tuple(replace(one, base=one.entry.id - 1) for one in plan.decisions))
@@ -182,7 +184,7 @@ def test_no_chain_becomes_too_long(
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_anywhere_no_bit_is_lost_and_the_next_finishes(
+def test_a_run_after_a_kill_at_any_point_finishes_the_plan(
     repository: Repository, store: MemoryStore, clock: FakeClock, *, after: bool
 ) -> None:
     wanted = train(Committer(repository, "me"), 3)
@@ -200,7 +202,9 @@ def test_killed_anywhere_no_bit_is_lost_and_the_next_finishes(
     assert last > 4
 
 
-def test_who_reads_one_holds_all_that_it_needs(repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock) -> None:
+def test_a_lease_protects_all_bases_of_a_version(
+    repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock
+) -> None:
     repository.plan_retention(CHAINED).execute()
     version = repository.version(4)
     with repository.lease(version):
@@ -211,10 +215,10 @@ def test_who_reads_one_holds_all_that_it_needs(repository: Repository, wanted: l
         assert weights(version) == wanted[3]
 
 
-# Damage, and a lost root
+# Damage and repair
 
 
-def test_damage_is_told_by_its_object_and_by_all_that_need_it(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
+def test_damage_of_a_base_is_reported_for_each_delta(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
     repository.plan_retention(CHAINED).execute()
     pack = flip(repository, 2)
     assert dependents(repository.root().versions, 2) == [3, 4]
@@ -227,7 +231,7 @@ def test_damage_is_told_by_its_object_and_by_all_that_need_it(repository: Reposi
         repository.verify(repository.version(id))
 
 
-def test_what_cannot_be_read_is_no_base(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
+def test_an_unreadable_version_is_not_used_as_a_base(repository: Repository, wanted: list[dict[str, bytes]]) -> None:
     flip(repository, 2)
     plan = repository.plan_retention(CHAINED)
     with pytest.raises(Damaged, match="weights"):
@@ -236,7 +240,7 @@ def test_what_cannot_be_read_is_no_base(repository: Repository, wanted: list[dic
 
 
 @pytest.mark.parametrize("collected", [False, True])
-def test_a_lost_root_comes_back_with_all_of_the_chain(
+def test_repair_restores_the_whole_chain(
     repository: Repository, wanted: list[dict[str, bytes]], clock: FakeClock, *, collected: bool
 ) -> None:
     repository.plan_retention(CHAINED).execute()

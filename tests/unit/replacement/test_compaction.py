@@ -1,4 +1,4 @@
-"""Compaction: what is a delta is written whole; no bit changes, whatever happens meanwhile and wherever it is cut short."""
+"""Compaction writes a delta version whole; its exact bits stay after concurrent changes and after a kill at any point."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def compact(repository: Repository, id: int = 2) -> bool:
     return replacement.plan(repository, repository.version(id).entry, replacement.compact()).execute() is not None
 
 
-def test_it_is_whole_with_every_bit_and_what_it_needed_can_go(repository: Repository, clock: FakeClock) -> None:
+def test_compacted_versions_keep_all_bits_and_need_no_base(repository: Repository, clock: FakeClock) -> None:
     arrays = star(Committer(repository, "me"))
     before = repository.version(2)
     wanted, rows = bits(before), before.chunks
@@ -53,7 +53,7 @@ def test_it_is_whole_with_every_bit_and_what_it_needed_can_go(repository: Reposi
     assert repository.plan_compaction().entries == ()
 
 
-def test_who_had_found_it_before_reads_it_until_it_is_collected(repository: Repository, clock: FakeClock) -> None:
+def test_a_replaced_attempt_is_readable_until_collected(repository: Repository, clock: FakeClock) -> None:
     arrays = star(Committer(repository, "me"))
     found = repository.version(2), repository.version(2)
     assert compact(repository, 2)
@@ -66,8 +66,8 @@ def test_who_had_found_it_before_reads_it_until_it_is_collected(repository: Repo
         bits(found[1])
 
 
-def test_the_size_as_a_whole_version_is_not_that_of_the_base(repository: Repository) -> None:
-    """The base has moments of zero, as at the first step; the delta has others, and several chunks of each kind."""
+def test_the_planned_size_is_computed_from_the_delta_itself(repository: Repository) -> None:
+    """The base has zero moments, as at the first step; the delta has nonzero moments and several chunks of each kind."""
     import numpy as np
     from builders import whole, write
     from delta_versions import WORDS
@@ -89,7 +89,7 @@ def test_the_size_as_a_whole_version_is_not_that_of_the_base(repository: Reposit
 
 
 def test_a_base_may_be_a_delta_itself(repository: Repository) -> None:
-    """raystow does not write that; the format allows it."""
+    """raystow does not write such versions, but the format allows them."""
     import numpy as np
     from builders import write
     from delta_versions import WORDS
@@ -107,7 +107,7 @@ def test_a_base_may_be_a_delta_itself(repository: Repository) -> None:
         repository.verify(version)
 
 
-def test_what_was_thinned_stays_thin(repository: Repository) -> None:
+def test_compaction_keeps_a_thinned_version_thinned(repository: Repository) -> None:
     arrays = star(Committer(repository, "me"))
     repository.plan_retention(Policy(resumable=1)).execute()
     told = repository.version(3).record.thinned
@@ -139,7 +139,9 @@ def compacted(repository: Repository) -> None:
 
 
 @pytest.mark.parametrize("event", [newest, verified, leased, dropped, compacted])
-def test_it_gives_way(repository: Repository, clock: FakeClock, event: Callable[[Repository], None]) -> None:
+def test_compaction_yields_to_a_concurrent_change(
+    repository: Repository, clock: FakeClock, event: Callable[[Repository], None]
+) -> None:
     star(Committer(repository, "me"))
     plan = replacement.plan(repository, repository.version(2).entry, replacement.compact())
     event(repository)
@@ -152,13 +154,13 @@ def test_it_gives_way(repository: Repository, clock: FakeClock, event: Callable[
         repository.verify(version)
 
 
-def test_what_is_pinned_is_written_whole_as_well(repository: Repository) -> None:
+def test_a_pinned_version_is_compacted(repository: Repository) -> None:
     star(Committer(repository, "me"))
     repository.pin(repository.version(2), "good")
     assert compact(repository)
 
 
-def test_the_plan_tells_what_stays_as_it_is(repository: Repository) -> None:
+def test_the_plan_lists_versions_that_stay_deltas(repository: Repository) -> None:
     star(Committer(repository, "me"))
     verified(repository)
     assert repository.plan_compaction([2, 3, 4]).explain() == [
@@ -169,7 +171,7 @@ def test_the_plan_tells_what_stays_as_it_is(repository: Repository) -> None:
         repository.plan_compaction([3, 7])
 
 
-def test_a_coordinator_that_is_fenced_writes_nothing_whole(repository: Repository) -> None:
+def test_a_fenced_coordinator_compacts_no_version(repository: Repository) -> None:
     star(committer := Committer(repository, "me"))
     before = repository.root().versions
     Committer(repository, "other")
@@ -178,7 +180,7 @@ def test_a_coordinator_that_is_fenced_writes_nothing_whole(repository: Repositor
     assert repository.root().versions == before
 
 
-def test_a_damaged_base_is_named_and_nothing_changes(repository: Repository) -> None:
+def test_a_damaged_base_is_named_and_the_root_is_unchanged(repository: Repository) -> None:
     star(Committer(repository, "me"))
     key = keys.pack(1, repository.version(1).attempt, 0, "weights", 0)
     data = repository.store.get(key, max_bytes=1 << 30)
@@ -191,9 +193,7 @@ def test_a_damaged_base_is_named_and_nothing_changes(repository: Repository) -> 
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_point_every_bit_is_there(
-    repository: Repository, store: MemoryStore, clock: FakeClock, *, after: bool
-) -> None:
+def test_a_kill_at_any_point_loses_no_bit(repository: Repository, store: MemoryStore, clock: FakeClock, *, after: bool) -> None:
     arrays = star(Committer(repository, "me"))
     outcomes = []
     for last in range(1, 99):
@@ -214,7 +214,7 @@ def test_killed_at_any_point_every_bit_is_there(
     assert outcomes == [(1,)] * (len(outcomes) - 1) + [()]
 
 
-def test_repair_prefers_the_attempt_that_needs_no_other(repository: Repository, clock: FakeClock) -> None:
+def test_repair_prefers_the_attempt_without_bases(repository: Repository, clock: FakeClock) -> None:
     arrays = star(Committer(repository, "me"))
     assert compact(repository)
     repository.store.delete([keys.ROOT])

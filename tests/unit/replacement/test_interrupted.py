@@ -1,4 +1,4 @@
-"""Thinning: whatever happens meanwhile, and wherever it is cut short, the version is as it was or thin."""
+"""Thinning: after any concurrent change or interruption, the version is either unchanged or thinned."""
 
 from __future__ import annotations
 
@@ -54,11 +54,11 @@ def thinned(repository: Repository) -> None:
 
 ANYTHING = (pinned, verified, leased, dropped, newest_again, thinned)
 MOMENTS = [(event, moment) for event in ANYTHING for moment in ("before", "before its lease")]
-MOMENTS += [(event, "reading") for event in (pinned, verified, leased, newest_again)]  # the others see its lease
+MOMENTS += [(event, "reading") for event in (pinned, verified, leased, newest_again)]  # the other changes respect the lease
 
 
 @pytest.mark.parametrize(("event", "moment"), MOMENTS)
-def test_it_gives_way(
+def test_thinning_yields_to_a_concurrent_change(
     repository: Repository,
     committer: Committer,
     clock: FakeClock,
@@ -88,7 +88,7 @@ def test_it_gives_way(
         repository.verify(version)
 
 
-def test_a_coordinator_that_is_fenced_thins_nothing(repository: Repository, committer: Committer) -> None:
+def test_a_fenced_coordinator_thins_no_version(repository: Repository, committer: Committer) -> None:
     before = repository.root().versions
     Committer(repository, "other")
     with pytest.raises(Fenced):
@@ -96,7 +96,9 @@ def test_a_coordinator_that_is_fenced_thins_nothing(repository: Repository, comm
     assert repository.root().versions == before
 
 
-def test_a_collection_leaves_it_alone_while_it_writes(repository: Repository, committer: Committer, clock: FakeClock) -> None:
+def test_a_collection_keeps_an_attempt_that_is_being_written(
+    repository: Repository, committer: Committer, clock: FakeClock
+) -> None:
     wanted = weights(repository.version(1))
 
     def collecting(nbytes: int) -> None:
@@ -122,7 +124,9 @@ def test_a_slow_writer_whose_attempt_is_collected_fails(repository: Repository, 
     collect(repository, clock)
 
 
-def test_one_that_died_before_it_wrote_is_struck_out(repository: Repository, committer: Committer, clock: FakeClock) -> None:
+def test_the_note_of_an_attempt_without_objects_is_removed(
+    repository: Repository, committer: Committer, clock: FakeClock
+) -> None:
     plan = replacement.plan(repository, repository.version(1).entry, replacement.thin(2))
     assert plan._note(None) is not None
     (garbage,) = repository.plan_collection().garbage
@@ -131,11 +135,11 @@ def test_one_that_died_before_it_wrote_is_struck_out(repository: Repository, com
     assert not repository.root().rewrites
 
 
-# Killed
+# Kills
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_point_it_is_as_it_was_or_thin(
+def test_a_kill_at_any_point_leaves_a_full_or_thin_version(
     repository: Repository, committer: Committer, store: MemoryStore, clock: FakeClock, *, after: bool
 ) -> None:
     full, light = bits(repository.version(1)), weights(repository.version(1))
@@ -160,7 +164,7 @@ def test_killed_at_any_point_it_is_as_it_was_or_thin(
     assert outcomes == [True] * (len(outcomes) - 1) + [False]
 
 
-def test_a_swap_without_an_answer_is_settled_by_reading_back(repository: Repository, committer: Committer) -> None:
+def test_a_swap_without_an_answer_is_resolved_by_a_read(repository: Repository, committer: Committer) -> None:
     class Forgetful:
         def __init__(self, store: ObjectStore) -> None:
             self._store = store
@@ -177,7 +181,7 @@ def test_a_swap_without_an_answer_is_settled_by_reading_back(repository: Reposit
     assert not repository.version(1).entry.resumable
 
 
-def test_damaged_weights_stay_where_they_are(repository: Repository, committer: Committer) -> None:
+def test_a_version_with_damaged_weights_is_not_thinned(repository: Repository, committer: Committer) -> None:
     version = repository.version(1)
     for group, fails in (("optimizer", False), ("weights", True)):
         key = keys.pack(1, version.attempt, 1, group, 0)

@@ -1,4 +1,4 @@
-"""Thinning with fewer bits of mantissa: what is left is the rounding of what was saved, whatever happens meanwhile."""
+"""Retention with fewer mantissa bits: each thinned version has the saved weights, rounded once, whatever happens concurrently."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ ROUNDED = Policy(resumable=1, delta=3, mantissa_bits=4)
 DTYPES = {"model.w": "bfloat16", "model.tied": "bfloat16", "model.full": "float32", "model.same": "float32"}
 SOURCES = {"model.w": "optimizer.w", "model.tied": "optimizer.w", "model.same": "model.full"}
 KEPT = ("model.norm", "model.small", "model.ids")
-"""A vector, a small matrix, and integers."""
+"""A vector, a small matrix, and integers: their bits are never reduced."""
 
 
 def master_and_copies(step: int) -> dict[str, np.ndarray]:
@@ -50,8 +50,10 @@ def follows(row: Chunk, part: np.ndarray, name: str) -> Chunk:
 
 
 def train(committer: Committer, count: int, *, star: bool = False) -> list[dict[str, bytes]]:
-    """Commit so many, and tell what rounding to four bits leaves of each. Weights in bfloat16, which follow from their master
-    copy, under two names; others in float32, under two names as well. ``star``: all are differences to the first."""
+    """Commit ``count`` versions. Return for each version its weights, rounded to four mantissa bits. Two names of bfloat16
+    weights are derived from their float32 master weights; one name of float32 weights is derived from another float32 tensor.
+    With ``star``, each later version is a delta to version 1.
+    """
     found = []
     for step in range(1, count + 1):
         arrays = master_and_copies(step)
@@ -107,7 +109,7 @@ def test_rounded_weights_become_deltas_to_rounded_ones(repository: Repository, c
     assert not repository.plan_retention(replace(ROUNDED, mantissa_bits=2)).thinned, "never twice"
 
 
-def test_it_takes_less_than_with_all_bits(repository: Repository, store: MemoryStore, clock: FakeClock) -> None:
+def test_rounded_versions_need_less_space(repository: Repository, store: MemoryStore, clock: FakeClock) -> None:
     sizes = []
     for policy in (Policy(resumable=1, delta=3), ROUNDED, Policy(resumable=1, mantissa_bits=4)):
         one = Repository(MemoryStore("one", clock=clock), repository.id, clock=clock)
@@ -121,8 +123,8 @@ def test_it_takes_less_than_with_all_bits(repository: Repository, store: MemoryS
     assert alone[0] == rounded_whole == pytest.approx(alone[1], rel=0.02)
 
 
-def test_a_star_becomes_a_chain(repository: Repository, clock: FakeClock) -> None:
-    """Each is written whole before the first one is rounded, to which all have been differences."""
+def test_deltas_to_one_base_become_a_delta_chain(repository: Repository, clock: FakeClock) -> None:
+    """Each delta is written as a whole version before its base is rounded."""
     wanted = train(Committer(repository, "me"), 4, star=True) + train_one_more(repository)
     repository.plan_retention(ROUNDED).execute()
     assert bases(repository) == [(), (1,), (2,), (3,), ()]
@@ -130,7 +132,7 @@ def test_a_star_becomes_a_chain(repository: Repository, clock: FakeClock) -> Non
     check(repository, wanted)
 
 
-def test_one_that_others_need_is_rounded_when_they_do_not(repository: Repository, clock: FakeClock) -> None:
+def test_a_needed_base_is_rounded_once_no_version_needs_it(repository: Repository, clock: FakeClock) -> None:
     wanted = train(Committer(repository, "me"), 5, star=True)
     assert bases(repository) == [(), (1,), (1,), (1,), (1,)]
     repository.plan_retention(ROUNDED).execute()
@@ -147,15 +149,15 @@ def test_one_that_others_need_is_rounded_when_they_do_not(repository: Repository
 
 
 def train_one_more(repository: Repository) -> list[dict[str, bytes]]:
-    """A whole one, after which nothing needs the first."""
+    """Commit a whole version; no version needs version 1 as its base afterwards."""
     arrays = {"optimizer.w": master_and_copies(9)["optimizer.w"]}
     rows, pack = rows_and_pack({name: whole(array) for name, array in arrays.items()})
     write_rows(Committer(repository, "me"), [replace(row, kind=TENSOR) for row in rows], pack)
     return [{}]
 
 
-def test_what_a_thinned_one_leans_on_keeps_every_bit(repository: Repository) -> None:
-    """Thinned earlier, by a policy that rounds nothing."""
+def test_the_base_of_a_thinned_version_keeps_all_bits(repository: Repository) -> None:
+    """Version 2 was thinned earlier by a policy without rounding."""
     train(Committer(repository, "me"), 4, star=True)
     repository.plan_retention(Policy(resumable=2)).execute()
     assert bases(repository) == [(), (1,), (1,), (1,)]
@@ -171,7 +173,7 @@ def test_what_a_thinned_one_leans_on_keeps_every_bit(repository: Repository) -> 
         repository.verify(version)
 
 
-def test_a_difference_that_comes_meanwhile_keeps_it_as_it_is(repository: Repository) -> None:
+def test_a_version_is_not_rounded_if_it_becomes_a_delta_base(repository: Repository) -> None:
     train(Committer(repository, "me"), 2, star=True)
     train_one_more(repository)
     plan = repository.plan_retention(Policy(resumable=1, mantissa_bits=4))
@@ -184,8 +186,8 @@ def test_a_difference_that_comes_meanwhile_keeps_it_as_it_is(repository: Reposit
     assert weights(repository.version(2)) == before
 
 
-def test_a_base_that_is_rounded_meanwhile_gets_no_difference(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """By another who prunes at the same time, just before the swap."""
+def test_no_delta_is_made_to_a_concurrently_rounded_base(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A concurrent prune rounds the base directly before the swap."""
     wanted = train(Committer(repository, "me"), 3)
     exact = weights(repository.version(2))
     plan = repository.plan_retention(Policy(resumable=1, delta=3))
@@ -210,7 +212,7 @@ def test_a_base_that_is_rounded_meanwhile_gets_no_difference(repository: Reposit
 
 
 @pytest.mark.parametrize("deed", ["pinned", "dropped"])
-def test_what_is_pinned_or_gone_meanwhile_is_not_linked(repository: Repository, deed: str) -> None:
+def test_a_version_pinned_or_dropped_meanwhile_gets_no_delta(repository: Repository, deed: str) -> None:
     wanted = train(Committer(repository, "me"), 3)
     plan = repository.plan_retention(ROUNDED)
     second, first = (plan.replacement(entry) for entry in plan.thinned)
@@ -227,7 +229,7 @@ def test_what_is_pinned_or_gone_meanwhile_is_not_linked(repository: Repository, 
     check(repository, wanted)
 
 
-def test_what_cannot_be_linked_stays_whole_and_the_rest_is_done(repository: Repository, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failed_delta_leaves_a_whole_rounded_version(repository: Repository, caplog: pytest.LogCaptureFixture) -> None:
     train(Committer(repository, "me"), 3)
     plan = repository.plan_retention(ROUNDED)
     second, first = (plan.replacement(entry) for entry in plan.thinned)
@@ -241,7 +243,7 @@ def test_what_cannot_be_linked_stays_whole_and_the_rest_is_done(repository: Repo
     repository.verify(repository.version(1))
 
 
-def test_what_was_rounded_when_it_was_saved_is_not_rounded_again(repository: Repository) -> None:
+def test_weights_rounded_by_a_save_are_not_rounded_again(repository: Repository) -> None:
     weight = master_and_copies(1)["optimizer.w"]
     rows, pack = rows_and_pack({"model.w": halves(weight), "optimizer.exp_avg": halves(weight * 3)})
     told = {"model.w": Rounded("MantissaBits(9)", 0.1, 0.1, 1.0, 0.1, 5)}
@@ -256,7 +258,7 @@ def test_what_was_rounded_when_it_was_saved_is_not_rounded_again(repository: Rep
 
 
 @pytest.mark.parametrize("after", [False, True])
-def test_killed_at_any_point_all_is_exact_or_rounded(
+def test_a_kill_at_any_point_leaves_exact_or_rounded_weights(
     repository: Repository, store: MemoryStore, clock: FakeClock, *, after: bool
 ) -> None:
     wanted = train(Committer(repository, "me"), 4, star=False)
@@ -275,14 +277,14 @@ def test_killed_at_any_point_all_is_exact_or_rounded(
 
 
 @pytest.mark.parametrize("collected", [(), (2,), (1, 2, 3)])
-def test_a_lost_root_comes_back_with_what_fits_together(repository: Repository, collected: tuple[int, ...]) -> None:
-    """``collected``: versions of which nothing is left but what they are now."""
+def test_repair_restores_attempts_that_match_their_bases(repository: Repository, collected: tuple[int, ...]) -> None:
+    """``collected``: ids of the versions whose earlier attempts were collected."""
     wanted = train(Committer(repository, "me"), 4)
     before = [version.attempt for version in repository.versions()]
     repository.plan_retention(ROUNDED).execute()
     now = [version.attempt for version in repository.versions()]
     store = repository.store
-    for id in range(1, 5):  # what was whole and rounded, until it became a difference, is gone
+    for id in range(1, 5):  # delete the rounded whole attempts that were replaced by deltas
         kept = {now[id - 1], *(() if id in collected else (before[id - 1],))}
         here = [info.key for info in store.list(keys.VERSIONS) if f"/{id:08d}-" in info.key]
         store.delete([key for key in here if not any(attempt in key for attempt in kept)])
@@ -295,7 +297,7 @@ def test_a_lost_root_comes_back_with_what_fits_together(repository: Repository, 
 
 
 def lose(repository: Repository, *attempts: str) -> list[str]:
-    """Lose the root, and all of these attempts; a repair's line for each one that is left."""
+    """Delete the root and all objects of these attempts, repair the repository, and return the explanation of the repair."""
     store = repository.store
     store.delete([info.key for info in store.list(keys.VERSIONS) if any(attempt in info.key for attempt in attempts)])
     store.delete([keys.ROOT])
@@ -304,8 +306,8 @@ def lose(repository: Repository, *attempts: str) -> list[str]:
     return plan.explain()
 
 
-def test_a_rounding_that_never_came_to_be_does_not_come_back(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Killed before its swap; then versions became differences to what it was to replace."""
+def test_repair_ignores_a_rounding_that_was_not_committed(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The process is killed before the swap. Later versions become deltas to the attempt that was not replaced."""
     train(Committer(repository, "me"), 4)
     saved = [version.attempt for version in repository.versions()]
     plan = repository.plan_retention(Policy(resumable=2, mantissa_bits=4))
@@ -326,15 +328,17 @@ def test_a_rounding_that_never_came_to_be_does_not_come_back(repository: Reposit
     assert [version.record.bits for version in repository.versions()] == [None, None, 4, None, None]
     before = [weights(version) for version in repository.versions()]
     told = "\n".join(lose(repository, *saved[:3]))
-    assert "the id belongs to attempt" in told, "the one that was killed is there, and whole"
+    assert "the id belongs to attempt" in told, "the killed attempt is complete in the store"
     assert [weights(version) for version in repository.versions()] == before
 
 
 @pytest.mark.parametrize("token", ["0" * 16, "f" * 16])
-def test_of_two_roundings_the_one_that_came_to_be_comes_back(
+def test_repair_restores_the_committed_one_of_two_roundings(
     repository: Repository, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, token: str
 ) -> None:
-    """The other one was killed, and had another number of bits. ``token``: attempts are named at random."""
+    """The other rounding was killed and had another number of bits. ``token`` is its attempt token: it sorts before or after
+    the committed one.
+    """
     train(Committer(repository, "me"), 3)
     plan = repository.plan_retention(Policy(resumable=2, mantissa_bits=3))
     steps = iter(["noted", "swapped"])
@@ -358,7 +362,7 @@ def test_of_two_roundings_the_one_that_came_to_be_comes_back(
     assert [weights(version) for version in repository.versions()] == before
 
 
-def test_what_never_held_more_than_weights_is_thinned_once(repository: Repository) -> None:
+def test_a_weights_only_version_is_thinned_once(repository: Repository) -> None:
     committer = Committer(repository, "me")
     for step in range(1, 6):
         rows, pack = rows_and_pack({"model.full": halves(master_and_copies(step)["model.full"])})
@@ -373,7 +377,7 @@ def test_what_never_held_more_than_weights_is_thinned_once(repository: Repositor
     assert sum(version.bytes for version in repository.versions()) <= 2 * size
 
 
-def test_deltas_to_lost_rounded_weights_are_left_out(repository: Repository) -> None:
+def test_repair_omits_deltas_whose_rounded_base_is_lost(repository: Repository) -> None:
     wanted = train(Committer(repository, "me"), 3)
     first, _, last = (version.attempt for version in repository.versions())
     repository.plan_retention(ROUNDED).execute()
@@ -393,7 +397,7 @@ def test_deltas_to_lost_rounded_weights_are_left_out(repository: Repository) -> 
         ({"resumable": 1, "mantissa_bits": 0}, "mantissa_bits is 0"),
     ],
 )
-def test_what_makes_no_sense_is_refused(policy: dict[str, int], told: str) -> None:
+def test_invalid_policies_raise_state_error(policy: dict[str, int], told: str) -> None:
     with pytest.raises(StateError) as caught:
         Policy(**policy)
     assert told in f"{caught.value} {caught.value.remedy}"

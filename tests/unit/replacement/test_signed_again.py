@@ -1,4 +1,4 @@
-"""Thinning: what was signed stays signed, and nothing else becomes so."""
+"""Thinning: signed versions stay signed, and unsigned versions are not signed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def signer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
 
 
 @pytest.mark.parametrize("asked", [False, True])
-def test_what_was_signed_stays_signed(
+def test_a_thinned_version_stays_signed(
     repository: Repository, signer: Signer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, *, asked: bool
 ) -> None:
     if asked:
@@ -49,7 +49,7 @@ def test_what_was_signed_stays_signed(
     assert reader.version(1).record.thinned is not None
 
 
-def test_what_nobody_has_signed_does_not_become_so(
+def test_thinning_does_not_sign_an_unsigned_version(
     repository: Repository, committer: Committer, signer: Signer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     with pytest.raises(Untrusted, match="is not signed"):

@@ -1,4 +1,4 @@
-"""Thinning: of what is left every bit is as it was."""
+"""Thinning: the remaining tensors keep every bit."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from raystow.storage.retention import replacement, rewrite
 from raystow.storage.retention.policy import Policy
 
 
-def test_the_weights_keep_every_bit_and_the_rest_goes(repository: Repository, committer: Committer, clock: FakeClock) -> None:
+def test_thinning_keeps_exact_weights_and_removes_the_rest(
+    repository: Repository, committer: Committer, clock: FakeClock
+) -> None:
     before = repository.version(1)
     wanted, rows, record = weights(before), before.chunks, before.record
     clock.time += 100.0
@@ -42,13 +44,13 @@ def test_the_weights_keep_every_bit_and_the_rest_goes(repository: Repository, co
     assert (told.attempt, told.at, told.groups) == (before.attempt, clock.time, ("weights",))
     assert [entry.groups for entry in repository.root().versions] == [("weights",), (), ()]
     assert [(d.id, d.attempt, d.at) for d in repository.root().dropped] == [(1, before.attempt, clock.time)]
-    assert bits(before) != wanted, "who had found it before can still read it"
+    assert bits(before) != wanted, "the replaced attempt is still readable"
     collect(repository, clock)
     assert bits(repository.version(1)) == wanted
     assert [row.box for row in after.chunks["model.w.0"]] == [row.box for row in rows["model.w.0"]]
 
 
-def test_what_can_be_copied_is_and_what_is_alike_is_stored_once(repository: Repository, committer: Committer) -> None:
+def test_chunks_are_copied_and_equal_tensors_stored_once(repository: Repository, committer: Committer) -> None:
     before = repository.version(1).chunks
     assert thin(repository)
     after = repository.version(1).chunks
@@ -59,7 +61,7 @@ def test_what_can_be_copied_is_and_what_is_alike_is_stored_once(repository: Repo
     assert sum(row.stored for name in ("model.w.0", "model.tied.0") for row in after[name]) <= MASTER.size * 2
 
 
-def test_a_copy_of_what_goes_takes_over_its_bytes(repository: Repository) -> None:
+def test_a_copy_keeps_the_bytes_of_its_removed_source(repository: Repository) -> None:
     committer = Committer(repository, "me")
     before = mixed(committer, 1, copy=True)
     mixed(committer, 2)
@@ -74,7 +76,9 @@ def test_a_copy_of_what_goes_takes_over_its_bytes(repository: Repository) -> Non
 
 
 @pytest.mark.parametrize("size", [1, 3000, 9000])
-def test_packs_of_any_size(repository: Repository, committer: Committer, size: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_thinning_writes_packs_of_any_size(
+    repository: Repository, committer: Committer, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(rewrite, "_PACK", size)
     wanted = weights(repository.version(1))
     plan = replacement.plan(repository, repository.version(1).entry, replacement.thin(1)).rewriting
@@ -88,7 +92,7 @@ def test_packs_of_any_size(repository: Repository, committer: Committer, size: i
     assert after.bytes <= plan.stored
 
 
-def test_what_holds_weights_only_is_left_as_it_is(repository: Repository, committer: Committer) -> None:
+def test_a_weights_only_version_is_not_thinned_again(repository: Repository, committer: Committer) -> None:
     assert thin(repository)
     once = repository.version(1)
     assert not replacement.plan(repository, once.entry, replacement.thin(1)).needed
@@ -96,8 +100,8 @@ def test_what_holds_weights_only_is_left_as_it_is(repository: Repository, commit
     assert [entry.id for entry in plan.thinned] == [2]
 
 
-def test_a_kind_that_is_no_tensor_is_copied() -> None:
-    """Only tensors are derived; arrays and scalars have bytes of their own."""
+def test_arrays_are_copied_as_stored() -> None:
+    """Only tensors are derived; arrays and scalars have their own bytes."""
     rows, _ = rows_and_pack({"a": whole(NORM)})
     assert rows[0].kind == ARRAY
     (bundle,) = rewrite._bundles(rows)

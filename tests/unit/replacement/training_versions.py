@@ -1,4 +1,4 @@
-"""Versions to thin, and what is asked of them before and after."""
+"""Versions for tests of thinning, and functions that read their content before and after."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from raystow.storage.version import Version
 
 MASTER = np.random.default_rng(0).standard_normal((40, 25), np.float32)
 NORM = np.array([np.nan, -0.0, 1.5, np.inf], np.float32)
-NORM.view(np.uint32)[0] = 0x7FC0_1234  # a NaN that tells something
+NORM.view(np.uint32)[0] = 0x7FC0_1234  # a NaN with a payload
 
 
 def halves(array: np.ndarray) -> Cut:
@@ -31,7 +31,7 @@ def halves(array: np.ndarray) -> Cut:
 
 
 def follows(rows: Iterable[Chunk], name: str, dtype: str) -> list[Chunk]:
-    """Rows of a tensor that follows from the one that these are of."""
+    """Return the rows of a tensor that is derived from the tensor of these rows."""
     return [
         replace(
             row,
@@ -52,8 +52,9 @@ def part(row: Chunk) -> np.ndarray:
 
 
 def mixed(committer: Committer, step: int, *, copy: bool = False) -> Version:
-    """A version of two nodes: weights that are their master copy, rounded, under two names; a master copy in the same pack;
-    moments apart. ``copy``: a tensor of the weights is a copy of the master."""
+    """Commit a version of two nodes. It has weights under two names, which are rounded master weights; master weights in the
+    same pack; and moments in another pack. With ``copy``, another tensor of the weights is a copy of the master weights.
+    """
     record = replace(empty_record(committer, step), metrics={"loss": 1.0 / step}, world_size=2)
     infos, packs = [], []
     for node in range(2):
@@ -82,7 +83,7 @@ def mixed(committer: Committer, step: int, *, copy: bool = False) -> Version:
 
 
 def bits(version: Version) -> dict[str, bytes]:
-    """Every tensor, and values."""
+    """Return the bytes of each tensor, and the values."""
     found: dict[str, Any] = {name: version.read(name) for name in version.tensors()}
     tensors = {name: np.asarray(t.view(_words(t)) if hasattr(t, "untyped_storage") else t).tobytes() for name, t in found.items()}
     return tensors | {name: repr(value).encode() for name, value in version.values().items()}

@@ -1,4 +1,4 @@
-"""Versions of a training: weights that are their master copy, rounded, and move a little from each to the next."""
+"""Versions of a training run: weights that are derived from master weights and change a little between versions."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raystow.storage.version import Version
 
 
 def train(committer: Committer, count: int) -> list[dict[str, bytes]]:
-    """Commit so many; the bits of the weights of each."""
+    """Commit ``count`` versions. Return the bytes of the weights of each version."""
     random = np.random.default_rng(2)
     master = random.standard_normal((200, 200), np.float32)
     found = []
