@@ -1,4 +1,6 @@
-"""Which thinned versions become differences: no chain is longer than it may be, and nothing else is kept for it."""
+"""The choice of the thinned versions that become deltas: chains stay within the limit, and no version is kept only for a
+chain.
+"""
 
 from __future__ import annotations
 
@@ -23,13 +25,13 @@ def chain(entries: list[Entry], policy: Policy, **how: object) -> dict[int, int 
     return {one.entry.id: one.base for one in decisions if one.thin}
 
 
-def test_longer_chains_are_refused() -> None:
-    assert Policy(resumable=1, delta=MOST).delta == MOST < MAX_CHAIN - 1, "the last one may be a difference until it is thinned"
+def test_a_policy_with_a_longer_chain_is_refused() -> None:
+    assert Policy(resumable=1, delta=MOST).delta == MOST < MAX_CHAIN - 1, "the newest version may be a delta until it is thinned"
     with pytest.raises(StateError, match=f"delta is {MOST + 1}"):
         Policy(resumable=1, delta=MOST + 1)
 
 
-def test_a_chain_goes_on_where_it_has_ended() -> None:
+def test_a_chain_continues_after_its_last_version() -> None:
     entries = [entry(1, thin=True), entry(2, 1, thin=True), entry(3), entry(4), entry(5)]
     assert chain(entries, Policy(resumable=1, delta=2)) == {3: 2, 4: None}
     assert chain(entries, Policy(resumable=1, delta=5)) == {3: 2, 4: 3}
@@ -37,7 +39,7 @@ def test_a_chain_goes_on_where_it_has_ended() -> None:
 
 
 def test_a_base_of_a_thinned_version_is_not_rounded() -> None:
-    """Unless the thinned version is dropped."""
+    """It is rounded if the thinned version is dropped."""
     entries = [entry(1), entry(2, 1, thin=True), entry(3), entry(4)]
     metrics = {1: {"loss": 1.0}, 2: {"loss": 2.0}}
     for best, bits in ((1, {1: 4, 3: 4}), (2, {1: None, 3: 4})):
@@ -46,25 +48,25 @@ def test_a_base_of_a_thinned_version_is_not_rounded() -> None:
         assert {decision.entry.id: decision.mantissa_bits for decision in made if decision.thin} == bits
 
 
-def test_what_leads_to_a_version_counts() -> None:
-    """One that was thinned while those before it stayed as they were, since thinning was cut short."""
+def test_the_chain_length_includes_later_deltas() -> None:
+    """Version 4 and version 5 are thinned although older versions are not, since an earlier thinning was interrupted."""
     entries = [entry(1), entry(2), entry(3), entry(4, 3, thin=True), entry(5, 4, thin=True), entry(6)]
     assert chain(entries, Policy(resumable=1, delta=3)) == {1: None, 2: 1, 3: None}
     assert chain(entries, Policy(resumable=1, delta=4)) == {1: None, 2: 1, 3: 2}
 
 
-def test_a_version_that_stays_as_it_is_is_passed_over() -> None:
+def test_a_version_that_is_not_thinned_is_no_delta_base() -> None:
     decisions = plan([entry(id) for id in range(1, 5)], Policy(resumable=1, delta=3), pins={"good": 2}, metrics={})
     assert [(one.verdict, one.base) for one in decisions] == [("thin", None), ("keep", None), ("thin", 1), ("keep", None)]
 
 
-def test_what_leads_from_a_version_to_a_whole_one() -> None:
+def test_base_chain_ends_at_a_whole_or_missing_version() -> None:
     entries = {one.id: one for one in (entry(1), entry(2, 1), entry(3, 2), entry(5, 4), entry(6, 7))}
     assert [[one.id for one in base_chain(entries, of)] for of in entries.values()] == [[1], [2, 1], [3, 2, 1], [5], [6]]
 
 
 @given(st.data())
-def test_no_chain_is_too_long_and_each_base_is_kept_for_itself(data: st.DataObject) -> None:
+def test_chains_are_bounded_and_each_base_is_kept_by_a_rule(data: st.DataObject) -> None:
     entries: list[Entry] = []
     for id in range(1, data.draw(st.integers(1, 12)) + 1):
         thin = data.draw(st.booleans())

@@ -1,4 +1,4 @@
-"""Collection: what it takes, what it leaves, and that nobody who is slow loses by it."""
+"""Collection: the objects that it deletes, the objects that it keeps, and the protection of slow readers and writers."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from raystow.storage.version import Version
 
 
 class CollectedRun:
-    """A repository, its store and the one clock of both."""
+    """A repository, its store, and the clock that both use."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -54,13 +54,14 @@ def run() -> CollectedRun:
 
 
 def leftover(run: CollectedRun, id: int | None = None) -> tuple[int, str]:
+    """Store one pack of an attempt that is not committed. Return the id and the attempt."""
     reserved, attempt = run.committer.reserve()
     id = reserved if id is None else id
     run.store.put(keys.pack(id, attempt, 0, "weights", 0), [b"x" * 100])
     return id, attempt
 
 
-def test_nothing_is_garbage_in_a_repository_of_versions(run):
+def test_committed_versions_are_not_garbage(run):
     run.commit(3)
     run.clock.time += 2 * GRACE
     plan = run.repository.plan_collection()
@@ -68,7 +69,7 @@ def test_nothing_is_garbage_in_a_repository_of_versions(run):
 
 
 @pytest.mark.parametrize("grace", [-1.0, float("nan"), float("inf")])
-def test_a_grace_period_that_makes_no_sense_is_refused(run, grace):
+def test_an_invalid_grace_period_is_refused(run, grace):
     with pytest.raises(StateError, match="grace is"):
         run.repository.plan_collection(grace=grace)
 
@@ -89,7 +90,7 @@ def test_dropped_versions_are_deleted_after_the_grace_period(run):
     run.repository.verify(run.repository.versions()[0])
 
 
-def test_what_is_looked_at_after_each_commit_is_the_dropped(run):
+def test_dropped_only_collects_dropped_versions_only(run):
     run.commit(3)
     run.drop()
     leftover(run)
@@ -102,7 +103,7 @@ def test_what_is_looked_at_after_each_commit_is_the_dropped(run):
     assert run.left() == run.live()
 
 
-def test_a_failed_attempt_whose_id_is_passed_goes(run):
+def test_a_failed_attempt_with_an_older_id_is_collected(run):
     leftover(run)
     run.commit()
     run.clock.time += GRACE
@@ -129,11 +130,11 @@ def test_a_collected_attempt_cannot_be_committed(run):
     assert run.left() == run.live()
     with pytest.raises(SaveFailed, match="is spent"):
         run.committer.commit(record)
-    (version,) = run.commit()  # the next save works
+    (version,) = run.commit()  # the next save succeeds
     run.repository.verify(version)
 
 
-def test_what_was_committed_since_the_plan_stays(run):
+def test_a_version_committed_after_the_plan_is_kept(run):
     record = empty_record(run.committer)
     run.store.put(keys.record(record.id, record.attempt), [record.dump()])
     run.clock.time += GRACE
@@ -151,7 +152,7 @@ def test_a_lease_keeps_a_dropped_version_until_it_ends(run):
     assert run.repository.plan_retention(Policy(keep_last=1)).dropped == ()
     lease.release()
     run.drop()
-    lease.renew()  # written before the drop, renewed after it
+    lease.renew()  # the lease was written before the drop and is renewed after it
     run.clock.time += SECONDS - 1
     plan = run.repository.plan_collection(grace=0)
     assert [g.kept for g in plan.garbage] == ["it is being read under a lease"]
@@ -162,7 +163,7 @@ def test_a_lease_keeps_a_dropped_version_until_it_ends(run):
     assert run.left() == run.live()
 
 
-def test_a_lease_taken_after_the_plan_counts(run):
+def test_a_lease_created_after_the_plan_protects_its_version(run):
     old, _ = run.commit(2)
     run.drop()
     plan = run.repository.plan_collection(grace=0)
@@ -172,7 +173,7 @@ def test_a_lease_taken_after_the_plan_counts(run):
     assert len(run.repository.root().dropped) == 1
 
 
-def test_a_version_that_is_gone_is_not_leased(run):
+def test_leasing_a_dropped_version_raises_not_found(run):
     old, _ = run.commit(2)
     run.drop()
     with pytest.raises(NotFound, match="was dropped"), run.repository.lease(old):
@@ -189,17 +190,18 @@ def test_the_newest_verified_version_is_kept(run):
 
 
 def test_a_verified_version_found_damaged_is_replaced(run):
-    """The newest version that is whole becomes the verified one."""
+    """The newest intact version becomes the verified version."""
     one, two, three, four = run.commit(4)
     assert run.repository.record_verified(one, two, three, four) == 4
-    assert run.repository.record_verified(one, damaged=[two]) == 4  # another one is damaged: the note stays
+    # another version is damaged: the record of the verified version stays
+    assert run.repository.record_verified(one, damaged=[two]) == 4
     assert run.repository.record_verified(one, two, three, damaged=[four]) == run.repository.root().verified == 3
     run.drop()
     assert [version.id for version in run.repository.versions()] == [3, 4]
-    assert run.repository.record_verified(two, damaged=[three]) == 0  # what was dropped is not noted
+    assert run.repository.record_verified(two, damaged=[three]) == 0  # a dropped version is not recorded as verified
 
 
-def test_a_noted_version_goes_with_what_it_is_a_difference_to(run):
+def test_damage_of_a_base_clears_its_verified_delta(run):
     states = [np.arange(5_000) + step for step in range(3)]
     one, two = (write(run.committer, {"w": whole(state)}) for state in states[:2])
     three = write(run.committer, {"w": whole(states[2])}, base=(1, {"w": states[0]}))
@@ -208,7 +210,7 @@ def test_a_noted_version_goes_with_what_it_is_a_difference_to(run):
     assert run.repository.record_verified(two, damaged=[one]) == 2
 
 
-def test_a_note_that_has_moved_meanwhile_is_not_taken_back(run, monkeypatch):
+def test_a_newer_concurrent_verification_is_kept(run, monkeypatch):
     one, two, three = run.commit(3)
     run.repository.record_verified(two)
     put_if = run.store.put_if
@@ -222,7 +224,7 @@ def test_a_note_that_has_moved_meanwhile_is_not_taken_back(run, monkeypatch):
     assert run.repository.record_verified(one, damaged=[two]) == 3
 
 
-def test_a_rewritten_version_is_not_the_damaged_one(run):
+def test_damage_of_a_replaced_attempt_is_ignored(run):
     one, two, _ = run.commit(3)
     anew = replace(two.entry, attempt="f" * 16)
     overwrite_root(
@@ -231,7 +233,7 @@ def test_a_rewritten_version_is_not_the_damaged_one(run):
     assert run.repository.record_verified(one, damaged=[two]) == 2
 
 
-def test_a_collection_that_died_is_run_again(run):
+def test_an_interrupted_collection_is_completed_by_the_next(run):
     run.commit(3)
     run.drop()
     deleted: list[int] = []
@@ -242,7 +244,7 @@ def test_a_collection_that_died_is_run_again(run):
 
     with pytest.raises(KeyboardInterrupt):
         run.repository.plan_collection(grace=0).execute(die)
-    assert deleted == [1]  # the record first: what is left looks like no version
+    assert deleted == [1]  # the record is deleted first, so the remaining objects are not a version
     for info in run.store.list("versions/00000002"):
         run.store.delete([info.key])
     run.repository.plan_collection(grace=0).execute()
@@ -250,7 +252,7 @@ def test_a_collection_that_died_is_run_again(run):
     assert run.repository.root().dropped == ()
 
 
-def test_scraps_go(run):
+def test_only_stale_probe_objects_are_deleted_as_scraps(run):
     run.store.put("probe/0123456789abcdef", [b"left over"])
     run.store.put("somebody/elses.txt", [b"not ours"])
     run.clock.time += GRACE
@@ -267,7 +269,7 @@ def test_without_a_root_nothing_is_collected(run):
     assert len(run.left()) == 2
 
 
-def test_a_zombie_with_the_epoch_of_a_repaired_root_is_fenced(run):
+def test_another_owner_of_the_same_epoch_fences_a_committer(run):
     root = run.repository.root()
     overwrite_root(run.repository, lambda root: replace(root, owner="someone else"))
     assert run.repository.root().epoch == root.epoch

@@ -1,4 +1,4 @@
-"""Copies of segments of the step journal: a replica goes on at the last durable step of its source."""
+"""Copies of segments of the step journal: training continues from a replica at the last durable step of its source."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def there() -> str:
 
 @pytest.fixture
 def run(tmp_path: Path) -> SegmentRun:
-    """A repository with the version of step 0, and the steps 1 to 4 in two segments."""
+    """Return a repository with the version of step 0, and with the steps 1 to 4 in two segments."""
     run = SegmentRun(tmp_path)
     run.save(0)
     training, journal = begin(run, 0)
@@ -35,13 +35,13 @@ def run(tmp_path: Path) -> SegmentRun:
 
 
 def copy(run: SegmentRun, there: str, *versions: int, sign: bool = False) -> list[int]:
-    """Copy; return the last steps of the replica's segments."""
+    """Copy versions and segments. Return the last steps of the segments of the replica."""
     plan_copy(run.repository.uri, there, versions, sign=sign).execute()
     return [one.step for one in open_repository(there).root().segments]
 
 
-def test_training_goes_on_at_the_replica(run: SegmentRun, there: str) -> None:
-    """At the last durable step, also of a second copy, which brings only what is new."""
+def test_training_continues_from_the_replica(run: SegmentRun, there: str) -> None:
+    """It continues at the last durable step. A second copy transfers the new segments only."""
     assert copy(run, there) == [2, 4]
     run.start()
     training, journal = begin(run, 0)
@@ -61,14 +61,14 @@ def test_a_copied_version_removes_segments(run: SegmentRun, there: str) -> None:
     assert copy(run, there) == [4]
 
 
-def test_a_version_that_is_not_the_newest_comes_alone(run: SegmentRun, there: str) -> None:
+def test_an_older_version_is_copied_without_segments(run: SegmentRun, there: str) -> None:
     run.save(2)
     assert copy(run, there, 1) == []
     assert copy(run, there) == [4]
 
 
 def test_a_rollback_removes_copied_segments(run: SegmentRun, there: str) -> None:
-    """Also if the newest version stays what it was."""
+    """The segments are removed even if the newest version does not change."""
     assert copy(run, there) == [2, 4]
     run.repository.rollback("latest")
     assert copy(run, there) == []
@@ -85,8 +85,8 @@ def test_a_damaged_entry_is_not_copied(run: SegmentRun, there: str) -> None:
     assert [one.step for one in open_repository(there).root().segments] == [2]
 
 
-def test_a_segment_that_a_version_has_replaced_is_left(run: SegmentRun, there: str) -> None:
-    """It is collected while the copy is under way."""
+def test_a_segment_replaced_by_a_version_is_not_copied(run: SegmentRun, there: str) -> None:
+    """The segment is collected during the copy."""
     plan = plan_copy(run.repository.uri, there)
     run.save(2)
     run.repository.plan_collection(grace=0).execute()
@@ -96,8 +96,10 @@ def test_a_segment_that_a_version_has_replaced_is_left(run: SegmentRun, there: s
 
 
 @pytest.mark.parametrize("sign", [False, True])
-def test_signatures_of_segments(there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: bool) -> None:
-    """They are kept or renewed, as those of versions."""
+def test_signatures_of_segments_are_kept_or_renewed(
+    there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, sign: bool
+) -> None:
+    """The signatures of segments are treated like those of versions."""
     keys_made = [key_files.write_pair(tmp_path / name) for name in ("training", "copies")]
     run = SegmentRun(tmp_path / "signed")
     monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "training"))
@@ -108,7 +110,7 @@ def test_signatures_of_segments(there: str, tmp_path: Path, monkeypatch: pytest.
     journal.close()
     if sign:
         monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "copies"))
-        monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # holds both public halves
+        monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # the folder has both public keys
     else:
         monkeypatch.delenv(key_files.SIGNING_KEY)
     assert copy(run, there, sign=sign) == [2]

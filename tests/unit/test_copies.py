@@ -1,4 +1,4 @@
-"""Copies of versions between stores: what is copied, in which order, and what is refused."""
+"""Copies of versions between stores: which versions are copied, in which order, and which copies are refused."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def objects(repository: Repository) -> dict[str, bytes]:
 
 @pytest.fixture
 def committer(monkeypatch: pytest.MonkeyPatch) -> Committer:
-    """Of a repository of three versions; the third is a delta to the second."""
+    """Return the committer of a repository with three versions; version 3 is a delta to version 2."""
     for name in (key_files.SIGNING_KEY, key_files.TRUSTED_KEYS):
         monkeypatch.delenv(name, raising=False)
     made = Committer(create_repository(f"memory://source-{SYSTEM.token()}"), SYSTEM.token())
@@ -60,7 +60,7 @@ def there() -> str:
     return f"memory://replica-{SYSTEM.token()}"
 
 
-def test_a_replica_has_the_same_bytes_and_is_read_as_the_source(source: Repository, there: str) -> None:
+def test_a_replica_has_the_same_objects_as_its_source(source: Repository, there: str) -> None:
     assert [version.id for version in raystow.copy(source.uri, there)] == [1, 2, 3]
     replica = open_repository(there)
     assert objects(replica) == objects(source)
@@ -70,7 +70,7 @@ def test_a_replica_has_the_same_bytes_and_is_read_as_the_source(source: Reposito
     assert raystow.copy(source.uri, there) == []
 
 
-def test_a_chosen_version_brings_its_bases(source: Repository, there: str) -> None:
+def test_a_selected_version_is_copied_with_its_bases(source: Repository, there: str) -> None:
     assert [version.id for version in raystow.copy(source.uri, there, [3])] == [2, 3]
     assert np.array_equal(open_repository(there).version(3).read("w"), of(1.0 + 1e-12)["w"])
     with pytest.raises(StateError, match="version 1 is older"):
@@ -78,7 +78,7 @@ def test_a_chosen_version_brings_its_bases(source: Repository, there: str) -> No
     assert raystow.copy(source.uri, there) == []
 
 
-def test_new_versions_and_rollbacks_follow(committer: Committer, source: Repository, there: str) -> None:
+def test_new_versions_and_rollbacks_are_replicated(committer: Committer, source: Repository, there: str) -> None:
     raystow.copy(source.uri, there)
     source.rollback(1)
     assert raystow.copy(source.uri, there) == []
@@ -107,7 +107,7 @@ def test_a_damaged_source_fails_with_its_key_and_adds_nothing(source: Repository
     assert live_ids(open_repository(there)) == [1]
 
 
-def test_what_others_have_saved_to_is_refused(source: Repository, there: str) -> None:
+def test_a_target_with_other_saves_is_refused(source: Repository, there: str) -> None:
     Committer(create_repository(other := f"{there}-other"), "training")
     with pytest.raises(StateError, match="another repository"):
         raystow.copy(source.uri, other)
@@ -136,7 +136,7 @@ def test_signatures_are_kept_or_renewed(tmp_path: Path, there: str, monkeypatch:
     monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "new"))
     with pytest.raises(Untrusted, match="signed with key"):
         raystow.copy(source.uri, f"{there}-2", sign=True)
-    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # holds both public halves
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # the folder has both public keys
     raystow.copy(source.uri, f"{there}-2", sign=True)
     version = open_repository(f"{there}-2", trusted_keys=tmp_path / "new.pub").latest()
     assert version is not None
@@ -159,14 +159,15 @@ raystow.copy(sys.argv[1], sys.argv[2], memory=1)
 """
 
 
-def test_a_killed_copy_goes_on_without_copying_again(tmp_path: Path) -> None:
+def test_a_killed_copy_resumes_without_copying_twice(tmp_path: Path) -> None:
     here, there = tmp_path / "run", tmp_path / "replica"
     committer = Committer(create_repository(str(here)), "training")
     save(committer, 0.0)
     save(committer, 1.0)
     killed = subprocess.run([sys.executable, "-c", KILLED, str(here), str(there), "5"], capture_output=True, timeout=120)
     assert killed.returncode == -signal.SIGKILL, killed.stderr
-    assert live_ids(open_repository(str(there))) == [1]  # pack, fragment and record of one version, two objects of the next
+    # the pack, the fragment, and the record of version 1, and two objects of version 2
+    assert live_ids(open_repository(str(there))) == [1]
     packs = {path: os.stat(path).st_ino for path in sorted(there.rglob("*.p*")) if path.suffix in (".pack", ".parquet")}
     assert len(packs) == 4
     last = next(path for path in packs if path.suffix == ".pack" and "00000002" in str(path))
@@ -176,7 +177,7 @@ def test_a_killed_copy_goes_on_without_copying_again(tmp_path: Path) -> None:
     assert last.read_bytes() == data
 
 
-def test_a_spoilt_leftover_is_copied_again(source: Repository, there: str) -> None:
+def test_a_damaged_leftover_object_is_copied_again(source: Repository, there: str) -> None:
     raystow.copy(source.uri, there, [1])
     (key,) = [k for k in objects(source) if k.startswith("versions/00000002-") and k.endswith("pack")]
     open_repository(there).store.put(key, [bytes(len(objects(source)[key]))])
@@ -184,7 +185,7 @@ def test_a_spoilt_leftover_is_copied_again(source: Repository, there: str) -> No
     assert objects(open_repository(there)) == objects(source)
 
 
-def test_a_replica_keeps_what_the_source_writes_again(committer: Committer, source: Repository, there: str) -> None:
+def test_a_replica_keeps_versions_that_the_source_compacts(committer: Committer, source: Repository, there: str) -> None:
     raystow.copy(source.uri, there)
     save(committer, 5.0)
     source.plan_compaction([3]).execute()

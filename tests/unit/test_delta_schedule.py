@@ -1,4 +1,4 @@
-"""Rows of differences: how long they get, by what their versions have stored, and when there are none for a while."""
+"""Groups of deltas to one base: their length, which depends on the stored bytes, and the pauses without deltas."""
 
 from __future__ import annotations
 
@@ -17,8 +17,9 @@ def entry(id: int, stored: int, *bases: int) -> Entry:
 def played(
     whole: int, differences: Iterable[int], number: int, *, row: DeltaGroup | None = None
 ) -> tuple[list[bool], DeltaGroup]:
-    """Save ``number`` versions with "auto": whole ones take ``whole`` bytes, those of a row ``differences`` one after another.
-    Which of them are differences."""
+    """Save ``number`` versions with delta="auto". Return whether each version was a delta, and the last group. A whole version
+    takes ``whole`` bytes; the deltas of a group take ``differences`` in order.
+    """
     row, sizes, found = after(row, entry(1, whole), None), list(differences), [False]
     for id in range(2, number + 1):
         goes_on, _ = row.goes_on(AUTO)
@@ -32,20 +33,20 @@ def played(
 
 
 def test_a_delta_group_ends_when_a_delta_exceeds_the_mean() -> None:
-    """Means: 1000, 800, 733, 725; the fourth would take about 780."""
+    """The means are 1000, 800, 733, and 725; the next delta would take about 780."""
     found, row = played(1000, [600, 600, 700, 800, 900], 9)
     assert found == [False, True, True, True, False, True, True, True, False]
     assert row.misses == 0
 
 
-def test_the_row_that_it_makes_is_the_cheapest() -> None:
+def test_a_delta_group_ends_at_the_lowest_mean_size() -> None:
     sizes = [500 + 40 * i for i in range(20)]
     means = [(1000 + sum(sizes[:i])) / (1 + i) for i in range(20)]
     found, _ = played(1000, sizes, 20)
     assert found.index(False, 1) - 1 == means.index(min(means))
 
 
-def test_a_row_of_equal_differences_has_a_bound() -> None:
+def test_a_group_of_equal_deltas_has_a_maximum_length() -> None:
     found, _ = played(1000, [700] * 99, LONGEST + 2)
     assert found == [False, *[True] * LONGEST, False]
     assert played(1000, [700] * 99, LONGEST + 1)[1].goes_on(AUTO) == (False, "after 16 deltas")
@@ -64,11 +65,11 @@ def test_deltas_are_tried_less_often_if_they_do_not_pay() -> None:
 def test_retries_of_deltas_back_off() -> None:
     found, _ = played(1000, [960] * 99, 80)
     tried = [number for number, difference in enumerate(found, 1) if difference]
-    assert tried == [2, 4, 7, 12, 21, 38, 55, 72], "after 1, 1, 2, 4, 8, 16 whole ones, and 16 ever after"
+    assert tried == [2, 4, 7, 12, 21, 38, 55, 72], "after 1, 1, 2, 4, 8, 16 whole versions, and then always 16"
     assert "did not pay" in played(1000, [960] * 99, 60)[1].goes_on(AUTO)[1]
 
 
-def test_after_one_that_paid_they_are_tried_at_once_again() -> None:
+def test_a_delta_that_pays_ends_the_backoff() -> None:
     _, row = played(1000, [960] * 99, 21)
     assert row.misses == 5
     _, row = played(1000, [700] * 99, 40, row=row)
@@ -77,23 +78,23 @@ def test_after_one_that_paid_they_are_tried_at_once_again() -> None:
 
 
 def test_a_delta_that_is_stored_whole_is_one_miss() -> None:
-    """A node worker was restarted, or the world has another size."""
+    """This happens if a node worker was restarted or the world size changed."""
     first = after(None, entry(1, 1000), None)
     second = after(first.begun(), entry(2, 1000), first.whole)
     assert (second.misses, second.pause, second.goes_on(AUTO)[0]) == (1, 0, True)
     late = after(second.begun(), entry(3, 1000), first.whole)
-    assert late.misses == 1, "it was begun against another"
+    assert late.misses == 1, "its base is not that of the current group"
     row = second.begun().with_delta(entry(3, 600, 2))
     assert row.misses == 0
-    assert after(row.begun(), entry(4, 1000), row.whole).misses == 0, "in the midst of a row it says nothing of what pays"
+    assert after(row.begun(), entry(4, 1000), row.whole).misses == 0, "a whole version within a group is no miss"
 
 
-def test_a_difference_to_the_row_before_does_not_count() -> None:
+def test_a_delta_to_an_older_base_is_ignored() -> None:
     row = after(None, entry(2, 1000), None)
     assert row.with_delta(entry(3, 500, 1)) == row
 
 
-def test_what_is_asked_for_by_number_depends_on_the_number_alone() -> None:
+def test_a_fixed_delta_count_ignores_sizes() -> None:
     row = after(None, entry(1, 1000), None)
     for number in (1, 2):
         assert row.goes_on(2) == (True, f"number {number} of 2")
@@ -102,6 +103,6 @@ def test_what_is_asked_for_by_number_depends_on_the_number_alone() -> None:
 
 
 @pytest.mark.parametrize("whole", [0, 1])
-def test_versions_of_no_bytes(whole: int) -> None:
+def test_versions_without_bytes_form_groups(whole: int) -> None:
     found, _ = played(whole, [0] * 99, 5)
     assert found == [False, True, True, True, True]

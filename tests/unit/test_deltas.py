@@ -1,4 +1,4 @@
-"""Chunks that are differences to those of earlier versions: coded, read through chains, planned, verified, and found damaged."""
+"""Delta chunks: encoding, reads through chains, restore plans, verification, and detection of damage."""
 
 from __future__ import annotations
 
@@ -39,8 +39,8 @@ ENCODER = ChunkEncoder(1 << 20)
     distance=st.sampled_from([0, 1, 200, 2**15, 2**63]),
     seed=st.integers(0, 99),
 )
-def test_a_difference_gives_back_every_bit_of_any_bytes(name: str, size: int, distance: int, seed: int) -> None:
-    """NaNs with payloads and all other bit patterns of a dtype are among random bytes."""
+def test_delta_encoding_is_lossless_for_any_bytes(name: str, size: int, distance: int, seed: int) -> None:
+    """Random bytes include NaNs with payloads and all other bit patterns of a dtype."""
     kind, random = dtype(name), np.random.default_rng(seed)
     base = random.integers(0, 256, size // kind.itemsize * kind.itemsize, np.uint8)
     word = np.dtype(f"u{kind.width}")
@@ -49,17 +49,17 @@ def test_a_difference_gives_back_every_bit_of_any_bytes(name: str, size: int, di
     )
     done = delta.encode(ENCODER, raw, kind, base.copy(), 7)
     if distance <= 1 < kind.width:
-        assert done is not None, "it pays"
+        assert done is not None, "the delta is smaller"
     if done is None:
         return
     stored, coding = done
     assert (coding.base, coding.rotated) == (7, False)
-    found = np.empty(raw.size + 1, np.uint8)[1:]  # at an odd address
+    found = np.empty(raw.size + 1, np.uint8)[1:]  # an unaligned address
     decode(coding, kind, stored, found, base)
     assert found.tobytes() == raw.tobytes()
 
 
-def test_what_does_not_pay_is_no_difference() -> None:
+def test_no_delta_is_made_if_it_saves_no_space() -> None:
     random = np.random.default_rng(0)
     numbers, others = (random.normal(size=50_000).astype(np.float32).view(np.uint8) for _ in range(2))
     assert delta.encode(ENCODER, numbers, dtype("float32"), others, 1) is None
@@ -69,7 +69,7 @@ def test_what_does_not_pay_is_no_difference() -> None:
     assert delta.encode(ENCODER, empty, dtype("float32"), empty, 1) is None
 
 
-def test_a_difference_is_not_decoded_without_its_base() -> None:
+def test_decoding_a_delta_requires_its_base() -> None:
     raw = np.zeros(1 << 17, np.uint8)
     stored, coding = delta.encode(ENCODER, raw, dtype("float32"), raw.copy(), 3) or (None, None)
     for base in (None, raw[1:]):
@@ -78,7 +78,7 @@ def test_a_difference_is_not_decoded_without_its_base() -> None:
 
 
 def steps(count: int) -> list[dict[str, np.ndarray]]:
-    """A state over some steps: weights that move a little, counters, and a tensor too small to matter."""
+    """Return a state at ``count`` steps: weights with small changes, counters, and a tensor too small for a delta."""
     random = np.random.default_rng(5)
     states = [{"w": random.normal(size=(400, 300)).astype(np.float32), "n": np.arange(20_000), "b": np.ones(7, np.float16)}]
     for _ in range(count - 1):
@@ -96,7 +96,7 @@ def cut(state: dict[str, np.ndarray]) -> dict[str, Cut]:
 
 
 def history(count: int, to: Sequence[int | None]) -> tuple[Repository, list[Version], list[dict[str, np.ndarray]]]:
-    """Versions of which each is a delta to the one with the index ``to``."""
+    """Return versions, each a delta to the version with its index in ``to``, and their states."""
     repo = memory_repository()
     committer, versions, states = Committer(repo, "me"), list[Version](), steps(count)
     for state, index in zip(states, to, strict=True):
@@ -105,7 +105,7 @@ def history(count: int, to: Sequence[int | None]) -> tuple[Repository, list[Vers
     return repo, [repo.version(version.id) for version in versions], states
 
 
-def test_a_chain_is_read_whole_in_parts_and_in_place() -> None:
+def test_a_delta_chain_is_read_whole_in_parts_and_in_place() -> None:
     repo, versions, states = history(4, [None, 0, 1, 2])
     for version, state in zip(versions, states, strict=True):
         assert all(version.read(name).tobytes() == array.tobytes() for name, array in state.items())
@@ -122,7 +122,7 @@ def test_a_chain_is_read_whole_in_parts_and_in_place() -> None:
     repo.verify(newest, deep=False)
 
 
-def test_what_is_derived_from_a_difference_is_read_through_it() -> None:
+def test_a_tensor_derived_from_a_delta_is_read() -> None:
     repo, states = memory_repository(), steps(2)
     committer = Committer(repo, "me")
     for i, state in enumerate(states):
@@ -141,7 +141,7 @@ def test_what_is_derived_from_a_difference_is_read_through_it() -> None:
     assert plan.nbytes == newest.bytes + repo.version(1).bytes, "bytes that two tensors share are read once"
 
 
-def test_plans_count_what_is_read_of_other_versions() -> None:
+def test_restore_plans_count_the_bytes_of_base_versions() -> None:
     _, versions, states = history(3, [None, 0, 1])
     alone, through = versions[0].bytes, versions[2].bytes
     plan = plan_restore(versions[2], {name: np.zeros_like(array) for name, array in states[2].items()})
@@ -154,13 +154,13 @@ def test_plans_count_what_is_read_of_other_versions() -> None:
     assert world.store.nbytes == plan.nbytes
 
 
-def test_more_memory_is_counted_for_longer_chains() -> None:
+def test_the_memory_cost_grows_with_the_chain_length() -> None:
     _, versions, _ = history(3, [None, 0, 1])
     costs = [max(run.cost for run in version.reader().whole(version.chunks["w"])) for version in versions]
     assert costs[0] < costs[1] < costs[2]
 
 
-def test_a_base_that_was_written_anew_elsewhere_serves_as_well() -> None:
+def test_another_attempt_of_a_base_decodes_its_deltas() -> None:
     repo, versions, states = history(2, [None, 0])
     former, store = versions[0], repo.store
     copy = replace(former.record, attempt="f" * 16)
@@ -175,7 +175,7 @@ def test_a_base_that_was_written_anew_elsewhere_serves_as_well() -> None:
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_damage_of_a_base_names_its_pack_and_who_needs_it(deep: bool) -> None:
+def test_damage_of_a_base_names_its_pack_and_the_version(deep: bool) -> None:
     repo, versions, _ = history(3, [None, 0, 1])
     pack = pack_key(versions[0], 0)
     if deep:
@@ -191,7 +191,7 @@ def test_damage_of_a_base_names_its_pack_and_who_needs_it(deep: bool) -> None:
         assert caught.value.subject == pack
 
 
-def test_a_base_that_is_not_there_is_damage() -> None:
+def test_a_missing_base_is_damage() -> None:
     repo, versions, _ = history(2, [None, 0])
     overwrite_root(repo, lambda root: replace(root, versions=root.versions[1:]) if len(root.versions) > 1 else root)
     with pytest.raises(Damaged, match="version 1") as caught:
@@ -212,7 +212,7 @@ def test_a_base_in_other_boxes_is_damage() -> None:
 
 
 def test_a_base_must_be_an_older_version() -> None:
-    """On commit and when it is read."""
+    """A commit and a read both refuse a base that is not older."""
     repo, versions, states = history(2, [None, 0])
     committer = Committer(repo, "another")
     for base in (2, 3):
@@ -222,7 +222,7 @@ def test_a_base_must_be_an_older_version() -> None:
             write(committer, cut(states[1]), base=(base + 1, states[0]))
 
 
-def test_a_chain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_chain_above_the_limit_is_damage(monkeypatch: pytest.MonkeyPatch) -> None:
     count = MAX_CHAIN + 1
     with monkeypatch.context() as patch:
         patch.setattr(invariants, "check", lambda *_: None)
@@ -234,7 +234,7 @@ def test_a_chain_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
         repo.verify(versions[-1], deep=False)
 
 
-def test_what_the_record_or_the_root_does_not_tell_is_damage() -> None:
+def test_bases_missing_in_the_root_are_damage() -> None:
     repo, versions, _ = history(2, [None, 0])
     silent = replace(versions[1].entry, bases=())
     overwrite_root(repo, lambda root: root if silent in root.versions else replace(root, versions=(root.versions[0], silent)))
@@ -253,7 +253,7 @@ def test_what_the_record_or_the_root_does_not_tell_is_damage() -> None:
         (["delta", "planes"], -3, Damaged),
     ],
 )
-def test_rows_that_make_no_sense_are_refused(transform: list[str], base: int | None, kind: type) -> None:
+def test_invalid_transforms_and_bases_are_refused(transform: list[str], base: int | None, kind: type) -> None:
     row = {"name": "t", "path": '["t"]', "kind": "tensor", "value": None, "dtype": "float32", "shape": [2], "offset": [0]}
     row |= {"extent": [2], "group": "weights", "pack": 0, "start": 0, "base": base, "transform": transform, "codecs": ["raw"] * 4}
     row |= {"stored": [2] * 4, "stream": 1, "streams": [], "raw_digest": 0, "stored_digest": bytes(32)}

@@ -1,3 +1,5 @@
+"""Derived tensors: tensors that are rounded or exact copies of other tensors are found, and are not stored again."""
+
 from __future__ import annotations
 
 import numpy as np
@@ -21,7 +23,7 @@ EDGES = [0.0, -0.0, 1.0, 3.4028235e38, 65504.0, 65520.0, 1e-45, 6e-8, 2.98e-8, 5
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_rounding_is_that_of_torch_for_every_kind_of_number(dtype: str) -> None:
+def test_derivation_rounds_all_numbers_like_torch(dtype: str) -> None:
     bits = torch.randint(-(2**31), 2**31, (1 << 16,), dtype=torch.int64).to(torch.int32).view(torch.float32)
     words = torch.cat([bits[~bits.isnan()], torch.tensor(EDGES)])
     rounded = raw(words.to(getattr(torch, dtype)))
@@ -30,7 +32,7 @@ def test_rounding_is_that_of_torch_for_every_kind_of_number(dtype: str) -> None:
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_a_single_bit_or_a_nan_breaks_it(dtype: str) -> None:
+def test_a_changed_bit_or_a_nan_prevents_derivation(dtype: str) -> None:
     words = torch.randn(5000)
     rounded = words.to(getattr(torch, dtype))
     changed = raw(rounded).copy()
@@ -38,10 +40,10 @@ def test_a_single_bit_or_a_nan_breaks_it(dtype: str) -> None:
     assert followed(changed, raw(words), "float32", dtype) is None
     words[77] = float("nan")
     assert followed(raw(words.to(getattr(torch, dtype))), raw(words), "float32", dtype) is None
-    assert followed(raw(words), raw(words), "float32", "float32") == raw_digest(raw(words)), "a NaN is copied like anything else"
+    assert followed(raw(words), raw(words), "float32", "float32") == raw_digest(raw(words)), "an exact copy may have NaNs"
 
 
-def test_only_what_is_known_is_derived() -> None:
+def test_derivable_accepts_known_pairs_of_dtypes_only() -> None:
     assert derivable("int8", "int8")
     assert not derivable("bfloat16", "float32")
     assert not derivable("float64", "float32")
@@ -56,7 +58,7 @@ def pairs(found: SavePlan) -> set[tuple[str, str]]:
 
 
 def mixed(layers: int = 3, size: int = 3000) -> dict[str, torch.Tensor]:
-    """Weights, their master copies and moments of as many elements, and two names for one tensor."""
+    """Return weights, their master copies, moments of the same size, and two names for one tensor."""
     master = [torch.randn(size) for _ in range(layers)]
     state = {f"model.{i}": words.bfloat16() for i, words in enumerate(master)}
     state |= {f"optimizer.master.{i}": words for i, words in enumerate(master)}
@@ -65,29 +67,29 @@ def mixed(layers: int = 3, size: int = 3000) -> dict[str, torch.Tensor]:
 
 
 def test_weights_derived_from_a_master_copy_are_found() -> None:
-    """And copies of a tensor."""
+    """Copies of a tensor are found as well."""
     found = plan(mixed())
     assert pairs(found) == {*((f"model.{i}", f"optimizer.master.{i}") for i in range(3)), ("embedding", "optimizer.master.0")}
     assert all(follower.piece.box == follower.source.box for follower in found.followers)
     groups = {piece.name: piece.group for piece in found.pieces}
-    assert groups["optimizer.master.1"] == WEIGHTS, "whoever wants weights alone must find them there"
+    assert groups["optimizer.master.1"] == WEIGHTS, "a read of the weights alone must find the source in this group"
     assert groups["optimizer.exp_avg.1"] == OPTIMIZER
     followed = {piece.name: piece.followed for piece in found.pieces if piece.followed}
-    assert followed == {f"optimizer.master.{i}": "bfloat16" for i in range(3)}, "a GPU rounds them as it reads them"
+    assert followed == {f"optimizer.master.{i}": "bfloat16" for i in range(3)}, "a GPU rounds them during the read"
 
 
-def test_a_chain_ends_at_one_tensor() -> None:
+def test_derived_tensors_share_one_source() -> None:
     master = torch.randn(3000)
     state = {"a": master.bfloat16(), "b": master.bfloat16(), "c": master, "d": master.clone()}
     assert pairs(plan(state)) == {("a", "c"), ("b", "c"), ("d", "c")}
 
 
-def test_what_does_not_lie_in_order_and_what_is_small_is_stored() -> None:
+def test_strided_and_small_tensors_are_stored_not_derived() -> None:
     words = torch.randn(80, 50)
     assert not pairs(plan({"a": words.T, "b": words.T.clone(), "c": torch.ones(9), "d": torch.ones(9)}))
 
 
-def test_ranks_that_hold_the_same_store_every_box_once() -> None:
+def test_ranks_with_equal_states_store_each_box_once() -> None:
     state = mixed(size=3_000_000)
     plans = [plan(state, rank=rank, world_size=3) for rank in range(3)]
     whole = plan(state)
@@ -99,7 +101,7 @@ def test_ranks_that_hold_the_same_store_every_box_once() -> None:
 
 
 def test_all_ranks_look_for_derived_tensors_in_the_same_saves() -> None:
-    """And at once when the state changes."""
+    """A change of the structure of the state starts a search immediately."""
     planner, state = Planner(), mixed()
     broken, pair = {**state, "model.1": torch.randn(3000).bfloat16()}, ("model.1", "optimizer.master.1")
 
@@ -108,22 +110,22 @@ def test_all_ranks_look_for_derived_tensors_in_the_same_saves() -> None:
         held = pairs(made)
         if staged:
             made.look_again()
-            made.look_again()  # as where a state lies on several devices
+            made.look_again()  # a second call, as for a state on several devices
         made.let_go()
         return held
 
     assert pair in found(state, 1)
     assert pair in found(state, 2)
-    assert pair in found(broken, 3), "it does not look every time"
-    assert pair in found(broken, 4), "it waits for no look"
+    assert pair in found(broken, 3), "not every save searches"
+    assert pair in found(broken, 4), "the search after save 4 affects later saves only"
     assert pair not in found(broken, 5)
     assert pair not in found(state, 8, staged=False)
-    assert pair in found(state, 9), "the look of save 8 is made up for"
+    assert pair in found(state, 9), "save 9 does the search that save 8 skipped"
     assert ("new", "optimizer.master.2") in found({**broken, "new": state["optimizer.master.2"]}, 10)
 
 
-def test_a_look_that_finds_the_same_leaves_the_division_as_it_is() -> None:
-    """What is worked out from it on a GPU would have to be worked out again."""
+def test_a_search_without_changes_keeps_the_division() -> None:
+    """A GPU would have to recompute the results that depend on the division."""
     planner, state, divisions = Planner(), mixed(), list[int]()
     kept = list[SavePlan]()
     for save in (1, 2, 3):
@@ -131,12 +133,12 @@ def test_a_look_that_finds_the_same_leaves_the_division_as_it_is() -> None:
         divisions.append(id(made.division))
         made.look_again()
         made.let_go()
-        kept.append(made)  # so that no other is made in its place
+        kept.append(made)  # keep the plan alive, so that no other division gets its id
     assert len({*divisions}) == 1
 
 
 def test_a_tensor_that_differed_is_not_checked_again() -> None:
-    """Unless other ranks have it, too."""
+    """It is checked again if other ranks have the tensor, too."""
     state = mixed()
     for world, left in ((1, False), (2, True)):
         planner = Planner()
@@ -176,7 +178,7 @@ def test_derived_rows_name_their_source_and_share_its_bytes() -> None:
         ("float32", ["copy", "planes"], None, Damaged),
     ],
 )
-def test_derivations_that_make_no_sense_are_refused(dtype: str, transform: list[str], value: str | None, kind: type) -> None:
+def test_invalid_derivations_are_refused(dtype: str, transform: list[str], value: str | None, kind: type) -> None:
     row = {
         "name": "t",
         "path": '["t"]',
@@ -228,11 +230,11 @@ def test_elements_of_an_unstaged_save_are_not_reused() -> None:
         later = {name: torch.randn_like(tensor) if "exp_avg" in name else tensor for name, tensor in state.items()}
         (piece,) = [one for one in plan(later, planner, 3).pieces if one.name == "optimizer.exp_avg.1"]
         out = np.empty(piece.nbytes, np.uint8)
-        piece.copy(out)  # and nobody lets go
+        piece.copy(out)  # without a call of let_go
         assert np.array_equal(out, raw(later[piece.name]))
 
 
-def test_what_does_not_lie_in_order_any_more_is_stored() -> None:
+def test_a_source_that_becomes_strided_is_no_longer_used() -> None:
     planner, words = Planner(), torch.randn(80, 60)
     state = {"weights": words.bfloat16(), "master": words}
     assert pairs(plan(state, planner, 2)) == {("weights", "master")}

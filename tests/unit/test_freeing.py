@@ -1,4 +1,6 @@
-"""Which differences are written whole: when that frees more than it writes, and nothing stands against it."""
+"""The choice of delta versions to compact: a version is compacted if that frees more bytes than it writes and no rule forbids
+it.
+"""
 
 from __future__ import annotations
 
@@ -16,7 +18,7 @@ def entry(id: int, *bases: int, stored: int = 100) -> Entry:
 
 
 ROW = [entry(1), *(entry(id, 1) for id in range(2, 8)), entry(8), entry(9, 8)]
-"""Two rows: of seven versions, and of two."""
+"""Two groups of versions with one base each: seven versions and two versions."""
 
 
 def decided(
@@ -33,7 +35,7 @@ def told(policy: Policy, **how: object) -> dict[int, str]:
 NEWEST = {8: "keep: base of version 9: version 9 is the newest", 9: "keep: newest, last 1"}
 
 
-def test_one_of_a_row_is_written_whole_and_its_base_goes() -> None:
+def test_the_last_delta_is_compacted_and_its_base_dropped() -> None:
     assert told(Policy(keep_last=1), pins={"best": 5}) == {
         1: "drop: no rule keeps it once version 5 is written whole",
         5: "compact: pinned as best; written whole, so that version 1 can go",
@@ -41,8 +43,8 @@ def test_one_of_a_row_is_written_whole_and_its_base_goes() -> None:
     }
 
 
-def test_two_of_a_row_take_less_by_themselves_and_four_do_not() -> None:
-    """Whole: 100 each. In the row: the base's 100 and 70 each."""
+def test_compaction_pays_for_two_deltas_but_not_for_four() -> None:
+    """A whole version takes 100 bytes, a delta 70; deltas also need their base of 100 bytes."""
     pins = {"a": 2, "b": 3, "c": 4, "d": 5}
     assert (
         told(Policy(keep_last=1), pins={"a": 2, "b": 3})[1]
@@ -59,7 +61,7 @@ def test_a_base_that_a_rule_keeps_stays_with_its_deltas() -> None:
     assert told(Policy(keep_last=1), pins={"best": 5}, bases=[1])[1] == "keep: base of a save under way, base of version 5"
 
 
-def test_what_must_stay_as_it_is_keeps_its_base() -> None:
+def test_a_version_that_may_not_be_replaced_keeps_its_base() -> None:
     kept = told(Policy(keep_last=1), pins={"best": 5}, verified=3)
     assert kept[1] == "keep: base of version 5 and 1 more: version 3 was verified last"
     kept = told(Policy(keep_last=1), pins={"best": 5}, leased={(3, f"{3:016x}")})
@@ -67,21 +69,21 @@ def test_what_must_stay_as_it_is_keeps_its_base() -> None:
     assert "version 3 is thinned first" in told(Policy(keep_every=400, resumable=1))[1]
 
 
-def test_what_goes_soon_is_not_worth_it() -> None:
+def test_a_version_that_is_dropped_soon_is_not_compacted() -> None:
     row = [entry(1), entry(2, 1), entry(3, 1), entry(4)]
     kept = told(Policy(keep_last=2), entries=row)
     assert kept[1] == "keep: base of version 3: version 3 is kept as one of the last 2 only"
     assert told(Policy(keep_last=2, keep_every=300), entries=[*row, entry(5)])[1].startswith("drop: ")
 
 
-def test_the_last_of_a_chain_is_compacted_and_the_rest_goes() -> None:
+def test_a_chain_is_dropped_after_its_last_is_compacted() -> None:
     chain = [entry(1), entry(2, 1), entry(3, 2), entry(4)]
     decisions = decided(Policy(keep_last=1), chain, {"best": 3})
     assert [one.verdict for one in decisions.values()] == ["drop", "drop", "compact", "keep"]
     assert decisions[1].why == "no rule keeps it once what needs those that need it is written whole"
 
 
-def test_a_chain_of_small_deltas_is_counted_together() -> None:
+def test_the_bytes_of_a_chain_are_summed() -> None:
     chain = [entry(1), entry(2, 1, stored=30), entry(3, 2, stored=30), entry(4, 3, stored=30), entry(5)]
     decisions = decided(Policy(keep_last=1), chain, {"best": 3})
     assert [one.verdict for one in decisions.values()] == ["drop", "drop", "compact", "drop", "keep"]
@@ -91,13 +93,13 @@ def test_a_chain_of_small_deltas_is_counted_together() -> None:
     assert decisions[2].why == "base of version 3: version 3 is kept for others only"
 
 
-def test_it_is_not_done_unless_asked_for() -> None:
+def test_compaction_is_off_by_default() -> None:
     decisions = plan(ROW, Policy(keep_last=1), pins={"best": 5}, metrics={})
     assert {one.verdict for one in decisions} == {"keep", "drop"}
 
 
 @given(st.data())
-def test_no_version_that_a_rule_keeps_loses_what_it_needs(data: st.DataObject) -> None:
+def test_kept_versions_never_lose_their_bases(data: st.DataObject) -> None:
     entries: list[Entry] = []
     for id in range(1, data.draw(st.integers(1, 9)) + 1):
         wholes = [entry.id for entry in entries if not entry.bases]
@@ -113,4 +115,4 @@ def test_no_version_that_a_rule_keeps_loses_what_it_needs(data: st.DataObject) -
     assert {id for id, one in before.items() if one.keep and one.rules[0][:15] != "base of version"} <= kept
     assert kept <= {id for id, one in before.items() if one.keep}
     assert all(set(after[id].entry.bases) <= kept for id in kept if not after[id].compact)
-    assert all(after[id].entry.bases[0] not in kept for id in kept if after[id].compact), "else it frees nothing"
+    assert all(after[id].entry.bases[0] not in kept for id in kept if after[id].compact), "otherwise compaction frees nothing"

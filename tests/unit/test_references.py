@@ -1,4 +1,6 @@
-"""Chunks that are stored once and referenced: read, planned, verified, written whole, and found damaged."""
+"""Chunks that are stored once and referenced by later versions: reads, plans, verification, compaction, and detection of
+damage.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,7 @@ def referring(row: Chunk, id: int) -> Chunk:
 
 
 def frozen_rows() -> tuple[list[Chunk], bytes]:
-    """A frozen tensor in two chunks, and two that are derived from it."""
+    """Return the rows of a frozen tensor in two chunks, and of two tensors that are derived from it."""
     rows, pack = rows_and_pack({"frozen": (FROZEN, [((0, 0), (200, 200)), ((200, 0), (100, 200))])})
     more = list[Chunk]()
     for row in rows:
@@ -51,7 +53,7 @@ def frozen_rows() -> tuple[list[Chunk], bytes]:
 
 
 def history(repo: Repository, count: int = 3) -> dict[str, bytes]:
-    """Versions of which all but the first refer to it; what the frozen tensors hold."""
+    """Write versions that all refer to the first one, and return the bytes of the frozen tensors."""
     committer, (frozen, pack) = Committer(repo, "me"), frozen_rows()
     for number in range(count):
         own, packed = rows_and_pack({"trained": whole(TRAINED[number])})
@@ -100,7 +102,7 @@ def test_plans_count_referenced_bytes_where_they_are_stored(repo: Repository) ->
     plan = plan_restore(newest, blank)
     assert [(read.base, read.node) for read in plan.reads] == [(0, 0), (1, 0)]
     frozen = sum(chunk.coding.size for chunk in repo.version(1).chunks["frozen"])
-    assert plan.nbytes == newest.bytes + frozen, "bytes that two tensors share are read once"
+    assert plan.nbytes == newest.bytes + frozen, "bytes shared by two tensors are read once"
     plan.execute()
     assert np.array_equal(blank["frozen"], FROZEN)
     assert plan_world(newest, 2, per_node=1).store.nbytes == newest.bytes + frozen
@@ -119,7 +121,7 @@ def test_the_independent_reader_reads_references(tmp_path: Path) -> None:
     assert found["half"].tobytes() == FROZEN.astype(np.float16).tobytes()
 
 
-def test_a_version_with_references_is_written_whole(repo: Repository) -> None:
+def test_a_version_with_references_is_compacted(repo: Repository) -> None:
     frozen = history(repo)
     repo.plan_compaction([2]).execute()
     assert [entry.bases for entry in repo.root().versions] == [(), (), (1,)]
@@ -127,7 +129,7 @@ def test_a_version_with_references_is_written_whole(repo: Repository) -> None:
         check(repo, id, frozen)
 
 
-def test_retention_keeps_what_is_referenced_and_drops_it_later(repo: Repository) -> None:
+def test_retention_keeps_a_version_while_it_is_referenced(repo: Repository) -> None:
     frozen = history(repo)
     repo.plan_retention(Policy(keep_last=1)).execute()
     assert [entry.id for entry in repo.root().versions] == [1, 3]
@@ -147,7 +149,7 @@ def test_a_thinned_version_keeps_its_references(repo: Repository) -> None:
     check(repo, 3, frozen)
 
 
-def test_damage_of_what_is_referenced_names_its_pack(repo: Repository) -> None:
+def test_damage_of_a_referenced_chunk_names_its_pack(repo: Repository) -> None:
     history(repo)
     flip(repo, pack := pack_key(repo.version(1), 0))
     with pytest.raises(Damaged) as caught:
@@ -158,7 +160,7 @@ def test_damage_of_what_is_referenced_names_its_pack(repo: Repository) -> None:
 
 
 def test_a_reference_to_a_reference_is_damage(repo: Repository) -> None:
-    """Or to other elements."""
+    """A reference to a chunk with other elements is damage as well."""
     history(repo)
     rows, _ = frozen_rows()
     committer = Committer(repo, "me too")
@@ -179,7 +181,7 @@ def test_a_reference_to_a_reference_is_damage(repo: Repository) -> None:
     "changed",
     [{"base": None}, {"base": 0}, {"codecs": ["raw"], "stored": [0]}, {"transform": ["same", "planes"]}, {"streams": [1]}],
 )
-def test_references_that_make_no_sense_are_refused(changed: dict[str, object]) -> None:
+def test_invalid_references_are_refused(changed: dict[str, object]) -> None:
     row = {"name": "t", "path": '["t"]', "kind": "tensor", "value": None, "dtype": "float32", "shape": [2], "offset": [0]}
     row |= {"extent": [2], "group": "weights", "pack": 0, "start": 0, "base": 1, "transform": ["same"], "codecs": []}
     row |= {"stored": [], "stream": 1, "streams": [], "raw_digest": 0, "stored_digest": bytes(32)}
@@ -197,7 +199,7 @@ def murmur_finalizer(word: int) -> int:
 
 
 def test_flipped_signs_change_all_bits_of_the_second_sum() -> None:
-    """Words that differ in the highest bit alone change only the upper 33 bits of a sum of products, unless they are mixed."""
+    """Without mixing, words that differ in the highest bit only would change only the upper 33 bits of a sum of products."""
     words = np.random.default_rng(0).integers(0, 1 << 32, (2, 1000), np.uint32)
     words[1] = words[0] ^ np.uint32(1 << 31)
     sums = np.empty((2, 2, 1), np.uint64)
@@ -210,7 +212,7 @@ def test_flipped_signs_change_all_bits_of_the_second_sum() -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 300_000), st.integers(0, 99), st.integers(0, 7))
-def test_the_pair_tells_bytes_apart(size: int, seed: int, shift: int) -> None:
+def test_the_digest_pair_changes_with_every_bit(size: int, seed: int, shift: int) -> None:
     raw = np.random.default_rng(seed).integers(0, 256, size + shift, np.uint8)[shift:]
     first, second = digest_pair(raw)
     assert first == raw_digest(raw)

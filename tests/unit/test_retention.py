@@ -1,4 +1,4 @@
-"""Retention on a repository: a plan made on an old root drops nothing that was committed or pinned since."""
+"""Retention on a repository: a plan made from an old root drops no version that was committed or pinned since."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def test_a_plan_changes_nothing_until_it_is_executed(repository: Repository, com
     assert len(orphans(repository)) == 3
 
 
-def test_executing_again_writes_nothing(repository: Repository, committer: Committer) -> None:
+def test_executing_a_plan_again_changes_nothing(repository: Repository, committer: Committer) -> None:
     made = repository.plan_retention(Policy(keep_last=2))
     gone = made.execute()
     root = repository.root()
@@ -48,7 +48,7 @@ def test_executing_again_writes_nothing(repository: Repository, committer: Commi
     assert repository.root() == root
 
 
-def test_what_is_committed_or_pinned_after_the_plan_stays(repository: Repository, committer: Committer) -> None:
+def test_versions_committed_or_pinned_after_the_plan_stay(repository: Repository, committer: Committer) -> None:
     made = repository.plan_retention(Policy(keep_last=1))
     repository.pin(repository.version(2), "good")
     commit(committer, 6)
@@ -56,7 +56,7 @@ def test_what_is_committed_or_pinned_after_the_plan_stays(repository: Repository
     assert live_ids(repository) == [2, 5, 6]
 
 
-def test_what_is_committed_or_pinned_during_the_swap_stays(
+def test_versions_committed_or_pinned_during_the_swap_stay(
     repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = repository.plan_retention(Policy(keep_last=1))
@@ -73,7 +73,7 @@ def test_what_is_committed_or_pinned_during_the_swap_stays(
     assert live_ids(repository) == [2, 5, 6]
 
 
-def test_a_swap_whose_answer_is_lost_tells_what_it_dropped(
+def test_a_swap_without_an_answer_returns_what_it_dropped(
     repository: Repository, committer: Committer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     made = repository.plan_retention(Policy(keep_last=1))
@@ -90,7 +90,7 @@ def test_a_swap_whose_answer_is_lost_tells_what_it_dropped(
     assert live_ids(repository) == [5, 6]
 
 
-def test_two_plans_together_leave_the_newest(repository: Repository, committer: Committer) -> None:
+def test_an_outdated_plan_keeps_the_newest_version(repository: Repository, committer: Committer) -> None:
     old = repository.plan_retention(Policy(keep_last=1))
     commit(committer, 6)
     repository.plan_retention(Policy(keep_last=1)).execute()
@@ -101,12 +101,12 @@ def test_two_plans_together_leave_the_newest(repository: Repository, committer: 
 
 def test_a_version_that_has_become_the_newest_stays(repository: Repository, committer: Committer) -> None:
     made = repository.plan_retention(Policy(keep_last=1))
-    overwrite_root(repository, lambda root: replace(root, versions=root.versions[:4]))  # no plan does this
+    overwrite_root(repository, lambda root: replace(root, versions=root.versions[:4]))  # no plan removes the newest version
     assert [gone.id for gone in made.execute()] == [1, 2, 3]
     assert live_ids(repository) == [4]
 
 
-def test_ids_go_on_after_versions_were_dropped(repository: Repository, committer: Committer) -> None:
+def test_ids_continue_after_versions_are_dropped(repository: Repository, committer: Committer) -> None:
     repository.plan_retention(Policy(keep_last=1)).execute()
     commit(Committer(repository, "next"), 6)
     assert live_ids(repository) == [5, 6]
@@ -122,15 +122,15 @@ def test_records_are_read_for_metrics_only(repository: Repository, committer: Co
         repository.plan_retention(best)
 
 
-def test_metrics_of_dropped_versions_are_forgotten(repository: Repository, committer: Committer) -> None:
-    """A coordinator would remember those of each version that it has committed."""
+def test_metrics_of_dropped_versions_are_removed(repository: Repository, committer: Committer) -> None:
+    """Otherwise a coordinator would keep the metrics of each version that it has committed."""
     known: dict[str, dict[str, object]] = {}
     for step in range(1, 6):
         commit(committer, step)
         plan_policy(committer.catalog, Policy(keep_last=1, keep_best=("loss", "min", 1)), known=known).drop(committer.fence)
-    assert len(known) == 3  # those that the last plan saw
+    assert len(known) == 3  # the versions of the last plan
 
 
-def test_an_empty_repository(repository: Repository) -> None:
+def test_a_plan_of_an_empty_repository_is_empty(repository: Repository) -> None:
     made = repository.plan_retention(Policy(keep_last=1, keep_best=("loss", "min", 1)))
     assert (made.decisions, made.execute()) == ((), ())

@@ -1,4 +1,4 @@
-"""Retention and deltas: a version that others are deltas to stays as long as they do."""
+"""Retention and deltas: the base of a delta stays as long as the delta."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ from raystow.storage.version import Version
 @pytest.mark.parametrize(
     ("policy", "ids"),
     [
-        (Policy(keep_last=1), [4, 6, 7]),  # 7 is a delta to 6, and that to 4
+        (Policy(keep_last=1), [4, 6, 7]),  # version 7 is a delta to version 6, and version 6 to version 4
         (Policy(keep_last=3), [1, 4, 5, 6, 7]),
-        (Policy(keep_last=1, max_bytes=1), [4, 6, 7]),  # nothing of it can go
-        (Policy(keep_last=3, max_bytes=45), [4, 6, 7]),  # 1 only serves 5, and goes with it
+        (Policy(keep_last=1, max_bytes=1), [4, 6, 7]),  # no base can be dropped
+        (Policy(keep_last=3, max_bytes=45), [4, 6, 7]),  # version 1 is needed by version 5 only, and is dropped with it
         (Policy(max_bytes=55), [1, 4, 5, 6, 7]),
         (Policy(max_bytes=35), [4, 6, 7]),
     ],
 )
-def test_what_a_kept_version_is_a_difference_to_is_kept(policy: Policy, ids: list[int]) -> None:
+def test_the_bases_of_kept_versions_are_kept(policy: Policy, ids: list[int]) -> None:
     entries = [entry(1), difference(2, 1), difference(3, 1), entry(4), difference(5, 1), difference(6, 4), difference(7, 6)]
     assert [d.entry.id for d in plan(entries, policy, pins={}, metrics={}) if d.keep] == ids
 
 
-def test_the_plan_says_what_needs_a_base() -> None:
+def test_the_plan_names_the_version_that_needs_a_base() -> None:
     entries = [entry(1), difference(2, 1), difference(3, 1), difference(4, 3)]
     why = {d.entry.id: d.why for d in plan(entries, Policy(keep_last=1), pins={}, metrics={})}
     assert why[1] == "base of version 3"
@@ -64,7 +64,7 @@ def test_no_plan_leaves_a_version_without_its_bases(data: st.DataObject) -> None
 
 
 def write_difference(committer: Committer, *bases: int) -> Version:
-    """A version that says that it is a delta to these."""
+    """Commit a version whose record names these bases."""
     info = FragmentInfo(0, 1, "ab" * 32, (0,), 0, 0, 0, bases=bases)
     return committer.commit(replace(empty_record(committer), fragments=(info,)))
 
@@ -88,10 +88,10 @@ def test_no_commit_succeeds_whose_base_was_dropped(repository: Repository) -> No
     with pytest.raises(SaveFailed, match=f"version {first.id}"):
         committer.commit(late)
     assert repository.versions() == [second]
-    assert committer.commit(empty_record(committer)).id == late.id + 1, "the next save is not harmed"
+    assert committer.commit(empty_record(committer)).id == late.id + 1, "the next save succeeds"
 
 
-def test_a_lease_covers_what_the_version_is_a_difference_to(repository: Repository) -> None:
+def test_a_lease_protects_the_bases_of_its_version(repository: Repository) -> None:
     committer = Committer(repository, "me")
     first = committer.commit(empty_record(committer))
     second = write_difference(committer, first.id)
@@ -103,7 +103,7 @@ def test_a_lease_covers_what_the_version_is_a_difference_to(repository: Reposito
     assert repository.plan_collection(grace=0).execute().attempts == 2
 
 
-def test_releasing_a_pin_leaves_what_others_are_differences_to(repository: Repository) -> None:
+def test_releasing_a_pin_keeps_the_bases_of_other_versions(repository: Repository) -> None:
     committer = Committer(repository, "me")
     first = committer.commit(empty_record(committer))
     repository.pin(first, "a")

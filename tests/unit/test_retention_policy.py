@@ -1,4 +1,4 @@
-"""What a policy keeps, thins and refuses, and the reasons that a plan states."""
+"""The versions that a policy keeps, thins, and drops, and the reasons that a plan states."""
 
 from __future__ import annotations
 
@@ -41,7 +41,8 @@ NINE = [entry(id, created=1800.0 * id) for id in range(1, 10)]
         (Policy(keep_last=99), [1, 2, 3, 4, 5, 6, 7, 8, 9]),
         (Policy(keep_every=300), [2, 5, 8, 9]),  # steps 100 to 200, 300 to 500, 600 to 800, 900
         (Policy(keep_every_seconds=3600), [1, 3, 5, 7, 9]),
-        (Policy(keep_best=("loss", "min", 1)), [7, 9]),  # of equals the newer; 9 is the newest
+        # of versions with equal metrics the newer one is kept; version 9 is the newest
+        (Policy(keep_best=("loss", "min", 1)), [7, 9]),
         (Policy(keep_best=("loss", "min", 99)), [1, 3, 7, 9]),
         (Policy(keep_best=("loss", "max", 2)), [1, 9]),
         (Policy(keep_best=("lost", "max", 2)), [9]),
@@ -51,7 +52,7 @@ NINE = [entry(id, created=1800.0 * id) for id in range(1, 10)]
         (Policy(keep_last=1, keep_every=300), [2, 5, 8, 9]),
     ],
 )
-def test_what_a_policy_keeps(policy: Policy, ids: list[int]) -> None:
+def test_a_policy_keeps_the_expected_versions(policy: Policy, ids: list[int]) -> None:
     assert kept(NINE, policy, metrics=LOSSES) == ids
     assert kept([], policy) == []
 
@@ -72,7 +73,7 @@ def test_steps_that_go_back_leave_one_version_for_each_run() -> None:
 
 
 def kept_of(policy: Policy, rolled_back: set[int], **more: Any) -> tuple[list[int], list[int]]:
-    """The live and the rolled-back versions of nine that are kept."""
+    """Return the live and the rolled-back versions that are kept."""
     made = plan(NINE, policy, metrics=LOSSES, rolled_back=rolled_back, **{"pins": {}, **more})
     ids = [decision.entry.id for decision in made if decision.keep]
     return [id for id in ids if id not in rolled_back], [id for id in ids if id in rolled_back]
@@ -86,7 +87,7 @@ def kept_of(policy: Policy, rolled_back: set[int], **more: Any) -> tuple[list[in
         (Policy(keep_last=2), {5, 6, 7}, ([8, 9], [])),  # two versions were committed since
         (Policy(keep_last=3), {6, 7, 8}, ([4, 5, 9], [7, 8])),
         (Policy(keep_every=300), {7, 8, 9}, ([2, 5, 6], [8, 9])),
-        (Policy(keep_every=300), {7}, ([2, 5, 8, 9], [])),  # another one has come as far
+        (Policy(keep_every=300), {7}, ([2, 5, 8, 9], [])),  # another version has reached as high a step
         (Policy(keep_best=("loss", "min", 1)), {7}, ([3, 9], [7])),
         (Policy(max_bytes=35), {7, 8, 9}, ([4, 5, 6], [])),
         (Policy(max_bytes=75), {7, 8, 9}, ([1, 2, 3, 4, 5, 6], [9])),
@@ -94,7 +95,7 @@ def kept_of(policy: Policy, rolled_back: set[int], **more: Any) -> tuple[list[in
         (Policy(keep_last=3, drop_rolled_back=True), {7, 8}, ([5, 6, 9], [])),
     ],
 )
-def test_a_rolled_back_version_takes_no_other_ones_place(
+def test_rolled_back_versions_do_not_replace_live_ones(
     policy: Policy, rolled_back: set[int], ids: tuple[list[int], list[int]]
 ) -> None:
     assert kept_of(policy, rolled_back) == ids
@@ -108,7 +109,7 @@ def test_pins_leases_and_deltas_keep_rolled_back_versions() -> None:
     assert [decision.entry.id for decision in made if decision.keep] == [6, 7, 8, 9]
 
 
-def test_a_rolled_back_version_is_not_written_again() -> None:
+def test_a_rolled_back_version_is_not_rewritten() -> None:
     assert [d.entry.id for d in plan(NINE, Policy(resumable=2), pins={}, metrics={}, rolled_back={6, 8}) if d.thin] == [
         1,
         2,
@@ -125,7 +126,7 @@ def test_a_rolled_back_version_is_not_written_again() -> None:
     assert second.verdict == "keep"
 
 
-def test_a_decision_says_why() -> None:
+def test_a_decision_states_its_reasons() -> None:
     first, second, third = plan(NINE[:3], Policy(keep_last=2, keep_every=1000, max_bytes=10), pins={"a": 1, "b": 1}, metrics={})
     assert first.rules == ("pinned as a", "pinned as b")
     assert (second.keep, second.why) == (False, "over max_bytes, in spite of last 2")
@@ -143,13 +144,13 @@ def test_a_decision_says_why() -> None:
     ("policy", "ids"),
     [
         (Policy(resumable=9), []),
-        (Policy(resumable=3), [1, 2, 3, 5, 6]),  # 4 is pinned
+        (Policy(resumable=3), [1, 2, 3, 5, 6]),  # version 4 is pinned
         (Policy(resumable=1), [1, 2, 3, 5, 6, 7, 8]),
         (Policy(keep_last=4, resumable=2), [6, 7]),
         (Policy(keep_every=300, resumable=2), [2, 5]),
     ],
 )
-def test_what_a_policy_thins(policy: Policy, ids: list[int]) -> None:
+def test_a_policy_thins_the_expected_versions(policy: Policy, ids: list[int]) -> None:
     made = plan(NINE, policy, pins={"a": 4}, metrics={})
     assert [decision.entry.id for decision in made if decision.thin] == ids
     assert all(decision.keep for decision in made if decision.thin)
@@ -157,7 +158,7 @@ def test_what_a_policy_thins(policy: Policy, ids: list[int]) -> None:
 
 
 def test_verified_and_leased_versions_are_not_thinned() -> None:
-    """Thinned versions do not count as verified ones."""
+    """A thinned version does not count as resumable."""
     entries = [*NINE[:5], *(replace(one, groups=("weights",)) for one in NINE[5:8]), NINE[8]]
     made = plan(entries, Policy(resumable=2), pins={}, metrics={}, verified=2, leased={(3, entries[2].attempt)})
     assert [decision.entry.id for decision in made if decision.thin] == [1, 4]
@@ -169,7 +170,8 @@ def test_max_bytes_counts_thinned_sizes_once_known() -> None:
     made = plan(NINE, Policy(resumable=2, max_bytes=35), pins={}, metrics={})
     assert [decision.verdict for decision in made] == ["thin"] * 7 + ["keep"] * 2
     made = plan(NINE, Policy(resumable=4, max_bytes=35), pins={}, metrics={})
-    assert [decision.verdict for decision in made] == ["drop"] * 6 + ["keep"] * 3  # the oldest go first, thin or not
+    # the oldest versions are dropped first, thinned or not
+    assert [decision.verdict for decision in made] == ["drop"] * 6 + ["keep"] * 3
 
 
 @pytest.mark.parametrize(
@@ -191,10 +193,10 @@ def test_max_bytes_counts_thinned_sizes_once_known() -> None:
         {"keep_best": ("loss", "min", True)},
         {"keep_best": "loss"},
         {"max_bytes": -1},
-        {"max_bytes": 1 << 63},  # no message and no record holds it
+        {"max_bytes": 1 << 63},  # no message or record can represent it
     ],
 )
-def test_a_policy_that_makes_no_sense_is_refused(wrong: dict[str, Any]) -> None:
+def test_an_invalid_policy_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(StateError, match=next(iter(wrong))) as caught:
         Policy(**wrong)
     assert caught.value.remedy

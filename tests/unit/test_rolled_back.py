@@ -1,4 +1,4 @@
-"""A rollback chooses which listed version is the newest: later saves continue it, and what it left can be chosen again."""
+"""A rollback selects the newest live version: later saves continue from it, and rolled-back versions can be selected again."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raystow.storage.stores.memory import MemoryStore
 
 @pytest.fixture
 def nine(committer: Committer) -> Repository:
-    """A repository with versions 1 to 9."""
+    """Return a repository with versions 1 to 9."""
     save(committer, 9)
     return committer.catalog
 
@@ -66,7 +66,7 @@ def test_ranks_fall_back_along_the_history_only(nine, committer):
         alone.settle(tried[-1], "damaged")
 
 
-def test_a_rollback_to_what_was_newest_undoes_it(nine):
+def test_a_rollback_to_the_former_newest_version_undoes_it(nine):
     before = nine.root()
     back_to(nine, 6)
     assert back_to(nine, 9) == []
@@ -74,7 +74,7 @@ def test_a_rollback_to_what_was_newest_undoes_it(nine):
     assert (after.versions, after.rolled_back, after.rollbacks) == (before.versions, (), 2)
 
 
-def test_it_is_undone_also_after_new_saves(nine, committer):
+def test_a_rollback_can_be_undone_after_new_saves(nine, committer):
     back_to(nine, 6)
     save(committer, 2)
     assert back_to(nine, 9) == [10, 11]
@@ -83,13 +83,13 @@ def test_it_is_undone_also_after_new_saves(nine, committer):
     assert live(nine) == [1, 2, 3, 4, 5, 6, 10, 11]
 
 
-def test_part_of_what_was_rolled_back_is_chosen(nine):
+def test_a_rolled_back_version_can_be_selected(nine):
     back_to(nine, 6)
     back_to(nine, 8)
     assert (live(nine), rolled_back(nine)) == ([*range(1, 9)], [9])
 
 
-def test_a_second_rollback_leaves_the_first_as_it_is(nine, committer):
+def test_a_second_rollback_keeps_the_first(nine, committer):
     back_to(nine, 6)
     save(committer, 2)
     assert back_to(nine, 10) == [11]
@@ -99,8 +99,8 @@ def test_a_second_rollback_leaves_the_first_as_it_is(nine, committer):
     assert (live(nine), rolled_back(nine)) == ([*range(1, 9)], [9, 10, 11])
 
 
-def test_histories_stay_apart_however_often_they_alternate(nine, committer):
-    """The versions of two histories have ids between each other's."""
+def test_alternating_histories_stay_separate(nine, committer):
+    """The ids of the versions of the two histories alternate."""
     back_to(nine, 6)
     save(committer)
     for newest in (9, 10, 11, 12):
@@ -112,7 +112,7 @@ def test_histories_stay_apart_however_often_they_alternate(nine, committer):
         assert live(nine) == history
 
 
-def test_a_history_loses_what_is_dropped_and_nothing_else(nine, committer):
+def test_a_history_loses_only_its_dropped_versions(nine, committer):
     back_to(nine, 6)
     save(committer, 2)
     nine.pin(nine.version(3), "a")
@@ -125,18 +125,18 @@ def test_a_history_loses_what_is_dropped_and_nothing_else(nine, committer):
     assert live(nine) == [3, 11]
 
 
-def test_a_save_that_began_before_is_never_a_version(nine, committer):
+def test_a_save_begun_before_the_rollback_fails(nine, committer):
     under_way = empty_record(committer, 1)
     back_to(nine, 6)
     with pytest.raises(SaveFailed, match="rolled back since the save began"):
         committer.commit(under_way)
     with pytest.raises(SaveFailed, match="rolled back since the save began"):
         committer.commit(under_way)
-    committer.commit(empty_record(committer, 2))  # the refusal was noticed
+    committer.commit(empty_record(committer, 2))  # the committer has noticed the rollback
     assert live(nine) == [1, 2, 3, 4, 5, 6, 11]
 
 
-def test_a_rollback_to_the_newest_refuses_what_is_under_way(nine, committer):
+def test_a_rollback_to_the_newest_fails_saves_in_progress(nine, committer):
     under_way = empty_record(committer, 1)
     assert back_to(nine, 9) == []
     with pytest.raises(SaveFailed, match="rolled back since the save began"):
@@ -151,8 +151,8 @@ def test_a_new_coordinator_knows_of_earlier_rollbacks(nine):
     assert live(nine)[-1] == 10
 
 
-def test_a_rolled_back_commit_without_an_answer_is_done(nine, committer):
-    """Neither is it a failure, nor are its objects discarded."""
+def test_a_rolled_back_commit_without_an_answer_succeeds(nine, committer):
+    """The commit does not fail, and its objects are not discarded."""
     record = empty_record(committer, 1)
     committer.commit(record)
     back_to(nine, 6)
@@ -162,12 +162,12 @@ def test_a_rolled_back_commit_without_an_answer_is_done(nine, committer):
     assert [info.key for info in nine.store.list("versions/")] == objects
 
 
-def test_no_rolled_back_version_is_garbage(nine):
+def test_rolled_back_versions_are_not_garbage(nine):
     back_to(nine, 6)
     assert nine.plan_collection(grace=0.0).garbage == ()
 
 
-def test_pins_stay_and_a_verified_version_only_if_it_is_live(nine):
+def test_a_rollback_keeps_pins_and_verified_live_versions(nine):
     nine.pin(nine.version(8), "evidence")
     nine.record_verified(nine.version(7))
     back_to(nine, 7)
@@ -178,7 +178,7 @@ def test_pins_stay_and_a_verified_version_only_if_it_is_live(nine):
     nine.pin(nine.version(9), "more evidence")
 
 
-def test_a_dropped_version_is_refused(nine):
+def test_a_rollback_to_a_dropped_version_is_refused(nine):
     version = nine.version(2)
     nine.plan_retention(Policy(keep_last=1)).execute()
     with pytest.raises(NotFound, match="version 2 was dropped"):
@@ -196,8 +196,8 @@ def test_a_reader_keeps_the_version_that_it_opened(nine):
 
 
 @pytest.mark.parametrize("others", list(itertools.product([False, True], repeat=3)), ids=str)
-def test_a_lost_answer_is_told_from_a_lost_race(nine, committer, monkeypatch, others):
-    """The swap takes effect, its answer is lost, and others commit, pin, or roll back to the same version before it is read."""
+def test_a_lost_answer_is_distinguished_from_a_lost_race(nine, committer, monkeypatch, others):
+    """The swap succeeds and its answer is lost; others commit, pin, or roll back to the same version before the root is read."""
     committed, pinned, again = others
     put, lost = MemoryStore.put_if, []
 
@@ -234,7 +234,7 @@ def test_a_version_committed_meanwhile_is_rolled_back_too(nine, committer, monke
     assert live(nine)[-1] == 6
 
 
-def test_the_root_is_read_as_it_was_written(nine):
+def test_the_root_survives_dump_and_load(nine):
     back_to(nine, 6)
     root = nine.root()
     assert Root.load(root.dump()) == root
@@ -243,7 +243,7 @@ def test_the_root_is_read_as_it_was_written(nine):
 
 
 @pytest.mark.parametrize("broken", [{"after": 7}, {"after": -1}, {"at": "now"}], ids=str)
-def test_a_damaged_list_is_refused(nine, broken):
+def test_invalid_rolled_back_entries_are_refused(nine, broken):
     back_to(nine, 6)
     root = nine.root()
     first, *rest = root.rolled_back
