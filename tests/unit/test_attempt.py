@@ -13,7 +13,7 @@ from raystow.workers.protocol.messages import Ticket
 
 
 class GivenUp:
-    """The port to a coordinator that has given the attempt up."""
+    """A port to a coordinator that has given up the attempt."""
 
     def wait_complete(self, ticket: Ticket) -> None:
         raise SaveFailed("given up")
@@ -22,7 +22,7 @@ class GivenUp:
         pass
 
 
-def test_a_rank_that_joins_too_late_hears_so() -> None:
+def test_a_rank_that_joins_too_late_gets_the_error() -> None:
     heard: list[Outcome] = []
     first = threading.Event()
     with ThreadPoolExecutor(1) as pool:

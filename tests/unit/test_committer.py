@@ -18,12 +18,12 @@ def objects(repository: Repository) -> list[ObjectInfo]:
     return list(repository.store.list(keys.VERSIONS))
 
 
-def test_each_committer_takes_the_next_epoch(repository):
+def test_each_committer_gets_the_next_epoch(repository):
     assert [Committer(repository, f"owner-{i}").epoch for i in range(3)] == [1, 2, 3]
     assert repository.root().owner == "owner-2"
 
 
-def test_a_committer_whose_answer_was_lost_has_its_epoch_already(repository):
+def test_a_repeated_claim_of_an_owner_keeps_its_epoch(repository):
     assert Committer(repository, "me").epoch == Committer(repository, "me").epoch == 1
 
 
@@ -55,7 +55,7 @@ def test_a_commit_makes_a_version(repository):
         {"created": float("nan")},
     ],
 )
-def test_what_a_reader_refuses_is_not_written(repository, change):
+def test_a_record_that_a_reader_refuses_is_not_written(repository, change):
     committer = Committer(repository, "me")
     before = repository.store.get(keys.ROOT, max_bytes=1 << 20)
     with pytest.raises((SaveFailed, StateError)):
@@ -65,14 +65,14 @@ def test_what_a_reader_refuses_is_not_written(repository, change):
 
 @pytest.mark.parametrize("change", [{"pins": {"a": True}}, {"epoch": 1 << 63}, {"owner": 5}, {"verified": -1}])
 def test_a_root_that_a_reader_refuses_is_not_written(repository, change, monkeypatch):
-    monkeypatch.setattr(invariants, "check", lambda old, new, claims=None: None)  # an invariant that is missing
+    monkeypatch.setattr(invariants, "check", lambda old, new, claims=None: None)  # disable the invariants
     before = repository.store.get(keys.ROOT, max_bytes=1 << 20)
     with pytest.raises(InvariantError, match="readers would refuse"):
         repository.register.update(lambda root: replace(root, **change))
     assert repository.store.get(keys.ROOT, max_bytes=1 << 20) == before
 
 
-def test_committing_again_changes_nothing(repository):
+def test_a_repeated_commit_changes_nothing(repository):
     committer = Committer(repository, "me")
     record = empty_record(committer)
     first = committer.commit(record)
@@ -81,7 +81,7 @@ def test_committing_again_changes_nothing(repository):
     assert repository.root() == root
 
 
-def test_an_older_epoch_can_neither_commit_nor_be_seen(repository):
+def test_an_older_epoch_cannot_commit(repository):
     old = Committer(repository, "old")
     pending = empty_record(old)
     new = Committer(repository, "new")
@@ -94,7 +94,7 @@ def test_an_older_epoch_can_neither_commit_nor_be_seen(repository):
     assert repository.versions() == [version]
 
 
-def test_an_older_epoch_may_learn_that_its_commit_had_worked(repository):
+def test_an_older_epoch_finds_its_earlier_commit(repository):
     old = Committer(repository, "old")
     record = empty_record(old)
     version = old.commit(record)
@@ -102,13 +102,13 @@ def test_an_older_epoch_may_learn_that_its_commit_had_worked(repository):
     assert old.commit(record) == version
 
 
-def test_a_new_epoch_goes_on_after_the_newest_id(repository):
+def test_a_new_epoch_continues_after_the_newest_id(repository):
     old = Committer(repository, "old")
     old.commit(empty_record(old))
     assert Committer(repository, "new").reserve()[0] == 2
 
 
-def test_an_attempt_overtaken_by_a_newer_version_comes_too_late(repository):
+def test_an_attempt_older_than_the_newest_version_fails(repository):
     committer = Committer(repository, "me")
     late, early = empty_record(committer), empty_record(committer)
     committer.commit(early)
@@ -117,7 +117,7 @@ def test_an_attempt_overtaken_by_a_newer_version_comes_too_late(repository):
     assert [version.id for version in repository.versions()] == [2]
 
 
-def test_discard_removes_what_an_attempt_left(repository):
+def test_discard_removes_the_objects_of_an_attempt(repository):
     committer = Committer(repository, "me")
     id, attempt = committer.reserve()
     repository.store.put(keys.pack(id, attempt, 0, "weights", 0), [b"left over"])
@@ -126,7 +126,7 @@ def test_discard_removes_what_an_attempt_left(repository):
     assert [info.key for info in objects(repository)] == [keys.record(other.id, other.attempt)]
 
 
-def test_discard_leaves_a_live_version_alone(repository):
+def test_discard_does_not_change_a_live_version(repository):
     import numpy as np
 
     committer = Committer(repository, "me")
@@ -138,13 +138,13 @@ def test_discard_leaves_a_live_version_alone(repository):
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_an_unknown_outcome_is_settled_by_committing_again(repository, monkeypatch, applied):
+def test_an_unknown_outcome_is_resolved_by_a_second_commit(repository, monkeypatch, applied):
     committer = Committer(repository, "me")
     record = empty_record(committer)
     store, put_if = repository.store, repository.store.put_if
 
     class Patience:
-        """A minute passes with every look at it."""
+        """A clock that advances by a minute with each call."""
 
         time = 0.0
 
@@ -169,7 +169,7 @@ def test_an_unknown_outcome_is_settled_by_committing_again(repository, monkeypat
     assert repository.versions() == [version]
 
 
-def test_the_root_of_another_repository_is_not_this_one(repository):
+def test_the_root_of_another_repository_is_damage(repository):
     from raystow.storage.errors import Damaged
 
     other = memory_repository()

@@ -1,4 +1,4 @@
-"""The coordinator's state machine, stepped by hand: who belongs to which attempt, and what ends one."""
+"""The state machine of the coordinator, driven step by step: membership of attempts and the events that end an attempt."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def test_two_ranks_make_a_version(run: CoordinatedRun) -> None:
     assert [version.id for version in run.committer.catalog.versions()] == [1]
 
 
-def test_versions_come_in_the_order_of_saves(run: CoordinatedRun) -> None:
+def test_versions_are_committed_in_the_order_of_saves(run: CoordinatedRun) -> None:
     first, second = [run.begin(0, 1), run.begin(1, 1)], [run.begin(0, 2, save=2), run.begin(1, 2, save=2)]
     run.seal(second)
     assert run.core.next_commit() is None
@@ -39,14 +39,14 @@ def test_versions_come_in_the_order_of_saves(run: CoordinatedRun) -> None:
     assert [version.step for version in run.committer.catalog.versions()] == [2]
 
 
-def test_a_rank_saves_one_step_twice(run: CoordinatedRun) -> None:
+def test_two_saves_of_one_step_are_separate_attempts(run: CoordinatedRun) -> None:
     first, second = run.begin(0, save=1), run.begin(0, save=2)
     assert first.attempt != second.attempt
     assert run.begin(1, save=1).attempt == first.attempt
     assert run.begin(1, save=2).attempt == second.attempt
 
 
-def test_a_call_made_twice_counts_once(run: CoordinatedRun) -> None:
+def test_repeated_calls_have_no_further_effect(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     assert run.begin(0) == tickets[0]
     run.seal(tickets)
@@ -55,7 +55,7 @@ def test_a_call_made_twice_counts_once(run: CoordinatedRun) -> None:
     assert len(run.committer.catalog.versions()) == 1
 
 
-def test_a_fragment_told_again_after_the_commit_is_no_error(run: CoordinatedRun) -> None:
+def test_a_fragment_repeated_after_the_commit_is_no_error(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     run.seal(tickets)
     run.commit()
@@ -63,7 +63,7 @@ def test_a_fragment_told_again_after_the_commit_is_no_error(run: CoordinatedRun)
     assert run.phase(tickets[0]) is Phase.COMMITTED
 
 
-def test_only_what_someone_may_wait_for_counts_as_a_change(run: CoordinatedRun) -> None:
+def test_changes_counts_phase_transitions_only(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     run.core.finished(tickets[0], 0, 7)
     assert run.core.changes == 0
@@ -81,7 +81,7 @@ def test_a_restarted_rank_ends_attempts_that_wait_for_it(run: CoordinatedRun) ->
         run.begin(1, process="a")
 
 
-def test_two_processes_of_one_rank_are_named(run: CoordinatedRun) -> None:
+def test_the_error_names_both_processes_of_one_rank(run: CoordinatedRun) -> None:
     run.core.join(0, "t0@process 17 on first-host")
     run.core.join(0, "t1@process 4 on other-host")
     told = "rank 0 of memory://.*: process 4 on other-host has taken up this rank after process 17 on first-host .*on_fenced"
@@ -89,17 +89,17 @@ def test_two_processes_of_one_rank_are_named(run: CoordinatedRun) -> None:
         run.core.begin(Begin(0, 1, "t0@process 17 on first-host", 1, "node-0", 1, 60.0, 7, 7))
 
 
-def test_ranks_that_save_different_steps_are_told_at_once(run: CoordinatedRun) -> None:
+def test_different_steps_of_one_save_abort_immediately(run: CoordinatedRun) -> None:
     run.core.join(0, "a0", 2)
     run.core.join(1, "a1", 2)
     ten, twenty = run.begin(0, 10, save=1), run.begin(1, 20, save=1)
     told = "rank 1 saves step 20 where rank 0 saved step 10: all ranks must save the same steps in the same order"
     assert (run.phase(ten), run.reason(ten)) == (Phase.ABORTED, told)
-    assert run.begin(0, 20, save=2).attempt == twenty.attempt  # the step that both save becomes a version
+    assert run.begin(0, 20, save=2).attempt == twenty.attempt  # the step that both ranks save becomes a version
 
 
-def test_a_rank_that_is_ahead_is_waited_for(run: CoordinatedRun) -> None:
-    """It begins its second save before another rank begins its first, of the same steps."""
+def test_an_attempt_waits_for_a_slower_rank(run: CoordinatedRun) -> None:
+    """One rank begins its second save before the other rank begins its first; both save the same steps."""
     run.core.join(0, "a0", 2)
     run.core.join(1, "a1", 2)
     first, second = run.begin(0, 10, save=1), run.begin(0, 20, save=2)
@@ -127,7 +127,7 @@ def test_a_new_generation_may_save_while_its_ranks_still_join(run: CoordinatedRu
 
 def test_a_larger_world_may_save_while_its_ranks_still_join(run: CoordinatedRun) -> None:
     old = run.begin(0)
-    run.core.join(2, "b2", 3)  # nobody knows this rank: it says by its world that all come anew
+    run.core.join(2, "b2", 3)  # the new world size shows that all ranks restart, although this rank is unknown
     new = run.begin(2, process="b", world=3)
     assert run.phase(old) is Phase.ABORTED
     for rank in range(2):
@@ -145,12 +145,12 @@ def test_a_process_of_an_old_generation_joins_no_new_attempt(run: CoordinatedRun
     run.core.join(1, "b1")
     zombie = run.begin(0, process="a")
     mixed = run.begin(1, process="b")
-    assert zombie.attempt == mixed.attempt  # rank 0 might have been left running: nobody has said otherwise yet
+    assert zombie.attempt == mixed.attempt  # rank 0 may still be running: no call has shown that it was restarted
     run.core.join(0, "b0")
     assert run.phase(mixed) is Phase.ABORTED
 
 
-def test_what_was_handed_over_survives_the_end_of_its_process(run: CoordinatedRun) -> None:
+def test_delivered_shards_survive_the_end_of_the_process(run: CoordinatedRun) -> None:
     ticket = run.begin(1)
     run.core.rank_disconnected(1, "a1", "rank 1 went away")
     assert run.phase(ticket) is Phase.GATHERING
@@ -159,13 +159,13 @@ def test_what_was_handed_over_survives_the_end_of_its_process(run: CoordinatedRu
     assert run.phase(ticket) is Phase.COMMITTED
 
 
-def test_a_process_that_left_before_saving_is_not_waited_for(run: CoordinatedRun) -> None:
+def test_an_attempt_ends_if_a_rank_leaves_before_its_save(run: CoordinatedRun) -> None:
     ticket = run.begin(0)
     run.core.rank_disconnected(1, "a1", "rank 1 went away")
     assert run.reason(ticket) == "rank 1 went away"
 
 
-def test_deadlines_name_who_is_missing(run: CoordinatedRun) -> None:
+def test_timeout_errors_name_the_missing_ranks_and_nodes(run: CoordinatedRun) -> None:
     sealing, ticket = [run.begin(0, 1), run.begin(1, 1)], run.begin(0, 2, save=2)
     for rank in range(2):
         run.core.finished(sealing[rank], rank, 7 if rank == 0 else 0)
@@ -180,7 +180,7 @@ def test_deadlines_name_who_is_missing(run: CoordinatedRun) -> None:
     assert run.core.abandoned() == []
 
 
-def test_a_dead_node_ends_what_it_holds(run: CoordinatedRun) -> None:
+def test_a_dead_node_ends_the_attempts_with_its_shards(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     run.core.nodes_alive({"node-0", "node-1"})
     assert run.phase(tickets[0]) is Phase.GATHERING
@@ -197,7 +197,7 @@ def test_another_world_size_ends_the_old_attempts(run: CoordinatedRun) -> None:
 @pytest.mark.parametrize(
     ("replicated", "covered", "says"), [(8, 7, "ranks [1] hold other plain tensors"), (7, 6, "do not add up")]
 )
-def test_shards_that_are_not_whole_make_no_version(run: CoordinatedRun, replicated: int, covered: int, says: str) -> None:
+def test_incomplete_shards_make_no_version(run: CoordinatedRun, replicated: int, covered: int, says: str) -> None:
     tickets = [run.begin(0), run.begin(1, replicated=replicated)]
     run.core.finished(tickets[0], 0, covered)
     run.core.finished(tickets[1], 1, 0)
@@ -205,7 +205,7 @@ def test_shards_that_are_not_whole_make_no_version(run: CoordinatedRun, replicat
 
 
 def test_the_first_plain_tensors_that_differ_are_named(run: CoordinatedRun) -> None:
-    """Also in a later save, in which nobody tells its tensors again."""
+    """They are also named in a later save, in which the ranks do not send their tensors again."""
     alike, rest = ("w float32 [3, 4]", "b float32 [4]"), ("w float32 [3, 4]", "b float32 [5]", "more int8 [1]")
     for step in (1, 2):
         told = {0: alike, 1: rest} if step == 1 else {0: (), 1: ()}
@@ -219,12 +219,12 @@ def test_the_first_plain_tensors_that_differ_are_named(run: CoordinatedRun) -> N
 
 
 def test_an_unanswered_commit_keeps_its_objects(run: CoordinatedRun) -> None:
-    """And a newer epoch ends all attempts."""
+    """A newer epoch ends all attempts."""
     run.seal([run.begin(0), run.begin(1)])
     attempt = run.core.next_commit()
     assert attempt is not None
     run.core.settled(attempt, StoreUnavailable("time-out"))
-    assert run.core.abandoned() == []  # it may be a version after all
+    assert run.core.abandoned() == []  # it may have become a version
     again = [run.begin(0, 3, save=3), run.begin(1, 3, save=3)]
     waiting = run.begin(0, 4, save=4)
     run.seal(again)
@@ -232,12 +232,12 @@ def test_an_unanswered_commit_keeps_its_objects(run: CoordinatedRun) -> None:
     assert "epoch 9" in run.reason(waiting)
 
 
-def test_a_coordinator_that_was_restarted_says_so(run: CoordinatedRun) -> None:
+def test_an_unknown_attempt_reports_a_restarted_coordinator(run: CoordinatedRun) -> None:
     with pytest.raises(SaveFailed, match="the coordinator was restarted"):
         run.core.finished(Ticket(9, "f" * 16, 0, 60.0, 1), 0, 0)
 
 
-def test_a_save_failed_before_it_began_is_not_waited_for(run: CoordinatedRun) -> None:
+def test_a_save_that_failed_on_one_rank_ends_its_attempt(run: CoordinatedRun) -> None:
     waiting = run.begin(0, 5)
     run.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
     assert run.reason(waiting) == "rank 1: its node worker died"
@@ -262,26 +262,26 @@ def test_one_rank_logs_a_failed_save_for_all(run: CoordinatedRun) -> None:
     report = (5, "rank 1: its node worker died")
     assert run.core.save_failed(1, "a1", 1, *report)
     assert not run.core.save_failed(0, "a0", 1, *report)
-    assert run.core.save_failed(1, "a1", 1, *report)  # again, since the answer was lost
-    assert run.core.save_failed(0, "a0", 2, *report)  # the step is saved again
+    assert run.core.save_failed(1, "a1", 1, *report)  # repeated, since the answer was lost
+    assert run.core.save_failed(0, "a0", 2, *report)  # another save of the same step
     run.core.join(1, "b1")
-    assert run.core.save_failed(1, "a1", 1, *report)  # a replaced process, about itself
+    assert run.core.save_failed(1, "a1", 1, *report)  # a replaced process reports itself
 
 
-def test_a_failed_save_of_a_former_process_holds_up_nobody(run: CoordinatedRun) -> None:
+def test_a_failed_save_of_a_replaced_process_is_ignored(run: CoordinatedRun) -> None:
     run.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
     run.core.join(1, "b1")
     run.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
     assert run.phase(run.begin(0, 5)) is Phase.GATHERING
 
 
-def test_what_a_rank_was_part_of_ends_with_its_save(run: CoordinatedRun) -> None:
+def test_a_failed_save_ends_only_its_own_attempt(run: CoordinatedRun) -> None:
     first, second = run.begin(1, 5), run.begin(1, 6, save=2)
     run.core.save_failed(1, "a1", 1, 5, "rank 1: its node worker died")
     assert (run.phase(first), run.phase(second)) == (Phase.ABORTED, Phase.GATHERING)
 
 
-def test_a_restarted_coordinator_hears_of_a_failed_save_first(run: CoordinatedRun) -> None:
+def test_a_restarted_coordinator_accepts_a_failed_save(run: CoordinatedRun) -> None:
     fresh = CoordinatedRun(Coordinator(run.committer, run.clock, writer={}), run.committer, run.clock)
     fresh.core.save_failed(1, "a1", 1, 5, "the coordinator was restarted during this save")
     assert fresh.phase(fresh.begin(0, 5)) is Phase.ABORTED
@@ -307,7 +307,7 @@ def test_a_restarted_coordinator_hears_of_a_failed_save_first(run: CoordinatedRu
     ],
 )
 @pytest.mark.parametrize("durable", [False, True])
-def test_a_part_that_no_reader_takes_ends_the_save(
+def test_an_invalid_part_aborts_its_save(
     run: CoordinatedRun, change: dict[str, object], packs: list[PackInfo], *, durable: bool
 ) -> None:
     tickets = [run.begin(0), run.begin(1)]
@@ -322,7 +322,7 @@ def test_a_part_that_no_reader_takes_ends_the_save(
     assert [version.step for version in run.committer.catalog.versions()] == [2]
 
 
-def test_an_impossible_restore_fails_no_save(run: CoordinatedRun) -> None:
+def test_invalid_restore_reports_are_dropped(run: CoordinatedRun) -> None:
     good = RestoreInfo(1, 10, 0.0, 2, 1.5, {"store": 5})
     run.core.restored([replace(good, read={"store": -1}), good, replace(good, seconds=float("inf"))])
     tickets = run.both(1)

@@ -1,4 +1,4 @@
-"""The coordinator's state machine, stepped by hand: what it holds of saves that were staged, bases of deltas, and rollbacks."""
+"""The state machine of the coordinator, driven step by step: staged saves, bases of deltas, and rollbacks."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ def run() -> CoordinatedRun:
     return coordinated_run()
 
 
-def test_what_is_staged_everywhere_is_held_until_it_is_a_version(run: CoordinatedRun) -> None:
+def test_a_staged_save_is_listed_until_it_is_committed(run: CoordinatedRun) -> None:
     tickets = [run.begin(0), run.begin(1)]
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
@@ -35,11 +35,11 @@ def test_what_is_staged_everywhere_is_held_until_it_is_a_version(run: Coordinate
     assert run.core.held() == []
     latest = run.committer.catalog.latest()
     assert latest is not None
-    assert latest.record == held  # also when it was created
+    assert latest.record == held  # including the time of creation
 
 
 def stage(run: CoordinatedRun, step: int, *, nodes: int = 2) -> list[Ticket]:
-    """Let both ranks save, and so many nodes tell that their part is staged."""
+    """Save on both ranks, and report the parts of ``nodes`` nodes as staged."""
     tickets = [run.begin(0, step, save=step), run.begin(1, step, save=step)]
     for rank, ticket in enumerate(tickets):
         run.core.finished(ticket, rank, 7 if rank == 0 else 0)
@@ -49,7 +49,7 @@ def stage(run: CoordinatedRun, step: int, *, nodes: int = 2) -> list[Ticket]:
     return tickets
 
 
-def test_what_was_staged_is_held_though_a_node_has_died_with_it(run: CoordinatedRun) -> None:
+def test_a_staged_save_stays_listed_after_a_node_dies(run: CoordinatedRun) -> None:
     tickets = stage(run, 1)
     (promised,) = run.core.held()
     run.core.nodes_alive({"node-0"})
@@ -65,7 +65,7 @@ def test_a_node_that_dies_before_staging_ends_aborts_the_save(run: CoordinatedRu
 
 
 def test_only_the_newest_aborted_save_is_held(run: CoordinatedRun) -> None:
-    """Besides those under way."""
+    """Saves in progress are listed as well."""
     for step in (1, 2):
         run.core.failed(stage(run, step)[0], "the store is full")
     assert [record.step for record in run.core.held()] == [2]
@@ -73,7 +73,7 @@ def test_only_the_newest_aborted_save_is_held(run: CoordinatedRun) -> None:
     assert [record.step for record in run.core.held()] == [3, 2]
 
 
-def test_a_version_ends_the_holding_of_what_was_given_up_before(run: CoordinatedRun) -> None:
+def test_a_commit_removes_older_aborted_saves_from_the_list(run: CoordinatedRun) -> None:
     run.core.failed(stage(run, 1)[0], "the store is full")
     run.core.tick()
     assert [record.step for record in run.core.held()] == [1]
@@ -84,13 +84,13 @@ def test_a_version_ends_the_holding_of_what_was_given_up_before(run: Coordinated
     assert run.core.held() == []
 
 
-def test_the_next_version_tells_what_was_restored(run: CoordinatedRun) -> None:
+def test_the_next_version_records_the_restores(run: CoordinatedRun) -> None:
     before, late = (RestoreInfo(1, 5, float(at), 2, 0.5, {"store": 9}) for at in range(2))
     run.core.restored([before])
-    run.core.failed(stage(run, 1)[0], "the store is full")  # was to tell of it, and will not
+    run.core.failed(stage(run, 1)[0], "the store is full")  # this save would have recorded the restore
     tickets = stage(run, 2)
     promised = run.core.held()[0]
-    run.core.restored([late])  # what is held has a digest by now
+    run.core.restored([late])  # the digest of the staged record is fixed already
     for of in (tickets, stage(run, 3)):
         for ticket in of:
             run.core.fragment(ticket, part(ticket.node), [])
@@ -100,29 +100,29 @@ def test_the_next_version_tells_what_was_restored(run: CoordinatedRun) -> None:
     assert records[0] == promised
 
 
-def test_a_tensor_on_two_meshes_makes_no_version(run: CoordinatedRun) -> None:
+def test_a_dtensor_owned_by_two_ranks_makes_no_version(run: CoordinatedRun) -> None:
     def begin(rank: int) -> Ticket:
         return run.core.begin(Begin(rank, 2, f"a{rank}", 1, "node", 1, 60.0, 7, 7, owned_dtensors=("model.norm", f"stage{rank}")))
 
     ticket = begin(0)
-    assert begin(0) == ticket  # asked twice
+    assert begin(0) == ticket  # a repeated call
     assert run.phase(ticket) is Phase.GATHERING
     begin(1)
     assert "ranks 0 and 1 both hold 'model.norm'" in run.reason(ticket)
 
 
-def test_several_versions_may_be_deltas_to_a_whole_one(run: CoordinatedRun) -> None:
+def test_several_versions_are_deltas_to_one_base(run: CoordinatedRun) -> None:
     offered = []
     for step in range(1, 8):
         tickets = run.both(step, delta=2)
         base = tickets[0].base
         offered.append(base.id if base is not None and tickets[0].deltas else None)
         assert base == tickets[1].base
-        assert base is None or base.id == max(id for id in (1, 4) if id < step), "unchanged chunks refer to it in any case"
+        assert base is None or base.id == max(id for id in (1, 4) if id < step), "unchanged chunks always refer to it"
         run.seal(tickets, () if offered[-1] is None else (offered[-1],))
         run.commit()
     assert offered == [None, 1, 1, None, 4, 4, None]
-    assert run.both(9)[0].base is None, "nobody asked for it"
+    assert run.both(9)[0].base is None, "no rank requested deltas"
     assert run.core.bases == {7}
 
 
@@ -130,16 +130,16 @@ def test_a_version_stored_whole_becomes_the_base(run: CoordinatedRun) -> None:
     run.seal(run.both(1, delta=5))
     run.commit()
     late, whole = run.both(2, delta=5), run.both(3, delta=5)
-    run.seal(late)  # its base was in nobody's memory
+    run.seal(late)  # no node had the base in memory
     run.commit()
-    assert run.core.bases == {1, 2}, "a save under way may need the former"
+    assert run.core.bases == {1, 2}, "a save in progress may need version 1"
     run.seal(whole, (1,))
     run.commit()
     assert run.core.bases == {2}
     assert run.both(4, delta=5)[0].base.id == 2
 
 
-def test_after_a_commit_that_failed_the_next_save_is_whole(run: CoordinatedRun) -> None:
+def test_the_save_after_a_failed_commit_is_whole(run: CoordinatedRun) -> None:
     run.seal(run.both(1, delta=5))
     run.commit()
     tickets = run.both(2, delta=5)
@@ -148,8 +148,8 @@ def test_after_a_commit_that_failed_the_next_save_is_whole(run: CoordinatedRun) 
     assert run.both(3, delta=5)[0].base is None
 
 
-def test_after_a_rollback_saves_under_way_fail(run: CoordinatedRun) -> None:
-    """The first of them notices it. No chunk refers to what was rolled back."""
+def test_saves_in_progress_fail_after_a_rollback(run: CoordinatedRun) -> None:
+    """The commit of the first save detects the rollback. No later chunk refers to a rolled-back version."""
     catalog = run.committer.catalog
     for step in (1, 2):
         run.seal(run.both(step))

@@ -32,7 +32,7 @@ def test_a_failure_is_counted_and_raises_nothing() -> None:
         (ClusterError("no answer"), ["the failure could not be reported to the coordinator: no answer", "it failed"]),
     ],
 )
-def test_the_rank_that_reports_first_logs(
+def test_the_rank_whose_report_is_first_logs_the_failure(
     answer: bool | ClusterError, lines: list[str], caplog: pytest.LogCaptureFixture
 ) -> None:
     def send(number: int, step: int, reason: str) -> bool:
@@ -94,7 +94,7 @@ def test_n_failures_in_a_row_raise_with_the_last_cause() -> None:
         watch.check()
 
 
-def test_a_success_begins_anew() -> None:
+def test_a_success_resets_the_count_in_a_row() -> None:
     watch = failures()
     for step in range(5):
         watch.failed(step, SaveFailed("no"))
@@ -104,7 +104,7 @@ def test_a_success_begins_anew() -> None:
     assert (watch.total, watch.in_a_row) == (10, 0)
 
 
-def test_without_a_limit_training_goes_on_for_ever() -> None:
+def test_warn_never_raises() -> None:
     watch = failures("warn")
     for step in range(1000):
         watch.failed(step, SaveFailed("no"))

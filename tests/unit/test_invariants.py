@@ -1,4 +1,6 @@
-"""Each invariant of the root refuses, by its name, a swap that breaks it; spec, module and tests list the same ones."""
+"""Each invariant of the root refuses a swap that breaks it, by its name. The specification, the module, and the tests list the
+same invariants.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,7 @@ def entry(id: int, *bases: int, thin: bool = False, attempt: str = "a") -> Entry
 
 
 def anew(old: Entry, **changes: object) -> Entry:
-    """A version written anew, as attempt ``b``."""
+    """Return the entry of a version that is replaced by attempt ``b``."""
     return replace(old, attempt=f"b{old.id}", saved=old.origin, **changes)  # type: ignore[arg-type]
 
 
@@ -44,7 +46,7 @@ OLD = Root(
 
 
 def with_versions(*versions: Entry, **changes: object) -> Root:
-    """The root with these versions, and what left noted."""
+    """Return the root with these versions, and with notes of the removed versions."""
     gone = [one for one in OLD.versions if one not in versions]
     notes = tuple(note for note in OLD.rewrites if note.attempt not in {one.attempt for one in versions})
     fields = {"dropped": (*OLD.dropped, *(Dropped(one.id, one.attempt, 9.0) for one in gone)), "rewrites": notes, **changes}
@@ -56,14 +58,14 @@ def commit(*added: Entry, **changes: object) -> Root:
 
 
 def rolled_back(*entries: Entry, after: int = 5) -> tuple[RolledBack, ...]:
-    """These versions, each after the one before it."""
+    """Return these versions as rolled back, each after the one before it."""
     ids = [after, *(one.id for one in entries)]
     return tuple(RolledBack(one, before, 8.0) for one, before in zip(entries, ids, strict=False))
 
 
 SIX, SEVEN, EIGHT = entry(6), entry(7, 6), entry(8)
 FORKED = replace(OLD, next_id=9, versions=(*OLD.versions, EIGHT), rolled_back=rolled_back(SIX, SEVEN), rollbacks=1)
-"""Versions 6 and 7 were rolled back, then 8 was committed."""
+"""Versions 6 and 7 were rolled back; then version 8 was committed."""
 
 
 def segment(number: int, step: int) -> Segment:
@@ -218,26 +220,28 @@ ALLOWED_AFTER_ROLLBACK = {
 
 
 def old_of(name: str) -> Root:
-    """The root that the swaps of an invariant begin with."""
+    """Return the root before the swaps of an invariant."""
     if name[:3] in ("I21", "I22"):
         return JOURNALED
     return FORKED if name[:3] in ("I18", "I19", "I20") else OLD
 
 
 @pytest.mark.parametrize("name", ALLOWED)
-def test_a_sound_swap_is_made(name: str) -> None:
+def test_a_valid_swap_is_accepted(name: str) -> None:
     new, claims = ALLOWED[name]
     invariants.check(OLD, new, claims)
 
 
 @pytest.mark.parametrize("name", ALLOWED_AFTER_ROLLBACK)
-def test_a_sound_swap_is_made_after_a_rollback(name: str) -> None:
+def test_a_valid_swap_is_accepted_after_a_rollback(name: str) -> None:
     new, claims = ALLOWED_AFTER_ROLLBACK[name]
     invariants.check(JOURNALED if new.next_segment > 1 else FORKED, new, claims)
 
 
-def test_a_rolled_back_version_keeps_what_it_needs() -> None:
-    """Pins, bases and notes of removals count for rolled-back versions as for live ones; ``verified`` names live ones only."""
+def test_a_rolled_back_version_keeps_its_bases_and_pins() -> None:
+    """The invariants of pins, bases, and notes of removals include rolled-back versions; ``verified`` may name live versions
+    only.
+    """
     pinned = replace(FORKED, pins={"evidence": 7})
     gone = (*OLD.dropped, Dropped(7, "a7", 9.0))
     with pytest.raises(InvariantError, match="I8 pinned_stays"):
@@ -253,8 +257,8 @@ def test_a_rolled_back_version_keeps_what_it_needs() -> None:
 
 
 @pytest.mark.parametrize(("name", "case"), [(name, case) for name, cases in BROKEN.items() for case in range(len(cases))])
-def test_a_swap_that_breaks_it_is_refused(name: str, case: int) -> None:
-    """Other invariants may be broken, too: this one is among them, and refuses alone if it is the first."""
+def test_a_swap_that_breaks_an_invariant_is_refused(name: str, case: int) -> None:
+    """The swap may break other invariants as well. The error names the first one."""
     new, claims = BROKEN[name][case]
     if name == "I1 writer_in_charge":
         with pytest.raises(Fenced, match="has replaced epoch"):
@@ -266,7 +270,7 @@ def test_a_swap_that_breaks_it_is_refused(name: str, case: int) -> None:
 
 
 def broken(old: Root, new: Root, claims: Claims) -> list[str]:
-    """Names, in the order in which they are checked."""
+    """Return the names of the broken invariants in the order of the checks."""
     of_root = [lambda old, new, claims, of=of: set(of(new)) - set(of(old)) for of in invariants.OF_ROOT]
     rules = [*invariants.OF_SWAP, *invariants.OF_ROLLBACK, *invariants.OF_SEGMENTS, *of_root]
     numbered = invariants.names()
@@ -292,20 +296,20 @@ def test_a_chain_beyond_the_limit_is_refused() -> None:
     invariants.check(None, old)
 
 
-def test_what_was_broken_before_refuses_nothing_else() -> None:
-    """A root that lost a base by hand can still be pruned and committed to."""
+def test_an_already_broken_invariant_allows_other_swaps() -> None:
+    """A root that lost a base by a manual change still accepts removals and commits."""
     old = replace(OLD, versions=(ONE, THREE, FOUR, FIVE), pins={"good": 2})
     invariants.check(old, replace(old, next_id=7, versions=(*old.versions, entry(6))))
     invariants.check(old, replace(old, pins={}))
 
 
-def test_a_new_root_is_judged_by_itself() -> None:
+def test_a_new_root_is_checked_without_an_old_root() -> None:
     invariants.check(None, OLD)
     with pytest.raises(InvariantError, match="I14 bases_live"):
         invariants.check(None, replace(OLD, versions=(ONE, THREE, FOUR, FIVE), pins={}))
 
 
-def test_nothing_is_written_where_an_invariant_is_broken() -> None:
+def test_a_broken_invariant_leaves_the_root_unchanged() -> None:
     repository = create_repository(f"memory://invariants-{SYSTEM.token()}")
     before = repository.root()
     with pytest.raises(InvariantError, match="I17 names_live"):
@@ -321,7 +325,7 @@ def test_a_root_of_another_repository_is_refused() -> None:
         repository.register.update(lambda root: replace(root, pins={}))
 
 
-def test_spec_module_and_tests_list_the_same() -> None:
+def test_spec_module_and_tests_list_the_same_invariants() -> None:
     section = SPEC.read_text().partition("## Invariants of the root\n")[2].partition("\n## ")[0]
     told = [f"{number} {name}" for number, name in re.findall(r"^\| (I\d+) \| `(\w+)` \|", section, re.MULTILINE)]
     assert told == invariants.names() == list(BROKEN)

@@ -1,4 +1,4 @@
-"""``raystow.latest``: one read, and no check less than by way of ``raystow.open``."""
+"""``raystow.latest`` reads one object and makes the same checks as ``raystow.open``."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raystow.storage.repository import Repository, create_repository
 from raystow.storage.stores.local import LocalStore
 
 
-def test_it_is_the_newest_version_by_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_latest_returns_the_newest_version_with_one_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     committer = Committer(create_repository(str(tmp_path)), "me")
     _, newest = (write(committer, {"w": whole(np.arange(5.0) + i)}) for i in range(2))
     reads: list[str] = []
@@ -41,7 +41,7 @@ def test_it_is_the_newest_version_by_one_read(tmp_path: Path, monkeypatch: pytes
     assert np.array_equal(version.read("w"), np.arange(5.0) + 1)
 
 
-def test_no_version_and_no_repository(repository: Repository, tmp_path: Path) -> None:
+def test_latest_without_a_version_or_a_repository(repository: Repository, tmp_path: Path) -> None:
     assert raystow.latest(repository.uri) is None
     with pytest.raises(raystow.NotARepository):
         raystow.latest(tmp_path / "nothing")
@@ -51,7 +51,7 @@ def test_no_version_and_no_repository(repository: Repository, tmp_path: Path) ->
 
 
 def test_an_interrupted_creation_has_no_versions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A creator writes the root after the marker, and a save writes its objects after the root."""
+    """The creation writes the root after the marker, and a save writes its objects after the root."""
     root = Path(create_repository(str(tmp_path)).uri.removeprefix("file://"), keys.ROOT)
     written = root.read_bytes()
     root.unlink()
@@ -83,7 +83,7 @@ def test_signatures_are_checked_when_the_record_is_read(monkeypatch: pytest.Monk
         version.tensors()
 
 
-def test_another_repositorys_marker_is_found_with_the_record(repository: Repository) -> None:
+def test_a_foreign_marker_is_detected_with_the_record_read(repository: Repository) -> None:
     write(Committer(repository, "me"), {"w": whole(np.arange(3.0))})
     repository.store.put(keys.MARKER, [records.dump({"repository": "other", "created": 0.0}, keys.MARKER)])
     version = raystow.latest(repository.uri)

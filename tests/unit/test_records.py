@@ -17,12 +17,12 @@ ROOT = Root("cafe", epoch=3, owner="me", next_id=9, write_id="w", pins={"best": 
 
 
 def sealed(fields: dict) -> bytes:
-    """A record with a right first line, whatever is in it."""
+    """Return a record with these fields and a valid digest line."""
     body = json.dumps({name: value for name, value in fields.items() if name != "digest"})[1:].encode()
     return f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body
 
 
-def test_a_record_is_json_whose_first_line_seals_the_rest():
+def test_the_first_line_of_a_record_is_the_digest_of_the_rest():
     data = records.dump({"repository": "cafe"}, keys.MARKER)
     line, _, body = data.partition(b"\n")
     assert line.decode() == f'{{"digest": "{stored_digest(body).hex()}",'
@@ -30,7 +30,7 @@ def test_a_record_is_json_whose_first_line_seals_the_rest():
     assert records.load(data, keys.MARKER) == json.loads(data)
 
 
-def test_the_examples_of_the_specification():
+def test_the_examples_of_the_specification_are_valid():
     blocks = dict(re.findall(r"```json (\S+)\n(.*?)\n```", SPEC, re.DOTALL))
     marker = records.load(blocks["raystow.json"].encode(), keys.MARKER)
     root = Root.load(blocks["root.json"].encode())
@@ -41,7 +41,7 @@ def test_the_examples_of_the_specification():
     assert record.metrics == {"loss": 2.25}
 
 
-def test_a_root_comes_back():
+def test_a_root_survives_dump_and_load():
     assert Root.load(ROOT.dump()) == ROOT
 
 
@@ -64,7 +64,7 @@ def whole_record() -> VersionRecord:
     )
 
 
-def test_a_version_record_comes_back():
+def test_a_version_record_survives_dump_and_load():
     record = whole_record()
     assert VersionRecord.load(record.dump(), record.key()) == record
     assert record.stall == 0.25
@@ -74,13 +74,13 @@ def test_a_record_without_stalls_and_restores_is_read():
     record = whole_record()
     fields = json.loads(record.dump())
     del fields["restores"], fields["lossy"], fields["fragments"][0]["stall"]
-    assert "stall" not in fields["fragments"][1]  # unknown: left out, instead of a null that readers would have to know
+    assert "stall" not in fields["fragments"][1]  # an unknown stall is omitted: readers need not handle null
     old = VersionRecord.load(sealed(fields), record.key())
     assert (old.restores, old.stall, old.lossy) == ((), None, {})
 
 
 @pytest.mark.parametrize("wrong", [None, "x", -1, True, [1]])
-def test_a_stall_or_a_restore_that_makes_no_sense_is_damage(wrong):
+def test_an_invalid_stall_or_restore_is_damage(wrong):
     record = whole_record()
     fields = json.loads(record.dump())
     stalled = {**fields, "fragments": [{**fields["fragments"][0], "stall": wrong}]}
@@ -102,13 +102,13 @@ def test_another_format_is_refused():
 
 
 @pytest.mark.parametrize("number", [1.0, True, "1", None])
-def test_a_format_that_is_no_integer_is_damage(number):
+def test_a_format_that_is_not_an_integer_is_damage(number):
     with pytest.raises(Damaged, match="'format'"):
         records.load(sealed({**json.loads(ROOT.dump()), "format": number}), keys.ROOT)
 
 
 @pytest.mark.parametrize("text", ['"epoch": 3', '"digest": "00"', '"future": {"a": 1, "a": 1}', '"pins": {"x": 1, "\\u0078": 1}'])
-def test_a_name_twice_is_damage(text):
+def test_a_duplicate_field_name_is_damage(text):
     body = ROOT.dump().split(b"\n", 1)[1].rstrip().removesuffix(b"}") + f", {text}}}".encode()
     with pytest.raises(Damaged, match="occurs twice"):
         Root.load(f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body)
@@ -116,19 +116,19 @@ def test_a_name_twice_is_damage(text):
         values.loads('{"empty": "dict", "empty": "list"}')
 
 
-def test_a_record_in_another_ones_place_is_damage():
+def test_a_record_under_the_key_of_another_is_damage():
     with pytest.raises(Damaged, match=r"raystow\.json"):
         records.load(ROOT.dump(), keys.MARKER)
 
 
 @pytest.mark.parametrize("data", [b"", b"{", b'{"digest": "', b"null", b"\xff" * 200, b'{"format": 1}'])
-def test_what_is_no_record_is_damage(data):
+def test_data_that_is_not_a_record_is_damage(data):
     with pytest.raises(Damaged, match=r"root\.json"):
         Root.load(data)
 
 
 @pytest.mark.parametrize("body", [b"", b"}", b'"x": }', b'"x": "\xff"}', b'"x": ' + b"[" * 100_000])
-def test_what_is_sealed_but_no_json_is_damage(body):
+def test_invalid_json_with_a_valid_digest_is_damage(body):
     with pytest.raises(Damaged, match=r"root\.json"):
         Root.load(f'{{"digest": "{stored_digest(body).hex()}",\n'.encode() + body)
 
@@ -151,7 +151,7 @@ def test_an_entry_without_a_field_is_damage(name):
         Root.load(sealed(fields))
 
 
-def test_what_versions_are_differences_to_comes_back():
+def test_bases_survive_dump_and_load():
     root = Root("cafe", versions=(ENTRY, replace(ENTRY, id=5, bases=(1, 3))))
     assert Root.load(root.dump()) == root
     info = FragmentInfo(0, 1, "ab" * 32, (), 1, 1, 1, bases=(2,))
@@ -163,7 +163,7 @@ def test_what_versions_are_differences_to_comes_back():
 
 
 @pytest.mark.parametrize("wrong", [None, 1, "1", [0], [-1], [1.0], [True], [2, 1], [1, 1], [2**63], ["1"], [None]])
-def test_bases_that_are_no_ids_in_order_are_damage(wrong):
+def test_bases_that_are_not_ascending_ids_are_damage(wrong):
     fields = json.loads(ROOT.dump())
     fields["versions"][0]["bases"] = wrong
     with pytest.raises(Damaged, match=r"root\.json"):
@@ -180,6 +180,6 @@ def test_ids_that_do_not_ascend_are_damage():
 def test_an_invalid_part_of_a_version_record_is_damage(part, wrong):
     record = VersionRecord("cafe", 1, "0" * 16, 3, 100, 1.25, 2)
     if part == "writer" and wrong == {"x": [1]}:
-        return  # for people: any text will do
+        return  # the writer field is for people: any text is valid
     with pytest.raises(Damaged):
         VersionRecord.load(sealed({**json.loads(record.dump()), part: wrong}), record.key())

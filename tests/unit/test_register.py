@@ -1,4 +1,4 @@
-"""The compare-and-swap register on a store that loses answers: every update applies once, or its caller knows it did not."""
+"""The compare-and-swap register on a store that loses answers: each update applies exactly once, or its caller gets an error."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ KEY = "register"
 
 @dataclass(frozen=True)
 class Names:
-    """What the register contains here: a counter and some names."""
+    """The value of the register in these tests: a counter and some names."""
 
     count: int = 0
     names: tuple[str, ...] = ()
@@ -47,7 +47,7 @@ def opened(store: object, clock: FakeClock, *, deadline: float = 60.0) -> Regist
 
 
 class FaultyStore:
-    """Conditional puts meet the fates given; when those are used up, all works. ``late``: arrives before the next operation."""
+    """A store whose conditional puts have the given fates; later puts succeed. A ``late`` put is applied before the next put."""
 
     def __init__(self, fates: list[str]) -> None:
         self.inner = MemoryStore("faulty")
@@ -77,7 +77,7 @@ class FaultyStore:
         self.meanwhile()
         if fate == "lost answer":
             raise StoreUnavailable("connection reset", subject=key)
-        if fate == "412 that was ours":  # a client library that retried by itself
+        if fate == "412 that was ours":  # a client library that repeated the request itself
             raise PreconditionFailed("no", subject=key)
         return new
 
@@ -109,7 +109,7 @@ def test_an_update_applies_exactly_once(fates: list[str]) -> None:
 
 
 @pytest.mark.parametrize("fate", ["lost answer", "412 that was ours"])
-def test_an_own_write_is_recognised_below_later_ones(fate: str) -> None:
+def test_an_own_write_is_recognised_after_later_writes(fate: str) -> None:
     made, store, clock = register([fate])
     other = opened(store.inner, clock)
 
@@ -121,7 +121,7 @@ def test_an_own_write_is_recognised_below_later_ones(fate: str) -> None:
     assert made.update(add("ours")).names == made.read().names == ("ours", "theirs")
 
 
-def test_a_write_that_comes_late_does_not_undo_a_newer_one() -> None:
+def test_a_late_write_does_not_undo_a_newer_one() -> None:
     made, store, clock = register(["late"])
     made.update(add("a"))
     store.fates = iter(["late"])
@@ -135,14 +135,14 @@ def test_a_write_that_comes_late_does_not_undo_a_newer_one() -> None:
     assert set(made.read().names) == {"a", "b", "c"}
 
 
-def test_a_change_that_is_there_already_writes_nothing() -> None:
+def test_an_update_without_a_change_writes_nothing() -> None:
     made, _, clock = register([])
     before = made.read()
     assert made.update(lambda held: held) == before
-    assert clock.tokens == 1  # that of the creation
+    assert clock.tokens == 1  # the token of the creation
 
 
-def test_an_update_may_give_up() -> None:
+def test_an_error_of_the_update_function_is_raised() -> None:
     made, _, _ = register([])
 
     def refuse(held: Names) -> Names:
@@ -152,12 +152,12 @@ def test_an_update_may_give_up() -> None:
         made.update(refuse)
 
 
-def test_concurrent_updates_all_apply() -> None:
+def test_all_concurrent_updates_are_applied() -> None:
     store = MemoryStore("concurrent")
     opened(store, FakeClock()).create(Names())
 
     def work(worker: int) -> None:
-        # Tokens must differ between writers, as random ones do.
+        # Tokens must differ between writers, like random tokens.
         clock = FakeClock()
         clock.tokens = (worker + 1) << 32
         mine = opened(store, clock)
@@ -171,7 +171,7 @@ def test_concurrent_updates_all_apply() -> None:
 
 
 @pytest.mark.parametrize("deadline", [0.0, 1.0, 60.0])
-def test_a_store_that_stays_away_is_given_up_at_the_deadline(deadline: float) -> None:
+def test_a_store_outage_fails_the_update_at_the_deadline(deadline: float) -> None:
     made, _, clock = register(["down"] * 10_000, deadline=deadline)
     with pytest.raises(StoreUnavailable, match=KEY):
         made.update(bump)
@@ -179,7 +179,7 @@ def test_a_store_that_stays_away_is_given_up_at_the_deadline(deadline: float) ->
     assert made.read().count == 0
 
 
-def test_an_outage_shorter_than_the_deadline_is_sat_out() -> None:
+def test_an_update_survives_an_outage_before_the_deadline() -> None:
     made, _, clock = register(["down"] * 8)
     assert made.update(bump).count == 1
     assert 0 < clock.time < 60
@@ -192,14 +192,14 @@ def test_the_first_of_two_creators_wins() -> None:
 
 
 @pytest.mark.parametrize("fate", ["lost answer", "412 that was ours"])
-def test_a_creation_whose_answer_is_lost_is_found(fate: str) -> None:
+def test_a_creation_without_an_answer_is_found(fate: str) -> None:
     store = FaultyStore([fate])
     made = opened(store, FakeClock())
     assert made.create(Names(5)) == made.read()
     assert made.read().count == 5
 
 
-def test_a_creation_that_did_not_happen_says_so() -> None:
+def test_a_failed_creation_raises_an_error() -> None:
     made = opened(FaultyStore(["down"]), FakeClock())
     with pytest.raises(StoreUnavailable, match=KEY):
         made.create(Names())

@@ -1,4 +1,4 @@
-"""Repair: what comes back, what is left out, and that nothing whole is ever replaced."""
+"""Repair: the versions that it restores, the versions that it leaves out, and that it never replaces intact objects."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def left_out(repair: RepairPlan) -> dict[int, str]:
     return {f.id: f.lacks for f in repair.found if f.lacks}
 
 
-def test_a_whole_repository_needs_no_repair(repository: Repository) -> None:
+def test_an_intact_repository_needs_no_repair(repository: Repository) -> None:
     commit(repository)
     before = repository.root()
     repair = plan(repository)
@@ -53,7 +53,7 @@ def test_a_whole_repository_needs_no_repair(repository: Repository) -> None:
 
 
 @pytest.mark.parametrize("damage", [lose, flip])
-def test_all_versions_come_back_as_they_were(repository: Repository, damage: object) -> None:
+def test_repair_restores_all_versions_unchanged(repository: Repository, damage: object) -> None:
     versions = commit(repository, 3)
     old = repository.root()
     damage(repository, keys.ROOT)  # type: ignore[operator]
@@ -62,7 +62,7 @@ def test_all_versions_come_back_as_they_were(repository: Repository, damage: obj
     repair = plan(repository)
     assert repair.root.state is (State.MISSING if damage is lose else State.DAMAGED)
     with pytest.raises(Damaged):
-        repository.versions()  # so far nothing was written
+        repository.versions()  # the plan alone writes nothing
     assert repair.execute() == (keys.ROOT,)
     assert repository.versions() == versions
     for version in versions:
@@ -75,7 +75,7 @@ def test_all_versions_come_back_as_they_were(repository: Repository, damage: obj
 
 @pytest.mark.s3
 @pytest.mark.parametrize("damage", [lose, flip])
-def test_on_s3_the_tag_of_damaged_content_is_as_good_as_any(s3_uri: str, damage: object) -> None:
+def test_a_damaged_root_on_s3_is_replaced_by_its_tag(s3_uri: str, damage: object) -> None:
     repository = create_repository(s3_uri)
     versions = commit(repository, 2)
     damage(repository, keys.ROOT)  # type: ignore[operator]
@@ -86,9 +86,9 @@ def test_on_s3_the_tag_of_damaged_content_is_as_good_as_any(s3_uri: str, damage:
         repair.execute()
 
 
-def test_a_coordinator_of_before_can_commit_no_more(repository: Repository) -> None:
+def test_an_earlier_coordinator_is_fenced_after_repair(repository: Repository) -> None:
     commit(repository)
-    before = Committer(repository, "before")  # its epoch is in no record: the new root comes to have the same
+    before = Committer(repository, "before")  # no record has its epoch, so the new root gets the same epoch
     pending = empty_record(before)
     lose(repository)
     plan(repository).execute()
@@ -104,7 +104,7 @@ def test_a_coordinator_of_before_can_commit_no_more(repository: Repository) -> N
     ("name", "says"),
     [("version.json", "no version record"), ("tensors-00000.parquet", "is missing"), ("weights-00000-00000.pack", "is missing")],
 )
-def test_what_has_lost_an_object_is_left_out(repository: Repository, name: str, says: str) -> None:
+def test_a_version_without_one_of_its_objects_is_left_out(repository: Repository, name: str, says: str) -> None:
     first, second = commit(repository, 2)
     lose(repository, keys.ROOT, keys.prefix(second.id, second.attempt) + name)
     repair = plan(repository)
@@ -117,14 +117,14 @@ def test_what_has_lost_an_object_is_left_out(repository: Repository, name: str, 
 @pytest.mark.parametrize(
     ("name", "says"), [("version.json", "its own digest"), ("tensors-00000.parquet", "does not match its digest")]
 )
-def test_what_has_a_flipped_bit_is_left_out(repository: Repository, name: str, says: str) -> None:
+def test_a_version_with_a_flipped_bit_is_left_out(repository: Repository, name: str, says: str) -> None:
     _, second = commit(repository, 2)
     flip(repository, keys.prefix(second.id, second.attempt) + name)
     lose(repository)
     assert says in left_out(plan(repository))[2]
 
 
-def test_a_pack_that_was_cut_is_left_out(repository: Repository) -> None:
+def test_a_version_with_a_truncated_pack_is_left_out(repository: Repository) -> None:
     (version,) = commit(repository)
     repository.store.put(keys.pack(version.id, version.attempt, 0, "weights", 0), [b"x"])
     lose(repository)
@@ -139,7 +139,7 @@ def test_a_record_in_the_wrong_folder_is_left_out(repository: Repository) -> Non
     assert "another attempt" in left_out(plan(repository))[7]
 
 
-def test_of_two_attempts_with_one_id_the_higher_epoch_counts(repository: Repository) -> None:
+def test_of_two_attempts_of_one_id_the_higher_epoch_is_used(repository: Repository) -> None:
     commit(repository)
     late = empty_record(Committer(repository, "late"))
     winner = empty_record(Committer(repository, "winner"))
@@ -153,7 +153,7 @@ def test_of_two_attempts_with_one_id_the_higher_epoch_counts(repository: Reposit
     assert [(version.id, version.attempt) for version in repository.versions()][1:] == [(2, winner.attempt)]
 
 
-def test_a_difference_comes_back_with_its_base_only(repository: Repository) -> None:
+def test_a_delta_is_restored_only_with_its_base(repository: Repository) -> None:
     committer, arrays = Committer(repository, "me"), [np.arange(20_000) + i for i in range(4)]
     versions = [
         write(committer, {"w": whole(array)}, base=base and (base, {"w": arrays[base - 1]}))
@@ -169,7 +169,7 @@ def test_a_difference_comes_back_with_its_base_only(repository: Repository) -> N
     assert np.array_equal(repository.latest().read("w"), arrays[2])
 
 
-def test_no_id_that_was_ever_seen_is_used_again(repository: Repository) -> None:
+def test_repair_never_reuses_an_id_found_in_the_store(repository: Repository) -> None:
     commit(repository)
     repository.store.put(keys.pack(9, "a" * 16, 0, "weights", 0), [b"left over"])
     lose(repository)
@@ -182,7 +182,7 @@ def test_no_id_that_was_ever_seen_is_used_again(repository: Repository) -> None:
 
 
 def test_repair_recovers_dropped_versions_but_no_pins(repository: Repository) -> None:
-    """And versions that were not committed."""
+    """It also recovers versions that were not committed."""
     first, second, third = commit(repository, 3)
     repository.pin(third, "good")
     repository.plan_retention(Policy(keep_last=1)).execute()
@@ -199,7 +199,7 @@ def test_repair_recovers_dropped_versions_but_no_pins(repository: Repository) ->
 
 
 @pytest.mark.parametrize("damage", [lose, flip])
-def test_the_marker_comes_back_from_the_root(repository: Repository, damage: object) -> None:
+def test_the_marker_is_restored_from_the_root(repository: Repository, damage: object) -> None:
     commit(repository)
     before = repository.root()
     damage(repository, keys.MARKER)  # type: ignore[operator]
@@ -211,17 +211,17 @@ def test_the_marker_comes_back_from_the_root(repository: Repository, damage: obj
     assert again.root() == before
 
 
-def test_both_come_back_from_the_records(repository: Repository) -> None:
+def test_root_and_marker_are_restored_from_the_records(repository: Repository) -> None:
     versions = commit(repository, 2)
     lose(repository, keys.ROOT, keys.MARKER)
-    for open in (open_repository, create_repository):  # neither must take the place for an empty one
+    for open in (open_repository, create_repository):  # neither function may treat the repository as an empty place
         with pytest.raises(Damaged, match="raystow repair"):
             open(repository.uri)
     assert plan(repository).execute() == (keys.ROOT, keys.MARKER)
     assert open_repository(repository.uri).versions() == versions
 
 
-def test_a_repair_that_died_between_root_and_marker_is_run_again(repository: Repository) -> None:
+def test_an_interrupted_repair_is_completed_by_the_next_one(repository: Repository) -> None:
     versions = commit(repository)
     lose(repository, keys.ROOT, keys.MARKER)
     plan(repository).execute()
@@ -230,7 +230,7 @@ def test_a_repair_that_died_between_root_and_marker_is_run_again(repository: Rep
     assert open_repository(repository.uri).versions() == versions
 
 
-def test_objects_of_two_repositories_are_not_mixed(repository: Repository) -> None:
+def test_objects_of_two_repositories_are_refused(repository: Repository) -> None:
     other = memory_repository()
     commit(repository)
     (foreign,) = commit(other)
@@ -245,7 +245,7 @@ def test_objects_of_two_repositories_are_not_mixed(repository: Repository) -> No
         repository.root()
 
 
-def test_root_and_marker_of_two_repositories_are_left_to_people(repository: Repository) -> None:
+def test_a_marker_of_another_repository_is_refused(repository: Repository) -> None:
     commit(repository)
     marker = records.dump({"repository": "other", "created": 0.0}, keys.MARKER)
     repository.store.put(keys.MARKER, [marker])
@@ -253,7 +253,7 @@ def test_root_and_marker_of_two_repositories_are_left_to_people(repository: Repo
         plan(repository)
 
 
-def test_where_nothing_tells_nothing_is_made_up(repository: Repository) -> None:
+def test_repair_without_any_repository_id_fails(repository: Repository) -> None:
     with pytest.raises(NotARepository):
         plan_repair(MemoryStore("empty"))
     lose(repository)
@@ -269,7 +269,7 @@ def test_an_empty_repository_gets_an_empty_root(repository: Repository) -> None:
 
 
 @pytest.mark.parametrize("damage", [lose, flip])
-def test_a_root_that_appeared_meanwhile_is_left_alone(repository: Repository, damage: object) -> None:
+def test_a_root_written_after_the_plan_is_not_replaced(repository: Repository, damage: object) -> None:
     commit(repository)
     healthy = repository.store.get(keys.ROOT, max_bytes=1 << 20)
     damage(repository, keys.ROOT)  # type: ignore[operator]
@@ -280,7 +280,7 @@ def test_a_root_that_appeared_meanwhile_is_left_alone(repository: Repository, da
     assert repository.store.get(keys.ROOT, max_bytes=1 << 20) == healthy
 
 
-def test_a_root_written_between_look_and_write_is_left_alone(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_written_before_the_swap_is_not_replaced(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(repository)
     healthy = repository.store.get(keys.ROOT, max_bytes=1 << 20)
     lose(repository)
@@ -297,7 +297,7 @@ def test_a_root_written_between_look_and_write_is_left_alone(repository: Reposit
     assert store.get(keys.ROOT, max_bytes=1 << 20) == healthy
 
 
-def test_bytes_that_only_arrived_damaged_are_not_replaced(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_root_damaged_only_in_transit_is_not_replaced(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     commit(repository)
     before, get_tagged = repository.root(), repository.store.get_tagged
     reads = itertools.count()
@@ -315,7 +315,9 @@ def test_bytes_that_only_arrived_damaged_are_not_replaced(repository: Repository
 
 
 @pytest.mark.parametrize("applied", [True, False])
-def test_a_lost_answer_is_settled_by_reading(repository: Repository, monkeypatch: pytest.MonkeyPatch, applied: bool) -> None:
+def test_a_put_without_an_answer_is_resolved_by_a_read(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, applied: bool
+) -> None:
     versions = commit(repository)
     lose(repository)
     repair = plan(repository)
@@ -335,7 +337,7 @@ def test_a_lost_answer_is_settled_by_reading(repository: Repository, monkeypatch
             repair.execute()
 
 
-def test_what_a_newer_raystow_wrote_is_not_judged(repository: Repository) -> None:
+def test_records_of_a_newer_format_raise_unsupported(repository: Repository) -> None:
     (version,) = commit(repository)
     key = keys.record(version.id, version.attempt)
     newer = records.dump({"repository": repository.id}, key).partition(b"\n")[2].replace(b'"format": 1', b'"format": 2')
@@ -356,13 +358,13 @@ def test_repair_leaves_out_unsigned_versions_if_required(repository: Repository)
     repair.execute()
     again = open_repository(repository.uri)
     assert (again.signed_by, [version.id for version in again.versions()]) == (trust.keys, [signed.id])
-    lose(repository)  # now the marker asks for it
+    lose(repository)  # the restored marker requires signatures
     assert list(left_out(plan(repository))) == [unsigned.id]
     with pytest.raises(Untrusted):
         Committer(again, "does not sign")
 
 
-def test_explain_tells_of_everything(repository: Repository) -> None:
+def test_explain_lists_all_objects_and_versions(repository: Repository) -> None:
     first, second = commit(repository, 2)
     lose(repository, keys.ROOT, keys.record(second.id, second.attempt))
     lines = plan(repository).explain()
@@ -371,7 +373,7 @@ def test_explain_tells_of_everything(repository: Repository) -> None:
     assert lines[3].startswith(f"version 2 (attempt {second.attempt}): left out: no version record")
 
 
-def test_a_store_that_does_not_answer_is_no_damage(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_outage_is_not_reported_as_damage(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     def silent(*_: object, **__: object) -> object:
         raise StoreUnavailable("time-out")
 
@@ -382,7 +384,7 @@ def test_a_store_that_does_not_answer_is_no_damage(repository: Repository, monke
         plan(repository)
 
 
-def test_the_store_needs_no_real_clock() -> None:
+def test_repair_uses_the_clock_that_it_is_given() -> None:
     clock = FakeClock()
     clock.time = 5.0
     repository = memory_repository(clock)

@@ -21,11 +21,11 @@ def record(created: float, stall: float, *restored: float) -> VersionRecord:
     return VersionRecord("r", 1, "a", 1, 1, created, 8, fragments=(fragment,), restores=restores)
 
 
-def test_seconds_are_taken_as_they_are() -> None:
+def test_a_fixed_interval_is_used_unchanged() -> None:
     assert SaveCosts(0.0).interval(ask(seconds=7.5), 8, 100.0) == 7.5
 
 
-def test_a_stall_is_measured_early() -> None:
+def test_the_first_saves_measure_the_stall() -> None:
     costs = SaveCosts(0.0)
     assert costs.interval(ask(), 8, 100.0) == 60
     costs.saved(5.0, 1.0, cold=True)
@@ -34,7 +34,7 @@ def test_a_stall_is_measured_early() -> None:
     assert costs.interval(ask(mtbf=10_000), 8, 100.0) == pytest.approx(100)
 
 
-def test_the_median_stall_counts_and_saves_do_not_overlap() -> None:
+def test_the_interval_uses_the_median_stall_without_overlap() -> None:
     costs = SaveCosts(0.0)
     for stall, durable in ((0.5, 2.0), (40.0, 300.0), (0.5, 300.0)):
         costs.saved(stall, durable, cold=False)
@@ -42,14 +42,15 @@ def test_the_median_stall_counts_and_saves_do_not_overlap() -> None:
     assert costs.interval(ask(mtbf=40_000, budget=0.001), 8, 0.0) == pytest.approx(500)
 
 
-def test_failures_of_earlier_processes_count() -> None:
+def test_failures_of_earlier_processes_are_counted() -> None:
     costs = SaveCosts(9000.0)
     costs.recall([record(1000.0, 0.5, 900.0), record(2000.0, 0.5, 1500.0), record(3000.0, 0.5, 1500.0, 2500.0)])
-    costs.restored([RestoreInfo(3, 1, 8000.0, 8, 1.0), RestoreInfo(1, 1, 2500.0, 1, 1.0)])  # the second is in a record as well
+    # a record has the second restore as well
+    costs.restored([RestoreInfo(3, 1, 8000.0, 8, 1.0), RestoreInfo(1, 1, 2500.0, 1, 1.0)])
     assert costs.interval(ask(), 8, 10_000.0) == pytest.approx(math.sqrt(2 * 0.5 * 9000 / 3))
 
 
-def test_without_a_failure_the_rate_of_a_study_counts() -> None:
+def test_without_a_failure_a_published_rate_is_used() -> None:
     costs = SaveCosts(0.0)
     costs.saved(0.5, 1.0, cold=False)
     assert costs.interval(ask(), 8, DAY) == pytest.approx(math.sqrt(DAY / 6.5e-3))

@@ -1,4 +1,4 @@
-"""An older root that was put back is noticed by a machine that has seen a newer one."""
+"""A machine that has seen a newer root detects an older root that was put back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raystow.storage.seen_roots import SEEN_ROOTS
 
 @pytest.fixture
 def repository() -> Repository:
-    """With one version."""
+    """Return a repository with one version."""
     made = create_repository(f"memory://seen-{SYSTEM.token()}")
     save(made)
     return made
@@ -59,7 +59,7 @@ def test_an_older_root_is_refused(
     repository.store.put(keys.ROOT, [old])
     with pytest.raises(Damaged, match="an older root was put back") as caught:
         access(repository)
-    assert root(repository) == old  # nothing was written on top of it
+    assert root(repository) == old  # the refused access did not overwrite it
     repository.store.put(keys.ROOT, [new])
     access(repository)
     repository.store.put(keys.ROOT, [old])
@@ -69,7 +69,7 @@ def test_an_older_root_is_refused(
     access(repository)
 
 
-def test_without_the_variable_nothing_is_remembered(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_the_variable_no_root_is_recorded(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(SEEN_ROOTS, raising=False)
     old = root(repository)
     save(repository)
@@ -77,10 +77,8 @@ def test_without_the_variable_nothing_is_remembered(repository: Repository, monk
     assert [version.id for version in repository.versions()] == [1]
 
 
-def test_a_root_read_before_a_newer_one_is_no_rollback(
-    repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A process reads slowly while another one commits."""
+def test_a_slow_read_of_an_older_root_is_accepted(repository: Repository, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process reads slowly while another process commits."""
     get = repository.store.get_tagged
 
     def slow(key: str, *, max_bytes: int) -> object:

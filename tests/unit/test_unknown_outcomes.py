@@ -1,4 +1,4 @@
-"""A save that did become a version is never reported as failed: its outcome is learned, or said to be unknown."""
+"""A save that became a version is never reported as failed: its outcome is found, or is reported as unknown."""
 
 from __future__ import annotations
 
@@ -59,20 +59,20 @@ class Silent:
 
 
 class Certain:
-    """A coordinator that has given an attempt up."""
+    """A coordinator that has given up the attempt."""
 
     def outcome(self, id: int, attempt: str, timeout: float) -> Entry:
         raise SaveFailed("a disk is full", subject=f"version {id}")
 
 
-def test_the_root_tells_what_an_attempt_has_become() -> None:
+def test_the_root_shows_the_outcome_of_an_attempt() -> None:
     repository = memory_repository()
     committer = Committer(repository, "me")
     lost, kept, next_one = (committer.reserve() for _ in range(3))
     version = committer.commit(replace(empty_record(committer), id=kept[0], attempt=kept[1]))
     root = repository.root()
     assert outcome_in(root, *kept) == version.entry
-    with pytest.raises(SaveFailed):  # its id is spent
+    with pytest.raises(SaveFailed):  # a newer version was committed
         outcome_in(root, *lost)
     with pytest.raises(OutcomeUnknown):
         outcome_in(root, *next_one)
@@ -94,16 +94,16 @@ def test_a_swap_without_an_answer_is_an_unknown_outcome(monkeypatch: pytest.Monk
             committer.commit(record)
     with monkeypatch.context() as store_full:
         store_full.setattr(committer.catalog.store, "put", _unavailable)
-        with pytest.raises(StoreUnavailable):  # nothing was swapped: this is certain
+        with pytest.raises(StoreUnavailable):  # the failure is certain, since there was no swap
             committer.commit(record)
-    assert committer.commit(record).id == record.id  # what settles it
+    assert committer.commit(record).id == record.id  # a second commit resolves the outcome
 
 
 def _unavailable(*_: object) -> Any:
     raise StoreUnavailable("time-out")
 
 
-def test_an_unknown_commit_is_told_as_unknown(run: CoordinatedRun) -> None:
+def test_an_unknown_commit_is_reported_as_unknown(run: CoordinatedRun) -> None:
     run.seal([run.begin(0), run.begin(1)])
     attempt = run.core.next_commit()
     assert attempt is not None
@@ -112,8 +112,8 @@ def test_an_unknown_commit_is_told_as_unknown(run: CoordinatedRun) -> None:
         attempt.result()
 
 
-def test_a_complete_attempt_is_not_given_up_any_more(run: CoordinatedRun) -> None:
-    """A node, or a rank, that gets no answer reports a failure while the root is being swapped."""
+def test_a_complete_attempt_is_not_given_up(run: CoordinatedRun) -> None:
+    """A node or a rank that gets no answer reports a failure while the root is being swapped."""
     tickets = [run.begin(0), run.begin(1)]
     run.core.finished(tickets[0], 0, 7)
     run.core.finished(tickets[1], 1, 0)
@@ -124,7 +124,7 @@ def test_a_complete_attempt_is_not_given_up_any_more(run: CoordinatedRun) -> Non
     run.core.fragment(tickets[1], _fragment(tickets[1]), [])
     attempt = run.core.next_commit()
     assert attempt is not None
-    run.core.failed(tickets[1], "the coordinator did not answer")  # while the commit is under way
+    run.core.failed(tickets[1], "the coordinator did not answer")  # during the commit
     run.core.save_failed(1, "a1", 1, 1, "rank 1: its node worker died")
     assert run.phase(tickets[0]) is Phase.READY
     run.commit()
@@ -146,7 +146,7 @@ def _fragment(ticket: Ticket) -> Any:
 
 
 class LostAnswer:
-    """The port to a coordinator that takes a node's part, and then does not answer."""
+    """The port to a coordinator that receives the part of a node, and then does not answer."""
 
     def __init__(self, error: Exception) -> None:
         self._error, self.given_up = error, False
@@ -172,7 +172,7 @@ class LostAnswer:
         (Fenced("epoch 9 has replaced epoch 1"), Fenced),
     ],
 )
-def test_a_node_that_gets_no_answer_does_not_say_failed(error: Exception, kind: type[RaystowError]) -> None:
+def test_a_node_without_an_answer_reports_unknown(error: Exception, kind: type[RaystowError]) -> None:
     heard: queue.SimpleQueue[Outcome] = queue.SimpleQueue()
     port: Any = LostAnswer(error)
     with ThreadPoolExecutor(1) as pool:
@@ -182,14 +182,14 @@ def test_a_node_that_gets_no_answer_does_not_say_failed(error: Exception, kind: 
         attempt.join(0, [], lambda outcome, _: heard.put(outcome))
         outcome = heard.get(timeout=10)
     assert type(outcome) is kind
-    assert not port.given_up  # the coordinator has its part, and decides
+    assert not port.given_up  # the coordinator has the part and decides the outcome
     again = SaveLost.of(1, outcome).error
     assert (type(again), str(again)) == (kind, str(outcome))
 
 
 @pytest.mark.parametrize(("begun", "complete"), [(True, True), (True, False), (False, True)])
-def test_a_node_worker_that_dies_with_all_leaves_it_open(begun: bool, complete: bool) -> None:
-    """Without ``AttemptJoined`` the rank's part was reported to nobody."""
+def test_a_dead_node_worker_with_all_bytes_is_unknown(begun: bool, complete: bool) -> None:
+    """Without ``AttemptJoined`` the part of the rank was not reported to the coordinator."""
     listener = Listener(f"raystow-test-{SYSTEM.token()}")
     outcomes: queue.SimpleQueue[Entry | RaystowError] = queue.SimpleQueue()
 
@@ -238,7 +238,7 @@ def test_a_save_after_the_death_of_the_node_worker_ends() -> None:
         staging.close(patience=1)
 
 
-def test_the_outcome_is_learned_from_root_or_coordinator() -> None:
+def test_the_outcome_is_found_in_the_root_or_the_coordinator() -> None:
     with LocalCluster("memory://learned") as cluster:
         version = cluster.save({"x": 1}, step=7)
         entry, silent = version.entry, Silent()
@@ -253,7 +253,7 @@ def test_the_outcome_is_learned_from_root_or_coordinator() -> None:
         assert type(spent) is SaveFailed
 
 
-def test_result_asks_again_while_the_outcome_is_unknown() -> None:
+def test_result_queries_again_while_the_outcome_is_unknown() -> None:
     answers: list[Any] = [UNKNOWN, SaveFailed("certain")]
     pending = Pending(7)
     pending._find = lambda unknown: pending._set_outcome(answers.pop(0))
@@ -261,14 +261,14 @@ def test_result_asks_again_while_the_outcome_is_unknown() -> None:
     assert (pending.done(), repr(pending)) == (True, "Pending(step=7, outcome unknown)")
     with pytest.raises(OutcomeUnknown):
         pending.result()
-    for _ in range(2):  # and no more once it is known
+    for _ in range(2):  # the known outcome is not queried again
         with pytest.raises(SaveFailed, match="certain"):
             pending.result()
     assert pending._set_outcome(UNKNOWN) is not None
     assert "failed" in repr(pending)
 
 
-def test_an_unknown_outcome_counts_until_it_is_a_version() -> None:
+def test_an_unknown_outcome_is_a_failure_until_it_is_found() -> None:
     failures = Failures("raise", count=lambda: None)
     failures.failed(7, UNKNOWN)
     assert (failures.total, failures.in_a_row) == (1, 1)
@@ -280,7 +280,7 @@ def test_an_unknown_outcome_counts_until_it_is_a_version() -> None:
     assert failures.total == 1
 
 
-def test_fenced_is_raised_whatever_on_failure_says() -> None:
+def test_fenced_is_raised_for_any_on_failure() -> None:
     failures = Failures("warn", count=lambda: None)
     failures.failed(7, Fenced("another run"))
     for _ in range(2):

@@ -1,4 +1,4 @@
-"""What is known of a repository's versions while its store does not answer."""
+"""The known versions of a repository while its store does not answer."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def down(*_: object, **__: object) -> None:
     raise StoreUnavailable("503", subject="root.json")
 
 
-def test_the_store_says_which_versions_there_are(committer):
+def test_versions_are_read_from_the_store(committer):
     known = VersionCache(committer.catalog)
     assert versions(known) == ((), True)
     entry = committer.commit(empty_record(committer, 1)).entry
     assert versions(known) == ((entry,), True)
 
 
-def test_a_store_that_is_down_is_not_needed_for_what_was_known(committer, monkeypatch):
+def test_known_versions_are_used_while_the_store_is_down(committer, monkeypatch):
     known = VersionCache(committer.catalog)
     known.root()
     entry = committer.commit(empty_record(committer, 1)).entry
@@ -40,14 +40,14 @@ def test_a_store_that_is_down_is_not_needed_for_what_was_known(committer, monkey
     assert versions(known) == ((entry,), True)
 
 
-def test_nothing_is_known_of_a_store_that_never_answered(committer, monkeypatch):
+def test_without_a_first_answer_the_store_error_is_raised(committer, monkeypatch):
     monkeypatch.setattr(MemoryStore, "get_tagged", down)
     with pytest.raises(StoreUnavailable, match="503"):
         VersionCache(committer.catalog).root()
 
 
-def test_a_silent_store_is_not_waited_for(committer, monkeypatch):
-    """Its late answer is ignored."""
+def test_a_store_that_does_not_answer_is_not_waited_for(committer, monkeypatch):
+    """The late answer of the store is ignored."""
     known = VersionCache(committer.catalog, timeout=0.2)
     known.root()
     speak, get = threading.Event(), MemoryStore.get_tagged
@@ -61,7 +61,7 @@ def test_a_silent_store_is_not_waited_for(committer, monkeypatch):
     assert versions(known) == ((), False)
     monkeypatch.undo()
     entry = committer.commit(empty_record(committer, 1)).entry
-    assert versions(known) == ((), False)  # the first answer is still waited for
+    assert versions(known) == ((), False)  # the first request is still in progress
     speak.set()
     while not (answer := versions(known))[1]:
         pass

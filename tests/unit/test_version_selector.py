@@ -1,4 +1,4 @@
-"""A version is asked for by its id, by a pin, by its step, as the latest one, or by itself."""
+"""A version is selected by its id, by a pin, by its step, as the latest one, or by a ``Version`` object."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ STEPS = (10, 20, 20, 30)
 
 @pytest.fixture
 def repository() -> Repository:
-    """Versions 1 to 4; the second and the third are of step 20, and the second is pinned."""
+    """Return a repository with versions 1 to 4; versions 2 and 3 are of step 20, and version 2 is pinned."""
     made = memory_repository()
     committer = Committer(made, "me")
     for step in STEPS:
@@ -41,7 +41,7 @@ def test_a_version_selects_itself(repository):
 
 
 @pytest.mark.parametrize("which", [None, True, -1, 1.0, "", "step:", "step:x", "step:-1", b"best", ["best"]])
-def test_anything_else_is_refused(repository, which):
+def test_an_invalid_selector_is_refused(repository, which):
     with pytest.raises(StateError, match='give an id, the name of a pin, "step:60", "latest" or a Version'):
         repository.version(which)
 
@@ -55,7 +55,7 @@ def test_anything_else_is_refused(repository, which):
         ("9" * 30, f"there is no pin '{'9' * 30}'"),
     ],
 )
-def test_the_error_says_what_is_asked_for_and_what_exists(repository, which, what):
+def test_the_error_states_the_selector_and_the_versions(repository, which, what):
     with pytest.raises(NotFound) as caught:
         repository.version(which)
     assert (caught.value.what, caught.value.subject) == (what, repository.uri)
@@ -63,7 +63,7 @@ def test_the_error_says_what_is_asked_for_and_what_exists(repository, which, wha
     assert caught.value.remedy == f"the newest versions are {newest}, and pins are best; `raystow ls` lists all"
 
 
-def test_a_dropped_version_is_said_to_be_dropped(repository):
+def test_the_error_states_that_the_version_was_dropped(repository):
     gone = repository.version(1)
     repository.plan_retention(Policy(keep_last=1)).execute()
     for which in (1, gone):
@@ -71,7 +71,7 @@ def test_a_dropped_version_is_said_to_be_dropped(repository):
             repository.version(which)
 
 
-def test_a_rolled_back_version_is_found_by_its_id_and_pin_only(repository):
+def test_the_error_lists_rolled_back_versions_of_the_step(repository):
     repository.pin(repository.version(4), "diverged")
     repository.rollback(1)
     assert [repository.version(which).id for which in (3, "best", "diverged", "latest")] == [3, 2, 4, 1]
@@ -79,7 +79,7 @@ def test_a_rolled_back_version_is_found_by_its_id_and_pin_only(repository):
         repository.version("step:20")
 
 
-def test_an_empty_repository_has_nothing_to_select():
+def test_an_empty_repository_has_no_version_to_select():
     for which, what in (("latest", "there is no version yet"), (1, "there is no version 1"), ("best", "there is no pin 'best'")):
         with pytest.raises(NotFound, match=rf"{what} \(the first save creates a version\)"):
             memory_repository().version(which)
@@ -95,7 +95,7 @@ def test_equal_selectors_have_the_same_text(repository):
 
 
 @pytest.mark.parametrize("name", ["latest", "7", "007", "step:7", "step:x"])
-def test_a_pin_that_no_selector_would_find_is_refused(repository, name):
+def test_a_reserved_pin_name_is_refused(repository, name):
     assert is_reserved(name)
     with pytest.raises(StateError, match="give a name that is no number"):
         repository.pin(repository.version(1), name)
