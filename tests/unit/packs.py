@@ -1,4 +1,4 @@
-"""Versions of several small packs, written by hand."""
+"""Versions with several small packs, written without a checkpointer."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from raystow.storage.version import Version
 
 
 def write_packs(repository: Repository, packs: Mapping[int, np.ndarray], *, raw: int | None = None) -> Version:
-    """Commit a version that holds one array in each pack, named by the pack's number. ``raw``: their bytes by the record."""
+    """Commit a version with one array in each pack, named by the number of the pack. ``raw``: the decoded bytes according to
+    the record.
+    """
     record = empty_record(committer := Committer(repository, "me"))
     rows = list[Chunk]()
     sizes = dict[int, int]()
@@ -36,7 +38,7 @@ def write_packs(repository: Repository, packs: Mapping[int, np.ndarray], *, raw:
 
 
 def noise(nbytes: int, seed: int = 0) -> np.ndarray:
-    """Bytes that no codec makes smaller."""
+    """Return bytes that no codec compresses."""
     return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
 
 
@@ -45,7 +47,7 @@ def pack_key(version: Version, number: int) -> str:
 
 
 def flip(repository: Repository, key: str) -> bytes:
-    """Change one byte of an object; what it held before."""
+    """Change one byte of an object. Return its previous content."""
     data = repository.store.get(key, max_bytes=1 << 30)
     at = len(data) // 2
     repository.store.put(key, [data[:at] + bytes([data[at] ^ 1]) + data[at + 1 :]])

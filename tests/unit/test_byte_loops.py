@@ -1,4 +1,4 @@
-"""The loops that were compiled ahead of time do what those that numba compiles do, and what numpy does without numba."""
+"""The precompiled loops return the same bytes as the loops compiled by numba and as numpy without numba."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from raystow.storage.errors import Damaged
 pytestmark = pytest.mark.skipif(kernels.library() is None, reason="this machine does not run the compiled loops")
 
 
-def test_the_library_was_built_from_the_present_source() -> None:
+def test_the_library_was_built_from_the_current_source() -> None:
     library, source = kernels.library(), kernels.LIBRARY.with_name("byte_loops.c").read_bytes()
     built = ctypes.string_at(ctypes.addressof(ctypes.c_char.in_dll(library, "source_digest")))
     assert built.decode() == hashlib.sha256(source).hexdigest(), "run: make byte-loops"
 
 
 def results(seed: int, count: int) -> Iterator[bytes]:
-    """What each loop makes of random bytes."""
+    """Yield the result of each loop of a restore for random bytes."""
     random = np.random.default_rng(seed)
     for width in (2, 4, 8):
         planes = tuple(random.integers(0, 256, count, np.uint8) for _ in range(width))
@@ -54,7 +54,7 @@ def results(seed: int, count: int) -> Iterator[bytes]:
 
 
 def encoded(seed: int, count: int) -> Iterator[bytes]:
-    """What each loop of a save makes of random bytes."""
+    """Yield the result of each loop of a save for random bytes."""
     random = np.random.default_rng(seed)
     for width, word in kernels.WORDS.items():
         words, base, out = (random.integers(0, 256, count * width, np.uint8).view(word) for _ in range(3))
@@ -75,7 +75,7 @@ def encoded(seed: int, count: int) -> Iterator[bytes]:
 
 
 @pytest.mark.parametrize("count", [1, 33, 1013])
-def test_all_ways_give_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_all_implementations_return_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernels.with_numba()
     ahead = [*results(count, count), *encoded(count, count)]
     monkeypatch.setattr(kernels, "library", lambda: None)
@@ -98,6 +98,6 @@ def test_all_ways_give_the_same_bytes(count: int, monkeypatch: pytest.MonkeyPatc
         lambda few, many: zstd.decode(few, [9], 16, many),
     ],
 )
-def test_sizes_that_do_not_fit_are_refused(call: Callable[..., None]) -> None:
+def test_mismatched_sizes_are_refused(call: Callable[..., None]) -> None:
     with pytest.raises(ValueError, match=r"sizes|contiguous|short|frames"):
         call(np.zeros(8, np.uint8), np.zeros(16, np.uint8))

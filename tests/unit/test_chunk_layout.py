@@ -1,4 +1,4 @@
-"""Where the planes of a chunk lie: what an encoder says is understood, and what does not add up is damage."""
+"""The positions of the planes of a chunk: layouts from the encoder are accepted, and inconsistent layouts are damage."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raystow.storage.errors import Damaged, Unsupported
 ENCODER = ChunkEncoder(1 << 20)
 BF16 = dtype("bfloat16")
 
-# A chunk of 800 bfloat16 words, each plane 800 bytes in streams of 300: raw and coded.
+# A chunk of 800 bfloat16 words: two planes of 800 bytes, one raw and one encoded in streams of 300.
 GOOD = Coding(True, True, (RAW, ZSTD), (800, 60), packed((10, 20, 30)), 300)
 PACKED = Coding(True, True, (PACK7, ZSTD), (700, 60), packed((10, 20, 30)), 300)
 
@@ -30,7 +30,7 @@ PACKED = Coding(True, True, (PACK7, ZSTD), (700, 60), packed((10, 20, 30)), 300)
     even=st.booleans(),
     seed=st.integers(0, 9),
 )
-def test_what_an_encoder_says_is_understood(name: str, words: int, spread: int, even: bool, seed: int) -> None:
+def test_layouts_from_the_encoder_are_accepted(name: str, words: int, spread: int, even: bool, seed: int) -> None:
     kind = dtype(name)
     raw = np.random.default_rng(seed).integers(0, spread + 1, words * kind.itemsize, np.uint8)
     raw &= np.uint8(0xFE if even else 0xFF)
@@ -45,13 +45,13 @@ def test_what_an_encoder_says_is_understood(name: str, words: int, spread: int, 
 
 
 @pytest.mark.parametrize("codec", [ZSTD, DEFLATE, ANS])
-def test_all_streamed_codecs_are_laid_out_alike(codec: str) -> None:
+def test_all_streamed_codecs_have_the_same_layout(codec: str) -> None:
     low, top = layout(replace(GOOD, codecs=(codec, RAW), stored=(60, 800)), BF16, 1600, 860)
     assert (low.number, low.start, low.size) == (1, 0, 800)
     assert (top.number, top.start, top.size, top.sizes.tolist()) == (0, 800, 60, [10, 20, 30])
 
 
-def test_a_chunk_without_bytes() -> None:
+def test_an_empty_chunk_has_an_empty_plane() -> None:
     (plane,) = layout(Coding(False, False, (RAW,), (0,)), BF16, 0, 0)
     assert plane.size == 0
 
@@ -84,7 +84,7 @@ DAMAGES: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("damage", DAMAGES.values(), ids=DAMAGES)
-def test_a_description_that_does_not_add_up_is_damage(damage: dict[str, Any]) -> None:
+def test_an_inconsistent_layout_is_damage(damage: dict[str, Any]) -> None:
     assert layout(GOOD, BF16, 1600, 860)
     bad = replace(GOOD, **damage)
     stored = 1600 if damage.get("codecs") == (RAW, RAW) else 860
@@ -105,16 +105,16 @@ def test_a_packed_plane_of_another_size_is_damage(size: int) -> None:
         layout(replace(PACKED, stored=(size, 60)), BF16, 1600, size + 60)
 
 
-def test_a_packed_plane_is_of_whole_groups() -> None:
+def test_a_packed_plane_with_a_partial_group_is_damage() -> None:
     with pytest.raises(Damaged, match="packed"):
         layout(replace(PACKED, stored=(697, 60)), BF16, 1594, 757)
 
 
-def test_a_codec_of_tomorrow_is_told_from_damage() -> None:
+def test_an_unknown_codec_raises_unsupported() -> None:
     with pytest.raises(Unsupported, match="brotli"):
         layout(replace(GOOD, codecs=(RAW, "brotli")), BF16, 1600, 860)
 
 
-def test_what_only_a_gpu_decodes_is_refused_on_a_cpu() -> None:
+def test_a_gpu_codec_is_refused_on_a_cpu() -> None:
     with pytest.raises(Unsupported, match="GPU"):
         decode(replace(GOOD, codecs=(RAW, ANS)), BF16, np.zeros(860, np.uint8), np.zeros(1600, np.uint8))

@@ -1,4 +1,4 @@
-"""Comparison of two versions' tensors, for any chunks and contents, in parts of bounded size."""
+"""Comparison of the tensors of two versions, for any chunks and contents, in slabs of bounded size."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ COLUMNS = [((0, 0), (8, 1)), ((0, 1), (8, 3)), ((0, 4), (8, 2))]
 
 
 def deep(before: Version, after: Version) -> tuple[dict[str, Difference], list[int]]:
-    """What the bytes tell, and the bytes of each slab."""
+    """Return the differences found from the bytes, and the bytes of each slab."""
     found, slabs = differences(before, after), list[int]()
     compared = {one.name: one for one in compare(before, after, found, slabs.append)}
     assert sum(slabs) == work(found)
@@ -32,7 +32,7 @@ def deep(before: Version, after: Version) -> tuple[dict[str, Difference], list[i
 
 
 @pytest.mark.parametrize("slab", [1, 50, 1 << 20])
-def test_rows_against_columns_in_slabs_of_any_size(committer, monkeypatch, slab):
+def test_different_layouts_are_compared_in_slabs_of_any_size(committer, monkeypatch, slab):
     monkeypatch.setattr(version_comparison, "SLAB", slab)
     old = np.arange(48, dtype=np.float32).reshape(8, 6)
     new = old.copy()
@@ -46,10 +46,10 @@ def test_rows_against_columns_in_slabs_of_any_size(committer, monkeypatch, slab)
     w = compared["w"]
     assert (w.what, w.deviation.elements, w.changed, w.deviation.largest) == (Change.CHANGED, 3, 12, 4.0)
     assert compared["moved"].what is Change.SAME
-    assert max(slabs) <= max(slab, 4)  # of one element at the least
+    assert max(slabs) <= max(slab, 4)  # a slab has at least one element
 
 
-def test_of_chunks_that_agree_only_the_changed_ones_are_compared(committer):
+def test_only_changed_chunks_are_compared(committer):
     old = np.arange(48, dtype=np.int64).reshape(8, 6)
     new = old.copy()
     new[7, 0] = -1
@@ -65,7 +65,7 @@ def test_of_chunks_that_agree_only_the_changed_ones_are_compared(committer):
     )
 
 
-def test_tensors_of_odd_sizes_lie_behind_each_other(committer):
+def test_small_tensors_of_odd_sizes_share_one_slab(committer):
     old = {"a": np.array([1, 2, 3], np.uint8), "b": np.arange(5.0), "c": np.array(1.5, np.float16)}
     new = {"a": np.array([1, 2, 4], np.uint8), "b": np.arange(5.0) + 1, "c": np.array(2.0, np.float16)}
     before, after = (write(committer, {name: whole(array) for name, array in of.items()}) for of in (old, new))
@@ -92,7 +92,7 @@ def test_tensors_of_odd_sizes_lie_behind_each_other(committer):
         ("bool", [True, False], [False, False], Deviation(1)),
     ],
 )
-def test_deviations(dtype, old, new, expected):
+def test_deviations_are_computed_for_each_dtype(dtype, old, new, expected):
     kind = dtypes.to_numpy(dtype)
     arrays = [np.array(numbers, kind).view(np.uint8) for numbers in (old, new)]
     assert deviate(*arrays, dtypes.dtype(dtype)) == expected

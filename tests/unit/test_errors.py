@@ -1,4 +1,4 @@
-"""The tree of errors: drawn in the module's docstring, and each error survives pickling."""
+"""The error classes: the docstring of the module draws their tree, and each error survives pickling."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def test_an_error_survives_pickling(kind: type[RaystowError]) -> None:
     assert str(again) == str(error) == "versions/1: it is cut (use another)"
 
 
-def test_every_error_is_drawn_below_its_base() -> None:
+def test_the_docstring_draws_every_error_below_its_base() -> None:
     drawn: dict[str, str] = {}
     path: list[str] = []
     for indent, name in re.findall(r"^    ([│├└─ ]*)(\w+)", errors.__doc__ or "", re.MULTILINE):
@@ -44,7 +44,7 @@ def test_every_error_is_drawn_below_its_base() -> None:
     ],
 )
 def test_an_endpoint_that_does_not_answer_is_named(url: str, named: str) -> None:
-    """Without what may be secret in its URL."""
+    """The error omits the parts of the URL that may be secret."""
     with pytest.raises(StoreUnavailable) as refused, boto_errors("GET", "s3://bucket/root.json"):
         raise EndpointConnectionError(endpoint_url=url)
     assert str(refused.value).startswith(

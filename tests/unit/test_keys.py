@@ -11,7 +11,7 @@ attempts = st.text("0123456789abcdef", min_size=16, max_size=16)
 counts = st.integers(0, 10**9 - 1)
 
 
-def test_keys_are_those_of_the_specification():
+def test_keys_have_the_specified_format():
     attempt = "0123456789abcdef"
     assert keys.record(7, attempt) == "versions/00000007-0123456789abcdef/version.json"
     assert keys.fragment(7, attempt, 12) == "versions/00000007-0123456789abcdef/tensors-00012.parquet"
@@ -19,14 +19,14 @@ def test_keys_are_those_of_the_specification():
 
 
 @given(ids, attempts, counts, counts)
-def test_a_key_tells_what_it_was_made_of(id, attempt, node, number):
+def test_place_of_returns_the_parts_of_a_key(id, attempt, node, number):
     assert keys.place_of(keys.fragment(id, attempt, node)) == (node,)
     assert keys.place_of(keys.pack(id, attempt, node, "weights_2", number)) == (node, "weights_2", number)
     assert keys.place_of(keys.record(id, attempt)) is None
 
 
 @given(id=ids, attempt=attempts, node=counts, number=counts)
-def test_every_object_of_an_attempt_leads_back_to_it(id, attempt, node, number):
+def test_attempt_of_returns_the_attempt_of_each_object(id, attempt, node, number):
     made = [keys.record(id, attempt), keys.fragment(id, attempt, node), keys.pack(id, attempt, node, "optimizer", number)]
     for key in made:
         assert is_key(key)
@@ -43,13 +43,13 @@ def test_other_keys_belong_to_no_attempt(key):
 
 
 @pytest.mark.parametrize("attempt", ["", "../..", "0123456789ABCDEF", "0123456789abcde", "0123456789abcdef\n", "0" * 17])
-def test_an_attempt_that_is_none_makes_no_key(attempt):
+def test_an_invalid_attempt_makes_no_key(attempt):
     with pytest.raises(Damaged):
         keys.record(1, attempt)
 
 
 @pytest.mark.parametrize("group", ["", "..", "a/b", "Weights", "a" * 33, "weights\n", "1st"])
-def test_a_group_that_is_none_makes_no_key(group):
+def test_an_invalid_group_makes_no_key(group):
     with pytest.raises(Damaged):
         keys.pack(1, "0" * 16, 0, group, 0)
 

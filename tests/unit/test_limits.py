@@ -1,4 +1,4 @@
-"""The specification's table of limits is that of the code."""
+"""The table of limits in the specification equals the limits in the code."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ UNITS = {"": 1, " KiB": 1 << 10, " MiB": 1 << 20, " GiB": 1 << 30}
 
 
 def number(text: str) -> int:
-    """``64 MiB``, ``1,024``, ``2^63 - 1``."""
+    """Parse a limit such as ``64 MiB``, ``1,024``, or ``2^63 - 1``."""
     power, digits, unit = re.fullmatch(r"(\d+\^\d+) - 1|([\d,]+)( [KMG]iB)?", text).groups()
     if power:
         base, exponent = power.split("^")
@@ -21,7 +21,7 @@ def number(text: str) -> int:
     return int(digits.replace(",", "")) * UNITS[unit or ""]
 
 
-def test_the_table_of_the_specification_is_that_of_the_code() -> None:
+def test_the_limits_of_the_specification_equal_the_code() -> None:
     section = SPEC.partition("## Limits\n")[2].partition("\n## ")[0]
     table = {
         f"MAX_{name.upper()}": number(most) for name, most in re.findall(r"^\| `(\w+)` \| ([^|]+) \|", section, re.MULTILINE)

@@ -1,4 +1,4 @@
-"""Fragments: what comes back; and a row that makes no sense is an error that names the fragment, before anyone acts on it."""
+"""Fragments survive a round trip, and an invalid row raises an error that names the fragment."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DATA = FRAGMENT.dump()
 
 
 def changed(*, of: str = "array", schema: pa.Schema = SCHEMA, **fields: Any) -> bytes:
-    """The fragment with some fields of its last row of a kind replaced."""
+    """Return the fragment with some fields of the last row of kind ``of`` replaced."""
     rows = pq.read_table(pa.BufferReader(DATA)).to_pylist()
     last = [row for row in rows if row["kind"] == of][-1]
     last.update(fields)
@@ -37,21 +37,21 @@ def changed(*, of: str = "array", schema: pa.Schema = SCHEMA, **fields: Any) -> 
     return sink.getvalue()
 
 
-def test_a_fragment_comes_back() -> None:
+def test_a_fragment_survives_dump_and_load() -> None:
     assert Fragment.load(DATA, 0, KEY) == FRAGMENT
     assert Fragment.load(changed(), 0, KEY) == FRAGMENT
 
 
-def test_the_node_is_that_of_the_file() -> None:
+def test_the_node_of_a_chunk_comes_from_its_file() -> None:
     assert {chunk.node for chunk in Fragment.load(DATA, 3, KEY).chunks} == {3}
 
 
-def test_an_empty_fragment_comes_back() -> None:
+def test_an_empty_fragment_survives_dump_and_load() -> None:
     assert Fragment.load(Fragment(0, (), ()).dump(), 0, KEY) == Fragment(0, (), ())
 
 
 def test_each_of_very_many_rows_has_its_own_streams() -> None:
-    """They are read as one list of numbers, some thousands of rows at a time."""
+    """Streams are read as one list of numbers for thousands of rows at a time."""
     first = ROWS[0]
     codings = [replace(first.coding, streams=packed(range(1, 1 + i % 5))) for i in range(9000)]
     chunks = tuple(replace(first, name=f"t{i:04}", coding=coding) for i, coding in enumerate(codings))
@@ -62,7 +62,7 @@ def test_each_of_very_many_rows_has_its_own_streams() -> None:
 
 
 @pytest.mark.parametrize("streams", [[0], [-1], [5, 0, 5], [5, None]], ids=str)
-def test_a_stream_of_no_bytes_is_damage(streams: list[Any]) -> None:
+def test_an_empty_or_negative_stream_is_damage(streams: list[Any]) -> None:
     with pytest.raises(Damaged, match=KEY):
         Fragment.load(changed(streams=streams), 0, KEY)
 
@@ -89,7 +89,7 @@ def test_rounding_is_recorded_and_old_readers_ignore_it() -> None:
         Fragment.load(replace(FRAGMENT, rounded={"w": replace(told["w"], error=float("nan"))}).dump(), 0, KEY)
 
 
-def test_the_schema_on_disk_is_that_of_the_specification() -> None:
+def test_the_schema_on_disk_equals_the_specified_schema() -> None:
     assert pq.read_schema(pa.BufferReader(DATA)).remove_metadata() == SCHEMA
 
 
@@ -107,7 +107,7 @@ def test_an_unknown_column_is_ignored() -> None:
         {"dtype": "float128"},
     ],
 )
-def test_what_a_newer_writer_may_have_meant_is_refused(fields: dict[str, Any]) -> None:
+def test_unknown_encodings_raise_unsupported(fields: dict[str, Any]) -> None:
     with pytest.raises(Unsupported, match=KEY):
         Fragment.load(changed(**fields), 0, KEY)
 
@@ -147,19 +147,19 @@ def test_a_null_in_a_value_row_is_damage(column: str) -> None:
     ],
     ids=str,
 )
-def test_a_number_that_cannot_be_is_damage(fields: dict[str, Any]) -> None:
+def test_an_invalid_number_is_damage(fields: dict[str, Any]) -> None:
     with pytest.raises(Damaged, match=KEY):
         Fragment.load(changed(**fields), 0, KEY)
 
 
 @pytest.mark.parametrize("ranks", [[], [-1], [None]], ids=str)
-def test_ranks_that_cannot_be_are_damage(ranks: list[Any]) -> None:
+def test_invalid_ranks_are_damage(ranks: list[Any]) -> None:
     with pytest.raises(Damaged, match=KEY):
         Fragment.load(changed(of="value", ranks=ranks), 0, KEY)
 
 
 @pytest.mark.parametrize("data", [b"", b"PAR1", DATA[:-1], DATA[100:], b"x" * 5000], ids=len)
-def test_what_is_no_parquet_is_damage(data: bytes) -> None:
+def test_data_that_is_not_parquet_is_damage(data: bytes) -> None:
     with pytest.raises(Damaged, match=KEY):
         Fragment.load(data, 0, KEY)
 

@@ -1,4 +1,4 @@
-"""What a fragment may take is limited by its size and by what the version record promises of it."""
+"""The memory for a fragment is limited by its size and by the counts in the version record."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raystow.storage.repository import Repository
 
 ROWS, _ = rows_and_pack({"w": whole(np.arange(1000.0))})
 TABLE = pq.read_table(pa.BufferReader(Fragment(0, (ROWS[0],), (Value("v", '["v"]', "1", (0,)),)).dump()))
-SECOND = TABLE.slice(1, 1)  # the chunk's row; the value's is the first
+SECOND = TABLE.slice(1, 1)  # the row of the chunk; the first row is that of the value
 
 
 def bomb(column: str, values: pa.Array) -> bytes:
-    """A fragment of few bytes whose column takes much memory."""
+    """Return a fragment of few bytes whose column needs much memory."""
     rows = pa.concat_tables([SECOND] * len(values)).combine_chunks()
     table = rows.set_column(rows.column_names.index(column), rows.schema.field(column), values)
     sink = pa.BufferOutputStream()
@@ -80,7 +80,7 @@ def test_threads_share_a_budget() -> None:
     inside, leave = threading.Event(), threading.Event()
 
     def first() -> None:
-        with budget.taking(100):  # alone, however much it takes
+        with budget.taking(100):  # the thread is alone, even if it exceeds the budget
             inside.set()
             leave.wait(10)
             order.append("first")
@@ -101,7 +101,7 @@ def test_threads_share_a_budget() -> None:
         pass
 
 
-def test_a_record_that_promises_other_chunks_is_damage(repository: Repository) -> None:
+def test_another_chunk_count_in_the_record_is_damage(repository: Repository) -> None:
     committer = Committer(repository, "me")
     rows, pack = rows_and_pack({"w": whole(np.arange(1000.0))})
     fragment, record = Fragment(0, tuple(rows), ()), empty_record(committer)

@@ -1,4 +1,6 @@
-"""``Version.read(name, index=...)`` is numpy's indexing, whatever boxes the tensor was cut into; a wrong tiling is damage."""
+"""``Version.read(name, index=...)`` indexes like numpy for any chunks of a tensor. Chunks that do not tile the tensor are
+damage.
+"""
 
 from __future__ import annotations
 
@@ -67,7 +69,7 @@ def test_other_indices_are_refused(version: Version, index: Any) -> None:
         version.read("cube", index=index)
 
 
-def test_only_the_chunks_that_overlap_are_read(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_overlapping_chunks_are_read(version: Version, monkeypatch: pytest.MonkeyPatch) -> None:
     ranges = []
     get_range = version.store.get_range
     monkeypatch.setattr(version.store, "get_range", lambda key, start, n: ranges.append((start, n)) or get_range(key, start, n))
@@ -76,14 +78,14 @@ def test_only_the_chunks_that_overlap_are_read(version: Version, monkeypatch: py
     assert ranges == [(chunk.start, chunk.coding.size)]
 
 
-def test_an_unknown_name_is_the_callers_mistake(version: Version) -> None:
+def test_an_unknown_name_raises_state_error(version: Version) -> None:
     with pytest.raises(StateError, match="nothing"):
         version.read("nothing")
 
 
 @st.composite
 def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], list[Box]]:
-    """A shape, and boxes that tile it by cutting again and again, then perhaps one of them moved."""
+    """Draw a shape and boxes that tile it, made by repeated cuts. One of the boxes may be moved."""
     shape = tuple(draw(st.lists(st.integers(1, 5), min_size=1, max_size=3)))
     boxes: list[Box] = [((0,) * len(shape), shape)]
     for _ in range(draw(st.integers(0, 6))):
@@ -119,8 +121,10 @@ def test_boxes_that_do_not_tile_are_damage(cut: tuple[tuple[int, ...], list[Box]
 
 
 @pytest.mark.parametrize("hole", [False, True])
-def test_boxes_around_a_box(hole: bool) -> None:
-    """No plane parts these five; with the middle one moved onto a neighbour, the volumes still add up."""
+def test_boxes_around_a_box_tile_the_tensor(hole: bool) -> None:
+    """No plane separates these five boxes. If the middle box is moved onto another one, the sum of the volumes is still
+    correct.
+    """
     array = np.arange(9, dtype=np.int64).reshape(3, 3)
     boxes: list[Box] = [
         ((0, 0), (1, 2)),
@@ -137,16 +141,16 @@ def test_boxes_around_a_box(hole: bool) -> None:
         assert np.array_equal(version.read("t"), array)
 
 
-def test_many_boxes_are_compared_quickly() -> None:
+def test_many_boxes_are_checked_quickly() -> None:
     array = np.zeros((64, 64), np.uint8)
     boxes: list[Box] = [((i, j), (1, 1)) for i, j in itertools.product(range(64), range(64))]
     version = write(committer(), {"t": (array, boxes)})
     assert np.array_equal(version.read("t"), array)
 
 
-def test_a_shape_that_chunks_do_not_fill_is_never_allocated() -> None:
+def test_a_shape_not_covered_by_chunks_is_not_allocated() -> None:
     class Huge:
-        """Pretends to be an array far larger than its one box."""
+        """A fake array that is far larger than its one box."""
 
         ndim, shape, dtype = 2, (2**40, 2**20), np.dtype(np.float32)
 

@@ -1,4 +1,6 @@
-"""Signatures: what a reader with keys takes, what it refuses, and what a coordinator without the right key must not do."""
+"""Signatures: the versions that a reader with keys accepts or refuses, and the refusals of a coordinator without the right
+key.
+"""
 
 from __future__ import annotations
 
@@ -46,7 +48,7 @@ def uri() -> str:
 
 
 def new_signer(path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
-    """A signer by a key in a file, as a coordinator has it."""
+    """Return a signer whose key is in a file, as a coordinator creates it."""
     key_files.write_pair(path)
     with monkeypatch.context() as patch:
         patch.setenv(key_files.SIGNING_KEY, str(path))
@@ -67,7 +69,7 @@ def theirs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Signer:
 
 @pytest.fixture
 def trusted(tmp_path: Path, ours: Signer) -> Path:
-    """The file with our public key."""
+    """Return the path of the file with the public key of ``ours``."""
     return tmp_path / "ours.pub"
 
 
@@ -97,11 +99,11 @@ def test_a_signed_version_is_read_with_and_without_keys(uri, ours, trusted, monk
     assert reads(open_repository(uri).latest())
 
 
-def test_keys_refuse_what_nobody_has_signed(uri, trusted, monkeypatch):
+def test_a_reader_with_keys_refuses_an_unsigned_version(uri, trusted, monkeypatch):
     version = write_one_array(create_repository(uri))
     assert reads(open_repository(uri).latest())
     found = open_repository(uri, trusted_keys=trusted).latest()
-    assert found.step == 0  # a listing tells what the root says
+    assert found.step == 0  # the root has the step, so a listing shows it
     for look in (lambda: found.read("w"), lambda: found.metrics, lambda: found.tensors(), lambda: found.values()):
         with pytest.raises(Untrusted, match=rf"{version.attempt}/version\.sig: version 1 is not signed"):
             look()
@@ -110,7 +112,7 @@ def test_keys_refuse_what_nobody_has_signed(uri, trusted, monkeypatch):
         open_repository(uri).latest().read("w")
 
 
-def test_a_version_that_was_made_by_hand_asks_the_environment(uri, trusted, monkeypatch):
+def test_a_directly_constructed_version_uses_the_environment(uri, trusted, monkeypatch):
     repository = create_repository(uri)
     version = Version(repository.store, write_one_array(repository).entry, repository.id)
     monkeypatch.setenv(key_files.TRUSTED_KEYS, str(trusted))
@@ -118,13 +120,13 @@ def test_a_version_that_was_made_by_hand_asks_the_environment(uri, trusted, monk
         version.read("w")
 
 
-def test_keys_refuse_what_another_has_signed(uri, theirs, trusted):
+def test_a_reader_with_keys_refuses_the_signature_of_others(uri, theirs, trusted):
     write_one_array(create_repository(uri), theirs)
     with pytest.raises(Untrusted, match=theirs.public.id):
         open_repository(uri, trusted_keys=trusted).latest().read("w")
 
 
-def test_a_signature_holds_for_one_version_of_one_repository(uri, ours, trusted):
+def test_a_signature_is_valid_for_one_version_only(uri, ours, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
     first, second = write_one_array(repository, ours), write_one_array(repository, ours, 1.0)
     put_signature(first, repository, signature(second, repository))
@@ -139,7 +141,7 @@ def test_a_signature_holds_for_one_version_of_one_repository(uri, ours, trusted)
     assert reads(repository.version(1))
 
 
-def test_the_signature_is_that_of_the_specification():
+def test_the_signature_equals_the_test_vector_of_the_spec():
     signer = Signer(Ed25519PrivateKey.from_private_bytes(bytes(range(32))))
     digest = bytes.fromhex("be553e8982d361a44ff05708f12160391f938eb97feef310b1a9eb8eea6fc18a")
     data = signer.sign("0e334fb068ef37765c133bf665c2c68c", 1, "65c5e0a080b634de", digest)
@@ -151,7 +153,7 @@ def test_the_signature_is_that_of_the_specification():
     assert (fields["key"], fields["algorithm"], fields["signature"]) == ("98ba85304ac639f0", "ed25519", vector)
 
 
-def test_a_key_id_alone_opens_nothing(uri, ours, theirs, trusted):
+def test_a_forged_key_id_is_refused(uri, ours, theirs, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
     version = write_one_array(repository, ours)
     forged = theirs.sign(repository.id, version.id, version.attempt, bytes.fromhex(version.entry.digest))
@@ -162,7 +164,7 @@ def test_a_key_id_alone_opens_nothing(uri, ours, theirs, trusted):
         repository.latest().read("w")
 
 
-def test_no_byte_of_a_signature_can_change(uri, ours, trusted):
+def test_a_change_of_any_byte_of_a_signature_is_detected(uri, ours, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
     version = write_one_array(repository, ours)
     data = signature(version, repository)
@@ -186,7 +188,7 @@ def test_no_byte_of_a_signature_can_change(uri, ours, trusted):
         {"key": "x" * 3000},
     ],
 )
-def test_whatever_a_signature_says_is_an_error_of_ours(uri, ours, trusted, change):
+def test_an_invalid_signature_field_raises_raystow_error(uri, ours, trusted, change):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
     version = write_one_array(repository, ours)
     fields = {**records.load(signature(version, repository), "version.sig"), **change}
@@ -197,7 +199,7 @@ def test_whatever_a_signature_says_is_an_error_of_ours(uri, ours, trusted, chang
 
 
 def rewritten(repository: Repository, **change: object) -> None:
-    """Change the newest record as one who can write to the bucket would: with every digest above it made right."""
+    """Replace the newest record as a writer without a key could: each digest above the record is updated."""
     entry = repository.root().versions[-1]
     fields = records.load(repository.store.get(keys.record(entry.id, entry.attempt), max_bytes=1 << 20), "version.json")
     fields.pop("digest")
@@ -207,7 +209,7 @@ def rewritten(repository: Repository, **change: object) -> None:
     overwrite_root(repository, lambda root: replace(root, versions=(*root.versions[:-1], forged)))
 
 
-def test_who_can_write_can_forge_the_chain_but_not_the_signature(uri, ours, trusted):
+def test_a_forged_record_with_valid_digests_is_refused(uri, ours, trusted):
     repository = create_repository(uri)
     write_one_array(repository, ours)
     rewritten(repository, metrics={"loss": 0.5})
@@ -216,7 +218,7 @@ def test_who_can_write_can_forge_the_chain_but_not_the_signature(uri, ours, trus
         _ = open_repository(uri, trusted_keys=trusted).latest().metrics
 
 
-def test_the_root_cannot_give_a_version_another_step(uri, ours, trusted):
+def test_a_step_changed_in_the_root_is_detected(uri, ours, trusted):
     repository = open_repository(create_repository(uri).uri, trusted_keys=trusted)
     write_one_array(repository, ours)
     overwrite_root(repository, lambda root: replace(root, versions=(replace(root.versions[0], step=7),)))
@@ -224,7 +226,7 @@ def test_the_root_cannot_give_a_version_another_step(uri, ours, trusted):
         repository.latest().read("w")
 
 
-def test_there_is_no_version_without_its_signature(uri, ours, monkeypatch):
+def test_no_version_is_committed_without_its_signature(uri, ours, monkeypatch):
     repository = create_repository(uri)
     committer = Committer(repository, "me", ours)
     put = repository.store.put
@@ -240,25 +242,25 @@ def test_there_is_no_version_without_its_signature(uri, ours, monkeypatch):
     assert repository.versions() == []
 
 
-def test_a_repository_made_under_a_key_asks_for_it_ever_after(uri, ours, theirs):
+def test_a_repository_created_with_a_key_requires_the_key(uri, ours, theirs):
     repository = create_repository(uri, signer=ours)
     write_one_array(repository, ours)
     again = create_repository(uri)
     for signer in (None, theirs):
         with pytest.raises(Untrusted, match=ours.public.id):
             Committer(again, "other", signer)
-    assert again.root().epoch == 1  # the refused committer has fenced nobody
+    assert again.root().epoch == 1  # the refused committer has not increased the epoch
     assert reads(again.latest())
 
 
-def test_who_is_trusted_here_need_not_be_so_for_the_repository(uri, tmp_path, ours, theirs, monkeypatch):
+def test_a_locally_trusted_key_may_not_sign_for_a_repository(uri, tmp_path, ours, theirs, monkeypatch):
     create_repository(uri, signer=ours)
     monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path / "theirs.pub"))
     with pytest.raises(Untrusted, match=ours.public.id):
         Committer(open_repository(uri), "me", theirs)
 
 
-def test_the_repositorys_keys_serve_readers_without_keys(uri, ours):
+def test_readers_without_keys_use_the_keys_of_the_repository(uri, ours):
     repository = create_repository(uri, signer=ours)
     write_one_array(repository, ours)
     rewritten(repository, metrics={"loss": 0.5})
@@ -266,7 +268,7 @@ def test_the_repositorys_keys_serve_readers_without_keys(uri, ours):
         _ = open_repository(uri).latest().metrics
 
 
-def test_only_the_readers_own_keys_stand_against_a_forged_marker(uri, ours, theirs, trusted):
+def test_a_forged_marker_is_detected_only_with_own_keys(uri, ours, theirs, trusted):
     repository = create_repository(uri, signer=ours)
     version = write_one_array(repository, ours)
     marker = {"repository": repository.id, "created": 0, "signed_by": [theirs.public.raw.hex()]}
@@ -280,7 +282,7 @@ def test_only_the_readers_own_keys_stand_against_a_forged_marker(uri, ours, thei
 
 
 def test_keys_trusted_at_creation_may_sign(uri, tmp_path, ours, theirs, monkeypatch):
-    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # holds both public halves
+    monkeypatch.setenv(key_files.TRUSTED_KEYS, str(tmp_path))  # the folder has both public keys
     create_repository(uri, signer=ours)
     monkeypatch.delenv(key_files.TRUSTED_KEYS)
     write_one_array(create_repository(uri), theirs)
@@ -288,7 +290,7 @@ def test_keys_trusted_at_creation_may_sign(uri, tmp_path, ours, theirs, monkeypa
 
 
 @pytest.mark.parametrize("signed_by", [[], "x", None, [5], ["ab"], ["A" * 64], {"a": 1}])
-def test_a_marker_with_other_things_than_keys_is_damaged(uri, signed_by):
+def test_a_marker_with_invalid_keys_is_damaged(uri, signed_by):
     repository = create_repository(uri)
     marker = {"repository": repository.id, "created": 0, "signed_by": signed_by}
     repository.store.put(keys.MARKER, [records.dump(marker, keys.MARKER)])
@@ -296,7 +298,7 @@ def test_a_marker_with_other_things_than_keys_is_damaged(uri, signed_by):
         open_repository(uri)
 
 
-def test_nobody_saves_what_they_would_not_read(uri, ours, theirs, trusted, monkeypatch):
+def test_a_writer_must_sign_with_a_key_that_it_trusts(uri, ours, theirs, trusted, monkeypatch):
     made = create_repository(uri)
     monkeypatch.setenv(key_files.TRUSTED_KEYS, str(trusted))
     for signer in (None, theirs):
@@ -310,7 +312,7 @@ def test_nobody_saves_what_they_would_not_read(uri, ours, theirs, trusted, monke
     write_one_array(create_repository(uri), ours)
 
 
-def test_a_version_takes_its_trust_along(tmp_path, trusted):
+def test_a_pickled_version_keeps_its_trusted_keys(tmp_path, trusted):
     uri = str(tmp_path / "run")
     write_one_array(create_repository(uri))
     sent = pickle.loads(pickle.dumps(open_repository(uri, trusted_keys=trusted).latest()))
@@ -318,7 +320,7 @@ def test_a_version_takes_its_trust_along(tmp_path, trusted):
         sent.read("w")
 
 
-def test_a_private_key_shows_itself_nowhere(tmp_path, ours, monkeypatch):
+def test_a_private_key_is_never_exposed(tmp_path, ours, monkeypatch):
     secret = (tmp_path / "ours").read_text().splitlines()[1]
     assert secret not in repr(ours) + str(ours)
     with pytest.raises(TypeError, match="does not leave its process"):
@@ -331,7 +333,7 @@ def test_a_private_key_shows_itself_nowhere(tmp_path, ours, monkeypatch):
 
 
 @pytest.mark.parametrize("mode", [0o610, 0o601, 0o620, 0o604])
-def test_a_key_that_others_can_use_is_refused(tmp_path, ours, mode, monkeypatch):
+def test_a_key_file_accessible_to_other_users_is_refused(tmp_path, ours, mode, monkeypatch):
     (tmp_path / "ours").chmod(mode)
     monkeypatch.setenv(key_files.SIGNING_KEY, str(tmp_path / "ours"))
     with pytest.raises(StateError, match=f"{mode:04o}"):
@@ -343,7 +345,7 @@ def private_pem(private: object, *, password: bytes = b"") -> bytes:
     return private.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, encryption)
 
 
-def test_what_is_no_signing_key_is_refused(tmp_path, monkeypatch):
+def test_an_invalid_signing_key_is_refused(tmp_path, monkeypatch):
     ed25519, other = Ed25519PrivateKey.generate(), rsa.generate_private_key(65537, 2048)
     public = ed25519.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
     path = tmp_path / "key"
@@ -359,10 +361,10 @@ def test_what_is_no_signing_key_is_refused(tmp_path, monkeypatch):
     assert key_files.signer() is not None
 
 
-def test_trusted_keys_are_a_file_of_several_or_a_folder(tmp_path, ours, theirs):
+def test_trusted_keys_come_from_one_file_or_a_folder(tmp_path, ours, theirs):
     both = tmp_path / "both.pem"
     both.write_bytes(b"# ours\n" + (tmp_path / "ours.pub").read_bytes() + b"\n" + (tmp_path / "theirs.pub").read_bytes())
-    for place in (both, tmp_path):  # the folder holds private keys as well, which nobody looks at
+    for place in (both, tmp_path):  # the folder also has private keys, which are ignored
         trust = key_files.trust(place)
         assert trust is not None
         assert set(trust.keys) == {ours.public, theirs.public}
@@ -384,7 +386,7 @@ def test_a_private_key_is_not_trusted_as_a_public_one(tmp_path, ours):
         key_files.trust(tmp_path / "ours")
 
 
-def test_an_empty_folder_or_variable_is_an_error(tmp_path, monkeypatch):
+def test_an_empty_key_folder_or_variable_is_an_error(tmp_path, monkeypatch):
     with pytest.raises(StateError, match="no public key"):
         key_files.trust(tmp_path)
     for variable, look in ((key_files.TRUSTED_KEYS, key_files.trust), (key_files.SIGNING_KEY, key_files.signer)):

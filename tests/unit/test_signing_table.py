@@ -1,4 +1,4 @@
-"""Walks the table of docs/security.md: what each operation makes of versions that a writer of the bucket has forged."""
+"""Tests the table in docs/security.md: the effect of each operation on versions that an attacker with write access has forged."""
 
 from __future__ import annotations
 
@@ -31,9 +31,10 @@ RANDOM = np.random.default_rng(0).standard_normal(5000)
 
 @dataclass(frozen=True)
 class Forged:
-    """A repository that ``ours`` has signed first, whose marker now names ``theirs`` as well.
+    """A repository that ``ours`` has signed first, and whose marker now also names ``theirs``.
 
-    Versions 2 to 4 are theirs, and 3 is a delta to 2. The environment names the key ``ours`` only.
+    Versions 2 to 4 are signed by ``theirs``, and version 3 is a delta to version 2. The environment names only the key
+    ``ours``.
     """
 
     repository: Repository
@@ -45,7 +46,7 @@ class Forged:
         return self.repository.uri
 
     def copied(self) -> set[int]:
-        """Ids of the objects at the replica."""
+        """Return the ids of the versions with objects in the replica."""
         return {found[0] for info in self.replica.list(keys.VERSIONS) if (found := keys.attempt_of(info.key))}
 
     @property
@@ -79,7 +80,7 @@ def forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Forged:
     write(other, {"w": whole(RANDOM + 1 + 1e-12)}, base=(2, {"w": RANDOM + 1}))
     write(other, {"w": whole(RANDOM + 2)})
     made = Forged(open_repository(repository.uri), ours, tmp_path)
-    assert made.repository.version(3).record.bases == (2,)  # by the marker's keys it is genuine
+    assert made.repository.version(3).record.bases == (2,)  # the version is valid according to the keys in the marker
     return made
 
 
@@ -92,7 +93,7 @@ def open_and_read(forged: Forged) -> None:
 
 
 def restore(forged: Forged) -> None:
-    # What the coordinator tells its ranks, which have no keys of their own.
+    # The repository as the coordinator describes it to its ranks, which have no keys.
     committer = Committer(create_repository(forged.uri, signer=forged.ours), "restarted", forged.ours)
     told = Repository(forged.repository.store, committer.catalog.id, signed_by=committer.catalog.trust.keys)
     for repository in (told, committer.catalog):
@@ -141,7 +142,7 @@ def repair(forged: Forged) -> None:
 
 
 def imported(forged: Forged) -> None:
-    assert list(find_tensors.__annotations__) == ["source", "return"]  # it is given a file, and no repository
+    assert list(find_tensors.__annotations__) == ["source", "return"]  # the function gets a file, not a repository
 
 
 def root_only(forged: Forged) -> None:
@@ -174,8 +175,8 @@ def test_the_table_lists_every_operation() -> None:
 
 @pytest.mark.parametrize("named", [True, False], ids=["by_marker", "unmarked"])
 @pytest.mark.parametrize("operation", OPERATIONS.values(), ids=lambda operation: operation.__name__)
-def test_nothing_forged_is_signed(forged: Forged, operation: Callable[[Forged], None], *, named: bool) -> None:
-    if not named:  # the marker asks for no signature any more
+def test_forged_versions_are_never_signed(forged: Forged, operation: Callable[[Forged], None], *, named: bool) -> None:
+    if not named:  # the marker does not require a signature any more
         forged.repository.store.put(keys.MARKER, [records.dump({"repository": forged.repository.id, "created": 0}, keys.MARKER)])
         forged = replace(forged, repository=open_repository(forged.uri))
     operation(forged)
@@ -186,8 +187,8 @@ def test_nothing_forged_is_signed(forged: Forged, operation: Callable[[Forged], 
         assert ids <= {1, 5}
 
 
-def test_a_genuine_delta_to_a_forged_base_stays(forged: Forged) -> None:
-    """The base counts as well: its bytes would become part of what is signed."""
+def test_a_signed_delta_to_a_forged_base_is_not_compacted(forged: Forged) -> None:
+    """The base is checked as well: its bytes would become part of the signed version."""
     entry = forged.repository.root().versions[2]
     version = forged.repository.at(entry)
     signature = forged.ours.sign(forged.repository.id, entry.id, entry.attempt, bytes.fromhex(entry.digest))

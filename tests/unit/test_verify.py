@@ -1,4 +1,4 @@
-"""Verification finds what is wrong: the quick one without reading packs, the deep one in every byte, in bounded memory."""
+"""Verification finds damage: quick verification reads no pack, and deep verification checks each byte in bounded memory."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ def forbid_reading_packs(repository: Repository, monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(repository.store, "get_range", get_range)
 
 
-def test_the_quick_one_reads_no_pack(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_quick_verification_reads_no_pack(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     version = three_packs(repository)
     forbid_reading_packs(repository, monkeypatch)
     found = repository.verify(version, deep=False)
@@ -41,7 +41,9 @@ def test_the_quick_one_reads_no_pack(repository: Repository, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("change", ["missing", "shorter", "longer"])
-def test_the_quick_one_finds_packs_of_another_size(repository: Repository, monkeypatch: pytest.MonkeyPatch, change: str) -> None:
+def test_quick_verification_finds_packs_of_another_size(
+    repository: Repository, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
     version = three_packs(repository)
     key = pack_key(version, 1)
     data = repository.store.get(key, max_bytes=MiB)
@@ -54,7 +56,7 @@ def test_the_quick_one_finds_packs_of_another_size(repository: Repository, monke
         repository.verify(version, deep=False)
 
 
-def test_only_the_deep_one_finds_a_flipped_bit_of_a_pack(repository: Repository) -> None:
+def test_only_deep_verification_finds_a_flipped_bit_of_a_pack(repository: Repository) -> None:
     version = three_packs(repository)
     key = pack_key(version, 2)
     flip(repository, key)
@@ -65,9 +67,9 @@ def test_only_the_deep_one_finds_a_flipped_bit_of_a_pack(repository: Repository)
 
 @pytest.mark.parametrize("deep", [False, True])
 @pytest.mark.parametrize("part", ["record", "fragment"])
-def test_what_was_read_before_is_read_again(repository: Repository, part: str, deep: bool) -> None:
+def test_verification_reads_cached_objects_again(repository: Repository, part: str, deep: bool) -> None:
     version = three_packs(repository)
-    assert len(version.tensors()) == 3  # from now on this version knows its record and its manifest by heart
+    assert len(version.tensors()) == 3  # now the version has its record and its manifest cached
     key = keys.record(version.id, version.attempt) if part == "record" else keys.fragment(version.id, version.attempt, 0)
     flip(repository, key)
     with pytest.raises(Damaged, match=key):
@@ -75,15 +77,15 @@ def test_what_was_read_before_is_read_again(repository: Repository, part: str, d
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_a_manifest_that_holds_an_element_twice_is_damage(repository: Repository, deep: bool) -> None:
-    boxes = [((0,), (2,)), ((1,), (2,))]  # of four elements the second is held twice, the last not at all
+def test_a_manifest_with_overlapping_chunks_is_damage(repository: Repository, deep: bool) -> None:
+    boxes = [((0,), (2,)), ((1,), (2,))]  # of four elements the second is in both chunks, and the last in none
     version = write(Committer(repository, "me"), {"t": (np.arange(4.0), boxes)})
     with pytest.raises(Damaged, match=r"^t: .*exactly once"):
         repository.verify(version, deep=deep)
 
 
 @pytest.mark.parametrize("deep", [False, True])
-def test_sums_that_differ_are_damage(repository: Repository, deep: bool) -> None:
+def test_inconsistent_sums_of_bytes_are_damage(repository: Repository, deep: bool) -> None:
     version = write_packs(repository, {0: noise(5000)}, raw=5001)
     with pytest.raises(Damaged, match=r"version\.json.*sums"):
         repository.verify(version, deep=deep)
@@ -97,7 +99,7 @@ def test_progress_adds_up_to_the_decoded_bytes(repository: Repository) -> None:
     assert found.read == version.bytes < version.raw
 
 
-def test_packs_are_read_several_at_a_time(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_packs_are_read_concurrently(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     version = write_packs(repository, {number: noise(5000, number) for number in range(2)})
     both = threading.Barrier(2)
     get_range = repository.store.get_range
@@ -112,7 +114,9 @@ def test_packs_are_read_several_at_a_time(repository: Repository, monkeypatch: p
 
 @pytest.mark.parametrize("memory", [1, 80 * MiB])
 def test_memory_is_bounded(tmp_path: Any, memory: int) -> None:
-    """A read of the 13 MiB packs below takes 13 MiB stored and 2 x 13 MiB to decode: one fits into nothing, two into 80 MiB."""
+    """A read of a 13 MiB pack needs 13 MiB for stored bytes and 26 MiB for decoding. A limit of 1 byte still allows one read;
+    80 MiB allow two.
+    """
     repository = create_repository(str(tmp_path))
     version = write_packs(repository, {number: noise(13 * MiB, number) for number in range(12)})
     assert version.bytes > 150 * MiB
@@ -126,7 +130,7 @@ def test_memory_is_bounded(tmp_path: Any, memory: int) -> None:
     assert peak < max(memory, 39 * MiB) + MiB
 
 
-def test_as_many_reads_at_a_time_as_memory_has_room_for(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_memory_limit_bounds_concurrent_reads(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> None:
     version = write_packs(repository, {number: noise(MiB, number) for number in range(6)})
     get_range, lock, two = repository.store.get_range, threading.Lock(), threading.Event()
     reading, most = 0, 0
@@ -138,7 +142,7 @@ def test_as_many_reads_at_a_time_as_memory_has_room_for(repository: Repository, 
             most = max(most, reading)
             if reading == 2:
                 two.set()
-        assert two.wait(30), "nobody else reads"
+        assert two.wait(30), "no second read is in progress"
         data = get_range(*where)
         with lock:
             reading -= 1

@@ -1,4 +1,4 @@
-"""A deep verification that was stopped goes on where it was, and never believes a journal that is not its own."""
+"""An interrupted deep verification resumes from its journal, and never uses the journal of another repository."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def version(repository: Repository) -> Version:
 
 @pytest.fixture
 def read(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The keys of packs, in the order in which they are read."""
+    """Return the list to which each read of a pack adds its key."""
     keys = list[str]()
     get_range = repository.store.get_range
 
@@ -36,11 +36,11 @@ def read(repository: Repository, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return keys
 
 
-def test_what_was_done_is_not_read_again(repository: Repository, version: Version, read: list[str], tmp_path: Path) -> None:
+def test_verified_packs_are_not_read_again(repository: Repository, version: Version, read: list[str], tmp_path: Path) -> None:
     path = tmp_path / "nightly.jsonl"
     data = flip(repository, pack_key(version, 2))
     with journal(path, repository.id) as notes, pytest.raises(Damaged, match=pack_key(version, 2)):
-        verify_bytes(version, repository.store, journal=notes, memory=1)  # one thread: packs in their order
+        verify_bytes(version, repository.store, journal=notes, memory=1)  # one thread: packs are read in their order
     repository.store.put(pack_key(version, 2), [data])
     read.clear()
 
@@ -57,8 +57,8 @@ def test_what_was_done_is_not_read_again(repository: Repository, version: Versio
     assert read == []
 
 
-def test_a_pack_is_done_when_all_of_it_is(repository: Repository, read: list[str], tmp_path: Path) -> None:
-    """A large pack takes several reads; the damage is in the last."""
+def test_a_pack_is_recorded_after_its_last_read(repository: Repository, read: list[str], tmp_path: Path) -> None:
+    """A large pack needs several reads; the last read finds the damage."""
     version = write(Committer(repository, "me"), {name: whole(noise(10 << 20)) for name in ("a", "b", "c")})
     key = pack_key(version, 0)
     data = bytearray(repository.store.get(key, max_bytes=1 << 30))
@@ -67,7 +67,8 @@ def test_a_pack_is_done_when_all_of_it_is(repository: Repository, read: list[str
     for _ in range(2):
         with journal(tmp_path / "j", repository.id) as notes, pytest.raises(Damaged, match="'c'"):
             verify_bytes(version, repository.store, journal=notes, memory=1)
-    assert read == 8 * [key]  # each time two that are whole, and the damaged one twice: perhaps it changed on its way
+    # in each run two intact chunks, and the damaged chunk twice, since the damage may come from the transfer
+    assert read == 8 * [key]
 
 
 def test_a_missing_pack_is_found_despite_the_journal(repository: Repository, version: Version, tmp_path: Path) -> None:
@@ -78,7 +79,7 @@ def test_a_missing_pack_is_found_despite_the_journal(repository: Repository, ver
             repository.verify(version, journal=notes)
 
 
-def test_a_line_is_in_the_file_when_its_pack_is_done(repository: Repository, version: Version, tmp_path: Path) -> None:
+def test_the_line_of_a_pack_is_written_immediately(repository: Repository, version: Version, tmp_path: Path) -> None:
     path = tmp_path / "j"
     with journal(path, repository.id) as notes:
         for number in range(4):
@@ -86,8 +87,8 @@ def test_a_line_is_in_the_file_when_its_pack_is_done(repository: Repository, ver
             assert path.read_text().splitlines()[-1].endswith(f'"{pack_key(version, number)}"}}')
 
 
-def test_a_torn_last_line_is_forgotten(tmp_path: Path) -> None:
-    """Killed after any byte: what stands in whole lines is known, and what is added then is known later."""
+def test_an_incomplete_last_line_is_ignored(tmp_path: Path) -> None:
+    """After a kill at any byte, the journal knows the complete lines and the lines that are added later."""
     path, entries = tmp_path / "j", [("ab", "versions/1/a.pack"), ("ab", "versions/1/b.pack"), ("cd", "versions/2/a.pack")]
     with journal(path, "r") as notes:
         for entry in entries:
@@ -103,7 +104,7 @@ def test_a_torn_last_line_is_forgotten(tmp_path: Path) -> None:
             assert [entry in notes for entry in entries] == [number < known for number in range(2)] + [True]
 
 
-def test_lines_that_make_no_sense_count_as_not_done(tmp_path: Path) -> None:
+def test_invalid_lines_are_ignored(tmp_path: Path) -> None:
     path = tmp_path / "j"
     with journal(path, "r") as notes:
         notes.add("ab", "a.pack")
@@ -138,7 +139,7 @@ def test_the_journal_of_another_repository_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("content", [b"dear diary", b"{}\n", b"\n", b"\xff\xfe\n{}\n", b'{"journal": "x"}\n', b"[1]\n"])
-def test_a_file_that_is_no_journal_is_left_alone(tmp_path: Path, content: bytes) -> None:
+def test_a_file_that_is_not_a_journal_is_not_changed(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "mine"
     path.write_bytes(content)
     with pytest.raises(StateError, match="mine: the file was not written by"), journal(path, "r"):
@@ -153,5 +154,5 @@ def test_two_verifications_do_not_share_a_journal(tmp_path: Path) -> None:
         journal(tmp_path / "j", "r"),
     ):
         pass
-    with journal(tmp_path / "j", "r"):  # it is free again
+    with journal(tmp_path / "j", "r"):  # the journal is unlocked again
         pass
