@@ -16,8 +16,8 @@ UNIT = 512
     units=st.integers(1, 24),
     steps=st.lists(st.one_of(st.just(None), st.integers(0, 9 * UNIT)), max_size=120),
 )
-def test_regions_never_overlap_and_come_back_in_turn(units: int, steps: list[int | None]) -> None:
-    """``None`` gives the oldest region back, a number takes as many bytes."""
+def test_regions_never_overlap_and_are_freed_in_order(units: int, steps: list[int | None]) -> None:
+    """A step of ``None`` returns the oldest region; a number takes a region of that many bytes."""
     arena = Arena(torch.empty(units * UNIT, dtype=torch.uint8))
     taken: deque[tuple[int, int]] = deque()
     for nbytes in steps:
@@ -38,7 +38,7 @@ def test_regions_never_overlap_and_come_back_in_turn(units: int, steps: list[int
 
 
 def has_room(taken: deque[tuple[int, int]], need: int, size: int) -> bool:
-    """Whether a circle has space behind its newest region; one byte before the oldest region must stay free."""
+    """Return whether the circular buffer has space after its newest region. One byte before the oldest region must stay free."""
     if not taken:
         return need <= size
     head, tail = taken[0][0], taken[-1][1]
@@ -47,7 +47,7 @@ def has_room(taken: deque[tuple[int, int]], need: int, size: int) -> bool:
 
 @settings(max_examples=50, deadline=None)
 @given(units=st.integers(1, 24), sizes=st.lists(st.integers(0, 9 * UNIT), max_size=30), clear=st.booleans())
-def test_when_it_is_empty_everything_can_be_taken(units: int, sizes: list[int], clear: bool) -> None:
+def test_an_empty_arena_can_be_taken_whole(units: int, sizes: list[int], clear: bool) -> None:
     arena = Arena(torch.empty(units * UNIT, dtype=torch.uint8))
     taken = [nbytes for nbytes in sizes if arena.take(nbytes) is not None]
     if clear:

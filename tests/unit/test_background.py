@@ -1,4 +1,4 @@
-"""No error ends a long-lived thread: each loop is given errors, and each thread of the package is in a list."""
+"""No error ends a long-lived thread: each loop is tested with errors, and each thread of the package is listed here."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ LOOPS = {
     *("raystow-accept", "raystow-copies", "raystow-entries", "raystow-measure", "raystow-peer_server"),
     *("raystow-lease", "raystow-segments", "raystow-train"),
 }
-"""Threads that repeat a step for as long as their process or object lives."""
+"""Threads that repeat a step during the whole life of their process or object."""
 
 OF_ONE = {
     "raystow-session": "serves one process, whose connection ends with it",
@@ -64,13 +64,13 @@ OF_ONE = {
     "raystow-spare": "prepares memory, which else is taken when it is filled",
     "raystow-demo": "replaces the node that the demo kills",
 }
-"""Threads that end with what they serve."""
+"""Threads that end with the object that they serve."""
 
 TIMERS = {"raystow-alarm", "raystow-states"}
-"""Those of them that begin after some time."""
+"""Threads of ``OF_ONE`` that start after a delay."""
 
 IN_POOLS = {"raystow-code", "raystow-seal", "raystow-encode"}
-"""Work on pools of which nobody awaits the result."""
+"""Work on pools whose result is not awaited."""
 
 AWAITED = {
     "orchestrator/cli/run_history.py": 1,
@@ -95,21 +95,21 @@ AWAITED = {
     "workers/journal/node_journal.py": 1,
     "workers/node/node.py": 3,  # by background.submit; of uploads, the packer awaits each
 }
-"""Pools, by file: the results of what they run are awaited, so that an error is raised there."""
+"""Number of pools by file. The results of their calls are awaited, so an error is raised there."""
 
 TASKS = {"orchestrator/coordinator/actor.py": 2, "storage/stores/endless_answers.py": 1}
-"""Tasks of an event loop: those of the actor note all errors in an ``ErrorLog``, and the result of the other is awaited."""
+"""Tasks of event loops: tasks of the actor record all errors in an ``ErrorLog``; the result of the other task is awaited."""
 
 
 def calls(path: Path) -> Iterator[tuple[str, ast.Call]]:
-    """The calls of a module, each with what is called."""
+    """Yield the calls in a module, each with the called expression."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Call):
             yield ast.unparse(node.func), node
 
 
 def test_every_thread_of_the_package_is_known() -> None:
-    """A new one is added to the lists above, and a loop gets its case below."""
+    """A new thread must be added to the lists above, and a new loop also to the test below."""
     named: dict[str, set[str]] = {"repeat": set(), "start": set(), "after": set(), "submit": set()}
     pools: dict[str, int] = {}
     tasks: dict[str, int] = {}
@@ -136,7 +136,7 @@ def test_every_thread_of_the_package_is_known() -> None:
 
 
 class Counted:
-    """Counts the errors of threads, by the thread."""
+    """Counts the errors of threads by the name of the thread."""
 
     def __init__(self) -> None:
         self.errors: list[str] = []
@@ -147,7 +147,7 @@ class Counted:
             self.errors.append(tags["thread"])
 
     def logged(self, caplog: pytest.LogCaptureFixture) -> list[logging.LogRecord]:
-        """What the threads of this test have logged; those of other tests may still run."""
+        """Return the log records of the threads of this test. Threads of other tests may still run."""
         others = {thread.ident for thread in self._older if thread.is_alive()}
         return [record for record in caplog.records if record.thread not in others]
 
@@ -162,14 +162,14 @@ def counted() -> Iterator[Counted]:
 
 @pytest.fixture
 def node(counted: Counted) -> Iterator[Node]:
-    """A node whose threads ``counted`` does not take for those of other tests."""
+    """Yield a node whose threads start after ``counted``, so their errors are counted."""
     made = Node("n", lambda uri: None, threads=1)  # type: ignore[arg-type,return-value]
     yield made
     made.close()
 
 
 class Failing:
-    """Raises an error at the first three calls, then calls the original."""
+    """Raises an error in the first three calls, and then calls the original function."""
 
     def __init__(self, original: Callable[..., Any], error: Exception) -> None:
         self._original, self._error, self.calls = original, error, 0
@@ -185,7 +185,7 @@ class Failing:
 def test_a_loop_survives_errors(
     thread: str, counted: Counted, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """It goes on, logs the error once, and a metric counts all of them."""
+    """The loop continues and logs the error once; a metric counts all errors."""
     monkeypatch.setattr(node_module, "_MEASURE", 0.01)
     monkeypatch.setattr(leases, "_RENEW", 0.01)
     monkeypatch.setattr(reconciler, "LOOK", 0.01)
@@ -242,7 +242,7 @@ def test_a_loop_survives_errors(
 
 @pytest.mark.slow  # threads of other tests in the process cannot poll with this limit
 def test_accepting_survives_too_many_open_files(node: Node, counted: Counted) -> None:
-    """With a real limit."""
+    """The test sets a real limit."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     process = socket.socket(socket.AF_UNIX)
     other_node = socket.socket(socket.AF_INET)
@@ -262,7 +262,7 @@ def test_accepting_survives_too_many_open_files(node: Node, counted: Counted) ->
 @pytest.mark.parametrize("code", [errno.ECONNABORTED, errno.ENOBUFS, errno.EINTR, errno.EPERM])
 def test_accepting_survives_errors_of_the_network(code: int, node: Node, counted: Counted) -> None:
     class Broken:
-        """A socket that fails a few times."""
+        """A socket whose first three ``accept`` calls fail."""
 
         def __init__(self, real: socket.socket) -> None:
             self._real, self.left = real, 3
@@ -278,7 +278,7 @@ def test_accepting_survives_errors_of_the_network(code: int, node: Node, counted
 
     listener, peers = node._listener, node._peer_server
     listener._socket, peers._socket = Broken(listener._socket), Broken(peers._socket)  # type: ignore[assignment]
-    Connection.connect(node.address).close()  # wakes the calls that wait in the real sockets
+    Connection.connect(node.address).close()  # end the calls that wait in the real sockets
     TcpChannel.connect(node.contact).close()
     wait_until(lambda: counted.errors.count("raystow-accept") == counted.errors.count("raystow-peer_server") == 3, "the errors")
     Connection.connect(node.address).close()
@@ -297,15 +297,15 @@ def test_an_error_of_a_thread_is_logged_and_counted(counted: Counted, caplog: py
     assert [record.exc_info is not None for record in counted.logged(caplog)] == [True] * 3
 
 
-def test_many_different_errors_fill_no_log(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
+def test_the_number_of_logged_errors_is_bounded(counted: Counted, caplog: pytest.LogCaptureFixture) -> None:
     errors = background.ErrorLog("raystow-one")
     for number in range(1000):
         errors.note(KeyError(number))
     assert (len(counted.logged(caplog)), len(counted.errors)) == (background._REMEMBERED, 1000)
 
 
-def test_a_thread_that_may_not_be_slowed_down_works(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Else the pool would be broken for good."""
+def test_a_pool_works_without_permission_to_lower_priority(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error in the initializer would break the pool permanently."""
 
     def refused(*_: int) -> None:
         raise PermissionError(errno.EPERM, "seccomp")

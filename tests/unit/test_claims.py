@@ -1,4 +1,4 @@
-"""Who reads what from the store, when several nodes want it."""
+"""The node that reads each byte range from the store if several nodes request it."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from raystow.workers.protocol.messages import RestoreGroup
 spans = st.tuples(st.integers(0, 60), st.integers(0, 60)).map(lambda pair: (min(pair), max(pair)))
 
 
-def test_it_is_for_the_first_that_asks():
+def test_a_range_is_claimed_by_the_first_node_that_requests_it():
     claims = ReadClaims()
     assert claims.claim("r", "pack", (10, 20), "a") == [(10, 20, "a")]
     assert claims.claim("r", "pack", (15, 25), "b") == [(15, 20, "a"), (20, 25, "b")]
     assert claims.claim("r", "pack", (0, 30), "c") == [(0, 10, "c"), (10, 20, "a"), (20, 25, "b"), (25, 30, "c")]
-    assert claims.claim("r", "pack", (10, 20), "a") == [(10, 20, "a")]  # an answer may be lost
+    assert claims.claim("r", "pack", (10, 20), "a") == [(10, 20, "a")]  # repeated, since an answer may be lost
     assert claims.claim("r", "other", (10, 20), "b") == [(10, 20, "b")]
     assert claims.claim("another restore", "pack", (10, 20), "b") == [(10, 20, "b")]
 
 
-def test_what_a_node_does_not_have_passes_to_who_found_that_out():
+def test_a_lost_range_passes_to_the_node_that_reports_it():
     claims = ReadClaims()
     claims.claim("r", "pack", (0, 30), "a")
     assert claims.claim("r", "pack", (10, 20), "b", lost=["a"]) == [(10, 20, "b")]
@@ -51,7 +51,7 @@ def covered(answer: list[tuple[int, int, str]]) -> list[int]:
     return [i for start, end in parts for i in range(start, end)]
 
 
-def test_old_restores_are_forgotten():
+def test_claims_of_old_restores_are_removed():
     claims = ReadClaims()
     claims.claim("first", "pack", (0, 10), "a")
     for i in range(20):
@@ -59,7 +59,7 @@ def test_old_restores_are_forgotten():
     assert claims.claim("first", "pack", (0, 10), "b") == [(0, 10, "b")]
 
 
-def test_each_object_has_an_owner_and_all_nodes_own_some():
+def test_each_object_has_an_owner_and_all_nodes_own_objects():
     group = RestoreGroup("r", ["a", "b", "c"])
     owners = Counter(group.owner(f"pack {i}") for i in range(300))
     assert owners.keys() == {"a", "b", "c"}

@@ -1,4 +1,4 @@
-"""What is waited for when a node is going to be taken away."""
+"""The saves that a drain waits for before a node is removed."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raystow.workers.protocol.messages import Saves
 
 
 def looks(*states: dict[str, Saves]) -> Callable[[], dict[str, Saves]]:
-    """What the node worker answers, call by call; the last for ever."""
+    """Return a function that returns these states in order, and then always the last one."""
     answers: Iterator[dict[str, Saves]] = chain(states, repeat(states[-1]))
     return lambda: next(answers)
 
@@ -26,7 +26,7 @@ def looks(*states: dict[str, Saves]) -> Callable[[], dict[str, Saves]]:
 def nothing() -> None: ...
 
 
-def test_a_save_that_was_under_way_is_not_enough() -> None:
+def test_a_drain_waits_for_a_save_that_began_after_the_notice() -> None:
     clock = FakeClock()
     under_way, late = {"run": Saves(2, 1)}, {"run": Saves(3, 2)}
     done = drain(looks(under_way, under_way, {"run": Saves(2, 2)}, late, {"run": Saves(3, 3)}), nothing, clock, seconds=60)
@@ -34,9 +34,9 @@ def test_a_save_that_was_under_way_is_not_enough() -> None:
     assert clock.time == 1.5
 
 
-def test_the_notice_comes_before_any_wait() -> None:
-    """And after the first look at the cluster."""
-    looked, told = list[int](), list[int]()  # looks; looks there had been when it was told
+def test_the_notice_is_sent_before_any_wait() -> None:
+    """The drain reads the state of the cluster once before the notice."""
+    looked, told = list[int](), list[int]()  # number of reads, and its value at each notice
 
     def saves() -> dict[str, Saves]:
         looked.append(1)
@@ -46,11 +46,11 @@ def test_the_notice_comes_before_any_wait() -> None:
     assert told == [1]
 
 
-def test_training_that_ends_is_not_waited_for() -> None:
+def test_a_drain_does_not_wait_for_a_run_that_has_ended() -> None:
     assert drain(looks({"run": Saves(2, 2)}, {}), nothing, FakeClock(), seconds=60) == Drained(durable=(), left=("run",))
 
 
-def test_every_repository_is_waited_for() -> None:
+def test_a_drain_waits_for_every_repository() -> None:
     clock = FakeClock()
     both = {"a": Saves(1, 1), "b": Saves(1, 1)}
     states = looks(both, both, both | {"b": Saves(2, 2)}, both | {"b": Saves(2, 2)}, {"a": Saves(2, 2), "b": Saves(2, 2)})
@@ -65,18 +65,18 @@ def test_a_rank_without_a_save_has_30_s_to_begin() -> None:
     assert clock.time == 30
 
 
-def test_where_there_is_no_node_worker_nobody_saves() -> None:
+def test_a_drain_without_a_node_worker_ends_immediately() -> None:
     clock = FakeClock()
     assert drain(lambda: None, nothing, clock, seconds=300) == Drained(durable=(), left=())
     assert clock.time == 0
 
 
-def test_a_node_worker_that_was_restarted_counts_anew() -> None:
+def test_the_save_counts_of_a_restarted_worker_are_handled() -> None:
     states = looks({"run": Saves(7, 7)}, {"run": Saves(1, 0)}, {"run": Saves(1, 1)})
     assert drain(states, nothing, FakeClock(), seconds=60).durable == ("run",)
 
 
-def test_it_waits_no_longer_than_the_node_lives() -> None:
+def test_a_drain_waits_at_most_for_the_remaining_time() -> None:
     clock = FakeClock()
     with pytest.raises(DeadlineExceeded, match="within 60 s") as raised:
         drain(looks({"run": Saves(2, 2)}), nothing, clock, seconds=60)
@@ -84,7 +84,7 @@ def test_it_waits_no_longer_than_the_node_lives() -> None:
     assert clock.time == 60
 
 
-def test_a_notice_that_ray_does_not_take_is_an_error() -> None:
+def test_a_notice_that_ray_refuses_is_an_error() -> None:
     def refuse() -> None:
         raise ClusterError("no such node")
 
@@ -92,7 +92,7 @@ def test_a_notice_that_ray_does_not_take_is_an_error() -> None:
         drain(looks({"run": Saves(1, 1)}), refuse, FakeClock(), seconds=60)
 
 
-def test_a_node_counts_the_saves_of_the_ranks_connected() -> None:
+def test_a_node_counts_the_saves_of_connected_ranks() -> None:
     with LocalCluster("memory://progress") as cluster:
         cluster.save_all([{"w": torch.ones(3)}] * 2, step=1)
         cluster.save_all([{"w": torch.ones(3)}] * 2, step=2)
@@ -101,7 +101,7 @@ def test_a_node_counts_the_saves_of_the_ranks_connected() -> None:
         assert node.saves() == {"memory://progress": Saves(2, 2)}
 
 
-def test_only_ranks_that_are_connected_count() -> None:
+def test_disconnected_ranks_are_not_counted() -> None:
     saves = SavesHere()
     with saves.rank("run"):
         with saves.rank("run"):

@@ -1,4 +1,4 @@
-"""The memory of entries is filled by several threads, and that of the next entry is prepared."""
+"""The memory of an entry is filled by several threads, and the memory of the next entry is prepared."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ DATA = os.urandom(300 * KIB)
 
 @pytest.fixture(autouse=True)
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Small entries are large ones."""
+    """Reduce the limits, so that small entries are handled like large ones."""
     monkeypatch.setattr(entry_memory, "_PIECE", 16 * KIB)
     monkeypatch.setattr(entry_memory, "_PREPARED", 32 * KIB)
     monkeypatch.setattr(entry_memory, "_WORTH", 64 * KIB)
 
 
 def pages(memory: EntryMemory) -> int:
-    """Bytes that the system has given for it."""
+    """Return the number of bytes that the system has allocated for the memory."""
     descriptor = memory.lend()
     try:
         return 512 * os.fstat(descriptor).st_blocks
@@ -35,7 +35,7 @@ def pages(memory: EntryMemory) -> int:
 
 
 @pytest.mark.parametrize("cuts", [(), (1,), (5 * KIB, 100 * KIB + 3)])
-def test_parts_follow_each_other(cuts: tuple[int, ...]) -> None:
+def test_parts_are_stored_in_order(cuts: tuple[int, ...]) -> None:
     ends = [0, *cuts, len(DATA)]
     memory = EntryMemory.of([DATA[first:last] for first, last in itertools.pairwise(ends)], len(DATA))
     content = memory.content
@@ -65,7 +65,7 @@ def test_the_next_entry_gets_what_was_prepared() -> None:
         spare.take(100 * KIB).close()
         prepared = spare._spare
         assert prepared is not None
-        wait_until(lambda: pages(prepared) >= 106 * KIB, "its pages are there")
+        wait_until(lambda: pages(prepared) >= 106 * KIB, "the pages are allocated")
         memory = spare.take(105 * KIB)
         assert memory is prepared
         assert memory.size == 105 * KIB
@@ -75,7 +75,7 @@ def test_the_next_entry_gets_what_was_prepared() -> None:
         assert spare.take(20 * KIB) is not other
 
 
-def test_small_entries_prepare_nothing_and_the_end_frees_it() -> None:
+def test_spare_memory_is_for_large_entries_until_its_close() -> None:
     with closing(SpareMemory()) as spare:
         spare.take(10 * KIB)
         assert spare._spare is None

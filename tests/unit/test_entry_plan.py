@@ -1,4 +1,4 @@
-"""Which recorded steps are replayed, and the reason why no later ones are."""
+"""The choice of the recorded steps to replay, and the reason why it ends."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def reached(plan: EntryPlan) -> tuple[int, str]:
     return plan.step, plan.end
 
 
-def test_the_end_is_said() -> None:
+def test_a_plan_states_why_it_ends() -> None:
     assert reached(plan_entries(0, 2, {"a": steps(1, 2)})) == (2, "")
     assert reached(plan_entries(2, 2, {"a": steps(1, 2)})) == (2, "")
     one = [*steps(1), entry(2, 1), *steps(3)]
@@ -30,8 +30,8 @@ def test_the_end_is_said() -> None:
     assert reached(plan_entries(0, 2, {"a": apart})) == (0, "ranks have recorded different steps after step 0")
 
 
-def test_another_number_of_ranks_gets_the_entries_of_all() -> None:
-    """Nearest first, until a generation of the same number follows."""
+def test_another_number_of_ranks_gets_the_entries_of_all_ranks() -> None:
+    """The nearest ranks come first. Entries of a generation with the same number of ranks are not combined."""
     held = {"a": steps(1, ranks=4), "b": steps(2, lineage=(FIRST, Generation("2", 2)))}
     plan = plan_entries(0, 2, held)
     assert plan.step == 2
@@ -40,8 +40,8 @@ def test_another_number_of_ranks_gets_the_entries_of_all() -> None:
     assert reached(refused) == (0, "steps recorded by 4 ranks cannot be replayed by 2: Muon mixes elements")
 
 
-def test_the_newest_generation_is_followed() -> None:
-    """Steps 4 and 5 of the first were repeated as 4 by the second."""
+def test_the_newest_generation_is_replayed() -> None:
+    """The first generation recorded steps 4 and 5; the second generation repeated step 4."""
     held = {"a": steps(1, 2, 3, 4, 5), "b": steps(4, lineage=(FIRST, SECOND))}
     plan = plan_entries(0, 2, held)
     assert [place.info.generation for place in plan.entries(0, 2)] == ["1", "1", "1", "2"]

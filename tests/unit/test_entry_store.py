@@ -1,4 +1,4 @@
-"""Entries of the journal in a node's memory, and their copies on partner nodes."""
+"""Journal entries in the memory of a node, and their copies on partner nodes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def test_a_full_memory_refuses_new_entries_until_a_save() -> None:
     assert store.used == SIZE
 
 
-def test_entries_of_other_repositories_make_way() -> None:
+def test_entries_of_other_repositories_are_evicted() -> None:
     store = EntryStore(2 * SIZE)
     add(store, replace(entry(1), repository="old"))
     add(store, entry(1))
@@ -50,7 +50,7 @@ def test_entries_of_other_repositories_make_way() -> None:
     assert store.holdings("old") == ()
 
 
-def test_repeated_steps_replace_those_of_the_attempt_before() -> None:
+def test_repeated_steps_replace_those_of_the_old_generation() -> None:
     store = EntryStore(10 * SIZE)
     for step in (1, 2, 3, 4):
         add(store, entry(step))
@@ -60,8 +60,8 @@ def test_repeated_steps_replace_those_of_the_attempt_before() -> None:
     assert sorted((info.step, info.generation) for info in store.own())[:2] == [(1, "1"), (2, "1")]
 
 
-def test_a_restarted_node_keeps_the_last_copies_elsewhere() -> None:
-    """It has none of the entries whose last copies are on the partner, and sends a new one."""
+def test_a_restarted_node_keeps_the_last_copies_on_its_partner() -> None:
+    """The restarted node has none of the old entries, whose last copies are on the partner, and sends a new entry."""
     partner, restarted = EntryStore(10 * SIZE), EntryStore(10 * SIZE)
     for step in (1, 2):
         add(partner, entry(step), own=False)
@@ -74,7 +74,7 @@ def test_a_restarted_node_keeps_the_last_copies_elsewhere() -> None:
 
 
 class OtherNodes:
-    """The memories of other nodes by name; ``down`` ones do not answer."""
+    """The entry stores of other nodes by name. Nodes in ``down`` do not answer."""
 
     def __init__(self, *names: str) -> None:
         self.stores = {name: EntryStore(10 * SIZE) for name in names}
@@ -109,10 +109,10 @@ def settle(made: EntryReplicator) -> None:
     for _ in range(100):
         if made.step() > 0:
             return
-    raise AssertionError("it goes on for ever")
+    raise AssertionError("the replicator does not become idle")
 
 
-def test_a_new_entry_is_acknowledged_when_it_has_its_copy() -> None:
+def test_an_entry_is_acknowledged_once_it_has_its_copy() -> None:
     store, peers = EntryStore(10 * SIZE), OtherNodes("a", "b")
     made, _ = replicator(store, peers)
     done = list[EntryKept]()
@@ -130,7 +130,7 @@ def test_a_new_entry_is_acknowledged_when_it_has_its_copy() -> None:
     assert peers.steps(partner) == [2, 3]
 
 
-def test_another_partner_gets_all_entries_when_one_dies() -> None:
+def test_another_partner_gets_all_entries_if_one_dies() -> None:
     store, peers = EntryStore(10 * SIZE), OtherNodes("a", "b")
     made, _ = replicator(store, peers)
     done = list[EntryKept]()
@@ -149,10 +149,10 @@ def test_another_partner_gets_all_entries_when_one_dies() -> None:
     add(store, entry(4))
     made.submit(entry(4), done.append)
     settle(made)
-    assert done[-1] == EntryKept(4, 0), "an entry is not waited for if there is no partner"
+    assert done[-1] == EntryKept(4, 0), "without a partner an entry is acknowledged without a copy"
 
 
-def test_a_restarted_partner_gets_all_entries_again() -> None:
+def test_a_restarted_partner_receives_all_entries_again() -> None:
     store, peers = EntryStore(10 * SIZE), OtherNodes("a")
     made, _ = replicator(store, peers)
     for step in (1, 2, 3):

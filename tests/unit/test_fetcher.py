@@ -1,4 +1,4 @@
-"""What ranks want, from the nearest place that has it, and each byte once."""
+"""The fetcher reads the bytes that ranks request from the nearest source, and reads each byte once."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ DATA = os.urandom(1000)
 
 
 class Nodes(NoPeers):
-    """Other nodes: what each has in memory."""
+    """Other nodes: the objects that each node has in memory. ``None``: reads from the node fail."""
 
     def __init__(self, **memory: dict[str, bytes] | None) -> None:
         self.memory = memory
@@ -57,7 +57,7 @@ def make() -> Callable[..., FetchingNode]:
     return FetchingNode
 
 
-def test_memory_before_peers_before_the_store(make, caplog):
+def test_sources_are_memory_then_peers_then_the_store(make, caplog):
     world = make(Nodes(a={"pack": DATA}, b=None, c={}))
     assert world.get("pack", (0, 10), nearby=("c", "b", "a")) == [DATA[:10]]
     assert world.read == {"peer": 10}
@@ -72,23 +72,23 @@ def test_memory_before_peers_before_the_store(make, caplog):
     assert world.whole
 
 
-def test_what_nobody_has_is_told(make):
+def test_an_object_that_is_nowhere_raises_not_found(make):
     with pytest.raises(NotFound):
         make(Nodes()).get("pack", (0, 10))
 
 
-def test_what_came_from_elsewhere_stays_within_the_budget(make):
+def test_fetched_bytes_stay_within_the_budget(make):
     world = make(Nodes(), budget=100)
     for key in ("a", "b", "c"):
         world.store.put(key, [DATA])
         world.get(key, (0, 60))
-    world.get("c", (0, 60))  # still here
+    world.get("c", (0, 60))  # still cached
     assert world.read["store"] == 180
-    world.get("a", (0, 60))  # was let go
+    world.get("a", (0, 60))  # evicted before
     assert world.read["store"] == 240
 
 
-def test_when_the_last_visitor_leaves_all_of_it_goes(make):
+def test_fetched_bytes_are_freed_with_the_last_visit(make):
     world = make(Nodes())
     world.store.put("pack", [DATA])
     with world.fetcher.visit():

@@ -1,4 +1,4 @@
-"""Where the bytes of an object are in memory that was lent in parts."""
+"""The positions of the bytes of an object in memory that was lent in several parts."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ def test_spans_are_the_requested_bytes_in_order(parts: list[tuple[int, int]], da
     assert [at + i for at, size in lent.spans(start, length) for i in range(size)] == places[start : start + length]
 
 
-def test_bytes_behind_the_end_are_refused() -> None:
+def test_bytes_after_the_end_are_refused() -> None:
     with pytest.raises(ProtocolError, match="ends 2 bytes before"):
         list(LentMemory(-1, ((5, 9), (0, 3))).spans(4, 5))
 
 
-def test_memory_of_one_part_begins_with_the_object() -> None:
+def test_memory_of_one_part_starts_with_the_object() -> None:
     assert list(LentMemory(-1).spans(7, 3)) == [(7, 3)]

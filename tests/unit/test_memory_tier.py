@@ -1,4 +1,4 @@
-"""What a node keeps in its memory, and what it lets go."""
+"""Versions that a node keeps in memory, and their eviction."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def tier():
     assert not opened() - before
 
 
-def test_objects_come_back_as_they_were(tier):
+def test_stored_objects_are_read_back_unchanged(tier):
     assert tier.put(attempt_key(1), 0, "a", [b"one", bytearray(b"two"), memoryview(b"three")[1:]]) is not None
     assert tier.put(attempt_key(1), 0, "empty", []) is not None
     assert (read(tier, "a"), read(tier, "empty"), read(tier, "b")) == (b"onetwohree", b"", None)
@@ -49,7 +49,7 @@ def test_objects_come_back_as_they_were(tier):
     assert (holding.parts, holding.committed) == ({0: NodePart({"a": 10, "empty": 0})}, False)
 
 
-def test_what_was_told_of_holdings_stays_as_it_was(tier):
+def test_returned_holdings_do_not_change_later(tier):
     tier.put(attempt_key(1), 0, "a", [b"one"])
     (before,) = tier.holdings("r")
     tier.put(attempt_key(1), 0, "b", [b"two"])
@@ -72,13 +72,13 @@ def test_a_version_replaces_older_ones_and_aborted_saves(tier):
 
 
 def staged(tier: MemoryTier, id: int, *, size: int = KIB) -> None:
-    """All that node 0 makes for an attempt."""
+    """Store all objects that node 0 writes for an attempt."""
     where = attempt_key(id)
     tier.put(where, 0, keys.pack(id, where.token, 0, "weights", 0), [bytes(size)])
     tier.put(where, 0, keys.fragment(id, where.token, 0), [b"fragment"])
 
 
-def test_a_staged_save_stays_until_there_is_a_newer_version(tier):
+def test_a_staged_save_stays_until_a_newer_version_commits(tier):
     staged(tier, 1)
     tier.put(attempt_key(1), 3, "a part that is not whole", [bytes(KIB)])
     tier.given_up(attempt_key(1))
@@ -91,7 +91,7 @@ def test_a_staged_save_stays_until_there_is_a_newer_version(tier):
     assert ids(tier) == [2]
 
 
-def test_what_others_lean_on_stays_with_them(tier):
+def test_delta_bases_stay_as_long_as_their_versions(tier):
     for id in (1, 2, 3):
         staged(tier, id)
         if id > 1:
@@ -101,16 +101,16 @@ def test_what_others_lean_on_stays_with_them(tier):
     tier.set_base(attempt_key(4), attempt_key(1))
     staged(tier, 5)
     tier.committed(attempt_key(5))
-    assert ids(tier) == [5], "4 came to nothing"
+    assert ids(tier) == [5], "attempt 4 stored no objects"
     tier.set_base(attempt_key(6), attempt_key(2))
-    assert ids(tier) == [5], "what is not here any more does not come back"
+    assert ids(tier) == [5], "a base that was evicted is not kept"
     tier.set_base(attempt_key(7), attempt_key(5))
     staged(tier, 7)
     tier.committed(attempt_key(7), alone=True)
-    assert ids(tier) == [7], "nothing of it was smaller as a delta"
+    assert ids(tier) == [7], "version 7 has no deltas"
 
 
-def test_bases_are_evicted_for_the_newest_but_not_for_copies(tier, caplog):
+def test_bases_are_evicted_for_own_objects_but_not_for_copies(tier, caplog):
     """The newest version is never evicted."""
     staged(tier, 1, size=4 * KIB)
     tier.committed(attempt_key(1))
@@ -127,7 +127,7 @@ def test_bases_are_evicted_for_the_newest_but_not_for_copies(tier, caplog):
     assert caplog.text.count("nothing is stored as a delta to version 1 from now on") == 1
 
 
-def test_of_what_was_given_up_only_the_newest_stays(tier):
+def test_only_the_newest_aborted_save_stays(tier):
     for id in (1, 3, 2):
         staged(tier, id)
         tier.given_up(attempt_key(id))
@@ -137,7 +137,7 @@ def test_of_what_was_given_up_only_the_newest_stays(tier):
     assert ids(tier) == [3]
 
 
-def test_what_was_given_up_makes_room_for_what_comes(tier):
+def test_an_aborted_save_is_evicted_for_new_copies(tier):
     staged(tier, 1, size=4 * KIB)
     tier.committed(attempt_key(1))
     staged(tier, 2, size=4 * KIB)
@@ -149,7 +149,7 @@ def test_what_was_given_up_makes_room_for_what_comes(tier):
     assert not any(part.incomplete for held in tier.holdings("r") for part in held.parts.values())
 
 
-def test_a_version_is_not_given_up_by_who_did_not_hear_of_it(tier):
+def test_giving_up_a_committed_version_has_no_effect(tier):
     staged(tier, 1)
     tier.committed(attempt_key(1))
     tier.given_up(attempt_key(1))
@@ -178,7 +178,7 @@ def test_repositories_do_not_replace_each_other(tier):
     assert read(tier, "a", "s") == b"other"
 
 
-def test_a_repository_that_nobody_saves_to_makes_room(tier):
+def test_a_repository_without_new_saves_is_evicted_first(tier):
     for repository in ("r", "s", "t"):
         tier.put(attempt_key(1, repository), 0, "a", [bytes(3 * KIB)])
         tier.committed(attempt_key(1, repository))
@@ -187,7 +187,7 @@ def test_a_repository_that_nobody_saves_to_makes_room(tier):
     assert (ids(tier, "r"), ids(tier, "s"), ids(tier, "t")) == ([1, 2], [], [1, 3])
 
 
-def test_what_was_lent_outlives_the_tier():
+def test_lent_memory_stays_valid_after_the_tier_closes():
     tier = MemoryTier(KIB)
     tier.put(attempt_key(1), 0, "a", [b"bytes"])
     lent = tier.lend("r", "a")
@@ -208,8 +208,8 @@ def test_memory_of_a_version_is_reused_within_the_budget():
         assert tier.put(attempt_key(id), 0, f"pack{id}", [bytes([id]) * 1000]) == bytes([id]) * 1000
         tier.committed(attempt_key(id))
         assert tier.used == 1000
-    assert (opened() - before).total() == 4  # of each its own, and its mapping's
-    tier.resize(1500)  # too small for what waits
+    assert (opened() - before).total() == 4  # two allocations, each with the descriptor of the memory and of its mapping
+    tier.resize(1500)  # too small for the unused allocation
     assert (opened() - before).total() == 2
     tier.close()
     assert not opened() - before

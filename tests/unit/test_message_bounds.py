@@ -1,4 +1,4 @@
-"""Messages: what decoding refuses, which bounds lengths have, and when two processes refuse each other."""
+"""Messages: the data that decoding refuses, the bounds of lengths, and the refusal of other protocol versions."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class Other(Message, frozen=True):
     pass
 
 
-def test_tuples_and_numbers_come_back_as_they_were() -> None:
+def test_tuples_and_numbers_survive_encode_and_decode() -> None:
     example = Example("é12\0", (Inner(-(2**63), "n", (1, 2)),), 2**64 - 1, "b", b"12345", {7: ("x", "")}, float("-inf"))
     assert decode(encode(example), Other, Example) == example
     assert isinstance(decode(encode(example), Example).rows, tuple)
@@ -82,12 +82,12 @@ def test_tuples_and_numbers_come_back_as_they_were() -> None:
     ],
 )
 def test_an_invalid_message_is_refused(wrong: Message) -> None:
-    """By the sender if it has no encoding, by the receiver otherwise."""
+    """The sender refuses a message that has no encoding; the receiver refuses other invalid messages."""
     with pytest.raises(ProtocolError):
         decode(encode(wrong), Example)
 
 
-def test_fields_are_neither_missing_nor_added() -> None:
+def test_missing_or_additional_fields_are_refused() -> None:
     fields = ["Begin", 0, 1, "i", 1, "n", 1, 1.0, 0, 0, {}, {}, None, [], [], {}, 0]
     assert decode(msgspec.msgpack.encode(fields), Begin) == Begin(0, 1, "i", 1, "n", 1, 1.0, 0, 0)
     for wrong in (fields[:9], [*fields, 0], fields[1:], ["Unknown", *fields[1:]], [], {}, {"rank": 0}, None):
@@ -96,13 +96,13 @@ def test_fields_are_neither_missing_nor_added() -> None:
 
 
 HEADS = {"str": b"\xdb", "bytes": b"\xc6", "array": b"\xdd", "map": b"\xdf", "extension": b"\xc9"}
-"""What precedes a length of four bytes in MessagePack."""
+"""The MessagePack type bytes before a length of four bytes."""
 
 
 @pytest.mark.parametrize("head", HEADS.values(), ids=HEADS)
 @pytest.mark.parametrize("claimed", [5, 1 << 20, (1 << 32) - 1])
 def test_lengths_over_their_bounds_are_refused(head: bytes, claimed: int) -> None:
-    """Before memory is taken."""
+    """They are refused before memory is allocated."""
     fields = [msgspec.msgpack.encode(one) for one in ("Example", "", (), 0, "a", b"", {}, 0.0)]
     for number in range(len(fields)):
         data = b"\x98" + b"".join(fields[:number]) + head + claimed.to_bytes(4, "big")
@@ -118,7 +118,7 @@ def test_lengths_over_their_bounds_are_refused(head: bytes, claimed: int) -> Non
 
 
 def lengths(kind: inspect.Type) -> Iterator[inspect.Type]:
-    """The types of variable length in a message, except those in values of ``storage``."""
+    """Yield the types of variable length in a message, except the types in values of ``storage``."""
     match kind:
         case inspect.StructType(fields=fields):
             for field in fields:
@@ -173,7 +173,7 @@ def test_another_version_of_the_protocol_is_refused() -> None:
             check_greeting(other, "a node")
 
 
-def test_a_policy_that_makes_no_sense_is_refused() -> None:
+def test_a_message_with_an_invalid_policy_is_refused() -> None:
     begin = Begin(0, 1, "i", 1, "n", 1, 1.0, 0, 0, retention=Policy(keep_last=0x77777777))
     data = encode(BeginSave(begin, ()))
     assert data.count(b"wwww") == 1

@@ -1,4 +1,4 @@
-"""What a rank reads through its node worker, and when it asks the store itself."""
+"""Reads of a rank through its node worker, and the cases in which the rank reads from the store itself."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from raystow.workers.protocol.unix_channel import Listener
 
 
 class Failing(MemoryStore):
-    """What the node worker sees of the store."""
+    """The store of the node worker, which fails with ``error``."""
 
     error: RaystowError | None = StoreUnavailable("503", subject="pack")
 
@@ -41,7 +41,7 @@ def tier() -> MemoryTier:
 
 @pytest.fixture
 def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
-    """A rank to which the store answers, though not to its node worker."""
+    """Return the store of a rank whose reads from the store succeed; the reads of its node worker fail."""
     listener, fetcher = Listener(f"raystow-test-{SYSTEM.token()}"), Fetcher(tier, NoPeers(), budget=1 << 20)
 
     def serve() -> None:
@@ -66,38 +66,38 @@ def rank(failing: Failing, tier: MemoryTier) -> Iterator[NodeCacheStore]:
     listener.close()
 
 
-def test_a_store_that_is_down_is_not_waited_for_twice(rank: NodeCacheStore) -> None:
+def test_a_store_outage_is_not_waited_for_twice(rank: NodeCacheStore) -> None:
     with pytest.raises(StoreUnavailable, match="pack: the node worker waited for the store in vain: pack: 503"):
         rank.get_range("pack", 0, 5)
 
 
-def test_what_the_node_worker_may_not_read_the_rank_reads_itself(rank: NodeCacheStore, failing: Failing) -> None:
+def test_a_rank_reads_objects_denied_to_its_node_worker(rank: NodeCacheStore, failing: Failing) -> None:
     failing.error = StoreError("403", subject="pack")
     assert rank.get_range("pack", 0, 5) == b"bytes"
     assert rank.read == {"store": 5}
 
 
-def test_what_the_node_worker_has_whole_is_asked_for_once(rank: NodeCacheStore, tier: MemoryTier) -> None:
+def test_a_whole_cached_object_is_requested_once(rank: NodeCacheStore, tier: MemoryTier) -> None:
     tier.put(AttemptKey("r", 1, "a"), 0, "pack", [memoryview(b"hello")])
     target = bytearray(3)
     rank.get_range_into("pack", 0, memoryview(target))
-    tier.close()  # this rank has it still
+    tier.close()  # the rank still has the object mapped
     assert bytes(rank.get_range("pack", 2, 3)) == b"llo"
     rank.get_range_into("pack", 1, memoryview(target))
     assert (target, rank.read) == (b"ell", {"memory": 9})
 
 
-def test_what_the_node_worker_has_in_part_is_asked_for_each_time(
+def test_a_partly_cached_object_is_requested_for_each_range(
     rank: NodeCacheStore, failing: Failing, caplog: pytest.LogCaptureFixture
 ) -> None:
     failing.error = None
     failing.put("pack", [b"bytes"])
     assert [bytes(rank.get_range("pack", *span)) for span in ((0, 2), (2, 3))] == [b"by", b"tes"]
     assert rank.read == {"store": 5}
-    assert not caplog.text, "the node worker gave both"
+    assert not caplog.text, "the node worker returned both ranges"
 
 
-def test_what_was_wrong_comes_from_the_store_though_it_is_held(rank: NodeCacheStore, tier: MemoryTier) -> None:
+def test_a_second_read_of_cached_bytes_comes_from_the_store(rank: NodeCacheStore, tier: MemoryTier) -> None:
     tier.put(AttemptKey("r", 1, "a"), 0, "pack", [memoryview(b"wrong")])
     assert [bytes(rank.get_range("pack", 0, 5)) for _ in range(2)] == [b"wrong", b"bytes"]
     assert rank.read == {"memory": 5, "store": 5}

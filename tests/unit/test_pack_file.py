@@ -1,4 +1,4 @@
-"""Objects in memory of which only some ranges are requested: every byte is fetched once."""
+"""Objects in memory of which only some ranges are requested: each byte is fetched once."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ DATA = os.urandom(1000)
 
 
 class Origin:
-    """Where the bytes come from, and how often each was asked for."""
+    """The source of the bytes, with the number of requests of each byte."""
 
     def __init__(self) -> None:
         self.asked = [0] * len(DATA)
@@ -51,7 +51,7 @@ def test_every_byte_is_fetched_once(wanted):
     file.close()
 
 
-def test_also_when_many_ask_at_once():
+def test_concurrent_requests_fetch_each_byte_once():
     file, origin = PackFile(len(DATA)), Origin()
     together = threading.Barrier(8)
 
@@ -67,7 +67,7 @@ def test_also_when_many_ask_at_once():
     file.close()
 
 
-def test_a_failed_fetch_is_told_and_can_be_tried_again():
+def test_a_failed_fetch_raises_and_can_be_repeated():
     file, origin = PackFile(len(DATA)), Origin()
 
     def fail(start: int, target: memoryview) -> None:
@@ -81,14 +81,14 @@ def test_a_failed_fetch_is_told_and_can_be_tried_again():
     file.close()
 
 
-def test_an_empty_object():
+def test_an_empty_object_needs_no_fetch():
     file = PackFile(0)
     file.write([])
     file.ensure([(0, 0)], Origin().fetch)
     file.close()
 
 
-def test_the_memory_of_a_closed_one_goes_with_the_last_view():
+def test_a_closed_file_is_unmapped_with_the_last_view():
     file = PackFile(len(DATA))
     file.write([memoryview(DATA)])
     view, inode = file.content, os.fstat(descriptor := file.lend()).st_ino
@@ -98,11 +98,11 @@ def test_the_memory_of_a_closed_one_goes_with_the_last_view():
     assert mapped(inode)
     del view
     assert not mapped(inode)
-    with pytest.raises(AttributeError):  # and not that of whatever file was opened since
+    with pytest.raises(AttributeError):  # the descriptor may belong to another file now
         file.lend()
 
 
-def test_a_closed_one_is_not_filled():
+def test_a_closed_file_is_not_filled():
     file, origin = PackFile(len(DATA)), Origin()
     file.close()
     with pytest.raises(AttributeError):
@@ -115,35 +115,35 @@ def mapped(inode: int) -> bool:
 
 
 def inode_of(file: PackFile) -> int:
-    """Of its memory, which is not lent by that."""
+    """Return the inode of the memory of the file. The memory is not lent by this call."""
     return os.fstat(file._memory.descriptor).st_ino
 
 
-def test_memory_that_nobody_else_has_is_used_again() -> None:
+def test_memory_without_other_users_is_reused() -> None:
     spares = Spares()
     first = PackFile(len(DATA))
     first.write([memoryview(DATA)])
     inode = inode_of(first)
     spares.give(first)
     assert spares.nbytes == mmap.PAGESIZE
-    assert mapped(inode), "to map it anew costs as much as to write to it"
+    assert mapped(inode), "the mapping is kept, since a new mapping costs as much as the write"
     half = len(DATA) // 2
     again = PackFile(half, spares.take(half))
     again.write([memoryview(DATA)[half:-1], memoryview(b""), memoryview(DATA)[-1:]])
     assert (again.content, inode_of(again)) == (DATA[half:], inode)
     assert (spares.nbytes, spares.take(1)) == (0, None)
-    with pytest.raises(AttributeError):  # it has nothing any more that could be written to
+    with pytest.raises(AttributeError):  # the file has no memory any more
         first.fill(lambda whole: None)
     spares.give(again)
     larger = PackFile(len(DATA), spares.take(len(DATA)))
     larger.write([memoryview(DATA)])
     assert larger.content == DATA
     with open(larger.lend(), "rb") as lent:
-        assert lent.read() == DATA, "what others map is the same"
+        assert lent.read() == DATA, "a lent descriptor has the same content"
 
 
 @pytest.mark.parametrize("how", ["lent", "viewed"])
-def test_memory_that_somebody_has_is_not_used_again(how: str) -> None:
+def test_memory_with_other_users_is_not_reused(how: str) -> None:
     spares, file = Spares(), PackFile(len(DATA))
     file.write([memoryview(DATA)])
     held = file.lend() if how == "lent" else file.content
@@ -154,17 +154,17 @@ def test_memory_that_somebody_has_is_not_used_again(how: str) -> None:
         os.close(held)
 
 
-def test_the_best_fitting_memory_is_taken_and_the_rest_let_go() -> None:
+def test_the_best_fitting_memory_is_taken_first() -> None:
     before, spares = opened(), Spares()
     for size in (100, 300, 200):
         spares.give(PackFile(size))
-    assert (opened() - before).total() == 6  # of each its own, and its mapping's
+    assert (opened() - before).total() == 6  # three allocations, each with the descriptor of the memory and of its mapping
     taken = spares.take(150)
     assert os.fstat(taken.descriptor).st_size == 200
     spares.keep(mmap.PAGESIZE)
     assert spares.nbytes == mmap.PAGESIZE
     other = spares.take(1000)
-    assert os.fstat(other.descriptor).st_size <= 300, "the largest, where none is large enough"
+    assert os.fstat(other.descriptor).st_size <= 300, "the largest, if none is large enough"
     spares.keep(0)
     for memory in (taken, other):
         memory.close()

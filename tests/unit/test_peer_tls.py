@@ -1,5 +1,6 @@
-"""What somebody on the path between two node workers can read and change with TLS: nothing. And what callers without a proof can
-do: not much."""
+"""TLS between node workers: an attacker on the path can neither read nor change data, and callers without a proof have little
+effect.
+"""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ Change = Callable[[bytes], bytes]
 
 
 class Path:
-    """Everything between a caller and the server at ``contact``; ``change``: of what the server sends."""
+    """A proxy between a caller and the server at ``contact``. ``change`` is applied to the data from the server."""
 
     def __init__(self, contact: Contact) -> None:
         self._server = contact
@@ -129,7 +130,7 @@ def test_changed_bytes_end_the_connection(server: PeerServer, at: int) -> None:
 
 
 @pytest.mark.parametrize("again", [lambda data: data + data, lambda data: data + b"x" * 40, lambda data: data[:-1]])
-def test_nothing_is_added_repeated_or_left_out(server: PeerServer, again: Change, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_added_repeated_or_removed_bytes_are_detected(server: PeerServer, again: Change, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tcp_channel, "_PROOF_SECONDS", 0.5)
     path = Path(server.contact)
     sizes = list[int]()
@@ -140,14 +141,14 @@ def test_nothing_is_added_repeated_or_left_out(server: PeerServer, again: Change
 
     path.change = change
     try:
-        assert read(path.contact) == TEXT  # if what was added comes after the last byte that was asked for
+        assert read(path.contact) == TEXT  # possible if the additional bytes come after the last requested byte
     except ClusterError:
         pass
     path.close()
 
 
-def test_a_relay_with_a_certificate_of_its_own_is_refused(server: PeerServer) -> None:
-    """It knows the secret, from an eavesdropper of Ray's traffic."""
+def test_a_relay_with_its_own_certificate_is_refused(server: PeerServer) -> None:
+    """The relay knows the secret, as if it had read the traffic of Ray."""
     with served() as relay:
         relay.contact = replace(relay.contact, secret=server.contact.secret)
         with pytest.raises(OSError, match="CERTIFICATE_VERIFY_FAILED"):
@@ -155,13 +156,13 @@ def test_a_relay_with_a_certificate_of_its_own_is_refused(server: PeerServer) ->
         TcpChannel.connect(relay.contact).close()
 
 
-def test_a_caller_without_tls_is_sent_nothing(server: PeerServer) -> None:
+def test_a_caller_without_tls_receives_no_data(server: PeerServer) -> None:
     with pytest.raises(OSError, match=r"."):
         TcpChannel.connect(replace(server.contact, certificate=""))
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_idle_callers_lock_out_nobody(monkeypatch: pytest.MonkeyPatch, *, tls: bool) -> None:
+def test_idle_callers_do_not_block_other_callers(monkeypatch: pytest.MonkeyPatch, *, tls: bool) -> None:
     monkeypatch.setattr(peer_server, "_UNPROVEN", 8)
     monkeypatch.setattr(peer_server, "_CALLERS", 4)
     with served(tls=tls) as server:
@@ -172,13 +173,13 @@ def test_idle_callers_lock_out_nobody(monkeypatch: pytest.MonkeyPatch, *, tls: b
             one.settimeout(30)
             with suppress(ConnectionError):
                 while one.recv(4096):
-                    pass  # hung up, though the time for a proof is not over
+                    pass  # the server closes the connection before the time for a proof ends
         for one in idle:
             one.close()
 
 
 @pytest.mark.parametrize("tls", [False, True])
-def test_a_caller_has_little_time_for_its_proof(monkeypatch: pytest.MonkeyPatch, *, tls: bool) -> None:
+def test_a_caller_without_a_timely_proof_is_disconnected(monkeypatch: pytest.MonkeyPatch, *, tls: bool) -> None:
     monkeypatch.setattr(tcp_channel, "_PROOF_SECONDS", 0.2)
     with served(tls=tls) as server, socket.create_connection((server.contact.host, server.contact.port), 30) as caller:
         caller.settimeout(30)
@@ -195,7 +196,7 @@ def test_a_replica_larger_than_the_memory_is_not_received(server: PeerServer) ->
     channel.close()
 
 
-def test_each_worker_has_a_pair_of_its_own_and_leaves_no_file() -> None:
+def test_each_worker_has_its_own_key_pair_and_leaves_no_file() -> None:
     before = set(os.listdir("/proc/self/fd"))
     certificates = {server_context()[1] for _ in range(3)}
     assert len(certificates) == 3
@@ -207,7 +208,7 @@ def test_each_worker_has_a_pair_of_its_own_and_leaves_no_file() -> None:
     ("ray", "own", "expected"),
     [(None, None, False), ("0", None, False), ("1", None, True), ("true", None, True), ("1", "0", False), (None, "1", True)],
 )
-def test_tls_is_used_where_ray_uses_it(
+def test_tls_is_used_if_ray_uses_tls(
     monkeypatch: pytest.MonkeyPatch, ray: str | None, own: str | None, *, expected: bool
 ) -> None:
     for name, value in ((peer_tls._RAY_TLS, ray), (PEER_TLS, own)):

@@ -1,4 +1,4 @@
-"""Node workers that talk to each other, over real sockets of this machine."""
+"""Node workers that communicate over real sockets on this machine."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ ATTEMPT = AttemptKey("r", 1, "a" * 16)
 
 
 class PeersOnly(NoNodePeers):
-    """Other nodes that are reached, but not listed."""
+    """Peers without a list of nodes."""
 
     def __init__(self, others: Peers) -> None:
         self._others = others
@@ -58,7 +58,7 @@ class PeersOnly(NoNodePeers):
 
 
 class Worker:
-    """What a node worker is to others, and others to it."""
+    """The parts of a node worker that communicate with other nodes."""
 
     def __init__(
         self, name: str, find: Callable[[str], Contact], clock: FakeClock, *, budget: int = 1 << 30, tls: bool = False
@@ -70,7 +70,7 @@ class Worker:
         self.peer_server = PeerServer(
             "127.0.0.1", self.fetcher, ReplicaStore(self.tier), self.journal, StagedStates(1 << 20), tls=tls
         )
-        self.reads = list[Counter[str]]()  # bytes by source, of each call
+        self.reads = list[Counter[str]]()  # read bytes by source, one counter per call
         self._visit = self.fetcher.visit()
         self._visit.__enter__()
 
@@ -86,7 +86,7 @@ class Worker:
 
 
 class Cluster:
-    """Node workers by name; ``find`` is Ray."""
+    """Node workers by name. ``find`` stands for the lookup in Ray."""
 
     def __init__(self, *, tls: bool = False) -> None:
         self.clock, self.workers, self.tls = FakeClock(), dict[str, Worker](), tls
@@ -125,7 +125,7 @@ def read(cluster: Cluster, by: str, node: str, key: str, start: int, length: int
     return bytes(target) if cluster[by].peers.read(node, "r", key, start, memoryview(target)) else None
 
 
-def test_a_range_of_what_another_node_has_in_memory(cluster):
+def test_a_range_is_read_from_the_memory_of_another_node(cluster):
     cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
     assert read(cluster, "b", "a", "pack", 7, 2_000_000) == DATA[7:2_000_007]
     assert read(cluster, "b", "a", "pack", 0, len(DATA)) == DATA
@@ -133,14 +133,14 @@ def test_a_range_of_what_another_node_has_in_memory(cluster):
     assert cluster.asked == {"a": 1}
 
 
-def test_many_threads_at_a_time(cluster):
+def test_many_threads_read_from_one_node_at_a_time(cluster):
     cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
     with ThreadPoolExecutor(8) as threads:
         got = list(threads.map(lambda i: read(cluster, "b", "a", "pack", i, 100_000), range(0, 2_000_000, 20_000)))
     assert got == [DATA[i : i + 100_000] for i in range(0, 2_000_000, 20_000)]
 
 
-def test_a_copy_is_kept_as_it_was(cluster):
+def test_a_replica_keeps_its_bytes_and_base(cluster):
     base = AttemptKey("r", 0, "ff" * 8)
     copy = Replica(ATTEMPT, 3, "pack", ("b", "a"), base=base)
     part = cluster["b"].peers.accept("a", copy, memoryview(DATA))
@@ -151,7 +151,7 @@ def test_a_copy_is_kept_as_it_was(cluster):
     assert [held.base for held in cluster["a"].tier.holdings("r")] == [base]
 
 
-def test_who_does_not_know_the_secret_is_sent_nothing(cluster):
+def test_a_peer_without_the_secret_receives_no_data(cluster):
     cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
     wrong = replace(cluster["a"].peer_server.contact, secret="00" * 32)
     with pytest.raises(OSError, match="does not know the secret"):
@@ -164,10 +164,10 @@ def test_who_does_not_know_the_secret_is_sent_nothing(cluster):
         assert caller.recv(32, socket.MSG_WAITALL) == GREETING
         assert len(caller.recv(48, socket.MSG_WAITALL)) == 48
         caller.sendall(bytes(32))
-        assert caller.recv(1) == b""  # hung up
+        assert caller.recv(1) == b""  # the server has closed the connection
 
 
-def test_a_dead_node_is_not_asked_again_for_a_while(cluster):
+def test_a_dead_node_is_not_contacted_again_for_some_time(cluster):
     cluster.kill("a")
     for _ in range(3):
         with pytest.raises(ClusterError, match="node a"):
@@ -178,7 +178,7 @@ def test_a_dead_node_is_not_asked_again_for_a_while(cluster):
     assert read(cluster, "b", "a", "pack", 0, 10) is None
 
 
-def test_a_worker_that_was_started_anew_is_found_at_once(cluster):
+def test_a_restarted_worker_is_found_immediately(cluster):
     cluster["a"].tier.put(ATTEMPT, 0, "pack", [DATA])
     assert read(cluster, "b", "a", "pack", 0, 10) == DATA[:10]
     cluster.kill("a")
@@ -187,16 +187,16 @@ def test_a_worker_that_was_started_anew_is_found_at_once(cluster):
     assert cluster.asked == {"a": 2}
 
 
-def test_a_frozen_node_is_waited_for_within_bounds(cluster, monkeypatch):
+def test_a_read_from_a_frozen_node_times_out(cluster, monkeypatch):
     monkeypatch.setattr(tcp_channel, "_STALL", 0.2)
-    with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel takes the call, nobody answers
+    with socket.create_server(("127.0.0.1", 0)) as frozen:  # the kernel accepts the connection, no process answers
         cluster.workers["a"].peer_server.contact = Contact("127.0.0.1", frozen.getsockname()[1], "00" * 32)
         with pytest.raises(ClusterError, match="timed out"):
             read(cluster, "b", "a", "pack", 0, 10)
 
 
 class Counting(MemoryStore):
-    """Counts what is read, and lets nobody read before ``open`` is set."""
+    """Counts the bytes that are read. A read waits until ``open`` is set."""
 
     def __init__(self, *objects: str) -> None:
         super().__init__("peers")
@@ -220,7 +220,7 @@ def get(cluster: Cluster, by: str, store: Any, key: str, *span: int, group: Rest
         return os.pread(file.fileno(), span[1] - span[0], span[0])
 
 
-def test_what_all_nodes_want_is_read_from_the_store_once(cluster):
+def test_objects_that_all_nodes_read_leave_the_store_once(cluster):
     objects = [f"pack{i}" for i in range(6)]
     store = Counting(*objects)
     with ThreadPoolExecutor(18) as threads:
@@ -234,7 +234,7 @@ def test_what_all_nodes_want_is_read_from_the_store_once(cluster):
     assert sum(read["instead"] for read in told) == 0
 
 
-def test_ranges_that_overlap_are_shared_in_part(cluster):
+def test_overlapping_ranges_are_read_from_the_store_once(cluster):
     store = Counting("pack")
     wanted = ("a", 0, 1_000_000), ("b", 900_000, 2_000_000), ("c", 1_900_000, 3_000_000), ("a", 500, 2_999_000)
     for node, start, end in wanted:
@@ -242,7 +242,7 @@ def test_ranges_that_overlap_are_shared_in_part(cluster):
     assert store.read == {"pack": len(DATA)}
 
 
-def test_bytes_that_another_node_is_reading_are_waited_for(cluster, monkeypatch):
+def test_a_node_waits_for_bytes_that_another_node_reads(cluster, monkeypatch):
     monkeypatch.setattr(peer_server, "_WAIT", 0.05)
     store = Counting("pack")
     store.open.clear()
@@ -251,13 +251,13 @@ def test_bytes_that_another_node_is_reading_are_waited_for(cluster, monkeypatch)
         assert store.begun.wait(60)
         second = threads.submit(get, cluster, "b", store, "pack", 0, len(DATA))
         with pytest.raises(FuturesTimeout):
-            second.result(0.3)  # longer than one question is waited for
+            second.result(0.3)  # longer than the wait of one request
         store.open.set()
         assert first.result(60) == second.result(60) == DATA
     assert store.read == {"pack": len(DATA)}
 
 
-def test_who_reads_too_slowly_is_not_waited_for_any_longer(cluster, monkeypatch, caplog):
+def test_a_node_stops_waiting_for_a_slow_reader(cluster, monkeypatch, caplog):
     monkeypatch.setattr(peer_server, "_WAIT", 0.01)
     monkeypatch.setattr(peers, "_LATE", -1.0)
     slow, quick = Counting("pack"), Counting("pack")
@@ -270,13 +270,13 @@ def test_who_reads_too_slowly_is_not_waited_for_any_longer(cluster, monkeypatch,
         first.result(60)
     assert cluster["b"].read["instead"] == 1000
     assert "since node a did not send them" in caplog.text
-    assert get(cluster, "c", quick, "pack", 0, 1000) == DATA[:1000]  # from b, which has it instead
+    assert get(cluster, "c", quick, "pack", 0, 1000) == DATA[:1000]  # from node b, which read the bytes instead of node a
     assert cluster["c"].read["peer"] == 1000
 
 
 @pytest.mark.parametrize("dead", ["a", "b", "c"])
-def test_a_node_that_dies_leaves_its_part_to_the_others(cluster, dead):
-    """For each node: the owner of the claims, the one that has read, and one that is neither."""
+def test_other_nodes_take_over_the_reads_of_a_dead_node(cluster, dead):
+    """The dead node is the owner of the claims, the reader, or a third node."""
     store, group = Counting("pack"), RestoreGroup("restore", ("a", "b", "c"))
     reader = "a" if dead != "b" else "b"
     assert get(cluster, reader, store, "pack", 0, 1000, group=group) == DATA[:1000]
@@ -286,7 +286,7 @@ def test_a_node_that_dies_leaves_its_part_to_the_others(cluster, dead):
     assert 2000 <= store.read["pack"] <= 5000
 
 
-def test_what_the_one_cannot_read_the_other_tries(cluster):
+def test_another_node_retries_a_failed_store_read(cluster):
     class Down(Counting):
         def get_range_into(self, key: str, start: int, target: memoryview) -> None:
             raise StoreUnavailable("503", subject=key)
@@ -296,7 +296,7 @@ def test_what_the_one_cannot_read_the_other_tries(cluster):
     assert get(cluster, "b", Counting("pack"), "pack", 0, 1000) == DATA[:1000]
 
 
-def test_what_others_count_on_is_let_go_of_last():
+def test_bytes_claimed_for_other_nodes_are_evicted_last():
     cluster, store = Cluster(), Counting("pack1", "pack2", "pack3")
     cluster.start("a", "b", budget=2 * len(DATA))
     get(cluster, "a", store, "pack1", 0, len(DATA))
@@ -310,14 +310,14 @@ def test_what_others_count_on_is_let_go_of_last():
         cluster.kill(name)
 
 
-def test_a_node_of_another_version_is_told_so(cluster, monkeypatch):
+def test_another_protocol_version_raises_cluster_error(cluster, monkeypatch):
     monkeypatch.setattr(tcp_channel, "GREETING", b"1.0123456789abcdef".ljust(32, b"\0"))
     with pytest.raises(ClusterError, match="speaks protocol"):
         read(cluster, "b", "a", "pack", 0, 10)
 
 
-def test_an_entry_of_the_journal_is_kept_and_read(cluster: Cluster) -> None:
-    """What does not fit is refused before its bytes are read, and what was dropped meanwhile is not there."""
+def test_a_journal_entry_is_copied_to_a_peer_and_read_back(cluster: Cluster) -> None:
+    """An entry that does not fit is refused before its bytes are read. A dropped entry cannot be copied."""
     cluster.start("a", "b")
     info = EntryInfo("r", 0, 1, 4, 3, (Generation("g", 0),), 100_000)
     data = DATA[: info.size]
@@ -330,7 +330,7 @@ def test_an_entry_of_the_journal_is_kept_and_read(cluster: Cluster) -> None:
     assert target == data
     large = replace(info, step=5, previous=4, size=2 << 20)
     assert "is full" in cluster["a"].peers.put_entry("b", PutEntry(large, 4, "a")).problem
-    with pytest.raises(ClusterError, match="does not answer"):  # the holder, and so the copy
+    with pytest.raises(ClusterError, match="does not answer"):  # the source node does not exist, so there is no copy
         cluster["a"].peers.put_entry("c", PutEntry(info, 4, "gone"))
     assert cluster["b"].journal.store.holdings("r") == (info,)
     cluster["b"].journal.store.add(info, EntryMemory.of([data], info.size), own=True)
@@ -342,7 +342,7 @@ def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkey
     channel, all_four = cluster["b"].peers._channel, threading.Barrier(4)
 
     def together(node: str) -> TcpChannel:
-        """No thread is done, and leaves its connection to another, before all have one."""
+        """Return a channel once all four threads have one, so that no thread can reuse the channel of another."""
         found = channel(node)
         all_four.wait(10)
         return found
@@ -356,8 +356,8 @@ def test_a_large_entry_is_read_over_several_connections(cluster: Cluster, monkey
 
 
 @pytest.mark.parametrize(("took", "pause"), [(0.0, 1.0), (2.0, 6.0), (20.0, 30.0)])
-def test_a_silent_node_is_left_alone_as_its_answer_took(took: float, pause: float) -> None:
-    """A worker that is replaced is found soon, and one that hangs costs a small part of the time."""
+def test_the_pause_after_a_failure_depends_on_its_duration(took: float, pause: float) -> None:
+    """A replaced worker is found soon, and a worker that hangs costs a small part of the time."""
     clock, asked = FakeClock(), list[str]()
 
     def find(node: str) -> Contact:

@@ -1,4 +1,4 @@
-"""Copies on other nodes: made, completed, told of, and made again where a node has died."""
+"""Copies on other nodes: they are made, completed, reported, and made again after the loss of a node."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def attempt_key(id: int) -> AttemptKey:
 
 
 class Member:
-    """One node: its memory, and what it has been sent. ``frozen``: it answers nobody."""
+    """A node: its memory and the keys of the objects that it received. If ``frozen``, it does not answer."""
 
     def __init__(self, world: ReplicaNodes, name: str, *, budget: int, zone: str = "") -> None:
         self.name, self.zone, self.frozen = name, zone, False
@@ -36,7 +36,7 @@ class Member:
         self.replicator = Replicator(name, self.tier, world, world.clock)
 
     def make(self, id: int, number: int, *, packs: int = 2, size: int = KIB, sealed: bool = True) -> None:
-        """What this node, number ``number`` in the attempt, makes for a save."""
+        """Store the objects of a save that this node, number ``number`` in the attempt, writes."""
         where = attempt_key(id)
         for i in range(packs):
             self.tier.put(where, number, keys.pack(id, where.token, number, "weights", i), [bytes([i]) * size])
@@ -44,7 +44,7 @@ class Member:
             self.tier.put(where, number, keys.fragment(id, where.token, number), [b"fragment"])
 
     def give_up(self, id: int) -> None:
-        """What this node does when it hears that an attempt will never be a version."""
+        """Give up an attempt that will not become a version."""
         self.tier.given_up(attempt_key(id))
         self.replicator.give_up(attempt_key(id))
 
@@ -53,7 +53,7 @@ class Member:
 
 
 class ReplicaNodes:
-    """Nodes that call each other directly. Those that are dead are not in ``members``."""
+    """Nodes that call each other directly. Dead nodes are not in ``members``."""
 
     def __init__(self, *names: str, budget: int = 100 * KIB, replicas: int = 1, zones: str = "") -> None:
         self.clock = FakeClock()
@@ -68,7 +68,7 @@ class ReplicaNodes:
         return member
 
     def settle(self, seconds: float = 120.0) -> None:
-        """Let everyone do what there is to do for so long."""
+        """Run the replication of all nodes for ``seconds``."""
         until = self.clock.time + seconds
         while self.clock.time < until:
             for member in list(self.members.values()):
@@ -104,7 +104,7 @@ class ReplicaNodes:
         return self.members[node]
 
 
-def test_a_copy_is_whole_with_its_last_object():
+def test_a_copy_is_complete_once_its_last_object_arrives():
     """Each object is sent once."""
     world = ReplicaNodes("a", "b")
     world["a"].make(1, 0, sealed=False)
@@ -122,7 +122,7 @@ def test_a_copy_is_whole_with_its_last_object():
         assert size == len(world["b"].tier.view("r", key) or b"")
 
 
-def test_a_last_object_without_the_others_is_not_taken():
+def test_a_fragment_without_its_packs_is_refused():
     world = ReplicaNodes("a")
     where = attempt_key(1)
     pack, fragment = keys.pack(1, where.token, 0, "weights", 0), keys.fragment(1, where.token, 0)
@@ -134,14 +134,14 @@ def test_a_last_object_without_the_others_is_not_taken():
     assert world.holders(1, 0) == {"a"}
 
 
-def test_no_replicas_no_copies():
+def test_zero_replicas_make_no_copies():
     world = ReplicaNodes("a", "b", replicas=0)
     world["a"].make(1, 0)
     world.settle()
     assert world["b"].received == []
 
 
-def test_copies_go_where_their_makers_go():
+def test_copies_are_dropped_with_their_originals():
     world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
     world.settle()
@@ -160,7 +160,7 @@ def test_copies_go_where_their_makers_go():
     assert world["b"].tier.used == world["a"].tier.used == 2 * KIB + 8
 
 
-def test_what_a_node_has_made_itself_another_cannot_give_up():
+def test_a_node_keeps_its_own_parts_if_another_gives_up():
     world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
     world["b"].make(1, 1)
@@ -171,7 +171,7 @@ def test_what_a_node_has_made_itself_another_cannot_give_up():
     assert [held.given_up for held in world["b"].tier.holdings("r")] == [False]
 
 
-def test_a_staged_save_is_copied_though_it_is_aborted():
+def test_an_aborted_staged_save_is_copied():
     world = ReplicaNodes("a", "b", "c")
     for number, name in enumerate("abc"):
         world[name].make(1, number)
@@ -205,7 +205,7 @@ def test_a_replaced_attempt_is_not_sent_again():
     assert (world.holders(1, 0), world.holders(2, 0)) == ({"a"}, {"b"})
 
 
-def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
+def test_copies_of_a_dead_node_are_made_again(caplog):
     caplog.set_level(logging.INFO, "raystow.workers.replication.replicator")
     world = ReplicaNodes("a", "b", "c")
     for number, name in enumerate("abc"):
@@ -230,7 +230,7 @@ def test_a_dead_node_is_inherited_and_the_map_heals(caplog):
     assert caplog.text.count("copies on other nodes are complete: 6168 of 6168 bytes") == 1
 
 
-def test_an_heir_that_saves_nothing_itself_makes_each_copy_once():
+def test_a_successor_without_own_saves_makes_each_copy_once():
     world = ReplicaNodes("a")
     for name in "bcd":
         world.add(name, replicas=None)
@@ -242,7 +242,7 @@ def test_an_heir_that_saves_nothing_itself_makes_each_copy_once():
     assert sorted(len(world[name].received) for name in "bcd") == [0, 3, 3]
 
 
-def test_a_worker_that_was_restarted_empty_has_an_heir():
+def test_parts_of_a_worker_restarted_empty_are_copied_again():
     world = ReplicaNodes("a", "b", "c")
     world["a"].make(1, 0)
     world.settle()
@@ -256,7 +256,7 @@ def test_a_worker_that_was_restarted_empty_has_an_heir():
     assert len(world.holders(1, 0)) == 2
 
 
-def test_a_partner_that_restarts_empty_gets_its_copies_again():
+def test_a_partner_restarted_empty_receives_its_copies_again():
     world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
     world.settle()
@@ -278,14 +278,14 @@ def test_a_partner_that_does_not_answer_is_replaced(caplog):
     assert partner in world.holders(1, 0)
 
 
-def test_two_replicas_are_in_other_zones():
+def test_two_replicas_are_placed_in_other_zones():
     world = ReplicaNodes(*"abcdef", replicas=2, zones="xxyyzz")
     world["a"].make(1, 0)
     world.settle()
     assert {world[name].zone for name in world.holders(1, 0)} == {"x", "y", "z"}
 
 
-def test_a_copy_without_room_is_retried_when_there_may_be(caplog):
+def test_a_copy_that_did_not_fit_is_retried_after_a_commit(caplog):
     world = ReplicaNodes("a")
     world.add("b", budget=3 * KIB)
     world["b"].make(1, 1, packs=1)
@@ -295,7 +295,7 @@ def test_a_copy_without_room_is_retried_when_there_may_be(caplog):
     assert world.holders(2, 0) == {"a"}
     assert caplog.text.count("node b has no room for a copy of version 2") == 1
     assert len(world["b"].received) == 2
-    assert world["b"].tier.used == KIB + 8  # nothing of what is of no use
+    assert world["b"].tier.used == KIB + 8  # the copies of the incomplete part were released
     world["b"].make(2, 1, packs=0)
     world["a"].tier.committed(attempt_key(2))
     world["b"].tier.committed(attempt_key(2))
@@ -303,7 +303,7 @@ def test_a_copy_without_room_is_retried_when_there_may_be(caplog):
     assert world.holders(2, 0) == {"a", "b"}
 
 
-def test_copies_make_room_for_what_a_node_makes_itself():
+def test_copies_are_evicted_for_the_own_objects_of_a_node():
     world = ReplicaNodes("a")
     world.add("b", budget=4 * KIB)
     world["a"].make(1, 0)
@@ -318,7 +318,7 @@ def test_copies_make_room_for_what_a_node_makes_itself():
     assert len(world["b"].received) == sent
 
 
-def test_what_did_not_fit_at_home_is_not_sent():
+def test_an_object_that_did_not_fit_locally_is_not_sent():
     world = ReplicaNodes("a", budget=KIB)
     world.add("b")
     world["a"].make(1, 0)
@@ -326,7 +326,7 @@ def test_what_did_not_fit_at_home_is_not_sent():
     assert world["b"].received == []
 
 
-def test_what_a_newer_version_has_replaced_is_not_taken():
+def test_a_copy_of_a_replaced_version_is_refused():
     world = ReplicaNodes("a")
     world.add("b", replicas=0)
     world["b"].make(2, 0)
@@ -337,7 +337,7 @@ def test_what_a_newer_version_has_replaced_is_not_taken():
 
 
 def difference(member: Member, id: int, base: int) -> None:
-    """A version that a node makes as a delta to one that it has."""
+    """Commit a version that a node stores as a delta to version ``base``."""
     member.tier.set_base(attempt_key(id), attempt_key(base))
     member.make(id, 0)
     member.tier.committed(attempt_key(id))
@@ -357,14 +357,14 @@ def test_the_base_of_a_version_is_copied_with_it():
     del world.members["a"]
     world.add("c", replicas=None)
     world.settle()
-    assert [world.holders(id, 0) for id in (1, 3)] == [{"b", "c"}] * 2, "b is the heir of both"
+    assert [world.holders(id, 0) for id in (1, 3)] == [{"b", "c"}] * 2, "node b takes over both versions"
     world["b"].make(4, 0)
     world["b"].tier.committed(attempt_key(4))
     world.settle()
-    assert [world.holders(id, 0) for id in (1, 3, 4)] == [set(), set(), {"b", "c"}], "nothing is a delta to it any more"
+    assert [world.holders(id, 0) for id in (1, 3, 4)] == [set(), set(), {"b", "c"}], "no kept version is a delta to version 1"
 
 
-def test_what_a_version_is_a_difference_to_may_come_after_it():
+def test_a_delta_base_may_arrive_after_its_version():
     world = ReplicaNodes("a", "b")
     world["a"].make(1, 0)
     world["a"].tier.committed(attempt_key(1))
@@ -375,7 +375,7 @@ def test_what_a_version_is_a_difference_to_may_come_after_it():
     assert world.holders(1, 0) == {"a", "b"}
 
 
-def test_no_faster_than_the_rate():
+def test_copies_are_sent_within_the_rate_limit():
     world = ReplicaNodes("a", "b", replicas=0)
     world["a"].make(1, 0, packs=8)
     world["a"].replicator.want("r", 1, rate=KIB / 10)
@@ -385,7 +385,7 @@ def test_no_faster_than_the_rate():
     assert world.holders(1, 0) == {"a", "b"}
 
 
-def test_an_error_nobody_thought_of_does_not_end_it(caplog):
+def test_an_unexpected_error_does_not_end_the_thread(caplog):
     world = ReplicaNodes("a")
     replicator = world["a"].replicator
 
@@ -400,7 +400,7 @@ def test_an_error_nobody_thought_of_does_not_end_it(caplog):
 
 
 @pytest.mark.parametrize("moment", ["before", "after"])
-def test_a_version_given_up_here_while_it_is_sent_is_let_go(moment):
+def test_an_attempt_given_up_during_its_copy_is_released(moment):
     world = ReplicaNodes("a", "b")
     world["a"].make(1, 0, packs=4, sealed=False)
     world["a"].replicator.step()

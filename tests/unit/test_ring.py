@@ -1,4 +1,4 @@
-"""The memory of a ring goes with the last who needs it."""
+"""The memory of a ring is freed when its last user releases it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ def mapped(inode: int) -> bool:
 
 
 def test_a_closed_ring_frees_its_memory_with_the_last_chunk():
-    """Also if somebody still refers to it."""
+    """The memory is freed even if the ring object is still referenced."""
     ring = Ring.create(2 * SLOT)
     inode = os.fstat(ring.fd).st_ino
     chunk = ring.slot(1)[:100]
@@ -24,4 +24,4 @@ def test_a_closed_ring_frees_its_memory_with_the_last_chunk():
     assert (chunk == 7).all()
     del chunk
     assert not mapped(inode)
-    assert isinstance(ring, Ring)  # it is still known here
+    assert isinstance(ring, Ring)  # keeps the reference to the ring

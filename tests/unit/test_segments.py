@@ -1,4 +1,6 @@
-"""Segments of the step journal: written by nodes, committed for the whole world, replayed after all memory is lost."""
+"""Segments of the step journal: nodes write them, a commit includes all ranks, and they are replayed after the loss of all
+memory.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,8 @@ from raystow.workers.journal.segment_writer import read_entry
 from raystow.workers.protocol.messages import EntryInfo, Generation, StoredEntry
 
 
-def test_a_training_continues_from_the_store(tmp_path: Path) -> None:
-    """Twice, so that the second replay follows segments of two generations."""
+def test_training_continues_from_the_store(tmp_path: Path) -> None:
+    """Training is interrupted twice, so the second replay reads segments of two generations."""
     run = SegmentRun(tmp_path)
     for first, last, durable in ((1, 5, 4), (5, 9, 8)):
         training = Training()
@@ -39,7 +41,7 @@ def test_a_training_continues_from_the_store(tmp_path: Path) -> None:
     assert replay(run) == (8, states(8)[8])
 
 
-def test_all_ranks_are_in_a_segment_or_none(tmp_path: Path) -> None:
+def test_a_segment_has_the_entries_of_all_ranks(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path, world_size=2)
     trainings = [Training(rank) for rank in range(2)]
     journals = [run.journal(training, rank) for rank, training in enumerate(trainings)]
@@ -60,7 +62,7 @@ def test_all_ranks_are_in_a_segment_or_none(tmp_path: Path) -> None:
 
 
 class FullStore:
-    """Refuses the entries of a segment, as long as it is ``full``."""
+    """A store that refuses the entries of a segment while it is ``full``."""
 
     def __init__(self, store: Any) -> None:
         self.inner, self.full = store, True
@@ -74,8 +76,8 @@ class FullStore:
         return getattr(self.inner, name)
 
 
-def test_a_failed_upload_is_made_up_for(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """By the next segment, and the training goes on."""
+def test_the_next_segment_includes_a_failed_upload(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Training continues after the failed upload."""
     run = SegmentRun(tmp_path)
     run.store = store = FullStore(run.repository.store)
     training, journal = begin(run)
@@ -90,7 +92,7 @@ def test_a_failed_upload_is_made_up_for(tmp_path: Path, caplog: pytest.LogCaptur
 
 
 def test_a_version_removes_segments(tmp_path: Path) -> None:
-    """Those up to its step; a collection deletes their objects."""
+    """Segments up to the step of the version are removed; a collection deletes their objects."""
     run = SegmentRun(tmp_path)
     training, journal = begin(run)
     record(run, journal, training, range(1, 7))
@@ -116,14 +118,14 @@ def test_a_rollback_removes_all_segments(tmp_path: Path) -> None:
     training.step(4)
     journal.record(4)
     journal.flush()
-    run.writers[0].step()  # completes the segment that was opened before the rollback
+    run.writers[0].step()  # complete the segment that was opened before the rollback
     assert run.durable == []
     run.write()
     assert run.durable == [4]
     journal.close()
 
 
-def test_entries_in_the_store_make_place_for_new_ones(tmp_path: Path) -> None:
+def test_durable_entries_are_evicted_for_new_ones(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path)
     training, journal = begin(run)
     record(run, journal, training, range(1, 4))
@@ -136,7 +138,7 @@ def test_entries_in_the_store_make_place_for_new_ones(tmp_path: Path) -> None:
     assert replay(run) == (6, states(6)[6])
 
 
-def test_a_repair_brings_segments_back(tmp_path: Path) -> None:
+def test_a_repair_restores_segments(tmp_path: Path) -> None:
     run = SegmentRun(tmp_path)
     training, journal = begin(run)
     record(run, journal, training, range(1, 5))
@@ -150,7 +152,7 @@ def test_a_repair_brings_segments_back(tmp_path: Path) -> None:
 
 
 def test_repeated_steps_are_stored_again(tmp_path: Path) -> None:
-    """Those after a damaged segment: what it has is of a history that was not continued."""
+    """The steps after a damaged segment are repeated, and replace the segment of the old history."""
     run = SegmentRun(tmp_path)
     training, journal = begin(run)
     record(run, journal, training, range(1, 5))
@@ -167,8 +169,8 @@ def test_repeated_steps_are_stored_again(tmp_path: Path) -> None:
     assert replay(run) == (6, states(6)[6])
 
 
-def test_a_gap_is_refused() -> None:
-    """A rank that lacks a step, as a faulty node might report."""
+def test_a_segment_with_a_missing_step_is_refused() -> None:
+    """A faulty node could report a rank without one of the steps."""
     infos = [EntryInfo("r", 0, 1, step, step - 1, (Generation("g", 1),), 9) for step in (1, 2, 3)]
     whole = tuple((info, bytes(32)) for info in infos)
     for left_out in range(3):
@@ -179,7 +181,7 @@ def test_a_gap_is_refused() -> None:
     assert [one.step for one in made.steps] == [1, 2, 3]
 
 
-def test_an_entry_with_another_bit_is_refused(tmp_path: Path) -> None:
+def test_an_entry_with_a_changed_byte_is_refused(tmp_path: Path) -> None:
     store = SegmentRun(tmp_path).store
     place = StoredEntry(1, "a" * 16, 0, 1, stored_digest(b"entry"))
     store.put(keys.segment_entries(1, "a" * 16, 0), [b"-entry-"])
@@ -192,7 +194,7 @@ def test_an_entry_with_another_bit_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_segment_is_signed_like_a_version(tmp_path: Path) -> None:
-    """A signature of a version with the same number, attempt and digest is none of the segment."""
+    """The signature of a version with the same number, attempt, and digest is invalid for the segment."""
     run, ours = SegmentRun(tmp_path), Signer(Ed25519PrivateKey.generate())
     store, id, trust = run.store, run.repository.id, Trust((ours.public,))
     info = EntryInfo(id, 0, 1, 1, 0, (Generation("g", 1),), 9)

@@ -1,4 +1,4 @@
-"""A store fails at each operation of a segment's commit, before it or with a lost answer."""
+"""A store fails at each operation of the commit of a segment, before the operation or after it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ _OPERATIONS = ("get", "get_range", "put", "get_tagged", "put_if", "list")
 
 
 class FailingStore:
-    """Fails one operation, number ``at``. ``late``: when it is done. ``passed``: operations so far."""
+    """A store that fails operation number ``at``. If ``late``, the operation is done before the error. ``passed``: operations
+    so far.
+    """
 
     def __init__(self, store: Any) -> None:
         self.inner, self.at, self.late, self.passed = store, 0, False, 0
@@ -38,9 +40,9 @@ class FailingStore:
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_a_store_fails_at_each_operation_of_a_commit(tmp_path: Path, late: bool) -> None:
-    """The steps are durable then, or with the next segment, and every segment is whole."""
-    at, operations = -1, 1  # nothing fails in the first round, which counts
+def test_segments_survive_a_failure_of_each_operation(tmp_path: Path, late: bool) -> None:
+    """The steps become durable with this segment or with the next one, and each segment is intact."""
+    at, operations = -1, 1  # the first round has no failure and counts the operations
     while at < operations:
         at += 1
         run = SegmentRun(tmp_path / str(at))
@@ -60,4 +62,4 @@ def test_a_store_fails_at_each_operation_of_a_commit(tmp_path: Path, late: bool)
             verify_segment(healthy.store, read_record(healthy.store, healthy.id, segment, healthy.trust), deep=True)
         run.start()
         assert replay(run) == (6, states(6)[6])
-    assert operations >= 5  # entries, record, look at them, root read and swapped
+    assert operations >= 5  # the entries, the record, the check of both, and the read and the swap of the root

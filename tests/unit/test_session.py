@@ -1,4 +1,4 @@
-"""A session's conversation with a training process, message by message, with a node that only keeps what it is given."""
+"""The messages between a session and a training process, with a fake node that only records what it receives."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ Message = Any
 
 @dataclass
 class Talk:
-    """A connection whose other end is a script: it goes on when the session has dealt with the message before."""
+    """A connection whose other end is a script. The script continues when the session has processed the previous message."""
 
     script: Iterator[Message]
     sent: list[Message] = field(default_factory=list)
@@ -78,7 +78,7 @@ class Talk:
 
 @dataclass
 class FakeAttempt:
-    """Keeps chunks, by name, until ``done`` of them is called."""
+    """Keeps chunks by name until their ``done`` is called."""
 
     over: bool = False
     base: Any = None
@@ -150,12 +150,12 @@ class FakeHost:
 
 
 def serve(script: Callable[[Talk], Iterator[Message]], attempt: FakeAttempt | SaveFailed) -> tuple[Talk, FakeHost]:
-    """Run a session through a script, from its hello to its end."""
+    """Run a session through a script, from its opening to its end."""
 
     def whole() -> Iterator[Message]:
         try:
             yield from script(talk)
-        finally:  # the session waits for what is still needed
+        finally:  # the session waits for chunks that are still needed
             for name in list(attempt.done if isinstance(attempt, FakeAttempt) else ()):
                 attempt.release(name)
 
@@ -170,7 +170,7 @@ def raw(name: str, slot: int, start: int, nbytes: int) -> StageRaw:
 
 
 def coded(name: str, *parts: tuple[int, int, int]) -> list[Message]:
-    """A chunk of a device of its own, of which all lies in one run."""
+    """Return the messages for a chunk on its own device, with all bytes in one run."""
     firsts = itertools.accumulate((nbytes for _, _, nbytes in parts), initial=0)
     spans = tuple((first, *part) for first, part in zip(firsts, parts, strict=False))
     device, size = zlib.crc32(name.encode()), sum(nbytes for _, _, nbytes in parts)
@@ -189,7 +189,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
     def settle(candidates: set[int]) -> None:
         free = {slot for slot in candidates if slot not in open_slots and not any(slot in slots for slots in needed.values())}
         expected.extend(sorted(free))
-        open_slots.update(free)  # the training process takes it again at once
+        open_slots.update(free)  # the training process reuses the slot immediately
 
     def script(talk: Talk) -> Iterator[Message]:
         filled = set[int]()
@@ -231,7 +231,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
     assert len(host.gone) == 1
 
 
-def test_chunks_lie_where_their_parts_say() -> None:
+def test_chunks_are_read_at_the_positions_of_their_parts() -> None:
     attempt = FakeAttempt()
 
     def script(talk: Talk) -> Iterator[Message]:
@@ -252,14 +252,14 @@ def test_chunks_lie_where_their_parts_say() -> None:
 
 
 def session_ring(talk: Talk) -> np.ndarray:
-    """The ring's memory, as the training process maps it."""
+    """Return the memory of the ring, as the training process maps it."""
     opened = talk.sent[0]
     assert isinstance(opened, SessionOpened)
     assert talk.descriptor is not None
     return Ring(talk.descriptor, opened.slots, opened.slot_size).memory
 
 
-def test_what_comes_after_the_failure_of_a_save_costs_no_slot() -> None:
+def test_chunks_after_a_failed_save_occupy_no_slot() -> None:
     attempt = FakeAttempt()
 
     def script(talk: Talk) -> Iterator[Message]:
@@ -278,7 +278,7 @@ def test_what_comes_after_the_failure_of_a_save_costs_no_slot() -> None:
     serve(script, attempt)
 
 
-def test_a_save_that_cannot_begin_costs_no_slot() -> None:
+def test_a_save_that_cannot_begin_occupies_no_slot() -> None:
     def script(talk: Talk) -> Iterator[Message]:
         yield BEGIN
         assert talk.sent[-1] == SaveLost(5, "no", "s", "r")
@@ -290,7 +290,7 @@ def test_a_save_that_cannot_begin_costs_no_slot() -> None:
     serve(script, SaveFailed("no", subject="s", remedy="r"))
 
 
-def test_the_outcome_is_told_with_its_warnings() -> None:
+def test_the_outcome_is_sent_with_its_warnings() -> None:
     attempt = FakeAttempt()
     entry = Entry(1, "0123456789abcdef", "00" * 32, 1, 9, 0.5, 4, 4)
 
@@ -305,7 +305,7 @@ def test_the_outcome_is_told_with_its_warnings() -> None:
 
 
 def test_digests_are_offered_once_per_base() -> None:
-    """References name the version that was offered."""
+    """References name the version whose digests were offered."""
     attempt, home = FakeAttempt(), AttemptKey("r", 3, "0123456789abcdef")
     infos = [replace(INFO, name=name) for name in "abc"]
     rows = [draft(info, 0, raw_digest=number) for info, number in zip(infos, (7, 8), strict=False)]
@@ -331,7 +331,7 @@ def test_digests_are_offered_once_per_base() -> None:
         yield digests([1, 0], 3)
         assert attempt.referred == [("a", 7, 70, known)]
         yield digests([1, 0], 2)
-        assert attempt.referred[-1] == ("a", 7, 70, None), "the attempt says what is wrong"
+        assert attempt.referred[-1] == ("a", 7, 70, None), "the attempt reports the wrong base"
 
     serve(script, attempt)
 

@@ -1,4 +1,4 @@
-"""Rings in parts, as they are lent, and the runtime environment in which GPUs stay visible."""
+"""Parts of rings that are lent, and the runtime environment in which GPUs stay visible."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from raystow.workers.shm.ring import Ring
 from raystow.workers.shm.slots import Slots
 
 
-def test_the_end_of_a_ring_outlives_the_whole() -> None:
+def test_a_part_of_a_ring_outlives_the_whole_ring() -> None:
     size = mmap.PAGESIZE
     ring = Ring.create(5 * size, size)
     back = ring.behind(2)
@@ -43,5 +43,5 @@ def test_a_slot_is_free_when_its_last_chunk_is_done() -> None:
 
 
 @pytest.mark.parametrize(("version", "told"), [("2.50.1", True), ("2.55.0", True), ("2.56.0", False), ("3.0.0.dev0", False)])
-def test_older_rays_are_told_to_leave_gpus_visible(version: str, told: bool) -> None:
+def test_older_ray_versions_are_set_to_keep_gpus_visible(version: str, told: bool) -> None:
     assert (_environment(version) is not None) == told

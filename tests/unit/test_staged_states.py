@@ -1,4 +1,4 @@
-"""States that a process stages in its node's memory, as other processes and other nodes read them."""
+"""States that a process stages in the memory of its node, and that other processes and other nodes read."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ BUDGET = 150_000
 
 
 class Worker:
-    """The part of a node worker that has to do with states."""
+    """The part of a node worker that handles states."""
 
     def __init__(self) -> None:
         self.states = StagedStates(BUDGET)
@@ -57,7 +57,7 @@ class Worker:
         self.states.close()
 
     def read(self, sender: str, step: int, seconds: float = 30.0) -> bytes:
-        """What another node reads."""
+        """Return the bytes that another node reads."""
         with closing(StateReader(self.server.contact, sender, step, seconds)) as reader:
             target = bytearray(len(DATA))
             reader.read(0, memoryview(target))
@@ -86,7 +86,7 @@ def test_a_state_is_read_by_other_nodes_and_mapped_by_this_one(worker: Worker, c
     assert worker.read("sender", 3) == DATA
     mapped = receiver.map("sender", 3, 30)
     assert mapped.tobytes() == DATA
-    mapped[0] ^= 1  # is private
+    mapped[0] ^= 1  # the mapping is private
     sender.drop()
     assert mapped[1:].tobytes() == DATA[1:]
     sender.stage(4, len(DATA), 30, write)
@@ -94,7 +94,7 @@ def test_a_state_is_read_by_other_nodes_and_mapped_by_this_one(worker: Worker, c
 
 
 def test_a_state_outlives_its_process_for_some_seconds(worker: Worker, client: Callable[[str], StateClient]) -> None:
-    StateClient(worker.address, "sender")._connection.shut()  # before it has staged anything
+    StateClient(worker.address, "sender")._connection.shut()  # before it has staged a state
     with pytest.raises(ClusterError, match="sender of the state: has died"):
         worker.read("sender", 3)
     dying = StateClient(worker.address, "dying")
@@ -178,14 +178,14 @@ def test_states_of_a_node_share_its_budget(worker: Worker, client: Callable[[str
         ClusterError, match="state of step 3: cannot be staged: 100000 bytes do not fit into 150000, of which 100000"
     ):
         second.stage(3, len(DATA), 30, write)
-    first.stage(4, len(DATA), 30, write)  # takes the place of its own
+    first.stage(4, len(DATA), 30, write)  # replaces its own state
     first.drop()
     wait_until(lambda: worker.states._senders["first"].memory is None, "the state is dropped")
     second.stage(3, len(DATA), 30, write)
     assert worker.read("second", 3) == DATA
 
 
-def test_a_client_notices_that_its_node_worker_is_gone(worker: Worker) -> None:
+def test_a_client_detects_the_loss_of_its_node_worker(worker: Worker) -> None:
     client = StateClient(worker.address, "sender")
     client._connection.shut()
     wait_until(lambda: client.lost, "the connection is lost")

@@ -1,4 +1,4 @@
-"""What the training process's side does when the node worker does not do its part."""
+"""The training process side of staging with a node worker that fails or does not answer."""
 
 from __future__ import annotations
 
@@ -70,7 +70,7 @@ class Plan:
 
 @pytest.fixture
 def frozen() -> Iterator[str]:
-    """The address of a node worker that hands out a ring of two slots, and then neither reads nor answers."""
+    """Yield the address of a node worker that returns a ring of two slots, and then neither reads nor answers."""
     listener = Listener(f"raystow-test-{SYSTEM.token()}")
     held: list[Connection] = []
 
@@ -113,7 +113,7 @@ def test_close_does_not_wait_for_a_stuck_node_worker(frozen: str) -> None:
     assert isinstance(outcomes.get(timeout=1), SaveFailed)
 
 
-def test_what_cannot_be_sent_ends_the_save_at_once(frozen: str) -> None:
+def test_a_chunk_that_cannot_be_sent_fails_the_save_at_once(frozen: str) -> None:
     made, done, outcomes = staged(frozen, [Chunk(info=object())])
     assert isinstance(outcomes.get(timeout=5), SaveFailed)
     assert done.wait(5)
@@ -123,7 +123,7 @@ def test_what_cannot_be_sent_ends_the_save_at_once(frozen: str) -> None:
 
 @dataclass
 class OnGpu(Plan):
-    """A plan whose chunks lie on a device; ``seen`` gets what has happened by the time that it is looked at."""
+    """A plan whose chunks are on a device. ``seen`` records the calls in their order."""
 
     seen: list[str] = field(default_factory=list)
     ready: dict[int, Any] = field(default_factory=lambda: {0: None})
@@ -138,7 +138,7 @@ class OnGpu(Plan):
 
 
 class Bench:
-    """Codes nothing, and has read all at once."""
+    """An encoder that encodes nothing and reports all chunks as read immediately."""
 
     def choice(self, device: int) -> Any:
         return SimpleNamespace(codec="deflate", why="")
@@ -164,14 +164,15 @@ class Urgent(threading.Event):
 
 
 def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """And again after it has waited."""
+    """Training has the head start again after it has waited."""
     monkeypatch.setattr(gpu, "HEAD_START", 3600.0)
     plan, urgent, over = OnGpu([]), Urgent(), threading.Event()
     monkeypatch.setattr(gpu, "SYSTEM", SimpleNamespace(sleep=lambda seconds: plan.seen.append(f"slept {seconds:.0f}")))
 
     def staged() -> None:
         plan.seen.append("staged")
-        if plan.seen.count("staged") == 2:  # all was read; the save's part here is over
+        # the second call: all chunks were read, and this process has finished its part of the save
+        if plan.seen.count("staged") == 2:
             over.set()
 
     made = Staging(frozen, OPENING)
@@ -188,10 +189,10 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
 
 
 @pytest.mark.parametrize(("before", "after"), [("", "w"), ("w", "")])
-def test_a_gpu_tensor_may_change_only_once_all_was_read(
+def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
     frozen: str, before: str, after: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """``before``, ``after``: what has changed when the tensors were read, and later, when the training may change them."""
+    """``before``, ``after``: the changed tensor when the tensors were read, and later, when training may change them."""
     monkeypatch.setattr(gpu, "HEAD_START", 0.0)
     plan, outcomes, released = OnGpu([]), queue.SimpleQueue[Any](), threading.Event()
     monkeypatch.setattr(plan, "changed", lambda: after if released.is_set() else before, raising=False)

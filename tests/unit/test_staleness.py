@@ -21,7 +21,7 @@ State = dict[str, Any]
 
 @pytest.fixture
 def told(monkeypatch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What training processes were warned of, save by save."""
+    """Return the list of the warnings sent to training processes, one list for each save."""
     warnings: list[list[str]] = []
     send = Connection.send
 
@@ -41,7 +41,7 @@ def cluster() -> Iterator[LocalCluster]:
 
 
 def training_state(step: int, moment: float, *, shape: tuple[int, ...] = (30, 40)) -> State:
-    """A state whose weights and step counters go on, whatever the moments do."""
+    """Return a state whose weights and step counters change with ``step``, and whose moments depend on ``moment`` only."""
     optimizer = {
         "exp_avg": torch.full(shape, moment),
         "exp_avg_sq": torch.full(shape, moment**2, dtype=torch.bfloat16),
@@ -51,7 +51,7 @@ def training_state(step: int, moment: float, *, shape: tuple[int, ...] = (30, 40
     return {"model": {"w": torch.full(shape, float(step))}, "optim": {"w": optimizer}}
 
 
-def test_the_same_moments_at_another_step_are_a_warning(
+def test_equal_moments_at_another_step_cause_a_warning(
     cluster: LocalCluster, told: list[list[str]], caplog: pytest.LogCaptureFixture
 ) -> None:
     with caplog.at_level(logging.WARNING, stale_state.logger.name):
@@ -63,7 +63,7 @@ def test_the_same_moments_at_another_step_are_a_warning(
     assert said == [f"{cluster.uri}: {told[1][0]}"]
 
 
-def test_one_tensor_that_changed_is_enough(cluster: LocalCluster, told: list[list[str]]) -> None:
+def test_one_changed_tensor_prevents_the_warning(cluster: LocalCluster, told: list[list[str]]) -> None:
     first, second = training_state(1, 0.5), training_state(2, 0.5)
     second["optim"]["w"]["exp_avg"][7, 7] += 1
     cluster.save(first, step=1)
@@ -78,7 +78,7 @@ def test_the_same_step_may_be_saved_twice(cluster: LocalCluster, told: list[list
 
 
 @pytest.mark.parametrize("kept", ["model", "counters"])
-def test_without_moments_there_is_nothing_to_compare(cluster: LocalCluster, told: list[list[str]], kept: str) -> None:
+def test_states_without_moments_are_not_compared(cluster: LocalCluster, told: list[list[str]], kept: str) -> None:
     same = training_state(1, 0.5)
     counters = {name: same["optim"]["w"][name] for name in ("step", "seen")}
     for step in (1, 2):
@@ -86,20 +86,20 @@ def test_without_moments_there_is_nothing_to_compare(cluster: LocalCluster, told
     assert told == [[], []]
 
 
-def test_a_save_of_weights_does_not_hide_what_was_before(cluster: LocalCluster, told: list[list[str]]) -> None:
+def test_a_save_of_weights_only_is_ignored(cluster: LocalCluster, told: list[list[str]]) -> None:
     cluster.save(training_state(1, 0.5), step=1)
     cluster.save({"model": training_state(2, 0.5)["model"]}, step=2)
     cluster.save(training_state(3, 0.5), step=3)
     assert [len(warnings) for warnings in told] == [0, 0, 1]
 
 
-def test_all_ranks_of_a_node_are_told(cluster: LocalCluster, told: list[list[str]]) -> None:
+def test_all_ranks_of_a_node_get_the_warning(cluster: LocalCluster, told: list[list[str]]) -> None:
     for step in (1, 2):
         cluster.save_all([training_state(step, 0.5), training_state(step, 0.5)], step=step)
     assert [len(warnings) for warnings in told] == [0, 0, 1, 1]
 
 
-def test_repositories_are_watched_apart() -> None:
+def test_repositories_are_watched_separately() -> None:
     rows = rows_and_pack({name: whole(np.arange(9, dtype=np.float32)) for name in "ab"})[0]
     rows = [replace(row, group="optimizer") for row in rows]
     one, other = stale_state.OptimizerWatch("memory://1"), stale_state.OptimizerWatch("memory://2")

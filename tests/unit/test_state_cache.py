@@ -1,4 +1,4 @@
-"""A state is taken apart by the outline that was kept exactly as without one."""
+"""A state is flattened in the same way with a cached outline as without it."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def nested_state() -> dict[str, Any]:
 
 
 def differs(a: Any, b: Any) -> bool:
-    """Whether leaves differ; values by identity, since they must be the very same objects."""
+    """Return whether the leaves differ. Values are compared by identity, since they must be the same objects."""
     return [(leaf.path, leaf.name, id(leaf.value), leaf.is_tensor) for leaf in a] != [
         (leaf.path, leaf.name, id(leaf.value), leaf.is_tensor) for leaf in b
     ]
 
 
 def put(value: Any, *path: Any) -> dict[str, Any]:
-    """A state with a value in another place."""
+    """Return the nested state with this value at a path."""
     made: Any = nested_state()
     at = made
     for key in path[:-1]:
@@ -65,7 +65,7 @@ OTHERS = {
 
 
 @pytest.mark.parametrize("name", OTHERS)
-def test_leaves_are_those_of_flatten_for_any_history(name: str) -> None:
+def test_leaves_equal_flatten_after_any_earlier_state(name: str) -> None:
     outline, other = StateCache(), OTHERS[name]
     for taken in (nested_state(), other, other, nested_state()):
         assert not differs(outline.leaves(taken), flatten(taken))
@@ -89,7 +89,7 @@ def test_an_unsupported_value_at_a_known_path_is_refused(other: Any, what: str) 
     assert not differs(outline.leaves(taken := nested_state()), flatten(taken))
 
 
-def test_a_container_that_has_come_to_contain_itself_is_refused() -> None:
+def test_a_container_that_now_contains_itself_is_refused() -> None:
     outline, bad = StateCache(), nested_state()
     outline.leaves(bad)
     bad["optimizer"]["state"][0]["of"] = bad["optimizer"]
@@ -101,14 +101,16 @@ def test_a_container_that_has_come_to_contain_itself_is_refused() -> None:
         outline.leaves(inner)
 
 
-def test_a_state_of_the_same_outline_is_not_walked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_state_of_the_same_outline_is_not_flattened_again(monkeypatch: pytest.MonkeyPatch) -> None:
     outline = StateCache()
     outline.leaves(nested_state())
-    monkeypatch.setattr("raystow.orchestrator.save.state_cache.flatten", lambda state: pytest.fail("it is walked again"))
+    monkeypatch.setattr(
+        "raystow.orchestrator.save.state_cache.flatten", lambda state: pytest.fail("the state is flattened again")
+    )
     assert not differs(outline.leaves(taken := nested_state()), flatten(taken))
 
 
-def test_nothing_of_a_state_is_kept() -> None:
+def test_the_cache_keeps_no_tensors() -> None:
     outline, taken = StateCache(), nested_state()
     outline.leaves(taken)
     kept = copy.copy(outline.__dict__)
