@@ -1,4 +1,6 @@
-"""``cast=True``: what was saved as one dtype fills tensors and arrays of another; else it is an error with both dtypes."""
+"""``cast=True``: saved values are converted to the dtype of the target. Without it, another dtype is an error with both
+dtypes.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ NUMPY = {"double": np.float64, "float": np.float32, "half": ml_dtypes.bfloat16, 
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """Holds the numbers in each dtype, as tensors (``t``) and as arrays (``a``)."""
+    """Return the address of a repository with the numbers in each dtype, as tensors (``t``) and as arrays (``a``)."""
     uri = str(tmp_path_factory.mktemp("run"))
     tensors = {name: NUMBERS.to(dtype) for name, dtype in TORCH.items()}
     arrays = {name: NUMBERS.numpy().astype(dtype) for name, dtype in NUMPY.items()}
@@ -39,7 +41,7 @@ def filled(uri: str, into: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.parametrize("source", ["t", "a"])
 @pytest.mark.parametrize("saved", TORCH)
 @pytest.mark.parametrize("wanted", TORCH)
-def test_into_another_dtype(uri: str, source: str, saved: str, wanted: str) -> None:
+def test_values_are_converted_to_the_dtype_of_the_target(uri: str, source: str, saved: str, wanted: str) -> None:
     tensor = filled(uri, {source: {saved: torch.full((2, 4), 9.0).to(TORCH[wanted])}})[source][saved]
     expected = NUMBERS.to(TORCH[saved]).to(TORCH[wanted])
     assert tensor.dtype == expected.dtype
@@ -49,7 +51,7 @@ def test_into_another_dtype(uri: str, source: str, saved: str, wanted: str) -> N
     assert np.array_equal(array.view(np.uint8), NUMBERS.numpy().astype(NUMPY[saved]).astype(NUMPY[wanted]).view(np.uint8))
 
 
-def test_of_any_strides_and_without_elements(uri: str) -> None:
+def test_strided_and_empty_targets_are_filled(uri: str) -> None:
     turned, backwards = torch.zeros(4, 2, dtype=torch.float32).t(), np.zeros((2, 4), np.float32)[:, ::-1]
     into = filled(
         uri, {"t": {"double": turned}, "a": {"double": backwards}, "point": np.zeros((), np.float16), "none": np.zeros((2, 0))}
@@ -59,25 +61,25 @@ def test_of_any_strides_and_without_elements(uri: str) -> None:
     assert into["point"][()] == 2.5
 
 
-def test_without_asking_it_is_an_error_with_both_dtypes(uri: str) -> None:
+def test_without_cast_the_error_names_both_dtypes(uri: str) -> None:
     kept = torch.full((2, 4), 9.0)
     with pytest.raises(raystow.StateError, match=r'into\["t"\]\["half"\]: is float32 .*holds bfloat16 .*cast=True converts'):
         raystow.restore_latest(uri, {"t": {"half": kept}}, strict=False)
     assert (kept == 9).all()
 
 
-def test_another_shape_is_an_error_also_when_asked(uri: str) -> None:
+def test_another_shape_is_an_error_even_with_cast(uri: str) -> None:
     with pytest.raises(raystow.StateError, match=r"is float32 \(4, 2\), but version 1 holds bfloat16 \(2, 4\)$"):
         filled(uri, {"t": {"half": torch.zeros(4, 2)}})
 
 
 @pytest.mark.parametrize("target", [torch.zeros(4), np.zeros(4, np.float32)], ids=["torch", "numpy"])
-def test_what_cannot_be_converted_is_named(uri: str, target: Any) -> None:
+def test_an_unsupported_conversion_names_the_tensor(uri: str, target: Any) -> None:
     with pytest.raises(raystow.StateError, match=r'into\["packed"\]: float4_e2m1fn_x2 is not converted to float32'):
         filled(uri, {"packed": target})
 
 
-def test_names_of_both_sides_are_reported_together(uri: str, tmp_path: Path) -> None:
+def test_missing_and_extra_names_are_reported_together(uri: str, tmp_path: Path) -> None:
     with pytest.raises(raystow.StateError) as error:
         raystow.restore_latest(uri, {"t": {"half": torch.zeros(2, 4), "new": torch.zeros(1)}}, cast=True)
     assert "in `into` but not saved: t.new; saved but not in `into`: a.double, a.eighth, " in str(error.value)

@@ -1,4 +1,4 @@
-"""A rank finds the rows it needs in the fragments in which they are to be expected, and in any others if it must."""
+"""A rank finds its rows in the fragments where they are expected, and searches other fragments only if necessary."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ CODING = Coding(False, False, ("raw",), (4,), b"", 65536)
 
 
 def part(size: int, rank: int, world: int) -> Box:
-    """What ``torch.chunk`` gives a rank."""
+    """Return the box that ``torch.chunk`` gives a rank."""
     step = -(-size // world)
     return (min(size, rank * step),), (max(0, min(size, (rank + 1) * step) - rank * step),)
 
@@ -31,7 +31,9 @@ def row(name: str, size: int, box: Box, node: int, dtype: str = "uint8") -> Chun
 
 
 class Saved:
-    """A version of which a test can tell what was read. ``sizes``: elements of 1-D tensors that all ranks have split."""
+    """A version that records which fragments are read. ``sizes``: numbers of elements of 1-D tensors that all ranks have
+    split.
+    """
 
     def __init__(self, sizes: Mapping[str, int], ranks: int, *, per_node: int = 2) -> None:
         self.ranks, self.sizes = ranks, sizes
@@ -70,7 +72,7 @@ class Saved:
     world=st.integers(1, 40),
     data=st.data(),
 )
-def test_it_finds_what_overlaps_and_reads_nothing_twice(
+def test_all_overlapping_rows_are_found_with_single_reads(
     sizes: list[int], saved: int, per_node: int, world: int, data: st.DataObject
 ) -> None:
     version = Saved({f"t{i}": size for i, size in enumerate(sizes)}, saved, per_node=per_node)
@@ -82,32 +84,32 @@ def test_it_finds_what_overlaps_and_reads_nothing_twice(
         wanted = {chunk.offset for rows in version.rows for chunk in rows if chunk.name == name and overlap(box, chunk.box)}
         got = [chunk.offset for chunk in found.chunks[name] if overlap(box, chunk.box)]
         assert (set(got), len(got)) == (wanted, len(wanted))
-        assert found.chunks[name], "not even one row that tells shape and dtype"
+        assert found.chunks[name], "no row for the shape and the dtype"
 
 
-def test_the_same_world_reads_its_own_fragment():
+def test_a_rank_of_the_same_world_reads_its_own_fragment():
     version = Saved({"a": 1600, "b": 3200}, 160, per_node=8)
     version.find(43, 160)
     assert version.read == [5]
 
 
 @pytest.mark.parametrize(("world", "most"), [(80, 2), (320, 1), (240, 2)])
-def test_another_world_of_even_parts_reads_few(world, most):
+def test_another_even_world_size_reads_few_fragments(world, most):
     version = Saved({"a": 9600, "b": 19200}, 160, per_node=8)
     version.find(world // 2, world)
-    assert len(version.read) <= most + 2  # that of the rank of the same number, and that of rank 0
+    assert len(version.read) <= most + 2  # also the fragments of the rank with the same number and of rank 0
 
 
-def test_where_parts_are_uneven_it_is_guessed_from_what_was_seen():
-    """Of 5,001 elements each of 2,000 ranks has three, as far as they go, and each of 1,400 has four."""
+def test_uneven_parts_are_estimated_from_found_rows():
+    """Of 5,001 elements, each of 2,000 ranks has three until all are used, and each of 1,400 ranks has four."""
     version = Saved({"a": 5_001}, 2_000, per_node=4)
     found = version.find(1_200, 1_400)
     assert sorted(chunk.offset for chunk in found.chunks["a"]) == [(4_800,), (4_803,)]
-    assert len(version.read) <= 30  # of 500
+    assert len(version.read) <= 30  # of 500 fragments
 
 
 def test_small_replicated_tensors_are_found_with_rank_0():
-    """Larger ones are found with the ranks that stored them."""
+    """Larger tensors are found with the ranks that stored them."""
     version = Saved({"a": 1600}, 160, per_node=8)
     version.rows[0].append(row("norm", 4, ((0,), (4,)), 0))
     version.rows[13].append(row("replica", 4, ((0,), (4,)), 13))
@@ -122,7 +124,7 @@ def test_small_replicated_tensors_are_found_with_rank_0():
     assert len(version.read) <= 5
 
 
-def test_what_is_nowhere_is_looked_for_everywhere_and_not_found():
+def test_a_missing_tensor_is_searched_in_all_fragments():
     version = Saved({"a": 160}, 160, per_node=8)
     found = version.finder(0, 160).find({"b": Sought(True, (3,), ((0,), (3,)))})
     assert sorted(version.read) == list(range(20))
@@ -130,7 +132,7 @@ def test_what_is_nowhere_is_looked_for_everywhere_and_not_found():
     assert found.names == {"a"}
 
 
-def test_all_names_are_told_and_nothing_is_read_twice():
+def test_names_reads_each_remaining_fragment_once():
     version = Saved({"a": 160}, 160, per_node=8)
     version.rows[11].append(row("b", 4, ((0,), (4,)), 11))
     version.values[0] += [value("epoch", 1, *range(160)), value("of another", 2, 3)]
@@ -143,7 +145,7 @@ def test_all_names_are_told_and_nothing_is_read_twice():
         assert sorted(version.read) == list(range(20))
 
 
-def test_another_shape_is_found_and_left_to_the_caller():
+def test_rows_of_another_shape_are_returned():
     version = Saved({"a": 160}, 16)
     found = version.finder(15, 16).find({"a": Sought(True, (320,), ((300,), (20,)))})
     assert found.chunks["a"][0].shape == (160,)
@@ -159,7 +161,7 @@ def value(name: str, thing: object, *ranks: int) -> Value:
     return Value(name, path_text((name,)), json.dumps(thing), ranks)
 
 
-def test_a_rank_gets_its_own_values_and_a_new_one_the_lowests():
+def test_a_new_rank_gets_the_values_of_the_lowest_rank():
     version = Saved({}, 6, per_node=2)
     version.nodes = [range(0, 6, 3), range(1, 6, 3), range(2, 6, 3)]
     version.values = [
@@ -173,7 +175,7 @@ def test_a_rank_gets_its_own_values_and_a_new_one_the_lowests():
     assert {name: v.text for name, v in version.finder(7, 8).find(wanted).values.items()} == {"epoch": "0", "seen": "20"}
 
 
-def test_rows_that_contradict_each_other_are_damage():
+def test_contradictory_rows_are_damage():
     version = Saved({"a": 160}, 16)
     version.rows[7] = [row("a", 160, chunk.box, 7, dtype="int8") for chunk in version.rows[7]]
     with pytest.raises(Damaged, match="disagree"):

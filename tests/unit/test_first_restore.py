@@ -38,7 +38,7 @@ print(json.dumps([calls, threads, sorted(set(sys.modules) - before)]))
 
 
 @pytest.mark.parametrize(("sizes", "reads"), [({"w": 3000}, 1), ({"model.w": 3000, "optimizer.w": 3000}, 2)])
-def test_store_calls_imports_and_threads(tmp_path: Path, sizes: dict[str, int], reads: int) -> None:
+def test_a_restore_makes_few_calls_imports_and_threads(tmp_path: Path, sizes: dict[str, int], reads: int) -> None:
     with LocalCluster(str(tmp_path)) as cluster:
         cluster.save({name: torch.ones(size) for name, size in sizes.items()}, step=1)
     command = [sys.executable, "-c", CHILD, str(tmp_path), json.dumps(sizes)]
@@ -47,5 +47,5 @@ def test_store_calls_imports_and_threads(tmp_path: Path, sizes: dict[str, int], 
     # is written. get_tagged reads through get. One range for each pack of at most 16 MiB; the lease is written and deleted.
     assert calls == {"get_tagged": 2, "get": 5, "put": 1, "get_range_into": reads, "delete": 1}
     assert [name for name in UNWANTED if name in loaded] == []
-    # The lease is renewed by a thread of its own. A pool is started only for several reads.
+    # A separate thread renews the lease. A pool is started only for several reads.
     assert {name.partition("_")[0] for name in threads} == {"raystow-lease"} | ({"raystow-read"} if reads > 1 else set())

@@ -1,4 +1,4 @@
-"""Fragments of flattened tensors are stored in the tensors' own shape, and restored into any other fragments or whole tensors."""
+"""Fragments of flattened tensors are stored in the shape of the tensors, and restored into other fragments or whole tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def whole() -> dict[str, torch.Tensor]:
 
 
 def fragments(tensors: dict[str, torch.Tensor], cuts: Sequence[float]) -> list[dict[str, Any]]:
-    """What each rank has of flattened tensors that are cut at these fractions of their lengths."""
+    """Return the fragments of each rank for flattened tensors that are cut at these fractions of their lengths."""
     ranks = []
     for low, high in itertools.pairwise((0, *cuts, 1)):
         rank = dict[str, Any]()
@@ -33,7 +33,7 @@ def fragments(tensors: dict[str, torch.Tensor], cuts: Sequence[float]) -> list[d
     return ranks
 
 
-def test_fragments_are_read_as_whole_tensors_and_as_others() -> None:
+def test_fragments_restore_whole_tensors_and_other_fragments() -> None:
     tensors = whole()
     with LocalCluster("memory://fragments", nodes=2) as cluster:
         first = cluster.save_all(fragments(tensors, (0.3, 0.45)), step=1)
@@ -50,7 +50,7 @@ def test_fragments_are_read_as_whole_tensors_and_as_others() -> None:
         assert all(torch.equal(into[name].elements, part[name].elements) for name in tensors)
 
 
-def test_fragments_that_leave_a_gap_are_no_version() -> None:
+def test_fragments_with_a_gap_make_no_version() -> None:
     ranks = fragments(whole(), (0.5,))
     ranks[1]["long"] = FlatFragment(ranks[1]["long"].elements[1:], SHAPES["long"], ranks[1]["long"].start + 1)
     with LocalCluster("memory://gap") as cluster, pytest.raises(SaveFailed, match="do not add up to whole tensors"):

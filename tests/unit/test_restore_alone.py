@@ -1,4 +1,4 @@
-"""``raystow.restore`` and ``Version.restore``: any version, without a cluster."""
+"""``raystow.restore`` and ``Version.restore``: they restore any version, without a cluster."""
 
 from __future__ import annotations
 
@@ -16,7 +16,9 @@ State = dict[str, torch.Tensor]
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """Versions 1 to 4, full of their ids. The second and the third are of step 20, and the second is pinned."""
+    """Return a repository with versions 1 to 4, whose elements equal their ids. Versions 2 and 3 are of step 20, and version 2
+    is pinned.
+    """
     with LocalCluster(str(tmp_path)) as local:
         for id, step in enumerate((10, 20, 20, 30), start=1):
             version = local.save({"model": torch.full((50,), float(id)), "optim": {"m": torch.full((50,), float(id))}}, step=step)
@@ -60,7 +62,7 @@ def test_a_version_restores_itself(folder: Path) -> None:
     assert (weights["model"] == 2).all()
 
 
-def test_without_a_version_it_is_the_latest(folder: Path) -> None:
+def test_without_a_version_the_latest_is_restored(folder: Path) -> None:
     for restore in (raystow.restore, raystow.restore_latest):
         state = blank()
         version = restore(folder, into=state)
@@ -69,7 +71,7 @@ def test_without_a_version_it_is_the_latest(folder: Path) -> None:
         assert is_full_of(state, 4)
 
 
-def test_it_is_leased_while_it_is_restored(folder: Path) -> None:
+def test_a_version_is_leased_during_its_restore(folder: Path) -> None:
     repository, leased = raystow.open(folder), list[set[tuple[int, str]]]()
     version = repository.version(2)
     version.restore(blank(), progress=lambda nbytes: leased.append(repository.leased()))
@@ -87,7 +89,7 @@ def test_a_damaged_version_is_an_error_and_not_replaced(folder: Path, caplog: py
     assert "falling back" not in caplog.text
     cut_one_pack(folder, raystow.open(folder).version(4))
     state = blank()
-    assert raystow.restore(folder, state).id == 3  # the latest one that is whole
+    assert raystow.restore(folder, state).id == 3  # the latest intact version
     assert is_full_of(state, 3)
 
 
@@ -104,7 +106,7 @@ def test_a_dropped_version_is_an_error(folder: Path) -> None:
     assert is_full_of(state, 0)
 
 
-def test_a_thinned_version_restores_what_it_has(folder: Path) -> None:
+def test_a_thinned_version_restores_its_weights(folder: Path) -> None:
     repository = raystow.open(folder)
     before = repository.version(3)
     repository.plan_retention(raystow.Policy(resumable=1)).execute()
@@ -116,7 +118,7 @@ def test_a_thinned_version_restores_what_it_has(folder: Path) -> None:
         assert (weights["model"] == 3).all()
 
 
-def test_an_empty_repository(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_a_restore_from_an_empty_repository(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     empty = tmp_path_factory.mktemp("empty")
     with LocalCluster(str(empty)):
         pass

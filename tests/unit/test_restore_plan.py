@@ -1,4 +1,6 @@
-"""What a restore reads and from where, told before anything is read; and the order of sources that it follows."""
+"""Restore plans state the bytes that a restore reads and their sources before the first read. Restores use the sources in the
+order of the plan.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,7 @@ def two_tensors(seed: int) -> dict[str, Any]:
 
 
 class Counting:
-    """A store that counts what is read of packs, and which other objects are read."""
+    """A store that counts the bytes read from packs and the reads of other objects."""
 
     def __init__(self, store: ObjectStore) -> None:
         self._store, self.read = store, 0
@@ -66,11 +68,12 @@ def version() -> Version:
 
 
 def fresh(version: Version) -> tuple[Version, Counting]:
+    """Return the version with a counting store and an empty cache."""
     store = Counting(version.store)
     return Version(store, version.entry, version.repository_id), store  # type: ignore[arg-type]
 
 
-def test_a_plan_reads_no_pack_and_tells_what_executing_it_reads(version):
+def test_a_plan_reads_no_pack_and_predicts_the_bytes_read(version):
     reading, store = fresh(version)
     into = two_tensors(2)
     before = into["a"].clone()
@@ -85,7 +88,7 @@ def test_a_plan_reads_no_pack_and_tells_what_executing_it_reads(version):
     assert (into["lr"], into["n"], plan.names) == (0.1, 7, {"a", "b"})
 
 
-def test_it_reads_no_more_than_what_is_wanted(version):
+def test_a_partial_restore_reads_only_its_tensors(version):
     reading, store = fresh(version)
     into = {"b": torch.zeros(2 * MIB)}
     plan = plan_restore(reading, into, RestoreOptions(strict=False))
@@ -98,7 +101,7 @@ def test_it_reads_no_more_than_what_is_wanted(version):
 
 @pytest.mark.parametrize("stray", [{}, {"c": torch.zeros(1)}])
 def test_unmatched_names_are_reported(version, stray):
-    """What a rank asks its node worker for a second time counts as wrong the first time."""
+    """Each object is read once: a node worker treats a second request as a report that the first answer was wrong."""
     reading, store = fresh(version)
     with pytest.raises(StateError, match="saved but not in `into`: a, lr, n"):
         plan_restore(reading, {"b": torch.zeros(2 * MIB), **stray}, RestoreOptions(world_size=2))
@@ -107,7 +110,7 @@ def test_unmatched_names_are_reported(version, stray):
     )
 
 
-def test_it_is_priced_by_source_and_says_why(version):
+def test_a_plan_states_the_source_the_cost_and_the_reason(version):
     plan = plan_restore(version, two_tensors(2), sources=Sources({0: ["here", "there"], 1: ["there"]}, "here"))
     first, second = plan.reads
     assert (first.source, first.holder, first.why) == (MEMORY, "here", "kept by this node")
@@ -123,13 +126,13 @@ def test_it_is_priced_by_source_and_says_why(version):
     assert "MB from other nodes' memory" in plan.summary()
 
 
-def test_without_holders_it_is_the_store(version):
+def test_all_parts_come_from_the_store_if_no_node_has_them(version):
     parts = plan_restore(version, two_tensors(2), sources=Sources({}, "here")).reads
     assert {(part.source, part.why) for part in parts} == {(STORE, "nobody has it in memory")}
     assert sum(part.seconds for part in parts) == pytest.approx(version.bytes / 1.2e8)
 
 
-def test_nodes_ask_different_holders_first_and_never_themselves():
+def test_nodes_contact_different_peers_first_never_themselves():
     near = {0: ["a", "b", "c", "d"]}
     orders = {here: Sources(near, here).peers(0) for here in ("a", *(f"new{i}" for i in range(20)))}
     assert "a" not in orders["a"]
@@ -138,7 +141,7 @@ def test_nodes_ask_different_holders_first_and_never_themselves():
     assert Sources(near, "new1").first(0)[1] == orders["new1"][0]
 
 
-def test_another_world_splits_evenly_what_was_saved_in_boxes(version):
+def test_chunks_are_split_evenly_for_another_world_size(version):
     plan = plan_world(version, 5, per_node=2)
     assert [len(plan.ranks), len(plan.nodes)] == [5, 3]
     assert sum(rank.needed for rank in plan.ranks) == pytest.approx(version.bytes, rel=1e-6)
@@ -154,7 +157,7 @@ def test_another_world_splits_evenly_what_was_saved_in_boxes(version):
         assert node.nbytes <= sum(rank.nbytes for rank in plan.ranks[first : first + 2])
 
 
-def test_whole_tensors_are_read_once_and_sent_on(version):
+def test_whole_tensors_are_read_once_and_sent_to_other_nodes(version):
     plan = plan_world(version, 4, per_node=2, whole=True)
     assert {rank.nbytes for rank in (*plan.ranks, *plan.nodes)} == {version.bytes}
     assert (plan.store.nbytes, plan.amplification) == (version.bytes, 1.0)
@@ -171,7 +174,7 @@ def test_empty_tensors_and_scalars_are_planned():
 
 
 class Port:
-    """A coordinator that lets every rank restore one version."""
+    """A coordinator that lets each rank restore one version."""
 
     def __init__(self, choice: RestoreChoice) -> None:
         self._choice = choice
@@ -181,7 +184,9 @@ class Port:
 
 
 def test_a_restore_logs_its_plan_and_the_bytes_by_source(caplog):
-    """Of the two nodes that saved, this one still has its part; the other is said to have its own, but does not answer for it."""
+    """Two nodes saved the version. This node still has its own part; the other node is listed for its part, but does not
+    answer.
+    """
     caplog.set_level("INFO", logger="raystow")
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}", nodes=2) as cluster:
         saved = cluster.save_all([two_tensors(1), two_tensors(1)], step=5)
@@ -208,7 +213,7 @@ def test_a_restore_logs_its_plan_and_the_bytes_by_source(caplog):
 
 
 def test_ranks_of_a_node_read_the_record_once():
-    """If the coordinator does not have it."""
+    """The coordinator does not have the record."""
     uri = f"memory://restore-plan-{SYSTEM.token()}"
     with LocalCluster(uri) as cluster:
         saved = cluster.save(two_tensors(1), step=5)
@@ -233,7 +238,7 @@ def test_ranks_of_a_node_read_the_record_once():
     assert read == {"store": saved.entry.size}
 
 
-def test_what_is_wrong_in_memory_is_read_from_the_store(caplog):
+def test_bytes_damaged_in_memory_are_read_from_the_store(caplog):
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
         saved = cluster.save(two_tensors(1), step=5)
         spoil(cluster, saved)
@@ -247,7 +252,7 @@ def test_what_is_wrong_in_memory_is_read_from_the_store(caplog):
 
 
 def spoil(cluster: LocalCluster, saved: Version) -> None:
-    """Flip a bit of a chunk in the node worker's memory."""
+    """Flip a bit of a chunk in the memory of the node worker."""
     row = saved.chunks["a"][0]
     key = keys.pack(saved.id, saved.attempt, row.node, row.group, row.pack)
     lent = cluster._nodes[0]._tier.lend(cluster.repository.id, key)  # type: ignore[union-attr]
@@ -262,7 +267,7 @@ def megabytes(text: str) -> dict[str, float]:
 
 
 class Meeting(Port):
-    """Answers a rank that is through when both are, as the coordinator does."""
+    """Answers a finished rank only once both ranks have finished, as the coordinator does."""
 
     def __init__(self, choice: RestoreChoice) -> None:
         super().__init__(choice)
@@ -280,7 +285,8 @@ def test_chunks_stay_for_the_slower_ranks_of_the_node(caplog):
     uri = f"memory://restore-plan-{SYSTEM.token()}"
     with LocalCluster(uri) as cluster:
         saved = cluster.save(two_tensors(1), step=5)
-    with LocalCluster(uri) as restarted, ThreadPoolExecutor(1) as beside:  # its node worker has nothing in memory
+    # the node worker of the second cluster has no object in memory
+    with LocalCluster(uri) as restarted, ThreadPoolExecutor(1) as beside:
         port = Meeting(RestoreChoice(saved.entry))
 
         def restore(rank: int) -> None:

@@ -1,4 +1,4 @@
-"""Rounds of restores: all ranks restore one version, fall back together, and every wait has a deadline."""
+"""Restore rounds: all ranks restore one version and fall back together, and each wait has a deadline."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raystow.workers.protocol.messages import RestoreChoice, RestoreVote
 
 
 class RestoringRun:
-    """Two ranks, and as many versions as are committed."""
+    """Two ranks and a repository."""
 
     def __init__(self) -> None:
         self.clock = FakeClock()
@@ -54,18 +54,18 @@ def run() -> RestoringRun:
     return RestoringRun()
 
 
-def test_an_empty_repository_has_nothing_to_restore(run):
+def test_an_empty_repository_has_no_version_to_restore(run):
     assert run.vote(0).answer(None) is None
     assert run.vote(1).answer(None) is None
 
 
-def test_a_commit_between_two_ranks_does_not_part_them(run):
+def test_a_commit_between_two_votes_changes_no_choice(run):
     (old,) = run.commit(1)
     assert run.vote(0).answer(None) == old
     (new,) = run.commit(1)
     first, second = run.vote(0, old), run.vote(1)
     assert second.answer(None) == old
-    assert not first.answers(old)  # until the other has restored it, too
+    assert not first.answers(old)  # the other rank has not restored it yet
     run.vote(1, old)
     assert first.answers(old)
     assert first.answer(old) == old
@@ -73,7 +73,7 @@ def test_a_commit_between_two_ranks_does_not_part_them(run):
 
 
 def test_a_restore_begins_when_all_ranks_have_joined(run):
-    """All are then told where the parts are."""
+    """All ranks then receive the nodes of the round."""
     (entry,) = run.commit(1)
     round = run.rounds.vote(RestoreVote(0, 3, "a0", 1, 60.0, node="node b"))
     run.rounds.vote(RestoreVote(1, 3, "a1", 1, 60.0, node="node b"))
@@ -93,7 +93,7 @@ def test_a_restore_begins_when_all_ranks_have_joined(run):
     assert again.group.round != round.group.round
 
 
-def test_who_never_comes_is_named_too(run):
+def test_a_rank_that_never_joins_is_named_after_the_deadline(run):
     run.commit(1)
     round = run.vote(0)
     run.clock.time += 61
@@ -118,7 +118,9 @@ def test_all_fall_back_if_one_finds_damage(run, caplog):
 
 
 def test_a_thinned_version_is_skipped_and_not_damaged(run, caplog):
-    """Damage that one rank finds counts, whatever others say; and what was found in one version says nothing of the next."""
+    """Damage that one rank reports is used whatever other ranks report. Reports about one version do not affect the next
+    version.
+    """
     last, middle, newest = run.commit(3)
     first, _ = run.vote(0), run.vote(1)
 
@@ -139,7 +141,7 @@ def test_a_thinned_version_is_skipped_and_not_damaged(run, caplog):
         first.answer(last)
 
 
-def test_if_nothing_is_whole_everyone_hears_so(run):
+def test_all_ranks_get_an_error_if_no_version_is_whole(run):
     (only,) = run.commit(1)
     run.vote(0), run.vote(1)
     run.vote(0, only)
@@ -149,7 +151,7 @@ def test_if_nothing_is_whole_everyone_hears_so(run):
         round.answer(only)
 
 
-def test_what_is_being_restored_is_leased(run):
+def test_the_version_being_restored_is_leased(run):
     old, new = run.commit(2)
     run.vote(0)
     assert run.leases() == [(new.id, new.attempt)]
@@ -163,7 +165,7 @@ def test_what_is_being_restored_is_leased(run):
     assert run.leases() == []
 
 
-def test_a_rank_that_gives_up_ends_it_for_all(run):
+def test_a_rank_that_gives_up_ends_the_round_for_all(run):
     (entry,) = run.commit(1)
     run.vote(0), run.vote(1)
     waiting = run.vote(0, entry)
@@ -173,7 +175,7 @@ def test_a_rank_that_gives_up_ends_it_for_all(run):
     assert run.leases() == []
 
 
-def test_a_busy_rank_is_told_with_its_next_call(run):
+def test_a_busy_rank_gets_the_error_with_its_next_call(run):
     (entry,) = run.commit(1)
     run.vote(0), run.vote(1)
     run.vote(1, error="into: names do not match")
@@ -181,11 +183,11 @@ def test_a_busy_rank_is_told_with_its_next_call(run):
     assert round.answers(entry)
     with pytest.raises(ClusterError, match="rank 1 could not restore: into: names"):
         round.answer(entry)
-    assert not run.vote(0, number=2).answers(None), "the next restore is another one"
+    assert not run.vote(0, number=2).answers(None), "the next restore is a new round"
 
 
-def test_a_rank_that_was_not_told_yet_tries_for_itself(run):
-    """What keeps another from restoring may keep it too, and then its own error says more."""
+def test_a_rank_without_a_choice_tries_after_a_failure(run):
+    """The cause of the failure may affect this rank as well, and then its own error is more specific."""
     (entry,) = run.commit(1)
     untold = run.vote(0)
     run.vote(1), run.vote(1, error="into: names do not match")
@@ -196,7 +198,7 @@ def test_a_rank_that_was_not_told_yet_tries_for_itself(run):
 
 
 @pytest.mark.parametrize("again", [{"process": "b"}, {"number": 2}])
-def test_a_rank_that_begins_again_ends_what_the_others_wait_for(run, again):
+def test_a_rank_that_restarts_its_restore_ends_the_round(run, again):
     (entry,) = run.commit(1)
     old = run.vote(1, run.vote(1).answer(None))
     run.vote(0)
@@ -207,7 +209,7 @@ def test_a_rank_that_begins_again_ends_what_the_others_wait_for(run, again):
     assert new.answer(None) == entry
 
 
-def test_a_restarted_process_ends_the_round_of_its_former_one(run):
+def test_a_restarted_process_ends_the_round_of_its_old_process(run):
     run.commit(1)
     round = run.vote(0)
     run.rounds.left(0, "a0")
@@ -217,7 +219,7 @@ def test_a_restarted_process_ends_the_round_of_its_former_one(run):
         round.answer(None)
 
 
-def test_a_rank_that_never_comes_is_named_after_the_deadline(run):
+def test_a_rank_that_never_finishes_is_named_after_the_deadline(run):
     (entry,) = run.commit(1)
     round = run.vote(0, run.vote(0).answer(None))
     run.clock.time += 59
@@ -247,14 +249,14 @@ def test_a_save_in_memory_comes_before_the_newest_version(run):
     held = in_memory(run)
     round = run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held)
     assert round.answer(None) == held.entry
-    assert run.vote(1).answer(None) == held.entry  # though nothing is held any more when the second rank asks
+    assert run.vote(1).answer(None) == held.entry  # although no save is in memory any more when the second rank votes
     assert run.leases() == []
     run.vote(0, held.entry)
     assert run.vote(1, held.entry, "the pack is missing").answer(held.entry) == newest
     assert run.leases() == [(newest.id, newest.attempt)]
 
 
-def test_only_for_who_wants_it_and_only_if_it_is_newer(run):
+def test_a_save_in_memory_must_be_allowed_and_newer(run):
     held = in_memory(run)
     (newest,) = run.commit(1)
     assert run.rounds.vote(RestoreVote(0, 2, "a0", 1, 60.0), held).answer(None) == newest
@@ -263,8 +265,10 @@ def test_only_for_who_wants_it_and_only_if_it_is_newer(run):
     assert run.rounds.vote(RestoreVote(0, 2, "a0", 3, 60.0), held).answer(None) == held.entry
 
 
-def test_after_a_rollback_nothing_that_it_left_is_restored(run):
-    """Neither a rolled-back version nor a save in memory that began before; a save that began after it is."""
+def test_a_rollback_excludes_later_versions_and_older_saves(run):
+    """A rolled-back version and a save in memory that began before the rollback are excluded. A save that began after it is a
+    candidate.
+    """
     chosen, _ = run.commit(2)
     held = in_memory(run)
     run.repository.rollback(run.repository.at(chosen))
@@ -276,8 +280,8 @@ def test_after_a_rollback_nothing_that_it_left_is_restored(run):
     assert run.rounds.vote(RestoreVote(0, 2, "a0", 2, 60.0), held).candidates == [held.entry, chosen]
 
 
-def test_a_rollback_during_a_restore_does_not_part_the_ranks(run):
-    """The ranks agreed on it before, and some may have restored it."""
+def test_a_rollback_during_a_restore_changes_no_choice(run):
+    """The ranks agreed on the version before, and some ranks may have restored it."""
     _, newest = run.commit(2)
     run.vote(0)
     run.repository.rollback(run.repository.version(1))
@@ -287,7 +291,7 @@ def test_a_rollback_during_a_restore_does_not_part_the_ranks(run):
     assert run.vote(0, number=2).answer(None).id == 1
 
 
-def test_without_the_store_a_noticed_rollback_counts(run, monkeypatch):
+def test_a_known_rollback_is_respected_without_the_store(run, monkeypatch):
     run.commit(2)
     run.repository.rollback(run.repository.version(1))
     run.known.root()
@@ -300,7 +304,7 @@ def test_without_the_store_a_noticed_rollback_counts(run, monkeypatch):
 
 
 def test_without_the_store_known_versions_are_restored(run, monkeypatch):
-    """They are not leased."""
+    """These versions are not leased."""
     (old,) = run.commit(1)
     assert run.vote(0).answer(None) == old
     (new,) = run.commit(1)
@@ -310,7 +314,7 @@ def test_without_the_store_known_versions_are_restored(run, monkeypatch):
         raise StoreUnavailable("503", subject="root.json")
 
     def put(self: MemoryStore, key: str, parts: object) -> None:
-        raise AssertionError(f"{key} is waited for in vain, for minutes")
+        raise AssertionError(f"{key} is written, which waits minutes for a store that is down")
 
     with monkeypatch.context() as patch:
         patch.setattr(MemoryStore, "get_tagged", down)
@@ -323,15 +327,15 @@ def test_without_the_store_known_versions_are_restored(run, monkeypatch):
         assert round.answer(new) == old
 
 
-def test_a_restore_is_told_once_with_what_all_ranks_have_read(run):
+def test_a_restore_is_reported_once_with_the_reads_of_all_ranks(run):
     old, new = run.commit(2)
     run.vote(0)
     run.vote(1)
     run.clock.time += 2
     run.vote(0, new, "a flipped bit", read={"store": 1000})
-    run.vote(1, new, read={"store": 1000})  # of a version that was not restored in the end
+    run.vote(1, new, read={"store": 1000})  # reads of the version that was not restored in the end
     run.vote(0, old, read={"memory": 7, "store": 5})
-    assert run.rounds.restored() == []  # not before all have it
+    assert run.rounds.restored() == []  # not before all ranks have restored it
     run.vote(1, old, read={"store": 5})
     (told,) = run.rounds.restored()
     assert (told.version, told.step, told.ranks, told.read) == (old.id, old.step, 2, {"memory": 7, "store": 10})
@@ -344,8 +348,8 @@ def ask(run: RestoringRun, rank: int, version: str, tried: Entry | None = None, 
 
 
 @pytest.mark.parametrize("version", ["2", "step:1", "good"])
-def test_all_restore_the_version_that_they_ask_for(run, version):
-    """It is leased, and no save in memory takes its place."""
+def test_all_ranks_restore_the_requested_version(run, version):
+    """The version is leased, and no save in memory replaces it."""
     chosen = run.commit(3)[1]
     run.repository.pin(run.repository.version(2), "good")
     held = in_memory(run)
@@ -359,15 +363,15 @@ def test_all_restore_the_version_that_they_ask_for(run, version):
     assert run.leases() == []
 
 
-def test_the_same_step_is_the_same_version_for_all(run):
-    """Also if a newer version of the step comes between two ranks."""
+def test_one_step_selects_one_version_for_all_ranks(run):
+    """A newer version of the step that is committed between two votes is not used."""
     (old,) = run.commit(1)
     round = ask(run, 0, "step:0")
     run.commit(1)
     assert ask(run, 1, "step:0").answer(None) == round.answer(None) == old
 
 
-def test_ranks_that_ask_for_different_versions_are_all_told(run):
+def test_requests_for_different_versions_fail_on_all_ranks(run):
     run.commit(2)
     rounds = [ask(run, 0, "latest"), ask(run, 1, "1")]
     for rank, round in enumerate(rounds):
@@ -378,7 +382,7 @@ def test_ranks_that_ask_for_different_versions_are_all_told(run):
     assert run.vote(0, number=2).version == "latest"
 
 
-def test_many_ranks_that_ask_for_another_version_are_counted(run):
+def test_the_error_counts_ranks_that_request_other_versions(run):
     run.commit(2)
     for rank in range(20):
         round = run.rounds.vote(RestoreVote(rank, 20, "a", 1, 60.0, version="1" if rank else "2"))
@@ -396,19 +400,19 @@ def test_a_version_that_does_not_exist_is_an_error_for_all(run):
             round.answer(None)
 
 
-def test_different_versions_of_which_one_is_missing(run):
+def test_different_versions_fail_even_if_one_is_missing(run):
     run.commit(1)
     for round in [ask(run, 0, "best"), ask(run, 1, "latest")]:
         with pytest.raises(StateError, match="'best' by ranks"):
             round.answer(None)
 
 
-def test_an_empty_repository_has_no_version_to_ask_for(run):
+def test_a_requested_version_of_an_empty_repository_is_missing(run):
     with pytest.raises(NotFound, match=r"there is no version 1 \(the first save creates a version\)"):
         ask(run, 0, "1").answer(None)
 
 
-def test_a_chosen_version_that_is_damaged_is_not_replaced(run, caplog):
+def test_a_damaged_requested_version_causes_no_fallback(run, caplog):
     chosen = run.commit(3)[1]
     rounds = [ask(run, rank, "2") for rank in range(2)]
     ask(run, 0, "2", chosen)
@@ -420,8 +424,8 @@ def test_a_chosen_version_that_is_damaged_is_not_replaced(run, caplog):
     assert (run.leases(), len(run.damaged)) == ([], 1)
 
 
-def test_a_chosen_version_that_is_dropped_meanwhile_is_an_error(run, monkeypatch):
-    """It is not in the root any more when its lease is written."""
+def test_a_requested_version_dropped_meanwhile_is_an_error(run, monkeypatch):
+    """The root does not have the version any more when its lease is written."""
     run.commit(2)
     root = run.known.root()
     monkeypatch.setattr(run.known, "root", lambda: root)
@@ -431,7 +435,7 @@ def test_a_chosen_version_that_is_dropped_meanwhile_is_an_error(run, monkeypatch
             round.answer(None)
 
 
-def test_a_restarted_coordinator_goes_on_with_the_chosen_version(run):
+def test_a_restarted_coordinator_continues_the_restore(run):
     chosen = run.commit(3)[0]
     for rank in range(2):
         ask(run, rank, "1")

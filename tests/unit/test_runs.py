@@ -1,4 +1,4 @@
-"""Which chunks of a pack are fetched together."""
+"""The chunks of a pack that are fetched together."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ MIB = 1 << 20
 
 
 def raw_chunk(number: int, size: int, base: int | None = None) -> Chunk:
-    """The one that lies behind so many others of this size in its pack."""
+    """Return the chunk after ``number`` other chunks of this size in its pack."""
     coding = Coding(False, False, ("raw",), (size,), base=base)
     return coded_row(number, "uint8", size, coding)
 
 
 def chain(one: Chunk, below: int) -> Run | None:
-    """What a chunk is a delta to: one as large, which is a delta itself, and so on."""
+    """Return the chain of delta bases of a chunk. Each base is as large as the chunk."""
     if not below:
         return None
     return Run(f"versions/{below:08d}", 0, one.coding.size, (Piece(one, base=chain(one, below - 1)),))
 
 
 def runs(size: int, count: int, below: int) -> list[Run]:
-    """Of so many chunks, each at the end of such a chain."""
+    """Return the runs of ``count`` chunks, each at the end of such a chain."""
 
     class Chain:
         def run(self, chunk: Chunk) -> Run:
@@ -41,17 +41,17 @@ def runs(size: int, count: int, below: int) -> list[Run]:
     return reader.whole([raw_chunk(number, size, 1 if below else None) for number in range(count)])
 
 
-def test_adjacent_chunks_are_fetched_together_up_to_a_bound() -> None:
+def test_adjacent_chunks_are_fetched_together_up_to_a_limit() -> None:
     found = runs(MIB, 40, 0)
     assert [run.length // MIB for run in found] == [16, 16, 8]
 
 
-def test_bases_count_so_that_threads_share_a_chain() -> None:
+def test_the_size_of_a_run_includes_its_bases() -> None:
     found = runs(MIB, 40, 3)
     assert [run.length // MIB for run in found] == [4] * 10
     assert {run.nbytes // MIB for run in found} == {16}
     assert [piece.chunk.name for run in found for piece in run.pieces] == [f"t{number}" for number in range(40)]
 
 
-def test_one_with_more_beneath_it_than_that_is_fetched_by_itself() -> None:
+def test_a_chunk_with_large_bases_is_fetched_separately() -> None:
     assert [run.length // MIB for run in runs(5 * MIB, 3, 4)] == [5, 5, 5]
