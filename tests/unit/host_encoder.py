@@ -1,5 +1,6 @@
-"""A GPU's encoding of chunks, done in host memory: planes at the places that the real program gives them, and what the
-real encoder says of them. The kernels' place is taken by those of the storage layer, and nvCOMP's by zlib."""
+"""The GPU encoding of chunks on the host: it places planes and reports them like the real encoder. The loops of the storage
+layer replace the GPU kernels, and zlib replaces nvCOMP.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +25,7 @@ from raystow.workers.protocol.messages import BatchBytes, ChunkInfo, CodedBatche
 
 @dataclass(frozen=True)
 class HostSource:
-    """A chunk in host memory. ``scattered``: it does not say where."""
+    """A chunk in host memory. A ``scattered`` chunk has no address."""
 
     name: str
     dtype: dtypes.DType
@@ -56,14 +57,16 @@ class HostSource:
 
 @dataclass(frozen=True)
 class Places:
-    """What is in a batch's message besides its sums: see ``messages.BatchBytes``."""
+    """The content of a batch message except the digests: see ``messages.BatchBytes``."""
 
     runs: list[RingRun] = field(default_factory=list)
     lows: list[tuple[int, int, bool]] = field(default_factory=list)
 
 
 class HostEncoder:
-    """``room``: bytes for the packed planes of a batch; None if nothing is to be packed. ``packed``: names of those that were."""
+    """Encodes chunks on the host. ``room``: bytes for the packed planes of a batch, or None to pack no planes. ``packed``:
+    names of the packed chunks.
+    """
 
     def __init__(self, sources: list[HostSource], limits: Limits, ring: PinnedRing, *, room: int | None) -> None:
         most = max([limits.batch, *(source.nbytes for source in sources)])
@@ -75,7 +78,7 @@ class HostEncoder:
         self._sources, self._ring, self._room = sources, ring, room
 
     def messages(self) -> Iterator[CodedBatches]:
-        """Everything, batch by batch and group by group."""
+        """Yield the messages for all chunks, batch by batch and group by group."""
         numbered = enumerate(self.plan.batches)
         for group, batches in itertools.groupby(numbered, lambda at: at[1].group if at[1].group >= 0 else ~at[0]):
             read = tuple(self._read(number, batch) for number, batch in batches)
@@ -107,7 +110,7 @@ class HostEncoder:
         return BatchBytes(number, np.array(sums, "<u8").tobytes(), runs, tuple(places.lows))
 
     def _write_packed(self, batch: Batch, jobs: list[Job], places: Places, room: int) -> None:
-        """The planes between; the packed ones; then every stretch of lowest planes that are left as they are."""
+        """Write the middle planes, then the packed planes, then each run of lowest planes that are not packed."""
         pack_buffers, used, packed_at = np.zeros(room, np.uint8), 0, list[int | None]()
         starts = self.plan.starts[batch.first : batch.last].tolist()
         for job, start in zip(jobs, starts, strict=True):
@@ -134,7 +137,7 @@ class HostEncoder:
                 places.lows.extend((packed, at, True) for _, _, at in rows if at is not None)
 
     def _code(self, group: Group) -> CodedPlanes:
-        """Of each plane that is coded its streams if they are smaller; one behind the other."""
+        """Return the streams of all encoded planes in order. A plane is stored as it is if its streams are not smaller."""
         plain = [self._at(*cut).tobytes() for cut in self.plan.cuts[:, group.streams].T.tolist()]
         dense = list[bytes]()
         for (first, plane), (last, _) in itertools.pairwise(group.owners.tolist()):
@@ -145,13 +148,13 @@ class HostEncoder:
 
 
 def deflated(stream: bytes) -> bytes:
-    """Without any header."""
+    """Return the stream in raw deflate format, without a header."""
     coder = zlib.compressobj(wbits=-15)
     return coder.compress(stream) + coder.flush()
 
 
 def weighed(raw: Bytes) -> int:
-    """What ``raw_digest`` adds up."""
+    """Return the sum that ``raw_digest`` computes."""
     words = np.append(raw, np.zeros(-raw.size % 4, np.uint8)).view(np.uint32)
     sums = np.zeros(-(-words.size // BLOCK), np.uint64)
     kernels.weighted_sums(words, WORD_KEYS, sums)

@@ -1,5 +1,6 @@
-"""A lane of a GPU's decoder, on memory of the host: it does what a plan says, in its order. The kernels' place is taken by those
-of the storage layer, and nvCOMP's by zlib and zstandard."""
+"""A lane of the GPU decoder on the host: it executes a plan in its order. The loops of the storage layer replace the GPU
+kernels, and zlib and zstandard replace nvCOMP.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +24,9 @@ from raystow.workers.gpu.stream_layout import compute_tables
 
 
 def fill(reader: PackReader, requests: Sequence[Request]) -> list[int]:
-    """As ``Decoder.fill``, for targets that are torch tensors of words in host memory, and all of which a lane can take. The
-    bytes of each piece, in the order in which they are done."""
+    """Fill the targets like ``Decoder.fill``. The targets are torch tensors of words in host memory, and a lane must be able
+    to decode all of them. Return the bytes of each piece in the order of completion.
+    """
     others = list[Run]()
     plans = list(plan(reader.runs(requests), others))
     assert not others
@@ -56,7 +58,7 @@ def _decode(reader: PackReader, todo: LanePlan) -> list[int]:
 
 
 def _make(making: Making, row: list[int]) -> int:
-    """The words of a row; the sum of their digest."""
+    """Compute the words of a row. Return the sum of their digest."""
     words, n, *planes = row
     width = making.width
     made: Any = at(words, n * width)
@@ -74,5 +76,5 @@ def _make(making: Making, row: list[int]) -> int:
 
 
 def at(address: int, nbytes: int) -> Bytes:
-    """Memory as an array."""
+    """Return the memory at an address as an array."""
     return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address)) if nbytes else np.empty(0, np.uint8)

@@ -1,4 +1,4 @@
-"""What an encoder works out once: it depends on where chunks lie, not on what they hold, and needs no GPU."""
+"""The plan of an encoder depends on the positions of chunks, not on their content, and needs no GPU."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ DTYPES = [dtypes.dtype(name) for name in NAMES]
 
 @dataclass(frozen=True)
 class Chunk:
-    """A source that only says where it lies: nobody asks it for more."""
+    """A source with a position only. The plan needs no other property."""
 
     name: str
     dtype: dtypes.DType
@@ -50,7 +50,9 @@ class Case:
     plan: EncodePlan
 
     def lying(self, batches: Iterable[Batch], *, high: bool) -> list[Interval]:
-        """Where in memory the planes of these batches lie that are to be coded, or else all their others."""
+        """Return the memory intervals of the planes of these batches: of the encoded planes if ``high``, otherwise of the
+        other planes.
+        """
         found = []
         for i in [i for batch in batches for i in range(batch.first, batch.last)]:
             job = self.plan.jobs[i]
@@ -60,7 +62,9 @@ class Case:
 
 
 def case(sources: list[Chunk], limits: Limits, spare: int = 0) -> Case:
-    """With as little memory for planes as will do, and some to ``spare``; for the highest ones as much as an encoder has."""
+    """Return a case with the least memory for the low planes plus ``spare`` bytes, and with the memory of a real encoder for
+    the high planes.
+    """
     largest = max([limits.batch, *(source.nbytes for source in sources)])
     rounding = 8 * 16 * min(len(sources), ROWS) + 512
     low = torch.empty(largest + rounding + spare, dtype=torch.uint8)
@@ -71,7 +75,7 @@ def case(sources: list[Chunk], limits: Limits, spare: int = 0) -> Case:
 
 @st.composite
 def chunks(draw: st.DrawFn, most: int, of: Sequence[dtypes.DType] = DTYPES) -> Chunk:
-    """Of at most so many words."""
+    """Draw a chunk of at most ``most`` words."""
     dtype = draw(st.sampled_from(of))
     words = draw(st.one_of(st.integers(1, most), st.integers(1, min(most, SMALL)), st.just(most)))
     address = draw(st.one_of(st.none(), *[st.integers(1, 1 << 47)] * 3))
@@ -108,7 +112,7 @@ def inside(intervals: list[Interval], start: int, end: int) -> bool:
 @settings(max_examples=200, deadline=None)
 @given(cases())
 def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
-    """Within the limits of a batch."""
+    """The batches are within their limits."""
     plan, limits = it.plan, it.limits
     assert sorted(job.index for job in plan.jobs) == list(range(len(it.sources)))
     for job, (address, words) in zip(plan.jobs, plan.table[:, :2].tolist(), strict=True):
@@ -127,7 +131,9 @@ def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
         assert {job.address is None for job in jobs} == {batch.scattered}
         assert len({(job.high, job.name.rpartition(".")[2]) for job in jobs}) == 1
         assert {job.followed for job in jobs} == {batch.followed}
-        assert {it.sources[job.index].followed for job in jobs if job.coded} <= {batch.followed}, "it is not rounded"
+        assert {it.sources[job.index].followed for job in jobs if job.coded} <= {batch.followed}, (
+            "the kernel would not compute the rounded copy"
+        )
         assert batch.largest == max(job.nbytes for job in jobs)
         assert len(jobs) == 1 or sum(job.nbytes for job in jobs) <= limits.batch
         assert len(jobs) == 1 or not jobs[0].coded or sum(job.plane * len(job.high) for job in jobs) <= limits.plane
@@ -136,16 +142,16 @@ def test_each_chunk_is_in_one_batch_of_its_kind(it: Case) -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(cases())
-def test_no_plane_lies_where_another_may_still_be(it: Case) -> None:
+def test_no_plane_overwrites_a_plane_in_use(it: Case) -> None:
     batches = it.plan.batches
     for number, batch in enumerate(batches):
         end = batch.base + batch.low + batch.middle
         assert inside([(batch.base, end)], *it.low)
         assert inside(it.lying([batch], high=False), batch.base, end)
         assert inside(it.lying([batch], high=True), *it.high)
-        assert not (it.plan.starts[batch.first : batch.last] % 16).any(), "the kernels read several bytes at a time"
+        assert not (it.plan.starts[batch.first : batch.last] % 16).any(), "the kernels read 16 bytes at a time"
         assert 0 <= batch.after <= number
-        assert 0 <= batch.after_group <= max(0, batch.group), "it would wait for itself"
+        assert 0 <= batch.after_group <= max(0, batch.group), "the batch would wait for its own group"
         waiting = [other for other in batches[:number] if other.group >= batch.after_group]
         assert apart(it.lying(batches[batch.after : number + 1], high=False))
         assert apart(it.lying([*waiting, batch], high=True))
@@ -153,7 +159,7 @@ def test_no_plane_lies_where_another_may_still_be(it: Case) -> None:
 
 @settings(max_examples=200, deadline=None)
 @given(cases())
-def test_groups_take_all_that_is_coded_and_their_streams_tile_it(it: Case) -> None:
+def test_the_streams_of_groups_tile_all_encoded_planes(it: Case) -> None:
     plan, limits = it.plan, it.limits
     assert [i for group in plan.groups for i in range(group.first, group.last)] == [
         i for i, job in enumerate(plan.jobs) if job.coded
@@ -184,8 +190,8 @@ def test_groups_take_all_that_is_coded_and_their_streams_tile_it(it: Case) -> No
     assert np.array_equal(plan.chunks.numpy(), plan.table)
 
 
-def test_only_what_differs_in_kind_is_read_apart() -> None:
-    """Here fp8 and bytes do not, nor do complex numbers and the floats that they are made of."""
+def test_only_chunks_of_different_kinds_are_in_separate_batches() -> None:
+    """Float8 numbers and bytes are of one kind, and so are complex numbers and floats of their parts."""
     ways = itertools.product(DTYPES, (None, 4096), ("a.w", "b.w", "a.v"), range(2))
     sources = [Chunk(name, dtype, SMALL * dtype.width, address) for dtype, address, name, _ in ways]
     plan = case(sources, Limits(1 << 20, 1 << 20, 1 << 20, 500, 512)).plan
@@ -193,7 +199,7 @@ def test_only_what_differs_in_kind_is_read_apart() -> None:
     assert [group.batches for group in plan.groups] == [len(plan.batches)]
 
 
-def test_a_launch_takes_no_more_rows_than_its_table_has() -> None:
+def test_a_batch_has_at_most_as_many_rows_as_the_table() -> None:
     tiny = [Chunk("w", DTYPES[0], 1, 4096 + i) for i in range(2 * ROWS + 1)]
     batches = case(tiny, Limits(1 << 20, 1 << 20, 1 << 20, 4, 512)).plan.batches
     assert [(batch.first, batch.last) for batch in batches] == [(0, ROWS), (ROWS, 2 * ROWS), (2 * ROWS, 2 * ROWS + 1)]
@@ -201,7 +207,7 @@ def test_a_launch_takes_no_more_rows_than_its_table_has() -> None:
 
 @settings(max_examples=300, deadline=None)
 @given(base=st.integers(0, 1 << 40), size=st.integers(0, 12_000), wanted=st.lists(st.integers(0, 13_000), max_size=60))
-def test_a_circle_never_gives_memory_away_twice(base: int, size: int, wanted: list[int]) -> None:
+def test_a_circle_never_returns_overlapping_memory_in_use(base: int, size: int, wanted: list[int]) -> None:
     circle, placed, before = Circle(base, size), list[Interval](), 0
     for nbytes in wanted:
         room = -(-nbytes // 512) * 512
@@ -213,15 +219,15 @@ def test_a_circle_never_gives_memory_away_twice(base: int, size: int, wanted: li
         placed.append((start, start + nbytes))
         assert inside(placed[-1:], base, base + size)
         assert (start - base) % 512 == 0
-        assert before <= free < len(placed), "it would wait for itself"
+        assert before <= free < len(placed), "the region would wait for itself"
         assert apart([region for region in placed[free:] if region[0] < region[1]])
-        assert free == 0 or sum(-(-(last - first) // 512) * 512 for first, last in placed) > size, "there was room"
+        assert free == 0 or sum(-(-(last - first) // 512) * 512 for first, last in placed) > size, "there was free memory"
         before = free
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.lists(chunks(5000), min_size=1, max_size=8), st.data())
-def test_a_program_is_used_again_for_the_same_chunks_only(sources: list[Chunk], data: st.DataObject) -> None:
+def test_a_plan_is_reused_for_the_same_chunks_only(sources: list[Chunk], data: st.DataObject) -> None:
     assert key(sources) == key([dataclasses.replace(source) for source in sources])
     i = data.draw(st.integers(0, len(sources) - 1))
     for field in ("address", "nbytes", "identity"):

@@ -1,4 +1,4 @@
-"""The compiled kernels are those of the sources, and are found for every GPU."""
+"""The compiled kernels match their sources, and each GPU gets matching binaries."""
 
 from __future__ import annotations
 

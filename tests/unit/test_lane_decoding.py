@@ -1,4 +1,6 @@
-"""What a lane is told to do gives back every bit: whole chunks and parts, what is derived, differences and chains of them."""
+"""Decoding by the instructions for a lane is exact for whole and partial chunks, derived tensors, deltas, and chains of
+deltas.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def read(version: Version, boxes: dict[str, Box]) -> dict[str, bytes]:
-    """The bytes of each box."""
+    """Return the bytes of each box."""
     requests = []
     for name, box in boxes.items():
         rows = version.chunks[name]
@@ -37,7 +39,7 @@ def read(version: Version, boxes: dict[str, Box]) -> dict[str, bytes]:
 
 
 def states(count: int) -> list[dict[str, np.ndarray]]:
-    """Of each width of words a tensor that moves a little from one to the next."""
+    """Return ``count`` states: tensors of each word width that change a little from one state to the next."""
     random = np.random.default_rng(3)
     state = {f"u{width}": random.integers(0, 200, 40_000 // width).astype(f"u{width}") for width in (1, 2, 4, 8)}
     state |= {"f4": random.normal(size=(120, 90)).astype(np.float32), "f2": random.normal(size=20_000).astype(np.float16)}
@@ -51,7 +53,7 @@ def states(count: int) -> list[dict[str, np.ndarray]]:
     return found
 
 
-def test_chains_of_differences_of_every_width() -> None:
+def test_delta_chains_of_every_word_width_are_decoded() -> None:
     committer, before = Committer(memory_repository(), "me"), None
     for i, state in enumerate(states(4)):
         version = write(committer, {name: whole(array) for name, array in state.items()}, base=(i, before) if before else None)
@@ -66,7 +68,7 @@ def test_chains_of_differences_of_every_width() -> None:
 
 
 def with_weights() -> tuple[Committer, list[Version], list[dict[str, np.ndarray]]]:
-    """Versions whose ``weights`` follow from ``f4``, the second one a delta to the first."""
+    """Return versions whose ``weights`` are derived from ``f4``. The second version is a delta to the first."""
     committer, versions, found, before = Committer(memory_repository(), "me"), list[Version](), states(2), None
     for i, state in enumerate(found):
         rows, pack = rows_and_pack({name: whole(a) for name, a in state.items()}, (i, before) if before else None)
@@ -81,7 +83,7 @@ def with_weights() -> tuple[Committer, list[Version], list[dict[str, np.ndarray]
 
 
 @pytest.mark.parametrize("names", [["weights"], ["f4", "weights"], ["weights", "u1", "f4"]])
-def test_what_is_derived_from_a_difference(names: list[str]) -> None:
+def test_a_tensor_derived_from_a_delta_is_decoded(names: list[str]) -> None:
     _, versions, found = with_weights()
     for version, state in zip(versions, found, strict=True):
         assert read(version, {name: ((0,) * state[name].ndim, state[name].shape) for name in names}) == {
@@ -91,7 +93,7 @@ def test_what_is_derived_from_a_difference(names: list[str]) -> None:
         assert part == {name: state[name][5:105, 2:32].tobytes() for name in part}
 
 
-def test_a_damaged_base_is_named_and_who_needs_it() -> None:
+def test_a_damaged_base_is_named_with_the_dependent_version() -> None:
     committer, versions, found = with_weights()
     key = pack_key(versions[0], 0)
     at = len(flip(committer.catalog, key)) // 2
@@ -103,7 +105,7 @@ def test_a_damaged_base_is_named_and_who_needs_it() -> None:
     assert raised.value.subject == key
 
 
-def test_words_that_are_not_what_was_saved_are_named() -> None:
+def test_a_digest_mismatch_names_the_tensor() -> None:
     _, versions, found = with_weights()
     rows = versions[1].chunks["u4"]
     rows[0] = replace(rows[0], raw_digest=rows[0].raw_digest ^ 1)
@@ -117,8 +119,8 @@ def test_words_that_are_not_what_was_saved_are_named() -> None:
         read(versions[1], {"u8": rows_box})
 
 
-def test_what_no_kernel_takes_is_left_for_the_host() -> None:
-    """A base that is rounded from something else, and a difference that was stored as plain bytes."""
+def test_chunks_without_a_kernel_are_left_to_the_host() -> None:
+    """Such chunks are a derived delta base and a delta that was stored as plain bytes."""
     _, versions, _ = with_weights()
     (f4,) = versions[1].chunks["f4"]
     plain = replace(f4, coding=replace(f4.coding, planes=False, codecs=("raw",), stored=(f4.decoded,), streams=b""))

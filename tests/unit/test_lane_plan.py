@@ -1,4 +1,4 @@
-"""What a GPU's decoder works out before it decodes: how much goes up together, and where streams lie."""
+"""The plan of a GPU decoder: the runs that are uploaded together, and the positions of streams."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MIB = 1 << 20
 
 
 def float_chunk(number: int, nbytes: int, stored: int) -> Chunk:
-    """Of float32, every plane coded."""
+    """Return a float32 chunk with all planes encoded."""
     coding = Coding(True, True, ("deflate",) * 4, (stored // 4,) * 4, packed((1,) * (nbytes >> 14)), 1 << 14)
     return coded_row(number, "float32", nbytes // 4, coding)
 
@@ -28,7 +28,7 @@ def run_of(*chunks: Chunk) -> Run:
     return Run("key", chunks[0].start, last.start + last.coding.size - chunks[0].start, pieces)
 
 
-def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
+def test_a_run_too_large_for_a_lane_is_split() -> None:
     run = run_of(*(float_chunk(i, 16 * MIB, 2 * MIB) for i in range(8)))
     found = list(lane_plan.parts(run))
     assert all(needs is not None and needs.within(lane_plan.ROOM) for _, needs in found)
@@ -37,7 +37,7 @@ def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
     assert [(part.start, part.length) for part in parts] == [
         (part.pieces[0].chunk.start, sum(piece.chunk.coding.size for piece in part.pieces)) for part in parts
     ]
-    assert len(parts) < 8, "not one by one"
+    assert len(parts) < 8, "several chunks share a part"
     others = list[Run]()
     plans = list(lane_plan.plan([run], others))
     assert [fetch.run for plan in plans for fetch in plan.fetches] == parts
@@ -45,7 +45,7 @@ def test_a_run_that_decodes_to_more_than_a_lane_takes_is_cut() -> None:
 
 
 def test_chunks_too_large_for_the_gpu_go_to_the_host() -> None:
-    """A run that fits stays whole."""
+    """A run that fits is not split."""
     small, huge = (
         run_of(float_chunk(0, 16 * MIB, 2 * MIB), float_chunk(1, 16 * MIB, 2 * MIB)),
         run_of(float_chunk(0, 256 * MIB, 2 * MIB)),
@@ -57,7 +57,7 @@ def test_chunks_too_large_for_the_gpu_go_to_the_host() -> None:
     assert others == [huge]
 
 
-def test_streams_lie_one_behind_the_other_plane_by_plane() -> None:
+def test_stream_positions_are_consecutive_for_each_plane() -> None:
     random, several, wanted, end = np.random.default_rng(0), [Streams(100), Streams(7), Streams(100)], [[], [], []], 1 << 20
     for source, target, nbytes in ((1000, 50_000, 250), (7777, 60_000, 100), (9000, 70_000, 1), (12_345, 80_000, 999)):
         for streams, rows in zip(several[:2], wanted[:2], strict=True):

@@ -1,4 +1,4 @@
-"""Host memory is pinned by one thread ahead of its use, and by several once somebody waits for it."""
+"""One thread pins host memory ahead of its use, and several threads pin it once a thread waits for the memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ PART = 1 << 12
 
 
 class Pinning:
-    """Stands for ``_pin``: counts the threads that pin at a time. Each waits for ``allowed``, but not for parts in ``free``."""
+    """A replacement of ``_pin`` that counts concurrent threads. Each call waits for ``allowed``, except for parts in ``free``."""
 
     def __init__(self) -> None:
         self.allowed, self.free = threading.Event(), set[int]()
@@ -35,7 +35,7 @@ class Pinning:
         return 0
 
     def threads(self, least: int, patience: float) -> int:
-        """Wait until so many threads pin at a time; return the most that did."""
+        """Wait until ``least`` threads pin concurrently. Return the largest number so far."""
         with self._changed:
             self._changed.wait_for(lambda: self._most >= least, patience)
             return self._most
@@ -53,7 +53,7 @@ def memory(parts: int) -> np.ndarray:
     return np.arange(parts, dtype=np.uint8).repeat(PART)
 
 
-def test_one_thread_pins_until_somebody_waits(pinning: Pinning) -> None:
+def test_one_thread_pins_until_another_thread_waits(pinning: Pinning) -> None:
     pinned = PinnedMemory(memory(9), PART, ahead=True)
     assert pinning.threads(2, patience=0.2) == 1
     waiting = threading.Thread(target=pinned.wait, args=(8 * PART,))
@@ -67,7 +67,7 @@ def test_one_thread_pins_until_somebody_waits(pinning: Pinning) -> None:
     pinned.close()
 
 
-def test_a_part_that_is_pinned_hurries_no_other(pinning: Pinning) -> None:
+def test_a_wait_for_a_pinned_part_starts_no_more_threads(pinning: Pinning) -> None:
     pinning.free.add(0)
     pinned = PinnedMemory(memory(9), PART, ahead=True)
     wait_until(lambda: len(pinning.parts) == 2, "the first part is pinned")

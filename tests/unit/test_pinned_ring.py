@@ -1,4 +1,4 @@
-"""The pinned ring on memory of the host: it copies as on a GPU, only that every copy has arrived at once."""
+"""The pinned ring with memory of the host. It copies as on a GPU, but each copy completes immediately."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ Runs = list[list[tuple[int, int]]]
 
 
 class Desk:
-    """Both ends of a pinned ring: keeps the free slots, and announces runs when it is asked for one and has none."""
+    """Both ends of a pinned ring. It keeps the free slots, and announces runs if a slot is requested and none is free."""
 
     def __init__(self, slots: int, data: st.DataObject) -> None:
         self.ring = Ring.create(slots * SLOT, SLOT)
         self.pinned = PinnedRing(self.ring, take=self.take, release=self.release)
         self.free = list(range(slots))
-        self.released: list[int] = []  # with the node worker, which has not freed them yet
+        self.released: list[int] = []  # released to the node worker, which has not freed them yet
         self.held: Counter[int] = Counter()  # slot -> spans in it that were written and not announced
         self.waiting: list[tuple[bytes, RingRun]] = []
         self.relieved = 0
@@ -37,7 +37,7 @@ class Desk:
     def release(self, slot: int) -> None:
         assert slot not in self.free, "released twice"
         assert slot not in self.released, "released twice"
-        assert not self.held[slot], "released before all in it was announced"
+        assert not self.held[slot], "released before all its spans were announced"
         self.released.append(slot)
 
     def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
@@ -50,16 +50,16 @@ class Desk:
         self.waiting.append((source, run))
 
     def relieve(self) -> None:
-        """The node worker frees what it has, or else some run is announced."""
+        """Free the slots that the node worker has, or announce a run if there are none."""
         self.relieved += 1
-        assert self.released or self.waiting, "there is no progress to be made"
+        assert self.released or self.waiting, "no slot can be freed"
         self.free += self.released
         self.released.clear()
         if not self.free:
             self.announce()
 
     def announce(self) -> None:
-        """Any of the waiting runs: its bytes are where its spans say."""
+        """Announce one of the waiting runs, after a check that its bytes are at its spans."""
         expected, run = self.waiting.pop(self._data.draw(st.integers(0, len(self.waiting) - 1)))
         assert b"".join(bytes(self.ring.slot(slot)[at : at + size]) for _, slot, at, size in run.spans) == expected
         self.held.subtract(slot for _, slot, _, _ in run.spans)
@@ -81,7 +81,9 @@ def desk(slots: int, data: st.DataObject) -> Iterator[Desk]:
 
 @st.composite
 def runs(draw: st.DrawFn, slots: int) -> Runs:
-    """Some saves' worth of runs: pieces with gaps between them, each run one slot smaller than the ring."""
+    """Draw the runs of some saves. The pieces of a run have gaps between them, and a run is at least one slot smaller than the
+    ring.
+    """
 
     def run() -> list[tuple[int, int]]:
         pieces, end = [], 0
@@ -112,7 +114,7 @@ def test_every_piece_arrives_and_every_slot_is_released_once(data: st.DataObject
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(2, 5))
-def test_abandoning_releases_all_slots_and_the_next_save_goes_on(data: st.DataObject, slots: int) -> None:
+def test_an_abandoned_save_releases_all_slots(data: st.DataObject, slots: int) -> None:
     with desk(slots, data) as it:
         for pieces in data.draw(runs(slots)):
             it.write(bytes(sum(pieces[-1]) if pieces else 0), pieces)
@@ -142,12 +144,12 @@ def test_a_ring_of_two_slots_passes_any_number_of_bytes(data: st.DataObject) -> 
 
 @settings(max_examples=5, deadline=None)
 @given(st.data())
-def test_the_slot_being_filled_is_kept_though_announced(data: st.DataObject) -> None:
+def test_an_announced_slot_is_kept_while_it_is_filled(data: st.DataObject) -> None:
     with desk(2, data) as it:
         it.write(b"a" * 10, [(0, 10)])
         it.announce()
         assert it.released == []
-        it.write(b"b" * SLOT, [(0, SLOT)])  # its end is in the next slot
+        it.write(b"b" * SLOT, [(0, SLOT)])  # the end of the run is in the next slot
         assert it.released == []
         it.announce()
         assert len(it.released) == 1

@@ -1,4 +1,4 @@
-"""Recorded tensors in host memory: a part is decoded only if its stored bytes have their digest."""
+"""Recorded tensors in host memory: a part is decoded only if its stored bytes match their digest."""
 
 from __future__ import annotations
 

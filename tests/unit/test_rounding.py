@@ -1,4 +1,4 @@
-"""What the rules for lossy coding promise of every number."""
+"""The guarantees of the rules for lossy encoding, for all numbers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ STRANGE = [float("inf"), -float("inf"), float("nan")]
 
 
 def any_floats(dtype: str, n: int = 1 << 11, seed: int = 0) -> torch.Tensor:
-    """Numbers of any bits, NaNs with payloads among them, and some of one magnitude."""
+    """Return numbers with random bits, including NaNs with payloads, and some numbers of similar magnitude."""
     generator = torch.Generator().manual_seed(seed)
     kind = getattr(torch, dtype)
     words = words_of(kind.itemsize)
@@ -48,7 +48,7 @@ def same(a: torch.Tensor, b: torch.Tensor) -> bool:
 @pytest.mark.parametrize("rule", WIDE, ids=str)
 @pytest.mark.parametrize("dtype", MANTISSA)
 def test_rounding_twice_changes_nothing(rule: Rule, dtype: str) -> None:
-    """Infinities and NaNs stay as they are."""
+    """Infinities and NaNs do not change."""
     if not rule.changes(dtype):
         return
     values = any_floats(dtype)
@@ -77,8 +77,8 @@ def test_mantissa_bits_keep_their_bound(bits: int) -> None:
 
 
 @pytest.mark.parametrize(("dtype", "least"), [("bfloat16", 9), ("float16", 12)])
-def test_tensors_derived_from_rounded_ones_stay_the_same(dtype: str, least: int) -> None:
-    """Every pattern of the bits that decide, with what comes below them: nothing, little, half, nearly all."""
+def test_rounding_does_not_change_derived_tensors(dtype: str, least: int) -> None:
+    """All patterns of the upper 20 bits are tested with lower bits of zero, one, half, and the maximum."""
     upper = np.arange(1 << 20, dtype=np.uint32) << 12
     for lower in (0, 1, 0x800, 0xFFF):
         values = torch.from_numpy((upper | lower).view(np.float32))
@@ -101,7 +101,7 @@ def test_tensors_derived_from_rounded_ones_stay_the_same(dtype: str, least: int)
     block=st.sampled_from([8, 16, 33]),
     seed=st.integers(0, 99),
 )
-def test_blocks_keep_their_bound_wherever_a_row_was_cut(rows: int, n: int, first: int, bits: int, block: int, seed: int) -> None:
+def test_blocks_keep_their_bound_for_any_cut_of_a_row(rows: int, n: int, first: int, bits: int, block: int, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     values = torch.randn((rows, first + n), generator=generator) * 10 ** torch.randint(-30, 30, (rows, 1), generator=generator)
     rule = Blockwise(bits, block)
@@ -113,11 +113,11 @@ def test_blocks_keep_their_bound_wherever_a_row_was_cut(rows: int, n: int, first
     whole = first // block * block
     assert same(applied(rule, values[:, whole:].contiguous(), whole), made[:, whole:].contiguous())
     part = applied(rule, made[:, first:].contiguous(), first)
-    assert same(part, made[:, first:].contiguous()), "a part of what was rounded is rounded"
+    assert same(part, made[:, first:].contiguous()), "rounding does not change a part of a rounded tensor"
     assert same(torch.cat([applied(rule, row.unsqueeze(0)) for row in values]), made)
 
 
-def test_the_smallest_numbers_and_blocks_of_nothing() -> None:
+def test_subnormal_numbers_and_zero_blocks_are_rounded() -> None:
     least = torch.tensor([[5e-324, 1e-320, 0.0]], dtype=torch.float64)
     assert same(applied(Blockwise(16, 8), least), least)
     coarse = applied(Blockwise(8, 8), least * 1000)
@@ -136,7 +136,7 @@ def test_integers_and_narrow_floats_are_never_rounded() -> None:
             wrong()
 
 
-def test_the_planes_that_are_worth_coding() -> None:
+def test_planes_returns_the_planes_worth_encoding() -> None:
     assert MantissaBits(16).planes("float32") == (0, 1, 3)
     assert MantissaBits(22).planes("float32") == (0, 3)
     assert MantissaBits(5).planes("float32") == (0, 1, 2, 3)
@@ -145,21 +145,21 @@ def test_the_planes_that_are_worth_coding() -> None:
 
 
 class Careless(MantissaBits):
-    """Says that it keeps a bit more than it does."""
+    """Claims half of its actual error bound."""
 
     def round(self, values: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         made, bound = super().round(values, first)
         return made, bound / 2
 
 
-def test_a_bound_that_does_not_hold_fails_the_save_by_name() -> None:
+def test_an_exceeded_bound_fails_the_save_and_names_the_tensor() -> None:
     words = torch.randn(1, 1000).view(torch.int32)
     _, findings = rounded_chunk.rounded(Careless(4), words, "float32")
     with pytest.raises(SaveFailed, match=r"optim\.m"):
         rounded_chunk.check("optim.m", Careless(4), [findings])
 
 
-def test_what_is_told_of_it() -> None:
+def test_the_report_states_errors_and_saved_bytes() -> None:
     values = torch.tensor([[1.0 + 2.0**-20, 4.0, math.nan, 0.0]])
     bits, findings = rounded_chunk.rounded(MantissaBits(10), values.view(torch.int32), "float32")
     told = rounded_chunk.check("t", MantissaBits(10), [findings, findings])
@@ -174,7 +174,7 @@ def test_what_is_told_of_it() -> None:
 
 
 def test_a_chunk_is_rounded_while_it_is_copied() -> None:
-    """What a GPU's tensors go through, here on the CPU: the same function rounds either way."""
+    """Tensors on a GPU use ``gather``, which is called here on the CPU; both ways use the same rounding function."""
     rules = Lossy.of({"exp_avg": MantissaBits(3), "master": Blockwise(8, 16)})
     for name, tensor in (("exp_avg.w", torch.randn(300, 50)), ("master.w", torch.randn(50, 300).t()), ("w", torch.randn(90, 90))):
         plan, before = plan_save({name: tensor}, rank=0, world_size=1, planner=Planner(rules)), tensor.clone()

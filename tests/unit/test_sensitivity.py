@@ -1,4 +1,4 @@
-"""What rounding does to the loss of a small model that is really trained, and what is proposed of it."""
+"""The effect of rounding on the loss of a small trained model, and the rules that are proposed from it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ Setup = tuple[dict[str, Any], Callable[[], float], Callable[[], float]]
 
 @pytest.fixture(scope="module")
 def trained() -> Setup:
-    """A state, its loss, and a few steps more."""
+    """Return a trained state, its loss function, and a function that trains some more steps."""
     torch.manual_seed(0)
     data = torch.frombuffer(bytearray(b"the quick brown fox jumps over the lazy dog. " * 200), dtype=torch.uint8)
     model = GPT(width=32, layers=1, heads=2)
@@ -51,7 +51,7 @@ def flat(state: Any) -> dict[str, torch.Tensor]:
     return {leaf.name: leaf.value for leaf in flatten(state)}
 
 
-def test_every_group_is_tried_and_nothing_is_changed(trained: Setup) -> None:
+def test_each_group_is_tried_and_the_state_is_restored(trained: Setup) -> None:
     state, loss, train = trained
     before, random = {name: tensor.clone() for name, tensor in flat(state).items()}, torch.get_rng_state()
     found = raystow.sensitivity(state, loss=loss, train=train, levels=LEVELS)
@@ -70,11 +70,11 @@ def test_every_group_is_tried_and_nothing_is_changed(trained: Setup) -> None:
     assert all(0 < trial.stored < trial.raw for trial in found.trials if trial.rule is not None)
 
 
-def test_what_is_proposed_is_what_a_checkpointer_takes(trained: Setup) -> None:
+def test_a_proposal_is_valid_for_a_checkpointer(trained: Setup) -> None:
     state, loss, train = trained
     found = raystow.sensitivity(state, loss=loss, train=train, levels=LEVELS)
     nothing, some, most = (found.propose(budget) for budget in (0, 2e-2, 1e9))
-    assert nothing.change == 0, "what moves this loss by less than it can tell is free"
+    assert nothing.change == 0, "changes below the resolution of the loss cost nothing"
     assert nothing.stored > some.stored > most.stored
     assert some.change <= 2e-2
     assert set(most.rules) == {trial.group for trial in found.trials}
@@ -82,7 +82,7 @@ def test_what_is_proposed_is_what_a_checkpointer_takes(trained: Setup) -> None:
     assert not Lossy.of(most.rules).unmatched(flat(state))
 
 
-def test_without_steps_only_weights_are_looked_at(trained: Setup) -> None:
+def test_without_training_steps_only_weights_are_tried(trained: Setup) -> None:
     state, loss, _ = trained
     found = raystow.sensitivity(state, loss=loss, levels=LEVELS)
     assert found.trained is None
@@ -109,14 +109,14 @@ def test_invalid_levels_are_refused_before_any_rounding(levels: Any, named: str)
         raystow.sensitivity({"weights": torch.randn(100, 100)}, loss=loss, levels=levels)
 
 
-def test_weights_that_follow_from_a_master_copy_are_left_to_it() -> None:
+def test_weights_derived_from_a_master_copy_are_not_tried() -> None:
     master = torch.randn(40, 40)
     state = {"model": {"attn": master.bfloat16()}, "optim": {"master": {"attn": master}}}
     found = raystow.sensitivity(state, loss=lambda: 0.0, train=lambda: float(master.sum()))
     assert {trial.group for trial in found.trials} == {"attention.master"}
 
 
-def test_an_error_on_the_way_leaves_the_tensors_as_they_were() -> None:
+def test_an_error_of_the_loss_restores_the_tensors() -> None:
     weights, calls = torch.randn(2000), [0.0]
     before = weights.clone()
 
@@ -136,7 +136,7 @@ def test_an_error_on_the_way_leaves_the_tensors_as_they_were() -> None:
     st.integers(0, 30),
     st.sampled_from([0.0, 3.0]),
 )
-def test_no_smaller_state_is_within_the_budget(options: list[list[tuple[int, int]]], budget: int, noise: float) -> None:
+def test_the_proposal_is_the_smallest_within_the_budget(options: list[list[tuple[int, int]]], budget: int, noise: float) -> None:
     trials = [Trial(str(i), None, 0.0, 100, 100) for i in range(len(options))]
     for i, some in enumerate(options):
         trials += [Trial(str(i), MantissaBits(1 + k), float(change), 100, stored) for k, (change, stored) in enumerate(some)]
@@ -151,7 +151,7 @@ def test_no_smaller_state_is_within_the_budget(options: list[list[tuple[int, int
     assert Sensitivity(0.0, None, 0.0, ()).propose(1) == Proposal()
 
 
-def test_roles_are_told_by_names() -> None:
+def test_role_is_derived_from_the_tensor_name() -> None:
     names = {
         "model.layers.3.self_attn.q_proj.weight": "attention",
         "model.layers.3.mlp.gate_proj.weight": "feed-forward",

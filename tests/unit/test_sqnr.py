@@ -1,4 +1,4 @@
-"""What the rule that looks at each tensor's numbers promises, and what it chooses for numbers of which kind."""
+"""The ``Sqnr`` rule: its guarantee for each tensor, and its choice for different distributions of numbers."""
 
 from __future__ import annotations
 
@@ -58,7 +58,7 @@ def normal(*shape: int, seed: int = 0) -> torch.Tensor:
 
 
 def drawn(seed: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
-    """Numbers of some spread about some magnitude, with outliers, rows of zeros, and now and then what is not finite."""
+    """Return numbers of random spread and magnitude, with outliers, rows of zeros, and sometimes nonfinite numbers."""
     random = np.random.default_rng(seed)
     values = random.standard_normal(shape) * 10.0 ** random.integers(-46, 30)
     values *= np.exp(random.choice([0, 2]) * random.standard_normal(shape))
@@ -78,10 +78,10 @@ def drawn(seed: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor
     blocks=st.sampled_from([(), (8, 64)]),
     cut=st.integers(0, 300),
 )
-def test_the_sqnr_is_met_however_tensors_are_cut(
+def test_the_sqnr_is_reached_for_any_cut_of_a_tensor(
     seed: int, shape: tuple[int, int], dtype: torch.dtype, db: float, blocks: tuple[int, ...], cut: int
 ) -> None:
-    """Rounding again changes nothing."""
+    """A second rounding changes nothing."""
     asked, values = Sqnr(db, blocks), drawn(seed, shape, dtype)
     rule = chosen(asked, values)
     made = applied(rule, values)
@@ -107,7 +107,7 @@ def coded(rule: Rule, values: torch.Tensor) -> int:
 
 
 def best(values: torch.Tensor, db: float, kinds: dict[str, Callable[[int], Rule]]) -> dict[str, int]:
-    """Bytes that each kind of rule takes with the fewest bits that leave enough."""
+    """Return the bytes for each kind of rule with the fewest bits that reach the SQNR."""
     rules = {
         name: next(r for r in map(kind, range(2, 24)) if sqnr(values, applied(r, values)) >= db) for name, kind in kinds.items()
     }
@@ -131,7 +131,7 @@ OF = {
 
 @pytest.mark.parametrize("kind", OF)
 @pytest.mark.parametrize("db", [25, 41])
-def test_no_other_rule_stores_much_less_with_as_little_noise(kind: str, db: int) -> None:
+def test_no_other_rule_needs_much_less_space_at_equal_sqnr(kind: str, db: int) -> None:
     values = OF[kind]
     rule = chosen(Sqnr(db), values)
     assert rule is not None
@@ -139,7 +139,7 @@ def test_no_other_rule_stores_much_less_with_as_little_noise(kind: str, db: int)
     assert coded(rule, values) <= 1.1 * min(best(values, db, KINDS).values())
 
 
-def test_what_the_numbers_are_like_decides() -> None:
+def test_the_chosen_rule_depends_on_the_distribution() -> None:
     rules = {kind: chosen(Sqnr(41), values) for kind, values in OF.items()}
     assert isinstance(rules["spikes"], MantissaBits), rules
     assert isinstance(rules["wide"], Blockwise)
@@ -147,8 +147,8 @@ def test_what_the_numbers_are_like_decides() -> None:
     assert rules["narrow"].bits < rules["wide"].bits
 
 
-def test_what_a_sample_does_not_show_is_found_among_all_numbers() -> None:
-    """Rows with outliers where no run of the sample lies."""
+def test_outliers_outside_the_sample_are_detected() -> None:
+    """The rows with outliers have no run of the sample."""
     values = normal(1000, 256)
     usual = chosen(Sqnr(35), values)
     sampled = torch.isin(words(values)[:, :1].contiguous(), Numbers("t", "float32", words(values), []).sample())
@@ -157,13 +157,15 @@ def test_what_a_sample_does_not_show_is_found_among_all_numbers() -> None:
     assert sqnr(values, applied(rule, values)) >= 35 > sqnr(values, applied(usual, values))
 
 
-def test_tensors_that_no_rule_suits_keep_every_bit() -> None:
+def test_tensors_without_a_suitable_rule_keep_every_bit() -> None:
     """An empty tensor has no rule either."""
     assert chosen(Sqnr(60), normal(100, 40).half()) is None
     assert chosen(Sqnr(40), normal(100, 40)[:0]) is None
     for empty in (torch.zeros(100, 40), torch.full((100, 40), math.nan)):
         assert chosen(Sqnr(40), empty) == Settled(0)
-    assert chosen(Sqnr(40), normal(100, 40).bfloat16().float()) == Settled(7), "it may have been rounded to that"
+    assert chosen(Sqnr(40), normal(100, 40).bfloat16().float()) == Settled(7), (
+        "the numbers may have been rounded to 7 bits before"
+    )
 
 
 def test_blocks_are_for_first_moments_only() -> None:
@@ -192,7 +194,7 @@ def rules(plan: SavePlan) -> dict[str, Rule | None]:
     return {shard.leaf.name: shard.rule for shard in plan.division.shards}
 
 
-def test_replicas_are_rounded_alike_and_choices_stay() -> None:
+def test_replicas_have_equal_rules_and_choices_persist() -> None:
     lossy = Lossy.of({"exp_avg": Sqnr(40), "exp_avg_sq": Sqnr(40), "master": Sqnr(61)})
     moments = normal(300, 300)
     state = {
@@ -232,7 +234,7 @@ def test_differently_rounded_parts_are_reported_together() -> None:
     assert together(found).rule == "Blockwise(8, 64) and MantissaBits(6)"
 
 
-def test_sensitivity_takes_it_as_a_level() -> None:
+def test_sensitivity_accepts_sqnr_as_a_level() -> None:
     state = {"exp_avg": {"w": normal(64, 64)}, "exp_avg_sq": {"w": normal(64, 64).square()}}
     before = state["exp_avg_sq"]["w"].clone()
     seen = list[float]()
