@@ -11,11 +11,11 @@ from raystow.storage.repository import Repository
 
 @pytest.fixture
 def repository() -> Repository:
-    """A new repository in memory."""
+    """Return a new repository in memory."""
     return memory_repository()
 
 
 @pytest.fixture
 def committer(repository: Repository) -> Committer:
-    """One that has committed nothing yet."""
+    """Return a committer without commits."""
     return Committer(repository, "me")

@@ -1,4 +1,4 @@
-"""What a Checkpointer cannot do anything with is refused by name, before anything is started."""
+"""Invalid arguments of a Checkpointer raise an error that names them, before any part of a cluster is started."""
 
 from __future__ import annotations
 
@@ -21,6 +21,8 @@ GIB = 1 << 30
 
 @pytest.fixture(autouse=True)
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Let ``connect`` fail, which a Checkpointer calls after the checks of its arguments."""
+
     def connect() -> None:
         raise ConnectionRefusedError("all arguments are valid")
 
@@ -43,7 +45,7 @@ def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
         ("callbacks", [[None], ["wandb"]]),
     ],
 )
-def test_an_argument_that_cannot_be_is_named_with_its_value(name: str, values: list[object]) -> None:
+def test_an_invalid_argument_is_named_with_its_value(name: str, values: list[object]) -> None:
     for value in values:
         options: dict[str, Any] = {"rank": 0, "world_size": 1, name: value}
         with pytest.raises(StateError) as refused:
@@ -93,13 +95,13 @@ def test_a_group_refuses_an_invalid_value(group: Callable[..., object], name: st
         {"memory": memory_limit(), "timeout": 0.5, "retention": raystow.Policy(), "on_failure": 1},
     ],
 )
-def test_what_can_be_is_taken(options: Mapping[str, Any]) -> None:
+def test_valid_arguments_are_accepted(options: Mapping[str, Any]) -> None:
     with pytest.raises(ConnectionRefusedError):
         raystow.Checkpointer("memory://arguments", **options)
 
 
 @pytest.mark.parametrize(
-    ("door", "name", "values"),
+    ("function", "name", "values"),
     [
         (dcp.Writer, "timeout", ["5", None, True, 0, -1, float("nan"), float("inf"), 1e10]),
         (dcp.Writer, "memory", ["1GB", None, 1.5 * GIB, True, 0, 1 << 50]),
@@ -107,28 +109,28 @@ def test_what_can_be_is_taken(options: Mapping[str, Any]) -> None:
         (dcp.Reader, "threads", ["4", 1.5, True, 0, -1]),
     ],
 )
-def test_so_is_one_of_dcps_writer_or_reader(door: Callable[..., object], name: str, values: list[object]) -> None:
+def test_dcp_writer_and_reader_name_an_invalid_argument(function: Callable[..., object], name: str, values: list[object]) -> None:
     for value in values:
         with pytest.raises(StateError, match=f"{name} is {re.escape(repr(value))}"):
-            door("memory://arguments", **{name: value})
-    door("memory://arguments", threads=1)
+            function("memory://arguments", **{name: value})
+    function("memory://arguments", threads=1)
 
 
-def test_how_much_memory_there_is_is_told() -> None:
+def test_the_error_states_the_memory_of_the_machine() -> None:
     with pytest.raises(StateError, match=f"at most the {memory_limit():,} that this machine"):
         raystow.Checkpointer("memory://arguments", memory=1 << 50)
 
 
 @pytest.mark.parametrize("uri", [None, b"/tmp/r", 5])
-@pytest.mark.parametrize("door", [raystow.Checkpointer, raystow.open, raystow.latest, dcp.Writer, dcp.Reader])
-def test_an_address_is_text_or_a_path(door: Callable[[Any], object], uri: object) -> None:
+@pytest.mark.parametrize("function", [raystow.Checkpointer, raystow.open, raystow.latest, dcp.Writer, dcp.Reader])
+def test_an_address_is_text_or_a_path(function: Callable[[Any], object], uri: object) -> None:
     with pytest.raises(StateError, match=f"uri is of type {type(uri).__name__}"):
-        door(uri)
+        function(uri)
 
 
 @pytest.mark.parametrize("step", [-1, 1.0, True, "1", 1 << 63, 1 << 70])
 def test_a_step_is_an_integer_that_fits_into_the_format(step: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of a Checkpointer that has nothing to save with: nothing else is looked at first."""
+    """The checkpointer is not initialized, so the step must be checked before anything else."""
     checkpointer = object.__new__(raystow.Checkpointer)
     monkeypatch.setattr(checkpointer, "failures", Failures("warn", count=int), raising=False)
     with pytest.raises(StateError, match=f"step is {step!r} .*below 2"):

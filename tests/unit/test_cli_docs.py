@@ -1,4 +1,4 @@
-"""docs/cli.md is what tools/cli_docs.py generates from the commands."""
+"""docs/cli.md equals the output of tools/cli_docs.py."""
 
 from __future__ import annotations
 

@@ -1,6 +1,5 @@
-"""Saves, retention and collection while the wall clock of the process jumps by days: with the real libfaketime, if it is there.
-
-Debian: ``apt install libfaketime``.
+"""Saves, retention, and collection while the wall clock of the process jumps by days. The test needs libfaketime (on Debian:
+``apt install libfaketime``).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A disk that fills up at each kind of write: the save fails or its outcome is unknown, and the next one goes on."""
+"""A disk that becomes full at each kind of write: the save fails or its outcome is unknown, and the next save succeeds."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ def check(version: raystow.Version, step: int) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_full_disk_at_each_kind_of_write(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Half of the bytes are written, then there is no space."""
+def test_a_save_fails_if_the_disk_is_full_and_the_next_works(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half of the bytes are written; then the disk is full."""
     write, write_all, armed = durable.write, durable._write_all, [False]
 
     def half(descriptor: int, parts: Sequence[Buffer]) -> None:
@@ -67,14 +67,14 @@ def test_a_full_disk_at_each_kind_of_write(kind: str, tmp_path: Path, monkeypatc
         assert [version.step for version in versions] == [1, 3]
         for version in versions:
             cluster.repository.verify(version)
-        with pytest.raises(raystow.SaveFailed):  # which is certain by now
+        with pytest.raises(raystow.SaveFailed):  # the failure is certain now
             outcome_in(cluster.repository.root(), 2, "f" * 16)
     assert [path for path in (tmp_path / "run").rglob(f"{durable.TEMPORARY}*") if path.is_file()] == []
 
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 8 MiB."""
+    """Mount a file system of 8 MiB."""
     folder = tmp_path / "disk"
     folder.mkdir()
     command = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
@@ -84,12 +84,12 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
     subprocess.run(["umount", "-l", str(folder)], check=True)
 
 
-def test_a_file_system_without_space(small_disk: Path) -> None:
-    """A real one. Nothing of the save that did not fit stays."""
+def test_a_real_full_file_system_fails_the_save(small_disk: Path) -> None:
+    """No bytes of the failed save remain."""
     with LocalCluster(str(small_disk / "run")) as cluster:
         check(cluster.save(state(1), step=1), 1)
         used = os.statvfs(small_disk).f_bfree
         with pytest.raises(raystow.SaveFailed, match="free space on this file system"):
             cluster.save({"w": np.random.default_rng(0).standard_normal(4 << 20)}, step=2)
         check(cluster.save(state(3), step=3), 3)
-        assert os.statvfs(small_disk).f_bfree > used - 600  # pages: what one more small save takes
+        assert os.statvfs(small_disk).f_bfree > used - 600  # in pages: the size of one more small save

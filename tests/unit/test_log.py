@@ -10,7 +10,7 @@ from raystow.storage.format import keys
 logger = logging.getLogger("raystow.test")
 
 
-def test_a_line_has_the_fields_of_process_logger_and_line(
+def test_a_record_has_the_fields_of_process_logger_and_call(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     monkeypatch.setattr(log, "_here", {})
@@ -27,6 +27,6 @@ def test_a_line_has_the_fields_of_process_logger_and_line(
     assert line.filename == "test_log.py"
 
 
-def test_a_key_says_whose_it_is() -> None:
+def test_whose_returns_the_version_and_attempt_of_a_key() -> None:
     assert log.whose(keys.pack(7, "a" * 16, 0, "weights", 0)) == {"version": 7, "attempt": "a" * 16}
     assert log.whose("root.json") == {}

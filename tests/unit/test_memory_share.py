@@ -5,8 +5,8 @@ from raystow.orchestrator.client.options import default_staging
 GIB = 1 << 30
 
 
-def test_staging_memory_is_a_saves_size_within_half_the_host() -> None:
-    """Each rank has an equal part of that half."""
+def test_staging_memory_fits_a_save_and_half_the_host() -> None:
+    """Each rank gets an equal share of half of the host memory."""
     assert default_staging(0, gpus=0, machine=16 * GIB) == GIB
     assert default_staging(7 * GIB, gpus=8, machine=2048 * GIB) == 8 * GIB + (256 << 20)
     assert default_staging(100 * GIB, gpus=8, machine=1024 * GIB) == 64 * GIB

@@ -1,3 +1,5 @@
+"""The write rate of a metered store."""
+
 from __future__ import annotations
 
 from concurrent.futures import ThreadPoolExecutor
@@ -12,7 +14,7 @@ from raystow.workers.packing.metered_store import Metered
 
 
 class Ticking(Clock):
-    """Every look at it is a second later than the one before."""
+    """A clock that advances by a second with each call."""
 
     def __init__(self) -> None:
         self.seconds = 0.0
@@ -29,11 +31,11 @@ def test_the_rate_is_bytes_over_busy_time() -> None:
     assert store.rate == 0
     store.put("a", [b"x" * 30])
     store.put("b", [b"x" * 10, memoryview(b"x" * 20)])
-    assert store.rate == 30  # 60 bytes in twice a second
+    assert store.rate == 30  # 60 bytes in two puts of one second
     assert store.get("b", max_bytes=99) == b"x" * 30
 
 
-def test_puts_at_the_same_time_share_it() -> None:
+def test_concurrent_puts_share_the_busy_time() -> None:
     inner = MemoryStore("metered-together")
     both = Barrier(2)
     put = inner.put
@@ -41,10 +43,10 @@ def test_puts_at_the_same_time_share_it() -> None:
     store = Metered(inner, Ticking())
     with ThreadPoolExecutor(2) as pool:
         list(pool.map(lambda key: store.put(key, [b"x" * 50]), "ab"))
-    assert store.rate == 100  # both within one second
+    assert store.rate == 100  # both puts within one second
 
 
-def test_what_failed_does_not_count() -> None:
+def test_a_failed_put_does_not_change_the_rate() -> None:
     inner = MemoryStore("metered-failing")
     store = Metered(inner, Ticking())
 

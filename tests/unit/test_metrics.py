@@ -18,7 +18,7 @@ COUNTED = (
     "errors",
     "in_flight",
     "in_a_row",
-)  # what has no unit
+)  # names of metrics without a unit
 
 
 class Kept:
@@ -33,12 +33,12 @@ class Kept:
 
 
 @pytest.fixture(autouse=True)
-def nobody() -> Iterator[None]:
+def no_recorder() -> Iterator[None]:
     yield
     record_with(None)
 
 
-def test_without_a_recorder_nothing_happens() -> None:
+def test_record_without_a_recorder_does_nothing() -> None:
     record(VERSIONS, repository="s3://b/run")
 
 
@@ -51,7 +51,7 @@ def test_values_go_to_the_recorder() -> None:
     assert kept.values == [("raystow_versions", 1.0, tags), ("raystow_durable_seconds", 2.5, tags)]
 
 
-def test_a_recorder_that_fails_harms_nobody_and_is_told_of_once(caplog: pytest.LogCaptureFixture) -> None:
+def test_a_failing_recorder_is_removed_with_one_warning(caplog: pytest.LogCaptureFixture) -> None:
     broken = Kept(fails=True)
     record_with(broken)
     for _ in range(3):

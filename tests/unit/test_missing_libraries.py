@@ -1,4 +1,4 @@
-"""Where an optional library is missing, the error names the extra that installs it: in Python and on the command line."""
+"""If an optional library is missing, the error names the extra that installs it, in Python and on the command line."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ print(json.dumps([told(case) for case in cases]))
 
 
 def told(missing: list[str], cases: list[str | list[str]]) -> list[str]:
-    """What each piece of Python raises, and each command prints, in a process where these libraries are missing."""
+    """Return the error that each piece of Python raises, and the output of each command, in a process without these libraries."""
     command = [sys.executable, "-c", WITHOUT, json.dumps([missing, cases])]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
@@ -128,7 +128,7 @@ print(json.dumps(digests))
 
 
 def test_versions_are_read_without_numba() -> None:
-    """By the compiled library, and by numpy alone: every codec, transform and dtype, and differences."""
+    """The compiled library and numpy alone read all codecs, transforms, dtypes, and deltas."""
     command = [sys.executable, "-c", READ, str(GOLDEN.parent)]
     compiled_and_plain = json.loads(subprocess.run(command, check=True, capture_output=True, text=True, timeout=120).stdout)
     golden = json.loads((GOLDEN / "expected.json").read_text())

@@ -1,4 +1,4 @@
-"""Which file systems may hold a repository, told from texts of /proc/self/mountinfo."""
+"""The file systems that may have a repository, determined from the text of /proc/self/mountinfo."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ NFS = "rw,vers=4.2,rsize=1048576,hard,proto=tcp,clientaddr=10.0.0.2,local_lock=n
         ("fuseblk", "rw"),
     ],
 )
-def test_fit(kind: str, options: str) -> None:
+def test_a_safe_file_system_is_accepted(kind: str, options: str) -> None:
     assert mounts.unsafe_reason(f"{ROOT}\n{line('/mnt/share', kind, options)}\n", "/mnt/share/run") is None
 
 
@@ -60,14 +60,14 @@ def test_fit(kind: str, options: str) -> None:
         ("fuse.sshfs", "rw", "FUSE"),
     ],
 )
-def test_unfit_with_a_reason(kind: str, options: str, reason: str) -> None:
+def test_an_unsafe_file_system_is_refused_with_a_reason(kind: str, options: str, reason: str) -> None:
     said = mounts.unsafe_reason(f"{ROOT}\n{line('/mnt/share', kind, options)}\n", "/mnt/share/run")
     assert said is not None
     assert reason in said
     assert "/mnt/share is mounted as " + kind in said
 
 
-def test_the_deepest_mount_counts() -> None:
+def test_the_deepest_mount_is_used() -> None:
     text = "\n".join([line("/a/b", "nfs4", NFS), ROOT, line("/a", "cifs"), line("/a/bb", "9p")])
     assert mounts.unsafe_reason(text, "/a/b/run") is None
     assert mounts.unsafe_reason(text, "/a/b") is None
@@ -76,19 +76,19 @@ def test_the_deepest_mount_counts() -> None:
     assert mounts.unsafe_reason(text, "/ab") is None
 
 
-def test_a_later_mount_covers_an_earlier_one() -> None:
+def test_a_later_mount_hides_an_earlier_one() -> None:
     assert mounts.unsafe_reason("\n".join([line("/a", "cifs"), line("/a", "ext4")]), "/a/run") is None
     assert mounts.unsafe_reason("\n".join([line("/a", "ext4"), line("/a", "cifs")]), "/a/run") is not None
 
 
-def test_escapes_optional_fields_and_rubbish() -> None:
+def test_escapes_and_optional_fields_are_parsed() -> None:
     text = "\n".join(["", "not a line", "1 2 3 - ", line(r"/my\040share\134x", "cifs", optional="shared:1 master:2 "), ROOT])
     assert mounts.unsafe_reason(text, "/my share\\x/run") is not None
     assert mounts.unsafe_reason(text, "/my") is None
     assert mounts.unsafe_reason("", "/my") is None
 
 
-def test_an_unfit_mount_refuses_commits_but_not_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unsafe_mount_refuses_commits_but_not_reads(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     table = tmp_path / "mountinfo"
     table.write_text(f"{ROOT}\n{line(str(tmp_path), 'fuse.s3fs')}\n")
     monkeypatch.setattr(mounts, "_MOUNTINFO", table)

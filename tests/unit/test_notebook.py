@@ -1,4 +1,4 @@
-"""How objects look at a prompt and in a notebook, and when a restore shows a bar."""
+"""The display of objects at a prompt and in a notebook, and the progress bar of a restore."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class Terminal(io.StringIO):
         return True
 
 
-def test_a_repository_and_a_version_are_tables() -> None:
+def test_a_repository_and_a_version_are_shown_as_tables() -> None:
     import numpy as np
 
     repository = memory_repository()
@@ -38,7 +38,7 @@ def test_a_repository_and_a_version_are_tables() -> None:
     assert "3.91 KiB" in newest._repr_html_()
 
 
-def test_a_pending_save_tells_its_state_and_escapes_errors() -> None:
+def test_a_pending_save_shows_its_state_and_escapes_errors() -> None:
     pending = Pending(7)
     assert repr(pending) == "Pending(step=7, in flight)"
     pending._set_staged()
@@ -57,11 +57,13 @@ def test_a_restore_shows_a_bar_in_a_terminal(monkeypatch: pytest.MonkeyPatch) ->
         wait_until(lambda: "restoring version 3" in terminal.getvalue(), "the bar appears")
     screen = Screen(100, 5)
     Stream(screen).feed(terminal.getvalue())
-    assert not "".join(screen.display).strip(), "it goes away"
+    assert not "".join(screen.display).strip(), "the bar is removed"
 
 
 @pytest.mark.parametrize(("rank", "after", "terminal"), [(1, 0, Terminal()), (0, 60, Terminal()), (0, 0, io.StringIO())])
-def test_others_show_nothing(rank: int, after: float, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_bar_for_other_ranks_short_restores_or_files(
+    rank: int, after: float, terminal: io.StringIO, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(sys, "stderr", terminal)
     with progress_bar.shown("restoring", 2000, rank=rank, after=after) as report:
         report(1000)

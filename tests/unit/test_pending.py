@@ -1,4 +1,4 @@
-"""What a caller sees of a save that is under way."""
+"""The state of a save in progress, as its caller sees it."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ def test_the_stall_grows_only_while_the_caller_waits() -> None:
     pending = Pending(1)
     assert pending.stall == 0
     with pending._blocking(SYSTEM.monotonic() - 5):
-        assert pending.stall >= 5  # as it is reported meanwhile
+        assert pending.stall >= 5  # the value during the wait
     first = pending.stall
     assert 5 <= first == pending.stall
     with pending._blocking(SYSTEM.monotonic() - 7):

@@ -63,12 +63,14 @@ def test_a_share_is_disjoint_complete_and_balanced(large: list[int], small: list
     loads = [sum(piece.nbytes for piece in mine) for mine in shares.values()]
     assert max(loads) - min(loads) <= max(*large, sum(small), 0)
     first = set(map(id, shares[holders[0]]))
-    assert all(id(piece) in first for piece in pieces[len(large) :]), "a small shard is not where readers look for it first"
+    assert all(id(piece) in first for piece in pieces[len(large) :]), (
+        "small shards must be with the first rank, where readers search first"
+    )
 
 
 @settings(max_examples=50, deadline=None)
 @given(sizes=st.lists(st.integers(0, 300_000), max_size=12), world=st.integers(1, 5))
-def test_the_plans_of_all_ranks_hold_every_chunk_once(sizes: list[int], world: int) -> None:
+def test_the_plans_of_all_ranks_have_every_chunk_once(sizes: list[int], world: int) -> None:
     state = {f"t{i}": np.zeros((n, 33), np.uint8) for i, n in enumerate(sizes)}
     plans = [plan_save(state, rank=rank, world_size=world) for rank in range(world)]
     found = sorted((p.shard.leaf.name, p.box) for plan in plans for p in plan.pieces)

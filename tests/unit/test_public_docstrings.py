@@ -51,7 +51,7 @@ def resolve(name: str) -> object:
 
 
 def documented() -> dict[str, tuple[str, Callable[..., object] | None]]:
-    """By name: the docstring, and the function whose parameters it documents."""
+    """Return by name the docstring, and the function whose parameters it documents."""
     found = dict[str, tuple[str, Callable[..., object] | None]]()
     for name, options in REFERENCE.items():
         thing = resolve(name)
@@ -70,12 +70,12 @@ RECORDS = [name for name, options in REFERENCE.items() if options.get("merge_ini
 
 
 def section(doc: str, *titles: str) -> str:
-    """The text below the titles."""
+    """Return the text below the titles."""
     return "".join(re.findall(rf"^(?:{'|'.join(titles)}):\n((?:[ \t]+.*\n?|\n)+)", doc + "\n", re.MULTILINE))
 
 
 def raises(function: Callable[..., object]) -> bool:
-    """Whether the function's own body raises."""
+    """Return whether the body of the function itself raises."""
     tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
     return any(isinstance(node, ast.Raise) and node.exc is not None for node in ast.walk(tree))
 

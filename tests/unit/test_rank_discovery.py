@@ -1,4 +1,4 @@
-"""Rank and world size: where they come from, and what contradicts itself is refused with all that was said."""
+"""The sources of the rank and the world size. Contradictory sources are refused with an error that lists all of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from raystow.storage.errors import StateError
 
 
 @pytest.fixture(autouse=True)
-def nothing_tells(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("RANK", "WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     for module in ("ray.train", "torch.distributed"):
@@ -32,24 +32,24 @@ def train(monkeypatch: pytest.MonkeyPatch, rank: int, world_size: int) -> None:
     monkeypatch.setitem(sys.modules, "ray.train", SimpleNamespace(get_context=lambda: context))
 
 
-def test_a_process_alone_is_rank_0_of_1() -> None:
+def test_a_single_process_is_rank_0_of_1() -> None:
     assert placement() == Placement(0, 1)
 
 
-def test_the_environment_is_honoured_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_environment_is_used_without_a_process_group(monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, "2", "4")
     assert placement() == Placement(2, 4)
     assert placement(2, 4) == Placement(2, 4)
 
 
 @pytest.mark.parametrize("given", [{"rank": 1}, {"world_size": 2}])
-def test_one_without_the_other_is_refused(given: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_rank_without_a_world_size_is_refused(given: dict[str, int], monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, "1", "2")
     with pytest.raises(StateError, match="is given without"):
         placement(**given)
 
 
-def test_a_contradiction_names_all_that_was_said(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_contradiction_names_all_sources(monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, "3", "4")
     train(monkeypatch, 1, 2)
     told = "the arguments: rank 0 of 2; Ray Train: rank 1 of 2; torch.distributed: none; RANK and WORLD_SIZE: rank 3 of 4"
@@ -57,14 +57,14 @@ def test_a_contradiction_names_all_that_was_said(monkeypatch: pytest.MonkeyPatch
         placement(0, 2)
 
 
-def test_sources_that_agree_are_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_consistent_sources_are_used(monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, "1", "2")
     train(monkeypatch, 1, 2)
     assert placement() == Placement(1, 2)
 
 
 @pytest.mark.parametrize(("rank", "world_size"), [("1", "x"), ("", "2"), ("4", "4"), ("-1", "2")])
-def test_an_environment_that_makes_no_sense_is_refused(rank: str, world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_invalid_environment_is_refused(rank: str, world_size: str, monkeypatch: pytest.MonkeyPatch) -> None:
     environment(monkeypatch, rank, world_size)
     with pytest.raises(StateError):
         placement()
@@ -79,7 +79,7 @@ print(*placement())
 
 
 @pytest.mark.parametrize(("rank", "code"), [("0", 0), ("1", 1)])
-def test_a_process_group_is_held_against_the_environment(rank: str, code: int) -> None:
+def test_a_process_group_must_agree_with_the_environment(rank: str, code: int) -> None:
     told = subprocess.run(
         [sys.executable, "-c", GROUP],
         env=os.environ | {"RANK": rank, "WORLD_SIZE": str(1 + int(rank))},

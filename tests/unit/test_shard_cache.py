@@ -1,4 +1,4 @@
-"""What is kept of a tensor's shard serves for the same tensor in later saves, and for no other."""
+"""Cached data about the shard of a tensor is used for the same tensor in later saves, and for no other tensor."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def look(seen: ShardCache, tensor: Any) -> TensorView:
 
 
 def test_the_same_tensor_is_found_again() -> None:
-    """Its elements are not kept."""
+    """The cache does not keep the elements of the tensor."""
     seen = ShardCache()
     first, again = look(seen, MEMORY.view(24, 10)), look(seen, MEMORY.view(24, 10).detach())
     assert again.shard is first.shard
@@ -38,7 +38,7 @@ def test_the_same_tensor_is_found_again() -> None:
     assert again.local.data_ptr() == MEMORY.data_ptr()
 
 
-def test_nothing_is_kept_of_what_is_looked_at_anew_each_time() -> None:
+def test_arrays_are_not_kept_by_the_cache() -> None:
     seen, array = ShardCache(), np.arange(240)
     gone = weakref.ref(array)
     seen.look(flatten({"a": array, "b": MEMORY}))
@@ -62,7 +62,7 @@ def test_nothing_is_kept_of_what_is_looked_at_anew_each_time() -> None:
     ],
     ids=["shape", "strides", "length", "memory", "dtype", "complex", "conjugate", "negative", "array"],
 )
-def test_one_that_differs_is_looked_at_anew(other: Callable[[], Any]) -> None:
+def test_a_changed_tensor_is_not_taken_from_the_cache(other: Callable[[], Any]) -> None:
     seen = ShardCache()
     for state in (MEMORY.view(24, 10), torch.view_as_complex(MEMORY.view(12, 10, 2)), other()):
         view = look(seen, state)
@@ -96,7 +96,7 @@ def test_an_unsupported_tensor_at_a_known_path_is_an_error(tensor: Any) -> None:
         look(seen, tensor)
 
 
-def test_what_is_divided_holds_the_tensors_of_its_own_save() -> None:
+def test_the_pieces_refer_to_the_tensors_of_their_own_save() -> None:
     planner, kept = Planner(), MEMORY.clone()
 
     def save(value: float) -> bytes:
@@ -114,7 +114,7 @@ def test_what_is_divided_holds_the_tensors_of_its_own_save() -> None:
 def test_a_tensor_with_too_little_storage_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Where an allocator puts what is left in the place where all of it was, it looks the same at a glance."""
+    """An allocator may reuse the address of the freed memory, so the address alone does not show the difference."""
     monkeypatch.setattr(torch.Tensor, "data_ptr", lambda _: 4096)
     planner, tensor = Planner(), MEMORY.clone()
     state = {"a": [torch.ones(4), tensor[24:].view(24, 9)]}
@@ -135,7 +135,7 @@ def test_a_tensor_with_too_little_storage_is_refused(
 
 @pytest.fixture
 def alone() -> Iterator[None]:
-    """A world of one rank."""
+    """Start a process group of one rank."""
     distributed.init_process_group("gloo", store=distributed.HashStore(), rank=0, world_size=1)
     yield
     distributed.destroy_process_group()
@@ -158,7 +158,7 @@ def test_a_dtensor_with_another_placement_is_another_tensor(alone: None) -> None
     assert look(seen, MEMORY.view(24, 10)).shard.holders == ()
 
 
-def test_arrays_are_looked_at_without_torch() -> None:
+def test_arrays_are_planned_without_torch() -> None:
     script = """
 import sys
 import weakref

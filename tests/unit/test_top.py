@@ -1,4 +1,4 @@
-"""What ``raystow top`` says and shows, of snapshots made by hand: on a terminal, and when parts of the cluster are away."""
+"""The text and the screen of ``raystow top`` for handmade snapshots, on a terminal and with missing parts of the cluster."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def shown(state: RunState, rows: int | None = None) -> list[str]:
     return capture.get().splitlines()
 
 
-def test_rates_are_differences_between_looks() -> None:
+def test_rates_are_differences_between_snapshots() -> None:
     before, now = snapshot(node(1, at=10.0, raw=1 << 30)), snapshot(node(1, at=12.0, raw=3 << 30))
     (told,) = run_state(NAME, before, now, OVERVIEW).nodes
     assert (told.coded_per_second, told.stored_per_second) == (1 << 30, 3 << 28)
@@ -85,7 +85,7 @@ def test_rates_are_differences_between_looks() -> None:
     assert new.coded_per_second is None
 
 
-def test_only_the_nodes_of_the_run_are_told_of() -> None:
+def test_only_the_nodes_of_the_run_are_listed() -> None:
     other = node(5, ranks={"s3://other": 8})
     assert [n.node for n in run_state(NAME, snapshot(), snapshot(node(1), other), OVERVIEW).nodes] == [node(1).node]
 
@@ -103,7 +103,7 @@ def test_nodes_and_ranks_show_their_stage_slowest_first() -> None:
     assert "ranks of save 42: staging 16-18; coded 8-15, 19-31" in lines
 
 
-def test_it_fits_80_columns_and_the_height_that_there_is() -> None:
+def test_the_view_fits_80_columns_and_the_given_height() -> None:
     crowd = snapshot(*(node(number) for number in range(1, 200)))
     told = run_state(NAME, crowd, crowd, OVERVIEW)
     for rows in (None, 10):
@@ -113,19 +113,19 @@ def test_it_fits_80_columns_and_the_height_that_there_is() -> None:
     assert len([line for line in lines if line.startswith("0000")]) == 9
 
 
-def test_failures_are_told_whole() -> None:
+def test_failures_are_shown_in_full() -> None:
     text = " ".join(shown(run_state(NAME, snapshot(), snapshot(), OVERVIEW)))
     assert "1 min ago, step 4000: ranks [3, 7] had not delivered their shards after 600 s" in text
     assert "1 aborted since" in text
 
 
-def test_before_the_first_version() -> None:
+def test_a_run_without_a_version_is_shown() -> None:
     young = CoordinatorStatus(RUN, "r" * 16, 1, None, None, 0, (), ())
     assert "newest   no version yet" in shown(run_state(NAME, snapshot(), snapshot(coordinator=young), young))
 
 
 class Scene:
-    """A cluster that looks one way after another, and then stays so."""
+    """A probe that returns these snapshots in order, and then always the last one."""
 
     def __init__(self, *sights: ClusterStatus) -> None:
         self._sights = list(sights)
@@ -139,7 +139,7 @@ class Still(Clock):
         pass
 
 
-def test_while_the_coordinator_restarts_what_it_said_last_stays() -> None:
+def test_the_last_status_stays_while_the_coordinator_restarts() -> None:
     gone = snapshot(node(1, at=11.0, raw=1 << 30), coordinator=None)
     head_down = ClusterStatus(102.0, {}, {}, trouble="the head node does not answer: no")
     back = snapshot(node(1, at=20.0, raw=10 << 30), coordinator=replace(OVERVIEW, epoch=8))
@@ -151,10 +151,10 @@ def test_while_the_coordinator_restarts_what_it_said_last_stays() -> None:
     assert restarting.nodes[0].coded_per_second == 1 << 30
     assert any("the head node does not answer" in line for line in shown(down))
     assert again.coordinator.epoch == 8
-    assert again.nodes[0].coded_per_second == 1 << 30  # since the last look at which it was seen
+    assert again.nodes[0].coded_per_second == 1 << 30  # relative to the last snapshot with the node
 
 
-def test_a_run_is_found_or_asked_for() -> None:
+def test_a_run_is_found_or_must_be_selected() -> None:
     two = ClusterStatus(1.0, {NAME: OVERVIEW, "coordinator-2": replace(OVERVIEW, uri="s3://b/2")}, {})
     assert run_of(two, "coordinator-2") == "coordinator-2"
     with pytest.raises(StateError, match=r"several jobs .*s3://b/2"):
@@ -193,11 +193,12 @@ def until(screen: pyte.Screen, stream: pyte.ByteStream, terminal: int, text: str
 
 @pytest.fixture
 def live() -> Iterator[tuple[pyte.Screen, pyte.ByteStream, int, subprocess.Popen[bytes]]]:
-    """``raystow top`` on a terminal of 80 times 30."""
+    """Start ``raystow top`` on a terminal of 80 columns and 30 rows."""
     outer, inner = pty.openpty()
     environment = {**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "30"}
     program = PROGRAM.format(tests=str(Path(__file__).parent))
-    # A shell's background job ignores Ctrl-C, and so does what it starts: this process must not, however the tests were started.
+    # A background job of a shell ignores Ctrl-C, and its child processes inherit this. This process must handle Ctrl-C in any
+    # case.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     command = [sys.executable, "-c", program]
     process = subprocess.Popen(command, stdin=inner, stdout=inner, stderr=inner, env=environment, preexec_fn=listen)
@@ -213,7 +214,7 @@ def live() -> Iterator[tuple[pyte.Screen, pyte.ByteStream, int, subprocess.Popen
 
 def test_live_on_a_terminal_until_ctrl_c(live: tuple[pyte.Screen, pyte.ByteStream, int, subprocess.Popen[bytes]]) -> None:
     screen, stream, terminal, process = live
-    for text in ("storing 1.50 GiB/s", "no answer"):  # a screen comes in parts
+    for text in ("storing 1.50 GiB/s", "no answer"):  # the screen arrives in parts
         until(screen, stream, terminal, text)
     lines = [line.rstrip() for line in screen.display]
     assert lines[0] == RUN

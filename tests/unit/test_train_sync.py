@@ -1,4 +1,4 @@
-"""Ray Train and a repository keep the same versions, whatever is lost between them; and pointers lead to them."""
+"""Ray Train and a repository keep the same versions after any loss between them, and pointers lead to these versions."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ from raystow.storage.repository import Repository, create_repository
 
 @dataclass
 class Pointer:
-    """What Train calls a checkpoint."""
+    """The path and the filesystem of a Ray Train checkpoint."""
 
     path: str
     filesystem: Any
 
 
 class Train:
-    """A run, as Train sees it: what it lists, newest last, and what it deletes."""
+    """A run as Ray Train manages it: the checkpoints that it lists, newest last, and those that it deletes."""
 
     def __init__(self, place: Path) -> None:
         self.place, self.filesystem = place, pyarrow.fs.LocalFileSystem()
@@ -42,7 +42,7 @@ class Train:
     def listed(self, patience: float = 0.0) -> set[Identity]:
         return {which for name in self.names if (which := identity(name)) is not None}
 
-    def hear(self, sync: TrainSync) -> list[dict[str, Any]]:
+    def take_reports_of(self, sync: TrainSync) -> list[dict[str, Any]]:
         news = sync.take_reports()
         for version in news:
             assert version.folder not in self.names, "reported twice"
@@ -89,7 +89,7 @@ def new_process(repository: Repository, train: Train, run: str = "run") -> Train
     return sync
 
 
-def test_train_hears_of_each_version_once_and_in_order(repository: Repository, train: Train, commit: Any) -> None:
+def test_each_version_is_reported_to_train_once_and_in_order(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     commit(1, loss=3.0)
     sync.collect()
@@ -97,23 +97,23 @@ def test_train_hears_of_each_version_once_and_in_order(repository: Repository, t
     commit(2, loss=2.0, raw=b"\x00")
     commit(3)
     sync.collect()
-    assert train.hear(sync) == [{"loss": 3.0}, {"loss": 2.0}, {}]  # JSON has no bytes
-    assert train.hear(sync) == []
+    assert train.take_reports_of(sync) == [{"loss": 3.0}, {"loss": 2.0}, {}]  # JSON cannot represent bytes
+    assert train.take_reports_of(sync) == []
     assert train.listed() == {(v.id, v.attempt) for v in repository.versions()}
 
 
-def test_what_train_drops_is_dropped_and_nothing_else(repository: Repository, train: Train, commit: Any) -> None:
+def test_only_versions_dropped_by_train_are_dropped(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     for step in (1, 2, 3, 4):
         commit(step)
     repository.pin(repository.version(2), "best")
     sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     sync.drop()
     assert live_ids(repository) == [1, 2, 3, 4]
     train.drop(1, 2)
     commit(5)
-    sync.drop()  # of 5 it has not heard yet
+    sync.drop()  # version 5 has not been reported to Train yet
     assert live_ids(repository) == [2, 3, 4, 5]
     repository.unpin("best")
     sync.drop()
@@ -121,8 +121,8 @@ def test_what_train_drops_is_dropped_and_nothing_else(repository: Repository, tr
     assert set(repository.root().pins.values()) == {3, 4}
 
 
-def test_what_train_lists_may_be_rolled_back(repository: Repository, train: Train) -> None:
-    """Its pointer leads to it, and it is dropped when Train drops it."""
+def test_a_rolled_back_version_stays_while_train_lists_it(repository: Repository, train: Train) -> None:
+    """Its pointer still leads to it, and it is dropped when Train drops it."""
     sync, committer = new_process(repository, train), Committer(repository, "me")
 
     def commit(*steps: int) -> list[Entry]:
@@ -131,20 +131,20 @@ def test_what_train_lists_may_be_rolled_back(repository: Repository, train: Trai
 
     *_, third = commit(1, 2, 3)
     sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     repository.rollback(1)
     assert ray_train.version_of(train.checkpoint(third)).entry == third
     repository.plan_retention(Policy(keep_last=1)).execute()
     commit(4)
     sync.collect()
     assert [version.id for version in repository.rolled_back()] == [2, 3]
-    train.hear(sync)
+    train.take_reports_of(sync)
     train.drop(2)
     sync.drop()
     assert (live_ids(repository), [version.id for version in repository.rolled_back()]) == ([1, 4], [3])
 
 
-def test_no_other_retention_takes_what_train_lists(repository: Repository, train: Train, commit: Any) -> None:
+def test_retention_keeps_the_versions_that_train_lists(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     for step in (1, 2, 3):
         commit(step)
@@ -153,12 +153,12 @@ def test_no_other_retention_takes_what_train_lists(repository: Repository, train
     assert live_ids(repository) == [1, 2, 3]
 
 
-def test_pins_that_were_lost_are_made_again(repository: Repository, train: Train, commit: Any) -> None:
+def test_lost_pins_are_created_again(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     for step in (1, 2):
         commit(step)
     sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     for name in repository.root().pins:
         repository.unpin(name)
     sync = new_process(repository, train)
@@ -168,43 +168,43 @@ def test_pins_that_were_lost_are_made_again(repository: Repository, train: Train
     assert live_ids(repository) == [2]
 
 
-def test_a_new_process_tells_what_the_last_one_had_no_time_to(repository: Repository, train: Train, commit: Any) -> None:
+def test_a_new_process_reports_the_unreported_versions(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     commit(1)
     sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     commit(2)
-    sync.collect()  # and dies: Train never hears
+    sync.collect()  # and the process ends: version 2 is never reported to Train
     commit(3)
     sync = new_process(repository, train)
-    assert len(train.hear(sync)) == 2
+    assert len(train.take_reports_of(sync)) == 2
     train.drop(1)
     sync = new_process(repository, train)
     sync.drop()
-    assert train.hear(sync) == []
+    assert train.take_reports_of(sync) == []
     assert live_ids(repository) == [2, 3]
 
 
-def test_a_process_that_died_before_train_heard_of_anything(repository: Repository, train: Train, commit: Any) -> None:
+def test_a_new_process_reports_all_versions_if_none_was(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     commit(1)
     sync.collect()
     commit(2)
-    assert len(train.hear(new_process(repository, train))) == 2
+    assert len(train.take_reports_of(new_process(repository, train))) == 2
 
 
-def test_a_run_leaves_the_versions_of_another_run_alone(repository: Repository, train: Train, commit: Any) -> None:
+def test_a_run_does_not_drop_versions_of_another_run(repository: Repository, train: Train, commit: Any) -> None:
     first = new_process(repository, train, "first")
     for step in (1, 2):
         commit(step)
     first.collect()
-    train.hear(first)
+    train.take_reports_of(first)
     other = Train(train.place.parent / "other")
     second = new_process(repository, other, "second")
-    assert len(other.hear(second)) == 1  # that from which it goes on
+    assert len(other.take_reports_of(second)) == 1  # the version from which the second run continues
     commit(3)
     second.collect()
-    other.hear(second)
+    other.take_reports_of(second)
     other.drop(2)
     second.drop()
     assert live_ids(repository) == [1, 2, 3]  # the first run's Train lists 2
@@ -213,7 +213,7 @@ def test_a_run_leaves_the_versions_of_another_run_alone(repository: Repository, 
     assert live_ids(repository) == [2, 3]
 
 
-def test_what_fails_is_tried_again(
+def test_a_failed_report_is_retried(
     repository: Repository, train: Train, commit: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(entry: Entry) -> None:
@@ -225,7 +225,7 @@ def test_what_fails_is_tried_again(
     with caplog.at_level(logging.WARNING):
         sync.collect()
     assert "no space left" in caplog.text
-    assert train.hear(sync) == []
+    assert train.take_reports_of(sync) == []
     monkeypatch.setattr(
         sync, "_write_pointer", lambda entry: write(repository, entry, train.filesystem, str(train.place / folder(entry)))
     )
@@ -233,32 +233,32 @@ def test_what_fails_is_tried_again(
         patch.setattr(repository, "root", lambda: (_ for _ in ()).throw(StoreUnavailable("down")))
         sync.collect()
         sync.drop()
-        assert train.hear(sync) == []
+        assert train.take_reports_of(sync) == []
     sync.collect()
-    assert len(train.hear(sync)) == 1
+    assert len(train.take_reports_of(sync)) == 1
 
 
-def test_a_version_dropped_before_it_was_told_is_passed_over(repository: Repository, train: Train, commit: Any) -> None:
+def test_a_version_dropped_before_its_report_is_skipped(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     first, _ = commit(1), commit(2)
     root = repository.root()
     repository.plan_retention(Policy(keep_last=1)).execute()
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(repository, "root", lambda: root)  # as read a moment before
+        patch.setattr(repository, "root", lambda: root)  # the root as it was before retention
         sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     assert folder(first) not in train.names
     assert len(train.names) == 1
 
 
-def test_the_thread_does_both(repository: Repository, train: Train, commit: Any) -> None:
+def test_the_thread_reports_and_drops_versions(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train)
     for step in (1, 2):
         commit(step)
     sync.wake()
 
     def both_reported() -> bool:
-        train.hear(sync)
+        train.take_reports_of(sync)
         return len(train.names) >= 2
 
     wait_until(both_reported, "both versions are reported", pause=0.01)
@@ -271,27 +271,27 @@ def test_the_thread_does_both(repository: Repository, train: Train, commit: Any)
 # Pointers
 
 
-def test_what_was_written_anew_is_the_same_version(repository: Repository, train: Train) -> None:
+def test_a_compacted_version_keeps_its_identity(repository: Repository, train: Train) -> None:
     committer, sync = Committer(repository, "me"), new_process(repository, train)
     words = np.random.default_rng(0).integers(0, 1 << 30, (1, 20000), np.int32)
     for i in range(4):
         write_version(committer, {"w": whole(words + i)}, base=(1, {"w": words}) if i else None)
     sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     second = repository.version(2).entry
     (anew,) = repository.plan_compaction([2]).execute()
     assert (anew.attempt != second.attempt, anew.origin) == (True, second.attempt)
     sync.drop()
     assert live_ids(repository) == [1, 2, 3, 4]
     assert ray_train.version_of(train.checkpoint(second)).entry == anew
-    assert train.hear(new_process(repository, train)) == []
+    assert train.take_reports_of(new_process(repository, train)) == []
 
 
 def test_a_pointer_leads_to_its_version(repository: Repository, train: Train, commit: Any, tmp_path: Path) -> None:
     sync = new_process(repository, train)
     first, second = commit(1), commit(2)
     sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     pointer = train.checkpoint(second)
     assert ray_train.version_of(pointer).entry == second
     assert ray_train.restore(pointer, into={}).step == 2
@@ -301,7 +301,9 @@ def test_a_pointer_leads_to_its_version(repository: Repository, train: Train, co
     assert ray_train.version_of(pointer, uri=tmp_path / "moved").entry == second
 
 
-def test_a_pointer_to_what_is_gone_says_so(repository: Repository, train: Train, commit: Any, tmp_path: Path) -> None:
+def test_a_pointer_to_a_dropped_version_raises_not_found(
+    repository: Repository, train: Train, commit: Any, tmp_path: Path
+) -> None:
     first, _ = commit(1), commit(2)
     write(repository, first, train.filesystem, str(train.place / folder(first)))
     repository.plan_retention(Policy(keep_last=1)).execute()
@@ -314,7 +316,9 @@ def test_a_pointer_to_what_is_gone_says_so(repository: Repository, train: Train,
 
 
 @pytest.mark.parametrize("text", ["", "{", "[]", '{"raystow": 1}', '{"raystow": {"uri": "a"}}', '{"raystow": {"uri": 7}}'])
-def test_a_pointer_that_is_none(repository: Repository, train: Train, commit: Any, tmp_path: Path, text: str) -> None:
+def test_an_invalid_pointer_file_is_reported(
+    repository: Repository, train: Train, commit: Any, tmp_path: Path, text: str
+) -> None:
     with pytest.raises(StateError, match="does not point"):
         read(Pointer(str(tmp_path), train.filesystem))
     (tmp_path / FILE).write_text(text)
@@ -322,11 +326,11 @@ def test_a_pointer_that_is_none(repository: Repository, train: Train, commit: An
         read(Pointer(str(tmp_path), train.filesystem))
 
 
-def test_what_validation_drops_after_the_workers_have_ended(repository: Repository, train: Train, commit: Any) -> None:
+def test_prune_drops_versions_deleted_after_the_run(repository: Repository, train: Train, commit: Any) -> None:
     sync = new_process(repository, train, train.place.name)
     entries = [commit(step) for step in (1, 2, 3)]
     sync.collect()
-    train.hear(sync)
+    train.take_reports_of(sync)
     train.drop(1)
 
     class Result:

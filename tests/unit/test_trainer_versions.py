@@ -1,4 +1,4 @@
-"""The callbacks of trainers restore the version that they are told, or the latest one."""
+"""The callbacks of trainers restore the requested version, or the latest one."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import raystow
 
 
 class EmptyRun:
-    """A Checkpointer of a run without versions. ``asked``: the versions that a callback has asked for."""
+    """A Checkpointer of a run without versions. ``asked``: the versions that a callback has requested."""
 
     def __init__(self) -> None:
         self.asked: list[Any] = []
@@ -24,7 +24,7 @@ class EmptyRun:
 
 
 @pytest.mark.parametrize(("option", "asked"), [({}, "latest"), ({"version": "step:60"}, "step:60")])
-def test_a_callback_restores_the_version_it_is_told(option: dict[str, str], asked: str) -> None:
+def test_a_callback_restores_the_requested_version(option: dict[str, str], asked: str) -> None:
     model, run = nn.Linear(2, 2), EmptyRun()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
 

@@ -14,7 +14,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.storage.gc_pause import uncollected
 
 
-def test_it_is_back_afterwards_and_after_an_error() -> None:
+def test_the_collector_is_enabled_again_after_an_error() -> None:
     assert gc.isenabled()
     with uncollected(), uncollected():
         assert not gc.isenabled()
@@ -24,7 +24,7 @@ def test_it_is_back_afterwards_and_after_an_error() -> None:
     assert gc.isenabled()
 
 
-def test_of_two_that_overlap_neither_leaves_it_off() -> None:
+def test_overlapping_pauses_enable_the_collector_at_the_end() -> None:
     one, other = uncollected(), uncollected()
     one.__enter__()
     other.__enter__()
@@ -33,7 +33,7 @@ def test_of_two_that_overlap_neither_leaves_it_off() -> None:
     assert gc.isenabled()
 
 
-def test_whoever_has_it_off_keeps_it_off() -> None:
+def test_a_collector_that_was_disabled_stays_disabled() -> None:
     gc.disable()
     try:
         with uncollected():
@@ -43,7 +43,7 @@ def test_whoever_has_it_off_keeps_it_off() -> None:
         gc.enable()
 
 
-def test_what_is_frozen_is_looked_at_no_more() -> None:
+def test_frozen_objects_are_not_tracked() -> None:
     script = """
 import gc
 from raystow.storage.gc_pause import freeze
@@ -58,7 +58,7 @@ assert not gc.garbage
     subprocess.run([sys.executable, "-c", script], check=True)
 
 
-def test_nothing_is_collected_before_a_restore_is_over() -> None:
+def test_the_collector_is_paused_during_a_restore() -> None:
     seen = list[bool]()
     with LocalCluster(f"memory://uncollected-{SYSTEM.token()}") as cluster:
         version = cluster.save({"w": np.ones(3)}, step=1)

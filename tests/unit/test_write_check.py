@@ -1,4 +1,4 @@
-"""Tensors that change between ``save`` and the end of their staging fail the save, however they are written."""
+"""Tensors that change between ``save`` and the end of their staging fail the save, for all kinds of writes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from raystow.orchestrator.save.planner import Planner, SavePlan, plan_save
 from raystow.orchestrator.save.write_check import SMALL
 
-COUNT = SMALL // 4 + 999  # float32 elements: more than what ``save`` copies
+COUNT = SMALL // 4 + 999  # number of float32 elements: larger than the tensors that ``save`` copies
 
 
 def planned(**state: Any) -> SavePlan:
@@ -34,7 +34,7 @@ def with_an_optimizer(tensor: torch.Tensor) -> None:
     torch.optim.SGD([tensor], lr=0.1).step()
 
 
-# Writes that torch's version counter knows may be of a single element.
+# Writes that the version counter of torch detects may change a single element.
 COUNTED: dict[str, Callable[[torch.Tensor], object]] = {
     "add_": lambda t: t.add_(1),
     "one element": lambda t: t.__setitem__(COUNT // 2, 7.0),
@@ -55,7 +55,7 @@ OTHERS: dict[str, Callable[[torch.Tensor], object]] = {
 
 
 @pytest.mark.parametrize("kind", [*COUNTED, *OTHERS])
-def test_every_kind_of_write_is_found(kind: str) -> None:
+def test_every_kind_of_write_is_detected(kind: str) -> None:
     tensor = torch.randn(COUNT).share_memory_()
     plan = planned(model={"w": tensor}, other=torch.randn(COUNT))
     assert plan.changed() == ""
@@ -63,7 +63,7 @@ def test_every_kind_of_write_is_found(kind: str) -> None:
     assert plan.changed() == "model.w"
 
 
-def test_an_optimizer_step_is_found() -> None:
+def test_an_optimizer_step_is_detected() -> None:
     layer = torch.nn.Linear(COUNT, 1, bias=False)
     optimizer = torch.optim.AdamW(layer.parameters())
     layer(torch.ones(1, COUNT)).sum().backward()
@@ -79,7 +79,7 @@ def test_an_optimizer_step_is_found() -> None:
     st.sampled_from(["plain", "transposed", "strided"]),
     st.sampled_from(["torch", "data", "numpy"]),
 )
-def test_writes_to_any_layout_are_found(dtype: torch.dtype, layout: str, writer: str) -> None:
+def test_writes_to_any_layout_are_detected(dtype: torch.dtype, layout: str, writer: str) -> None:
     whole = torch.randint(1, 100, (600, 400)).to(dtype)
     tensor = {"plain": whole, "transposed": whole.t(), "strided": whole[:, ::2]}[layout]
     plan = planned(x=tensor)
@@ -92,7 +92,7 @@ def test_writes_to_any_layout_are_found(dtype: torch.dtype, layout: str, writer:
     assert plan.changed() == "x"
 
 
-def test_writes_to_arrays_are_found() -> None:
+def test_writes_to_arrays_are_detected() -> None:
     array = np.random.default_rng(0).normal(size=COUNT)
     plan = planned(x=array, same=np.zeros(COUNT))
     assert plan.changed() == ""
@@ -102,7 +102,7 @@ def test_writes_to_arrays_are_found() -> None:
 
 @pytest.mark.parametrize("other", [torch.zeros(3), torch.zeros((), dtype=torch.int64), np.zeros((2, 3)), np.float32(0)])
 def test_small_tensors_are_copied(other: Any) -> None:
-    """The statistics of a batch norm change in the next forward pass, which no ``guard`` of an optimizer can hold back."""
+    """The next forward pass changes the statistics of a batch norm, and no ``guard`` of an optimizer delays it."""
     plan = planned(x=other)
     if isinstance(other, torch.Tensor):
         other.fill_(5)
@@ -115,7 +115,7 @@ def test_small_tensors_are_copied(other: Any) -> None:
     assert not out.any()
 
 
-def test_inference_tensors_have_samples_only() -> None:
+def test_a_write_to_an_inference_tensor_is_detected() -> None:
     with torch.inference_mode():
         tensor = torch.randn(COUNT)
         plan = planned(x=tensor)
