@@ -143,7 +143,7 @@ def test_an_unknown_outcome_is_resolved_by_a_second_commit(repository, monkeypat
     record = empty_record(committer)
     store, put_if = repository.store, repository.store.put_if
 
-    class Patience:
+    class MinuteClock:
         """A clock that advances by a minute with each call."""
 
         time = 0.0
@@ -159,7 +159,7 @@ def test_an_unknown_outcome_is_resolved_by_a_second_commit(repository, monkeypat
             put_if(key, data, tag)
         raise StoreUnavailable("no answer", subject=key)
 
-    monkeypatch.setattr(repository.register._register, "_clock", Patience())
+    monkeypatch.setattr(repository.register._register, "_clock", MinuteClock())
     monkeypatch.setattr(store, "put_if", lost)
     with pytest.raises(OutcomeUnknown, match=r"root\.json"):
         committer.commit(record)

@@ -36,14 +36,14 @@ def test_a_drain_waits_for_a_save_that_began_after_the_notice() -> None:
 
 def test_the_notice_is_sent_before_any_wait() -> None:
     """The drain reads the state of the cluster once before the notice."""
-    looked, told = list[int](), list[int]()  # number of reads, and its value at each notice
+    calls, calls_at_notice = list[int](), list[int]()  # calls of ``saves``; the number of calls at each notice
 
     def saves() -> dict[str, Saves]:
-        looked.append(1)
-        return {"run": Saves(2, 2) if told else Saves(1, 1)}
+        calls.append(1)
+        return {"run": Saves(2, 2) if calls_at_notice else Saves(1, 1)}
 
-    drain(saves, lambda: told.append(len(looked)), FakeClock(), seconds=60)
-    assert told == [1]
+    drain(saves, lambda: calls_at_notice.append(len(calls)), FakeClock(), seconds=60)
+    assert calls_at_notice == [1]
 
 
 def test_a_drain_does_not_wait_for_a_run_that_has_ended() -> None:

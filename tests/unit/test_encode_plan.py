@@ -149,7 +149,7 @@ def test_no_plane_overwrites_a_plane_in_use(it: Case) -> None:
         assert inside([(batch.base, end)], *it.low)
         assert inside(it.lying([batch], high=False), batch.base, end)
         assert inside(it.lying([batch], high=True), *it.high)
-        assert not (it.plan.starts[batch.first : batch.last] % 16).any(), "the kernels read 16 bytes at a time"
+        assert not (it.plan.starts[batch.first : batch.last] % 16).any(), "the kernels read several bytes at a time"
         assert 0 <= batch.after <= number
         assert 0 <= batch.after_group <= max(0, batch.group), "the batch would wait for its own group"
         waiting = [other for other in batches[:number] if other.group >= batch.after_group]

@@ -31,7 +31,9 @@ def test_a_plan_states_why_it_ends() -> None:
 
 
 def test_another_number_of_ranks_gets_the_entries_of_all_ranks() -> None:
-    """The nearest ranks come first. Entries of a generation with the same number of ranks are not combined."""
+    """A rank replays the entries of all ranks that recorded a step, nearest first. If as many ranks recorded the step, it
+    replays its own entry only.
+    """
     held = {"a": steps(1, ranks=4), "b": steps(2, lineage=(FIRST, Generation("2", 2)))}
     plan = plan_entries(0, 2, held)
     assert plan.step == 2

@@ -17,18 +17,18 @@ def entry(id: int, *bases: int, stored: int = 100) -> Entry:
     return Entry(id, f"{id:016x}", "00", 1, 100 * id, 0.0, 200, stored if not bases else stored * 7 // 10, bases)
 
 
-ROW = [entry(1), *(entry(id, 1) for id in range(2, 8)), entry(8), entry(9, 8)]
+VERSIONS = [entry(1), *(entry(id, 1) for id in range(2, 8)), entry(8), entry(9, 8)]
 """Two groups of versions with one base each: seven versions and two versions."""
 
 
 def decided(
-    policy: Policy, entries: Sequence[Entry] = ROW, pins: Mapping[str, int] | None = None, **how: object
+    policy: Policy, entries: Sequence[Entry] = VERSIONS, pins: Mapping[str, int] | None = None, **how: object
 ) -> dict[int, Decision]:
     decisions = plan(entries, policy, pins=pins or {}, metrics={}, compact=True, **how)  # type: ignore[arg-type]
     return {decision.entry.id: decision for decision in decisions}
 
 
-def told(policy: Policy, **how: object) -> dict[int, str]:
+def reasons(policy: Policy, **how: object) -> dict[int, str]:
     return {id: f"{one.verdict}: {one.why}" for id, one in decided(policy, **how).items() if one.verdict != "drop" or id == 1}  # type: ignore[arg-type]
 
 
@@ -36,7 +36,7 @@ NEWEST = {8: "keep: base of version 9: version 9 is the newest", 9: "keep: newes
 
 
 def test_the_last_delta_is_compacted_and_its_base_dropped() -> None:
-    assert told(Policy(keep_last=1), pins={"best": 5}) == {
+    assert reasons(Policy(keep_last=1), pins={"best": 5}) == {
         1: "drop: no rule keeps it once version 5 is written whole",
         5: "compact: pinned as best; written whole, so that version 1 can go",
         **NEWEST,
@@ -47,33 +47,33 @@ def test_compaction_pays_for_two_deltas_but_not_for_four() -> None:
     """A whole version takes 100 bytes, a delta 70; deltas also need their base of 100 bytes."""
     pins = {"a": 2, "b": 3, "c": 4, "d": 5}
     assert (
-        told(Policy(keep_last=1), pins={"a": 2, "b": 3})[1]
+        reasons(Policy(keep_last=1), pins={"a": 2, "b": 3})[1]
         == "drop: no rule keeps it once version 3 and 1 more are written whole"
     )
-    kept = told(Policy(keep_last=1), pins=pins)
+    kept = reasons(Policy(keep_last=1), pins=pins)
     assert kept[1] == ("keep: base of version 5 and 3 more: to write them whole takes about 400 bytes, and would free 380")
     assert kept[2] == "keep: pinned as a"
 
 
 def test_a_base_that_a_rule_keeps_stays_with_its_deltas() -> None:
-    kept = told(Policy(keep_last=1), pins={"best": 5, "first": 1})
+    kept = reasons(Policy(keep_last=1), pins={"best": 5, "first": 1})
     assert (kept[1], kept[5]) == ("keep: pinned as first, base of version 5", "keep: pinned as best")
-    assert told(Policy(keep_last=1), pins={"best": 5}, bases=[1])[1] == "keep: base of a save under way, base of version 5"
+    assert reasons(Policy(keep_last=1), pins={"best": 5}, bases=[1])[1] == "keep: base of a save under way, base of version 5"
 
 
 def test_a_version_that_may_not_be_replaced_keeps_its_base() -> None:
-    kept = told(Policy(keep_last=1), pins={"best": 5}, verified=3)
+    kept = reasons(Policy(keep_last=1), pins={"best": 5}, verified=3)
     assert kept[1] == "keep: base of version 5 and 1 more: version 3 was verified last"
-    kept = told(Policy(keep_last=1), pins={"best": 5}, leased={(3, f"{3:016x}")})
+    kept = reasons(Policy(keep_last=1), pins={"best": 5}, leased={(3, f"{3:016x}")})
     assert kept[1] == "keep: base of version 5 and 1 more: version 3 is being read under a lease"
-    assert "version 3 is thinned first" in told(Policy(keep_every=400, resumable=1))[1]
+    assert "version 3 is thinned first" in reasons(Policy(keep_every=400, resumable=1))[1]
 
 
 def test_a_version_that_is_dropped_soon_is_not_compacted() -> None:
     row = [entry(1), entry(2, 1), entry(3, 1), entry(4)]
-    kept = told(Policy(keep_last=2), entries=row)
+    kept = reasons(Policy(keep_last=2), entries=row)
     assert kept[1] == "keep: base of version 3: version 3 is kept as one of the last 2 only"
-    assert told(Policy(keep_last=2, keep_every=300), entries=[*row, entry(5)])[1].startswith("drop: ")
+    assert reasons(Policy(keep_last=2, keep_every=300), entries=[*row, entry(5)])[1].startswith("drop: ")
 
 
 def test_a_chain_is_dropped_after_its_last_is_compacted() -> None:
@@ -94,7 +94,7 @@ def test_the_bytes_of_a_chain_are_summed() -> None:
 
 
 def test_compaction_is_off_by_default() -> None:
-    decisions = plan(ROW, Policy(keep_last=1), pins={"best": 5}, metrics={})
+    decisions = plan(VERSIONS, Policy(keep_last=1), pins={"best": 5}, metrics={})
     assert {one.verdict for one in decisions} == {"keep", "drop"}
 
 

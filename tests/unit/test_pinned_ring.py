@@ -18,7 +18,7 @@ SLOT = 64
 Runs = list[list[tuple[int, int]]]
 
 
-class Desk:
+class RingEnds:
     """Both ends of a pinned ring. It keeps the free slots, and announces runs if a slot is requested and none is free."""
 
     def __init__(self, slots: int, data: st.DataObject) -> None:
@@ -28,7 +28,7 @@ class Desk:
         self.released: list[int] = []  # released to the node worker, which has not freed them yet
         self.held: Counter[int] = Counter()  # slot -> spans in it that were written and not announced
         self.waiting: list[tuple[bytes, RingRun]] = []
-        self.relieved = 0
+        self.free_calls = 0
         self._data = data
 
     def take(self) -> int | None:
@@ -41,7 +41,7 @@ class Desk:
         self.released.append(slot)
 
     def write(self, source: bytes, pieces: list[tuple[int, int]]) -> None:
-        run = self.pinned.write(torch.tensor(list(source), dtype=torch.uint8), self.relieve)
+        run = self.pinned.write(torch.tensor(list(source), dtype=torch.uint8), self.free_slots)
         for start, nbytes in pieces:
             where = parts(run.spans, start, nbytes)
             assert b"".join(bytes(self.ring.slot(slot)[at : at + n]) for slot, at, n in where) == source[start : start + nbytes]
@@ -49,9 +49,9 @@ class Desk:
         self.held.update(slot for _, slot, _, _ in run.spans)
         self.waiting.append((source, run))
 
-    def relieve(self) -> None:
+    def free_slots(self) -> None:
         """Free the slots that the node worker has, or announce a run if there are none."""
-        self.relieved += 1
+        self.free_calls += 1
         assert self.released or self.waiting, "no slot can be freed"
         self.free += self.released
         self.released.clear()
@@ -65,13 +65,13 @@ class Desk:
         self.held.subtract(slot for _, slot, _, _ in run.spans)
         self.pinned.announced([run])
 
-    def all_back(self) -> bool:
+    def all_free(self) -> bool:
         return sorted(self.free + self.released) == list(range(self.ring.slots))
 
 
 @contextmanager
-def desk(slots: int, data: st.DataObject) -> Iterator[Desk]:
-    made = Desk(slots, data)
+def ring_ends(slots: int, data: st.DataObject) -> Iterator[RingEnds]:
+    made = RingEnds(slots, data)
     try:
         yield made
     finally:
@@ -99,7 +99,7 @@ def runs(draw: st.DrawFn, slots: int) -> Runs:
 @settings(max_examples=200, deadline=None)
 @given(st.data(), st.integers(2, 5))
 def test_every_piece_arrives_and_every_slot_is_released_once(data: st.DataObject, slots: int) -> None:
-    with desk(slots, data) as it:
+    with ring_ends(slots, data) as it:
         for save in range(data.draw(st.integers(1, 3), "saves")):
             for number, pieces in enumerate(data.draw(runs(slots))):
                 size = sum(pieces[-1]) if pieces else 0
@@ -109,43 +109,43 @@ def test_every_piece_arrives_and_every_slot_is_released_once(data: st.DataObject
             it.pinned.end()
             while it.waiting:
                 it.announce()
-            assert it.all_back(), "a slot was kept"
+            assert it.all_free(), "a slot was kept"
 
 
 @settings(max_examples=50, deadline=None)
 @given(st.data(), st.integers(2, 5))
 def test_an_abandoned_save_releases_all_slots(data: st.DataObject, slots: int) -> None:
-    with desk(slots, data) as it:
+    with ring_ends(slots, data) as it:
         for pieces in data.draw(runs(slots)):
             it.write(bytes(sum(pieces[-1]) if pieces else 0), pieces)
         it.held.clear()
         it.waiting.clear()
         it.pinned.abandon()
-        assert it.all_back()
+        assert it.all_free()
         it.write(b"next" * 16, [(0, 64)])
         it.pinned.end()
-        assert not it.all_back(), "released before it was announced"
+        assert not it.all_free(), "released before it was announced"
         it.announce()
-        assert it.all_back()
+        assert it.all_free()
 
 
 @settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_a_ring_of_two_slots_passes_any_number_of_bytes(data: st.DataObject) -> None:
-    with desk(2, data) as it:
+    with ring_ends(2, data) as it:
         for number in range(20):
             it.write(bytes([number]) * SLOT, [(0, 40), (40, 24)])
-        assert it.relieved >= 18
+        assert it.free_calls >= 18
         it.pinned.end()
         while it.waiting:
             it.announce()
-        assert it.all_back()
+        assert it.all_free()
 
 
 @settings(max_examples=5, deadline=None)
 @given(st.data())
 def test_an_announced_slot_is_kept_while_it_is_filled(data: st.DataObject) -> None:
-    with desk(2, data) as it:
+    with ring_ends(2, data) as it:
         it.write(b"a" * 10, [(0, 10)])
         it.announce()
         assert it.released == []
@@ -154,4 +154,4 @@ def test_an_announced_slot_is_kept_while_it_is_filled(data: st.DataObject) -> No
         it.announce()
         assert len(it.released) == 1
         it.pinned.end()
-        assert it.all_back()
+        assert it.all_free()

@@ -103,7 +103,7 @@ def test_a_rank_that_never_joins_is_named_after_the_deadline(run):
         round.answer(None)
 
 
-def test_all_fall_back_if_one_finds_damage(run, caplog):
+def test_all_ranks_fall_back_if_one_finds_damage(run, caplog):
     _, older, newest = run.commit(3)
     first, _ = run.vote(0), run.vote(1)
     run.vote(0, newest)

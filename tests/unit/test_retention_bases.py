@@ -96,9 +96,9 @@ def test_a_lease_protects_the_bases_of_its_version(repository: Repository) -> No
     first = committer.commit(empty_record(committer))
     second = write_difference(committer, first.id)
     committer.commit(empty_record(committer))
-    doomed = repository.plan_retention(Policy(keep_last=1))
+    drop_plan = repository.plan_retention(Policy(keep_last=1))
     with repository.lease(second):
-        assert doomed.execute() == (first.entry, second.entry)
+        assert drop_plan.execute() == (first.entry, second.entry)
         assert repository.plan_collection(grace=0).execute().attempts == 0
     assert repository.plan_collection(grace=0).execute().attempts == 2
 

@@ -144,7 +144,7 @@ def test_planes_returns_the_planes_worth_encoding() -> None:
     assert MantissaBits(40).planes("float64") == (0, 1, 7)
 
 
-class Careless(MantissaBits):
+class WrongBound(MantissaBits):
     """Claims half of its actual error bound."""
 
     def round(self, values: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -154,9 +154,9 @@ class Careless(MantissaBits):
 
 def test_an_exceeded_bound_fails_the_save_and_names_the_tensor() -> None:
     words = torch.randn(1, 1000).view(torch.int32)
-    _, findings = rounded_chunk.rounded(Careless(4), words, "float32")
+    _, findings = rounded_chunk.rounded(WrongBound(4), words, "float32")
     with pytest.raises(SaveFailed, match=r"optim\.m"):
-        rounded_chunk.check("optim.m", Careless(4), [findings])
+        rounded_chunk.check("optim.m", WrongBound(4), [findings])
 
 
 def test_the_report_states_errors_and_saved_bytes() -> None:

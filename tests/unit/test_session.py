@@ -53,7 +53,7 @@ Message = Any
 
 
 @dataclass
-class Talk:
+class ScriptedConnection:
     """A connection whose other end is a script. The script continues when the session has processed the previous message."""
 
     script: Iterator[Message]
@@ -149,20 +149,22 @@ class FakeHost:
         return 0.0
 
 
-def serve(script: Callable[[Talk], Iterator[Message]], attempt: FakeAttempt | SaveFailed) -> tuple[Talk, FakeHost]:
+def serve(
+    script: Callable[[ScriptedConnection], Iterator[Message]], attempt: FakeAttempt | SaveFailed
+) -> tuple[ScriptedConnection, FakeHost]:
     """Run a session through a script, from its opening to its end."""
 
     def whole() -> Iterator[Message]:
         try:
-            yield from script(talk)
+            yield from script(scripted)
         finally:  # the session waits for chunks that are still needed
             for name in list(attempt.done if isinstance(attempt, FakeAttempt) else ()):
                 attempt.release(name)
 
-    talk, host = Talk(iter(())), FakeHost(attempt)
-    talk.script = whole()
-    Session(cast(Connection, talk), host, "node", OPENING).serve()
-    return talk, host
+    scripted, host = ScriptedConnection(iter(())), FakeHost(attempt)
+    scripted.script = whole()
+    Session(cast(Connection, scripted), host, "node", OPENING).serve()
+    return scripted, host
 
 
 def raw(name: str, slot: int, start: int, nbytes: int) -> StageRaw:
@@ -191,7 +193,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
         expected.extend(sorted(free))
         open_slots.update(free)  # the training process reuses the slot immediately
 
-    def script(talk: Talk) -> Iterator[Message]:
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
         filled = set[int]()
         yield BEGIN
         for number in range(data.draw(st.integers(0, 40))):
@@ -213,7 +215,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
                 needed[f"c{number}"] = set(slots)
                 parts = [(slot, 64, 4) for slot in slots]
                 yield from coded(f"c{number}", *parts) if event == "coded" else [raw(f"c{number}", *parts[0])]
-            assert sorted(talk.free) == sorted(expected)
+            assert sorted(scripted.free) == sorted(expected)
         for name in list(needed):
             slots = needed.pop(name)
             attempt.release(name)
@@ -222,7 +224,7 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
             open_slots.remove(slot)
             yield SlotFilled(slot)
             settle({slot})
-        assert sorted(talk.free) == sorted(expected)
+        assert sorted(scripted.free) == sorted(expected)
         yield END
 
     _, host = serve(script, attempt)
@@ -234,8 +236,8 @@ def test_a_slot_is_free_once_filled_and_no_longer_needed(data: st.DataObject) ->
 def test_chunks_are_read_at_the_positions_of_their_parts() -> None:
     attempt = FakeAttempt()
 
-    def script(talk: Talk) -> Iterator[Message]:
-        memory = session_ring(talk)
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
+        memory = session_ring(scripted)
         memory[:] = np.arange(memory.size) % 251
         yield BEGIN
         yield raw("raw", 1, 64, 4)
@@ -244,47 +246,47 @@ def test_chunks_are_read_at_the_positions_of_their_parts() -> None:
         assert attempt.bytes["coded"] == bytes(memory[[SLOT - 2, SLOT - 1, 2 * SLOT, 2 * SLOT + 7]])
         attempt.release("raw")
         yield SlotFilled(2)
-        assert talk.free == []
+        assert scripted.free == []
         attempt.release("coded")
-        assert talk.free == [2]
+        assert scripted.free == [2]
 
     serve(script, attempt)
 
 
-def session_ring(talk: Talk) -> np.ndarray:
+def session_ring(scripted: ScriptedConnection) -> np.ndarray:
     """Return the memory of the ring, as the training process maps it."""
-    opened = talk.sent[0]
+    opened = scripted.sent[0]
     assert isinstance(opened, SessionOpened)
-    assert talk.descriptor is not None
-    return Ring(talk.descriptor, opened.slots, opened.slot_size).memory
+    assert scripted.descriptor is not None
+    return Ring(scripted.descriptor, opened.slots, opened.slot_size).memory
 
 
 def test_chunks_after_a_failed_save_occupy_no_slot() -> None:
     attempt = FakeAttempt()
 
-    def script(talk: Talk) -> Iterator[Message]:
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
         yield BEGIN
         yield raw("before", 0, 0, 4)
         attempt.over = True
         yield from coded("after", (0, 64, 4), (1, 0, 4))
         assert list(attempt.done) == ["before"]
         yield SlotFilled(1)
-        assert talk.free == [1]
+        assert scripted.free == [1]
         yield SlotFilled(0)
-        assert talk.free == [1]
+        assert scripted.free == [1]
         attempt.release("before")
-        assert talk.free == [1, 0]
+        assert scripted.free == [1, 0]
 
     serve(script, attempt)
 
 
 def test_a_save_that_cannot_begin_occupies_no_slot() -> None:
-    def script(talk: Talk) -> Iterator[Message]:
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
         yield BEGIN
-        assert talk.sent[-1] == SaveLost(5, "no", "s", "r")
+        assert scripted.sent[-1] == SaveLost(5, "no", "s", "r")
         yield raw("ignored", 0, 0, 4)
         yield SlotFilled(0)
-        assert talk.free == [0]
+        assert scripted.free == [0]
         yield END
 
     serve(script, SaveFailed("no", subject="s", remedy="r"))
@@ -294,12 +296,12 @@ def test_the_outcome_is_sent_with_its_warnings() -> None:
     attempt = FakeAttempt()
     entry = Entry(1, "0123456789abcdef", "00" * 32, 1, 9, 0.5, 4, 4)
 
-    def script(talk: Talk) -> Iterator[Message]:
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
         yield BEGIN
         attempt.on_end(entry, ("stale",))
-        assert talk.sent[-1] == SaveDone(5, entry, ("stale",))
+        assert scripted.sent[-1] == SaveDone(5, entry, ("stale",))
         attempt.on_end(SaveFailed("late"), ())
-        assert talk.sent[-1] == SaveLost(5, "late", "", "")
+        assert scripted.sent[-1] == SaveLost(5, "late", "", "")
 
     serve(script, attempt)
 
@@ -316,7 +318,7 @@ def test_digests_are_offered_once_per_base() -> None:
         pairs = np.array([[7, 8], [70, 80]], "<u8").tobytes()
         return ChunkDigests(0, 4, base, np.array([0, 2], "<i8").tobytes(), pairs, bytes(same))
 
-    def script(talk: Talk) -> Iterator[Message]:
+    def script(scripted: ScriptedConnection) -> Iterator[Message]:
         yield BEGIN
         yield ComparedChunks(0, 4, tuple(infos))
         yield digests([0, 0], 0)
@@ -324,7 +326,7 @@ def test_digests_are_offered_once_per_base() -> None:
         attempt.base = base
         for _ in range(2):
             yield BEGIN
-        none, offered = [message for message in talk.sent if isinstance(message, BaseDigests)]
+        none, offered = [message for message in scripted.sent if isinstance(message, BaseDigests)]
         assert (none.base, offered.base, offered.serial) == (0, 3, 4)
         assert not any(none.pairs)
         assert np.frombuffer(offered.pairs, "<u8").reshape(2, -1).tolist() == [[7, 0, 0], [70, 0, 0]]
@@ -346,7 +348,7 @@ def test_memory_is_kept_for_chunks_that_outlive_their_process() -> None:
         yield from coded("late", (0, 0, 4), (0, 64, 4))
         ended.set()
 
-    serving = threading.Thread(target=Session(cast(Connection, Talk(script())), host, "node", OPENING).serve)
+    serving = threading.Thread(target=Session(cast(Connection, ScriptedConnection(script())), host, "node", OPENING).serve)
     serving.start()
     assert ended.wait(10)
     serving.join(0.1)

@@ -137,7 +137,7 @@ class OnGpu(Plan):
         self.seen.append("looked for relations")
 
 
-class Bench:
+class IdleEncoder:
     """An encoder that encodes nothing and reports all chunks as read immediately."""
 
     def choice(self, device: int) -> Any:
@@ -176,7 +176,7 @@ def test_training_on_a_gpu_has_a_head_start_unless_it_waits(frozen: str, monkeyp
             over.set()
 
     made = Staging(frozen, OPENING)
-    made._devices._encoder = Bench()
+    made._devices._encoder = IdleEncoder()
     made.submit(SaveOrder(BEGIN, plan, on_staged=staged, on_end=lambda outcome: None, urgent=urgent))
     assert urgent.waited_for.wait(5)
     plan.seen.append("fence")
@@ -197,7 +197,7 @@ def test_a_gpu_tensor_may_change_once_all_chunks_are_read(
     plan, outcomes, released = OnGpu([]), queue.SimpleQueue[Any](), threading.Event()
     monkeypatch.setattr(plan, "changed", lambda: after if released.is_set() else before, raising=False)
     made = Staging(frozen, OPENING)
-    made._devices._encoder = Bench()
+    made._devices._encoder = IdleEncoder()
     made.submit(SaveOrder(BEGIN, plan, on_staged=released.set, on_end=outcomes.put))
     assert released.wait(5)
     if before:

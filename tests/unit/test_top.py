@@ -104,8 +104,8 @@ def test_nodes_and_ranks_show_their_stage_slowest_first() -> None:
 
 
 def test_the_view_fits_80_columns_and_the_given_height() -> None:
-    crowd = snapshot(*(node(number) for number in range(1, 200)))
-    told = run_state(NAME, crowd, crowd, OVERVIEW)
+    many_nodes = snapshot(*(node(number) for number in range(1, 200)))
+    told = run_state(NAME, many_nodes, many_nodes, OVERVIEW)
     for rows in (None, 10):
         assert max(map(len, shown(told, rows))) <= 80
     lines = shown(told, 10)
@@ -120,21 +120,21 @@ def test_failures_are_shown_in_full() -> None:
 
 
 def test_a_run_without_a_version_is_shown() -> None:
-    young = CoordinatorStatus(RUN, "r" * 16, 1, None, None, 0, (), ())
-    assert "newest   no version yet" in shown(run_state(NAME, snapshot(), snapshot(coordinator=young), young))
+    first_status = CoordinatorStatus(RUN, "r" * 16, 1, None, None, 0, (), ())
+    assert "newest   no version yet" in shown(run_state(NAME, snapshot(), snapshot(coordinator=first_status), first_status))
 
 
-class Scene:
+class FixedProbe:
     """A probe that returns these snapshots in order, and then always the last one."""
 
-    def __init__(self, *sights: ClusterStatus) -> None:
-        self._sights = list(sights)
+    def __init__(self, *snapshots: ClusterStatus) -> None:
+        self._snapshots = list(snapshots)
 
     def look(self) -> ClusterStatus:
-        return self._sights.pop(0) if len(self._sights) > 1 else self._sights[0]
+        return self._snapshots.pop(0) if len(self._snapshots) > 1 else self._snapshots[0]
 
 
-class Still(Clock):
+class NoSleepClock(Clock):
     def sleep(self, seconds: float) -> None:
         pass
 
@@ -143,8 +143,8 @@ def test_the_last_status_stays_while_the_coordinator_restarts() -> None:
     gone = snapshot(node(1, at=11.0, raw=1 << 30), coordinator=None)
     head_down = ClusterStatus(102.0, {}, {}, trouble="the head node does not answer: no")
     back = snapshot(node(1, at=20.0, raw=10 << 30), coordinator=replace(OVERVIEW, epoch=8))
-    sights = watch(Scene(snapshot(node(1)), gone, head_down, back), "", Still(), 1.0)
-    first, restarting, down, again = (next(sights) for _ in range(4))
+    updates = watch(FixedProbe(snapshot(node(1)), gone, head_down, back), "", NoSleepClock(), 1.0)
+    first, restarting, down, again = (next(updates) for _ in range(4))
     assert [f.coordinator.answers for f in (first, restarting, down, again)] == [True, False, False, True]
     assert restarting.newest.id == 41
     assert any("the coordinator does not answer" in line for line in shown(restarting))
@@ -171,11 +171,11 @@ def test_a_run_is_found_or_must_be_selected() -> None:
 
 PROGRAM = """
 import sys; sys.path.insert(0, {tests!r})
-from test_top import Scene, snapshot, node
+from test_top import FixedProbe, snapshot, node
 from raystow.orchestrator.cli import top
 from raystow.orchestrator.coordinator import cluster_probe
 from typer import Typer, run
-cluster_probe.ClusterProbe = lambda address: Scene(snapshot(node(1)), snapshot(node(1, at=11.0, raw=2 << 30), node(2), None))
+cluster_probe.ClusterProbe = lambda address: FixedProbe(snapshot(node(1)), snapshot(node(1, at=11.0, raw=2 << 30), node(2), None))
 app = Typer(); app.command()(top.top)
 sys.argv[1:] = ["--interval", "0.2s"]
 app(standalone_mode=False)

@@ -189,9 +189,9 @@ def test_a_run_after_a_kill_at_any_point_finishes_the_plan(
 ) -> None:
     wanted = train(Committer(repository, "me"), 3)
     for last in range(1, 199):
-        mortal = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
+        interrupted = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
         try:
-            mortal.plan_retention(Policy(resumable=1, delta=2)).execute()
+            interrupted.plan_retention(Policy(resumable=1, delta=2)).execute()
         except Killed:
             pass
         assert [weights(version) for version in repository.versions()] == wanted

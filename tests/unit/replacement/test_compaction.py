@@ -197,9 +197,9 @@ def test_a_kill_at_any_point_loses_no_bit(repository: Repository, store: MemoryS
     arrays = star(Committer(repository, "me"))
     outcomes = []
     for last in range(1, 99):
-        mortal = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
+        interrupted = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
         try:
-            compact(mortal)
+            compact(interrupted)
         except Killed:
             pass
         version = repository.version(2)

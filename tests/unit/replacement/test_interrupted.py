@@ -145,8 +145,8 @@ def test_a_kill_at_any_point_leaves_a_full_or_thin_version(
     full, light = bits(repository.version(1)), weights(repository.version(1))
     outcomes = []
     for last in range(1, 99):
-        mortal = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
-        plan = replacement.plan(mortal, repository.version(1).entry, replacement.thin(2))
+        interrupted = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
+        plan = replacement.plan(interrupted, repository.version(1).entry, replacement.thin(2))
         try:
             plan.execute()
         except Killed:
@@ -165,7 +165,7 @@ def test_a_kill_at_any_point_leaves_a_full_or_thin_version(
 
 
 def test_a_swap_without_an_answer_is_resolved_by_a_read(repository: Repository, committer: Committer) -> None:
-    class Forgetful:
+    class AnswerLosingStore:
         def __init__(self, store: ObjectStore) -> None:
             self._store = store
 
@@ -176,8 +176,8 @@ def test_a_swap_without_an_answer_is_resolved_by_a_read(repository: Repository, 
             self._store.put_if(key, data, tag)
             raise StoreUnavailable("no answer", subject=key)
 
-    forgetful = Repository(Forgetful(repository.store), repository.id, clock=repository.clock)  # type: ignore[arg-type]
-    assert thin(forgetful)
+    without_answers = Repository(AnswerLosingStore(repository.store), repository.id, clock=repository.clock)  # type: ignore[arg-type]
+    assert thin(without_answers)
     assert not repository.version(1).entry.resumable
 
 

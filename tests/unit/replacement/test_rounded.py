@@ -211,21 +211,21 @@ def test_no_delta_is_made_to_a_concurrently_rounded_base(repository: Repository,
     assert weights(repository.version(2)) == exact
 
 
-@pytest.mark.parametrize("deed", ["pinned", "dropped"])
-def test_a_version_pinned_or_dropped_meanwhile_gets_no_delta(repository: Repository, deed: str) -> None:
+@pytest.mark.parametrize("change", ["pinned", "dropped"])
+def test_a_version_pinned_or_dropped_meanwhile_gets_no_delta(repository: Repository, change: str) -> None:
     wanted = train(Committer(repository, "me"), 3)
     plan = repository.plan_retention(ROUNDED)
     second, first = (plan.replacement(entry) for entry in plan.thinned)
     assert (first.version.id, first.goal.users) == (1, (2,))
     alone = second.execute()
-    if deed == "pinned":
+    if change == "pinned":
         repository.pin(repository.version(2), "good")
     else:
         now = repository.plan_retention(Policy())
         replace(now, decisions=tuple(replace(one, keep=one.entry.id != 2) for one in now.decisions)).drop()
     assert first.execute() is not None
     entries = {entry.id: entry for entry in repository.root().versions}
-    assert entries.get(2) == (alone if deed == "pinned" else None)
+    assert entries.get(2) == (alone if change == "pinned" else None)
     check(repository, wanted)
 
 
@@ -263,9 +263,9 @@ def test_a_kill_at_any_point_leaves_exact_or_rounded_weights(
 ) -> None:
     wanted = train(Committer(repository, "me"), 4, star=False)
     for last in range(1, 199):
-        mortal = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
+        interrupted = Repository(KilledStore(store, last, after=after), repository.id, clock=clock)  # type: ignore[arg-type]
         try:
-            mortal.plan_retention(ROUNDED).execute()
+            interrupted.plan_retention(ROUNDED).execute()
         except Killed:
             pass
         check(repository, wanted)
