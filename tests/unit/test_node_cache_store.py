@@ -97,7 +97,8 @@ def test_a_partly_cached_object_is_requested_for_each_range(
     assert not caplog.text, "the node worker returned both ranges"
 
 
-def test_a_second_read_of_cached_bytes_comes_from_the_store(rank: NodeCacheStore, tier: MemoryTier) -> None:
+def test_a_repeated_read_of_cached_bytes_uses_the_store(rank: NodeCacheStore, tier: MemoryTier) -> None:
+    """A repeated request means that the first answer was wrong."""
     tier.put(AttemptKey("r", 1, "a"), 0, "pack", [memoryview(b"wrong")])
     assert [bytes(rank.get_range("pack", 0, 5)) for _ in range(2)] == [b"wrong", b"bytes"]
     assert rank.read == {"memory": 5, "store": 5}

@@ -23,7 +23,7 @@ PAGES = sorted((Path(__file__).parents[2] / "docs" / "api").glob("*.md"))
 
 
 def reference() -> dict[str, dict[str, Any]]:
-    """The objects that the pages list, each with the options of its entry."""
+    """Return the objects that the pages list, each with the options of its entry."""
     found = dict[str, dict[str, Any]]()
     for page in PAGES:
         for name, options in re.findall(r"^::: (\S+)\n((?:    .*\n)*)", page.read_text() + "\n", re.MULTILINE):

@@ -53,7 +53,7 @@ def frozen_rows() -> tuple[list[Chunk], bytes]:
 
 
 def history(repo: Repository, count: int = 3) -> dict[str, bytes]:
-    """Write versions that all refer to the first one, and return the bytes of the frozen tensors."""
+    """Write versions; all later versions refer to the first one. Return the bytes of the frozen tensors."""
     committer, (frozen, pack) = Committer(repo, "me"), frozen_rows()
     for number in range(count):
         own, packed = rows_and_pack({"trained": whole(TRAINED[number])})

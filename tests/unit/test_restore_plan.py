@@ -241,7 +241,7 @@ def test_ranks_of_a_node_read_the_record_once():
 def test_bytes_damaged_in_memory_are_read_from_the_store(caplog):
     with LocalCluster(f"memory://restore-plan-{SYSTEM.token()}") as cluster:
         saved = cluster.save(two_tensors(1), step=5)
-        spoil(cluster, saved)
+        corrupt_chunk(cluster, saved)
         agreement = ClusterAgreement(
             cluster.repository, Port(RestoreChoice(saved.entry)), RestoreVote(0, 1, "me", 1, 60.0), lambda: cluster.address(0)
         )
@@ -251,7 +251,7 @@ def test_bytes_damaged_in_memory_are_read_from_the_store(caplog):
     assert "is read past the node worker" in caplog.text
 
 
-def spoil(cluster: LocalCluster, saved: Version) -> None:
+def corrupt_chunk(cluster: LocalCluster, saved: Version) -> None:
     """Flip a bit of a chunk in the memory of the node worker."""
     row = saved.chunks["a"][0]
     key = keys.pack(saved.id, saved.attempt, row.node, row.group, row.pack)

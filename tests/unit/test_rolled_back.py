@@ -1,4 +1,6 @@
-"""A rollback selects the newest live version: later saves continue from it, and rolled-back versions can be selected again."""
+"""A rollback selects the newest version among all listed versions: later saves continue from it, and rolled-back versions can
+be selected again.
+"""
 
 from __future__ import annotations
 

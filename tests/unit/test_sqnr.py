@@ -148,7 +148,7 @@ def test_the_chosen_rule_depends_on_the_distribution() -> None:
 
 
 def test_outliers_outside_the_sample_are_detected() -> None:
-    """The rows with outliers have no run of the sample."""
+    """The sample has no numbers of the rows with outliers."""
     values = normal(1000, 256)
     usual = chosen(Sqnr(35), values)
     sampled = torch.isin(words(values)[:, :1].contiguous(), Numbers("t", "float32", words(values), []).sample())
