@@ -1,4 +1,4 @@
-"""Invalid inputs for the command line and the API: damaged repositories, files that are no safetensors, strange words."""
+"""Invalid inputs for the command line and the API: damaged repositories, invalid files, unusual strings and addresses."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ FILES = [
 
 
 def make(base: Path) -> Path:
-    """Write damaged repositories, each in its own way, and files to import to ``base``."""
+    """Write repositories with one kind of damage each, and files to import, to ``base``; return ``base``."""
     with LocalCluster(str(base / "good")) as cluster:
         for step in (1, 2):
             state = {"model": {"w": np.arange(1000, dtype=np.float32) + step}, "step": step, "e": b"x"}
@@ -166,7 +166,7 @@ def command_lines(draw: st.DrawFn) -> list[str]:
 
 
 def check_command(base: Path, place: Path, words: list[str]) -> None:
-    """Run a command on copies of what its words name (``@name``), and accept success or an error of raystow, nothing else."""
+    """Run a command on copies of the places in its words (``@name``): it must succeed or report an error of raystow."""
     shutil.rmtree(place, ignore_errors=True)
     place.mkdir()
     for name in {word[1:].partition("/")[0] for word in words if word.startswith("@")} & {path.name for path in base.iterdir()}:

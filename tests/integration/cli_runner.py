@@ -1,4 +1,4 @@
-"""The commands as an operator types them, in this process."""
+"""Run raystow commands in this process, as an operator types them."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def run(*words: object, input: str | None = None, columns: int = 80, **environme
 
 
 def ran(*words: object, code: int = 0, **how: Any) -> Result:
-    """What ``run`` gives, if the command ends with this code."""
+    """Run a command, assert that it exits with ``code``, and return its result."""
     result = run(*words, **how)
     assert result.exit_code == code, result.output
     return result
@@ -32,7 +32,7 @@ def run_json(*words: object, code: int = 0, **how: Any) -> dict[str, Any]:
 
 
 def without_packs(folder: Path, copy: Path) -> Path:
-    """A copy of the repository in ``folder`` that lacks every pack."""
+    """Copy the repository in ``folder`` without its packs, and return the path of the copy."""
     return Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.pack")))
 
 

@@ -15,12 +15,12 @@ from ray.cluster_utils import Cluster
 
 @pytest.fixture(scope="session")
 def cluster(beside_no_other: None) -> Iterator[Cluster]:
-    """Head without CPUs, and two nodes of two CPUs each, with the resources ``node_a`` and ``node_b`` to place actors by."""
-    # Actors of the tests import the tests' modules.
+    """Start a head without CPUs and two nodes of two CPUs each; the resources ``node_a`` and ``node_b`` place actors on them."""
+    # Actors import the modules of the tests.
     os.environ["PYTHONPATH"] = os.pathsep.join(
         [str(Path(__file__).parent), str(Path(__file__).parents[1]), os.environ.get("PYTHONPATH", "")]
     )
-    unwatched = {"include_log_monitor": False}  # its logs are for no driver, and a monitor for each node takes seconds
+    unwatched = {"include_log_monitor": False}  # tests read no driver logs, and each node's log monitor starts slowly
     cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False, **unwatched})
     for node in ("node_a", "node_b"):
         cluster.add_node(num_cpus=2, resources={node: 100}, **unwatched)
@@ -31,7 +31,7 @@ def cluster(beside_no_other: None) -> Iterator[Cluster]:
 
 
 @pytest.fixture(autouse=True)
-def _ranks_leave() -> Iterator[None]:
-    """With the end of each test."""
+def _release_ranks() -> Iterator[None]:
+    """End the runs of each test when the test ends."""
     yield
     give_back()

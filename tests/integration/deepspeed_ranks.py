@@ -1,4 +1,4 @@
-"""Ranks that train a small model by DeepSpeed: processes that talk by gloo, and drivers of the tests' Ray cluster."""
+"""Ranks that train a small model with DeepSpeed: processes of a gloo group that are also drivers of the tests' Ray cluster."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from gloo import Ranks
 from torch import nn
 
 STATES = ("exp_avg", "exp_avg_sq")
-PATIENCE = 300.0  # seconds: the first process compiles an operator of DeepSpeed
-WIDTH = 6001  # parts of the weights are larger than what `save` copies
+PATIENCE = 300.0  # seconds: the first process compiles a DeepSpeed operator
+WIDTH = 6001  # makes parts of the weights larger than the data that `save` copies
 
 
 class Net(nn.Module):
-    """Parameters that no number of ranks divides, one of one element, tied and frozen ones, and a buffer."""
+    """A model with sizes that no number of ranks divides, a one-element parameter, tied and frozen parameters, and a buffer."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -38,7 +38,8 @@ class Net(nn.Module):
 
 
 def config(stage: int, dtype: str, options: dict[str, Any] | None = None) -> dict[str, Any]:
-    """``options``: of ``zero_optimization``, and ``data_types`` of the configuration."""
+    """Return a DeepSpeed configuration. ``options``: entries of ``zero_optimization``; ``data_types`` becomes an entry of its
+    own."""
     zero = dict(options or {})
     types = {"data_types": zero.pop("data_types")} if "data_types" in zero else {}
     of = {"zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 10, **zero}, **types}
@@ -56,14 +57,14 @@ def engine_of(rank: int, n: int, settings: dict[str, Any], seed: int = 0) -> Any
     from deepspeed.accelerator import get_accelerator
 
     os.environ.update(RANK=str(rank), WORLD_SIZE=str(n), LOCAL_RANK=str(rank))
-    type(get_accelerator()).is_fp16_supported = lambda self: True  # torch computes fp16 on CPUs; DeepSpeed refuses to by default
+    type(get_accelerator()).is_fp16_supported = lambda self: True  # torch computes fp16 on CPUs; DeepSpeed's default is False
     torch.manual_seed(seed)
     engine, *_ = deepspeed.initialize(model=Net(), config=settings)
     return engine
 
 
 def train(engine: Any, steps: int) -> list[str]:
-    """Steps on data that depend on the step and the rank; the losses, bit for bit."""
+    """Train ``steps`` steps on data that depend on the step and the rank; return the losses as hexadecimal floats."""
     losses = []
     for _ in range(steps):
         data = torch.Generator().manual_seed(100 * engine.global_steps + engine.global_rank)
@@ -75,7 +76,7 @@ def train(engine: Any, steps: int) -> list[str]:
 
 
 def digests(engine: Any) -> dict[str, str]:
-    """Of the weights and of all that the optimizer has, by DeepSpeed's own functions, which gather them from all ranks."""
+    """Return digests of the weights and the optimizer state. DeepSpeed's own functions gather them from all ranks."""
     import deepspeed
     from deepspeed.utils import safe_get_full_fp32_param, safe_get_full_optimizer_state
 
@@ -101,7 +102,7 @@ def _digest(tensor: torch.Tensor) -> str:
 
 
 def attached(rank: int, n: int, address: str, uri: str, settings: dict[str, Any], what: Callable[..., Any], *args: Any) -> Any:
-    """``what(engine, *args)`` with an engine that is attached to a repository."""
+    """Call ``what(engine, *args)`` with an engine that is attached to a repository, and return its result."""
     import raystow.deepspeed
 
     ray.init(address=address, log_to_driver=False, logging_level="ERROR", ignore_reinit_error=True)
@@ -114,7 +115,7 @@ def attached(rank: int, n: int, address: str, uri: str, settings: dict[str, Any]
 
 @contextlib.contextmanager
 def new_ranks(folder: Path) -> Iterator[Ranks]:
-    """New processes: DeepSpeed remembers the process groups of earlier ones."""
+    """Yield ranks in new processes, because DeepSpeed keeps the process groups of earlier runs."""
     folder.mkdir()
     ranks = Ranks(folder)
     try:
@@ -124,6 +125,6 @@ def new_ranks(folder: Path) -> Iterator[Ranks]:
 
 
 def run(folder: Path, n: int, *args: Any) -> list[Any]:
-    """``attached(*args)`` on ``n`` new processes."""
+    """Call ``attached(*args)`` on ``n`` new processes, and return their results."""
     with new_ranks(folder) as ranks:
         return ranks.call(n, attached, *args, timeout=PATIENCE)

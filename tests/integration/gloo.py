@@ -1,4 +1,4 @@
-"""Ranks of plain process groups, as torchrun starts them: processes of their own that talk by gloo. No Ray."""
+"""Ranks of plain process groups, as torchrun starts them: separate processes that communicate over gloo, without Ray."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ _METHODS.set_forkserver_preload(["gloo_preload"])
 
 
 class RankFailed(Exception):
-    """What a rank raised, as text; or that it died."""
+    """A rank raised an exception (its traceback is the message) or died."""
 
 
 def _start_server() -> None:
-    """Start the process from which ranks are forked. Python 3.11 gives it no path, and it skips modules that it does not find."""
+    """Start the process that forks the ranks. Python 3.11 passes it no path, and it skips modules that it does not find."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(filter(None, sys.path)))
         forkserver.ensure_running()
@@ -52,7 +52,7 @@ def _serve(pipe: Connection) -> None:
 
 
 class Ranks:
-    """Processes, of which the first n form a group for as long as a call takes. A call starts those that it lacks."""
+    """Processes, of which the first ``n`` form a process group for each call. A call starts missing processes."""
 
     def __init__(self, folder: Path) -> None:
         _start_server()
@@ -60,7 +60,7 @@ class Ranks:
         self._members: list[tuple[Any, Connection]] = []
 
     def call(self, n: int, what: Callable[..., Any], *args: Any, timeout: float = 120) -> list[Any]:
-        """``what(rank, n, *args)`` on each of ``n`` ranks; what each returns. ``RankFailed`` with all that failed."""
+        """Call ``what(rank, n, *args)`` on ``n`` ranks and return the results; raise ``RankFailed`` if a rank fails."""
         self._members = [member for member in self._members if member[0].is_alive()]
         while len(self._members) < n:
             here, there = _METHODS.Pipe()
@@ -94,5 +94,5 @@ class Ranks:
 
 
 def die() -> None:
-    """As the operating system kills a process."""
+    """Kill this process with SIGKILL, as the operating system would."""
     os.kill(os.getpid(), signal.SIGKILL)

@@ -1,4 +1,4 @@
-"""Imported once by the process from which ranks are forked, with what torch imports when it is first used."""
+"""Modules that the fork server imports once, including those that torch imports on first use."""
 
 import contextlib
 
@@ -10,5 +10,5 @@ import torch.distributed.tensor.parallel  # noqa: F401
 
 import raystow.dcp  # noqa: F401
 
-with contextlib.suppress(ImportError):  # where it is installed
+with contextlib.suppress(ImportError):  # DeepSpeed is optional
     import deepspeed  # noqa: F401

@@ -1,4 +1,4 @@
-"""Ranks that train one small model under any parallelism, save what they have, and restore what others had."""
+"""Ranks that train one small model under any parallelism, save its state, and restore the states of other layouts."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from raystow.storage.reader import PackReader, Run
 
 STEPS = 2
 PATIENCE = datetime.timedelta(seconds=30)
-GAP = 64 << 10  # bytes: a hole in a pack that is cheaper to read than to skip
+GAP = 64 << 10  # bytes: the largest gap in a pack that a reader reads instead of skipping
 SIDES = {1: (1, 1), 2: (1, 2), 3: (1, 3), 4: (2, 2), 8: (4, 2)}
 
 
 class Net(nn.Module):
-    """Sizes that 3 and 8 do not divide, layers with fewer rows than ranks, one that no plan parallelizes, and a buffer."""
+    """A model with sizes that 3 and 8 do not divide, layers with fewer rows than ranks, an unparallelized layer, and a buffer."""
 
     def __init__(self, wide: int = 40) -> None:
         super().__init__()
@@ -41,8 +41,8 @@ class Net(nn.Module):
 
 
 def build(layout: str, n: int, seed: int, tag: str) -> tuple[nn.Module, torch.optim.Optimizer]:
-    """The model on ranks 0 to n - 1 in a line, a grid or a cube. ``tag``: for names of meshes, which must differ from one group
-    of processes to the next: torch remembers the groups of a mesh beyond their end."""
+    """Build the model and its optimizer on a mesh of ``n`` ranks with one, two or three dimensions. ``tag`` makes the mesh
+    names unique to a process group, because torch keeps the groups of a mesh after the process group is destroyed."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
     from torch.distributed.tensor import Replicate
@@ -66,18 +66,18 @@ def build(layout: str, n: int, seed: int, tag: str) -> tuple[nn.Module, torch.op
         mesh = init_device_mesh("cpu", tuple(sides.values()), mesh_dim_names=tuple(name + tag for name in sides))
         if "tp" in sides:
             plan = {"up": ColwiseParallel(), "down": RowwiseParallel()}
-            if sides["tp"] <= 3:  # torch's AdamW takes no tensor with fewer rows than ranks
+            if sides["tp"] <= 3:  # torch's AdamW fails on tensors with fewer rows than ranks
                 plan["thin"] = ColwiseParallel(output_layouts=Replicate())
             parallelize_module(model, mesh["tp" + tag], plan)
         if "fsdp" in layout or "hsdp" in layout:
             within = mesh[tuple(name + tag for name in sides if name != "tp")]
             fully_shard(model.up, mesh=within)
             fully_shard(model, mesh=within)
-    return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)  # its parameters lie on several meshes
+    return model, torch.optim.AdamW(model.parameters(), lr=0.01, foreach=False)  # foreach fails: parameters are on several meshes
 
 
 def train(model: nn.Module, optimizer: torch.optim.Optimizer, steps: int) -> list[str]:
-    """Take real steps on the same data on every rank; the losses, bit for bit."""
+    """Train ``steps`` steps on the same data on every rank; return the losses as hexadecimal floats."""
     losses = []
     for step in range(steps):
         x = torch.randn(8, 24, generator=torch.Generator().manual_seed(step))
@@ -97,7 +97,7 @@ def state_of(model: nn.Module, optimizer: torch.optim.Optimizer, *, flat: bool =
 
 
 def whole(node: Any, name: str = "") -> dict[str, Any]:
-    """Every leaf by name: of tensors the bytes of the whole."""
+    """Return every leaf by name; a tensor is replaced by its dtype, its shape and the digest of its full value."""
     from torch.distributed.tensor import DTensor
 
     if isinstance(node, dict | list):
@@ -111,7 +111,7 @@ def whole(node: Any, name: str = "") -> dict[str, Any]:
 
 
 class Reads:
-    """The ranges of packs that restores in this process ask for, wherever the bytes come from."""
+    """Records the ranges of packs that restores in this process request, from any source."""
 
     def __init__(self) -> None:
         self.ranges: list[tuple[str, int, int]] = []
@@ -125,14 +125,14 @@ class Reads:
 
 
 class Member:
-    """A process that can be any rank of any world."""
+    """A process that can be any rank of any world size."""
 
     def __init__(self) -> None:
         torch.set_num_threads(1)
         self.reads = Reads()
 
     def ready(self) -> None:
-        """Import what takes long."""
+        """Import the modules whose import is slow."""
         for module in ("checkpoint.state_dict", "fsdp", "tensor.parallel"):
             importlib.import_module(f"torch.distributed.{module}")
 
@@ -147,7 +147,7 @@ class Member:
             dist.destroy_process_group()
 
     def save(self, where: str, rank: int, n: int, uri: str, layout: str, flat: bool) -> dict[str, Any]:
-        """Train, save, and tell what the whole state is; then go on training, and tell the losses."""
+        """Train, save, and return the digests of the whole state and the losses of further training."""
         with self.group(where, rank, n), raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
             model, optimizer = build(layout, n, 1, Path(where).name)
             train(model, optimizer, STEPS)
@@ -160,8 +160,7 @@ class Member:
             return {"whole": told, "after": after}
 
     def restore(self, where: str, rank: int, n: int, uri: str, layout: str, flat: bool, steps: int) -> dict[str, Any]:
-        """Make another model, fill it from the newest version, and tell what the whole state is and what was read; then train for
-        some steps, and tell the losses."""
+        """Restore the newest version into a new model, and check the reads; return digests, decoded bytes and losses."""
         from torch.distributed.checkpoint.state_dict import StateDictOptions, set_state_dict
 
         with self.group(where, rank, n), raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
@@ -185,7 +184,7 @@ class Member:
 
 
 def overlapping(version: Any, state: dict[str, Any]) -> list[Any]:
-    """The chunks of a version that overlap this rank's part of a state, by torch's own reckoning."""
+    """Return the chunks of a version that overlap this rank's part of a state, computed by torch's resharding functions."""
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
     from torch.distributed.checkpoint.planner_helpers import _create_chunk_list
     from torch.distributed.checkpoint.resharding import _check_shard_metadata_pair_overlap
@@ -204,7 +203,7 @@ def overlapping(version: Any, state: dict[str, Any]) -> list[Any]:
 
 
 def check_reads(ranges: list[tuple[str, int, int]], wanted: list[Any]) -> None:
-    """The chunks asked for were read once from the packs, with only small gaps between them."""
+    """Assert that the chunks in ``wanted`` were read once from the packs, with only small gaps between them."""
     packs: dict[str, list[tuple[int, int]]] = {}
     for chunk in wanted:
         if chunk.coding.size:
@@ -225,14 +224,14 @@ def check_reads(ranges: list[tuple[str, int, int]], wanted: list[Any]) -> None:
 
 
 class ProcessGroup:
-    """Processes, of which the first n form a group for as long as a call takes. A call starts those that it lacks."""
+    """Processes, of which the first ``n`` form a process group for each call. A call starts missing processes."""
 
     def __init__(self, folder: Any) -> None:
         self._folder, self._calls = folder, 0
         self._members: list[Any] = []
 
     def call(self, method: str, n: int, *args: Any, timeout: float = 120) -> list[Any]:
-        """Call a method on the first ``n``; what each rank answers."""
+        """Call a method on the first ``n`` processes, and return each rank's result."""
         self._calls += 1
         self._start(n)
         where = str(self._folder / f"group-{self._calls}")

@@ -1,6 +1,6 @@
-"""Training processes for tests: actors that each hold a Checkpointer and a state made from a recipe.
+"""Training processes for tests: actors that each have a Checkpointer and a state made by a function.
 
-To load torch takes a process longer than most tests, so it serves one test after the other.
+Importing torch takes longer than most tests, so a process serves one test after another.
 """
 
 from __future__ import annotations
@@ -22,42 +22,43 @@ from raystow.orchestrator.coordinator.ray_client import coordinator_name
 from raystow.storage.stores import open_store
 from raystow.workers.node.actor import NAMESPACE
 
-PATIENCE = 5.0  # seconds for ranks to leave a test; those that do not are killed
+PATIENCE = 5.0  # seconds that ranks get to leave a test; the others are killed
 
 
 class Rank:
-    """One rank. Its state stays in its own process: tests say how to make it and what to ask of it."""
+    """One rank. Its state stays in its process: tests pass functions that make or inspect the state."""
 
     def begin(self, uri: str, rank: int, world_size: int, options: dict[str, Any]) -> None:
-        """Be this rank of this run."""
+        """Create the Checkpointer of this rank."""
         self.checkpointer = raystow.Checkpointer(uri, rank=rank, world_size=world_size, **options)
-        self.checkpointer._startup.wait()  # it raises what the first call would
+        self.checkpointer._startup.wait()  # raises the exception that the first call would raise
         self.state: dict[str, Any] = {}
         self.pending: list[raystow.Pending] = []
 
     def leave(self) -> bool:
-        """Forget the run; whether this process may be of another. Not after a process group: torch remembers its meshes."""
+        """Close the Checkpointer, and return whether another run may use this process (torch keeps the meshes of process
+        groups)."""
         self.checkpointer.close()
         self.state, self.pending = {}, []
         return not distributed.is_initialized()
 
     def do(self, what: Callable[..., Any], *args: Any) -> Any:
-        """Call ``what(self, *args)`` here."""
+        """Call ``what(self, *args)`` in this process."""
         return what(self, *args)
 
     def set(self, recipe: Callable[..., dict[str, Any]], *args: Any) -> None:
-        """Make the state."""
+        """Set the state to ``recipe(*args)``."""
         self.state = recipe(*args)
 
     def save(self, step: int, metrics: dict[str, Any] | None = None) -> None:
-        """Begin to save; ``result`` tells what became of it."""
+        """Start a save; ``result`` returns its version."""
         self.pending.append(self.checkpointer.save(self.state, step=step, metrics=metrics))
 
     def fence(self) -> None:
         self.checkpointer.fence()
 
     def result(self, timeout: float = 60) -> raystow.Version:
-        """The version of the oldest save not yet asked for."""
+        """Return the version of the oldest save whose result was not requested yet."""
         return self.pending.pop(0).result(timeout)
 
     def restore(self, version: int | str | raystow.Version = "latest") -> raystow.Version | None:
@@ -67,7 +68,7 @@ class Rank:
         return os.getpid()
 
     def node_worker_pids(self) -> list[int]:
-        """The node workers among the processes of this machine that this rank's node runs, once there is one."""
+        """Wait for node workers on this rank's node, and return their process ids."""
         raylet = psutil.Process(os.getppid())
 
         def workers() -> list[int]:
@@ -78,7 +79,7 @@ class Rank:
 
 
 Place = tuple[str, str]
-"""A cluster, and a node of it."""
+"""A cluster, and one of its nodes."""
 
 _idle: defaultdict[Place, list[Any]] = defaultdict(list)
 _busy: list[tuple[Place, Any]] = []
@@ -87,7 +88,7 @@ _ended: set[str] = set()
 
 
 def start(uri: str, world_size: int, *, nodes: tuple[str, ...] = ("node_a", "node_b"), **options: Any) -> list[Any]:
-    """An actor for each rank, on the named nodes in turn. All leave with the end of the test."""
+    """Start an actor for each rank, on the named nodes in turn. All of them are released when the test ends."""
     ranks = [take(nodes[rank % len(nodes)]) for rank in range(world_size)]
     _runs.add(uri)
     ray.get([rank.begin.remote(uri, n, world_size, options) for n, rank in enumerate(ranks)], timeout=120)
@@ -95,7 +96,7 @@ def start(uri: str, world_size: int, *, nodes: tuple[str, ...] = ("node_a", "nod
 
 
 def take(node: str) -> Any:
-    """An actor on a node that is of no run yet."""
+    """Return an actor on a node that belongs to no run."""
     place = _cluster(), node
     rank = _idle[place].pop() if _idle[place] else ray.remote(Rank).options(num_cpus=0, resources={node: 1}).remote()
     _busy.append((place, rank))
@@ -103,8 +104,8 @@ def take(node: str) -> Any:
 
 
 def give_back() -> None:
-    """End the runs of a test: a rank that can begin anew waits for the next test, and the others die. The coordinators die a test
-    later: they still hear who has gone, and Ray tells on this process's stdout whom it cannot reach."""
+    """End the runs of a test. Reusable ranks wait for the next test, and the others are killed. Coordinators are killed one
+    test later: they still receive the departures of ranks, and Ray prints unreachable actors on this process's stdout."""
     here = _cluster()
     leaving = {rank.leave.remote(): (place, rank) for place, rank in _busy if place[0] == here}
     if leaving:
@@ -116,7 +117,7 @@ def give_back() -> None:
             ray.kill(rank)
     if leaving:
         for uri in _ended:
-            with contextlib.suppress(ValueError):  # it is of another cluster
+            with contextlib.suppress(ValueError):  # the coordinator belongs to another cluster
                 ray.kill(ray.get_actor(coordinator_name(open_store(uri).uri), NAMESPACE))
         _ended.clear()
     _ended.update(_runs)
@@ -125,19 +126,19 @@ def give_back() -> None:
 
 
 def every(ranks: list[Any], method: str, *args: Any, timeout: float = 120) -> list[Any]:
-    """Call a method of all ranks at once, and wait for all."""
+    """Call a method of all ranks at once, and return all results."""
     return ray.get([getattr(rank, method).remote(*args) for rank in ranks], timeout=timeout)
 
 
 def save_state(ranks: list[Any], step: int, make: Callable[..., dict[str, Any]], *args: Any) -> None:
-    """Give all ranks the state ``make(step, *args)``, save it as that step, and wait until it is durable."""
+    """Set the state of all ranks to ``make(step, *args)``, save it as that step, and wait until it is durable."""
     every(ranks, "set", make, step, *args)
     every(ranks, "save", step)
     every(ranks, "result")
 
 
 def _cluster() -> str:
-    """The one that this process is connected to, and as which job: with the job end its actors. Empty if there is none."""
+    """Identify the connected cluster and job (a job's actors end with the job); return "" if there is no connection."""
     if not ray.is_initialized():
         return ""
     context = ray.get_runtime_context()

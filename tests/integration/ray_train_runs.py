@@ -1,4 +1,4 @@
-"""Runs of Ray Train whose every state is known in advance, on nodes of the test cluster that may die."""
+"""Runs of Ray Train whose states are known in advance, on nodes of the test cluster that may die."""
 
 from __future__ import annotations
 
@@ -21,12 +21,13 @@ SIZE = 1001
 
 
 def advance(w: torch.Tensor, step: int) -> None:
-    """A step of training, whose every bit depends on all steps before; element by element, so alike on any number of ranks."""
+    """Apply one training step. Each bit depends on all earlier steps; the operation is elementwise, so every world size
+    agrees."""
     w.mul_(0.997).add_(torch.sin(w + step))
 
 
 def expected(step: int) -> torch.Tensor:
-    """The whole of ``w`` after so many steps."""
+    """Return the whole of ``w`` after ``step`` steps."""
     w = torch.zeros(SIZE)
     for one in range(1, step + 1):
         advance(w, one)
@@ -34,12 +35,12 @@ def expected(step: int) -> torch.Tensor:
 
 
 def check(version: raystow.Version) -> None:
-    """What a version holds is what it must be, bit for bit."""
+    """Assert that the tensor of a version equals the expected one, bit for bit."""
     assert torch.equal(version.read("w"), expected(version.step))
 
 
 class Run:
-    """What tests know of a run by a folder: which steps were done, and where; and what it is to do."""
+    """Notes in a folder through which tests and ranks communicate: finished steps, starts of worker groups, and commands."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -51,7 +52,7 @@ class Run:
         return (self.folder / name).exists()
 
     def starts(self) -> list[tuple[int, int, str]]:
-        """For each worker group that has begun: the step it went on from, its world size, and the node of its last rank."""
+        """For each worker group that has started, return its first step, its world size, and the node of its last rank."""
         notes = sorted(self.folder.glob("start-*"), key=lambda path: path.stat().st_mtime_ns)
         return [(int(step), int(world), node) for _, step, world, node, _ in (path.name.split("-") for path in notes)]
 
@@ -60,9 +61,11 @@ class Run:
 
 
 def train(config: dict[str, Any]) -> None:
-    """Train to ``steps``, and save every step, or with ``notice`` when a node is to go. ``options``: the Checkpointer's. ``die``:
-    the step at which the last rank dies, the first time. ``hold``: the step at which all wait until the note ``go`` is there.
-    ``wait``: for each version. ``pace``: seconds for each step."""
+    """Train to ``steps``, and save every step, or with ``notice`` only on a preemption notice. Other entries of ``config``
+    are:
+    ``options``: of the Checkpointer. ``die``: the step at which the last rank dies, once. ``hold``: the step at which
+    all ranks wait for the note ``go``. ``wait``: wait for each version. ``pace``: seconds per step.
+    """
     import ray.train
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -80,10 +83,10 @@ def train(config: dict[str, Any]) -> None:
             checkpointer.fence()
             state["step"] += 1
             advance(w.to_local(), state["step"])
-            SYSTEM.sleep(config.get("pace", 0.0))  # stands for the time that a real step takes
+            SYSTEM.sleep(config.get("pace", 0.0))  # simulates the duration of a real step
             if config.get("notice"):
                 noticed = checkpointer.preempted()
-                if noticed or state["step"] == 1:  # at first, so that the node worker is there: on a node to go, none is started
+                if noticed or state["step"] == 1:  # step 1 starts the node worker: a draining node starts none
                     checkpointer.save(state, step=state["step"]).result(DEADLINE)
                 if noticed and last:
                     run.note("saved-on-notice")
@@ -105,12 +108,13 @@ def train(config: dict[str, Any]) -> None:
 
 
 def score(step: int) -> float:
-    """A metric that goes up and down."""
+    """Return a metric that rises and falls."""
     return float((step * 7) % 5)
 
 
 def trainer(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, int] = 2, on: str = "", **checkpoints: Any) -> Any:
-    """A trainer of the run "run" in ``folder``. ``on``: a resource of its nodes. ``checkpoints``: ``CheckpointConfig``'s."""
+    """Return a trainer of the run "run" in ``folder``. ``on``: a resource of its nodes. ``checkpoints``:
+    ``CheckpointConfig``'s."""
     from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchConfig, TorchTrainer
 
@@ -133,7 +137,7 @@ def trainer(folder: Path, config: dict[str, Any], *, workers: int | tuple[int, i
 
 
 def kill(cluster: Cluster, node: Any) -> None:
-    """As when a machine loses power: SIGKILL to everything that runs on a node."""
+    """Send SIGKILL to all processes of a node, as if its machine lost power."""
     for info in [info for infos in node.all_processes.values() for info in infos]:
         with contextlib.suppress(psutil.NoSuchProcess):
             process = psutil.Process(info.process.pid)
@@ -144,7 +148,7 @@ def kill(cluster: Cluster, node: Any) -> None:
 
 
 def drain(cluster: Cluster, node: Any, seconds: float) -> None:
-    """What a cloud's notice comes to: ``ray drain-node`` does this call."""
+    """Drain a node, as on a cloud's preemption notice; ``ray drain-node`` makes the same call."""
     reason = ray.core.generated.autoscaler_pb2.DrainNodeReason.Value("DRAIN_NODE_REASON_PREEMPTION")
     deadline = int((SYSTEM.now() + seconds) * 1000)
     accepted, why = ray._raylet.GcsClient(address=cluster.address).drain_node(node.node_id, reason, "spot instance", deadline)

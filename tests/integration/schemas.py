@@ -1,4 +1,4 @@
-"""The JSON Schemas of what commands print, made strict: what has no place in them is refused, too."""
+"""The JSON Schemas of the commands' output, made strict: undeclared properties are rejected."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ FOLDER = Path(__file__).parents[2] / "docs" / "schemas"
 
 
 def check(command: str, output: Any) -> None:
-    """``jsonschema.ValidationError`` unless it is what the command's schema says, and nothing beyond."""
+    """Raise ``jsonschema.ValidationError`` unless the output matches the command's schema and has no undeclared property."""
     _validator(command).validate(output)
 
 

@@ -1,4 +1,4 @@
-"""The commands as an operator types them, on real repositories."""
+"""The command line on real repositories: ``ls``, ``show``, ``restore``, ``doctor`` and errors."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def mixed_state(seed: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A repository of three versions, the second of them pinned, the third of two ranks. Not to be changed."""
+    """A repository of three versions: the second is pinned, and the third has two ranks. Tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "llama"
     with LocalCluster(str(folder)) as local:
         local.save(mixed_state(1), step=100, metrics={"loss": 2.75})
@@ -110,7 +110,7 @@ def test_an_empty_repository_has_no_versions(tmp_path: Path) -> None:
 # show
 
 
-def test_show_tells_what_a_version_holds(run_folder: Path) -> None:
+def test_show_reports_the_contents_of_a_version(run_folder: Path) -> None:
     facts = run_json("show", run_folder)
     version = open_repository(str(run_folder)).version(3)
     infos = version.tensors()
@@ -129,7 +129,7 @@ def test_show_tells_what_a_version_holds(run_folder: Path) -> None:
     assert facts["largest"][0]["shape"] == [600, 100]
 
 
-def test_show_for_people_fits_80_columns(run_folder: Path) -> None:
+def test_show_text_fits_80_columns(run_folder: Path) -> None:
     result = run("show", run_folder, "best")
     assert result.exit_code == 0
     for word in (
@@ -147,7 +147,7 @@ def test_show_for_people_fits_80_columns(run_folder: Path) -> None:
     assert max(map(len, result.stdout.splitlines()[1:])) <= 80
 
 
-def test_names_cannot_steer_the_terminal(tmp_path: Path) -> None:
+def test_show_escapes_control_characters_in_names(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path)) as local:
         local.save({"\x1b[31m[bold]evil[/bold]\n": torch.ones(3)}, step=1)
     shown = run("show", tmp_path).stdout
@@ -187,7 +187,7 @@ def test_restored_files_open_with_safetensors_bit_for_bit(run_folder: Path, tmp_
     assert torch.equal(torch.view_as_complex(loaded["rotary"]), mixed_state(2)["rotary"])
 
 
-def test_values_json_holds_plain_values_of_all_ranks(run_folder: Path, tmp_path: Path) -> None:
+def test_values_json_has_plain_values_of_all_ranks(run_folder: Path, tmp_path: Path) -> None:
     run_json("restore", run_folder, "--output", tmp_path / "out")
     content = json.loads((tmp_path / "out" / "values.json").read_text())
     assert (content["version"], content["step"], content["metrics"]) == (3, 300, {"loss": 2.25})
@@ -210,7 +210,7 @@ def test_large_groups_are_split_and_indexed(run_folder: Path, tmp_path: Path, mo
     assert index["metadata"]["total_size"] == sum(file["nbytes"] for file in facts["files"] if file["group"] == "weights")
 
 
-def test_a_folder_with_something_in_it_is_refused(run_folder: Path, tmp_path: Path) -> None:
+def test_restore_refuses_a_folder_that_is_not_empty(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "mine").write_text("precious")
     result = run("restore", run_folder, "--output", tmp_path)
     assert result.exit_code == 2
@@ -218,7 +218,7 @@ def test_a_folder_with_something_in_it_is_refused(run_folder: Path, tmp_path: Pa
     assert [path.name for path in tmp_path.iterdir()] == ["mine"]
 
 
-def test_an_empty_folder_is_taken(run_folder: Path, tmp_path: Path) -> None:
+def test_restore_accepts_an_empty_folder(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "out").mkdir()
     assert run("restore", run_folder, "--output", tmp_path / "out").exit_code == 0
     assert (tmp_path / "out" / "values.json").exists()
@@ -227,7 +227,7 @@ def test_an_empty_folder_is_taken(run_folder: Path, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("stop", "code"), [(KeyboardInterrupt(), 130), (Damaged("x", subject="y"), 3), (OSError(28, "full", "f"), 1)]
 )
-def test_a_restore_that_stops_leaves_nothing_behind(
+def test_a_failed_restore_leaves_no_files(
     run_folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
 ) -> None:
     def write_index_and_stop(path: Path, content: object) -> None:
@@ -239,7 +239,7 @@ def test_a_restore_that_stops_leaves_nothing_behind(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_folder_that_cannot_be_made_is_told_with_what_to_do(run_folder: Path, tmp_path: Path) -> None:
+def test_an_uncreatable_output_folder_is_reported_with_a_remedy(run_folder: Path, tmp_path: Path) -> None:
     (tmp_path / "file").touch()
     for to in (Path("/proc/x/y"), tmp_path / "file" / "x", tmp_path / "file" / "x" / "y"):
         error, remedy = run("restore", run_folder, "--output", to).stderr.splitlines()
@@ -283,7 +283,7 @@ def test_dtypes_that_safetensors_lacks_are_mapped(dtype: str, shape: tuple[int, 
 
 @pytest.fixture
 def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Keep the tests from joining whatever cluster runs on this machine."""
+    """Prevent ``doctor`` from connecting to a Ray cluster on this machine."""
 
     monkeypatch.setattr(software, "survey", lambda: {"none": "no Ray cluster is running here: whatever Ray says"})
 
@@ -293,7 +293,7 @@ def found(report: dict[str, Any]) -> dict[str, dict[str, str]]:
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_doctor_without_a_cluster_finds_nothing_failed() -> None:
+def test_doctor_without_a_cluster_reports_no_failure() -> None:
     report = run_json("doctor")
     checks = found(report)
     assert report["ok"]
@@ -309,13 +309,13 @@ def test_doctor_counts_the_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_doctor_does_not_wait_for_a_dead_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # nobody ever answers there (RFC 5737)
+    monkeypatch.setenv("RAY_ADDRESS", "192.0.2.1:6379")  # reserved for documentation (RFC 5737): no host answers
     finding = software.cluster()
     assert (finding.status.value, finding.found) == ("ok", "no Ray cluster is running here")
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_doctor_tries_a_folder_out_and_cleans_up(tmp_path: Path, run_folder: Path) -> None:
+def test_doctor_probes_a_folder_and_removes_its_files(tmp_path: Path, run_folder: Path) -> None:
     before = sorted(run_folder.rglob("*"))
     checks = found(run_json("doctor", run_folder))
     assert "3 versions, the newest of step 300" in checks["repository"]["found"]
@@ -349,7 +349,7 @@ def test_doctor_on_s3(s3_uri: str) -> None:
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_doctor_fails_on_a_store_that_lets_two_writers_win(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_fails_on_a_store_without_conditional_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def probe(*_: object) -> None:
         raise UnsafeStore("two writers both created one object", remedy="use another")
 
@@ -362,23 +362,23 @@ def test_doctor_fails_on_a_store_that_lets_two_writers_win(tmp_path: Path, monke
 
 @pytest.mark.usefixtures("no_cluster")
 @pytest.mark.skipif(os.getuid() == 0, reason="root may write anywhere")
-def test_doctor_tells_a_folder_that_cannot_be_written(tmp_path: Path) -> None:
+def test_doctor_reports_a_read_only_folder(tmp_path: Path) -> None:
     tmp_path.chmod(0o500)
     assert found(run_json("doctor", tmp_path / "x", code=1))["writing"]["status"] == "failed"
 
 
 @pytest.mark.usefixtures("no_cluster")
-def test_a_check_that_breaks_is_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_exception_in_a_check_becomes_a_finding(monkeypatch: pytest.MonkeyPatch) -> None:
     def survey() -> dict[str, Any]:
         raise ValueError("surprise")
 
     monkeypatch.setattr(software, "survey", survey)
     report = run_json("doctor", code=1)
     assert found(report)["cluster"]["found"] == "ValueError: surprise"
-    assert report["checks"][-1]["name"] == "memory"  # the others were asked all the same
+    assert report["checks"][-1]["name"] == "memory"  # the other checks ran
 
 
-def test_doctor_heeds_the_limits_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_doctor_uses_the_limits_of_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name, text in {"memory.max": f"{3 << 30}\n", "memory.current": f"{5 << 29}\n", "cpu.max": "150000 100000\n"}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(hardware, "_CGROUP", tmp_path)
@@ -397,7 +397,7 @@ def test_doctor_heeds_the_limits_of_the_container(tmp_path: Path, monkeypatch: p
         "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.65.06  Release Build  (root@x)\nGCC version: 13.3.0\n",
     ],
 )
-def test_doctor_wonders_about_a_driver_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+def test_doctor_warns_about_a_driver_without_a_gpu(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> None:
     (tmp_path / "version").write_text(text)
     monkeypatch.setattr(hardware, "_DRIVER", tmp_path / "version")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
@@ -409,7 +409,7 @@ def test_doctor_wonders_about_a_driver_without_a_gpu(tmp_path: Path, monkeypatch
 # errors
 
 
-def test_where_there_is_nothing(tmp_path: Path) -> None:
+def test_a_folder_without_a_repository_is_reported(tmp_path: Path) -> None:
     result = run("ls", tmp_path)
     assert result.exit_code == 4
     assert result.stdout == ""
@@ -426,20 +426,20 @@ def test_where_there_is_nothing(tmp_path: Path) -> None:
     }
 
 
-def test_a_version_that_is_not_there(run_folder: Path) -> None:
+def test_a_missing_version_is_not_found(run_folder: Path) -> None:
     for words in (("show", run_folder, 9), ("verify", run_folder, "worst"), ("restore", run_folder, "--output", "x", 9)):
         assert run(*words).exit_code == 4
         assert run_json(*words, code=4)["error"]["kind"] == "NotFound"
 
 
-def test_a_damaged_root(own_folder: Path) -> None:
+def test_a_damaged_root_is_reported(own_folder: Path) -> None:
     flip_byte(own_folder / "root.json")
     result = run("ls", own_folder)
     assert result.exit_code == 3
     assert "root.json" in result.stderr
 
 
-def test_wrong_words_are_usage_errors(run_folder: Path) -> None:
+def test_invalid_arguments_are_usage_errors(run_folder: Path) -> None:
     assert run("list").exit_code == 2
     assert run("restore", run_folder).exit_code == 2
     assert run("verify", run_folder, 1, "--all").exit_code == 2
@@ -448,7 +448,7 @@ def test_wrong_words_are_usage_errors(run_folder: Path) -> None:
 
 
 @pytest.mark.parametrize("command", ["ls", "show", "verify", "restore", "doctor"])
-def test_help_teaches_by_an_example(command: str) -> None:
+def test_help_has_an_example_and_fits_80_columns(command: str) -> None:
     result = run(command, "--help")
     assert result.exit_code == 0
     assert f"Example:  raystow {command} s3://" in result.stdout

@@ -1,4 +1,4 @@
-"""``raystow advise``: the recommended interval, and where its numbers come from."""
+"""``raystow advise``: the recommended interval, and the sources of its inputs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ STALLS = (0.5, 0.4, 4.0)
 
 
 def make(folder: Path, *restored: float) -> Path:
-    """Versions of steps 100, 200 and 300, saved at 1,000, 1,200 and 1,400 s, and restores at some times."""
+    """Commit versions of steps 100, 200 and 300, created at 1,000, 1,200 and 1,400 s, and record restores at the given times."""
     committer = Committer(create_repository(str(folder)), SYSTEM.token())
     for number, stall in enumerate(STALLS):
         id, attempt = committer.reserve()
@@ -31,7 +31,7 @@ def make(folder: Path, *restored: float) -> Path:
 
 
 def test_recorded_stalls_and_restores_give_the_interval(tmp_path: Path) -> None:
-    facts = run_json("advise", make(tmp_path / "run", 900.0, 1100.0, 1300.0))  # the first one began the run
+    facts = run_json("advise", make(tmp_path / "run", 900.0, 1100.0, 1300.0))  # the first restore started the run
     assert facts["stall"] == {"seconds": 0.5, "source": "median of 3 recorded saves"}
     assert facts["mtbf"]["seconds"] == 200
     assert facts["interval"] == pytest.approx((2 * 0.5 * 200) ** 0.5)
@@ -53,13 +53,13 @@ def test_given_numbers_replace_recorded_ones(tmp_path: Path) -> None:
     )
 
 
-def test_without_a_restore_the_rate_of_a_study_counts(tmp_path: Path) -> None:
+def test_without_restores_a_published_failure_rate_is_used(tmp_path: Path) -> None:
     mtbf = run_json("advise", make(tmp_path / "run"))["mtbf"]
     assert mtbf["seconds"] == pytest.approx(86400 * 8 / 6.5e-3)
     assert mtbf["source"] == "no restore is recorded, so that of a study, for 1 rank"
 
 
-def test_a_stall_that_is_not_recorded_must_be_given(tmp_path: Path) -> None:
+def test_an_unrecorded_stall_must_be_passed(tmp_path: Path) -> None:
     create_repository(str(tmp_path / "empty"))
     assert run_json("advise", tmp_path / "empty", "--mtbf", "1h", code=4)["error"]["remedy"] == "give --stall SECONDS"
     facts = run_json("advise", tmp_path / "empty", "--mtbf", "1h", "--stall", "0.5")

@@ -1,4 +1,4 @@
-"""What holds for every command: its JSON has a schema, it fits 80 columns, and the shell completes it."""
+"""Rules for every command: its JSON output has a schema, its text fits 80 columns, and the shell completes it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ PRICES = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h",
 
 @pytest.fixture
 def runs(tmp_path: Path) -> Path:
-    """A repository of three versions, with names as models have them, and one plain value."""
+    """A repository of three versions with tensor names of a real model and one plain value."""
     with LocalCluster(str(tmp_path / "llama")) as local:
         for step in (100, 200, 300):
             torch.manual_seed(step)
@@ -38,9 +38,9 @@ def runs(tmp_path: Path) -> Path:
 
 
 def test_every_json_output_has_a_schema() -> None:
-    speaking = {name for name, command in COMMANDS.items() if any("--json" in option.opts for option in command.params)}
-    assert speaking == {path.stem for path in FOLDER.glob("*.json")} - {"error"}
-    assert {*COMMANDS} - speaking == {"demo"}
+    with_json = {name for name, command in COMMANDS.items() if any("--json" in option.opts for option in command.params)}
+    assert with_json == {path.stem for path in FOLDER.glob("*.json")} - {"error"}
+    assert {*COMMANDS} - with_json == {"demo"}
 
 
 def test_the_schema_of_gc_names_every_kind_of_garbage() -> None:
@@ -56,7 +56,7 @@ def test_help_fits_80_columns(name: str) -> None:
     assert not re.search(r"<(bool|str|int|float|path|file)", result.stdout)
 
 
-def test_what_is_printed_fits_80_columns(runs: Path) -> None:
+def test_the_text_output_fits_80_columns(runs: Path) -> None:
     wide = list[tuple[str, str]]()
     llama, key = runs / "llama", runs / "key.pem"
     for words in (
@@ -86,12 +86,12 @@ def test_what_is_printed_fits_80_columns(runs: Path) -> None:
     ):
         result = run(*words)
         assert result.exit_code in (0, 4), result.output
-        # How long the user's own paths are is not raystow's business.
+        # The lengths of the user's own paths do not count.
         wide += [(words[0], line) for line in result.output.replace(str(runs), "/r").splitlines() if len(line) > 80]
     assert not wide, "\n".join(map(str, wide))
 
 
-def test_what_only_some_tests_see_has_a_schema_too(runs: Path) -> None:
+def test_output_of_less_tested_commands_matches_its_schema(runs: Path) -> None:
     llama = runs / "llama"
     run_json("unpin", llama, run_json("pin", llama, 1, "x")["name"])
     run_json("import", runs / "out", runs / "imported", "--step", run_json("restore", llama, "--output", runs / "out")["step"])
@@ -110,16 +110,16 @@ TAKING_A_VERSION = {
     "pin": (("VERSION", "again", "--move"), ("version",)),
     "compact": (("VERSION", "--dry-run"), None),
 }
-"""The words of each command, and where its output has the version's id."""
+"""The arguments of each command, and the keys of the version's id in its output."""
 
 
 def test_every_command_that_takes_a_version_is_tested() -> None:
-    taking = {name for name, command in COMMANDS.items() if any(option.metavar == "VERSION" for option in command.params)}
-    assert taking == TAKING_A_VERSION.keys()
+    with_version = {name for name, command in COMMANDS.items() if any(option.metavar == "VERSION" for option in command.params)}
+    assert with_version == TAKING_A_VERSION.keys()
 
 
 @pytest.mark.parametrize("command", TAKING_A_VERSION)
-def test_a_version_goes_by_id_pin_step_or_latest(runs: Path, command: str) -> None:
+def test_a_version_is_selected_by_id_pin_step_or_latest(runs: Path, command: str) -> None:
     llama, (words, place) = runs / "llama", TAKING_A_VERSION[command]
     run_json("pin", llama, 2, "best")
 
@@ -132,7 +132,7 @@ def test_a_version_goes_by_id_pin_step_or_latest(runs: Path, command: str) -> No
         assert (error["kind"], error["what"]) == ("NotFound", f"there is no {what}")
         assert error["remedy"].startswith("the newest versions are 1 (step 100), 2 (step 200), 3 (step 300), and pins are ")
     assert output("step:x", code=2)["error"]["what"] == "version is 'step:x'"
-    # Newest first, because a version that is rolled back is not found by its step.
+    # Newest first, because a rolled-back version is not found by its step.
     for which, id in (("latest", 3), ("step:300", 3), ("best", 2), ("step:100", 1), ("1", 1)):
         found: Any = output(which)
         for key in place or ():

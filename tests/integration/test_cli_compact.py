@@ -1,4 +1,4 @@
-"""Differences that are written whole at a shell, and by a run, so that what they needed can go."""
+"""Compaction of delta-encoded versions, by commands and by a run, so that retention can drop their bases."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ POLICY = Policy(keep_last=1)
 
 @pytest.fixture(scope="module")
 def template(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two rows: of versions 1 to 5, and of 6 and 7. Version 3 is pinned."""
+    """A repository with two bases: version 1 for versions 2 to 5, and version 6 for version 7. Version 3 is pinned."""
     folder = tmp_path_factory.mktemp("compact") / "run"
     with LocalCluster(str(folder), delta=ROW) as local:
         for step, state in enumerate(STATES):
@@ -60,7 +60,7 @@ def whole(repository: Repository) -> bool:
     return all(same(version, STATES[version.step]) for version in repository.versions())
 
 
-def test_prune_writes_whole_what_else_would_keep_its_base(folder: Path) -> None:
+def test_prune_compacts_a_kept_delta_to_drop_its_base(folder: Path) -> None:
     repository = open_repository(str(folder))
     rules = ("prune", folder, "--keep-last", 1, "--compact")
     dry = run_json(*rules, "--dry-run")
@@ -80,13 +80,13 @@ def test_prune_writes_whole_what_else_would_keep_its_base(folder: Path) -> None:
     assert abs(dry["versions"][2]["stored_whole"] - repository.version(3).bytes) < 0.05 * repository.version(3).bytes
 
 
-def test_prune_tells_a_person_what_it_wrote(folder: Path) -> None:
+def test_prune_text_reports_the_compacted_versions(folder: Path) -> None:
     said = " ".join(ran("prune", folder, "--keep-last", 1, "--compact", "--yes").stdout.split())
     assert "dropped 4 versions and stored 1 version whole, " in said
     assert "unchanged" not in said
 
 
-def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> None:
+def test_compact_rewrites_named_versions_and_drops_none(folder: Path) -> None:
     repository = open_repository(str(folder))
     said = " ".join(ran("compact", folder, 3, 7, "--dry-run").stdout.split())
     assert "whole" in said
@@ -105,7 +105,7 @@ def test_what_is_named_is_written_whole_and_nothing_is_dropped(folder: Path) -> 
     assert run_json("compact", folder, 99, code=4)["error"]["kind"] == "NotFound"
 
 
-def test_what_is_named_and_no_difference_is_told(folder: Path) -> None:
+def test_compact_reports_a_version_that_is_not_a_delta(folder: Path) -> None:
     assert ran("compact", folder, 1).stdout.splitlines() == ["version 1 is not a delta to another version"]
     said = ran("compact", folder, 3, 6, "--dry-run").stdout
     assert "whole" in said
@@ -113,7 +113,7 @@ def test_what_is_named_and_no_difference_is_told(folder: Path) -> None:
 
 
 def test_a_thinned_delta_history_keeps_weights_that_dcp_loads(folder: Path) -> None:
-    """Thinned at first, written whole the next time; torch's DCP reads what is left either way."""
+    """The first prune thins the kept versions and the second compacts them; torch's DCP reads the remaining weights."""
     repository = open_repository(str(folder))
     rules = ("prune", folder, "--keep-every", 3, "--resumable", 1, "--compact")
     repository.unpin("good")
@@ -133,7 +133,7 @@ def test_a_thinned_delta_history_keeps_weights_that_dcp_loads(folder: Path) -> N
         assert torch.equal(into["model"]["w"], STATES[version.step]["model"]["w"])
 
 
-def test_a_damaged_base_is_told_and_its_differences_stay(folder: Path) -> None:
+def test_a_damaged_base_is_reported_and_its_deltas_stay(folder: Path) -> None:
     repository = open_repository(str(folder))
     first = repository.version(1)
     for pack in first.record.packs:
@@ -146,7 +146,7 @@ def test_a_damaged_base_is_told_and_its_differences_stay(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("options", [[], ["--compact"]])
-def test_a_damaged_record_does_not_keep_other_versions(folder: Path, options: list[str]) -> None:
+def test_a_damaged_record_does_not_block_retention_of_others(folder: Path, options: list[str]) -> None:
     repository = open_repository(str(folder))
     record = folder / repository.version(1).record_key
     record.write_bytes(record.read_bytes()[:-3])
@@ -157,7 +157,7 @@ def test_a_damaged_record_does_not_keep_other_versions(folder: Path, options: li
         assert fields["error"]["subject"] == str(record.relative_to(folder))
 
 
-def test_a_run_writes_whole_what_it_keeps_for_long(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_compacts_versions_that_it_keeps(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     repository = open_repository(str(folder))
     housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0)
     with caplog.at_level(logging.INFO):
@@ -170,7 +170,7 @@ def test_a_run_writes_whole_what_it_keeps_for_long(folder: Path, caplog: pytest.
     assert whole(repository)
 
 
-def test_a_run_leaves_to_others_what_is_too_large_for_it(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_skips_a_compaction_that_is_too_large(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     repository = open_repository(str(folder))
     housekeeping = Housekeeping(Committer(repository, "me"), grace=0.0, moved=1 << 20)
     with caplog.at_level(logging.INFO):
@@ -180,7 +180,7 @@ def test_a_run_leaves_to_others_what_is_too_large_for_it(folder: Path, caplog: p
     assert caplog.text.count(f"version 3 is left to `raystow prune {repository.uri} --compact`") == 1
 
 
-def test_a_run_does_not_try_again_what_it_cannot_read(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_run_does_not_retry_an_unreadable_version(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     repository = open_repository(str(folder))
     first = repository.version(1)
     repository.store.delete([keys.pack(1, first.attempt, *pack.place) for pack in first.record.packs])

@@ -1,4 +1,4 @@
-"""``raystow cost``: a month's bill from the user's prices."""
+"""``raystow cost``: the monthly cost, computed from the user's prices."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def test_the_70b_example_of_nvidias_article():
     assert 200_000 < large["without"]["gpu_dollars"] < 205_000
 
 
-def test_the_article_for_people():
+def test_the_text_output_for_the_articles_example():
     result = run("cost", *ARTICLE, "--gpus", 8)
     assert result.exit_code == 0, result.output
     told = {line[:17].strip(): line[17:].split() for line in result.stdout.splitlines()}
@@ -53,7 +53,7 @@ def test_the_article_for_people():
 HABIT = ("--gpus", 8, "--gpu-price", 4, "--store-price", 0.02, "--every", "1h", "--state", "100GB", "--ratio", 0.75, "--keep", 5)
 
 
-def test_the_store_and_the_gpus_are_added_up():
+def test_store_and_gpu_costs_are_added():
     facts = run_json("cost", *HABIT, "--stall", 10, "--stall-compressed", 4)
     without, coded, saved = facts["without"], facts["with"], facts["saved"]
     assert (without["kept"], coded["kept"], saved["kept"]) == (500e9, 375e9, 125e9)
@@ -64,7 +64,7 @@ def test_the_store_and_the_gpus_are_added_up():
     assert facts["pays"] is True
 
 
-def test_it_says_when_compression_does_not_pay():
+def test_compression_that_costs_more_than_it_saves_is_reported():
     slower = ("--stall", 1, "--stall-compressed", 3)
     result = run("cost", *HABIT, *slower)
     told = " ".join(result.stdout.split())
@@ -72,7 +72,7 @@ def test_it_says_when_compression_does_not_pay():
     assert max(map(len, result.stdout.splitlines())) <= 80
     facts = run_json("cost", *HABIT, *slower)
     assert (facts["pays"], facts["saved"]["dollars"]) == (False, pytest.approx(-10.3))
-    # Two more seconds of each save cost 12.80, so what the store saves pays for 0.39 of a second.
+    # Two more seconds per save cost 12.80 dollars, so the storage savings pay for 0.39 seconds.
     assert facts["break_even"] == pytest.approx(2 * 2.5 / 12.8)
     assert "the saving in the store pays for 0.391 s more stall per save" in result.stdout
     assert run_json("cost", *HABIT, "--stall", 1, "--stall-compressed", 1.39)["pays"] is True
@@ -82,7 +82,7 @@ def test_it_says_when_compression_does_not_pay():
     assert "compression does not pay: it saves nothing" in nothing.stdout
 
 
-def test_slow_compression_is_what_a_save_waits_for():
+def test_the_stall_is_the_slower_of_coding_and_writing():
     def stalls(*words: object) -> tuple[float, float]:
         facts = run_json("cost", *HABIT, "--write-rate", "5GB", *words)
         return facts["without"]["stall"], facts["with"]["stall"]
@@ -109,7 +109,7 @@ def test_state_ratio_and_versions_come_from_a_repository(tmp_path: Path) -> None
     assert (own["without"]["kept"], own["with"]["kept"]) == (1e9, 5e8)
 
 
-def test_a_repository_gives_all_but_the_prices(tmp_path: Path) -> None:
+def test_a_repository_supplies_all_inputs_but_the_prices(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path)) as local:
         for step in (1, 2):
             local.save({"w": torch.randn(100, 100).bfloat16()}, step=step, stall=1e-6 * step)
@@ -124,7 +124,7 @@ def test_a_repository_gives_all_but_the_prices(tmp_path: Path) -> None:
         assert words in assumed
 
 
-def test_what_each_technique_has_saved(tmp_path: Path) -> None:
+def test_the_savings_of_each_technique_are_reported(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path), delta=2) as local:
         for step, state in enumerate(itertools.islice(training(), 6)):
             local.save(state, step=step)
@@ -151,7 +151,7 @@ def test_what_each_technique_has_saved(tmp_path: Path) -> None:
     assert "savings" in run_json("cost", tmp_path, *PRICES, "--keep", 2)
 
 
-def test_differences_that_do_not_pay_are_advised_against() -> None:
+def test_deltas_that_save_too_little_are_discouraged() -> None:
     entries = [Entry(1, "", "", 0, 0, 0.0, 200, 100), Entry(2, "", "", 0, 0, 0.0, 200, 97, (1,))]
     (saving,) = savings(entries, 0)
     assert saving.told.endswith("they do not pay here, use `delta=None`")
@@ -178,12 +178,12 @@ def test_an_empty_repository_has_no_size(tmp_path: Path) -> None:
         (HABIT[2:], "--gpus"),
     ],
 )
-def test_what_is_missing_or_cannot_be_is_told(words: tuple[Any, ...], remedy: str) -> None:
+def test_missing_and_invalid_options_are_reported(words: tuple[Any, ...], remedy: str) -> None:
     result = run("cost", *words)
     assert (result.exit_code, remedy in " ".join(result.stderr.replace("│", " ").split())) == (2, True), result.stderr
 
 
-def test_help_teaches_by_an_example() -> None:
+def test_help_has_an_example_and_fits_80_columns() -> None:
     result = run("cost", "--help")
     assert "Example:  raystow cost s3://" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80

@@ -1,4 +1,4 @@
-"""``raystow cp`` as a user types it."""
+"""``raystow cp`` copies versions to another repository, once or continuously."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def test_a_copy_says_what_it_did(folder: Path, tmp_path: Path) -> None:
+def test_cp_reports_the_copied_versions(folder: Path, tmp_path: Path) -> None:
     there = tmp_path / "replica"
     facts = run_json("cp", folder, there, "--versions", "step:200")
     assert (facts["copied"], facts["older"], facts["rollback"]) == ([2], [], None)
@@ -35,14 +35,14 @@ def test_a_copy_says_what_it_did(folder: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_a_standing_replica_follows_until_it_is_stopped(folder: Path, tmp_path: Path, number: int) -> None:
+def test_watch_copies_new_versions_until_a_signal(folder: Path, tmp_path: Path, number: int) -> None:
     there = tmp_path / "replica"
     words = [sys.executable, "-m", "raystow", "cp", str(folder), str(there), "--watch", "--interval", "0.05s"]
 
     def newest() -> int:
         try:
             version = raystow.latest(there)
-        except (raystow.NotARepository, raystow.Damaged):  # it is being made
+        except (raystow.NotARepository, raystow.Damaged):  # the copy creates the repository now
             return 0
         return version.id if version is not None else 0
 

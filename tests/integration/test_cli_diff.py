@@ -1,4 +1,4 @@
-"""``raystow diff``: what changed from one version to another, by digests alone and byte by byte."""
+"""``raystow diff``: the changes between two versions, by digests and by comparing bytes."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ def chunked_state(**changes: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four versions: the second changes two numbers of one chunk of ``big`` and one of ``half``, the third has other tensors, the
-    fourth is the second again, saved by two ranks as halves of two rows. Not to be changed."""
+    """Four versions. The second changes two elements of one chunk of ``big`` and one element of ``half``. The third has other
+    tensors. The fourth has half of each row of the second's ``big``, and its ``half``. Tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "llama"
     changed = chunked_state()["big"].clone()
     changed[4, :2] += torch.tensor([0.5, -2.0])
@@ -43,7 +43,7 @@ def by_name(facts: dict[str, Any]) -> dict[str, dict[str, Any]]:
     return {row["name"]: row for row in facts["tensors"]}
 
 
-def test_digests_tell_which_chunks_changed(folder):
+def test_digests_identify_the_changed_chunks(folder):
     facts = run_json("diff", folder, "first", 2)
     assert (facts["before"], facts["after"]) == ({"version": 1, "step": 100}, {"version": 2, "step": 200})
     assert (facts["different"], facts["deep"]) == (True, False)
@@ -56,7 +56,7 @@ def test_digests_tell_which_chunks_changed(folder):
     assert facts["values"] == {"added": [], "removed": [], "changed": ["epoch"]}
 
 
-def test_deep_tells_by_how_much(folder):
+def test_deep_reports_the_size_of_each_change(folder):
     facts = run_json("diff", folder, 1, 2, "--deep")
     big, half = by_name(facts)["big"], by_name(facts)["half"]
     assert (big["changed_elements"], big["changed_bytes"]) == (2, 8)
@@ -66,14 +66,14 @@ def test_deep_tells_by_how_much(folder):
 
 
 def test_digests_need_no_pack_and_deep_reads_few_chunks(folder, tmp_path):
-    """A deep comparison reads only the chunks that may have changed."""
+    """The copy has no packs, so a deep comparison fails only if it must read a chunk."""
     copy = without_packs(folder, tmp_path / "copy")
     assert run_json("diff", copy, 1, 2)["tensors"] == run_json("diff", folder, 1, 2)["tensors"]
     assert run_json("diff", copy, 2, 2, "--deep")["different"] is False
     assert run_json("diff", copy, 1, 2, "--deep", code=3)["error"]["kind"] == "Damaged"
 
 
-def test_added_removed_and_other_forms(folder):
+def test_added_removed_and_reshaped_tensors_are_reported(folder):
     facts = run_json("diff", folder, 2, 3, "--deep")
     rows = by_name(facts)
     assert {name: (row["what"], row["changed_bytes"]) for name, row in rows.items()} == {
@@ -86,13 +86,13 @@ def test_added_removed_and_other_forms(folder):
     assert by_name(run_json("diff", folder, 3, 4))["big"]["how"] == "10 x 524288 -> 10 x 262144"
 
 
-def test_another_layout_is_told_and_deep_reads_it(tmp_path, monkeypatch):
+def test_a_changed_layout_is_reported_and_deep_compares_it(tmp_path, monkeypatch):
     full = torch.arange(6 * (1 << 19), dtype=torch.float32).reshape(6, 1 << 19)
     other = full.clone()
     other[5, 3] += 0.25
     with LocalCluster(str(tmp_path)) as local:
         local.save({"w": full}, step=1)
-        monkeypatch.setattr(assignment, "SLOT", 2 << 20)  # as chunks of the CPU differ from those of a GPU
+        monkeypatch.setattr(assignment, "SLOT", 2 << 20)  # simulates the different chunk sizes of CPU and GPU
         local.save({"w": full}, step=2)
         local.save({"w": other}, step=3)
     quick = run_json("diff", tmp_path, 1, 2)
@@ -107,7 +107,7 @@ def test_another_layout_is_told_and_deep_reads_it(tmp_path, monkeypatch):
     assert (row["changed_elements"], row["max_difference"]) == (1, 0.25)
 
 
-def test_for_people_it_fits_80_columns(folder):
+def test_the_text_output_fits_80_columns(folder):
     result = run("diff", folder, 1, 2)
     lines = [line.rstrip() for line in result.stdout.splitlines()]
     assert lines[0] == "version 1 (step 100) -> version 2 (step 200)"
@@ -123,14 +123,14 @@ def test_for_people_it_fits_80_columns(folder):
         assert max(map(len, [lines[0], *lines[2:]])) <= 80
 
 
-def test_long_names_that_are_many_and_steer_terminals(tmp_path):
+def test_long_lists_are_cut_and_names_are_escaped(tmp_path):
     names = [f"model.layers.{i}." + "very_long_name" * 8 for i in range(30)]
     with LocalCluster(str(tmp_path)) as local:
         local.save({"\x1b[31mevil": torch.ones(3)}, step=1)
         local.save({name: torch.ones(3 + i) for i, name in enumerate(names)}, step=2)
     shown = run("diff", tmp_path, 1, 2, "--top", 3).stdout
     assert "(and 28 more: --all lists them)" in shown
-    assert "layers.29" in shown  # the largest
+    assert "layers.29" in shown  # the largest tensor
     assert "layers.2." not in shown
     everything = run("diff", tmp_path, 1, 2, "--all").stdout
     assert ("layers.2." in everything, "--all" in everything, "\x1b" in everything) == (True, False, False)
@@ -142,12 +142,12 @@ def test_exit_codes(folder):
     assert run("diff", folder, 1, 2).exit_code == 0
     assert run("diff", folder, 1, 2, "--exit-code").exit_code == 7
     assert run("diff", folder, 1, "first", "--exit-code").exit_code == 0
-    assert run("diff", folder, 4, "--exit-code").exit_code == 0  # V2 is the latest, if it is not named
+    assert run("diff", folder, 4, "--exit-code").exit_code == 0  # V2 defaults to the latest version
     assert run_json("diff", folder, 1, 9, code=4)["error"]["kind"] == "NotFound"
     assert run("diff", folder).exit_code == 2
 
 
-def test_help_teaches_by_an_example():
+def test_help_has_an_example_and_fits_80_columns():
     result = run("diff", "--help")
     assert "Example:  raystow diff s3://" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80

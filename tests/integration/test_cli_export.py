@@ -42,7 +42,7 @@ def llama() -> Any:
 
 
 def training_state(model: Any) -> dict[str, Any]:
-    """What a training loop saves beside the weights, random state and optimizer among it."""
+    """Return a training state: weights, optimizer, random state and step."""
     optimizer = torch.optim.AdamW(model.parameters())
     model(input_ids=torch.arange(8)[None]).logits.sum().backward()
     optimizer.step()
@@ -61,7 +61,7 @@ def saved(state: dict[str, Any], folder: Path) -> Path:
 
 
 def config_folder(model: Any, folder: Path) -> Path:
-    """The folder of a model as it lies on a disk: config, tokenizer, older weights, and files of the user."""
+    """Write a model folder with a config, a tokenizer, and files that an export must not copy; return its path."""
     model.config.architectures = [type(model).__name__]
     model.config.dtype = model.dtype
     model.config.save_pretrained(folder)
@@ -80,7 +80,7 @@ def same(a: Any, b: Any) -> bool:
 
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
-    """A version of a training of GPT-2, whose output layer is tied to its embedding, and the model."""
+    """A version of a GPT-2 training, and the model. The model's output layer is tied to its embedding."""
     model = gpt2()
     return saved(training_state(model), tmp_path_factory.mktemp("gpt2") / "run"), model
 
@@ -132,7 +132,7 @@ def test_all_names_are_written_for_unknown_models(
 def test_all_names_are_written_without_transformers(
     run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Transformers loads and ties them, too."""
+    """Transformers also loads and ties the weights of such a folder."""
     folder, model = run_folder
     config = config_folder(model, tmp_path / "config")
     with monkeypatch.context() as patch:
@@ -153,7 +153,7 @@ def test_tied_names_with_other_bytes_are_written(tmp_path: Path) -> None:
 
 
 def test_untied_models_keep_equal_weights(tmp_path: Path) -> None:
-    """Layer norms of a new model are all ones: equal, and not tied."""
+    """The layer norms of a new model are all ones: equal, but not tied."""
     model = llama()
     folder = saved({"model": model.state_dict(), "ints": torch.arange(5)}, tmp_path / "run")
     facts = run_json("export", folder, "--hf", tmp_path / "out", "--files", config_folder(model, tmp_path / "config"))
@@ -162,7 +162,7 @@ def test_untied_models_keep_equal_weights(tmp_path: Path) -> None:
 
 
 def test_large_models_are_sharded(run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_files, "SLAB", 4096)  # so that tensors span many slabs
+    monkeypatch.setattr(version_files, "SLAB", 4096)  # makes tensors span many slabs
     folder, model = run_folder
     config = config_folder(model, tmp_path / "config")
     facts = run_json("export", folder, "--hf", tmp_path / "out", "--files", config, "--max-shard-size", "20kB")
@@ -178,7 +178,7 @@ def test_large_models_are_sharded(run_folder: tuple[Path, Any], tmp_path: Path, 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 def test_floats_are_converted(run_folder: tuple[Path, Any], tmp_path: Path, dtype: str) -> None:
-    """As torch converts them; config.json then names the dtype, so that the model is loaded with it."""
+    """The values equal torch's conversion, and config.json names the dtype, so Transformers loads the model with it."""
     folder, model = run_folder
     config = config_folder(model, tmp_path / "config")
     ran("export", folder, "--hf", tmp_path / "out", "--files", config, "--dtype", dtype)
@@ -261,11 +261,11 @@ def test_dtypes_that_safetensors_lacks_are_refused(tmp_path: Path) -> None:
     assert (error["subject"], error["what"]) == ("model.c", "safetensors has no complex128")
 
 
-# what ends early
+# Failed exports
 
 
 @pytest.mark.parametrize(("stop", "code"), [(KeyboardInterrupt(), 130), (Damaged("x", subject="y"), 3)])
-def test_an_export_that_stops_leaves_nothing_behind(
+def test_a_failed_export_leaves_no_files(
     run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stop: BaseException, code: int
 ) -> None:
     def write_index_and_stop(folder: Path, parts: object) -> None:
@@ -286,7 +286,7 @@ app.main()
 """
 
 
-def test_a_killed_export_leaves_no_folder_of_its_name(run_folder: tuple[Path, Any], tmp_path: Path) -> None:
+def test_a_killed_export_leaves_no_output_folder(run_folder: tuple[Path, Any], tmp_path: Path) -> None:
     words = ["export", str(run_folder[0]), "--hf", str(tmp_path / "out"), "--max-shard-size", "20kB"]
     done = subprocess.run([sys.executable, "-c", _KILLED, *words], capture_output=True, timeout=300)
     assert done.returncode == -signal.SIGKILL, done.stderr
@@ -298,9 +298,7 @@ def test_a_killed_export_leaves_no_folder_of_its_name(run_folder: tuple[Path, An
 @pytest.mark.parametrize(
     ("content", "what"), [(None, "is not a folder"), ("[1", "is not a JSON object"), ("3", "is not a JSON object")]
 )
-def test_a_config_that_cannot_be_read_is_refused(
-    run_folder: tuple[Path, Any], tmp_path: Path, content: str | None, what: str
-) -> None:
+def test_an_unreadable_config_is_refused(run_folder: tuple[Path, Any], tmp_path: Path, content: str | None, what: str) -> None:
     config = tmp_path / "config"
     if content is not None:
         config.mkdir()
@@ -325,7 +323,7 @@ def test_a_damaged_version_is_not_exported(run_folder: tuple[Path, Any], tmp_pat
     [(), ("--hf", "a", "--torch", "b"), ("--torch", "b", "--dtype", "float16"), ("--hf", "a", "--dtype", "int8")],
     ids=["neither", "both", "dtype of a torch file", "integers"],
 )
-def test_options_that_do_not_fit_are_usage_errors(run_folder: tuple[Path, Any], words: tuple[str, ...]) -> None:
+def test_invalid_option_combinations_are_usage_errors(run_folder: tuple[Path, Any], words: tuple[str, ...]) -> None:
     assert "Usage:" in ran("export", run_folder[0], *words, code=2).stderr
 
 
@@ -339,7 +337,7 @@ def hub() -> Iterator[Hub]:
 
 
 def push(hub: Hub, folder: Path, to: Path, *words: object, token: str = TOKEN) -> subprocess.CompletedProcess[str]:
-    """In a process of its own, because the client reads its settings when it is imported."""
+    """Export and push in a separate process, because the client reads its settings at import."""
     settings = {
         "HF_ENDPOINT": hub.endpoint,
         "HF_TOKEN": token,
@@ -352,7 +350,7 @@ def push(hub: Hub, folder: Path, to: Path, *words: object, token: str = TOKEN) -
 
 
 def test_the_folder_is_pushed(run_folder: tuple[Path, Any], tmp_path: Path, hub: Hub) -> None:
-    """Older weights are deleted: Transformers would load model.safetensors instead of the numbered files."""
+    """Older weight files are deleted: Transformers would load model.safetensors instead of the numbered files."""
     folder, model = run_folder
     hub.files = {
         ".gitattributes": b"",
@@ -387,7 +385,9 @@ def test_a_failed_push_leaves_the_folder(run_folder: tuple[Path, Any], tmp_path:
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["model.safetensors"]
 
 
-def test_a_push_needs_the_client(run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_push_without_the_hub_client_is_refused(
+    run_folder: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
     error = run_json("export", run_folder[0], "--hf", tmp_path / "out", "--push", "org/tiny", code=1)["error"]
     assert (error["kind"], error["remedy"]) == ("Unsupported", "pip install huggingface_hub")
@@ -398,7 +398,7 @@ def test_a_push_needs_the_client(run_folder: tuple[Path, Any], tmp_path: Path, m
 
 
 def test_torch_loads_the_state(tmp_path: Path) -> None:
-    """With its default of weights_only."""
+    """The default ``weights_only=True`` of torch suffices."""
     state = {
         **training_state(gpt2()),
         "numpy": {"array": np.arange(6).reshape(2, 3), "scalar": np.float32(1.5)},

@@ -1,4 +1,4 @@
-"""Safetensors files become versions, and versions files, in memory that does not grow with them."""
+"""Safetensors files are imported, and versions exported, in memory that does not grow with their size."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from raystow.orchestrator.cli import import_command, version_files
 
 MIB = 1 << 20
 STATE = 320 * MIB
-ALLOWED = 160 * MIB  # 32 that import is allowed, or slabs of 16, and what threads and libraries take
+ALLOWED = 160 * MIB  # import may use 32 MiB, other commands slabs of 16 MiB; the rest is for threads and libraries
 
 
 def model(path: Path) -> None:
-    """One tensor in a file, as large as the state: random numbers, which hardly code, again and again."""
+    """Write a file with one tensor of ``STATE`` bytes: random numbers, which hardly compress, repeated."""
     header = json.dumps({"w": {"dtype": "F32", "shape": [STATE // 4], "data_offsets": [0, STATE]}}).encode()
     header += b" " * (-len(header) % 8)
     tile = np.random.default_rng(0).standard_normal(4 * MIB, np.float32).tobytes()
@@ -34,20 +34,20 @@ def model(path: Path) -> None:
 
 
 @contextmanager
-def bounded(most: int) -> Iterator[None]:
-    """Fails if this process ever holds ``most`` bytes more than at the beginning. Pages of files do not count: the system takes
-    them back when it likes."""
+def memory_limit(most: int) -> Iterator[None]:
+    """Assert that this process never uses ``most`` bytes more than at the start. Pages of mapped files do not count, because
+    the system can evict them."""
 
-    def held() -> int:
+    def used() -> int:
         info = psutil.Process().memory_info()
         return int(info.rss - info.shared)
 
-    before, peak, over = held(), 0, threading.Event()
+    before, peak, over = used(), 0, threading.Event()
 
     def watch() -> None:
         nonlocal peak
         while not over.wait(0.005):
-            peak = max(peak, held())
+            peak = max(peak, used())
 
     watcher = threading.Thread(target=watch)
     watcher.start()
@@ -59,17 +59,17 @@ def bounded(most: int) -> Iterator[None]:
     assert 0 < peak - before < most, f"{(peak - before) / MIB:.0f} MiB"
 
 
-def test_a_large_file_goes_in_and_comes_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_files_are_imported_and_exported_in_little_memory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(import_command, "_MEMORY", 32 * MIB)
     monkeypatch.setattr(version_files, "SLAB", 16 * MIB)
     model(tmp_path / "model.safetensors")
-    with bounded(ALLOWED):
+    with memory_limit(ALLOWED):
         assert run("import", tmp_path / "model.safetensors", tmp_path / "run").exit_code == 0
-    with bounded(ALLOWED):
+    with memory_limit(ALLOWED):
         assert run("restore", tmp_path / "run", "--output", tmp_path / "out").exit_code == 0
-    with bounded(ALLOWED):
+    with memory_limit(ALLOWED):
         assert run("export", tmp_path / "run", "--hf", tmp_path / "hf", "--dtype", "bfloat16").exit_code == 0
-    with bounded(ALLOWED):
+    with memory_limit(ALLOWED):
         assert run("cp", tmp_path / "run", tmp_path / "replica", "--memory", "64MiB").exit_code == 0
     files = [
         np.memmap(path, np.uint8, "r")[-STATE:] for path in (tmp_path / "model.safetensors", tmp_path / "out/weights.safetensors")

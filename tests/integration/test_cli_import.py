@@ -1,4 +1,4 @@
-"""``raystow import``: files that Hugging Face's tools and ``raystow restore`` have written, as versions."""
+"""``raystow import``: files of Hugging Face's tools and of ``raystow restore`` become versions."""
 
 from __future__ import annotations
 
@@ -51,8 +51,8 @@ def test_a_file_becomes_a_version(tmp_path: Path) -> None:
     assert result.output.startswith("version 2 (step 41): 6 tensors, 11.6 MiB, stored in ")
 
 
-def test_what_restore_has_written_comes_back(tmp_path: Path) -> None:
-    """Also in several files with an index, and dtypes that the files have no name for."""
+def test_restored_files_can_be_imported(tmp_path: Path) -> None:
+    """The files include several files with an index, and a dtype that safetensors lacks."""
     state = {**TENSORS, "z": torch.randn(4, dtype=torch.complex128), "wide": torch.randn(300_000)}
     with LocalCluster(str(tmp_path / "run")) as cluster:
         cluster.save(state, step=1)
@@ -87,7 +87,7 @@ def header(fields: object, rest: bytes = b"") -> bytes:
     ],
     ids=["empty", "no header", "a list", "cut", "too small", "negative", "objects", "overlapping"],
 )
-def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
+def test_an_invalid_safetensors_file_is_refused(tmp_path: Path, data: bytes, told: str) -> None:
     (tmp_path / "model.safetensors").write_bytes(data)
     fields = run_json("import", tmp_path, tmp_path / "run", code=run("import", tmp_path, tmp_path / "run").exit_code)
     assert told in json.dumps(fields)
@@ -95,7 +95,7 @@ def test_what_is_no_such_file_is_refused(tmp_path: Path, data: bytes, told: str)
     assert not (tmp_path / "run").exists()
 
 
-def test_an_index_that_leads_elsewhere_is_refused(tmp_path: Path) -> None:
+def test_an_inconsistent_index_is_refused(tmp_path: Path) -> None:
     save_file({"a": torch.ones(2)}, tmp_path / "x.safetensors")
     for where, told in (
         ({"b": "x.safetensors"}, "not in the file that the index names"),

@@ -1,4 +1,4 @@
-"""``raystow keygen``, and what its key does in a cluster and at a shell."""
+"""``raystow keygen``, and the effect of its key on runs in a cluster and on commands."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from raystow.storage.format import key_files, keys, records
 from raystow.storage.format.key_files import SIGNING_KEY, TRUSTED_KEYS
 
 
-def test_it_writes_a_pair_and_says_what_to_set(tmp_path: Path) -> None:
+def test_keygen_writes_a_key_pair_and_prints_its_settings(tmp_path: Path) -> None:
     key = tmp_path / "a key.pem"
     result = run("keygen", key)
     assert result.exit_code == 0, result.output
@@ -34,13 +34,13 @@ def test_it_writes_a_pair_and_says_what_to_set(tmp_path: Path) -> None:
     assert told.stdout.splitlines() == [str(key), f"{key}.pub"]
 
 
-def test_help_teaches_by_an_example() -> None:
+def test_help_has_an_example_and_fits_80_columns() -> None:
     result = run("keygen", "--help")
     assert "Example:  raystow keygen ~/" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_it_overwrites_nothing(tmp_path: Path) -> None:
+def test_keygen_overwrites_no_file(tmp_path: Path) -> None:
     key, public = tmp_path / "key", tmp_path / "key.pub"
     run_json("keygen", key)
     before = key.read_bytes(), public.read_bytes()
@@ -49,16 +49,16 @@ def test_it_overwrites_nothing(tmp_path: Path) -> None:
     assert (key.read_bytes(), public.read_bytes()) == before
     key.unlink()
     assert run_json("keygen", key, code=2)["error"]["subject"] == str(public)
-    assert [path.name for path in tmp_path.iterdir()] == ["key.pub"]  # no private half without its public one
+    assert [path.name for path in tmp_path.iterdir()] == ["key.pub"]  # no private key without its public key
 
 
-def test_where_none_can_be_written_is_told_with_what_to_do(tmp_path: Path) -> None:
+def test_an_unwritable_path_is_reported_with_a_remedy(tmp_path: Path) -> None:
     error = run_json("keygen", tmp_path / "no" / "key", code=1)["error"]
     assert error["subject"] == str(tmp_path / "no" / "key")
     assert error["remedy"]
 
 
-def test_openssl_knows_the_files(tmp_path: Path) -> None:
+def test_openssl_reads_the_key_files(tmp_path: Path) -> None:
     told = run_json("keygen", tmp_path / "key")
     public = subprocess.run(["openssl", "pkey", "-in", told["private"], "-pubout"], capture_output=True, text=True)
     if public.returncode:
@@ -78,7 +78,7 @@ def restore_one_array(uri: str) -> int:
 
 
 def in_cluster(uri: str, key: Path, job: Callable[[str], int] = save_one_array) -> int:
-    """Save or restore once in a job with this signing key; the version's id."""
+    """Save or restore once in a job with this signing key; return the version's id."""
     task = ray.remote(job).options(runtime_env={"env_vars": {SIGNING_KEY: str(key)}})
     try:
         id: int = ray.get(task.remote(uri), timeout=180)
@@ -88,7 +88,7 @@ def in_cluster(uri: str, key: Path, job: Callable[[str], int] = save_one_array) 
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_run_that_signs_is_read_by_whom_has_the_key(tmp_path: Path) -> None:
+def test_only_holders_of_the_key_can_read_a_signed_run(tmp_path: Path) -> None:
     ours, theirs = run_json("keygen", tmp_path / "ours"), run_json("keygen", tmp_path / "theirs")
     uri = (tmp_path / "run").as_uri()
     assert in_cluster(uri, Path(ours["private"])) == 1
@@ -116,7 +116,7 @@ def test_a_run_that_signs_is_read_by_whom_has_the_key(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
-def test_a_run_that_signs_restores_nothing_forged(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signing_run_refuses_a_forged_version(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     ours, theirs = run_json("keygen", tmp_path / "ours"), run_json("keygen", tmp_path / "theirs")
     uri = (tmp_path / "run").as_uri()
     assert in_cluster(uri, Path(ours["private"])) == 1
@@ -135,7 +135,7 @@ def test_a_run_that_signs_restores_nothing_forged(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.usefixtures("cluster")
-def test_an_unusable_key_stops_the_run_before_it_starts(tmp_path: Path) -> None:
+def test_an_unusable_key_is_refused_before_the_run_starts(tmp_path: Path) -> None:
     key = run_json("keygen", tmp_path / "key")["private"]
     Path(key).chmod(0o644)
     uri = (tmp_path / "run").as_uri()

@@ -1,4 +1,4 @@
-"""``raystow plan`` as an operator types it, on a repository of two nodes."""
+"""``raystow plan`` on a repository of two nodes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from local_cluster import LocalCluster
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Two versions of a tensor of five chunks, a small one and a value. Not to be changed."""
+    """Two versions of a tensor of five chunks, a small tensor and a value. Tests must not change it."""
     folder = tmp_path_factory.mktemp("runs") / "llama"
     state = {"big": torch.randn(10, 1 << 19), "small": torch.randn(1000), "lr": 0.1}
     with LocalCluster(str(folder), nodes=2) as local:
@@ -21,11 +21,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_it_tells_what_each_rank_would_read(folder):
+def test_plan_reports_the_reads_of_each_rank(folder):
     facts = run_json("plan", folder, "--world", 4, "--per-node", 2)
     assert (facts["version"], facts["step"], facts["saved_by"], facts["world"]) == (2, 200, 2, 4)
     assert facts["assumption"].startswith("a tensor saved in several boxes")
-    # Of ten rows, two in each chunk, torch.chunk gives three ranks three and the last one; all ranks read the small tensor.
+    # torch.chunk splits ten rows into 3, 3, 3 and 1; a chunk has two rows. All ranks read the small tensor.
     assert [rank["chunks"] for rank in facts["ranks"]] == [3, 3, 3, 2]
     assert [node["chunks"] for node in facts["nodes"]] == [4, 3]
     assert facts["bytes"] == facts["stored"]
@@ -33,10 +33,10 @@ def test_it_tells_what_each_rank_would_read(folder):
     assert facts["seconds"] == round(max(node["bytes"] for node in facts["nodes"]) / 1e9, 3)
 
 
-def test_chunks_that_two_nodes_share_are_read_once_and_passed_on(folder):
+def test_chunks_of_two_nodes_are_read_once_and_passed_on(folder):
     facts = run_json("plan", folder, "first", "--world", 10, "--per-node", 1, "--rate", "1MB", "--peer-rate", "2MB")
     assert facts["version"] == 1
-    assert facts["amplification"] == pytest.approx(1, rel=0.01)  # one row for each node, and two in each chunk
+    assert facts["amplification"] == pytest.approx(1, rel=0.01)  # each node needs one row, and each chunk has two
     assert facts["passed_on"] == pytest.approx(facts["stored"], rel=0.01)
     assert sum(node["bytes"] for node in facts["nodes"]) == pytest.approx(facts["bytes"] + facts["passed_on"], abs=10)
     node = max(facts["nodes"], key=lambda node: node["bytes"])
@@ -48,7 +48,7 @@ def test_chunks_that_two_nodes_share_are_read_once_and_passed_on(folder):
     assert wide["assumption"] == "every rank reads every tensor whole"
 
 
-def test_for_people_it_is_a_table_with_the_assumption(folder):
+def test_the_text_output_is_a_table_with_the_assumption(folder):
     told = run("plan", folder, "--world", 3, "--per-node", 2).stdout
     assert "version 2 (step 200) onto 3 ranks, 2 per node" in told
     assert "saved by 2 ranks; assumption: a tensor saved in several boxes" in told
@@ -56,11 +56,11 @@ def test_for_people_it_is_a_table_with_the_assumption(folder):
     assert "1.000 times what is needed" in told
 
 
-def test_by_default_it_is_the_world_that_saved(folder):
+def test_the_default_world_size_is_that_of_the_save(folder):
     assert run_json("plan", folder)["world"] == 2
 
 
-def test_what_cannot_be_is_refused(folder):
+def test_invalid_arguments_are_refused(folder):
     assert run("plan", folder, "--world", 0).exit_code == 2
     assert run("plan", folder, "--rate", "0").exit_code == 2
     assert run("plan", folder, "--rate", "fast").exit_code == 2
@@ -68,6 +68,6 @@ def test_what_cannot_be_is_refused(folder):
     assert run_json("plan", folder, "7", code=4)["error"]["kind"] == "NotFound"
 
 
-def test_nothing_of_the_packs_is_read(folder, tmp_path):
+def test_plan_reads_no_pack(folder, tmp_path):
     copy = without_packs(folder, tmp_path / "copy")
     assert run_json("plan", copy, "--world", 4)["bytes"] > 0
