@@ -1,4 +1,4 @@
-"""``raystow repair``, run as a user runs it, on a real repository."""
+"""``raystow repair`` on a real repository."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture
 def folder(made: Path, tmp_path: Path) -> Path:
-    """A repository of three versions that has lost its root and the second version's pack."""
+    """A repository of three versions without its root and the pack of the second version."""
     shutil.copytree(made, tmp_path / "run")
     version = raystow.open(tmp_path / "run").version(2)
     (tmp_path / "run" / keys.pack(2, version.attempt, 0, "weights", 0)).unlink()
@@ -41,7 +41,7 @@ def steps(folder: Path) -> list[int]:
     return [version.step for version in raystow.open(folder).versions()]
 
 
-def test_it_shows_what_it_found_and_asks(folder: Path) -> None:
+def test_repair_shows_its_findings_and_asks(folder: Path) -> None:
     refused = run("repair", folder, input="n\n")
     assert refused.exit_code == 0, refused.output
     lines = [line.rstrip() for line in refused.stdout.splitlines()]
@@ -80,13 +80,13 @@ def test_json_writes_only_with_yes(folder: Path) -> None:
     assert steps(folder) == [100, 300]
 
 
-def test_where_nobody_answers_nothing_is_written(folder: Path) -> None:
+def test_repair_without_an_answer_writes_nothing(folder: Path) -> None:
     result = run("repair", folder)
     assert (result.exit_code, "nothing was written" in result.stderr) == (2, True)
     assert not (folder / "root.json").exists()
 
 
-def test_a_whole_repository_is_left_alone(made: Path) -> None:
+def test_repair_does_not_change_a_whole_repository(made: Path) -> None:
     before = (made / "root.json").read_bytes()
     result = run("repair", made)
     assert (result.exit_code, "nothing to repair" in result.stdout) == (0, True)
@@ -97,7 +97,7 @@ def test_a_whole_repository_is_left_alone(made: Path) -> None:
 
 @pytest.mark.parametrize("name", ["root.json", "raystow.json"])
 @pytest.mark.parametrize("damage", ["cut", "gone"])
-def test_whoever_meets_the_damage_is_sent_to_repair(made: Path, tmp_path: Path, name: str, damage: str) -> None:
+def test_errors_of_a_damaged_repository_recommend_repair(made: Path, tmp_path: Path, name: str, damage: str) -> None:
     folder = tmp_path / "run"
     shutil.copytree(made, folder)
     (folder / name).write_bytes((folder / name).read_bytes()[:100]) if damage == "cut" else (folder / name).unlink()
@@ -112,9 +112,9 @@ def test_whoever_meets_the_damage_is_sent_to_repair(made: Path, tmp_path: Path, 
         assert local.save({"w": torch.zeros(100)}, step=400).id == 4
 
 
-def test_nowhere_is_no_repository(tmp_path: Path) -> None:
+def test_a_missing_repository_is_not_found(tmp_path: Path) -> None:
     assert run("repair", tmp_path / "nothing").exit_code == 4
 
 
-def test_help_teaches_by_an_example() -> None:
+def test_help_has_an_example() -> None:
     assert "Example:  raystow repair s3://" in run("repair", "--help").stdout

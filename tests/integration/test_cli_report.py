@@ -1,4 +1,4 @@
-"""``raystow report``: what the page tells, and how it looks in a browser."""
+"""``raystow report``: the contents of the page, and its rendering in a browser."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ STALLS = (0.03, 0.05, None, 1.5)
 
 @pytest.fixture(scope="module")
 def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Four versions; the third tells no stall, the last tells of a restore of the second."""
+    """Four versions: the third has no stall, and the record of the last has a restore of the second."""
     folder = tmp_path_factory.mktemp("runs") / "llama"
     generator = torch.Generator().manual_seed(0)
     with LocalCluster(str(folder)) as cluster:
@@ -45,7 +45,7 @@ def run_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def whole(run_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The page of that run, with all its plots."""
+    """The page of that run with all plots."""
     path = tmp_path_factory.mktemp("page") / "r.html"
     page_of(run_dir, path, *PRICES)
     return path
@@ -58,7 +58,7 @@ def page_of(folder: Path, to: Path, *words: object) -> str:
 
 
 def cells(page: str, table: str) -> list[list[str]]:
-    """The rows of a table of the page, as text."""
+    """Return the rows of a table of the page as text."""
     body = page[page.index(f'aria-labelledby="{table}"') :]
     body = body[body.index("<tbody>") : body.index("</tbody>")]
     return [
@@ -67,7 +67,7 @@ def cells(page: str, table: str) -> list[list[str]]:
     ]
 
 
-def test_the_figures_are_those_of_the_repository(run_dir: Path, tmp_path: Path) -> None:
+def test_the_figures_equal_those_of_the_repository(run_dir: Path, tmp_path: Path) -> None:
     facts = run_json("report", run_dir, "-o", tmp_path / "r.html", *PRICES)
     versions = open_repository(str(run_dir)).versions()
     assert [(v["id"], v["step"], v["raw"], v["stored"]) for v in facts["versions"]] == [
@@ -85,7 +85,7 @@ def test_the_figures_are_those_of_the_repository(run_dir: Path, tmp_path: Path) 
     assert last["dollars"]["raw_store"] == pytest.approx(last["raw"] / 1e9 * 0.023 * months)
 
 
-def test_every_plot_has_words_and_a_table_beside_it(whole: Path) -> None:
+def test_every_plot_has_a_description_and_a_table(whole: Path) -> None:
     page = whole.read_text()
     for name in PLOTS:
         assert re.search(f'<div id="plot-{name}" class="plot" role="img" aria-label="[^"]{{20,}}"', page)
@@ -106,7 +106,7 @@ def test_every_plot_has_words_and_a_table_beside_it(whole: Path) -> None:
     assert "<b>best" not in page
 
 
-def test_without_prices_the_page_says_how_to_give_them(run_dir: Path, tmp_path: Path) -> None:
+def test_without_prices_the_page_names_the_price_options(run_dir: Path, tmp_path: Path) -> None:
     page = page_of(run_dir, tmp_path / "r.html")
     assert "No prices were given: --store-price" in page
     assert 'id="plot-cost"' not in page, "no panel is empty"
@@ -114,7 +114,7 @@ def test_without_prices_the_page_says_how_to_give_them(run_dir: Path, tmp_path: 
     assert not (tmp_path / "no.html").exists()
 
 
-def test_only_the_newest_are_looked_at_if_asked_for(run_dir: Path, tmp_path: Path) -> None:
+def test_newest_limits_the_report_to_the_newest_versions(run_dir: Path, tmp_path: Path) -> None:
     page = page_of(run_dir, tmp_path / "r.html", "--newest", 2)
     assert [row[0] for row in cells(page, "versions")] == ["3", "4"]
     assert "The newest 2 of its 4 versions" in page
@@ -125,7 +125,7 @@ def test_an_empty_repository_makes_a_page(tmp_path: Path) -> None:
     assert "There is no version yet." in page_of(tmp_path / "run", tmp_path / "r.html")
 
 
-def test_a_version_of_which_nobody_told_anything_makes_a_page(tmp_path: Path) -> None:
+def test_a_version_without_any_statistics_makes_a_page(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path / "run")) as cluster:
         cluster.save({"n": 1}, step=0)  # no tensor: no bytes, no ratio, no stall, no restore
     page = page_of(tmp_path / "run", tmp_path / "r.html", *PRICES)
@@ -133,7 +133,7 @@ def test_a_version_of_which_nobody_told_anything_makes_a_page(tmp_path: Path) ->
     assert "No version has any bytes." in page
 
 
-def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
+def test_a_damaged_record_is_reported_and_the_rest_is_shown(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path / "run")) as cluster:
         damaged, _ = (cluster.save({"w": torch.ones(1000)}, step=step, stall=0.5) for step in (1, 2))
     record = tmp_path / "run" / keys.record(damaged.id, damaged.attempt)
@@ -146,7 +146,7 @@ def test_a_damaged_record_is_told_and_the_rest_is_shown(tmp_path: Path) -> None:
     assert [row[7] for row in cells(page, "versions")] == ["-", "500 ms"]
 
 
-def test_what_was_there_is_replaced_by_a_whole_page_only(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_report_does_not_replace_the_page(run_dir: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "r.html").write_text("of yesterday")
     assert run("report", tmp_path / "nowhere", "-o", tmp_path / "r.html").exit_code == 4
     for missing in (tmp_path / "no" / "r.html", tmp_path / "r.html" / "r.html"):
@@ -159,12 +159,12 @@ def test_what_was_there_is_replaced_by_a_whole_page_only(run_dir: Path, tmp_path
     assert [path.name for path in tmp_path.iterdir()] == ["r.html"]
 
 
-def test_no_other_command_loads_them() -> None:
+def test_other_commands_do_not_import_the_report_libraries() -> None:
     code = "import sys; from raystow.orchestrator.cli.app import build; build(); print({'plotly', 'jinja2'} & set(sys.modules))"
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n"
 
 
-# From here on: in a browser.
+# Tests in a browser
 
 _LEGIBLE = """() => {
   const rgb = color => color.match(/[\\d.]+/g).slice(0, 3).map(Number);
@@ -187,7 +187,7 @@ def browser() -> Iterator[Any]:
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 390])
-def test_in_a_browser(browser: Any, whole: Path, width: int, scheme: str) -> None:
+def test_the_page_is_legible_and_complete_in_a_browser(browser: Any, whole: Path, width: int, scheme: str) -> None:
     context = browser.new_context(viewport={"width": width, "height": 900}, color_scheme=scheme, offline=True)
     try:
         page, told, asked = context.new_page(), list[str](), list[str]()
@@ -215,8 +215,8 @@ def test_in_a_browser(browser: Any, whole: Path, width: int, scheme: str) -> Non
         context.close()
 
 
-def test_on_paper(browser: Any, whole: Path) -> None:
-    context = browser.new_context(color_scheme="dark", viewport={"width": 718, "height": 1047})  # A4 less a centimeter all round
+def test_the_page_prints_on_white_paper(browser: Any, whole: Path) -> None:
+    context = browser.new_context(color_scheme="dark", viewport={"width": 718, "height": 1047})  # A4 with margins of 1 cm
     try:
         page = context.new_page()
         page.goto(whole.as_uri())

@@ -1,4 +1,4 @@
-"""``raystow rollback`` and what the other commands say of rolled-back versions, on a real repository."""
+"""``raystow rollback``, and the output of other commands for rolled-back versions, on a real repository."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import raystow
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A repository of three versions."""
     with LocalCluster(str(tmp_path / "run")) as local:
         for step in (100, 200, 300):
             local.save({"w": torch.full((10,), float(step))}, step=step)
@@ -27,7 +26,7 @@ def restored(folder: Path) -> float:
     return float(into["w"][0])
 
 
-def test_every_later_restore_starts_from_the_chosen_version(folder: Path) -> None:
+def test_later_restores_start_from_the_chosen_version(folder: Path) -> None:
     result = run("rollback", folder, 1)
     assert result.exit_code == 0
     assert result.stdout == (
@@ -45,7 +44,7 @@ def test_every_later_restore_starts_from_the_chosen_version(folder: Path) -> Non
     assert restored(folder) == 150
 
 
-def test_what_was_newer_is_listed_and_read_by_its_id(folder: Path) -> None:
+def test_rolled_back_versions_are_listed_and_readable_by_id(folder: Path) -> None:
     run("rollback", folder, 2)
     listed = run_json("ls", folder)
     assert [row["id"] for row in listed["versions"]] == [1, 2]
@@ -61,7 +60,7 @@ def test_what_was_newer_is_listed_and_read_by_its_id(folder: Path) -> None:
     assert float(raystow.open(folder).version(3).read("w")[0]) == 300
 
 
-def test_the_version_that_was_newest_undoes_it(folder: Path) -> None:
+def test_rollback_to_the_newest_version_undoes_a_rollback(folder: Path) -> None:
     assert run_json("rollback", folder, 1) == {
         "uri": raystow.open(folder).uri,
         "version": 1,
@@ -74,7 +73,7 @@ def test_the_version_that_was_newest_undoes_it(folder: Path) -> None:
     assert restored(folder) == 300
 
 
-def test_retention_drops_what_a_pin_does_not_keep(folder: Path) -> None:
+def test_retention_drops_rolled_back_versions_without_a_pin(folder: Path) -> None:
     run("rollback", folder, 1)
     run("pin", folder, 2, "evidence")
     assert run_json("prune", folder, "--keep-last", 2)["dropped"] == []
@@ -83,7 +82,7 @@ def test_retention_drops_what_a_pin_does_not_keep(folder: Path) -> None:
     assert run_json("rollback", folder, "evidence")["version"] == 2
 
 
-def test_rolled_back_objects_are_no_garbage(folder: Path) -> None:
+def test_objects_of_rolled_back_versions_are_not_garbage(folder: Path) -> None:
     run("rollback", folder, 1)
     assert run_json("gc", folder, "--grace", "0s", "--yes")["deleted"]["attempts"] == 0
     assert restored(folder) == 100

@@ -1,4 +1,4 @@
-"""What the commands tell of segments of the step journal."""
+"""The commands' output for segments of the step journal."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from segment_run import SegmentRun, begin, record
 from raystow.storage.format import keys
 
 
-def test_commands_name_segments(tmp_path: Path) -> None:
-    """ls, show, cp, verify, repair and gc; of a whole one, one with a flipped bit, and one without its record."""
+def test_commands_report_segments(tmp_path: Path) -> None:
+    """Check ls, show, cp, verify, repair and gc with a whole segment, one with a flipped bit, and one without its record."""
     run = SegmentRun(tmp_path / "run")
     run.save(0)
     training, journal = begin(run, 0)
@@ -30,7 +30,7 @@ def test_commands_name_segments(tmp_path: Path) -> None:
     content = bytearray(store.get(key, max_bytes=1 << 30))
     content[-1] ^= 1
     store.put(key, [content])
-    assert outcomes(uri) == ["whole", "whole"]  # it reads no entry
+    assert outcomes(uri) == ["whole", "whole"]  # a quick verification reads no entry
     assert outcomes(uri, "--deep", code=3) == ["whole", "damaged"]
     store.delete([keys.ROOT, keys.segment_record(first.number, first.attempt)])
     assert [one["back"] for one in run_json("repair", uri, "--yes")["segments"]] == [False, True]

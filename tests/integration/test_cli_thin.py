@@ -1,4 +1,4 @@
-"""Versions that were saved by two ranks, thinned at a shell, and read by everything that reads versions."""
+"""Versions saved by two ranks, thinned by ``raystow prune``, and read by all commands that read versions."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from raystow.storage.retention.policy import Policy
 from raystow.storage.stores import open_store
 
 sys.path.append(str(Path(__file__).parents[1] / "compat"))
-import reader  # stock tools only
+import reader  # uses no raystow code
 
 STEPS = (1, 2, 3, 4)
 
 
 def mixed_precision_state(step: int) -> dict[str, Any]:
-    """Mixed precision: weights that are their master copy, rounded; tied ones; moments; a NaN; an optimizer's plain values."""
+    """Return a mixed-precision state: weights that are the rounded master copy, tied weights, moments, a NaN and plain values."""
     torch.manual_seed(step)
     master = {f"layer{i}": torch.randn(300, 200) for i in range(3)}
     weights = {name: words.bfloat16() for name, words in master.items()}
@@ -73,7 +73,7 @@ def check_thin(repository: Repository, id: int) -> None:
     assert not version.resumable
 
 
-def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
+def test_prune_thins_versions_that_all_commands_can_read(folder: Path) -> None:
     repository = open_repository(str(folder))
     before = {version.id: version.bytes for version in repository.versions()}
     dry = run_json("prune", folder, "--resumable", 2, "--dry-run")
@@ -114,7 +114,7 @@ def test_prune_thins_and_everything_reads_what_is_left(folder: Path) -> None:
     assert np.array_equal(found["model.layer1"], mixed_precision_state(1)["model"]["layer1"].view(torch.uint16).numpy())
 
 
-def test_prune_rounds_what_it_thins(folder: Path) -> None:
+def test_prune_rounds_the_thinned_weights(folder: Path) -> None:
     repository = open_repository(str(folder))
     exact = repository.version(1).read("model.layer1")
     said = " ".join(ran("prune", folder, "--resumable", 1, "--delta", 6, "--mantissa-bits", 4, "--dry-run").stdout.split())
@@ -143,7 +143,7 @@ def test_prune_rounds_what_it_thins(folder: Path) -> None:
     assert run_json("prune", folder, "--resumable", 1, "--mantissa-bits", 2)["thinned"] == []
 
 
-def test_prune_tells_a_person_what_it_does(folder: Path) -> None:
+def test_prune_text_reports_dropped_and_thinned_versions(folder: Path) -> None:
     said = " ".join(ran("prune", folder, "--keep-last", 3, "--resumable", 1, "--dry-run").stdout.split())
     assert "drop no rule keeps it" in said
     assert "thin last 3; older than the last 1 resumable: about" in said
@@ -155,7 +155,7 @@ def test_prune_tells_a_person_what_it_does(folder: Path) -> None:
     assert [version.resumable for version in open_repository(str(folder)).versions()] == [False, False, True]
 
 
-def test_a_damaged_version_is_told_and_the_others_are_thinned(folder: Path) -> None:
+def test_a_damaged_version_is_reported_and_others_are_thinned(folder: Path) -> None:
     repository = open_repository(str(folder))
     first = repository.version(1)
     (pack, *_) = [p for p in first.record.packs if p.group == "weights"]
@@ -168,7 +168,7 @@ def test_a_damaged_version_is_told_and_the_others_are_thinned(folder: Path) -> N
     assert "error: " in ran("prune", folder, "--resumable", 1, "--yes", code=3).stderr
 
 
-def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_restoring_a_thinned_version_fully_reports_the_thinning(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     repository = open_repository(str(folder))
     plan = repository.plan_retention(Policy(keep_last=3, resumable=1))
     assert [line.split(": ")[1] for line in plan.explain()] == ["dropped", "thinned", "thinned", "kept"]
@@ -188,14 +188,14 @@ def test_who_wants_all_of_a_thinned_version_is_told_when_it_went(folder: Path, c
     assert same(whole, mixed_precision_state(4))
 
 
-def test_a_run_does_not_thin() -> None:
+def test_a_policy_that_thins_is_refused_by_a_run() -> None:
     with pytest.raises(StateError, match="drops versions but does not thin them") as caught:
         raystow.Checkpointer("/nowhere", retention=Policy(keep_last=9, resumable=2, delta=5, mantissa_bits=4))
     assert "raystow prune /nowhere --resumable 2 --delta 5 --mantissa-bits 4 --yes" in caught.value.remedy
 
 
 @pytest.mark.s3
-def test_on_s3(template: Path, s3_uri: str) -> None:
+def test_thinning_on_s3(template: Path, s3_uri: str) -> None:
     local = open_repository(str(template)).store
     store = open_store(s3_uri)
     for info in local.list(""):

@@ -28,12 +28,12 @@ def constant_layers(seed: int) -> dict[str, object]:
     return {f"layer{i}": torch.full((300_000,), float(seed)) for i in range(4)}
 
 
-def test_it_tells_who_is_waited_for_and_outlives_the_coordinator(tmp_path: Path) -> None:
+def test_top_reports_saves_and_survives_a_coordinator_restart(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, memory=raystow.Memory(cache=64 << 20))
     every(ranks, "set", constant_layers, 1)
     every(ranks, "save", 1)
     every(ranks, "result")
-    ray.get(ranks[0].save.remote(2), timeout=60)  # rank 1 does not save that
+    ray.get(ranks[0].save.remote(2), timeout=60)  # rank 1 does not save step 2
     ray.get(ranks[0].fence.remote(), timeout=60)
     end = SYSTEM.monotonic() + 60
     while not (facts := run_json("top", tmp_path))["saves"] or not any(n["answers"] and n["saves"] for n in facts["nodes"]):
@@ -44,20 +44,20 @@ def test_it_tells_who_is_waited_for_and_outlives_the_coordinator(tmp_path: Path)
     nodes = [node for node in facts["nodes"] if node["answers"]]
     assert sum(node["ranks"] for node in nodes) == 2
     assert sum(node["memory"] for node in nodes) > 0
-    (held,) = [held for node in nodes for held in node["saves"]]
-    assert sorted(rank for at in held["ranks"].values() for rank in at) == [0]
+    (node_save,) = [node_save for node in nodes for node_save in node["saves"]]
+    assert sorted(rank for at in node_save["ranks"].values() for rank in at) == [0]
     shown = run("top", tmp_path, "--once").stdout.splitlines()
     assert max(map(len, shown)) <= 80 or tmp_path.as_uri() in max(shown, key=len)
     assert any("waiting for" not in line and "ranks" in line and "1/2" in line for line in shown)
 
     ray.kill(coordinator_actor(open_store(str(tmp_path)).uri), no_restart=False)
     end = SYSTEM.monotonic() + 60
-    while answering(facts := of_its_own(tmp_path)) != [True, True]:
+    while answering(facts := run_top_in_a_process(tmp_path)) != [True, True]:
         assert SYSTEM.monotonic() < end, facts
 
 
-def of_its_own(folder: Path) -> dict[str, Any]:
-    """What ``top --json`` prints in a process of its own: on the stdout of this one, Ray tells of the death that is to come."""
+def run_top_in_a_process(folder: Path) -> dict[str, Any]:
+    """Run ``top --json`` in a separate process, because Ray will print the coordinator's death on the stdout of this one."""
     address = ray.get_runtime_context().gcs_address
     command = [sys.executable, "-m", "raystow", "top", str(folder), "--address", address, "--json"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
@@ -68,5 +68,5 @@ def of_its_own(folder: Path) -> dict[str, Any]:
 
 
 def answering(facts: dict[str, Any]) -> list[bool]:
-    """Whether the nodes that have ranks do."""
+    """Return for each node with ranks whether it answers."""
     return [node["answers"] for node in facts["nodes"] if node.get("ranks")]

@@ -23,7 +23,7 @@ from raystow.storage.repository import Repository, create_repository, open_repos
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A repository of three versions, of two packs each."""
+    """A repository of three versions with two packs each."""
     with LocalCluster(str(tmp_path / "run")) as local:
         for step in (10, 20, 30):
             local.save({"w": torch.randn(100, 100), "optim": {"m": torch.randn(50)}}, step=step)
@@ -42,7 +42,7 @@ def verified(folder: Path) -> int:
     return open_repository(str(folder)).root().verified
 
 
-def test_what_depends_on_a_damaged_version_is_listed(tmp_path: Path) -> None:
+def test_versions_that_depend_on_a_damaged_one_are_listed(tmp_path: Path) -> None:
     committer = Committer(create_repository(str(tmp_path / "run")), "me")
     states = [np.arange(20_000) + step for step in range(4)]
     for state, base in zip(states, (None, 1, 1, 3), strict=True):
@@ -58,10 +58,10 @@ def test_what_depends_on_a_damaged_version_is_listed(tmp_path: Path) -> None:
     assert "needs    version 3" in run("show", tmp_path / "run", "4").stdout
 
 
-# quick
+# Quick verification
 
 
-def test_the_quick_one_tells_what_it_did_not_do(folder: Path) -> None:
+def test_quick_reports_that_it_read_no_pack(folder: Path) -> None:
     flip_byte(pack(folder, 3))
     result = run("verify", folder)
     assert result.exit_code == 0
@@ -73,7 +73,7 @@ def test_the_quick_one_tells_what_it_did_not_do(folder: Path) -> None:
     assert (row["mode"], row["packs"], row["read"], row["resumed"]) == ("quick", 2, 0, 0)
 
 
-def test_the_quick_one_finds_a_pack_that_was_cut(folder: Path) -> None:
+def test_quick_detects_a_truncated_pack(folder: Path) -> None:
     path = pack(folder, 3)
     path.write_bytes(path.read_bytes()[:-1])
     result = run("verify", folder)
@@ -90,15 +90,15 @@ def test_a_damaged_record_or_fragment_is_named(folder: Path, name: str) -> None:
     assert path.name in result.stderr
 
 
-def test_the_quick_one_is_no_proof(folder: Path) -> None:
+def test_quick_records_no_verified_version(folder: Path) -> None:
     assert run_json("verify", folder, "--all")["recorded"] is None
     assert verified(folder) == 0
 
 
-# deep
+# Deep verification
 
 
-def test_the_deep_one_reads_every_byte(folder: Path) -> None:
+def test_deep_reads_every_byte(folder: Path) -> None:
     result = run("verify", folder, "--deep")
     assert result.exit_code == 0
     assert "version 3 (step 30): whole" in result.stdout
@@ -123,7 +123,7 @@ def test_a_flipped_byte_is_reported_and_the_rest_is_verified(folder: Path) -> No
     assert key in result.stderr
     assert "'w'" in result.stderr
     assert len(result.stderr.splitlines()) == 2
-    assert run("verify", folder, "--deep").exit_code == 0  # the newest is whole
+    assert run("verify", folder, "--deep").exit_code == 0  # the newest version is whole
 
     report = run_json("verify", folder, "--deep", "--all", code=3)
     assert outcomes(report) == ["damaged", "whole", "whole"]
@@ -136,7 +136,7 @@ def test_a_flipped_byte_is_reported_and_the_rest_is_verified(folder: Path) -> No
     assert "2 whole, 1 damaged; " in result.stdout
 
 
-def test_the_newest_whole_version_is_noted_in_the_root(folder: Path) -> None:
+def test_the_newest_whole_version_is_recorded_in_the_root(folder: Path) -> None:
     flip_byte(pack(folder, 3))
     assert run_json("verify", folder, 3, "--deep", code=3)["recorded"] is None
     assert verified(folder) == 0
@@ -144,7 +144,7 @@ def test_the_newest_whole_version_is_noted_in_the_root(folder: Path) -> None:
     assert verified(folder) == 2
 
 
-def test_the_nightly_one_goes_back_to_a_version_that_is_whole(folder: Path) -> None:
+def test_deep_continues_with_older_versions_until_one_is_whole(folder: Path) -> None:
     assert run_json("verify", folder, "--deep")["recorded"] == 3
     flip_byte(pack(folder, 3))
     result = run("verify", folder, "--deep")
@@ -160,27 +160,27 @@ def test_the_nightly_one_goes_back_to_a_version_that_is_whole(folder: Path) -> N
     assert (report["recorded"], report["error"]) == (1, report["versions"][0]["error"])
 
 
-def test_it_goes_back_no_further_than_a_bound_and_only_by_itself(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_deep_of_the_latest_goes_back_and_up_to_a_limit(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for version in (2, 3):
         flip_byte(pack(folder, version))
     assert outcomes(run_json("verify", folder, 3, "--deep", code=3)) == ["damaged"]
-    assert outcomes(run_json("verify", folder, code=0)) == ["whole"]  # the quick one reads no pack
+    assert outcomes(run_json("verify", folder, code=0)) == ["whole"]  # a quick verification reads no pack
     monkeypatch.setattr(cli_verify, "BACK", 2)
     report = run_json("verify", folder, "--deep", code=3)
     assert (outcomes(report), report["recorded"]) == (["damaged", "damaged"], None)
 
 
-def test_it_does_not_go_back_after_the_store_has_failed(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_store_failure_stops_the_search_for_a_whole_version(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     flip_byte(pack(folder, 3))
     fail_on(monkeypatch, 2, StoreUnavailable("no answer"))
     assert outcomes(run_json("verify", folder, "--deep", code=3)) == ["damaged", "unchecked"]
 
 
 def test_a_verified_version_found_damaged_is_replaced(folder: Path) -> None:
-    """The newest version that is whole becomes the verified one."""
+    """The newest whole version becomes the verified one."""
     assert run_json("verify", folder, "--deep", "--all")["recorded"] == 3
     flip_byte(pack(folder, 1))
-    assert run_json("verify", folder, 1, "--deep", code=3)["recorded"] == 3  # another one: the note stays
+    assert run_json("verify", folder, 1, "--deep", code=3)["recorded"] == 3  # version 1 is not the verified one
     flip_byte(pack(folder, 3))
     assert run_json("verify", folder, "--deep", "--all", code=3)["recorded"] == 2
     assert verified(folder) == 2
@@ -189,7 +189,7 @@ def test_a_verified_version_found_damaged_is_replaced(folder: Path) -> None:
     assert run("verify", folder, 2, "--deep").exit_code == 0
 
 
-def test_a_store_that_cannot_be_written_is_verified_too(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_read_only_store_is_verified(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(self: Repository, *whole: Any, damaged: Any) -> int:
         raise StoreError("Access Denied", subject="root.json")
 
@@ -201,7 +201,7 @@ def test_a_store_that_cannot_be_written_is_verified_too(folder: Path, monkeypatc
     assert (report["recorded"], report["warning"]["what"]) == (None, "Access Denied")
 
 
-# what comes between
+# Other failures during a verification
 
 
 def fail_on(monkeypatch: pytest.MonkeyPatch, version_id: int, error: Exception) -> None:
@@ -224,19 +224,19 @@ def test_a_version_removed_while_verified_is_not_damaged(folder: Path, monkeypat
     assert outcomes(run_json("verify", folder)) == ["removed"]
 
 
-def test_after_the_store_has_failed_what_was_found_is_told(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_results_before_a_store_failure_are_reported(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_on(monkeypatch, 2, StoreUnavailable("no answer"))
     report = run_json("verify", folder, "--deep", "--all", code=1)
     assert outcomes(report) == ["whole", "unchecked"]
     assert (report["error"]["kind"], report["recorded"]) == ("StoreUnavailable", 1)
 
     flip_byte(pack(folder, 1))
-    report = run_json("verify", folder, "--deep", "--all", code=3)  # damage is what the job must learn of
+    report = run_json("verify", folder, "--deep", "--all", code=3)  # damage takes precedence over the store failure
     assert outcomes(report) == ["damaged", "unchecked"]
     assert report["error"]["kind"] == "Damaged"
 
 
-def test_a_version_that_cannot_be_decoded_here_stops_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_undecodable_version_does_not_stop_the_others(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_on(monkeypatch, 1, Unsupported("codec 'ans' is decoded on a GPU only"))
     result = run("verify", folder, "--deep", "--all")
     assert result.exit_code == 1
@@ -245,7 +245,7 @@ def test_a_version_that_cannot_be_decoded_here_stops_nothing(folder: Path, monke
     assert "'ans'" in result.stderr
 
 
-def test_a_version_that_nobody_trusted_has_signed_is_told_apart(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_untrusted_version_is_reported_as_untrusted(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_on(monkeypatch, 2, Untrusted("no signature by a trusted key"))
     report = run_json("verify", folder, "--all", code=6)
     assert outcomes(report) == ["whole", "untrusted", "whole"]
@@ -256,7 +256,7 @@ def test_a_version_that_nobody_trusted_has_signed_is_told_apart(folder: Path, mo
 # --resume
 
 
-def test_a_verification_that_was_stopped_goes_on_where_it_was(folder: Path, tmp_path: Path) -> None:
+def test_a_stopped_verification_resumes(folder: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes.jsonl"
     flip_byte(pack(folder, 3))
     assert outcomes(run_json("verify", folder, "--deep", "--all", "--resume", notes, code=3)) == ["whole", "whole", "damaged"]
@@ -277,7 +277,7 @@ def test_a_verification_that_was_stopped_goes_on_where_it_was(folder: Path, tmp_
     assert f" skipped as listed in {notes}" in told
 
 
-def test_notes_on_another_repository_are_refused(folder: Path, tmp_path: Path) -> None:
+def test_progress_of_another_repository_is_refused(folder: Path, tmp_path: Path) -> None:
     notes = tmp_path / "notes.jsonl"
     other = create_repository(str(tmp_path / "other"))
     assert run("verify", other.uri, "--deep", "--all", "--resume", notes).exit_code == 0
@@ -286,7 +286,7 @@ def test_notes_on_another_repository_are_refused(folder: Path, tmp_path: Path) -
     assert other.id in error["what"]
 
 
-def test_what_does_not_go_together_is_a_usage_error(folder: Path, tmp_path: Path) -> None:
+def test_invalid_option_combinations_are_usage_errors(folder: Path, tmp_path: Path) -> None:
     assert run("verify", folder, 1, "--all").exit_code == 2
     assert run("verify", folder, "--resume", tmp_path / "notes").exit_code == 2
     assert run("verify", folder, "--deep", "--resume", tmp_path).exit_code == 2
@@ -294,7 +294,7 @@ def test_what_does_not_go_together_is_a_usage_error(folder: Path, tmp_path: Path
 
 
 @pytest.mark.s3
-def test_on_s3(s3_uri: str, tmp_path: Path) -> None:
+def test_verify_on_s3(s3_uri: str, tmp_path: Path) -> None:
     with LocalCluster(s3_uri) as local:
         version = local.save({"w": torch.randn(100, 100), "optim": {"m": torch.randn(50)}}, step=1)
     assert outcomes(run_json("verify", s3_uri)) == ["whole"]
@@ -306,16 +306,16 @@ def test_on_s3(s3_uri: str, tmp_path: Path) -> None:
     assert run_json("verify", s3_uri, code=3)["error"]["subject"] == key
 
 
-# the bar
+# Progress bar
 
 
 @pytest.mark.parametrize("words", [("--all",), ("--all", "--deep")])
-def test_the_bar_counts_versions(folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
+def test_the_progress_bar_counts_versions(folder: Path, monkeypatch: pytest.MonkeyPatch, words: tuple[str, ...]) -> None:
     screen = io.StringIO()
     monkeypatch.setattr(progress, "err", Console(file=screen, force_terminal=True, width=100))
     result = run("verify", folder, *words)
     assert result.exit_code == 0
-    assert len(result.stdout.splitlines()) == 4  # the bar is not among what is told
+    assert len(result.stdout.splitlines()) == 4  # the bar is not on stdout
     shown = screen.getvalue()
     assert "1 of 3 versions done" in shown
     assert "3 of 3 versions done" in shown

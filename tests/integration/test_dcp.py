@@ -1,4 +1,4 @@
-"""The interface for torch's DCP, on real gloo process groups without Ray, and both ways with the Checkpointer."""
+"""The interface for torch's DCP, on gloo process groups without Ray, and its compatibility with the Checkpointer."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ def save_by_dcp(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
 
 
 def save_soon(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
-    """By ``async_save``; the tensors change at once."""
+    """Save with ``async_save``, and change the tensors immediately."""
     state = trained(layout, n, 1)
     told = comparable(state)
     future = dcp.async_save(state, storage_writer=Writer(uri, step=7))
@@ -78,7 +78,7 @@ def load(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
 
 
 def restore(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
-    """As the Checkpointer restores, strictly."""
+    """Restore with ``raystow.restore_latest``, strictly."""
     state = trained(layout, n, 2)
     version = raystow.restore_latest(uri, into=state)
     assert version is not None
@@ -86,7 +86,7 @@ def restore(rank: int, n: int, uri: str, layout: str) -> dict[str, Any]:
 
 
 def stage(rank: int, n: int, address: str, openings: list[OpenSession], layout: str) -> dict[str, Any]:
-    """As the Checkpointer saves: through a node worker, which is another process."""
+    """Save through a node worker in another process, as the Checkpointer does."""
     state = trained(layout, n, 1)
     plan, ended = plan_save(state, rank=rank, world_size=n), queue.SimpleQueue[Entry | RaystowError]()
     staging = Staging(address, openings[rank])
@@ -116,12 +116,14 @@ def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
     ],
     ids=lambda case: "-".join(map(str, case)) if isinstance(case, tuple) else "",
 )
-def test_dcp_saves_and_both_load(ranks: Ranks, uri: str, saved: tuple[str, int], loaded: list[tuple[str, int]]) -> None:
+def test_dcp_saves_and_both_interfaces_load(
+    ranks: Ranks, uri: str, saved: tuple[str, int], loaded: list[tuple[str, int]]
+) -> None:
     expected = alike(ranks.call(saved[1], save_by_dcp, uri, saved[0]))
     repository = raystow.open(uri)
     (version,) = repository.versions()
     assert (version.step, version.world_size, version.metrics) == (7, saved[1], {"loss": 2.5})
-    assert version.raw == sum(info.nbytes for info in version.tensors().values())  # each element once
+    assert version.raw == sum(info.nbytes for info in version.tensors().values())  # each element is stored once
     assert orphans(repository) == []
     repository.verify(version)
     for layout, n in loaded:
@@ -129,7 +131,7 @@ def test_dcp_saves_and_both_load(ranks: Ranks, uri: str, saved: tuple[str, int],
     assert alike(ranks.call(loaded[0][1], restore, uri, loaded[0][0])) == expected
 
 
-def test_async_save_stores_what_was_there_when_it_was_called(ranks: Ranks, uri: str) -> None:
+def test_async_save_stores_the_state_at_the_time_of_the_call(ranks: Ranks, uri: str) -> None:
     expected = alike(ranks.call(2, save_soon, uri, "fsdp"))
     assert alike(ranks.call(2, load, uri, "fsdp")) == expected
 
@@ -145,13 +147,13 @@ def test_the_checkpointer_saves_and_dcp_loads(ranks: Ranks, uri: str, saved: tup
 
 
 class Dying(DefaultSavePlanner):
-    """Dies when some tensors have been handed over."""
+    """Kills its process after some tensors were stored."""
 
     stored = 0
 
     def resolve_data(self, item: Any) -> Any:
         self.stored += 1
-        if self.stored > 30:  # each is looked at before the first is stored
+        if self.stored > 30:  # DCP resolves each tensor once before it stores the first
             die()
         return super().resolve_data(item)
 
@@ -170,7 +172,7 @@ def test_a_killed_writer_leaves_the_last_version(uri: str, tmp_path: Path, ranks
         repository = raystow.open(uri)
         assert [version.step for version in repository.versions()] == [7]
         assert alike(ranks.call(2, load, uri, "fsdp")) == expected
-        assert alike(others.call(2, save_by_dcp, uri, "fsdp")) == expected  # the next save is not harmed
+        assert alike(others.call(2, save_by_dcp, uri, "fsdp")) == expected  # the failed save does not affect the next one
     finally:
         others.close()
     assert [version.step for version in repository.versions()] == [7, 7]
@@ -192,7 +194,7 @@ def refuse(rank: int, n: int, uri: str) -> list[str]:
     return told
 
 
-def test_what_cannot_be_stored_is_refused_by_its_key(ranks: Ranks, uri: str) -> None:
+def test_unsupported_values_are_refused_with_their_key(ranks: Ranks, uri: str) -> None:
     for told in ranks.call(2, refuse, uri):
         assert len(told) == 5
         assert all(text.startswith('state_dict["of.kind"]: ') for text in told), told
@@ -201,7 +203,7 @@ def test_what_cannot_be_stored_is_refused_by_its_key(ranks: Ranks, uri: str) -> 
 
 
 def each_its_own(rank: int, n: int, uri: str) -> tuple[Any, ...]:
-    """What a rank alone has: other keys than the others."""
+    """Save and load a state whose other keys differ between ranks."""
     state = {"common": "c", "loader": {f"rank{rank}": {"seen": rank + 1, "order": [[rank], []]}}}
     dcp.save(state, storage_writer=Writer(uri))
     blank = {"common": "", "loader": {f"rank{rank}": {"seen": 0, "order": None}}}
@@ -211,7 +213,7 @@ def each_its_own(rank: int, n: int, uri: str) -> tuple[Any, ...]:
     return state, blank, into
 
 
-def test_values_of_single_ranks(ranks: Ranks, uri: str) -> None:
+def test_values_of_single_ranks_are_saved_and_loaded(ranks: Ranks, uri: str) -> None:
     for saved, loaded, restored in ranks.call(3, each_its_own, uri):
         assert loaded == saved
         assert restored == saved
@@ -233,8 +235,8 @@ def rows() -> torch.Tensor:
     return torch.randn(4000, 1000, generator=torch.Generator().manual_seed(3))
 
 
-def test_a_rank_reads_what_overlaps(uri: str, tmp_path: Path) -> None:
-    with LocalCluster(uri, threads=1) as cluster:  # several would pack chunks in the order in which they are done
+def test_a_rank_reads_only_overlapping_chunks(uri: str, tmp_path: Path) -> None:
+    with LocalCluster(uri, threads=1) as cluster:  # several threads would pack chunks in order of completion
         version = cluster.save({"rows": rows(), "other": torch.randn(1000, 1000)}, step=1)
     reader = Ranks(tmp_path)
     try:
@@ -242,8 +244,8 @@ def test_a_rank_reads_what_overlaps(uri: str, tmp_path: Path) -> None:
     finally:
         reader.close()
     stored = version.tensors()["rows"].stored
-    assert all(read <= 0.8 * stored for read, _ in reads)  # half of it, and the chunk across the middle
-    assert all(len(keys) <= 3 for _, keys in reads)  # half of the four chunks, and the one across the middle
+    assert all(read <= 0.8 * stored for read, _ in reads)  # half of the bytes, and the chunk across the middle
+    assert all(len(keys) <= 3 for _, keys in reads)  # half of the four chunks, and the chunk across the middle
 
 
 ODD = {
@@ -284,7 +286,7 @@ def same(a: Any, b: Any) -> bool:
 
 
 @pytest.mark.parametrize("by", ["dcp", "checkpointer"])
-def test_every_kind_of_value_without_a_pickle(uri: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_kind_of_value_is_saved_without_pickle(uri: str, by: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("save", "load"):
         monkeypatch.delattr(torch, name)
     if by == "dcp":
@@ -295,28 +297,28 @@ def test_every_kind_of_value_without_a_pickle(uri: str, by: str, monkeypatch: py
     loaded = blank(ODD)
     dcp.load(loaded, storage_reader=Reader(uri), no_dist=True)
     assert same(loaded, ODD), loaded
-    assert same(_load_state_dict_from_keys(storage_reader=Reader(uri)), ODD)  # without knowing what there is
+    assert same(_load_state_dict_from_keys(storage_reader=Reader(uri)), ODD)  # loads without a target state
     restored = blank(ODD)
     raystow.restore_latest(uri, into=restored)
     assert same(restored, ODD), restored
 
 
 @pytest.mark.s3
-def test_on_s3(s3_uri: str) -> None:
+def test_dcp_on_s3(s3_uri: str) -> None:
     dcp.save(ODD, storage_writer=Writer(s3_uri, memory=1 << 20, threads=2), no_dist=True)
     loaded = blank(ODD)
     dcp.load(loaded, storage_reader=raystow.dcp.Reader(s3_uri, threads=2), no_dist=True)
     assert same(loaded, ODD), loaded
 
 
-def test_dtypes_are_converted_as_dcp_does(uri: str) -> None:
+def test_dtypes_are_converted_as_in_dcp(uri: str) -> None:
     dcp.save({"w": torch.arange(9.0)}, storage_writer=Writer(uri), no_dist=True)
     into = {"w": torch.zeros(9, dtype=torch.bfloat16)}
     dcp.load(into, storage_reader=Reader(uri), no_dist=True)
     assert torch.equal(into["w"], torch.arange(9.0).bfloat16())
 
 
-def test_steps_versions_and_metadata(uri: str) -> None:
+def test_steps_versions_and_metadata_are_found(uri: str) -> None:
     for step in (5, None):
         dcp.save({"w": torch.full((3, 2), 1.0), "n": step}, storage_writer=Writer(uri, step=step), no_dist=True)
     writer = Writer(uri)
@@ -338,7 +340,7 @@ def test_steps_versions_and_metadata(uri: str) -> None:
         dcp.load({"n": 0}, storage_reader=Reader(uri), checkpoint_id="step-7", no_dist=True)
 
 
-def test_the_documented_forms_of_a_checkpoint_id() -> None:
+def test_documented_checkpoint_ids_are_parsed() -> None:
     steps = ("step-7", "a/step_7/", "checkpoint-7", "epoch=1-step=7.ckpt", Path("b/step-7"))
     assert [parse_id(one) for one in steps] == [7] * 5
     assert [parse_id(one) for one in ("best", "run/v2", "step-7-b", "epoch=3")] == ["best", "v2", "step-7-b", "epoch=3"]
@@ -356,7 +358,7 @@ def test_a_checkpoint_id_may_be_a_name(uri: str) -> None:
     assert found == [{"n": 0}, {"n": 2}]
 
 
-def test_a_copy_in_another_process_saves(uri: str) -> None:
+def test_a_copied_writer_reports_its_version_to_the_original(uri: str) -> None:
     """A process-based executor pickles the Writer."""
     writer = Writer(uri)
     for _ in range(2):
@@ -367,7 +369,7 @@ def test_a_copy_in_another_process_saves(uri: str) -> None:
     assert writer.version is None
 
 
-def test_unflattened_states_and_parts_of_any_version(uri: str) -> None:
+def test_unflattened_states_and_parts_of_versions_are_loaded(uri: str) -> None:
     state = {"model": {"w": torch.arange(6.0), "inner": {"1": "one"}}, "list": [1, (2, {"b": 3, "a": 4})], "n": 5}
     dcp.save(state, storage_writer=Writer(uri), planner=DefaultSavePlanner(flatten_state_dict=False), no_dist=True)
     dcp.save(state, storage_writer=Writer(uri), no_dist=True)
@@ -411,7 +413,7 @@ class Own(DefaultLoadPlanner):
         raise AssertionError("never called")
 
 
-def test_what_would_take_pickles_or_other_plans_is_refused(uri: str) -> None:
+def test_pickled_values_and_cached_plans_are_refused(uri: str) -> None:
     state = {"w": torch.ones(3), "n": 1}
     with pytest.raises(dcp.api.CheckpointException, match="plans cannot be cached"):
         dcp.save(state, storage_writer=Writer(uri), planner=DefaultSavePlanner(enable_plan_caching=True), no_dist=True)
@@ -432,14 +434,14 @@ def refuse_placements(rank: int, n: int, uri: str) -> list[str]:
     whole = {"shape": torch.Size((4, 3)), "stride": (3, 1)}
     dcp.save({"a": torch.ones(4, 3)}, storage_writer=Writer(uri))
     strided = DTensor.from_local(torch.ones(2, 3), grid, [_StridedShard(0, split_factor=2), Shard(1)], **whole)
-    with pytest.raises(dcp.api.CheckpointException):  # DCP's planner sees it as well, or the Writer does
+    with pytest.raises(dcp.api.CheckpointException):  # DCP's planner or the Writer refuses it
         dcp.save({"a": strided}, storage_writer=Writer(uri))
     with pytest.raises(dcp.api.CheckpointException) as error:
         dcp.load({"a": strided}, storage_reader=Reader(uri))
     return [str(failure[0]) for failure in error.value.failures.values()]
 
 
-def test_placements_that_dcp_gets_wrong_are_refused(ranks: Ranks, uri: str) -> None:
+def test_placements_that_dcp_misreads_are_refused(ranks: Ranks, uri: str) -> None:
     for told in ranks.call(2, refuse_placements, uri):
         assert len(told) == 2
         assert all("ranks hold more than one box" in text and text.startswith('state_dict["a"]: ') for text in told), told
@@ -454,12 +456,12 @@ def load_each_another(rank: int, n: int, uri: str) -> str:
     return str(error.value.failures[0][0])
 
 
-def test_ranks_do_not_mix_versions(ranks: Ranks, uri: str) -> None:
+def test_ranks_that_load_different_versions_are_refused(ranks: Ranks, uri: str) -> None:
     assert all("different newest versions: 1, 2" in told for told in ranks.call(2, load_each_another, uri))
 
 
 def save_a_part(rank: int, n: int, uri: str) -> str:
-    """Rank 0 alone saves what lies on two ranks."""
+    """Save on rank 0 alone a tensor that is sharded over two ranks."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
 
@@ -472,7 +474,7 @@ def save_a_part(rank: int, n: int, uri: str) -> str:
     return str(error.value.failures[0][0])
 
 
-def test_parts_of_tensors_are_no_version(ranks: Ranks, uri: str) -> None:
+def test_incomplete_tensors_are_refused(ranks: Ranks, uri: str) -> None:
     assert "does not add up to whole tensors" in ranks.call(2, save_a_part, uri)[0]
     assert raystow.open(uri).versions() == []
 
@@ -485,7 +487,7 @@ def test_a_newer_writer_fences_the_older_process(ranks: Ranks, uri: str) -> None
     assert len(raystow.open(uri).versions()) == 2
 
 
-def test_retention_and_damage(uri: str) -> None:
+def test_retention_is_applied_and_damage_is_detected(uri: str) -> None:
     policy = raystow.Policy(keep_last=2)
     for step in range(4):
         dcp.save({"w": torch.full((5000,), float(step))}, storage_writer=Writer(uri, step=step, retention=policy), no_dist=True)

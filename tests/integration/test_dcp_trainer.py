@@ -1,5 +1,5 @@
-"""A trainer like torchtitan's: it hands DCP objects with ``state_dict`` and ``load_state_dict``, FSDP2 weights among them, and
-knows nothing of raystow but the Writer and the Reader."""
+"""A trainer like torchtitan's: it passes DCP objects with ``state_dict`` and ``load_state_dict``, among them FSDP2 weights,
+and uses only raystow's Writer and Reader."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Moments(Stateful):
 
 
 class Progress(Stateful):
-    """Where training is, on all ranks alike."""
+    """The progress of training, equal on all ranks."""
 
     step = 0
 
@@ -71,7 +71,7 @@ class Progress(Stateful):
 
 
 class Loader(Stateful):
-    """Data of one rank; where it is, as bytes under a key of the rank's own."""
+    """The data of one rank; its position is saved as bytes under a key of that rank."""
 
     def __init__(self, rank: int, n: int) -> None:
         self.key, self.world, self.generator = f"dp_rank_{rank}", n, torch.Generator().manual_seed(rank)
@@ -87,14 +87,12 @@ class Loader(Stateful):
 
 
 def loop(rank: int, n: int, uri: str, steps: int, soon: bool) -> list[str]:
-    """Train up to ``steps`` from where the repository stands; the losses, bit for bit."""
+    """Train up to ``steps`` from the newest version in the repository; return the losses as hexadecimal floats."""
     begun = Path(uri, "raystow.json").exists()
     model, optimizer = build("fsdp", n, 5 if begun else 1, f"trainer{n}x{next(_TAGS)}")
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: 1 / (1 + step))
     progress, loader = Progress(), Loader(rank, n)
-    group = dist.new_group(
-        backend="gloo"
-    )  # for the collectives of async_save, which run at the same time as those of the training
+    group = dist.new_group(backend="gloo")  # async_save runs its collectives during those of the training
 
     def states() -> dict[str, Any]:
         others = {"optimizer": Moments(model, optimizer), "lr_scheduler": schedule, "dataloader": loader, "train_state": progress}
@@ -135,7 +133,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("soon", [pytest.param(False, marks=pytest.mark.slow, id="save"), pytest.param(True, id="async_save")])
-def test_a_trainer_that_was_restarted_goes_on_in_the_same_bits(ranks: Ranks, tmp_path: Path, soon: bool) -> None:
+def test_a_restarted_trainer_continues_bit_for_bit(ranks: Ranks, tmp_path: Path, soon: bool) -> None:
     whole = ranks.call(2, loop, str(tmp_path / "whole"), 6, soon)
     first = ranks.call(2, loop, str(tmp_path / "halves"), 4, soon)
     second = ranks.call(2, loop, str(tmp_path / "halves"), 6, soon)
