@@ -1,4 +1,4 @@
-"""``raystow.deepspeed`` with real engines: any ZeRO stage and number of ranks restores what any other has saved, bit for bit."""
+"""``raystow.deepspeed`` with real engines: every ZeRO stage and world size restores the saves of every other, bit for bit."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def save(engine: Any, steps: int, tag: str | None = None) -> dict[str, str]:
     train(engine, steps)
     found = digests(engine)
     engine.save_checkpoint("checkpoints", tag=tag, client_state=CLIENT_STATE)
-    train(engine, 1)  # its step waits until the tensors have been read
+    train(engine, 1)  # waits in the fence until the tensors were copied
     return found
 
 
@@ -88,7 +88,7 @@ def offload(engine: Any, *kinds: str) -> None:
 
 
 def save_while_offloaded(engine: Any) -> dict[str, str]:
-    """As a trainer that shares its GPUs with inference does."""
+    """Save while parts of the state are offloaded, as a trainer that shares its GPUs with inference does."""
     train(engine, 2)
     found = digests(engine)
     offload(engine, "optim_states", "hp_params", "lp_grads", "contiguous_grad_buffer")
@@ -99,7 +99,7 @@ def save_while_offloaded(engine: Any) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_an_offloaded_state_is_restored(cluster: Cluster, tmp_path: Path, stage: int) -> None:
+def test_a_state_saved_while_offloaded_is_restored(cluster: Cluster, tmp_path: Path, stage: int) -> None:
     uri = str(tmp_path / "run")
     [wanted, _] = run(tmp_path / "a", 2, cluster.address, uri, config(stage, "bf16"), save_while_offloaded)
     version = raystow.latest(uri)
@@ -122,7 +122,7 @@ def resume(engine: Any, end: int) -> list[str]:
 
 
 @pytest.mark.parametrize("stage", [2, 3])
-def test_deepspeed_resumes_in_the_same_bits(cluster: Cluster, tmp_path: Path, stage: int) -> None:
+def test_deepspeed_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path, stage: int) -> None:
     def trained(name: str, *ends: int) -> list[list[str]]:
         parts = [
             run(tmp_path / f"{name}{end}", 2, cluster.address, str(tmp_path / name), config(stage, "bf16"), resume, end)
@@ -135,7 +135,7 @@ def test_deepspeed_resumes_in_the_same_bits(cluster: Cluster, tmp_path: Path, st
 
 
 class RecordedFences(raystow.Checkpointer):
-    """``seen``: a digest of weights when ``fence`` was called."""
+    """Records in ``seen`` a digest of the weights at each call of ``fence``."""
 
     def fence(self) -> None:
         self.seen.append(digests(self.engine)["up.weight.master"])
@@ -145,7 +145,7 @@ class RecordedFences(raystow.Checkpointer):
 def fenced(rank: int, n: int, address: str, uri: str) -> None:
     ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     engine = engine_of(rank, n, config(2, "bf16"))
-    train(engine, 3)  # the learning rate begins at 0
+    train(engine, 3)  # the learning rate starts at 0
     checkpointer = RecordedFences(uri)
     checkpointer.engine, checkpointer.seen = engine, []
     with raystow.deepspeed.attach(engine, checkpointer):
@@ -161,7 +161,7 @@ def test_the_optimizer_step_fences(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def restore_in_torch(rank: int, n: int, uri: str, tag: str) -> dict[str, torch.Tensor]:
-    """The weights and a moment, restored by FSDP2 through raystow and through torch.distributed.checkpoint."""
+    """Restore the weights and a moment with FSDP2, through raystow and through torch.distributed.checkpoint, and return them."""
     from torch.distributed.checkpoint.state_dict import get_state_dict
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.fsdp import fully_shard
@@ -180,7 +180,7 @@ def restore_in_torch(rank: int, n: int, uri: str, tag: str) -> dict[str, torch.T
     return found
 
 
-def test_torch_and_readers_get_whole_tensors(cluster: Cluster, tmp_path: Path) -> None:
+def test_fsdp2_and_dcp_restore_whole_tensors(cluster: Cluster, tmp_path: Path) -> None:
     uri = str(tmp_path / "run")
     run(tmp_path / "a", 3, cluster.address, uri, config(3, "bf16"), save, 2)
     version = raystow.latest(uri)
@@ -207,7 +207,7 @@ def save_without_weights(engine: Any) -> None:
     engine.save_checkpoint("checkpoints")
 
 
-def test_what_is_not_supported_is_refused(cluster: Cluster, tmp_path: Path) -> None:
+def test_unsupported_uses_are_refused(cluster: Cluster, tmp_path: Path) -> None:
     uri = str(tmp_path / "run")
     with pytest.raises(RankFailed, match="the engine does not use ZeRO 1, 2 or 3"):
         run(tmp_path / "a", 1, cluster.address, uri, config(0, "fp32"), save, 1)

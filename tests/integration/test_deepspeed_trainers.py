@@ -1,4 +1,4 @@
-"""DeepSpeed under Accelerate and under Hugging Face's Trainer: stopped and resumed, they end in the same bits."""
+"""DeepSpeed under Accelerate and under Hugging Face's Trainer: a resumed training has the same losses, bit for bit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def begin(rank: int, n: int, address: str) -> None:
 
 
 def accelerated(rank: int, n: int, address: str, uri: str, folder: str, steps: int) -> list[str]:
-    """Train with Accelerate to ``steps``, save after each step, and resume from the folder if it is there; the losses."""
+    """Train with Accelerate to ``steps``, save after each step, and resume from the folder if it exists; return the losses."""
     from accelerate import Accelerator
     from accelerate.utils import DeepSpeedPlugin
 
@@ -57,7 +57,7 @@ def _without_schedule(stage: int) -> dict[str, Any]:
     return {**settings, "gradient_accumulation_steps": 1}
 
 
-def test_accelerate_resumes_in_the_same_bits(cluster: Cluster, tmp_path: Path) -> None:
+def test_accelerate_resumes_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
     def trained(name: str, steps: int) -> list[list[str]]:
         with new_ranks(tmp_path / f"{name}{steps}") as ranks:
             there = cluster.address, str(tmp_path / name), str(tmp_path / f"{name}-folder")
@@ -68,7 +68,7 @@ def test_accelerate_resumes_in_the_same_bits(cluster: Cluster, tmp_path: Path) -
 
 
 def with_trainer(rank: int, n: int, address: str, uri: str, folder: str, steps: int) -> dict[str, str]:
-    """Train with the Trainer to ``steps``, and resume if there is a version; the losses that the Trainer has logged."""
+    """Train with the Trainer to ``steps``, and resume if a version exists; return the losses that the Trainer logged."""
     from transformers import GPT2Config, GPT2LMHeadModel, Trainer, TrainingArguments
 
     begin(rank, n, address)
@@ -99,7 +99,7 @@ def with_trainer(rank: int, n: int, address: str, uri: str, folder: str, steps: 
     return {str(log["step"]): repr((log["loss"], log["learning_rate"])) for log in trainer.state.log_history if "loss" in log}
 
 
-def test_the_trainer_resumes_deepspeed_in_the_same_bits(cluster: Cluster, tmp_path: Path) -> None:
+def test_the_trainer_resumes_deepspeed_bit_for_bit(cluster: Cluster, tmp_path: Path) -> None:
     def trained(name: str, steps: int) -> dict[str, str]:
         with new_ranks(tmp_path / f"{name}{steps}") as ranks:
             there = cluster.address, str(tmp_path / name), str(tmp_path / f"{name}-folder")

@@ -1,4 +1,4 @@
-"""Saves as differences to an earlier version, by real node workers and a real coordinator, without Ray."""
+"""Delta-encoded saves by real node workers and a real coordinator, without Ray."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ State = dict[str, Any]
 
 
 def training(seed: int = 0) -> Iterator[State]:
-    """A state after each of some steps: bf16 weights, their master copy, moments, a counter."""
+    """Yield the state after each training step: bf16 weights, their master copy, moments and a counter."""
     torch.manual_seed(seed)
     master, step = torch.randn(600, 500), torch.zeros(())
     moment = torch.randn(600, 500)
@@ -54,7 +54,7 @@ def uri() -> str:
     return f"memory://deltas-{SYSTEM.token()}"
 
 
-def test_a_delta_group_has_the_length_asked_for_and_all_bits(uri: str) -> None:
+def test_a_delta_group_has_the_configured_length(uri: str) -> None:
     with LocalCluster(uri, delta=3) as cluster:
         states = list(itertools.islice(training(), 6))
         for step, state in enumerate(states):
@@ -64,24 +64,24 @@ def test_a_delta_group_has_the_length_asked_for_and_all_bits(uri: str) -> None:
         assert all(same(version, state) for version, state in zip(versions, states, strict=True))
         assert versions[1].bytes < 0.85 * versions[0].bytes
         assert {c.coding.base for c in versions[1].chunks["optim.master"]} == {1}
-        assert {c.coding.base for c in versions[1].chunks["model.w"]} == {1}, "it lies where its master copy does"
+        assert {c.coding.base for c in versions[1].chunks["model.w"]} == {1}, "it is stored with its master copy"
         assert {c.coding.base for c in versions[1].chunks["optim.step"]} == {None}
         for version in versions:
             cluster.repository.verify(version)
 
 
-def test_without_being_asked_every_version_is_whole(uri: str) -> None:
+def test_versions_are_whole_by_default(uri: str) -> None:
     with LocalCluster(uri) as cluster:
         for step, state in enumerate(itertools.islice(training(), 3)):
             cluster.save(state, step=step)
         assert bases(cluster) == [(), (), ()]
 
 
-def test_rows_as_long_as_pay(uri: str) -> None:
+def test_automatic_deltas_stop_when_they_do_not_pay(uri: str) -> None:
     with LocalCluster(uri, delta="auto") as cluster:
         for step, state in enumerate(itertools.islice(training(), 3)):
             cluster.save(state, step=step)
-        for step in range(3, 6):  # each says nothing of the one before, so that none becomes a difference
+        for step in range(3, 6):  # random states: no delta is smaller than the whole version
             cluster.save({"w": torch.randn(300, 500)}, step=step)
         assert bases(cluster) == [(), (1,), (1,), (), (), ()]
         told = [version.record.coding for version in cluster.repository.versions()]
@@ -93,7 +93,7 @@ def test_rows_as_long_as_pay(uri: str) -> None:
         }
 
 
-def test_retention_keeps_what_is_needed_and_saves_go_on(uri: str) -> None:
+def test_retention_keeps_bases_and_later_saves_work(uri: str) -> None:
     with LocalCluster(uri, delta=2) as cluster:
         for step, state in enumerate(itertools.islice(training(), 6)):
             version = cluster.save(state, step=step)
@@ -105,14 +105,14 @@ def test_retention_keeps_what_is_needed_and_saves_go_on(uri: str) -> None:
         assert bases(cluster) == [(), (4,)]
 
 
-def test_what_is_no_longer_in_memory_is_stored_whole(uri: str) -> None:
+def test_a_version_whose_base_left_memory_is_stored_whole(uri: str) -> None:
     states = training()
     with LocalCluster(uri, delta=9) as cluster:
         cluster.save(next(states), step=0)
         cluster.restart_node(0)
         cluster.save(next(states), step=1)
         cluster.save(state := next(states), step=2)
-        assert bases(cluster) == [(), (), (2,)], "and is what later ones are differences to"
+        assert bases(cluster) == [(), (), (2,)], "later versions are deltas to the whole version"
         assert same(cluster.repository.latest(), state)
 
 
@@ -126,12 +126,12 @@ def test_memory_keeps_the_newest_version_and_not_its_base(uri: str, caplog: pyte
             assert newest.whole == {0}, f"version {step + 1} can be restored from memory"
             if step == 1:
                 tier.resize(int(1.2 * tier.used))
-        assert [found for found in bases(cluster) if found] == [(1,), (1,), (4,)], "4 found nothing in memory"
+        assert [found for found in bases(cluster) if found] == [(1,), (1,), (4,)], "the base of version 4 was not in memory"
         assert "nothing is stored as a delta to version 1 from now on" in caplog.text
         assert all(same(version, state) for version, state in zip(cluster.repository.versions(), states, strict=True))
 
 
-def test_what_is_wrong_in_memory_is_no_base(uri: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_corrupted_base_in_memory_is_not_used(uri: str, caplog: pytest.LogCaptureFixture) -> None:
     states = training()
     with LocalCluster(uri, delta=9) as cluster:
         cluster.save(next(states), step=0)
@@ -147,7 +147,7 @@ def test_what_is_wrong_in_memory_is_no_base(uri: str, caplog: pytest.LogCaptureF
         assert "cannot be decoded" in caplog.text
 
 
-def test_what_lies_in_other_boxes_is_stored_whole(uri: str) -> None:
+def test_a_tensor_with_another_shape_is_stored_whole(uri: str) -> None:
     with LocalCluster(uri, delta=9, nodes=2) as cluster:
         first = [{"w": torch.arange(20_000) + i, "x": torch.arange(9000.0)} for i in range(3)]
         cluster.save(first[0], step=0)
@@ -162,7 +162,7 @@ def test_what_lies_in_other_boxes_is_stored_whole(uri: str) -> None:
 
 def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
     class Port:
-        """Offers the newest version, with what the coordinator knows."""
+        """A port that selects the newest version, with the locations that the coordinator knows."""
 
         def settle(self, vote: RestoreVote) -> RestoreChoice | None:
             return RestoreChoice.of(newest.entry, known, near, cluster.committer.record)
@@ -190,8 +190,8 @@ def test_memory_restores_a_delta_while_the_store_is_down(uri: str, monkeypatch: 
         agreement.give_up("enough")
 
 
-def test_a_base_that_was_removed_by_hand_costs_one_save(uri: str) -> None:
-    """Nothing but an operator does that, and only to a version that nothing needs just then."""
+def test_a_base_removed_by_hand_fails_one_save(uri: str) -> None:
+    """Only an operator can remove a base, and only while no version depends on it."""
     states = training()
     with LocalCluster(uri, delta=9) as cluster:
         cluster.save(next(states), step=0)

@@ -1,6 +1,6 @@
-"""The demo, as a person runs it: to its end, and into Ctrl-C.
+"""The demo command, run to completion and interrupted with Ctrl-C.
 
-To its end it takes minutes: ``make soak`` runs it so, and ``make test-s3`` on S3.
+A complete run takes minutes: ``make soak`` includes it, and ``make test-s3`` runs it on S3.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ DEMO = [sys.executable, "-m", "raystow", "demo"]
 
 
 def ours(marker: str) -> list[psutil.Process]:
-    """Processes that carry a marker in their environment: the demo and everything it started."""
+    """Return the processes with this marker in their environment: the demo and its descendants."""
     found = []
     for process in psutil.process_iter():
         try:
@@ -35,7 +35,7 @@ def ours(marker: str) -> list[psutil.Process]:
 
 
 @pytest.mark.slow
-def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
+def test_losing_a_node_does_not_change_the_result(tmp_path: Path) -> None:
     done = subprocess.run(
         [*DEMO, "--steps", "8", "--every", "2"], cwd=tmp_path, capture_output=True, text=True, timeout=400, check=False
     )
@@ -44,7 +44,7 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
     assert "killed a node during the save of step 4" in done.stdout
     assert "lost: 0 steps" in done.stdout
     repositories = [raystow.open(tmp_path / "raystow-demo" / run) for run in ("undisturbed", "disturbed")]
-    # The save of step 4 died with its node, unless that had stored its part by then; the training went on after step 4.
+    # The save of step 4 is lost with its node, unless the node had stored its part; training continued from step 4.
     kept = [(version.id, version.step) for version in repositories[1].versions()]
     assert kept in ([(1, 2), (3, 6), (4, 8)], [(1, 2), (2, 4), (3, 6), (4, 8)])
     ends = [repository.latest() for repository in repositories]
@@ -55,8 +55,7 @@ def test_a_lost_node_changes_no_bit(tmp_path: Path) -> None:
     assert all(not orphans(repository) for repository in repositories)
 
 
-def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
-    """While the cluster is starting."""
+def test_ctrl_c_during_startup_leaves_no_process(tmp_path: Path) -> None:
     process = start(tmp_path)
     wait_until(lambda: len(ours(str(tmp_path))) > 5, "the cluster has started processes")
     interrupt(process, tmp_path)
@@ -64,7 +63,7 @@ def test_ctrl_c_leaves_no_process(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("moment", ["durable", "restored"])
-def test_ctrl_c_leaves_no_process_and_no_half_version(tmp_path: Path, moment: str) -> None:
+def test_ctrl_c_leaves_no_process_and_no_incomplete_version(tmp_path: Path, moment: str) -> None:
     process = start(tmp_path)
     assert process.stdout is not None
     for line in process.stdout:
@@ -81,16 +80,16 @@ def test_ctrl_c_leaves_no_process_and_no_half_version(tmp_path: Path, moment: st
 
 
 def start(tmp_path: Path) -> subprocess.Popen[str]:
-    """A demo that listens to Ctrl-C."""
+    """Start a demo that reacts to Ctrl-C."""
     environment = {**os.environ, "RAYSTOW_TEST_MARKER": str(tmp_path)}
     command = [*DEMO, "--steps", "8", "--every", "2"]
-    # A shell's background job ignores Ctrl-C, and so does what it starts: this process must not, however the tests were started.
+    # A background job of a shell and its children ignore SIGINT; the demo must react to it in any case.
     listen = functools.partial(signal.signal, signal.SIGINT, signal.SIG_DFL)
     return subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=subprocess.PIPE, text=True, preexec_fn=listen)
 
 
 def interrupt(process: subprocess.Popen[str], tmp_path: Path) -> None:
-    """Ctrl-C: the demo ends, and so does all that it has started."""
+    """Send Ctrl-C, and assert that the demo and all of its processes end."""
     process.send_signal(signal.SIGINT)
     process.communicate(timeout=60)
     assert process.returncode == 130

@@ -1,4 +1,4 @@
-"""Weights that are their master copy rounded, on the way to the store and back."""
+"""Weights that are their rounded master copy are stored and restored."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ N = 3_000_001
 
 
 def mixed(seed: int, stray: int | None = None) -> dict[str, Any]:
-    """Weights of two kinds with their master copies and moments; element ``stray`` of one of the weights is off by a bit."""
+    """Return weights of two dtypes, their master copies and moments; element ``stray`` of one weight differs in one bit."""
     generator = torch.Generator().manual_seed(seed)
     master = {name: torch.randn(N, generator=generator) for name in "ab"}
     weights = {"a": master["a"].bfloat16(), "b": master["b"].half()}
@@ -42,7 +42,7 @@ def check_equal(got: Any, wanted: Any) -> None:
 
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("world", [pytest.param(1, marks=pytest.mark.slow), 3])
-def test_weights_take_no_bytes_and_come_back(tmp_path: Path, world: int) -> None:
+def test_derived_weights_take_no_bytes_and_are_restored(tmp_path: Path, world: int) -> None:
     ranks = start(str(tmp_path), world)
     every(ranks, "set", mixed, 1)
     every(ranks, "save", 1)
@@ -51,7 +51,7 @@ def test_weights_take_no_bytes_and_come_back(tmp_path: Path, world: int) -> None
     infos = version.tensors()
     assert [name for name, info in infos.items() if not info.stored] == ["model.a", "model.b", "model.tied"]
     assert infos["optim.master.a"].stored < 4 * N
-    assert infos["optim.master.a"].group == "weights", "it is all that weights are read from"
+    assert infos["optim.master.a"].group == "weights", "weights are read from their master copy only"
     assert version.raw == sum(tensor.nbytes for tensor in flat(mixed(1)).values())
     assert version.bytes == sum(info.stored for info in infos.values())
     check_equal({"model": {name: version.read(f"model.{name}") for name in mixed(1)["model"]}}, {"model": mixed(1)["model"]})
@@ -72,9 +72,9 @@ def _state(rank: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.usefixtures("cluster")
 @pytest.mark.parametrize("world", [1, 2])
-def test_what_strays_is_looked_for_again(tmp_path: Path, world: int) -> None:
+def test_weights_with_stray_elements_are_saved_exactly(tmp_path: Path, world: int) -> None:
     ranks = start(str(tmp_path), world)
-    strays = (None, N // 2, N // 2, N // 2, None)  # the fourth save looks, for the fifth
+    strays = (None, N // 2, N // 2, N // 2, None)  # the fourth save checks again whether weights can be derived, for the fifth
     for step, stray in enumerate(strays, 1):
         every(ranks, "set", mixed, step, stray)
         every(ranks, "save", step)
@@ -82,7 +82,7 @@ def test_what_strays_is_looked_for_again(tmp_path: Path, world: int) -> None:
     check_strays(tmp_path, strays)
 
 
-def test_a_chunk_that_does_not_follow_is_stored(tmp_path: Path) -> None:
+def test_a_chunk_that_cannot_be_derived_is_stored(tmp_path: Path) -> None:
     strays = (None, N // 2)
     with LocalCluster(str(tmp_path), codec="cpu") as cluster:
         for step, stray in enumerate(strays, 1):
@@ -91,7 +91,7 @@ def test_a_chunk_that_does_not_follow_is_stored(tmp_path: Path) -> None:
 
 
 def check_strays(folder: Path, strays: Sequence[int | None]) -> None:
-    """The weights hold no byte but those of the chunk with a stray, and every version is as it was saved."""
+    """Assert that only the chunk with a stray element has stored bytes, and that every version has its saved values."""
     repository = raystow.open(folder)
     for version, stray in zip(repository.versions(), strays, strict=True):
         stored = version.tensors()["model.a"].stored
@@ -100,8 +100,8 @@ def check_strays(folder: Path, strays: Sequence[int | None]) -> None:
         repository.verify(version, deep=True)
 
 
-def test_files_hold_what_their_names_say(tmp_path: Path) -> None:
-    """Though the master copy lies in the weights' packs."""
+def test_restored_files_contain_the_tensors_of_their_group(tmp_path: Path) -> None:
+    """The master copy is stored in the packs of the weights."""
     with LocalCluster(str(tmp_path / "run"), codec="cpu") as cluster:
         cluster.save(mixed(1), step=1)
     run_json("restore", tmp_path / "run", "--output", tmp_path / "files")
@@ -113,7 +113,7 @@ def test_files_hold_what_their_names_say(tmp_path: Path) -> None:
     check_equal(files["weights"] | files["optimizer"], flat(mixed(1)))
 
 
-def test_the_reader_of_the_specification_reads_them(tmp_path: Path) -> None:
+def test_the_specification_reader_reads_derived_weights(tmp_path: Path) -> None:
     sys.path.insert(0, str(Path(__file__).parents[1] / "compat"))
     import reader
 

@@ -1,6 +1,6 @@
-"""DTensors over a real process group: each box stored once, the replicas' work shared, and restored where it belongs.
+"""DTensors in a process group: each box is stored once, replicas share the work, and every rank restores its part.
 
-Run by ``make soak``; the same layouts are in the spread of ``test_resharding.py`` that ``make test`` takes.
+``make soak`` runs this test; ``make test`` runs a selection of the same layouts in ``test_resharding.py``.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def join_group(self: Rank, port: int) -> None:
 
 
 def place(self: Rank, shape: tuple[int, ...], names: tuple[str, ...], filled: bool) -> None:
-    """The state as DTensors on a mesh of ranks: hybrid sharding where the mesh has two dimensions."""
+    """Set the state to DTensors on a mesh of ranks: hybrid sharding if the mesh has two dimensions."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
@@ -75,7 +75,7 @@ def test_hybrid_sharding_on_four_ranks(tmp_path: Path) -> None:
     version = raystow.open(tmp_path).latest()
     assert version is not None
     tensors = whole()
-    assert version.raw == sum(tensor.nbytes for tensor in tensors.values())  # each box once
+    assert version.raw == sum(tensor.nbytes for tensor in tensors.values())  # each box is stored once
     for name, tensor in tensors.items():
         assert torch.equal(version.read(name), tensor), name
     loads = [sum(chunk.nbytes for chunk in fragment.chunks) for fragment in version.fragments]

@@ -1,4 +1,4 @@
-"""A node is going to be taken away: ``drain`` waits for what its ranks save on notice. With Ray Train: ``tests/drills``."""
+"""``drain`` waits for the saves that ranks start on a preemption notice. ``tests/drills`` tests this with Ray Train."""
 
 from __future__ import annotations
 
@@ -19,19 +19,19 @@ from raystow.workers.node.actor import saves_on
 
 
 def save_on_notice(rank: Rank, node: str) -> None:
-    """What a training loop does that asks Ray whether its node is going to be taken away."""
+    """Wait until Ray reports that this node is draining, and save, as a training loop does."""
     wait_until(lambda: node in ray._private.state.state.get_draining_nodes(), "Ray reports that the node is draining")
     rank.save(2)
 
 
-def test_what_is_saved_on_notice_is_waited_for(cluster: Cluster, tmp_path: Path) -> None:
+def test_drain_waits_for_saves_started_on_notice(cluster: Cluster, tmp_path: Path) -> None:
     leaving = cluster.add_node(num_cpus=1, resources={"leaving": 100}, include_log_monitor=False)
     try:
         (rank,) = start(str(tmp_path), 1, nodes=("leaving",))
         every([rank], "set", dict, {"w": torch.ones(1000)})
         every([rank], "save", 1)
         every([rank], "result")
-        told = rank.do.remote(save_on_notice, leaving.node_id)
+        saving = rank.do.remote(save_on_notice, leaving.node_id)
         with ThreadPoolExecutor(1) as hook:
             done = hook.submit(
                 drain,
@@ -44,6 +44,6 @@ def test_what_is_saved_on_notice_is_waited_for(cluster: Cluster, tmp_path: Path)
         newest = raystow.open(tmp_path).latest()
         assert newest is not None
         assert newest.step == 2
-        ray.get(told, timeout=30)
+        ray.get(saving, timeout=30)
     finally:
         cluster.remove_node(leaving)

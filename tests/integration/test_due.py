@@ -1,4 +1,4 @@
-"""``Checkpointer.due`` with several ranks: all save the same steps, chosen by time."""
+"""``Checkpointer.due`` with several ranks: all ranks save the same steps, chosen by time."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class VersionFile:
             file.write(f"{version.step}\n")
 
 
-def save_what_is_due(self: Rank, number: int, first: int) -> list[int]:
-    """Train until so many steps were due."""
+def save_due_steps(self: Rank, number: int, first: int) -> list[int]:
+    """Train until ``number`` steps were due and saved; return these steps."""
     checkpointer, due, step = self.checkpointer, list[int](), first
     while len(due) < number:
         SYSTEM.sleep(0.002 * (checkpointer.rank + 1))  # ranks run at different rates
@@ -37,21 +37,21 @@ def save_what_is_due(self: Rank, number: int, first: int) -> list[int]:
     return due
 
 
-def test_all_ranks_save_the_steps_that_are_due(tmp_path: Path) -> None:
+def test_all_ranks_save_the_same_due_steps(tmp_path: Path) -> None:
     log = tmp_path / "log"
     ranks = start(str(tmp_path), 3, interval=raystow.Interval(seconds=0.2), callbacks=[VersionFile(str(log))])
-    by_time = every(ranks, "do", save_what_is_due, 3, 0)
+    by_time = every(ranks, "do", save_due_steps, 3, 0)
     assert by_time[0] == by_time[1] == by_time[2]
     every(ranks, "leave")
-    assert log.read_text().split() == [str(step) for step in by_time[0]]  # rank 0 told its callback, until close had ended
+    assert log.read_text().split() == [str(step) for step in by_time[0]]  # rank 0 calls the callback, and close waits for it
     every(ranks, "do", _begin, str(tmp_path))
-    chosen = every(ranks, "do", save_what_is_due, 2, by_time[0][-1] + 1)
+    chosen = every(ranks, "do", save_due_steps, 2, by_time[0][-1] + 1)
     assert chosen[0] == chosen[1] == chosen[2]
     assert [version.step for version in raystow.open(tmp_path).versions()] == by_time[0] + chosen[0]
 
 
 def _begin(self: Rank, uri: str) -> None:
-    """Be the same rank, with a time between failures so short that the best interval is one step."""
+    """Restart as the same rank with a time between failures so short that the best interval is one step."""
     made = self.checkpointer
     self.begin(uri, made.rank, made.world_size, {"interval": raystow.Interval(mtbf=1e-3)})
 

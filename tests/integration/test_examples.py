@@ -1,6 +1,6 @@
-"""The examples, each as its reader would run it: a process of its own, from any folder, by the command in its docstring.
+"""Each example runs as in its docstring: in a separate process, from any folder.
 
-Those with Ray Train take minutes: ``make soak`` runs them, ``make test-s3`` one of them, and ``make test`` the others.
+Examples with Ray Train take minutes: ``make soak`` runs them, ``make test-s3`` one of them, and ``make test`` the others.
 """
 
 from __future__ import annotations
@@ -24,7 +24,8 @@ _SECONDS = 300
 
 
 def _run(example: str, *arguments: object, cwd: Path, kill_a_worker: str = "", **environment: str) -> str:
-    """What the example prints. ``kill_a_worker``: of Ray Train's, as soon as this repository has a version."""
+    """Run an example and return its stdout. ``kill_a_worker``: a repository; a worker of Ray Train is killed after its first
+    save."""
     with subprocess.Popen(
         [sys.executable, str(_EXAMPLES / example), *map(str, arguments)],
         cwd=cwd,
@@ -56,12 +57,12 @@ def _kill_a_worker(driver: int, uri: str) -> None:
 
 @pytest.fixture(scope="module")
 def saved(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
-    """The repository that ``save_and_restore.py`` makes on the shared cluster, and what it prints."""
+    """Run ``save_and_restore.py`` on the shared cluster; return its repository and its stdout."""
     folder = tmp_path_factory.mktemp("saved")
     return folder / "run", _run("save_and_restore.py", folder / "run", cwd=folder, RAY_ADDRESS=cluster.address)
 
 
-def test_save_and_restore_gets_every_bit_back(saved: tuple[Path, str]) -> None:
+def test_save_and_restore_restores_every_bit(saved: tuple[Path, str]) -> None:
     uri, printed = saved
     assert "durable: Version(id=1, step=1" in printed
     assert "restored version 1, step 1: same bits" in printed
@@ -70,7 +71,7 @@ def test_save_and_restore_gets_every_bit_back(saved: tuple[Path, str]) -> None:
     assert version.metrics == {"loss": 2.5}
 
 
-def test_reading_takes_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: Path) -> None:
+def test_reading_needs_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: Path) -> None:
     for absent in ("ray", "torch"):
         (tmp_path / f"{absent}.py").write_text("raise ImportError('not on this machine')")
     printed = _run("read_without_ray.py", saved[0], cwd=tmp_path, PYTHONPATH=str(tmp_path))
@@ -80,10 +81,10 @@ def test_reading_takes_neither_ray_nor_torch(saved: tuple[Path, str], tmp_path: 
 
 
 @pytest.mark.slow
-def test_ray_train_goes_on_where_it_stopped(tmp_path: Path) -> None:
+def test_ray_train_continues_a_finished_run(tmp_path: Path) -> None:
     for steps in (2, 4):
         printed = _run("ray_train_fsdp2.py", "runs", steps, cwd=tmp_path)
-    # Had the second run begun anew, step 2 would be there twice.
+    # If the second run had started anew, step 2 would exist twice.
     assert [line.split(",")[0] for line in printed.splitlines()] == ["version 1: step 2", "version 2: step 4"]
 
 
@@ -93,7 +94,7 @@ def test_ray_train_on_s3(s3_uri: str, tmp_path: Path) -> None:
     printed = _run("ray_train_fsdp2.py", s3_uri, 6, cwd=tmp_path)
     assert [line.split(",")[0] for line in printed.splitlines()] == ["version 2: step 4", "version 3: step 6"]
     entries = raystow.open(f"{s3_uri}/fsdp2/raystow").root().versions
-    needed = {id for entry in entries for id in entry.bases}  # these stay, even after Train has dropped them
+    needed = {id for entry in entries for id in entry.bases}  # bases stay after Train dropped their versions
     kept = [entry.step for entry in entries if entry.id not in needed or entry.step > 2]
     assert kept == [4, 6]
 
@@ -103,14 +104,14 @@ def test_ray_train_on_s3(s3_uri: str, tmp_path: Path) -> None:
     ("example", "run", "stop", "end"),
     [("ray_train_lightning.py", "autoencoder", 2, 8), ("ray_train_huggingface.py", "gpt2", 6, 24)],
 )
-def test_other_trainers_end_in_the_same_bits(tmp_path: Path, example: str, run: str, stop: int, end: int) -> None:
-    """Stopped and resumed, or bereft of a worker: the same weights and moments as undisturbed."""
+def test_other_trainers_resume_bit_for_bit(tmp_path: Path, example: str, run: str, stop: int, end: int) -> None:
+    """A training that was stopped and resumed, or lost a worker, ends with the weights and moments of an undisturbed training."""
     _run(example, "undisturbed", end, cwd=tmp_path)
     for steps in (stop, end):
         _run(example, "stopped", steps, cwd=tmp_path)
     _run(example, "killed", end, cwd=tmp_path, kill_a_worker=str(tmp_path / "killed" / run / "raystow"))
     kept = [raystow.open(tmp_path / name / run / "raystow").versions() for name in ("undisturbed", "stopped", "killed")]
-    assert kept[0][-1].id == kept[1][-1].id, "the second of the two began anew"
+    assert kept[0][-1].id == kept[1][-1].id, "the resumed training started anew"
     whole = {name: kept[0][-1].read(name) for name in kept[0][-1].tensors()}
     for versions in kept:
         assert [version.step for version in versions] == [version.step for version in kept[0]]

@@ -1,4 +1,4 @@
-"""A damaged newest version in a real cluster: all ranks restore the one before, and say so."""
+"""A damaged newest version in a cluster: all ranks restore the previous version and report this."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from raystow.orchestrator.restore.agreement import LocalAgreement
 from raystow.storage.format import keys
 
 SIZE = 100_000
-"""Numbers in each layer."""
+"""Elements in each layer."""
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -50,7 +50,7 @@ def test_all_ranks_fall_back_if_one_finds_damage(tmp_path: Path) -> None:
         every(ranks, "restore")
 
 
-def test_without_a_cluster_too_but_not_for_one_rank_of_several(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_restore_without_a_cluster_falls_back(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     ranks = start(str(tmp_path), 1)
     for seed in (1, 2):
         every(ranks, "set", layers, seed, SIZE)
@@ -68,7 +68,7 @@ def test_without_a_cluster_too_but_not_for_one_rank_of_several(tmp_path: Path, c
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_thinned_versions_are_passed_over_and_not_called_damaged(
+def test_thinned_versions_are_skipped_and_not_called_damaged(
     tmp_path: Path, caplog: pytest.LogCaptureFixture, alone: bool
 ) -> None:
     def mixed(seed: int) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""``raystow gc``, run as a user runs it, on real repositories."""
+"""``raystow gc`` on real repositories."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ def files(folder: Path) -> set[str]:
 
 
 def live(folder: Path) -> set[str]:
-    """The files that a repository needs."""
+    """Return the files that a repository needs."""
     homes = tuple(keys.prefix(version.id, version.attempt) for version in open_repository(str(folder)).versions())
     return {keys.MARKER, keys.ROOT, ".raystow.lock"} | {name for name in files(folder) if name.startswith(homes)}
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A repository of four versions of which two are dropped, and leftovers of killed writers."""
+    """A repository of four versions, two of them dropped, with incomplete objects of killed writers."""
     folder = tmp_path / "run"
     with LocalCluster(str(folder)) as local:
         for step in range(4):
@@ -42,7 +42,7 @@ def folder(tmp_path: Path) -> Path:
     return folder
 
 
-def test_everything_is_left_alone_for_an_hour(folder: Path) -> None:
+def test_nothing_is_deleted_within_the_default_grace_period(folder: Path) -> None:
     before = files(folder)
     result = run("gc", folder)
     assert (result.exit_code, result.stderr) == (0, "")
@@ -50,7 +50,7 @@ def test_everything_is_left_alone_for_an_hour(folder: Path) -> None:
     assert files(folder) == before
 
 
-def test_a_dry_run_deletes_nothing_and_gc_brings_the_store_back(folder: Path) -> None:
+def test_gc_deletes_garbage_but_not_in_a_dry_run(folder: Path) -> None:
     before = files(folder)
     result = run("gc", folder, "--grace", "0s", "--dry-run")
     assert result.exit_code == 0, result.output
@@ -70,7 +70,7 @@ def test_a_dry_run_deletes_nothing_and_gc_brings_the_store_back(folder: Path) ->
     assert "nothing to collect" in run("gc", folder, "--grace", "0s").stdout
 
 
-def test_it_asks_before_it_deletes(folder: Path) -> None:
+def test_gc_asks_before_it_deletes(folder: Path) -> None:
     before = files(folder)
     refused = run("gc", folder, "--grace", "0s", input="n\n")
     assert (refused.exit_code, files(folder)) == (0, before)
@@ -94,7 +94,7 @@ def test_a_damaged_root_is_refused(folder: Path) -> None:
     assert "raystow repair" in result.stderr
 
 
-def test_bad_times_are_refused(folder: Path) -> None:
+def test_invalid_durations_are_refused(folder: Path) -> None:
     result = run("gc", folder, "--grace", "soon")
     assert result.exit_code == 2
     assert "duration" in result.stderr

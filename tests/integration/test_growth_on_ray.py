@@ -26,7 +26,7 @@ def save_often(self: Rank, first: int, count: int) -> None:
         self.checkpointer.save({"w": w, "step": step}, step=step).result(60)
 
 
-def test_no_growth_of_three_processes(tmp_path: Path) -> None:
+def test_three_processes_do_not_grow(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, retention=raystow.Policy(keep_last=3), memory=32 << 20)
     (worker,) = ray.get(rank.node_worker_pids.remote())
     pids = {
@@ -42,4 +42,4 @@ def test_no_growth_of_three_processes(tmp_path: Path) -> None:
         growth.sample(course, processes)
     growth.write("growth_on_ray", course, growth.SAVES, tmp_path)
     growth.check_flat(course)
-    assert len(raystow.open(tmp_path).versions()) <= 13  # three, their bases, and those since the last housekeeping
+    assert len(raystow.open(tmp_path).versions()) <= 13  # three, their bases, and the versions since the last retention run

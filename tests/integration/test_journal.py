@@ -1,4 +1,4 @@
-"""The step journal on a cluster: entries survive processes and nodes, and all ranks continue at the same step."""
+"""The step journal on a cluster: entries survive failures of processes and nodes, and all ranks continue at the same step."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.usefixtures("two_nodes")
 
 @pytest.fixture
 def two_nodes(cluster: object) -> None:
-    """End the worker that another test may have left on the head: it would keep copies."""
+    """End a node worker that another test may have left on the head: it would receive copies."""
     for node in ray.nodes():
         if node["Alive"] and not node["Resources"].get("CPU"):
             with contextlib.suppress(ValueError):
@@ -36,7 +36,7 @@ def two_nodes(cluster: object) -> None:
 
 
 def build(self: Any) -> None:
-    """A model and its optimizer, the same on all ranks."""
+    """Build a model and its optimizer, equal on all ranks."""
     torch.set_num_threads(1)
     torch.manual_seed(0)
     self.model = nn.Sequential(nn.Linear(64, 128), nn.BatchNorm1d(128), nn.Linear(128, 8))
@@ -53,7 +53,7 @@ def step(self: Any, number: int) -> None:
 
 
 def resume(self: Rank, durable_every: int = 0) -> tuple[int, int]:
-    """Build, restore and replay; the step of the version, and the step that was reached."""
+    """Build, restore and replay; return the step of the version and the last replayed step."""
     build(self)
     weights, moments = get_state_dict(self.model, self.optimizer)
     state = {"model": weights, "optim": moments, "scheduler": self.scheduler.state_dict(), "step": 0}
@@ -79,7 +79,7 @@ def train(self: Rank, last: int, save_at: int = 0) -> None:
             weights, moments = get_state_dict(self.model, self.optimizer)
             state = {"model": weights, "optim": moments, "scheduler": self.scheduler.state_dict(), "step": number}
             self.pending.append(self.checkpointer.save(state, step=number))
-    assert self.journal.flush()  # the last entry is in memory, and has its copies
+    assert self.journal.flush()  # the last entry and its copies are in memory
     self.reached = last
 
 
@@ -104,7 +104,7 @@ def undisturbed(last: int) -> list[bytes]:
 
 
 def entries(node: str) -> list[tuple[int, int]]:
-    """Rank and step of the entries in a node's memory."""
+    """Return rank and step of the entries in a node's memory."""
     worker = ray.get_actor(f"node-{node}", NAMESPACE)
     held = ray.get(worker.journal_entries.remote(REPOSITORY[0]), timeout=30)
     return sorted((info.rank, info.step) for info in held)
@@ -119,7 +119,7 @@ def kill_node_worker(self: Rank) -> None:
 
 
 def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
-    """After processes and one node's worker have died, on other nodes; the entries of the dead are copied again."""
+    """All processes and a node worker die, and the ranks restart on other nodes; entries of dead processes are copied again."""
     alive = [node["NodeID"] for node in ray.nodes() if node["Alive"] and node["Resources"].get("CPU")]
     ranks = start(str(tmp_path), 2)
     assert every(ranks, "do", resume) == [(-1, 0)] * 2
@@ -135,7 +135,7 @@ def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
     needed = {(rank, number) for rank in (0, 1) for number in (3, 4, 5, 6)}
 
     def wait_for_copies() -> None:
-        """Older entries may be there as well: copies are dropped with the next one that comes."""
+        """Older entries may also be present: a node drops copies when the next entry arrives."""
         wait_until(lambda: all(set(entries(node)) >= needed for node in alive), lambda: str([entries(node) for node in alive]))
 
     wait_for_copies()
@@ -150,7 +150,7 @@ def test_steps_after_a_version_are_replayed(tmp_path: Path) -> None:
     assert every(ranks, "do", bits) == [undisturbed(8)] * 2
 
 
-def test_without_memory_the_training_goes_on(tmp_path: Path) -> None:
+def test_training_continues_without_journal_memory(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, memory=raystow.Memory(journal=0))
     assert every([rank], "do", resume) == [(-1, 0)]
     every([rank], "do", train, 3)
@@ -158,8 +158,8 @@ def test_without_memory_the_training_goes_on(tmp_path: Path) -> None:
     assert every([rank], "do", bits) == [undisturbed(3)]
 
 
-def test_durable_steps_outlive_all_nodes(tmp_path: Path) -> None:
-    """From a version and segments after it, with nothing in memory; later segments continue those."""
+def test_durable_steps_survive_the_loss_of_all_nodes(tmp_path: Path) -> None:
+    """They are replayed from a version and later segments, with empty memory; new segments continue the old ones."""
     ranks = start(str(tmp_path), 2)
     assert every(ranks, "do", resume, 2) == [(-1, 0)] * 2
     every(ranks, "do", train, 5, 3)

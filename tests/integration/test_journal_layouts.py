@@ -1,4 +1,4 @@
-"""The step journal with DTensors: FSDP2, HSDP and DDP on ranks that talk by gloo. Each rank has a journal of its own here."""
+"""The step journal with DTensors: FSDP2, HSDP and DDP on gloo ranks. Each rank has its own journal here."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))  # does not divide evenly
+        self.layers = nn.ModuleList(nn.Linear(33, 33) for _ in range(3))  # 33 is not divisible by the world size
         self.head = nn.Linear(33, 1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -51,7 +51,8 @@ def build(layout: str, world: int) -> tuple[nn.Module, torch.optim.Optimizer]:
 
 
 def check(rank: int, world: int, layout: str) -> list[int]:
-    """Record three steps with gradient accumulation and clipping; replay them in a new model. Return the sizes of the entries."""
+    """Record three steps with gradient accumulation and clipping, and replay them in a new model; return the sizes of the
+    entries."""
     box = EntryBox()
     model, optimizer = build(layout, world)
     journal = box.journal(model, optimizer)
@@ -75,7 +76,7 @@ def check(rank: int, world: int, layout: str) -> list[int]:
 
 
 def local(model: nn.Module, optimizer: torch.optim.Optimizer) -> list[bytes]:
-    """All bits of this rank's part."""
+    """Return all bits of this rank's part."""
 
     class Parts:
         param_groups = optimizer.param_groups

@@ -1,4 +1,4 @@
-"""Steps recorded by N ranks are replayed by M ranks, bit for bit, or not at all. Ranks are processes that talk by gloo."""
+"""Steps recorded by N gloo ranks are replayed by M ranks, bit for bit or not at all."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from raystow.storage.clock import SYSTEM
 from raystow.workers.protocol.messages import EntryInfo, JournalChoice, JournalVote
 
 Entries = dict[EntryInfo, bytes]
-STEPS = 17  # the 16th has digests of all bytes
+STEPS = 17  # entry 16 has digests of all bytes
 
 OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
     "sgd": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
@@ -39,7 +39,7 @@ OPTIMIZERS: dict[str, Callable[[Any], torch.optim.Optimizer]] = {
 
 
 class GlooPort(BoxPort):
-    """A ``JournalPort`` whose ranks settle together: rank 0 has the coordinator's part. ``end``: why they got no further."""
+    """A ``JournalPort`` whose ranks vote together; rank 0 acts as the coordinator. ``end``: the reason why the replay ended."""
 
     end = ""
 
@@ -72,10 +72,10 @@ def build(layout: str, optimizer: str, rank: int, world: int) -> tuple[nn.Module
 def train(
     rank: int, world: int, layout: str, optimizer: str, entries: Entries, steps: Sequence[int], spoil: str = ""
 ) -> tuple[Any, Entries, list[bytes], str]:
-    """Replay what is in ``entries``, and record ``steps``. Return the values that were replayed, the rank's entries, all bits at
-    the end, and why no more was replayed.
+    """Replay ``entries``, and record ``steps``. Return the replayed values, the rank's new entries, all bits at the end, and
+    the reason why the replay ended.
 
-    ``spoil``: what this training does otherwise in its replay, on the last rank.
+    ``spoil``: the disturbance of the replay on the last rank.
     """
     box = EntryBox()
     box.entries.update(entries)
@@ -150,8 +150,8 @@ def test_other_ranks_replay_bit_for_bit(ranks: Ranks) -> None:
     check(ranks, "adamw", (2, "fsdp"), (3, "fsdp"))
 
 
-def test_steps_of_several_numbers_of_ranks_follow_each_other(ranks: Ranks) -> None:
-    """Four steps by 3 ranks, two by 2 after a restart, and all by 3 again: without a version in between."""
+def test_steps_of_several_world_sizes_are_replayed(ranks: Ranks) -> None:
+    """Record four steps on 3 ranks and two on 2 ranks, and replay all on 3 ranks, without a version in between."""
     entries, _ = recorded(ranks, 3, "fsdp", "adamw", 4)
     second = ranks.call(2, train, "fsdp", "adamw", entries, (5, 6))
     for _, theirs, _, _ in second:
@@ -162,8 +162,8 @@ def test_steps_of_several_numbers_of_ranks_follow_each_other(ranks: Ranks) -> No
 
 
 @pytest.mark.parametrize(("spoil", "reached"), [("step", 3), ("base", None)])
-def test_a_difference_that_no_rank_sees_alone_ends_the_replay(spoil: str, reached: int | None, ranks: Ranks) -> None:
-    """The rank that computes otherwise has a part of a recorded shard; the sum over all ranks tells it."""
+def test_an_error_within_a_shard_of_another_layout_ends_replay(spoil: str, reached: int | None, ranks: Ranks) -> None:
+    """The disturbed rank has a part of a recorded shard, so only the sum over all ranks differs."""
     entries, _ = recorded(ranks, 2, "fsdp", "adamw", 6)
     _, expected = recorded(ranks, 2, "fsdp", "adamw", reached or 0)
     found = ranks.call(3, train, "fsdp", "adamw", entries, (), spoil)
@@ -196,7 +196,7 @@ def test_other_layouts_replay_bit_for_bit(source: tuple[int, str], target: tuple
 
 @pytest.mark.slow
 def test_fused_optimizers_on_other_ranks_end_at_an_exact_step(ranks: Ranks) -> None:
-    """On CPUs, the fused AdamW rounds the last elements of a tensor otherwise, and these are others then."""
+    """On CPUs, the fused AdamW rounds the last elements of a tensor differently, and each world size has other last elements."""
     entries, _ = recorded(ranks, 2, "fsdp", "adamw-fused")
     found = ranks.call(3, train, "fsdp", "adamw-fused", entries, ())
     (reached,) = {0 if values is None else values["step"] for values, _, _, _ in found}
