@@ -1,5 +1,5 @@
-"""The callbacks of trainers with ``journal=True``: a training that ends early goes on at its last step, without any version; if
-all memory is lost, at the last durable step."""
+"""Trainer callbacks with ``journal=True``: an interrupted training continues at its last step without a version, or, after a
+loss of all memory, at its last durable step."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ STEPS = 6
 
 
 class NoVersions:
-    """A Checkpointer of a run without versions, whose steps are recorded in a box."""
+    """A Checkpointer of a run without versions, which records steps in a box."""
 
     def __init__(self, box: EntryBox) -> None:
         self._box = box
@@ -42,7 +42,7 @@ class NoVersions:
 
 
 class StoreBox:
-    """Steps that are recorded in a store, in segments; memory is lost when a training ends."""
+    """Records steps in segments of a store; its memory is lost when a training ends."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
@@ -70,7 +70,7 @@ class Module(pl.LightningModule):
 
 
 def fit(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int = 0) -> dict[str, torch.Tensor]:
-    """Epochs of one batch: the data loader need not be stateful."""
+    """Train epochs of one batch, so that the data loader needs no state; return the weights."""
     torch.manual_seed(0)
     module, run = Module(), NoVersions(box)
     callback = raystow.lightning.Checkpointing(run, every_n_steps=100, journal=True, durable_every=durable_every)
@@ -87,7 +87,7 @@ def fit(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int =
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_lightning_goes_on_at_the_last_step(tmp_path: Path) -> None:
+def test_lightning_continues_at_the_last_step(tmp_path: Path) -> None:
     undisturbed = fit(EntryBox(), STEPS, tmp_path)
     box = EntryBox()
     fit(box, 4, tmp_path)
@@ -100,7 +100,7 @@ def test_lightning_goes_on_at_the_last_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("trainer", ["lightning", "huggingface"])
-def test_all_memory_is_lost(trainer: str, tmp_path: Path) -> None:
+def test_training_continues_at_a_durable_step_after_memory_loss(trainer: str, tmp_path: Path) -> None:
     """Steps 1 to 4 are durable, and step 5 is lost."""
     play = {"lightning": fit, "huggingface": train}[trainer]
     undisturbed = play(EntryBox(), STEPS, tmp_path)
@@ -152,7 +152,7 @@ def train(box: EntryBox | StoreBox, steps: int, folder: Path, durable_every: int
 
 
 class End(transformers.TrainerCallback):
-    """Ends a training early, as a failure does."""
+    """Ends a training early, to simulate a failure."""
 
     def __init__(self, steps: int) -> None:
         self._steps = steps
@@ -163,7 +163,7 @@ class End(transformers.TrainerCallback):
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_hugging_face_goes_on_at_the_last_step(tmp_path: Path) -> None:
+def test_hugging_face_continues_at_the_last_step(tmp_path: Path) -> None:
     undisturbed = train(EntryBox(), STEPS, tmp_path)
     box = EntryBox()
     train(box, 4, tmp_path)

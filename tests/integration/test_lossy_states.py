@@ -1,4 +1,4 @@
-"""States of which not every bit is kept, on the way to the store and back."""
+"""Lossy states are stored and restored."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ N = 200_003
 
 
 def mixed(n: int = N) -> dict[str, Any]:
-    """Weights, their master copy, its moments as Adam has them, and what must never be rounded."""
+    """Return weights, their master copy, moments like Adam's, and tensors that must never be rounded."""
     torch.manual_seed(0)
     master = {name: torch.randn(n) * 0.02 for name in "ab"}
     moments = {name: torch.randn(n) * 1e-4 for name in "ab"}
@@ -40,7 +40,7 @@ def zeros(state: Any) -> Any:
     return {key: zeros(part) if isinstance(part, dict) else torch.zeros_like(part) for key, part in state.items()}
 
 
-def test_a_profile_keeps_its_bounds_and_exact_weights(tmp_path: Path) -> None:
+def test_a_profile_meets_its_bounds_and_keeps_weights_exact(tmp_path: Path) -> None:
     state = mixed()
     state["numpy"] = {"exp_avg": np.linspace(0.1, 1.0, 5000, dtype=np.float32)}
     with LocalCluster(str(tmp_path), codec="cpu", lossy="resume-bounded") as cluster:
@@ -88,8 +88,8 @@ def test_only_the_first_of_twenty_saves_loses_bits(tmp_path: Path, lossy: Any) -
             assert all(bool(one.noise) == (step == 0) for one in version.rounded().values())
 
 
-def test_chosen_rules_are_reported_and_keep_the_bound(tmp_path: Path) -> None:
-    """Ranks of two nodes, then one that knows nothing of the first save."""
+def test_chosen_rules_are_reported_and_meet_the_bound(tmp_path: Path) -> None:
+    """Two nodes save first; a new run restores and saves, without data of the first save in memory."""
     state = mixed()
     state["optim"]["exp_avg"]["b"][::500] *= 1000
     lossy = {"exp_avg": Sqnr(36), "exp_avg_sq": Sqnr(36), "master": Sqnr(61)}
@@ -114,8 +114,8 @@ def test_chosen_rules_are_reported_and_keep_the_bound(tmp_path: Path) -> None:
     assert all(torch.equal(again.read(name), version.read(name)) for name in found)
 
 
-def test_what_no_longer_follows_is_stored(tmp_path: Path) -> None:
-    """Eight bits say too little of a bfloat16; a copy follows only from what is rounded as it is."""
+def test_weights_that_no_longer_follow_a_rule_are_stored(tmp_path: Path) -> None:
+    """Eight bits are too few to derive a bfloat16, and a copy is derived only from a tensor that is rounded in the same way."""
     state = mixed()
     state["model"]["tied"] = state["optim"]["exp_avg"]["a"].clone()
     state["ema"] = {"exp_avg": state["optim"]["exp_avg"]["b"].clone()}
@@ -131,7 +131,7 @@ def test_what_no_longer_follows_is_stored(tmp_path: Path) -> None:
     raystow.open(tmp_path).verify(version, deep=True)
 
 
-def test_ranks_together_tell_of_whole_tensors(tmp_path: Path) -> None:
+def test_statistics_of_all_ranks_cover_whole_tensors(tmp_path: Path) -> None:
     state = mixed()
     with LocalCluster(str(tmp_path), codec="cpu", nodes=2, lossy="resume-bounded") as cluster:
         version = cluster.save_all([state, state], step=1)
@@ -141,7 +141,7 @@ def test_ranks_together_tell_of_whole_tensors(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_checkpointer_of_each_rank_rounds_what_it_stores(tmp_path: Path) -> None:
+def test_the_checkpointer_of_each_rank_rounds_its_part(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, compression=raystow.Compression(lossy="resume-bounded"))
     every(ranks, "set", mixed)
     every(ranks, "save", 1)
@@ -152,10 +152,10 @@ def test_a_checkpointer_of_each_rank_rounds_what_it_stores(tmp_path: Path) -> No
     every(ranks, "save", 2)
     again = every(ranks, "result")[0]
     assert {*again.rounded()} == {*version.rounded()}
-    assert not any(one.noise for one in again.rounded().values()), "what was restored is rounded already"
+    assert not any(one.noise for one in again.rounded().values()), "the restored state is rounded already"
 
 
-def test_an_error_beyond_its_bound_fails_the_save_by_name(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_beyond_its_bound_fails_and_names_the_tensor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def careless(rule: MantissaBits, values: torch.Tensor, first: int) -> tuple[torch.Tensor, torch.Tensor]:
         made, bound = honest(rule, values, first)
         return made + values.abs().max() * (torch.arange(values.numel()) == 77).view_as(values), bound
@@ -169,7 +169,7 @@ def test_an_error_beyond_its_bound_fails_the_save_by_name(tmp_path: Path, monkey
 
 
 def test_invalid_rules_raise_at_once_or_at_the_first_save(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
-    """Rules that fit no tensor can only be found with a state."""
+    """A rule that matches no tensor is only detected at a save."""
     for wrong in ("tiny", {"exp_avg": 4}, {"exp_avg_sq": Blockwise(8)}):
         with pytest.raises(StateError):
             LocalCluster(str(tmp_path), lossy=wrong)
@@ -180,7 +180,7 @@ def test_invalid_rules_raise_at_once_or_at_the_first_save(tmp_path: Path, caplog
     assert [text.rpartition(" ")[2] for text in told] == ["exp_average"]
 
 
-def test_the_command_line_tells_of_it_and_other_readers_read_it(tmp_path: Path) -> None:
+def test_commands_report_rounding_and_other_readers_read_it(tmp_path: Path) -> None:
     state = mixed()
     with LocalCluster(str(tmp_path), codec="cpu", lossy="resume-bounded") as cluster:
         version = cluster.save(state, step=1)
@@ -202,7 +202,7 @@ def test_the_command_line_tells_of_it_and_other_readers_read_it(tmp_path: Path) 
                for name, array in reader.read(tmp_path).items() if name != "model.scale")  # fmt: skip
 
 
-def test_a_tensor_is_rounded_in_place_as_a_save_rounds_it() -> None:
+def test_rounding_in_place_equals_the_rounding_of_a_save() -> None:
     for tensor in (torch.randn(30, 40), torch.randn(40, 30).t(), torch.tensor([1.23456])):
         rows = tensor.clone(memory_format=torch.contiguous_format).reshape(-1, tensor.shape[-1])
         bits, _ = rounded_chunk.rounded(MantissaBits(6), rows.view(torch.int32), "float32")

@@ -1,6 +1,6 @@
-"""Saving takes no more host memory than its budget: measured on real processes, for states several times the budget.
+"""A save uses no more host memory than its budget, measured on real processes with states several times the budget.
 
-``make soak`` does so with a larger budget, and with versions kept in memory.
+``make soak`` repeats this with a larger budget and with versions kept in memory.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ SLACK = 64 * MIB
 
 
 def resident(pids: list[int]) -> int:
-    """Bytes of memory that the processes hold together; shared pages are split between those that share them (PSS)."""
+    """Return the memory of all processes in bytes; shared pages are divided among the processes that share them (PSS)."""
     return sum(psutil.Process(pid).memory_full_info().pss for pid in pids)
 
 
@@ -35,10 +35,10 @@ def resident(pids: list[int]) -> int:
         pytest.param(64 * MIB, 100 * MIB, torch.float32, id="64MiB and 100MiB kept", marks=pytest.mark.slow),
     ],
 )
-def test_a_save_peaks_at_its_budget_above_the_state(tmp_path: Path, budget: int, kept: int, dtype: torch.dtype) -> None:
+def test_a_save_uses_at_most_its_memory_budget(tmp_path: Path, budget: int, kept: int, dtype: torch.dtype) -> None:
     (rank,) = start(str(tmp_path), 1, memory=raystow.Memory(staging=budget, cache=kept))
     size = 6 * budget
-    every([rank], "set", lambda: {"w": torch.randn(1024, MIB // 1024), "x": 1})  # attaches, warms up
+    every([rank], "set", lambda: {"w": torch.randn(1024, MIB // 1024), "x": 1})  # attaches to the node worker and warms up
     every([rank], "save", 1)
     every([rank], "result")
 

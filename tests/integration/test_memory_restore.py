@@ -1,4 +1,4 @@
-"""Restoring from the memory of the nodes that saved: of the own node, and of others."""
+"""Restores from the memory of the node that saved, and of other nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ranks import every, save_state, start
 import raystow
 
 SIZE = 500_000
-"""Numbers in each layer."""
+"""Elements in each layer."""
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -28,12 +28,11 @@ def check_restored(ranks: list[Any], seed: int) -> None:
 
 
 def lose_all_objects(folder: Path) -> None:
-    """Delete all but marker and root: a restore after this has not read the store."""
+    """Delete all objects except marker and root, so that later restores cannot read the store."""
     shutil.rmtree(folder / "versions")
 
 
 def test_a_restarted_process_restores_from_its_node(tmp_path: Path) -> None:
-    """The store is not read."""
     (rank,) = start(str(tmp_path), 1)
     for seed in (1, 2):
         save_state([rank], seed, layers, SIZE)
@@ -44,7 +43,7 @@ def test_a_restarted_process_restores_from_its_node(tmp_path: Path) -> None:
 
 
 def near(seed: int) -> dict[str, Any]:
-    """Not far from any other: saves become differences."""
+    """Return a state close to that of every other seed, so that saves become deltas."""
     return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in layers(0, SIZE).items()}
 
 
@@ -62,7 +61,7 @@ def test_a_delta_and_its_base_are_restored_from_memory(tmp_path: Path) -> None:
         assert all(torch.equal(got[name], tensor) for name, tensor in near(2).items())
 
 
-def test_another_node_restores_from_the_savers_memory(tmp_path: Path) -> None:
+def test_another_node_restores_from_the_memory_of_the_savers(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2)
     save_state(ranks, 3, layers, SIZE)
     for rank in ranks:
@@ -72,7 +71,7 @@ def test_another_node_restores_from_the_savers_memory(tmp_path: Path) -> None:
     check_restored(ranks, 3)
 
 
-def test_what_is_not_in_memory_comes_from_the_store(tmp_path: Path) -> None:
+def test_parts_missing_in_memory_are_read_from_the_store(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, memory=raystow.Memory(cache=0))
     save_state(ranks, 4, layers, SIZE)
     check_restored(ranks, 4)

@@ -1,6 +1,6 @@
-"""What several nodes restore from the store is read once, and sent on; whatever happens to one of them.
+"""Parts that several nodes restore are read from the store once and sent to the other nodes, also if a node worker dies.
 
-``make test`` restores what is replicated, ``make soak`` also what is cut in another way than it was saved.
+``make test`` restores a replicated state; ``make soak`` also restores sharded tensors on another world size.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ NODES = ("node_a", "node_b", "node_c")
 
 
 @pytest.fixture(scope="module", autouse=True)
-def third(cluster: Cluster) -> Iterator[None]:
+def third_node(cluster: Cluster) -> Iterator[None]:
     node = cluster.add_node(num_cpus=2, resources={"node_c": 100}, include_log_monitor=False)
     yield
     cluster.remove_node(node)
@@ -37,7 +37,7 @@ def whole(seed: int) -> dict[str, torch.Tensor]:
 
 
 def split(self: Rank, where: str, seed: int) -> None:
-    """The state as DTensors over all ranks."""
+    """Set the state to DTensors sharded over all ranks."""
     import torch.distributed as dist
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Shard, distribute_tensor
@@ -49,7 +49,8 @@ def split(self: Rank, where: str, seed: int) -> None:
 
 
 def restore(self: Rank, kills: bool = False) -> tuple[int, dict[str, int]]:
-    """The step, and the bytes that this rank has had read, by source. ``kills``: its node worker dies on the way."""
+    """Restore, and return the step and the bytes read for this rank by source. ``kills``: kill the node worker during the
+    restore."""
     read = Counter[str]()
 
     class Told(logging.Handler):
@@ -74,7 +75,7 @@ def restore(self: Rank, kills: bool = False) -> tuple[int, dict[str, int]]:
 
 
 def is_whole(self: Rank, seed: int) -> bool:
-    """Whether every tensor is, or is this rank's part of, what was saved."""
+    """Assert that every tensor equals the saved one or this rank's part of it, and return True."""
     wanted = whole(seed)
     for name, got in self.state.items():
         rows = (
@@ -91,12 +92,12 @@ def save_step(folder: Path, ranks: list[Any], step: int) -> raystow.Version:
 
 
 def stored(version: raystow.Version) -> int:
-    """Bytes of the packs and of the manifest."""
+    """Return the bytes of the packs and of the manifest."""
     return version.bytes + sum(info.size for info in version.record.fragments)
 
 
 @pytest.mark.parametrize("workers_die", [False, True])
-def test_a_replicated_state_on_three_nodes(tmp_path: Path, workers_die: bool) -> None:
+def test_a_replicated_state_is_read_once_for_three_nodes(tmp_path: Path, workers_die: bool) -> None:
     ranks = start(str(tmp_path), 3, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "set", whole, 1)
     version = save_step(tmp_path, ranks, 1)
@@ -112,7 +113,7 @@ def test_a_replicated_state_on_three_nodes(tmp_path: Path, workers_die: bool) ->
 
 
 @pytest.mark.slow
-def test_four_ranks_become_three_with_one_on_a_node(tmp_path: Path) -> None:
+def test_a_state_of_four_ranks_is_read_once_for_three_nodes(tmp_path: Path) -> None:
     uri = str(tmp_path / "runs")
     ranks = start(uri, 4, nodes=NODES, memory=raystow.Memory(cache=0), replication=raystow.Replication(0))
     every(ranks, "do", split, str(tmp_path / "four"), 1)
@@ -125,4 +126,4 @@ def test_four_ranks_become_three_with_one_on_a_node(tmp_path: Path) -> None:
     assert every(ranks, "do", is_whole, 1) == [True] * 3
     read = sum((Counter(of) for _, of in told), Counter[str]())
     assert read["store"] + read["instead"] <= 1.05 * stored(version)
-    assert read["peer"] > 0.2 * version.bytes  # the chunks that two of them want
+    assert read["peer"] > 0.2 * version.bytes  # the chunks that two nodes need

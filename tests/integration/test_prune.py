@@ -1,4 +1,4 @@
-"""``raystow prune``, run as a user runs it, on real repositories."""
+"""``raystow prune`` on real repositories."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from raystow.storage.repository import create_repository, open_repository
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
-    """A repository of five versions, the second of them pinned, the third the best."""
+    """A repository of five versions: the second is pinned, and the third has the lowest loss."""
     with LocalCluster(str(tmp_path / "run")) as local:
         for step, loss in zip((100, 200, 300, 400, 500), (5.0, 4.0, 1.0, 2.0, 3.0), strict=True):
             version = local.save({"w": torch.randn(100, 100)}, step=step, metrics={"loss": loss})
@@ -30,7 +30,7 @@ def live(folder: Path) -> list[int]:
     return [version.id for version in open_repository(str(folder)).versions()]
 
 
-def test_a_dry_run_tells_every_version_and_why(folder: Path) -> None:
+def test_a_dry_run_lists_every_version_with_the_rule(folder: Path) -> None:
     result = run("prune", folder, "--keep-last", 2, "--keep-best", "loss:min:1", "--dry-run")
     assert result.exit_code == 0, result.output
     lines = [line.rstrip() for line in result.stdout.splitlines()]
@@ -49,7 +49,7 @@ def test_a_dry_run_tells_every_version_and_why(folder: Path) -> None:
     assert live(folder) == [1, 2, 3, 4, 5]
 
 
-def test_it_asks_before_it_drops(folder: Path) -> None:
+def test_prune_asks_before_it_drops(folder: Path) -> None:
     refused = run("prune", folder, "--keep-last", 2, input="n\n")
     assert (refused.exit_code, live(folder)) == (0, [1, 2, 3, 4, 5])
     assert "drop 2 versions? [y/N]" in refused.stderr
@@ -58,11 +58,11 @@ def test_it_asks_before_it_drops(folder: Path) -> None:
     assert (agreed.exit_code, live(folder)) == (0, [2, 4, 5])
     assert "dropped 2 versions; the objects of dropped versions stay in the store" in " ".join(agreed.stdout.split())
     assert len(orphans(open_repository(str(folder)))) > 2
-    again = run("prune", folder, "--keep-last", 2)  # nothing to drop, nothing to ask
+    again = run("prune", folder, "--keep-last", 2)  # no version to drop, so no question
     assert (again.exit_code, again.stderr) == (0, "")
 
 
-def test_where_nobody_answers_nothing_is_dropped(folder: Path) -> None:
+def test_prune_without_an_answer_drops_nothing(folder: Path) -> None:
     result = run("prune", folder, "--keep-last", 2)
     assert (result.exit_code, live(folder)) == (2, [1, 2, 3, 4, 5])
     assert "--yes" in result.stderr
@@ -70,7 +70,7 @@ def test_where_nobody_answers_nothing_is_dropped(folder: Path) -> None:
     assert live(folder) == [2, 4, 5]
 
 
-def test_json(folder: Path) -> None:
+def test_json_output_lists_the_decisions(folder: Path) -> None:
     facts = run_json("prune", folder, "--keep-every", 250, "--dry-run")
     assert (facts["uri"], facts["dry_run"], facts["dropped"]) == (folder.as_uri(), True, [])
     assert live(folder) == [1, 2, 3, 4, 5]
@@ -83,7 +83,7 @@ def test_json(folder: Path) -> None:
     assert run("verify", folder, "--all").exit_code == 0
 
 
-def test_max_bytes(folder: Path) -> None:
+def test_max_bytes_drops_the_oldest_versions(folder: Path) -> None:
     stored = sum(version.bytes for version in open_repository(str(folder)).versions())
     assert run_json("prune", folder, "--max-bytes", stored)["dropped"] == []
     assert run_json("prune", folder, "--max-bytes", stored - 1)["dropped"] == [1]
@@ -92,7 +92,7 @@ def test_max_bytes(folder: Path) -> None:
     assert live(folder) == [2, 5]
 
 
-def test_a_pin_that_comes_while_it_asks_is_heeded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_pin_set_during_the_question_is_respected(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def answer() -> str:
         repository = open_repository(str(folder))
         repository.pin(repository.version(3), "late")
@@ -105,13 +105,13 @@ def test_a_pin_that_comes_while_it_asks_is_heeded(folder: Path, monkeypatch: pyt
     assert live(folder) == [2, 3, 5]
 
 
-def test_a_misspelt_metric_is_refused(folder: Path) -> None:
+def test_an_unknown_metric_is_refused(folder: Path) -> None:
     error = run_json("prune", folder, "--keep-best", "lost:min:1", code=2)["error"]
     assert "'lost'" in error["what"]
     assert live(folder) == [1, 2, 3, 4, 5]
 
 
-def test_no_rule_is_a_usage_error_that_teaches(folder: Path) -> None:
+def test_missing_rules_are_a_usage_error_with_an_example(folder: Path) -> None:
     result = run("prune", folder)
     assert (result.exit_code, live(folder)) == (2, [1, 2, 3, 4, 5])
     assert "--keep-last 3" in result.stderr
@@ -129,16 +129,16 @@ def test_no_rule_is_a_usage_error_that_teaches(folder: Path) -> None:
         ["--max-bytes", "0"],
     ],
 )
-def test_wrong_words_are_usage_errors(folder: Path, words: list[str]) -> None:
+def test_invalid_arguments_are_usage_errors(folder: Path, words: list[str]) -> None:
     assert run("prune", folder, *words, "--yes").exit_code == 2
     assert live(folder) == [1, 2, 3, 4, 5]
 
 
-def test_no_limit_is_said_as_a_shell_says_it(folder: Path) -> None:
+def test_a_limit_of_zero_is_refused_with_a_remedy(folder: Path) -> None:
     assert "omit the option" in " ".join(run("prune", folder, "--max-bytes", 0).stderr.split())
 
 
-def test_empty_and_missing_repositories(tmp_path: Path) -> None:
+def test_empty_and_missing_repositories_are_handled(tmp_path: Path) -> None:
     assert run("prune", tmp_path, "--keep-last", 1).exit_code == 4
     create_repository(str(tmp_path))
     result = run("prune", tmp_path, "--keep-last", 1, "--keep-best", "loss:min:1")
@@ -146,13 +146,13 @@ def test_empty_and_missing_repositories(tmp_path: Path) -> None:
     assert run_json("prune", tmp_path, "--keep-last", 1)["versions"] == []
 
 
-def test_help_teaches_by_an_example() -> None:
+def test_help_has_an_example_and_fits_80_columns() -> None:
     result = run("prune", "--help")
     assert "Example:  raystow prune s3://" in result.stdout
     assert max(map(len, result.stdout.splitlines())) <= 80
 
 
-def test_quantities() -> None:
+def test_quantities_are_parsed() -> None:
     assert [options.duration(text) for text in ("90s", "30m", "6h", "1d", "1.5 H")] == [90, 1800, 21600, 86400, 5400]
     assert [options.nbytes(text) for text in ("7", "2TB", "1.5kib", "3 GiB", "5b")] == [7, 2 * 10**12, 1536, 3 << 30, 5]
     assert options.best("eval:loss:max:12") == ("eval:loss", "max", 12)

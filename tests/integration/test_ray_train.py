@@ -1,4 +1,4 @@
-"""In Ray Train's workers: Train and the repository know of the same versions, and a run goes on from the newest, bit for bit."""
+"""Ray Train's workers: Train and the repository list the same versions, and a run continues from the newest, bit for bit."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from raystow import ray_train
 
 
 @pytest.mark.usefixtures("cluster")
-def test_a_worker_dies_and_its_group_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's looks at its workers, instead of 2
-    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # an actor for each group; there is no notice in this run
-    # Train's cleaner asks the dashboard, which this cluster lacks, and ``fit`` waits 12 s for it at the end.
+def test_a_worker_group_continues_after_a_worker_dies(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RAY_TRAIN_HEALTH_CHECK_INTERVAL_S", "0.2")  # seconds between Train's health checks, instead of 2
+    monkeypatch.setenv("RAY_TRAIN_ENABLE_PREEMPTION_WATCHER", "0")  # it starts an actor per group; this run has no notice
+    # Train's cleaner queries the dashboard, which this cluster lacks, and ``fit`` would wait 12 s for the cleaner.
     impatient = partialmethod(PlacementGroupCleanerCallback.__init__, stop_timeout=0.5)
     monkeypatch.setattr(PlacementGroupCleanerCallback, "__init__", impatient)
     result = trainer(tmp_path, {"steps": 4, "die": 2}, num_to_keep=2).fit()
@@ -33,6 +33,6 @@ def test_a_worker_dies_and_its_group_goes_on(tmp_path: Path, monkeypatch: pytest
         check(version)
 
 
-def test_outside_of_a_worker_it_says_so() -> None:
+def test_a_checkpointer_outside_of_a_worker_is_refused() -> None:
     with pytest.raises(raystow.StateError, match="not a worker of Ray Train"):
         raystow.ray_train.Checkpointer()

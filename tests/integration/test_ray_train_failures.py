@@ -1,5 +1,5 @@
-"""What Ray Train is for: workers and nodes come and go, stores fail, runs are resumed. No step is lost that a version has, and
-Train and the repository keep the same versions."""
+"""Ray Train with failing workers, nodes and stores, and with resumed runs: no durable step is lost, and Train and the
+repository keep the same versions."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SPARE = "spare"
 
 
 class Spares:
-    """Nodes of one CPU each, with the resource ``spare``, that come and go."""
+    """Nodes of one CPU each with the resource ``spare``, added and removed by tests."""
 
     def __init__(self, cluster: Cluster) -> None:
         self.cluster, self.nodes = cluster, list[Any]()
@@ -30,7 +30,7 @@ class Spares:
         self.nodes.append(self.cluster.add_node(num_cpus=1, resources={SPARE: 1}))
 
     def of(self, id: str) -> Any:
-        """The node with this id, which is not one of the spares any more."""
+        """Return the node with this id, and remove it from the list of spare nodes."""
         node = next(node for node in self.nodes if node.node_id == id)
         self.nodes.remove(node)
         return node
@@ -47,7 +47,7 @@ def spares(cluster: Cluster) -> Iterator[Spares]:
 
 
 def agree(result: Any, uri: str | Path) -> list[int]:
-    """Train and the repository keep the same versions, all of them whole and right; their steps, oldest first."""
+    """Assert that Train and the repository keep the same versions with the expected values; return their steps, oldest first."""
     repository = raystow.open(uri)
     versions = repository.versions()
     listed = [ray_train.version_of(checkpoint) for checkpoint, _ in result.best_checkpoints]
@@ -65,20 +65,20 @@ def home(folder: Path) -> Path:
 
 
 def test_a_new_driver_resumes_the_run(cluster: Cluster, tmp_path: Path) -> None:
-    """The last two and the best, over a worker's death and three drivers; all retention is Train's."""
+    """The last two versions and the best are kept over a worker's death and three drivers; Train alone decides the retention."""
     keep = {"num_to_keep": 2, "checkpoint_score_attribute": "score", "checkpoint_score_order": "max"}
     first = trainer(tmp_path, {"steps": 3, "die": 2}, **keep).fit()
     assert agree(first, home(tmp_path)) == [1, 2, 3]  # scores 2, 4, 1
     second = trainer(tmp_path, {"steps": 6}, **keep).fit()
     assert agree(second, home(tmp_path)) == [2, 4, 6]  # scores 4, 3, 2
-    third = trainer(tmp_path, {"steps": 6}, **keep).fit()  # nothing left to do
+    third = trainer(tmp_path, {"steps": 6}, **keep).fit()  # no step is left
     assert agree(third, home(tmp_path)) == [2, 4, 6]
     assert [step for step, _, _ in Run(tmp_path).starts()] == [0, 2, 3, 6]
     with pytest.raises(raystow.NotFound, match="dropped by Ray Train"):
         ray_train.version_of(first.checkpoint)
 
 
-def test_a_node_dies(spares: Spares, tmp_path: Path) -> None:
+def test_a_run_continues_after_a_node_dies(spares: Spares, tmp_path: Path) -> None:
     run = Run(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer(tmp_path, {"steps": 6, "hold": 4, "wait": True}, on=SPARE).fit)
@@ -109,8 +109,8 @@ def test_an_elastic_group_shrinks_and_grows(spares: Spares, tmp_path: Path) -> N
     assert agree(result, home(tmp_path)) == [58, 59, 60]
 
 
-def test_a_notice_is_time_to_save(spares: Spares, tmp_path: Path) -> None:
-    """The node is gone a minute after the notice; nothing but the notice makes them save."""
+def test_ranks_save_on_a_preemption_notice(spares: Spares, tmp_path: Path) -> None:
+    """The node is removed a minute after the notice, and ranks save only because of the notice."""
     run = Run(tmp_path)
     with ThreadPoolExecutor(1) as pool:
         fit = pool.submit(trainer(tmp_path, {"steps": 120, "notice": True, "pace": 0.2}, on=SPARE).fit)
@@ -128,8 +128,8 @@ def test_a_notice_is_time_to_save(spares: Spares, tmp_path: Path) -> None:
     assert agree(result, home(tmp_path)) == [1, version.step, 120]
 
 
-def test_a_failing_store_ends_nothing(cluster: Cluster, tmp_path: Path) -> None:
-    """Saves fail while the store does; Train hears nothing of them, and its workers train on."""
+def test_a_failing_store_does_not_stop_training(cluster: Cluster, tmp_path: Path) -> None:
+    """Saves fail while the store fails; Train gets no report of these saves, and the workers continue."""
     run, uri = Run(tmp_path), tmp_path / "elsewhere"
     config = {"steps": 6, "hold": 2, "wait": True, "pace": 0.3, "options": {"uri": str(uri), "timeout": 30.0}}
     with ThreadPoolExecutor(1) as pool:
@@ -142,7 +142,7 @@ def test_a_failing_store_ends_nothing(cluster: Cluster, tmp_path: Path) -> None:
         (uri / "versions").unlink()
         (uri / "away").rename(uri / "versions")
         result = fit.result(DEADLINE)
-    assert [step for step, _, _ in run.starts()] == [0], "the group has lived"
+    assert [step for step, _, _ in run.starts()] == [0], "the worker group was not restarted"
     steps = agree(result, uri)
     assert steps[:2] == [1, 2]
     assert steps[-1] == 6
@@ -150,7 +150,7 @@ def test_a_failing_store_ends_nothing(cluster: Cluster, tmp_path: Path) -> None:
 
 
 def validate(checkpoint: Any, worst: float) -> dict[str, float]:
-    """What the version that the checkpoint points to is worth."""
+    """Return the score of the version that a checkpoint refers to."""
     import torch
 
     into = {"w": torch.zeros(1001)}
@@ -159,7 +159,7 @@ def validate(checkpoint: Any, worst: float) -> dict[str, float]:
     return {"score": worst if version.step == 4 else score(version.step)}
 
 
-def test_validation_decides_what_is_kept(cluster: Cluster, tmp_path: Path) -> None:
+def test_validation_decides_the_retention(cluster: Cluster, tmp_path: Path) -> None:
     from ray.train import ValidationConfig, ValidationTaskConfig
 
     validation = ValidationConfig(fn=validate, task_config=ValidationTaskConfig(fn_kwargs={"worst": -1.0}))

@@ -1,4 +1,4 @@
-"""Reading needs neither Ray nor torch nor a GPU, nor pandas, which is slow: in a process where importing them fails."""
+"""Reading needs neither Ray, torch nor a GPU, nor the slow pandas: tested in a process that cannot import them."""
 
 from __future__ import annotations
 

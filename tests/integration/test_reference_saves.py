@@ -1,4 +1,4 @@
-"""Saves that refer to an earlier version for what has not changed, by real node workers and a real coordinator, without Ray."""
+"""Saves that reference an earlier version for unchanged data, by real node workers and a real coordinator, without Ray."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ FROZEN["half"] = FROZEN["layer0"].bfloat16()
 
 
 def lora(step: int) -> State:
-    """A large frozen model and a small adapter that changes in each step."""
+    """Return a state with a large frozen model and a small adapter that changes in each step."""
     generator = torch.Generator().manual_seed(step)
     adapter = torch.randn(3_000, generator=generator)
     return {"model": dict(FROZEN), "adapter": adapter, "empty": torch.zeros(0, 7), "step": torch.tensor(float(step))}
@@ -57,13 +57,13 @@ def test_frozen_tensors_are_stored_once_over_many_saves(uri: str) -> None:
         assert all(version.bytes < 0.03 * whole for version in versions[1:])
         assert {version.entry.bases for version in versions[1:]} == {(1,)}
         assert set(references(versions[-1])) == {f"model.{name}" for name in FROZEN}
-        assert "whole" in versions[17].record.coding, "the series of deltas ended, and nothing frozen was written again"
+        assert "whole" in versions[17].record.coding, "the series of deltas ended, but frozen tensors were not stored again"
         for step in (0, 1, 17, 19):
             assert same(versions[step], lora(step))
             cluster.repository.verify(versions[step])
 
 
-def test_they_outlive_retention_collection_compaction_and_repair(uri: str) -> None:
+def test_references_survive_retention_compaction_and_repair(uri: str) -> None:
     with LocalCluster(uri, delta="auto") as cluster:
         repository = cluster.repository
         for step in range(4):
@@ -103,7 +103,7 @@ def test_without_deltas_every_version_is_whole(uri: str) -> None:
             assert cluster.save(lora(step), step=step).entry.bases == ()
 
 
-def test_a_new_node_worker_stores_all_once(uri: str) -> None:
+def test_a_restarted_node_worker_stores_everything_once(uri: str) -> None:
     with LocalCluster(uri, delta="auto") as cluster:
         for step in range(2):
             cluster.save(lora(step), step=step)
@@ -112,8 +112,8 @@ def test_a_new_node_worker_stores_all_once(uri: str) -> None:
         assert cluster.save(lora(3), step=3).entry.bases == (3,)
 
 
-def test_parts_that_freeze_in_turn_keep_chains_short(uri: str) -> None:
-    """Each version refers to the one before for what was frozen since, and to older ones for the rest."""
+def test_parts_frozen_at_different_steps_keep_chains_short(uri: str) -> None:
+    """Each version references the previous version for newly frozen parts, and older versions for the others."""
     parts = DEEPEST + 4
     with LocalCluster(uri, delta=1) as cluster:
         for step in range(2 * parts):

@@ -1,4 +1,4 @@
-"""Whole nodes die: their parts come from their partners' memory, or from the store; and the copies are made again."""
+"""Nodes die: their parts are read from their partners' memory or from the store, and copies are made again."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from raystow.workers.node.actor import NAMESPACE
 from raystow.workers.protocol.messages import ReplicationProgress
 
 SIZE = 500_000
-"""Numbers in each layer."""
+"""Elements in each layer."""
 
 
 class Nodes:
-    """A cluster whose nodes come and go."""
+    """A cluster to which tests add nodes and in which they kill nodes."""
 
     def __init__(self) -> None:
         self._cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "include_dashboard": False})
@@ -39,11 +39,11 @@ class Nodes:
             self._nodes[name] = self._cluster.add_node(num_cpus=1, resources={name: 100}, labels={"zone": f"zone of {name}"})
 
     def kill(self, name: str) -> None:
-        """As when the machine loses power."""
+        """Remove a node without notice, as if its machine lost power."""
         self._cluster.remove_node(self._nodes.pop(name), allow_graceful=False)
 
     def copies(self, name: str) -> ReplicationProgress:
-        """How far a node is with its copies; none of any if it has no worker."""
+        """Return the progress of a node's replication; an empty progress if the node has no worker."""
         try:
             worker = ray.get_actor(f"node-{self._nodes[name].node_id}", NAMESPACE)
             progress: ReplicationProgress = ray.get(worker.copies.remote(), timeout=10)
@@ -58,7 +58,7 @@ class Nodes:
 
 @pytest.fixture
 def nodes(cluster: Cluster) -> Iterator[Nodes]:
-    """A cluster of this test's own; the driver goes back to the common one afterwards."""
+    """Start a cluster for one test; afterwards the driver reconnects to the shared cluster."""
     ray.shutdown()
     nodes = Nodes()
     yield nodes
@@ -74,7 +74,7 @@ independent = functools.partial(layers, size=SIZE)
 
 
 def near(seed: int) -> dict[str, Any]:
-    """Not far from any other: a delta to that is smaller."""
+    """Return a state close to that of every other seed, so that a delta is smaller."""
     return {name: tensor.view(torch.int32).add(seed).view(torch.float32) for name, tensor in layers(0, SIZE).items()}
 
 
@@ -90,7 +90,7 @@ def check_restored(ranks: list[Any], seed: int, make: Make = independent) -> Non
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", [independent, near], ids=["a whole version", "a difference"])
-def test_nodes_die_one_by_one_and_memory_is_enough(nodes: Nodes, tmp_path: Path, make: Make) -> None:
+def test_memory_suffices_if_nodes_die_one_by_one(nodes: Nodes, tmp_path: Path, make: Make) -> None:
     nodes.add("a", "b")
     ranks = start(str(tmp_path), 2, nodes=("a", "b"))
     for seed in (1, 2):
@@ -118,7 +118,7 @@ def test_nodes_die_one_by_one_and_memory_is_enough(nodes: Nodes, tmp_path: Path,
 
 
 @pytest.mark.slow
-def test_a_node_and_its_partner_die_and_the_store_has_all(nodes: Nodes, tmp_path: Path) -> None:
+def test_the_store_is_read_if_a_node_and_its_partner_die(nodes: Nodes, tmp_path: Path) -> None:
     nodes.add("a", "b")
     ranks = start(str(tmp_path), 2, nodes=("a", "b"))
     save_state(ranks, 3, layers, SIZE)

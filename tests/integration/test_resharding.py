@@ -1,6 +1,7 @@
-"""What N ranks saved, M ranks restore: bit for bit, under any parallelism, each rank reading what overlaps its part.
+"""States saved by N ranks are restored by M ranks, bit for bit, under any parallelism; each rank reads only overlapping
+chunks.
 
-``make test`` takes every parallelism, on no more than four ranks; ``make soak`` all pairs of numbers up to eight.
+``make test`` covers every parallelism on at most four ranks; ``make soak`` covers all pairs of world sizes up to eight.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ WORLDS = (1, 2, 3, 4, 8)
 
 
 def named(case: object) -> str:
-    """Of tests, by what they save."""
+    """Return a test id from a pair of layout and world size."""
     return "-".join(map(str, case)) if isinstance(case, tuple) else ""
 
 
@@ -33,12 +34,12 @@ def world(cluster: Cluster, tmp_path_factory: pytest.TempPathFactory) -> Iterato
 
 @pytest.fixture(scope="module")
 def uri(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """One run's repository: what is newest was saved by the test at hand."""
+    """The repository of one run: each test restores the version that it saved last."""
     return str(tmp_path_factory.mktemp("run"))
 
 
 def alike(answers: list[dict[str, Any]]) -> dict[str, Any]:
-    """What the ranks tell of the whole state, which is the same for all."""
+    """Assert that all ranks report the same whole state, and return it."""
     assert all(answer["whole"] == answers[0]["whole"] for answer in answers)
     return answers[0]["whole"]
 
@@ -49,7 +50,7 @@ def check(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[
     assert sum("exp_avg" in name for name in expected) == 18
     latest = raystow.open(uri).latest()
     assert latest is not None
-    assert latest.raw == sum(info.nbytes for info in latest.tensors().values())  # each element once
+    assert latest.raw == sum(info.nbytes for info in latest.tensors().values())  # each element is stored once
     for layout, n in restored:
         got = world.call("restore", n, uri, layout, flat, STEPS if (layout, n) == saved else 0)
         assert alike(got) == expected, (layout, n)
@@ -70,13 +71,15 @@ def check(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[
     ],
     ids=named,
 )
-def test_on_up_to_four_ranks(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]) -> None:
+def test_layouts_on_up_to_four_ranks(
+    world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]
+) -> None:
     check(world, uri, saved, restored)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("n", WORLDS)
-def test_fsdp_onto_any_number_of_ranks(world: ProcessGroup, uri: str, n: int) -> None:
+def test_fsdp_is_restored_on_any_number_of_ranks(world: ProcessGroup, uri: str, n: int) -> None:
     check(world, uri, ("fsdp", n), [("fsdp", m) for m in WORLDS])
 
 
@@ -97,12 +100,14 @@ def test_fsdp_onto_any_number_of_ranks(world: ProcessGroup, uri: str, n: int) ->
     ],
     ids=named,
 )
-def test_between_layouts(world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]) -> None:
+def test_layouts_are_restored_in_other_layouts(
+    world: ProcessGroup, uri: str, saved: tuple[str, int], restored: list[tuple[str, int]]
+) -> None:
     check(world, uri, saved, restored)
 
 
-def test_the_optimizers_own_nesting(world: ProcessGroup, uri: str) -> None:
-    """Without flat names: ``optim.state.<name>.exp_avg`` and a list of groups."""
+def test_a_nested_optimizer_state_is_restored(world: ProcessGroup, uri: str) -> None:
+    """The names are not flattened: ``optim.state.<name>.exp_avg``, and a list of groups."""
     check(world, uri, ("fsdp", 4), [("fsdp", 3), ("tp", 2)], flat=False)
 
 
@@ -118,7 +123,7 @@ def save_rows(rank: int, n: int, uri: str, tag: str) -> None:
         "step": 7,
     }
     with raystow.Checkpointer(uri, memory=64 << 20) as checkpointer:
-        torch.distributed.barrier()  # as after a step of training: nobody saves before all ranks of the new world have joined
+        torch.distributed.barrier()  # as a training step would: no rank saves before all have joined
         checkpointer.save(state, step=7).result(60)
 
 
@@ -127,7 +132,7 @@ def rows() -> torch.Tensor:
 
 
 def restore_rows(rank: int, n: int, uri: str, tag: str) -> int:
-    """Into other shapes of the world, other dtypes and fewer names; the bytes read."""
+    """Restore to other placements, dtypes and fewer names; return the bytes that were read."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import Replicate, Shard, distribute_tensor, zeros
 
@@ -140,7 +145,7 @@ def restore_rows(rank: int, n: int, uri: str, tag: str) -> int:
         wanted = overlapping(version, {"rows": mine})
         check_reads(reads.ranges, wanted)
         read = sum(length for _, _, length in reads.ranges)
-        assert read == sum(chunk.coding.size for chunk in wanted)  # each is larger than a hole that would be read across
+        assert read == sum(chunk.coding.size for chunk in wanted)  # chunks are larger than a gap that is read
 
         into = {
             "rows": zeros(1000, 250, device_mesh=mesh, placements=[Shard(1)], dtype=torch.bfloat16),
@@ -162,7 +167,7 @@ def restore_rows(rank: int, n: int, uri: str, tag: str) -> int:
     return read
 
 
-def test_parts_of_a_state_in_other_dtypes_and_not_a_byte_more(world: ProcessGroup, uri: str) -> None:
+def test_parts_are_cast_and_only_overlapping_bytes_are_read(world: ProcessGroup, uri: str) -> None:
     world.call("do", 4, save_rows, uri, "a")
     reads = world.call("do", 3, restore_rows, uri, "b")
     latest = raystow.open(uri).latest()
@@ -173,7 +178,7 @@ def test_parts_of_a_state_in_other_dtypes_and_not_a_byte_more(world: ProcessGrou
 
 
 def refuse(rank: int, n: int, tag: str) -> list[str]:
-    """Placements that leave a rank more than a box, or none that torch knows of."""
+    """Return the errors for placements that give a rank more than one box, or that torch does not describe."""
     from torch.distributed.device_mesh import init_device_mesh
     from torch.distributed.tensor import DTensor, Partial, Shard
     from torch.distributed.tensor.placement_types import _StridedShard
@@ -193,7 +198,7 @@ def refuse(rank: int, n: int, tag: str) -> list[str]:
     return told
 
 
-def test_what_is_not_one_box_is_refused_by_name(world: ProcessGroup) -> None:
+def test_placements_that_are_not_one_box_are_refused(world: ProcessGroup) -> None:
     for strided, combed, uneven, partial in world.call("do", 4, refuse, "c"):
         for told in (strided, combed, partial):
             assert told.startswith('state["a"]["b"]: DTensors placed as ')

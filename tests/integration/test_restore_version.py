@@ -1,4 +1,4 @@
-"""Ranks of a real cluster restore a version that they choose: all the same one, or none of them any."""
+"""All ranks of a cluster restore the version that they selected, or none restores any."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import raystow
 from raystow.storage.format import keys
 
 SIZE = 10_000
-"""Numbers in each layer."""
+"""Elements in each layer."""
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
@@ -26,7 +26,7 @@ def model(step: int) -> dict[str, Any]:
 
 
 def run_of(folder: Path, *steps: int, **options: Any) -> list[Any]:
-    """Two ranks that have saved these steps; their states are of another one."""
+    """Start two ranks that save these steps; then their states are set to another step."""
     ranks = start(str(folder), 2, **options)
     for step in steps:
         save_state(ranks, step, model)
@@ -35,7 +35,7 @@ def run_of(folder: Path, *steps: int, **options: Any) -> list[Any]:
 
 
 def restored_steps(ranks: list[Any]) -> list[int]:
-    """The step of each rank's state, all of which is of that step."""
+    """Return the step of each rank's state, and assert that the whole state is of that step."""
     steps = []
     for state in ray.get([rank.do.remote(lambda self: self.state) for rank in ranks], timeout=60):
         assert all(torch.equal(state["model"][name], tensor) for name, tensor in layers(state["step"], SIZE).items())
@@ -44,7 +44,7 @@ def restored_steps(ranks: list[Any]) -> list[int]:
 
 
 def errors_of(ranks: list[Any], *versions: Any) -> list[raystow.RaystowError]:
-    """The error of each rank when it restores the version of the same place."""
+    """Return the error of each rank for its version."""
     found = []
     calls = [rank.restore.remote(version) for rank, version in zip(ranks, versions, strict=True)]
     for call in calls:
@@ -55,8 +55,8 @@ def errors_of(ranks: list[Any], *versions: Any) -> list[raystow.RaystowError]:
 
 
 @pytest.mark.parametrize("cache", [None, 0])
-def test_all_ranks_restore_the_chosen_version(tmp_path: Path, cache: int | None) -> None:
-    """From the memory of the nodes or from the store."""
+def test_all_ranks_restore_the_selected_version(tmp_path: Path, cache: int | None) -> None:
+    """The version is read from the nodes' memory, or from the store (``cache=0``)."""
     ranks = run_of(tmp_path, 10, 20, 30, memory=raystow.Memory() if cache is None else raystow.Memory(cache=cache))
     repository = raystow.open(tmp_path)
     repository.pin(repository.version(2), "best")
@@ -66,22 +66,22 @@ def test_all_ranks_restore_the_chosen_version(tmp_path: Path, cache: int | None)
         assert restored_steps(ranks) == [step, step]
         every(ranks, "set", model, 0)
     every(ranks, "restore", "step:10")
-    save_state(ranks, 11, model)  # the training goes on from there
+    save_state(ranks, 11, model)  # training continues from step 10
     assert [version.step for version in every(ranks, "restore")] == [11, 11]
     assert [version.step for version in repository.versions()] == [10, 20, 30, 11]
 
 
-def test_ranks_that_ask_for_different_versions_are_all_told(tmp_path: Path) -> None:
+def test_ranks_that_select_different_versions_all_get_an_error(tmp_path: Path) -> None:
     ranks = run_of(tmp_path, 10, 20)
     for error in errors_of(ranks, "latest", 1):
         assert isinstance(error, raystow.StateError)
         assert "'latest' by ranks [0], '1' by ranks [1]" in str(error)
         assert "pass the same version on all ranks" in str(error)
     assert restored_steps(ranks) == [0, 0]
-    assert [version.step for version in every(ranks, "restore", 1)] == [10, 10]  # the next restore is another one
+    assert [version.step for version in every(ranks, "restore", 1)] == [10, 10]  # the error does not affect the next restore
 
 
-def test_a_version_that_does_not_exist_is_an_error_for_all(tmp_path: Path) -> None:
+def test_a_missing_version_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     ranks = run_of(tmp_path, 10, 20)
     for error in errors_of(ranks, "step:15", "step:15"):
         assert isinstance(error, raystow.NotFound)
@@ -95,7 +95,7 @@ def test_a_version_that_does_not_exist_is_an_error_for_all(tmp_path: Path) -> No
     assert restored_steps(ranks) == [0, 0]
 
 
-def test_a_damaged_version_is_an_error_for_all(tmp_path: Path) -> None:
+def test_a_damaged_version_is_an_error_on_all_ranks(tmp_path: Path) -> None:
     """No other version is restored instead."""
     ranks = run_of(tmp_path, 10, 20, memory=raystow.Memory(cache=0))
     version = raystow.open(tmp_path).version("step:20")

@@ -1,4 +1,4 @@
-"""A rollback while a run saves: its coordinator takes notice, and no rank restores what was rolled back."""
+"""A rollback during a run: the coordinator detects it, and no rank restores a rolled-back version."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import raystow
 from raystow.orchestrator.coordinator.ray_client import coordinator_actor
 
 SIZE = 100_000
-"""Numbers in each layer."""
+"""Elements in each layer."""
 
 pytestmark = pytest.mark.usefixtures("cluster")
 
 
-def test_a_run_restores_the_chosen_version_and_goes_on(tmp_path: Path) -> None:
-    """Though the newer ones are in the memory of the nodes; and its next save is whole, since its base is rolled back."""
+def test_a_run_continues_from_the_version_of_a_rollback(tmp_path: Path) -> None:
+    """The newer versions are still in the nodes' memory. The next save is whole, because its base was rolled back."""
     ranks = start(str(tmp_path), 2, compression=raystow.Compression(delta=2))
     for seed in (1, 2, 3):
         save_state(ranks, seed, layers, SIZE)
@@ -39,8 +39,8 @@ def test_a_run_restores_the_chosen_version_and_goes_on(tmp_path: Path) -> None:
     assert {version.step for version in every(ranks, "restore")} == {4}
 
 
-def test_a_save_that_began_before_never_wins(tmp_path: Path) -> None:
-    """The coordinator takes notice at its commit; neither then nor from memory is the save restored."""
+def test_a_save_started_before_a_rollback_fails(tmp_path: Path) -> None:
+    """The coordinator detects the rollback at the commit, and the save is not restored from memory either."""
     first, second = ranks = start(str(tmp_path), 2)
     for seed in (1, 2):
         save_state(ranks, seed, layers, SIZE)

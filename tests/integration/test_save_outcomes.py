@@ -1,4 +1,4 @@
-"""What ranks of a real cluster are told when an answer is lost, or when another run writes to the same repository."""
+"""Results that ranks of a cluster get when an answer is lost, or when another run writes to the same repository."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def small(seed: int = 1) -> dict[str, Any]:
 
 
 def _mute(_: Any) -> None:
-    """Let this node worker tell its ranks nothing of their versions."""
+    """Stop this node worker from reporting versions to its ranks."""
     tell = Session._tell
 
     def told(self: Session, save: int, outcome: Any, *warnings: Any) -> None:
@@ -38,8 +38,8 @@ def _mute(_: Any) -> None:
     Session._tell = told  # type: ignore[method-assign]
 
 
-def test_a_save_is_a_version_although_its_node_worker_died(tmp_path: Path) -> None:
-    """It died after the commit, before the rank heard of it."""
+def test_a_committed_save_succeeds_though_its_worker_died(tmp_path: Path) -> None:
+    """The node worker dies after the commit and before its report to the rank."""
     (rank,) = start(str(tmp_path), 1)
     every([rank], "set", small)
     every([rank], "save", 1)
@@ -56,8 +56,8 @@ def test_a_save_is_a_version_although_its_node_worker_died(tmp_path: Path) -> No
     assert counts == (0, 0)
 
 
-def test_a_restarted_coordinator_knows_what_was_committed(tmp_path: Path) -> None:
-    """A node worker that repeats its report hears of the version; one of an attempt that was not committed hears so."""
+def test_a_restarted_coordinator_knows_committed_attempts(tmp_path: Path) -> None:
+    """A repeated report of a committed attempt returns its version; a report of another attempt raises an error."""
     (rank,) = start(str(tmp_path), 1)
     every([rank], "set", small)
     every([rank], "save", 1)
@@ -76,7 +76,7 @@ def test_a_restarted_coordinator_knows_what_was_committed(tmp_path: Path) -> Non
 
 
 def _called(call: Any) -> Any:
-    """Repeat a call while the coordinator is being restarted."""
+    """Repeat a call while the coordinator restarts, and return its answer."""
     answer: list[Any] = []
 
     def answered() -> bool:
@@ -91,7 +91,7 @@ def _called(call: Any) -> Any:
 
 
 def _train_fenced(self: Rank) -> list[str]:
-    """Save until it is told to stop; what ``result``, ``save`` and ``fence`` raise."""
+    """Save until this rank is fenced; return the errors of ``result``, ``save`` and ``fence``."""
     told = []
     pending = self.checkpointer.save(self.state, step=2)
     for call in (pending.result, lambda: self.checkpointer.save(self.state, step=3), self.checkpointer.fence):
@@ -103,8 +103,8 @@ def _train_fenced(self: Rank) -> list[str]:
     return told
 
 
-def test_a_fenced_run_stops_and_names_the_other(tmp_path: Path) -> None:
-    """The other one is of another cluster: it has taken the next epoch."""
+def test_a_fenced_run_stops_and_names_the_other_run(tmp_path: Path) -> None:
+    """The other run is on another cluster, and has taken the next epoch."""
     (rank,) = start(str(tmp_path), 1)
     every([rank], "set", small)
     every([rank], "save", 1)
@@ -122,7 +122,7 @@ def test_a_fenced_run_stops_and_names_the_other(tmp_path: Path) -> None:
     assert every([rank], "result")[0].step == 4
 
 
-def test_a_run_takes_the_repository_over_if_asked(tmp_path: Path) -> None:
+def test_a_run_with_takeover_takes_the_repository_back(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, on_fenced="takeover")
     every([rank], "set", small)
     every([rank], "save", 1)
@@ -139,7 +139,7 @@ def test_a_run_takes_the_repository_over_if_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("on_fenced", ["raise", "takeover"])
-def test_two_runs_on_one_cluster_are_told_apart(tmp_path: Path, on_fenced: str) -> None:
+def test_two_runs_on_one_cluster_are_distinguished(tmp_path: Path, on_fenced: str) -> None:
     (older,) = start(str(tmp_path), 1, on_fenced=on_fenced)
     (newer,) = start(str(tmp_path), 1)
     every([older, newer], "set", small)
