@@ -1,4 +1,4 @@
-"""The save path in a real cluster: several nodes and ranks, overwriting after the fence, deaths in the middle."""
+"""The save path on a cluster: several nodes and ranks, changes of tensors after the fence, and failures during a save."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def check_equal(got: dict[str, Any], wanted: dict[str, Any]) -> None:
 
 
 def test_replicated_tensors_are_stored_once_by_all_ranks(tmp_path: Path) -> None:
-    """The work is spread evenly."""
+    """Each node stores about half of the bytes."""
     ranks = start(str(tmp_path), 4)
     every(ranks, "set", replicated, 1)
     every(ranks, "save", 7, {"loss": 0.5})
@@ -63,7 +63,7 @@ def test_replicated_tensors_are_stored_once_by_all_ranks(tmp_path: Path) -> None
     raystow.open(tmp_path).verify(version)
 
 
-def test_after_the_fence_tensors_may_change(tmp_path: Path) -> None:
+def test_tensors_may_change_after_the_fence(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1)
 
     def save_and_overwrite(self: Rank) -> None:
@@ -83,8 +83,8 @@ def test_after_the_fence_tensors_may_change(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("write", ["in place", "by .data", "to small tensors"])
 def test_a_tensor_that_changes_before_the_fence_fails_the_save(tmp_path: Path, write: str) -> None:
-    """Small tensors do not: ``save`` has copied them."""
-    (rank,) = start(str(tmp_path), 1, memory=64 << 20)  # far less than the state, so that it cannot be staged by then
+    """A change of small tensors does not, because ``save`` has copied them."""
+    (rank,) = start(str(tmp_path), 1, memory=64 << 20)  # far less than the state, so staging has not finished
 
     def save_and_overwrite(self: Rank, write: str) -> list[str]:
         self.state = replicated(3, megabytes=64)
@@ -113,7 +113,7 @@ def test_a_tensor_that_changes_before_the_fence_fails_the_save(tmp_path: Path, w
         assert "fence()" in failed[0]
 
 
-def test_save_returns_before_coding_and_the_guard_fences(tmp_path: Path) -> None:
+def test_save_returns_before_encoding_and_the_guard_fences(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, memory=64 << 20)
 
     def run(self: Rank) -> tuple[bool, bool]:
@@ -128,14 +128,14 @@ def test_save_returns_before_coding_and_the_guard_fences(tmp_path: Path) -> None
         staged = pending.staged(0)
         version = pending.result(120)
         assert torch.equal(raystow.open(self.checkpointer.uri).latest().read("w"), before)
-        assert 0 < version.record.stall <= pending.stall  # told when all was staged, a moment before the step went on
+        assert 0 < version.record.stall <= pending.stall  # recorded when staging ended, shortly before the step continued
         assert not torch.equal(weight, before)
         return unstaged, staged
 
     assert ray.get(rank.do.remote(run), timeout=120) == (True, True)
 
 
-def test_a_node_worker_collects_garbage_in_modules_once(tmp_path: Path) -> None:
+def test_a_node_worker_excludes_modules_from_collection(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1)
     node = ray.get(rank.do.remote(lambda self: ray.get_runtime_context().get_node_id()))
     worker = ray.get_actor(f"node-{node}", NAMESPACE)
@@ -190,7 +190,7 @@ def test_refused_states_name_the_path_and_write_nothing(tmp_path: Path) -> None:
     assert not (tmp_path / "versions").exists()
 
 
-def test_ranks_that_hold_different_plain_tensors_are_told(tmp_path: Path) -> None:
+def test_ranks_with_different_plain_tensors_are_reported(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2)
     ray.get([rank.set.remote(lambda n: {f"only{n}": torch.ones(3)}, n) for n, rank in enumerate(ranks)])
     every(ranks, "save", 1)
@@ -225,24 +225,24 @@ def test_a_rank_that_never_saves_is_named_after_the_deadline(tmp_path: Path) -> 
     ray.get(ranks[0].save.remote(1))
     with pytest.raises(raystow.SaveFailed, match=r"save of step 1: ranks \[1\] had not delivered their shards after 2 s"):
         ray.get(ranks[0].result.remote(), timeout=60)
-    every(ranks, "save", 2)  # the next save is not harmed
+    every(ranks, "save", 2)  # the failed save does not affect the next one
     assert {version.step for version in every(ranks, "result")} == {2}
 
 
-def test_ranks_that_save_different_steps_are_told_at_once(tmp_path: Path) -> None:
+def test_ranks_that_save_different_steps_fail_immediately(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, timeout=600)
     every(ranks, "set", replicated, 1, 1)
     ray.get(ranks[0].save.remote(1))
     ray.get(ranks[1].save.remote(2))
     results = [rank.result.remote() for rank in ranks]
-    (first,), _ = ray.wait(results, timeout=60)  # of the save that reached the coordinator first; the other is still to be joined
+    (first,), _ = ray.wait(results, timeout=60)  # the save that reached the coordinator first; the other still waits for a rank
     with pytest.raises(
         raystow.SaveFailed, match=r"rank [01] saves step [12] where rank [01] saved step [12]: all ranks must save"
     ):
         ray.get(first)
 
 
-def test_a_closed_checkpointer_saves_no_more(tmp_path: Path) -> None:
+def test_a_closed_checkpointer_refuses_calls(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1)
 
     def save_after_close(self: Rank) -> list[str]:
@@ -258,22 +258,22 @@ def test_a_closed_checkpointer_saves_no_more(tmp_path: Path) -> None:
     assert ray.get(rank.do.remote(save_after_close), timeout=60) == ["this Checkpointer is closed"] * 2
 
 
-def test_a_failure_is_known_before_the_coordinator_answers(tmp_path: Path) -> None:
+def test_a_failure_is_raised_before_the_coordinator_answers(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2, timeout=2)
     every(ranks, "set", replicated, 1, 1)
 
-    def tell_in_vain(self: Rank) -> None:
+    def report_without_an_answer(self: Rank) -> None:
         self.checkpointer._port.save_failed = lambda *_: threading.Event().wait()  # type: ignore[method-assign,misc]
 
-    ray.get(ranks[0].do.remote(tell_in_vain))
+    ray.get(ranks[0].do.remote(report_without_an_answer))
     ray.get(ranks[0].save.remote(1))
     with pytest.raises(raystow.SaveFailed, match=r"save of step 1: ranks .* had not delivered"):
         ray.get(ranks[0].result.remote(), timeout=60)
-    every(ranks, "save", 2)  # whose outcome is heard by the same thread
+    every(ranks, "save", 2)  # the same thread receives the outcome of step 2
     assert {version.step for version in every(ranks, "result")} == {2}
 
 
-def test_a_killed_node_worker_fails_one_save_only(tmp_path: Path) -> None:
+def test_a_killed_node_worker_fails_only_one_save(tmp_path: Path) -> None:
     (rank,) = start(str(tmp_path), 1, memory=32 << 20)
     (before,) = ray.get(rank.node_worker_pids.remote())
 
@@ -294,7 +294,6 @@ def test_a_killed_node_worker_fails_one_save_only(tmp_path: Path) -> None:
 
 
 def test_a_rank_that_dies_while_staging_fails_the_save(tmp_path: Path) -> None:
-    """The error names the rank."""
     ranks = start(str(tmp_path), 2, memory=32 << 20)
     every(ranks, "set", lambda: {"w": torch.randn(32 << 20)})
     pid = ray.get(ranks[1].pid.remote())
@@ -311,7 +310,7 @@ def test_a_rank_that_dies_while_staging_fails_the_save(tmp_path: Path) -> None:
         ray.get(ranks[0].result.remote(), timeout=60)
 
 
-def test_a_restarted_rank_ends_saves_that_wait_for_it(tmp_path: Path) -> None:
+def test_a_restarted_rank_fails_saves_that_wait_for_it(tmp_path: Path) -> None:
     ranks = start(str(tmp_path), 2)
     every(ranks, "set", replicated, 1, 1)
     ray.get(ranks[0].save.remote(1))
@@ -341,7 +340,7 @@ def _join(rank: Any) -> None:
 
 
 def _until(reached: Any, ranks: list[Any]) -> None:
-    """Ask the coordinator for signs of life until something holds; it starts when it is first called."""
+    """Call the coordinator until ``reached`` returns true; a call starts the coordinator."""
     for _ in range(100):
         try:
             every(ranks, "do", _join)
@@ -349,4 +348,4 @@ def _until(reached: Any, ranks: list[Any]) -> None:
             continue
         if reached():
             return
-    raise AssertionError("it never came back")
+    raise AssertionError("the coordinator did not restart")

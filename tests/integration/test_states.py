@@ -1,4 +1,4 @@
-"""What a state may hold comes back bit for bit, through the whole save path and onto live training state."""
+"""Every supported value of a state is saved and restored bit for bit, through the whole save path and into live state."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ DTYPES_OF_TORCH = sorted(
 
 
 def random_tensor(dtype: torch.dtype, *shape: int) -> torch.Tensor:
-    """Random bits, NaN payloads and all; bools are 0 or 1."""
+    """Return random bits, including NaN payloads; bools are 0 or 1."""
     raw = torch.randint(0, 2 if dtype is torch.bool else 256, (math.prod(shape) * dtype.itemsize,), dtype=torch.uint8)
     return raw.view(dtype).reshape(shape)
 
@@ -37,12 +37,12 @@ def same_bits(a: Any, b: Any) -> bool:
     return a.dtype == b.dtype and a.shape == b.shape and bits(a).tobytes() == bits(b).tobytes()
 
 
-def test_the_format_knows_every_dtype_of_torch() -> None:
+def test_the_format_has_every_dtype_of_torch() -> None:
     assert {str(dtype).removeprefix("torch.") for dtype in DTYPES_OF_TORCH} <= set(DTYPES)
 
 
 @pytest.mark.parametrize("dtype", DTYPES_OF_TORCH, ids=str)
-def test_every_dtype_of_torch(dtype: torch.dtype) -> None:
+def test_every_dtype_of_torch_is_restored(dtype: torch.dtype) -> None:
     base = random_tensor(dtype, 64, 48)
     state = {
         "plain": base,
@@ -64,7 +64,7 @@ def test_every_dtype_of_torch(dtype: torch.dtype) -> None:
         assert same_bits(version.read(name), tensor), name
 
 
-def test_conjugated_and_negated_views_are_stored_as_they_look() -> None:
+def test_conjugated_and_negated_views_are_resolved() -> None:
     z = torch.randn(5, 3, dtype=torch.complex64)
     with LocalCluster("memory://conj") as cluster:
         version = cluster.save({"conj": z.conj(), "neg": z.conj().imag}, step=1)
@@ -72,7 +72,7 @@ def test_conjugated_and_negated_views_are_stored_as_they_look() -> None:
     assert torch.equal(version.read("neg"), -z.imag)
 
 
-def test_plain_values_and_containers() -> None:
+def test_plain_values_and_containers_are_restored() -> None:
     payload = struct.unpack(">d", bytes.fromhex("7ff8dead0000beef"))[0]
     point = collections.namedtuple("point", "x y")
     state = {
@@ -115,7 +115,7 @@ def test_plain_values_and_containers() -> None:
     assert isinstance(blank["nested"][1], point)
 
 
-def test_numpy_arrays_and_scalars() -> None:
+def test_numpy_arrays_and_scalars_are_restored() -> None:
     state = {
         "array": np.arange(1000, dtype=np.uint16).reshape(10, 100)[:, ::7],
         "scalar": np.float32(1.25),
@@ -138,7 +138,7 @@ def test_numpy_arrays_and_scalars() -> None:
         cluster.save({"when": np.array(["2020-01-01"], "datetime64[D]")}, step=2)
 
 
-def test_part_of_a_tensor_is_read_from_few_chunks() -> None:
+def test_a_part_of_a_tensor_is_read() -> None:
     wide = torch.randn(3, 5000, 700)
     with LocalCluster("memory://large") as cluster:
         version = cluster.save({"wide": wide, "long": torch.arange(3 << 20)}, step=1)
@@ -148,7 +148,7 @@ def test_part_of_a_tensor_is_read_from_few_chunks() -> None:
     assert version.read("long", index=-1) == (3 << 20) - 1
 
 
-def test_mismatches_are_told_before_anything_changes(caplog: pytest.LogCaptureFixture) -> None:
+def test_mismatches_are_reported_before_anything_changes(caplog: pytest.LogCaptureFixture) -> None:
     with LocalCluster("memory://mismatch") as cluster:
         cluster.save({"a": torch.ones(3), "b": torch.ones(2, 2), "n": 1}, step=1)
     into: dict[str, Any] = {"a": torch.zeros(3), "c": torch.zeros(1), "n": 0}
@@ -191,8 +191,8 @@ UNSUITABLE = {
 
 
 @pytest.mark.parametrize("name", UNSUITABLE)
-def test_what_cannot_be_stored_is_refused_by_its_path(name: str) -> None:
-    """Before the first save and after it."""
+def test_unsupported_values_are_refused_with_their_path(name: str) -> None:
+    """They are refused before and after the first save."""
     make, what = UNSUITABLE[name]
     with LocalCluster(f"memory://unsuitable-{name.replace(' ', '-')}") as cluster:
         for _ in range(2):
@@ -212,14 +212,14 @@ def test_what_cannot_be_stored_is_refused_by_its_path(name: str) -> None:
     ],
     ids=["expanded", "overlapping", "array"],
 )
-def test_what_shares_memory_with_itself_is_not_filled(target: Any) -> None:
+def test_targets_whose_elements_share_memory_are_refused(target: Any) -> None:
     with LocalCluster("memory://shared") as cluster:
         cluster.save({"a": torch.randn(16, 64)}, step=1)
     with pytest.raises(raystow.StateError, match=r'into\["a"\]: elements share memory'):
         raystow.restore_latest(cluster.uri, into={"a": target()})
 
 
-def test_views_of_all_kinds_are_filled() -> None:
+def test_all_kinds_of_views_are_restored_in_place() -> None:
     with LocalCluster("memory://views") as cluster:
         cluster.save({"a": torch.randn(16, 64)}, step=1)
     whole = cluster.repository.versions()[-1].read("a")
@@ -230,7 +230,7 @@ def test_views_of_all_kinds_are_filled() -> None:
         assert np.array_equal(np.asarray(target), np.asarray(whole))
 
 
-def test_empty_containers_stay_what_they_are() -> None:
+def test_empty_containers_keep_their_types() -> None:
     with LocalCluster("memory://empty-containers") as cluster:
         cluster.save({"d": {}, "l": [], "t": (), "n": {}}, step=1)
     ordered, listed = collections.OrderedDict[str, Any](), list[Any]()
@@ -241,7 +241,7 @@ def test_empty_containers_stay_what_they_are() -> None:
     assert into == {"d": {}, "l": [], "t": (), "n": {}}
 
 
-def test_an_empty_repository_restores_none_and_no_other_raises(tmp_path: Path) -> None:
+def test_restore_returns_none_only_for_an_empty_repository(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path / "empty")):
         pass
     state = {"a": torch.ones(1)}
@@ -250,7 +250,7 @@ def test_an_empty_repository_restores_none_and_no_other_raises(tmp_path: Path) -
         raystow.open(tmp_path / "nothing")
 
 
-def test_values_of_each_rank_come_back_to_it() -> None:
+def test_each_rank_restores_its_own_values() -> None:
     states = [{"rank": rank, "same": "text", "w": torch.ones(4)} for rank in range(3)]
     with LocalCluster("memory://ranks", nodes=2) as cluster:
         version = cluster.save_all(states, step=1)
@@ -260,9 +260,9 @@ def test_values_of_each_rank_come_back_to_it() -> None:
     assert sum(len(fragment.values) for fragment in version.fragments) == 3 + 2  # one row for each value of a node
 
 
-def test_a_node_that_sees_another_folder_is_refused(tmp_path: Path) -> None:
+def test_a_node_with_another_folder_is_refused(tmp_path: Path) -> None:
     with LocalCluster(str(tmp_path / "run")) as cluster:
-        (tmp_path / "run").rename(tmp_path / "away")  # as on a node without the shared folder
+        (tmp_path / "run").rename(tmp_path / "away")  # simulates a node without the shared folder
         with pytest.raises(raystow.SaveFailed, match="this node sees another folder there than the coordinator"):
             cluster.save({"w": torch.ones(3)}, step=1)
         (tmp_path / "away").rename(tmp_path / "run")

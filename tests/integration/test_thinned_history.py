@@ -1,4 +1,4 @@
-"""A training's history, saved as it went on, thinned at a shell to differences, collected, and restored version by version."""
+"""The history of a training is thinned to deltas by ``raystow prune``, collected, and restored version by version."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SAVES, RESUMABLE, DELTA = 9, 2, 3
 
 
 class Training:
-    """Mixed precision: a small language model reads torch's own source, byte by byte; AdamW keeps a master copy."""
+    """Mixed-precision training of a small byte-level language model on torch's source code; AdamW has a master copy."""
 
     def __init__(self) -> None:
         torch.manual_seed(0)
@@ -85,6 +85,6 @@ def test_a_history_thinned_to_deltas_has_all_weight_bits(tmp_path: Path) -> None
     assert found["delta"].stored < 0.75 * found["delta"].instead
 
 
-def test_it_says_what_delta_needs(tmp_path: Path) -> None:
+def test_delta_without_resumable_is_a_usage_error(tmp_path: Path) -> None:
     said = " ".join(ran("prune", tmp_path, "--keep-last", 3, "--delta", 3, code=2).stderr.split())
     assert "resumable" in said

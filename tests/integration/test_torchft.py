@@ -1,4 +1,4 @@
-"""torchft with ``raystow.torchft.CheckpointTransport``: replicas on the nodes of a Ray cluster heal from each other."""
+"""torchft with ``raystow.torchft.CheckpointTransport``: replicas on nodes of a Ray cluster recover from each other."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ def one_rank() -> Iterator[None]:
 
 @pytest.fixture
 def transport(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Transports]:
-    """Makes transports. With "away" as parameter they do not know that they are on one node."""
+    """Return a function that makes transports. With the parameter "away", they behave as if on different nodes."""
     made, away = list[CheckpointTransport](), getattr(request, "param", "here") == "away"
 
     def make(*args: Any) -> CheckpointTransport:
@@ -66,7 +66,7 @@ def transport(cluster: Cluster, request: pytest.FixtureRequest) -> Iterator[Tran
 
 
 class Replica:
-    """A replica in a process of its own."""
+    """A replica in a separate process."""
 
     def __init__(self) -> None:
         self.transport = CheckpointTransport()
@@ -75,7 +75,7 @@ class Replica:
         return self.transport.metadata()
 
     def send(self, step: int, state: dict[str, Any], *, dies_after: int = -1) -> None:
-        """Stage a state; ``dies_after``: so many chunks are copied before this process is killed."""
+        """Stage a state; ``dies_after``: the number of chunks after which this process is killed."""
         if dies_after >= 0:
             _die_within_the_copy(dies_after)
         self.transport.send_checkpoint([1], step, state, SECONDS)
@@ -101,12 +101,12 @@ def replica(node: str) -> Any:
 
 
 def weights(seed: int) -> dict[str, Any]:
-    """Five chunks."""
+    """Return a state of five chunks."""
     return {"user": {"default": {"w": torch.randn(5 << 20, generator=torch.Generator().manual_seed(seed))}}}
 
 
 def same(a: Any, b: Any) -> bool:
-    """Whether two states have the same types, containers and bits."""
+    """Return whether two states have the same types, containers and bits."""
     if isinstance(a, dict):
         return type(b) is dict and a.keys() == b.keys() and all(same(a[key], b[key]) for key in a)
     if isinstance(a, list | tuple):
@@ -127,7 +127,7 @@ def test_the_transport_test_of_torchft_passes(transport: Transports) -> None:
 
 
 @anywhere
-def test_every_kind_of_value_arrives_in_the_same_bits(transport: Transports, one_rank: None) -> None:
+def test_every_kind_of_value_is_received_bit_for_bit(transport: Transports, one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
     model = torch.nn.Linear(33, 17)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.9))
@@ -151,13 +151,13 @@ def test_every_kind_of_value_arrives_in_the_same_bits(transport: Transports, one
     assert same(state, again)
     assert receiver.received == 0
     assert again["sharded"].device_mesh is mesh
-    got["large"] += 1  # is the receiver's own
+    got["large"] += 1  # the received tensor does not share memory with the sender
     assert not torch.equal(got["large"], state["large"])
     assert same(transport().recv_checkpoint(0, sender.metadata(), 3, SECONDS), state)
 
 
 def test_only_chunks_that_differ_are_received(transport: Transports) -> None:
-    """Also beneath the keys that torchft's Manager puts around a state, and if a tensor is missing or of another shape."""
+    """The receiver's state has no keys of torchft's Manager around it, lacks a tensor, and has a surplus one."""
     own = {"a": torch.arange(3 << 20), "b": torch.ones(1 << 20), "gone": torch.ones(3)}
     new = {"a": own["a"].clone(), "b": own["b"], "c": torch.zeros(2 << 20)}
     new["a"][5] += 1
@@ -168,7 +168,7 @@ def test_only_chunks_that_differ_are_received(transport: Transports) -> None:
     assert receiver.received == CHUNK + new["c"].nbytes  # the first chunk of "a", and all of "c"
 
 
-def test_what_cannot_be_sent_is_named(transport: Transports, one_rank: None) -> None:
+def test_unsupported_values_are_refused_with_their_path(transport: Transports, one_rank: None) -> None:
     mesh = init_device_mesh("cpu", (1,))
     partial = DTensor.from_local(torch.ones(2), mesh, [Partial()])
     sender = transport()
@@ -180,8 +180,8 @@ def test_what_cannot_be_sent_is_named(transport: Transports, one_rank: None) -> 
         sender.send_checkpoint([1], 1, weights(1), timedelta(0))
 
 
-def test_a_state_that_does_not_fit_is_refused(transport: Transports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node worker says so before the memory is filled."""
+def test_a_state_larger_than_the_memory_is_refused(transport: Transports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node worker refuses the state before it fills its memory."""
     sender = transport()
     monkeypatch.setattr("raystow.orchestrator.integrations.torchft.staged_state.content", lambda local: None)
     with pytest.raises(raystow.ClusterError, match=r"state of step 1: cannot be staged: \d+ bytes do not fit into \d+"):
@@ -189,7 +189,7 @@ def test_a_state_that_does_not_fit_is_refused(transport: Transports, monkeypatch
 
 
 def test_the_state_of_a_dead_sender_is_received(transport: Transports) -> None:
-    """Its node worker has it. If it dies before it has staged everything, the receiver gets an error at once."""
+    """The sender's node worker has the state. If the sender dies before staging ends, the receiver gets an error immediately."""
     dying, killed = replica("node_a"), replica("node_b")
     first, second = ray.get([dying.metadata.remote(), killed.metadata.remote()])
     ray.get(dying.send.remote(7, weights(1)))
@@ -205,8 +205,8 @@ def test_the_state_of_a_dead_sender_is_received(transport: Transports) -> None:
         receiver.recv_checkpoint(0, second, 8, SECONDS)
 
 
-def test_a_replica_heals_from_another_sender(transport: Transports, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The node worker dies while its bytes are read. The sender finds the new one when it gives its metadata again."""
+def test_a_replica_recovers_from_another_sender(transport: Transports, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The node worker dies during a read, and the sender connects to the new one when its metadata is requested again."""
     first, second = replica("node_a"), replica("node_b")
     places = ray.get([first.metadata.remote(), second.metadata.remote()])
     ray.get([first.send.remote(7, weights(1)), second.send.remote(7, weights(1))])
@@ -217,7 +217,7 @@ def test_a_replica_heals_from_another_sender(transport: Transports, monkeypatch:
         if calls[0] == 4:
             ray.kill(ray.get_actor(NODE + places[0].partition("/")[0], NAMESPACE), no_restart=False)
             while reader._open:
-                read(reader, start, target)  # until it fails
+                read(reader, start, target)  # until the read fails
         read(reader, start, target)
 
     receiver = transport()
@@ -251,7 +251,7 @@ def test_changed_bytes_are_not_returned(transport: Transports, monkeypatch: pyte
 
 
 @anywhere
-def test_a_receiver_waits_for_its_step_only(transport: Transports) -> None:
+def test_a_receiver_waits_only_for_its_step(transport: Transports) -> None:
     sender, receiver = transport(), transport()
     sender.send_checkpoint([1], 5, {"a": 1}, SECONDS)
     with pytest.raises(raystow.ClusterError, match="has no state of step 4 any more"):
@@ -272,8 +272,8 @@ def test_a_changed_interface_names_the_tried_version(monkeypatch: pytest.MonkeyP
         importlib.import_module("raystow.torchft")
 
 
-def test_a_killed_replica_heals_under_ray_train(tmp_path: Path) -> None:
-    """The example: torchft's lighthouse and Manager under Ray Train's ``TorchftConfig``."""
+def test_a_killed_replica_recovers_under_ray_train(tmp_path: Path) -> None:
+    """The example uses torchft's lighthouse and Manager under Ray Train's ``TorchftConfig``."""
     printed = _run("ray_train_torchft.py", tmp_path / "run", 30, 10, cwd=tmp_path)
     first, second = (line for line in printed.splitlines() if line.startswith("replica "))
     assert (tmp_path / "run" / "killed").exists()

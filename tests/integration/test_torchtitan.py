@@ -1,4 +1,4 @@
-"""TorchTitan's trainer objects, saved and loaded by ``raystow.torchtitan.CheckpointManager`` on two ranks."""
+"""TorchTitan's trainer objects are saved and loaded by ``raystow.torchtitan.CheckpointManager`` on two ranks."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _TAGS = itertools.count()
 
 
 class Progress:
-    """What TorchTitan's Trainer adds to the state."""
+    """The state that TorchTitan's Trainer adds."""
 
     step = 0
 
@@ -33,7 +33,7 @@ class Progress:
 
 
 class Data:
-    """One rank's data, and where it is in them."""
+    """The data of one rank, and its position."""
 
     def __init__(self, rank: int) -> None:
         self.rank, self.generator = rank, torch.Generator().manual_seed(rank)
@@ -46,7 +46,8 @@ class Data:
 
 
 def train(rank: int, n: int, folder: str, steps: int, options: dict[str, Any]) -> tuple[bool, list[str]]:
-    """Train as TorchTitan's Trainer does, to ``steps`` from what was saved; whether anything was, and the losses bit for bit."""
+    """Train as TorchTitan's Trainer does, from the newest version to ``steps``; return whether a version was loaded, and the
+    losses."""
     from torchtitan.components.optimizer import LRSchedulersContainer, OptimizersContainer, ParamGroupConfig
 
     from raystow.torchtitan import CheckpointManager
@@ -91,8 +92,8 @@ def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
 
 
 @pytest.mark.parametrize("mode", ["disabled", "async"])
-def test_torchtitan_resumes_in_the_same_bits(ranks: Ranks, tmp_path: Path, mode: str) -> None:
-    """``keep_latest_k`` is the retention policy, and what TorchTitan saved at its last step is loaded, too."""
+def test_torchtitan_resumes_bit_for_bit(ranks: Ranks, tmp_path: Path, mode: str) -> None:
+    """``keep_latest_k`` becomes the retention policy, and the version of TorchTitan's last step is loaded, too."""
     options = {"async_mode": mode, "keep_latest_k": 2}
     whole = ranks.call(2, train, str(tmp_path / "whole"), 7, options)
     first = ranks.call(2, train, str(tmp_path / "halves"), 3, options)
@@ -114,7 +115,7 @@ def test_torchtitan_loads_a_chosen_step_and_another_repository(ranks: Ranks, tmp
         ranks.call(2, train, saved, 5, {"load_step": 3})
 
 
-def test_torchtitan_takes_the_example(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_torchtitan_accepts_the_example_configuration(monkeypatch: pytest.MonkeyPatch) -> None:
     from torchtitan.config.manager import ConfigManager
 
     from raystow.torchtitan import CheckpointManager

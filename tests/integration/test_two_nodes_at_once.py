@@ -1,4 +1,4 @@
-"""The node workers of two nodes die at once; drills do this to whole nodes, while the store fails."""
+"""The node workers of two nodes die at once. The drills kill whole nodes in the same way while the store fails."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ SIZE = 500_000
 
 
 def outcome(self: Rank) -> int:
-    """The step that became a version, or 0."""
+    """Return the step of the version, or 0 if the save failed."""
     try:
         return self.result(90).step
     except raystow.SaveFailed:
         return 0
 
 
-def test_both_node_workers_die_in_a_save(tmp_path: Path) -> None:
-    """The save becomes a version or fails, on both ranks alike; no bit is wrong, and the next save works."""
+def test_a_save_survives_the_death_of_both_node_workers(tmp_path: Path) -> None:
+    """The save succeeds or fails on both ranks alike, the restored bits are correct, and the next save works."""
     ranks = start(str(tmp_path), 2, replication=raystow.Replication(replicas=1))
     save_state(ranks, 1, layers, SIZE)
     pids = [pid for found in every(ranks, "node_worker_pids") for pid in found]

@@ -1,4 +1,4 @@
-"""``raystow.verl`` with verl's own trainers and checkpoint managers: what is killed resumes, and no part is ahead of another."""
+"""``raystow.verl`` with verl's trainers and checkpoint managers: killed trainings resume, with all parts at the same step."""
 
 from __future__ import annotations
 
@@ -41,18 +41,18 @@ from raystow.orchestrator.integrations.verl import install
 from raystow.orchestrator.integrations.verl.settings import VARIABLE
 from raystow.orchestrator.integrations.verl.training_process import Commit, Part, TrainingProcess
 
-_METHODS.set_forkserver_preload(["verl_toy", "verl_sft"])  # verl's imports take ten seconds
+_METHODS.set_forkserver_preload(["verl_toy", "verl_sft"])  # importing verl takes ten seconds
 
 
 @pytest.fixture(scope="session")
 def cluster(s3_bucket: str, cluster: Cluster) -> Cluster:
-    """Nodes that find the S3 server."""
+    """Return the shared cluster, started with the S3 server in its environment."""
     return cluster
 
 
 @pytest.fixture
 def ranks(tmp_path: Path) -> Iterator[Any]:
-    """Calls a function on new processes: one of verl saves to one repository with one number of ranks."""
+    """Return a function that calls a function on new processes: a process of verl has one repository and one world size."""
 
     groups = itertools.count()
 
@@ -89,7 +89,7 @@ def same(one: raystow.Version, other: raystow.Version) -> bool:
     return one.step == other.step and all(torch.equal(one.read(name), other.read(name)) for name in names)
 
 
-def test_fine_tuning_that_was_killed_resumes(cluster: Cluster, ranks: Any, run_folder: Path, tmp_path: Path) -> None:
+def test_killed_fine_tuning_resumes(cluster: Cluster, ranks: Any, run_folder: Path, tmp_path: Path) -> None:
     whole, killed = str(tmp_path / "whole"), str(tmp_path / "killed")
     ranks(2, verl_sft.fine_tune, cluster.address, whole, run_folder, 8)
     clear_notes(run_folder)
@@ -97,7 +97,7 @@ def test_fine_tuning_that_was_killed_resumes(cluster: Cluster, ranks: Any, run_f
         ranks(2, verl_sft.fine_tune, cluster.address, killed, run_folder, 8, 5)
     clear_notes(run_folder)
     other = run_folder / "other-node"
-    overrides = f"trainer.default_local_dir={other}", "trainer.max_ckpt_to_keep=2"  # where the first run left nothing
+    overrides = f"trainer.default_local_dir={other}", "trainer.max_ckpt_to_keep=2"  # without files of the first run
     ranks(2, verl_sft.fine_tune, cluster.address, killed, run_folder, 8, 0, *overrides)
     assert same(raystow.open(whole).latest(), raystow.open(killed).latest())
     [resumed_at] = [int(path.name.rpartition("_")[2]) for path in other.glob("version_*/global_step_*")]
@@ -110,7 +110,7 @@ def test_fine_tuning_that_was_killed_resumes(cluster: Cluster, ranks: Any, run_f
 
 
 @pytest.mark.parametrize(("saved", "restored"), [(2, 1), (1, 2)])
-def test_other_numbers_of_ranks_resume(
+def test_other_world_sizes_resume(
     cluster: Cluster, ranks: Any, run_folder: Path, tmp_path: Path, saved: int, restored: int
 ) -> None:
     uri = str(tmp_path / "repository")
@@ -163,7 +163,7 @@ def test_weights_are_exported_to_hugging_face(cluster: Cluster, ranks: Any, run_
 
 
 class Killer:
-    """Kills all ranks ``delay`` seconds after a file appears; None: after their start."""
+    """Kills all ranks ``delay`` seconds after a file appears, or after their start if ``begun`` is None."""
 
     def __init__(self, processes: Ranks, begun: Path | None, delay: float) -> None:
         self._processes, self._begun, self._delay = processes, begun, delay
@@ -187,7 +187,7 @@ class Killer:
 
 
 def check_parts(version: raystow.Version) -> None:
-    """Actor, critic and data loader are at the step of the version."""
+    """Assert that actor, critic and data loader are at the step of the version."""
     for role in ("actor", "critic"):
         seen = version.read(f"{role}.model.seen")
         assert (seen.sum(), seen.max()) == (version.step * BATCH, 1)
@@ -198,7 +198,7 @@ def check_parts(version: raystow.Version) -> None:
 
 @pytest.mark.parametrize("kills", [5, pytest.param(200, marks=pytest.mark.slow)])
 def test_no_prompt_is_skipped_or_trained_twice(cluster: Cluster, tmp_path: Path, kills: int) -> None:
-    """Runs are killed and resumed until all of their prompts are trained; then the next run begins."""
+    """Runs are killed and resumed until all of their prompts are trained; then the next run starts."""
     prompts, chance, begun, run_number = 80 * BATCH, np.random.default_rng(kills), tmp_path / "begun", itertools.count()
     processes, killed, versions, uri = Ranks(tmp_path), 0, set[tuple[str, int]](), ""
     try:
@@ -232,7 +232,7 @@ def test_no_prompt_is_skipped_or_trained_twice(cluster: Cluster, tmp_path: Path,
 
 
 def test_ray_workers_save_one_version(cluster: Cluster, run_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """verl makes the critic's manager before it imports raystow.verl, and never imports it in these workers."""
+    """verl creates the critic's manager before it imports raystow.verl, and never imports raystow.verl in these workers."""
     uri = str(run_folder / "repository")
     monkeypatch.setenv(VARIABLE, uri)
     for step, change in ((1, 0.5), (2, 0.0)):
@@ -243,7 +243,7 @@ def test_ray_workers_save_one_version(cluster: Cluster, run_folder: Path, monkey
         assert trainer.global_steps == step - 1
         arguments = [verl_workers.change_weights] * 2, [change] * 2
         trainer.actor_rollout_wg.execute_all_sync("execute_with_func_generator", *arguments)
-        trainer.global_steps = trainer.total_training_steps = step  # the last step, which waits until the version is durable
+        trainer.global_steps = trainer.total_training_steps = step  # the last step waits until the version is durable
         trainer._save_checkpoint()
         for worker in groups["actor"].workers:
             ray.kill(worker)
@@ -285,7 +285,7 @@ def test_an_api_that_has_changed_names_the_tried_version(monkeypatch: pytest.Mon
         install()
 
 
-def test_a_save_without_its_trainer_is_refused() -> None:
+def test_a_save_that_no_trainer_commits_is_refused() -> None:
     process = TrainingProcess()
     part = Part("actor", 1, {}, torch.nn.Linear(1, 1), torch.device("cpu"), None, None)
     process.add(part)
@@ -296,7 +296,7 @@ def test_a_save_without_its_trainer_is_refused() -> None:
 
 
 @pytest.mark.parametrize("name", ["../outside", "/outside", "a/../../outside", "a//b", "a/./b"])
-def test_files_stay_in_their_folder(tmp_path: Path, name: str) -> None:
+def test_file_names_outside_of_the_folder_are_refused(tmp_path: Path, name: str) -> None:
     version = types.SimpleNamespace(tensors=lambda: {f"files.{name}": None})
     with pytest.raises(raystow.Damaged, match="not relative"):
         raystow.verl.write_files(version, tmp_path)

@@ -1,4 +1,4 @@
-"""verl on CPUs, for which it has no platform: registers one, and verl's own FSDP engines for it. Import it before verl."""
+"""Registers a CPU platform and verl's FSDP engines for it, because verl has none for CPUs. Import this module before verl."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import ray.actor
 import torch
 
-# verl declares actors when it is imported. Ray would seed its generator of ids then, and all ranks that are forked from this
-# process would draw the same ids.
+# verl declares actors at import. Ray would then seed its generator of ids, and all ranks forked from this process would draw the
+# same ids.
 ray.actor.ActorClassID = types.SimpleNamespace(from_random=lambda: ray.ActorClassID(os.urandom(ray.ActorClassID.size())))
 
 from verl.plugin.platform.platform_base import PlatformBase  # noqa: E402
@@ -21,7 +21,7 @@ from verl.utils import distributed  # noqa: E402
 
 
 class Cpu(PlatformBase):
-    """What verl asks of a device, answered for the CPU."""
+    """The device interface of verl, implemented for the CPU."""
 
     device_name, vendor_name = "cpu", "cpu"
     device_module = types.SimpleNamespace(
@@ -96,7 +96,7 @@ class Cpu(PlatformBase):
 
 
 def _group(*_: object, **__: object) -> None:
-    """verl asks for two backends, of the CPU and of the device."""
+    """Start gloo; verl would start a backend for the CPU and one for the device."""
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo", init_method=os.environ.get("DIST_INIT_METHOD"))
 
@@ -109,7 +109,7 @@ from verl.workers.engine.fsdp import transformer_impl as fsdp  # noqa: E402
 
 
 class Fsdp1(fsdp.FSDP):
-    """FSDP1, whose own broadcast of the weights needs GPUs."""
+    """FSDP1 with a broadcast of the weights on the CPU; its own broadcast needs GPUs."""
 
     def __init__(self, module: torch.nn.Module, **options: Any) -> None:
         if torch.distributed.get_rank():
@@ -120,7 +120,7 @@ class Fsdp1(fsdp.FSDP):
 
 
 def _to_device(model: torch.nn.Module) -> None:
-    """Parameters that verl has offloaded are where they were, on the CPU."""
+    """Do nothing: offloaded parameters are on the CPU, as all others."""
 
 
 fsdp.FSDP, fsdp.load_fsdp_model_to_gpu = Fsdp1, _to_device

@@ -1,4 +1,5 @@
-"""verl's own trainer of supervised fine-tuning with a small Llama on CPUs. It notes the prompts that it trains, and can die."""
+"""verl's trainer of supervised fine-tuning with a small Llama on CPUs. It records the prompts that it trains, and can be
+killed."""
 
 from __future__ import annotations
 
@@ -24,13 +25,13 @@ from raystow.orchestrator.integrations.verl.settings import VARIABLE
 from raystow.orchestrator.integrations.verl.training_process import PROCESS
 
 assert verl_cpu
-sys.path.append(str(Path(__file__).parents[2] / "examples"))  # verl imports verl_checkpoints from there
+sys.path.append(str(Path(__file__).parents[2] / "examples"))  # verl imports verl_checkpoints from this folder
 
 PROMPTS, BATCH = 32, 4
 
 
 class Prompts(Dataset):
-    """Short sequences of different lengths. ``train_files`` names the file of notes."""
+    """Short sequences of different lengths. ``train_files`` is the file in which prompts are recorded."""
 
     def __init__(self, parquet_files: str, **_: Any) -> None:
         self._notes = Path(parquet_files)
@@ -51,7 +52,7 @@ class Prompts(Dataset):
 
 
 def make_model(folder: Path) -> None:
-    """A model and its tokenizer, as ``model.path``."""
+    """Write a model and its tokenizer to the folder that becomes ``model.path``."""
     words = {str(i): i for i in range(62)} | {"<unk>": 62, "<eos>": 63}
     special = {"unk_token": "<unk>", "eos_token": "<eos>", "bos_token": "<eos>", "pad_token": "<eos>"}
     PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.WordLevel(words, unk_token="<unk>")), **special).save_pretrained(
@@ -71,7 +72,7 @@ def make_model(folder: Path) -> None:
 
 
 def latest_step(uri: str) -> int:
-    """The step of the newest version; 0 if there is none."""
+    """Return the step of the newest version, or 0 if there is none."""
     try:
         version = raystow.latest(uri)
     except raystow.NotARepository:
@@ -80,8 +81,11 @@ def latest_step(uri: str) -> int:
 
 
 def fine_tune(rank: int, n: int, address: str, uri: str, folder: Path, steps: int, dies_after: int = 0, *overrides: str) -> None:
-    """Run verl's trainer to a step. ``dies_after``: the step after which all are killed, once there is a version.
-    ``folder`` has ``model``, and gets the trainer's ``default_local_dir`` and the notes of each rank."""
+    """Run verl's trainer up to a step.
+
+    ``folder`` has ``model``, and gets the trainer's ``default_local_dir`` and the records of each rank. ``dies_after``: the
+    step after which all ranks are killed, once a version exists.
+    """
     place = {"LOCAL_RANK": "0", "RANK": str(rank), "WORLD_SIZE": str(n), "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
     os.environ.update({VARIABLE: uri, "VERL_ENGINE_DEVICE": "cpu", **place})
     if not ray.is_initialized():

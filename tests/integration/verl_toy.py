@@ -1,5 +1,8 @@
-"""A toy of verl's PPO that counts in its weights how often each prompt was trained: ranks that talk by gloo, with verl's own
-checkpoint managers and the methods of its ``RayPPOTrainer`` that save and load. Its groups of workers are this process."""
+"""A small PPO training of verl that counts in its weights how often each prompt was trained.
+
+It uses verl's checkpoint managers and the methods of ``RayPPOTrainer`` that save and load. Each gloo rank acts as its own
+worker groups.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ BATCH, LEARNED, KEPT = 4, 30_000, 2
 
 
 class Counts(PreTrainedModel):
-    """``seen``: how often each prompt was trained. ``learned`` depends on the order, too."""
+    """A model that counts in ``seen`` how often each prompt was trained; ``learned`` also depends on the order of the prompts."""
 
     config_class = PretrainedConfig
 
@@ -45,7 +48,7 @@ class Counts(PreTrainedModel):
 
 
 class Group:
-    """What a trainer of verl asks of a group of workers, done in this process by a manager."""
+    """The interface of a worker group of verl, implemented in this process with a checkpoint manager."""
 
     def __init__(self, manager: FSDPCheckpointManager) -> None:
         self._manager, self.world_size = manager, distributed.get_world_size()
@@ -81,7 +84,7 @@ class Role:
 
 
 def trainer_of(folder: Path, prompts: int) -> Any:
-    """A ``RayPPOTrainer`` with as much as its methods use."""
+    """Return a ``RayPPOTrainer`` with only the attributes that its save and load methods use."""
     trainer = RayPPOTrainer.__new__(RayPPOTrainer)
     options = {
         "default_local_dir": str(folder),
@@ -99,12 +102,12 @@ def trainer_of(folder: Path, prompts: int) -> Any:
 
 
 def train(rank: int, n: int, address: str, uri: str, folder: Path, prompts: int, save_every: int = 2) -> dict[str, Any]:
-    """Train each prompt once, from the newest version on. The file ``begun`` tells of the first step."""
+    """Train each prompt once, starting at the newest version; create the file ``begun`` after each step."""
     os.environ[VARIABLE] = uri
     if not ray.is_initialized():
         ray.init(address=address, log_to_driver=False, logging_level="ERROR")
     folder.mkdir(exist_ok=True)
-    own = folder / f"rank-{rank}"  # as on nodes that share no folder
+    own = folder / f"rank-{rank}"  # simulates nodes without a shared folder
     trainer, actor, critic = trainer_of(own, prompts), Role(prompts, 1), Role(prompts, 2)
     trainer.actor_rollout_wg, trainer.critic_wg = actor.group, critic.group
     trainer._load_checkpoint()
@@ -124,6 +127,6 @@ def train(rank: int, n: int, address: str, uri: str, folder: Path, prompts: int,
 
 
 def _found(role: Role) -> tuple[set[float], str]:
-    """The numbers of times that prompts were trained, and a digest of what was learned."""
+    """Return the set of training counts of the prompts, and a digest of the learned weights."""
     learned = role.model.learned.full_tensor().detach().numpy().tobytes()
     return set(role.model.seen.full_tensor().tolist()), hashlib.sha256(learned).hexdigest()

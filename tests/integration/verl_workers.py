@@ -1,4 +1,4 @@
-"""verl's own groups of Ray workers on CPUs: processes that each have a part of an actor and of a critic."""
+"""verl's groups of Ray workers on CPUs: each process has a part of an actor and of a critic."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ ROLES = ("actor", "critic")
 
 
 class CpuWorker(TrainingWorker):
-    """A worker whose process imports this module first, and so the platform."""
+    """A worker whose process imports this module, and thus the platform, first."""
 
 
 def groups(model: Path, n: int) -> dict[str, Any]:
-    """The group of each role, in ``n`` processes, as ``RayPPOTrainer.init_workers`` makes them: the critic first."""
+    """Return the group of each role in ``n`` processes, created like in ``RayPPOTrainer.init_workers``: the critic first."""
     classes = {}
     for role in ROLES:
         eager = {"attn_implementation": "eager"}
@@ -45,7 +45,7 @@ def groups(model: Path, n: int) -> dict[str, Any]:
 
 
 def change_weights(worker: Any, by: float) -> None:
-    """Change the weights of both roles in the process of a worker, as a training does."""
+    """Change the weights of both roles in a worker process, as a training step would."""
     for of in worker.worker_dict.values():
         for weight in of.engine.module.parameters():
             weight.data.add_(by)
